@@ -305,8 +305,8 @@ def verify(arguments: list[str]) -> Iterator[Row]:
     """Verify layouts, given a device and their names, until one is not the same. This process does all the work."""
     import torch
 
-    from scripts.verify import format_verdict
     from titan_like.checkpoint import saver
+    from titan_like.commands.verify import format_verdict
     from titan_like.config import load_config
     from titan_like.parallel.mesh import build_mesh
     from titan_like.train import training_state

@@ -51,7 +51,7 @@ def worker(setting: str, argv: list[str]) -> None:
     host_memory.restart_without_tcache()
     if setting == "default":
         host_memory.keep_freed_memory = lambda: None
-    from train import main
+    from titan_like.commands.train import main
 
     status = main(argv)
     used = resource.getrusage(resource.RUSAGE_SELF)

@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scripts import convert, evaluate
 from tests.distributed.launch import base_config, launch, runs_exhaustive_tests
 from tests.unit.hugging_face_cases import gpt_config, llama_config, random_model, reference_of, save_checkpoint
 from titan_like.checkpoint.inference import find_checkpoint, load_parallel_model
+from titan_like.commands import convert, evaluate
 from titan_like.config.schema import JobConfig
 from titan_like.data.tokenizer import ByteTokenizer
 from titan_like.evaluate.scoring import Scorer

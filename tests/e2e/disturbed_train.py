@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import train
 from titan_like.checkpoint import loader
+from titan_like.commands import train
 from titan_like.config.load import run_command
 from titan_like.parallel.model import WholeModel
 from titan_like.train import job

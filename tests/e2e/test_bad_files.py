@@ -11,9 +11,9 @@ import torch
 
 import titan_like.train.job
 import titan_like.train.setup
-from scripts import convert, generate
 from tests.e2e.test_bad_input import STEPS, TOML, arguments, check_refusal, run_here
 from titan_like.checkpoint.step_folders import hold
+from titan_like.commands import convert, generate
 from titan_like.config import ConfigError, load_config
 from titan_like.config.errors import RunError
 from titan_like.config.paths import file_problem

@@ -21,7 +21,7 @@ import sys
 from titan_like.config.load import run_command
 from titan_like.train import watchdog
 from titan_like.train.host_memory import restart_without_tcache
-from train import main
+from titan_like.commands.train import main
 
 restart_without_tcache()
 

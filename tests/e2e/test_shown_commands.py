@@ -1,8 +1,8 @@
 """Every command that README.md and docs/ show is run as it is written, in a copy of the repository.
 
-The shell, scripts/train.sh and scripts/test.sh are real. What they start (python, torchrun, sbatch, kubectl) are stubs
-that write down how they were called; the calls are then checked here down to settings that fit together, with as many
-processes as the command starts. So nothing is installed, trained or measured, and nothing of torch is loaded.
+The shell, scripts/train.sh and scripts/test.sh are real. What they start (python, torchrun, titan-train, sbatch, …) are
+stubs that write down how they were called; the calls are then checked here down to settings that fit together, with as
+many processes as the command starts. So nothing is installed, trained or measured, and nothing of torch is loaded.
 """
 
 import argparse
@@ -16,13 +16,20 @@ from pathlib import Path
 
 import pytest
 
+from titan_like.commands.convert import build_parser as convert_parser
+from titan_like.commands.plan import main as plan_main
 from titan_like.config import load_config
 from titan_like.planner.commands.outcome import Outcome
 from titan_like.train.environment import dry_run_world
 from titan_like.train.rules import resolve_settings
 
 REPO = Path(__file__).parents[2]
-PROGRAMS = ("python", "torchrun", "sbatch", "kubectl")
+FILE_OF = {  # the installed commands, by the file that is the same in a checkout
+    "titan-train": "train.py",
+    "titan-preprocess": "scripts/preprocess_data.py",
+    **{f"titan-{name}": f"scripts/{name}.py" for name in ("plan", "verify", "evaluate", "generate", "convert")},
+}
+PROGRAMS = ("python", "torchrun", "sbatch", "kubectl", "pip", "docker", *FILE_OF)
 # What stands for a file of the reader's, and is made here.
 FILES = {
     "FILE.toml": '[cluster]\ngpu = "A100"\ngpus_per_node = 8\nnodes = 1\n'
@@ -42,6 +49,10 @@ ONLY_CALLED = {
     "scripts/convert.py": "needs a checkpoint of minutes; options only, tests/unit/test_hugging_face_files.py converts",
     "benchmarks/planner_accuracy.py": "takes a minute; options only",
     "benchmarks/fit_profiles.py": "writes a profile; tests/unit/test_planner_accuracy.py fits the same rows",
+    "docker build": "needs a daemon; tests/unit/test_container.py reads the Dockerfile",
+    "docker run": "needs a daemon; what it runs in the container is checked",
+    "pip install": "tests/e2e/test_wheel.py installs the wheel",
+    "venv": "the same",
     "pytest": "scripts/test.sh would run this test",
 }
 
@@ -113,16 +124,29 @@ def check_call(program, environment, arguments, monkeypatch):
         if arguments[0] == "apply":
             assert Path(arguments[-1]).is_file()
         return f"kubectl {arguments[0]}"
+    if program == "pip":
+        return f"pip {arguments[0]}"
+    if program == "docker":
+        if arguments[0] == "build":
+            return "docker build"
+        entry = arguments[arguments.index("--entrypoint") + 1] if "--entrypoint" in arguments else "titan-train"
+        check_call(entry, environment, arguments[arguments.index("titan_like") + 1 :], monkeypatch)
+        return "docker run"
+    if program in FILE_OF:
+        arguments = [FILE_OF[program], *arguments]
     if program == "torchrun":
         options = argparse.ArgumentParser()
         for name in ("--nproc_per_node", "--nnodes", "--master_port", "--max_restarts"):
             options.add_argument(name, type=int, default=1)
         for name in ("--rdzv_backend", "--rdzv_endpoint", "--rdzv_id"):
             options.add_argument(name)
+        options.add_argument("--no-python", action="store_true")
+        options.add_argument("-m", dest="is_module", action="store_true")
         options.add_argument("script")
         options.add_argument("arguments", nargs=argparse.REMAINDER)
         found = options.parse_args(arguments)
-        processes, arguments = found.nproc_per_node * found.nnodes, [found.script, *found.arguments]
+        script = f"{found.script.removeprefix('titan_like.commands.')}.py" if found.is_module else found.script
+        processes, arguments = found.nproc_per_node * found.nnodes, [FILE_OF.get(script, script), *found.arguments]
     if program == "sbatch":
         first = next(i for i, word in enumerate(arguments) if word.endswith(".sbatch"))
         assert Path(arguments[first]).is_file()
@@ -137,16 +161,15 @@ def check_call(program, environment, arguments, monkeypatch):
         config = load_config(arguments)
         resolve_settings(config, dry_run_world(config) if config.job.dry_run and processes == 1 else processes)
     elif script == "scripts/plan.py":
-        plan = importlib.import_module("scripts.plan")
         given = []
         command = importlib.import_module(f"titan_like.planner.commands.{arguments[0]}")
         monkeypatch.setattr(command, "run", lambda options, settings: given.append(settings) or Outcome("", {}))
-        assert plan.main(arguments) == 0
+        assert plan_main(arguments) == 0
         if arguments[0] in ("predict", "duration", "simulate"):  # the others choose layouts
             config = load_config(given[0])
             resolve_settings(config, dry_run_world(config))
     elif script in ("scripts/evaluate.py", "scripts/generate.py", "scripts/verify.py"):
-        module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+        module = importlib.import_module(f"titan_like.commands.{Path(script).stem}")
         options, settings = module.build_parser().parse_known_args(arguments)
         module.check_options(options)
         load_config(settings)
@@ -154,7 +177,7 @@ def check_call(program, environment, arguments, monkeypatch):
         batch = ["--training.micro_batch_size=1", f"--training.global_batch_size={8 * processes}"]
         resolve_settings(load_config(["--training.steps=1", *batch, *arguments]), processes)
     elif script == "scripts/convert.py":
-        importlib.import_module("scripts.convert").build_parser().parse_args(arguments)
+        convert_parser().parse_args(arguments)
     else:
         assert script in ONLY_CALLED, f"say in this test how to check {script}"
     return script

@@ -2,12 +2,14 @@ import math
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from titan_like.config import ConfigError, JobConfig, load_config
 from titan_like.config.load import json_schema
+from titan_like.config.options import as_installed
 from titan_like.data.batch_size import total_steps
 from titan_like.parallel.layout import resolve_layout
 from titan_like.train.rules import resolve_settings
@@ -331,3 +333,32 @@ def test_every_number_has_a_limit():
                 kind = kind.get("items", kind)
                 if kind.get("type") == "integer" and "enum" not in kind:
                     assert {"maximum", "exclusiveMaximum"} & kind.keys(), f"{name}.{key}"
+
+
+def test_configurations_of_the_package_have_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def steps_of(path):
+        return load_config([f"--job.config_file={path}"]).training.steps
+
+    shipped = tomllib.loads((TRAIN_CONFIGS / "debug_gpt.toml").read_text())["training"]["steps"]
+    names = ("debug_gpt", "debug_gpt.toml", "train_configs/debug_gpt.toml", "train_configs/debug_gpt")
+    assert [steps_of(name) for name in names] == 4 * [shipped]
+    (tmp_path / "debug_gpt.toml").write_text("training.steps = 7")
+    assert [steps_of(name) for name in names] == [shipped, 7, shipped, shipped]
+    (tmp_path / "debug_gpt").mkdir()
+    with pytest.raises(ConfigError, match='"debug_gpt": is a folder, not a file; give a readable TOML file'):
+        steps_of("debug_gpt")
+    with pytest.raises(ConfigError, match=r'"debug_lama": no such file; .+ a shipped one.s name, such as debug_llama'):
+        steps_of("debug_lama")
+    for path in ("configs/debug_gpt.toml", "quite_another.toml"):
+        with pytest.raises(ConfigError, match=r"no such file; give the path of a TOML file$"):
+            steps_of(path)
+
+
+def test_sentences_name_commands_as_they_are_called(monkeypatch):
+    told = "as python scripts/plan.py search --out or scripts/preprocess_data.py writes it, not /my/scripts/plan.py"
+    monkeypatch.setattr(sys, "argv", ["/bin/titan-train"])
+    assert as_installed(told) == "as titan-plan search --out or titan-preprocess writes it, not /my/scripts/plan.py"
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    assert as_installed(told) == told

@@ -46,19 +46,21 @@ print(json.dumps([os.getpid(), sys.argv[1:], sys.flags.dont_write_bytecode, tuna
 pytestmark = pytest.mark.skipif("CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="settings of glibc")
 
 
-def run(folder: Path, tunables: str) -> tuple[list[int], list[Any]]:
-    """The number of the process at each start, and what it prints at the end."""
+def run(folder: Path, tunables: str, *called: str) -> tuple[list[int], list[Any]]:
+    """The number of the process at each start, and what it prints at the end. ``called`` replaces the script's path."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
     environment = os.environ | {"PYTHONPATH": str(REPO), "CUDA_VISIBLE_DEVICES": "", "GLIBC_TUNABLES": tunables}
-    command = [sys.executable, "-B", str(script), "a b", "--c=d"]
-    *numbers, last = subprocess.check_output(command, env=environment, text=True).splitlines()
+    command = [sys.executable, "-B", *(called or [str(script)]), "a b", "--c=d"]
+    *numbers, last = subprocess.check_output(command, env=environment, text=True, cwd=folder).splitlines()
     return [int(number) for number in numbers], json.loads(last)
 
 
 def test_freed_block_serves_the_same_request_again(tmp_path: Path) -> None:
     numbers, (number, arguments, is_option_kept, tunables, blocks, _) = run(tmp_path, "glibc.malloc.perturb=0")
     assert numbers == [number, number]  # started again once, as the same process
+    again, (_, given, *_) = run(tmp_path, "", "-m", "script")
+    assert len(again) == 2 and given == arguments
     assert arguments == ["a b", "--c=d"] and is_option_kept
     assert tunables == "glibc.malloc.perturb=0:glibc.malloc.tcache_count=0"
     assert blocks < 1.5

@@ -30,6 +30,7 @@ from tests.unit.hugging_face_cases import (
 )
 from titan_like.checkpoint.inference import find_checkpoint, load_for_inference
 from titan_like.checkpoint.loader import CheckpointWeights
+from titan_like.commands.convert import main
 from titan_like.config import load_config
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
@@ -61,7 +62,6 @@ MODELS = {
 
 def convert(*argv: object) -> None:
     """scripts/convert.py in this process."""
-    main = runpy.run_path(str(REPO / "scripts" / "convert.py"))["main"]
     assert main([str(word) for word in argv]) == 0
 
 

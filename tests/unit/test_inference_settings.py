@@ -14,8 +14,8 @@ import pytest
 import torch
 from jinja2 import UndefinedError
 
-from scripts import evaluate, generate
 from titan_like.checkpoint.inference import find_checkpoint, load_for_inference
+from titan_like.commands import evaluate, generate
 from titan_like.config import ConfigError, load_config
 from titan_like.config.errors import RunError
 from titan_like.config.options import check_output_file, json_text, write_output_file

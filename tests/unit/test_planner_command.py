@@ -1,6 +1,5 @@
 import contextlib
 import csv
-import importlib.util
 import io
 import json
 import subprocess
@@ -10,22 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from titan_like.commands.plan import COMMANDS, main
 from titan_like.config import ConfigError, load_config
 from titan_like.planner.commands import calibrate
 from titan_like.planner.predict import predict
 from titan_like.planner.profile import load_profile
 
 ROOT = Path(__file__).parents[2]
-
-
-def load_script():
-    spec = importlib.util.spec_from_file_location("plan", ROOT / "scripts/plan.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-SCRIPT = load_script()
 
 
 @dataclass
@@ -40,7 +30,7 @@ def plan(*words):
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.chdir(ROOT):
         try:
-            return Done(SCRIPT.main([str(word) for word in words]), out.getvalue(), "")
+            return Done(main([str(word) for word in words]), out.getvalue(), "")
         except ConfigError as error:
             return Done(2, out.getvalue(), f"error: {error}\n")
 
@@ -192,7 +182,7 @@ def test_bad_input_leaves_the_process_with_one_line_and_2():
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr == f'error: command = "forecast": unknown; use {", ".join(SCRIPT.COMMANDS)}\n'
+    assert done.stderr == f'error: command = "forecast": unknown; use {", ".join(COMMANDS)}\n'
 
 
 def test_fitting_without_scipy_is_one_sentence(monkeypatch):

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import random
-import runpy
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import zstandard
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from tests.e2e.scripts import Script
+from titan_like.commands.preprocess_data import main
 from titan_like.config import ConfigError
 from titan_like.data import preprocess, raw_text
 from titan_like.data.indexed import IndexedDataset
@@ -327,7 +327,6 @@ def test_the_command_line(byte_pairs: str, tmp_path: Path) -> None:
 
 
 def test_unfit_options_are_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    main = runpy.run_path(str(ROOT / "scripts" / "preprocess_data.py"))["main"]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "empty.txt").touch()

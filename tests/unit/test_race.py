@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from scripts import evaluate
 from tests.unit.hugging_face_cases import bert_config, random_model, reference_of, save_checkpoint
 from tests.unit.race_cases import AROUND, VOCABULARY, scores_of_transformers, write_race
+from titan_like.commands import evaluate
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import Data
 from titan_like.data.open_source import open_source

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from transformers import AutoTokenizer, T5ForConditionalGeneration
 
 from tests.unit.hugging_face_cases import random_model, reference_of, save_checkpoint, t5_config
 from titan_like.checkpoint.loader import CheckpointWeights
+from titan_like.commands.generate import main
 from titan_like.data.span_corruption import decode_with_sentinels, encode_with_sentinels
 from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer
 from titan_like.evaluate.sampling import generate
@@ -57,7 +57,6 @@ def test_an_exported_byte_model_writes_what_generate_py_prints(tmp_path: Path) -
     assert inputs.input_ids[0].tolist() == [*encode_with_sentinels(ours, prompt), 256]
     expected = theirs.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)[0, 1:].tolist()
 
-    main = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "generate.py"))["main"]
     shown = tmp_path / "generated.json"
     overrides = [f"--model.overrides.{key}={json.dumps(value)}" for key, value in shape.items()]
     options = ["--prompt", prompt, "--temperature", "0", "--max_new_tokens", str(NEW_TOKENS), "--json", str(shown)]

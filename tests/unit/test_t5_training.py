@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import runpy
+import importlib
 from pathlib import Path
 
 import pytest
@@ -81,6 +81,6 @@ def test_what_does_not_fit_is_one_sentence(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("script", "family"), [("evaluate", "t5"), ("evaluate", "bert"), ("generate", "bert")])
 def test_what_needs_the_next_token_is_refused_in_one_sentence(script: str, family: str) -> None:
-    main = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / f"{script}.py"))["main"]
+    main = importlib.import_module(f"titan_like.commands.{script}").main
     with pytest.raises(ConfigError, match=f'model.family = "{family}": .* and continues no text; choose a causal'):
         main([f"--model.family={family}", "--training.steps=1"])

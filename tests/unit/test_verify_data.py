@@ -17,9 +17,9 @@ import torch
 from pyarrow import ipc
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from scripts.verify import format_verdict
 from tests.distributed.mutations import data
 from tests.unit.race_cases import VOCABULARY, write_race
+from titan_like.commands.verify import format_verdict
 from titan_like.config import load_config
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig

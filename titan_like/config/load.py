@@ -18,7 +18,8 @@ from typing import Annotated, Any, NoReturn, TextIO, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from titan_like.config.errors import ConfigError, RunError, all_of, problem_of, shortened
-from titan_like.config.paths import expanded, read_toml
+from titan_like.config.options import as_installed
+from titan_like.config.paths import expanded, find_config, read_toml
 from titan_like.config.schema import JobConfig
 from titan_like.config.section import options_of
 
@@ -152,7 +153,7 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
     except (ConfigError, RunError) as error:
         if not error.of_this_process and os.environ.get("RANK", "0") != "0":
             time.sleep(_SECONDS_FOR_RANK_0)  # rank 0 usually prints the same and ends the job first
-        _tell(f"error: {error}")
+        _tell(as_installed(f"error: {error}"))
         _end_process_group(2 if isinstance(error, ConfigError) else 1)
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
     raise SystemExit(code or 0)
@@ -255,7 +256,7 @@ def _file_settings(path: Any) -> dict[str, Any]:
         found = expanded(path)
     except ValueError as error:
         raise ConfigError("job.config_file", path, str(error)) from None
-    return read_toml(found)
+    return read_toml(find_config(found))
 
 
 def _parse_value(dotted: str, text: str) -> Any:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -22,10 +23,24 @@ from titan_like.config.section import expanded_tokenizer
 _MOST_SHOWN = 80  # characters of a path
 _OUTPUTS = ("json", "out", "output", "picture")  # options that name files to write
 _OF_RUNS = ("run.json", "metrics.runs.json")
+_FILE_OF_COMMAND = re.compile(r"(?<![\w/.-])(?:python (?:scripts/)?|scripts/)(\w+)\.py\b")
+
+
+def as_installed(text: str) -> str:
+    """A text that names commands by their files (python scripts/plan.py), by their own names (titan-plan) instead if
+    this process runs one of those, as after pip install.
+    """
+    if not os.path.basename(sys.argv[0]).startswith("titan-"):
+        return text
+    return _FILE_OF_COMMAND.sub(lambda file: f"titan-{file[1].removesuffix('_data').replace('_', '-')}", text)
 
 
 class OptionParser(argparse.ArgumentParser):
     """Reports a wrong option as a ConfigError, in one sentence like every other error."""
+
+    def format_help(self) -> str:
+        """The help, with the names of commands as they are installed here."""
+        return as_installed(super().format_help())
 
     def error(self, message: str) -> NoReturn:
         """Turn argparse's message into a ConfigError.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import stat
@@ -23,6 +24,7 @@ _KINDS = {
 }
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095  # of Linux
 _MOST_BYTES = 64 << 20  # size of a settings file
+_SHIPPED = Path(__file__).parents[1] / "train_configs"
 
 
 def expanded(text: str) -> str:
@@ -75,6 +77,25 @@ def writing_problem(path: Path) -> str | None:
     if problem is None and not os.access(path, os.W_OK):
         return "cannot be written (Permission denied)"
     return problem
+
+
+def find_config(path: str) -> str:
+    """The TOML file of a run: the one at ``path``, else the one that the package has under this name.
+
+    NAME, NAME.toml and train_configs/NAME.toml name the same file of the package. They are looked up only if nothing
+    in the file system has that path.
+
+    Raises:
+        ConfigError: there is neither, but the package has files with similar names.
+    """
+    name = path.removeprefix("train_configs/").removesuffix(".toml")
+    if os.path.lexists(path) or "/" in name:
+        return path
+    shipped = {file.stem: str(file) for file in _SHIPPED.glob("*.toml")}
+    if name not in shipped and (near := difflib.get_close_matches(name, shipped)):
+        problem = f"no such file; give the path of a TOML file, or a shipped one's name, such as {', '.join(near)}"
+        raise ConfigError("job.config_file", path, problem)
+    return shipped.get(name, path)
 
 
 def _read_settings(path: str, key: str) -> str:

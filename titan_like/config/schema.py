@@ -33,7 +33,9 @@ from titan_like.config.section import (
 class Job(Section):
     """The run as a whole."""
 
-    config_file: OptionalPath = Field(None, description="TOML file to read the settings from")
+    config_file: OptionalPath = Field(
+        None, description="TOML file to read the settings from, or a shipped one's name: debug_gpt"
+    )
     description: Text = Field("", description="one line about the run, shown in logs and in wandb")
     dump_folder: PathText = Field("outputs", description="folder for checkpoints, metrics and caches")
     seed: int = Field(1234, ge=0, le=MOST_SEED, description="seed of initial weights, data order and dropout")

@@ -32,7 +32,9 @@ def restart_without_tcache() -> None:
     C library, on a machine with a GPU, where steps allocate little on the host, or if `GLIBC_TUNABLES` already sets the
     size of the tcache. The process keeps its number, its open files and the options of its interpreter.
     """
-    is_program = sys.orig_argv[-len(sys.argv) :] == sys.argv  # not if another program runs the script
+    module = getattr(sys.modules["__main__"], "__spec__", None)  # of python -m
+    called = sys.argv if module is None else [module.name, *sys.argv[1:]]
+    is_program = sys.orig_argv[-len(called) :] == called  # not if another program runs the script
     has_gpu = os.path.exists("/dev/nvidiactl") and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if not is_program or has_gpu or "CS_GNU_LIBC_VERSION" not in os.confstr_names or "tcache_count" in tunables:

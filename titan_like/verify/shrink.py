@@ -72,8 +72,11 @@ def resolve(config: JobConfig, processes: int | None) -> Layout:
     brings data parallelism into use, or else the smallest valid degree.
 
     Raises:
-        ConfigError: no degree is valid; the message is that of shard degree 1.
+        ConfigError: no layout is chosen yet, or no degree is valid; then the message is that of shard degree 1.
     """
+    if config.parallelism.auto:
+        problem = "there is no layout to verify yet; scripts/plan.py search --out writes the one that is chosen"
+        raise ConfigError("parallelism.auto", True, problem)
     model, section = model_config(config.model), config.parallelism
     others = Layout.of(section.model_copy(update={"data_parallel_shard_degree": 1})).num_processes
     shards = [section.data_parallel_shard_degree] if section.data_parallel_shard_degree > 0 else [2, 1, *range(3, 9)]

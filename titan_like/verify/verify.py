@@ -10,6 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.parallel.layout import Layout
 from titan_like.verify.blame import DIFFERENT, FAILS, ONE_PROCESS, SAME, UNDECIDED, Blame, find_fault, on_one_process
@@ -19,7 +22,7 @@ from titan_like.verify.observe import compare_places, observe, observe_leg
 from titan_like.verify.places import first_place
 from titan_like.verify.processes import DONE, FAILED, Group, Outcome, Prepare
 from titan_like.verify.reference import compute_reference
-from titan_like.verify.shrink import Small, layout_of
+from titan_like.verify.shrink import Small, layout_of, resolve, shrink
 
 Progress = Callable[[str], None]
 _COMPILING = 900.0  # seconds that compilation may take
@@ -246,6 +249,24 @@ class Verifier:
             if outcome in (DIFFERENT, FAILS):
                 return find_fault(alone, outcome, partial(outcome_of, kind=EXACT))
         return Blame(axis, f"only where a run is resumed; {blame.sentence}", blame.trials)
+
+
+def verifier_of(
+    config: JobConfig, *, steps: int = 4, processes: int | None = None, timeout: float = 120.0,
+    full_size: bool = False, keep_layout: bool = False, on_gpus: bool = False,
+) -> Verifier:  # fmt: skip
+    """The verifier of a configuration's layout; the options are those of the command line.
+
+    Raises:
+        ConfigError: there is no valid layout, or there are fewer GPUs than processes.
+    """
+    layout = resolve(config, processes)
+    small = shrink(config, layout, steps, full_size=full_size, keep_layout=keep_layout, on_gpus=on_gpus)
+    needed, found = layout_of(small.config).num_processes, torch.cuda.device_count() if on_gpus else None
+    if found is not None and found < needed:
+        problem = f"this machine has {found} GPUs, but the verification needs {needed}; leave --gpus out to use CPUs"
+        raise ConfigError("--gpus", needed, problem)
+    return Verifier(small, timeout, on_gpus=on_gpus)
 
 
 def _outcome(checks: list[Check]) -> str:

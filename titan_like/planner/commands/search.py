@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, help="GPUs of the job (default: the run's cluster)")
     parser.add_argument("--top", type=int, default=10, help="combinations of tensor, pipeline and ZeRO to show")
     parser.add_argument(
-        "--out", type=path_option, metavar="FILE.toml", help="where to write the run in its best layout, for train.py"
+        "--out", type=path_option, metavar="FILE.toml", help="where to write the run in its best layout, to train from"
     )
 
 

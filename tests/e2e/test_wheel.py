@@ -1,0 +1,100 @@
+"""The built wheel as a stranger has it: installed in a fresh environment, used in an empty folder, without a checkout.
+
+The environment's other packages are those of the one that runs the tests, so nothing is downloaded.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+SMALL = [
+    "--training.steps=3", "--lr_scheduler.warmup_steps=1", "--training.global_batch_size=4",
+    "--training.micro_batch_size=2", "--training.seq_len=32", "--metrics.log_interval=1", "--evaluation.interval=0",
+]  # fmt: skip
+COMMANDS = {f"titan-{name}" for name in ("train", "plan", "verify", "evaluate", "generate", "convert", "preprocess")}
+
+pytestmark = pytest.mark.slow
+
+
+def done(command, **options):
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, **options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """The folder of an environment's programs, with the wheel installed in it."""
+    home = tmp_path_factory.mktemp("wheel")
+    source = home / "source"  # a build leaves files next to its sources
+    leave = shutil.ignore_patterns("__pycache__")
+    for name in ("titan_like", "train_configs"):
+        shutil.copytree(REPO / name, source / name, symlinks=True, ignore=leave)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPO / name, source)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    done([*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(home), str(source)])
+    (wheel,) = home.glob("*.whl")
+    venv.create(home / "venv", symlinks=True)
+    python = home / "venv" / "bin" / "python"
+    done([*pip, "--python", str(python), "install", "--no-deps", str(wheel)])
+    # Lines of .pth files in a folder that is named here are not followed, such as those that name the checkout.
+    folder = done([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip()
+    Path(folder, "other_packages.pth").write_text(sysconfig.get_path("purelib"))
+    return python.parent
+
+
+@pytest.fixture
+def run(programs, tmp_path):
+    """Run one of the programs in an empty folder; what it prints."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PATH": f"{programs}:{os.environ['PATH']}"}
+
+    def run(program, *arguments):
+        return done([str(programs / program), *arguments], cwd=tmp_path, env=environment)
+
+    return run
+
+
+def test_commands_are_the_wheels(programs, run):
+    assert {path.name for path in programs.glob("titan-*")} == COMMANDS
+    files = run("python", "-c", "import sys, titan_like as t; print(t.__file__, t.load_config.__module__, *sys.path)")
+    where, *path = files.split()
+    assert where.startswith(str(programs.parent)) and str(REPO) not in path
+    for name in COMMANDS:
+        told = run(name, "--help")
+        assert name in told and "scripts/" not in told and "train.py" not in told
+
+
+def test_trains_a_shipped_configuration(run, tmp_path):
+    run("titan-train", "--job.config_file=debug_gpt", *SMALL)
+    lines = (tmp_path / "outputs" / "debug_gpt" / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
+    assert len(losses) == 3 and losses[-1] < losses[0] < 6  # an untrained model of bytes has ln 257 = 5.55
+    settings = ["--job.config_file=debug_gpt", *SMALL, "--training.steps=6"]
+    torchrun = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    resumed = run(*torchrun, "--no-python", "titan-train", *settings)
+    assert resumed.count("iteration        6/       6") == 1
+    as_module = run(*torchrun, "-m", "titan_like.commands.train", *settings, "--training.steps=7")
+    assert as_module.count("iteration        7/       7") == 1
+    assert run("titan-generate", *settings, "--training.steps=7", "--prompt=def ").startswith("def ")
+
+
+def test_plans_a_shipped_configuration(run, tmp_path):
+    options = ["--job.config_file=gpt_7.5b", "--cluster.gpu=A100", "--gpus=64"]
+    run("titan-plan", "search", *options, "--json=found.json", "--out=best.toml")
+    assert json.loads((tmp_path / "found.json").read_text())["search"]
+    run("titan-plan", "predict", "--job.config_file=best.toml")
+
+
+def test_verifies_a_shipped_configuration(run):
+    told = run("titan-verify", "--job.config_file=debug_gpt", "--steps=2", "--parallelism.tensor_parallel_degree=2")
+    assert "\nsame: this layout computes the training of one process" in told

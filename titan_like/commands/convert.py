@@ -1,0 +1,142 @@
+"""Convert checkpoints to and from Hugging Face folders (such as LlamaForCausalLM's, in safetensors).
+
+python scripts/convert.py to-hf --checkpoint outputs/debug_gpt/checkpoint --output my_model
+python scripts/convert.py from-hf --input my_model --output outputs/imported
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+from titan_like.config import ConfigError
+from titan_like.config.errors import cure_of_writing
+from titan_like.config.load import run_command
+from titan_like.config.options import OptionParser, path_option, tokenizer_option
+
+_LARGEST_SHARD = 1e6  # GB
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The two commands and their options."""
+    parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="to-hf | from-hf")
+    to_hf = commands.add_parser("to-hf", help="write a folder that transformers loads", allow_abbrev=False)
+    to_hf.add_argument(
+        "--checkpoint",
+        required=True,
+        type=path_option,
+        metavar="FOLDER",
+        help="a step-N folder, or a folder of them, whose newest is used",
+    )
+    to_hf.add_argument(
+        "--output", required=True, type=path_option, metavar="FOLDER", help="folder to write; it must not exist"
+    )
+    to_hf.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="type of the weights (default: float32, or the original type of an imported checkpoint)",
+    )
+    to_hf.add_argument(
+        "--max_shard_size", type=float, default=5.0, metavar="GB", help="maximum size of a file (default: 5)"
+    )
+    to_hf.add_argument(
+        "--tokenizer", type=tokenizer_option, help='a value of data.tokenizer, or "none" (default: the checkpoint\'s)'
+    )
+    from_hf = commands.add_parser("from-hf", help="write a checkpoint that training can start from", allow_abbrev=False)
+    from_hf.add_argument(
+        "--input",
+        required=True,
+        type=path_option,
+        metavar="FOLDER",
+        help="folder with config.json and safetensors files, or a name of the Hugging Face hub",
+    )
+    from_hf.add_argument(
+        "--output", required=True, type=path_option, metavar="FOLDER", help="folder to write the checkpoint step-0 to"
+    )
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run the conversion that the command line asks for."""
+    options = build_parser().parse_args(argv)
+    return to_hf(options) if options.command == "to-hf" else from_hf(options)
+
+
+def to_hf(options: argparse.Namespace) -> int:
+    """Write a Hugging Face folder.
+
+    Raises:
+        ConfigError: an option is wrong, or the folder cannot be written.
+        RunError: the checkpoint is damaged.
+    """
+    if not 0 < options.max_shard_size <= _LARGEST_SHARD:
+        problem = f"must be a number of GB above 0 and at most {_LARGEST_SHARD:,.0f}"
+        raise ConfigError("--max_shard_size", options.max_shard_size, problem)
+    output = Path(options.output)
+    check_new(output)
+
+    import torch
+
+    from titan_like.checkpoint.loader import CheckpointWeights, one_checkpoint
+    from titan_like.hugging_face.convert import to_hugging_face
+
+    weights = CheckpointWeights(one_checkpoint(Path(options.checkpoint), "--checkpoint"))
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    try:
+        files = to_hugging_face(weights, output, dtype, int(options.max_shard_size * 1e9), options.tokenizer)
+    except OSError as error:
+        raise unwritable(output, error) from None
+    print(f"wrote {weights.path} as {output}: {len(files)} file{'s' if len(files) > 1 else ''} of weights")
+    return 0
+
+
+def from_hf(options: argparse.Namespace) -> int:
+    """Write a checkpoint, and print the settings for a run that starts from it.
+
+    Raises:
+        ConfigError: an option is wrong, or the checkpoint cannot be written.
+        RunError: the input is damaged.
+    """
+    output = Path(options.output)
+    check_new(output / "step-0")
+
+    from titan_like.hugging_face.convert import from_hugging_face, settings_to_train
+    from titan_like.hugging_face.folder import local_folder, open_hugging_face
+
+    source = open_hugging_face(local_folder(options.input, "--input"), "--input")
+    try:
+        path = from_hugging_face(source, output)
+    except OSError as error:
+        raise unwritable(output, error) from None
+    print(f"wrote {source.path} as {path}; settings to train from it:\n", file=sys.stderr)
+    print(settings_to_train(source, path))
+    return 0
+
+
+def check_new(output: Path) -> None:
+    """Check that a folder can be created.
+
+    Raises:
+        ConfigError: it exists and is not empty, or is in a folder that is not writable.
+    """
+    if os.path.islink(output) or (os.path.exists(output) and (not output.is_dir() or any(output.iterdir()))):
+        raise ConfigError("--output", str(output), "already exists; name a new folder")
+    there = next(path for path in output.absolute().parents if os.path.exists(path))
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ConfigError("--output", str(output), f"{there} is not a folder that you may write to; name another place")
+
+
+def unwritable(output: Path, error: OSError) -> ConfigError:
+    """The error of a folder that could not be written."""
+    problem = f"cannot be written ({error.strerror or error}); {cure_of_writing(error)}"
+    return ConfigError("--output", str(output), problem)
+
+
+run = partial(run_command, main)
+
+if __name__ == "__main__":
+    run()

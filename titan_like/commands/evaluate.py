@@ -1,0 +1,225 @@
+"""Evaluate a checkpoint: python scripts/evaluate.py --job.config_file train_configs/debug_gpt.toml --task text=FILE
+
+Tasks: text=FILE (perplexity and bits per byte), wikitext103=FILE (perplexity per word), lambada=FILE (last words),
+race=FOLDER (multiple choice, for a BERT that was fine-tuned to choose), and with --lm_eval those of EleutherAI's
+evaluation harness.
+Uses the newest checkpoint of the run that the configuration describes, or --checkpoint.load_step N. Under torchrun the
+processes split the model in the configuration's layout; a single process loads the whole model. The model sees
+training.seq_len tokens at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titan_like.config import ConfigError, load_config
+from titan_like.config.load import run_command
+from titan_like.config.options import OptionParser, check_output_file, json_text, path_option, write_output_file
+from titan_like.train.rules import check_predicts_next_token
+
+if TYPE_CHECKING:
+    from titan_like.config.schema import JobConfig
+    from titan_like.evaluate.scoring import Progress
+    from titan_like.evaluate.task import TextSettings
+
+_SECONDS_BETWEEN_LINES = 10
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options that evaluation adds to the run's settings."""
+    parser = OptionParser(
+        description=__doc__,
+        epilog="Any --section.key of the run can be given too; python train.py --help lists them.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--task",
+        metavar="NAME=PATH",
+        action="append",
+        help="a task and its file; may be repeated (default: evaluation.datasets)",
+    )
+    parser.add_argument(
+        "--stride",
+        type=int,
+        help="tokens from one window of a text to the next (default: half of training.seq_len, whose value gives "
+        "disjoint windows)",
+    )
+    parser.add_argument(
+        "--lm_eval", metavar="TASKS", help="tasks of the evaluation harness, by name with commas between them"
+    )
+    parser.add_argument(
+        "--lm_eval_folder",
+        type=path_option,
+        metavar="FOLDER",
+        help="folder with YAML files of more tasks for --lm_eval",
+    )
+    parser.add_argument("--num_fewshot", type=int, help="examples before each question of --lm_eval")
+    parser.add_argument("--limit", type=int, help="score only the first documents of each task of --lm_eval")
+    parser.add_argument("--json", type=path_option, metavar="PATH", help="also write the results to this file")
+    return parser
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Check the options.
+
+    Raises:
+        ConfigError: the first option that is wrong.
+    """
+    if options.stride is not None and options.stride < 1:
+        raise ConfigError("--stride", options.stride, "must be at least 1")
+    if options.lm_eval == "":
+        raise ConfigError("--lm_eval", "", "names no task; give names with commas between them")
+    if options.lm_eval and find_spec("lm_eval") is None:
+        problem = 'the package lm_eval is not installed; run pip install "titan_like[lm-eval]"'
+        raise ConfigError("--lm_eval", options.lm_eval, problem)
+    for name, least in (("num_fewshot", 0), ("limit", 1)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise ConfigError(f"--{name}", value, f"must be at least {least}")
+    if options.lm_eval_folder is not None and not os.path.isdir(options.lm_eval_folder):
+        raise ConfigError("--lm_eval_folder", options.lm_eval_folder, "is not a folder; name one with YAML files")
+    for name in ("num_fewshot", "limit", "lm_eval_folder"):
+        if getattr(options, name) is not None and not options.lm_eval:
+            raise ConfigError(f"--{name}", getattr(options, name), "is for --lm_eval only; add that or leave it out")
+    check_output_file("--json", options.json, options)
+
+
+def main(argv: list[str]) -> int:
+    """Load the model, score the tasks and print their results.
+
+    Raises:
+        ConfigError: an option or a setting is wrong, or there is nothing to evaluate.
+    """
+    options, settings = build_parser().parse_known_args(argv)
+    check_options(options)
+    config = load_config(settings)
+    check_output_file("--json", options.json, config)
+
+    from titan_like.checkpoint.inference import find_checkpoint
+    from titan_like.evaluate.task import TextSettings
+    from titan_like.evaluate.tasks import check_predictions, check_tasks, slides_windows
+    from titan_like.models.registry import model_config
+
+    # Refuse what cannot be scored before the checkpoint is looked for and torch is loaded.
+    shape = model_config(config.model)
+    if "choice" not in shape.predictions:
+        check_predicts_next_token(config, shape)
+    key, specs = "--task", options.task or []
+    if not specs and not options.lm_eval:
+        key, specs = "evaluation.datasets", config.evaluation.datasets
+        if not specs:
+            raise ConfigError("--task", None, "there is nothing to evaluate; give --task NAME=PATH or --lm_eval TASKS")
+    check_tasks(key, specs)
+    slides = slides_windows(specs)
+    if options.stride is not None and not slides:
+        raise ConfigError("--stride", options.stride, "is for the tasks text and wikitext103 only; leave it out")
+    windows = TextSettings.of(config.training.seq_len, options.stride)
+    if windows.stride > windows.seq_len:
+        problem = f"longer than training.seq_len = {windows.seq_len}; use at most that"
+        raise ConfigError("--stride", windows.stride, problem)
+    check_predictions(key, specs, config.model.family, shape.predictions)
+    if options.lm_eval and not shape.is_causal:
+        raise ConfigError("--lm_eval", options.lm_eval, "its tasks predict tokens, and this model chooses answers")
+    path = find_checkpoint(config)
+    results, of_harness = score(config, path, key, specs, windows, options)
+    # Every process has the results; one of them reports.
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    stride = f", stride {windows.stride}" if slides else ""
+    print(f"[{path}] windows of {windows.seq_len} tokens{stride}", file=sys.stderr)
+    if results:
+        print(format_results(results))
+    if of_harness:
+        from lm_eval.utils import make_table
+
+        print(make_table(of_harness))
+    if options.json:
+        told = {"checkpoint": str(path), **vars(windows), "results": results}
+        told |= {"lm_eval": of_harness["results"]} if of_harness else {}
+        write_output_file("--json", options.json, json_text(told))
+    return 0
+
+
+def score(
+    config: JobConfig, path: Path, key: str, specs: list[str], windows: TextSettings, options: argparse.Namespace
+) -> tuple[dict[str, dict[str, float]], dict[str, Any]]:
+    """Score the tasks in one process or, under torchrun, in the run's layout.
+
+    Returns:
+        Task → figure → value, and what the harness returns if it is asked for.
+    """
+    from titan_like.checkpoint.inference import load_parallel_model
+    from titan_like.data.tokenizer import build_tokenizer, check_vocabulary
+    from titan_like.evaluate.scoring import Scorer
+    from titan_like.evaluate.tasks import open_tasks, run_tasks
+    from titan_like.parallel.mesh import build_mesh
+    from titan_like.train.environment import check_meeting, number_of_processes
+    from titan_like.train.job import process_group
+    from titan_like.train.layout_rules import check_sequence
+    from titan_like.train.rules import resolve_for_inference
+    from titan_like.train.setup import select_device
+
+    world_size = number_of_processes()
+    check_meeting()
+    config, shape, layout = resolve_for_inference(config, world_size)
+    check_sequence(config, shape, layout)
+    tokenizer = build_tokenizer(config.data.tokenizer)
+    check_vocabulary(config.data.tokenizer, tokenizer, shape.vocab_size)
+    tasks = open_tasks(key, specs, tokenizer, windows)
+    names = options.lm_eval.split(",") if options.lm_eval else []
+    if names:
+        from titan_like.evaluate.harness import CheckpointLM, find_tasks, run_harness
+
+        names, manager = find_tasks(names, options.lm_eval_folder)
+    device = select_device(config.training.dtype)
+    with process_group(device):
+        mesh = build_mesh(layout, device.type)
+        model = load_parallel_model(config, path, mesh, device)
+        progress = progress_of if os.environ.get("RANK", "0") == "0" else None
+        results = run_tasks(tasks, Scorer(config, model, mesh, device), progress)
+        if not names:
+            return results, {}
+        harness_model = CheckpointLM(config, model, mesh, device, tokenizer)
+        return results, run_harness(harness_model, names, manager, options.num_fewshot, options.limit)
+
+
+def progress_of(name: str) -> Progress:
+    """Print a task's progress to stderr now and then."""
+    from titan_like.metrics.console import format_duration
+
+    began = printed = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        nonlocal printed
+        now = time.monotonic()
+        if now - printed >= _SECONDS_BETWEEN_LINES:
+            printed = now
+            left = format_duration((now - began) / done * (total - done))
+            print(f"{name}: {done:,} of {total:,} windows, about {left} left", file=sys.stderr, flush=True)
+
+    return show
+
+
+def format_results(results: dict[str, dict[str, float]]) -> str:
+    """A table with a line for each figure of each task."""
+    rows = [
+        (task, figure, f"{value:,}" if isinstance(value, int) else f"{value:.6g}")
+        for task, figures in results.items()
+        for figure, value in figures.items()
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return "\n".join(f"{a:{widths[0]}}  {b:{widths[1]}}  {c:>{widths[2]}}" for a, b, c in rows)
+
+
+run = partial(run_command, main)
+
+if __name__ == "__main__":
+    run()

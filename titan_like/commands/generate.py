@@ -1,0 +1,165 @@
+"""Continue a prompt: python scripts/generate.py --job.config_file train_configs/debug_gpt.toml --prompt "def main("
+
+A t5 reads the prompt, in which <extra_id_0>, <extra_id_1>, … stand for missing spans, and writes the spans.
+Uses the newest checkpoint of the run that the configuration describes, or --checkpoint.load_step N. Under torchrun the
+processes split the model in the configuration's layout; a single process loads the whole model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titan_like.config import ConfigError, load_config
+from titan_like.config.load import edit, run_command
+from titan_like.config.options import OptionParser, check_output_file, json_text, path_option, write_output_file
+from titan_like.config.section import utf8_text
+from titan_like.train.rules import check_predicts_next_token
+
+if TYPE_CHECKING:
+    from titan_like.checkpoint.inference import ParallelInference
+    from titan_like.config.schema import JobConfig
+    from titan_like.models.transformer import Transformer
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options that generation adds to the run's settings."""
+    parser = OptionParser(
+        description=__doc__,
+        epilog="Any --section.key of the run can be given too; python train.py --help lists them.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--prompt", default="\n", help="text to continue, or for t5 to read")
+    parser.add_argument("--max_new_tokens", type=int, default=200, help="maximum number of tokens to generate")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the most probable token")
+    parser.add_argument("--top_k", type=int, default=0, help="sample from the k most probable tokens; 0 uses all")
+    parser.add_argument(
+        "--top_p", type=float, default=1.0, help="sample from the most probable tokens whose probabilities sum to this"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
+    parser.add_argument(
+        "--json", type=path_option, metavar="PATH", help="also write the prompt and the continuation to this file"
+    )
+    return parser
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Check the options.
+
+    Raises:
+        ConfigError: the first option that is out of range.
+    """
+    if options.temperature != 0 and not 1e-4 <= options.temperature <= 1e4:
+        raise ConfigError("--temperature", options.temperature, "must be 0, or from 0.0001 to 10000")
+    if not 0 < options.top_p <= 1:
+        raise ConfigError("--top_p", options.top_p, "must be above 0 and at most 1")
+    for name, least in (("top_k", 0), ("max_new_tokens", 1), ("seed", 0)):
+        value = getattr(options, name)
+        if not least <= value < 2**63:
+            raise ConfigError(f"--{name}", value, f"must be at least {least} and below 2^63")
+    try:
+        options.prompt = utf8_text(options.prompt)
+    except ValueError as error:
+        raise ConfigError("--prompt", options.prompt, str(error)) from None
+    check_output_file("--json", options.json, options)
+
+
+def main(argv: list[str]) -> int:
+    """Load the model and print the prompt and its continuation.
+
+    Raises:
+        ConfigError: an option or a setting is wrong, or the model cannot generate text.
+    """
+    options, settings = build_parser().parse_known_args(argv)
+    check_options(options)
+    config = load_config(settings)
+    check_output_file("--json", options.json, config)
+
+    from titan_like.checkpoint.inference import find_checkpoint
+    from titan_like.data.span_corruption import decode_with_sentinels, encode_with_sentinels, padding_of
+    from titan_like.data.tokenizer import build_tokenizer
+    from titan_like.models.registry import model_config
+
+    model = model_config(config.model)
+    if model.objective != "span_corruption":
+        check_predicts_next_token(config, model)
+    path = find_checkpoint(config)
+    tokenizer = build_tokenizer(config.data.tokenizer)
+    if model.is_causal:
+        prompt = tokenizer.encode(options.prompt).tolist() or [tokenizer.eod_id]
+        tokens = sample(config, path, prompt, tokenizer.eod_id, options)
+        answer = options.prompt + (continuation := tokenizer.decode(tokens))
+    else:
+        prompt = [*encode_with_sentinels(tokenizer, options.prompt), tokenizer.eod_id][-model.max_seq_len :]
+        start = [padding_of(config.data.tokenizer, tokenizer)]
+        tokens = sample(config, path, start, tokenizer.eod_id, options, prompt)
+        answer = continuation = decode_with_sentinels(tokenizer, tokens)
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    print(f"[{path}]", file=sys.stderr)
+    print(answer)
+    if options.json:
+        result = {"checkpoint": str(path), "prompt": options.prompt, "continuation": continuation, "tokens": tokens}
+        write_output_file("--json", options.json, json_text(result))
+    return 0
+
+
+def sample(
+    config: JobConfig,
+    path: Path,
+    prompt: list[int],
+    eod_id: int,
+    options: argparse.Namespace,
+    encoder_tokens: list[int] | None = None,
+) -> list[int]:
+    """Generate tokens after the prompt, in one process or, under torchrun, in the run's layout."""
+    import torch
+
+    from titan_like.checkpoint.inference import ParallelInference, load_for_inference, load_parallel_model
+    from titan_like.evaluate.sampling import generate
+    from titan_like.parallel.mesh import build_mesh
+    from titan_like.train.environment import check_meeting, number_of_processes
+    from titan_like.train.job import process_group
+    from titan_like.train.rules import resolve_for_inference
+    from titan_like.train.setup import select_device
+
+    def continue_prompt(model: Transformer | ParallelInference, device: torch.device) -> list[int]:
+        return generate(
+            model,
+            prompt,
+            options.max_new_tokens,
+            device=device,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            seed=options.seed,
+            eod_id=eod_id,
+            prefix_lm=config.data.prefix_lm,
+            encoder_tokens=encoder_tokens,
+        )
+
+    world_size = number_of_processes()
+    check_meeting()
+    if world_size == 1:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return continue_prompt(load_for_inference(config, path, device), device)
+    config, shape, layout = resolve_for_inference(config, world_size)
+    device = select_device(config.training.dtype)
+    max_tokens, encoder_len = min(shape.max_seq_len, len(prompt) + options.max_new_tokens), len(encoder_tokens or [])
+    if encoder_tokens is not None:  # the prompt's length need not divide evenly, and weights are split the same way
+        config = edit(config, {"parallelism.sequence_parallel": False})
+    with process_group(device):
+        mesh = build_mesh(layout, device.type)
+        model = load_parallel_model(config, path, mesh, device)
+        return continue_prompt(ParallelInference(config, model, mesh, device, max_tokens, encoder_len), device)
+
+
+run = partial(run_command, main)
+
+if __name__ == "__main__":
+    run()

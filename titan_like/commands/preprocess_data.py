@@ -1,0 +1,142 @@
+"""Tokenize text into an indexed dataset, PREFIX.bin and PREFIX.idx, which data.dataset = "indexed" trains on.
+
+python scripts/preprocess_data.py --input corpus/ more.jsonl.gz --output data/corpus --tokenizer t.json --workers 8
+
+Reads .jsonl (one document a line), .parquet and .arrow (one a row) and text (one a file). .jsonl and text may be
+compressed (.gz, .zst). If it is interrupted, the same command continues where it stopped. Megatron-LM can read the
+result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from functools import partial
+from pathlib import Path
+
+from titan_like.config import ConfigError
+from titan_like.config.errors import cure_of_writing
+from titan_like.config.load import run_command
+from titan_like.config.options import OptionParser, check_output_file, path_option, tokenizer_option, write_output_file
+from titan_like.data.indexed import prefix_of
+from titan_like.data.preprocess import Job, tokenize_files
+from titan_like.data.raw_text import KNOWN_ENDINGS, files_below, named_paths, text_problem
+from titan_like.data.tokenizer import build_tokenizer
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line's options."""
+    parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument(
+        "--input", nargs="+", required=True, type=path_option, metavar="PATH", help="files, folders or glob patterns"
+    )
+    parser.add_argument(
+        "--output", required=True, type=path_option, metavar="PREFIX", help="path of the dataset, without .bin and .idx"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=tokenizer_option,
+        default="byte",
+        help='as data.tokenizer: "byte" (the default), a tokenizer.json, gpt2:…, or a name of the hub',
+    )
+    parser.add_argument("--text_key", default="text", help='key or column of the text (default: "text")')
+    parser.add_argument("--workers", type=int, default=1, help="processes that tokenize (default: 1)")
+    parser.add_argument(
+        "--append_eod", choices=["true", "false"], default="true", help="end each document with the token for that"
+    )
+    parser.add_argument(
+        "--bad_records", choices=["fail", "skip"], default="fail", help="what to do with records without text"
+    )
+    parser.add_argument("--json", type=path_option, metavar="PATH", help="file to write the counts to")
+    return parser
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Check the options that need no look at the input.
+
+    Raises:
+        ConfigError: the first option that is unfit.
+    """
+    if not 1 <= options.workers <= 1024:
+        raise ConfigError("--workers", options.workers, "must be from 1 to 1024")
+    if options.output.endswith("/") or os.path.isdir(prefix_of(options.output)):
+        cure = f"name the dataset in it, such as {Path(options.output, 'corpus')}"
+        raise ConfigError("--output", options.output, f"is a folder; {cure}")
+    check_output_file("--json", options.json, options)
+
+
+def main(argv: list[str]) -> int:
+    """Tokenize what the command line names.
+
+    Raises:
+        ConfigError: an option is wrong, a file is unfit, or the disk is full.
+    """
+    options = build_parser().parse_args(argv)
+    check_options(options)
+    prefix = prefix_of(options.output)
+    unfinished = Path(f"{prefix}.unfinished")
+    is_interrupted = os.path.exists(unfinished)  # perhaps after .bin was moved to its place
+    for path in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx")):
+        if os.path.exists(path) and not (is_interrupted and path.suffix == ".bin"):
+            raise ConfigError("--output", str(prefix), f"{path} exists; remove it or name another place")
+    build_tokenizer(options.tokenizer, "--tokenizer")
+    files = input_files(options.input)
+    job = Job(
+        files,
+        options.tokenizer,
+        options.text_key,
+        ends_documents=options.append_eod == "true",
+        skips_bad_records=options.bad_records == "skip",
+        key="--input",
+        tokenizer_key="--tokenizer",
+        cure="correct it, set --text_key, or leave such records out with --bad_records skip",
+    )
+    began = time.monotonic()
+    try:
+        done = tokenize_files(job, prefix, options.workers)
+    except ConfigError as error:
+        if error.key == job.key and unfinished.exists():
+            kept = "which keeps what is done, if you change anything but --bad_records and --workers"
+            error.args = (f"{error}; delete {unfinished}, {kept}",)
+        raise
+    except OSError as error:
+        cure = cure_of_writing(error, "and the same command goes on where it was")
+        raise ConfigError("--output", str(prefix), f"cannot be written ({error.strerror}); {cure}") from None
+    seconds = time.monotonic() - began
+    skipped = f", {done.bad_records:,} bad records skipped" if done.bad_records else ""
+    print(f"{done.documents:,} documents, {done.tokens:,} tokens in {prefix}.bin and .idx{skipped} ({seconds:.1f} s)")
+    if options.json:
+        counts = {"documents": done.documents, "tokens": done.tokens, "bad_records": done.bad_records}
+        write_output_file("--json", options.json, json.dumps(counts | {"seconds": seconds}) + "\n")
+    return 0
+
+
+def input_files(patterns: list[str]) -> list[Path]:
+    """The files that --input names. A folder stands for all files in it whose endings say that they hold text.
+
+    Raises:
+        ConfigError: a path does not exist, cannot be read, is empty or is JSON, or a folder has no such files.
+    """
+    files: dict[Path, None] = {}
+    for pattern in patterns:
+        found = named_paths(pattern)
+        if not found:
+            raise ConfigError("--input", pattern, "no such file, and no file matches it as a glob pattern")
+        for path in found:
+            inside = files_below(path, KNOWN_ENDINGS, "--input") if os.path.isdir(path) else [path]
+            if not inside:
+                raise ConfigError("--input", str(path), f"no file in the folder ends with {', '.join(KNOWN_ENDINGS)}")
+            files |= dict.fromkeys(inside)
+    for path in files:
+        problem = text_problem(path)
+        if problem is not None:
+            raise ConfigError("--input", str(path), problem)
+    return list(files)
+
+
+run = partial(run_command, main)
+
+if __name__ == "__main__":
+    run()

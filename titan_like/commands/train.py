@@ -1,0 +1,83 @@
+"""Train a model: torchrun --nproc_per_node=N train.py --job.config_file train_configs/debug_gpt.toml
+
+--job.dry_run true only prints what one process would do; --json PATH also writes that to a file.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from functools import partial
+from typing import NoReturn
+
+from titan_like.metrics.output import keep_standard_descriptors, outlive_output
+from titan_like.train.host_memory import restart_without_tcache
+from titan_like.train.signals import StopSignals
+
+
+def main(argv: list[str], signals: StopSignals | None = None) -> int:
+    """Load and check the configuration, then train.
+
+    Args:
+        argv: the command line without the program's name.
+        signals: the handlers that are installed already; None installs them once the process group exists.
+    """
+    from titan_like.config import ConfigError, load_config
+    from titan_like.config.options import OptionParser, path_option
+
+    parser = OptionParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--json", type=path_option)
+    options, given = parser.parse_known_args(argv)
+    config = load_config(given)
+    if options.json is not None and not config.job.dry_run:
+        raise ConfigError("--json", options.json, "only a dry run writes it; add --job.dry_run true or leave it out")
+    if config.job.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+
+    # The settings are checked before torch is loaded, and before anything that depends on the machine or the data.
+    from titan_like.train.environment import check_meeting, dry_run_world, number_of_processes
+    from titan_like.train.rules import resolve_settings
+
+    world_size = dry_run_world(config) if config.job.dry_run else number_of_processes()
+    settings = None if config.parallelism.auto else resolve_settings(config, world_size)
+    if not config.job.dry_run:
+        check_meeting()
+    if config.job.dry_run:
+        from titan_like.planner.dry_run_page import print_dry_run
+
+        print_dry_run(config, options.json)
+        return 0
+
+    outlive_output()
+    gc.disable()  # importing torch makes 300,000 objects, hardly any of them garbage
+    from titan_like.planner.forecast import check_profile, step_forecast
+    from titan_like.train.host_memory import keep_freed_memory
+    from titan_like.train.job import run_job
+    from titan_like.train.setup import prepare_run, select_device
+
+    gc.freeze()  # and no later collection need look at them
+    gc.enable()
+    if settings is None:
+        from titan_like.planner.auto import with_chosen_layout
+
+        settings = resolve_settings(with_chosen_layout(config, world_size), world_size)
+    check_profile(config)
+    if select_device(config.training.dtype).type == "cpu":
+        keep_freed_memory()
+    run = prepare_run(settings)
+    run_job(run, signals, step_forecast(run))
+    return 0
+
+
+def run() -> NoReturn:
+    """Start as early as a process can: most of what `main` needs is imported only once signals are handled."""
+    restart_without_tcache()
+    keep_standard_descriptors()
+    with StopSignals() as signals:
+        from titan_like.config.load import run_command
+
+        run_command(partial(main, signals=signals))
+
+
+if __name__ == "__main__":
+    run()

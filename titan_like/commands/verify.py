@@ -1,0 +1,174 @@
+"""Is this layout the same training? python scripts/verify.py --job.config_file FILE.toml --parallelism.KEY VALUE
+
+Shrinks the configuration's model and trains it for a few steps twice: with a reference loop in one process, and in the
+configuration's layout on CPU processes or GPUs of this machine. Compares samples, losses, gradients, norms, updates,
+weights, dropout and a resumed run, and reads some of the run's own data on several ranks. If something differs, it
+names the place and the axis of the layout at fault. Exit codes: 0 the same, 1 different, 2 bad input, 3 undecided, for
+example because time ran out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from titan_like.config import ConfigError, load_config
+from titan_like.config.load import run_command
+from titan_like.config.options import OptionParser, check_output_file, json_text, path_option, write_output_file
+
+if TYPE_CHECKING:
+    from titan_like.verify.compare import Check
+    from titan_like.verify.verify import Verdict
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options that verification adds to the run's settings."""
+    parser = OptionParser(
+        description=__doc__,
+        epilog="Any --section.key of the run can be given too; python train.py --help lists them.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--steps", type=int, default=4, help="updates to compare (default: 4)")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        help="number of processes of the job, if a shard degree of -1 leaves it open (default: the product of the "
+        "degrees, with 2 data-parallel ranks if that is valid)",
+    )
+    parser.add_argument(
+        "--full_size", action="store_true", help="keep the sizes of the model, sequences and microbatches"
+    )
+    parser.add_argument(
+        "--keep_layout", action="store_true", help="keep degrees above 4, whatever the number of processes"
+    )
+    parser.add_argument("--gpus", action="store_true", help="use this machine's GPUs, one per process")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that one run may take (default: 120)")
+    parser.add_argument("--verbose", action="store_true", help="print every row instead of one line per kind of run")
+    parser.add_argument("--json", type=path_option, metavar="PATH", help="also write the result to this file")
+    return parser
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Check the options.
+
+    Raises:
+        ConfigError: the first option that is out of range.
+    """
+    if options.steps < 2:
+        raise ConfigError("--steps", options.steps, "must be at least 2: there is a bad step between two good ones")
+    if options.steps > 100:
+        raise ConfigError("--steps", options.steps, "use at most 100; a few show every difference")
+    if options.processes is not None and options.processes < 1:
+        raise ConfigError("--processes", options.processes, "must be at least 1")
+    if not options.timeout > 0:
+        raise ConfigError("--timeout", options.timeout, "must be above 0")
+    check_output_file("--json", options.json, options)
+
+
+def main(argv: list[str]) -> int:
+    """Verify the configuration's layout and print a line for each kind of run, or a table.
+
+    Raises:
+        ConfigError: an option or a setting is wrong.
+    """
+    options, settings = build_parser().parse_known_args(argv)
+    check_options(options)
+    config = load_config(settings)
+    check_output_file("--json", options.json, config)
+
+    from titan_like.verify.processes import start_fork_server
+
+    started = time.perf_counter()
+    start_fork_server(on_gpus=options.gpus)  # it imports while this process does
+    from titan_like.verify.verify import verifier_of
+
+    sizes = {"full_size": options.full_size, "keep_layout": options.keep_layout, "on_gpus": options.gpus}
+    verifier = verifier_of(config, steps=options.steps, processes=options.processes, timeout=options.timeout, **sizes)
+    verifier.progress = lambda line: print(line, file=sys.stderr, flush=True)
+    verdict = verifier.verify()
+    seconds = time.perf_counter() - started
+    if options.verbose:
+        print(format_table(verdict))
+    print(format_verdict(verdict, verifier.kinds, seconds))
+    if options.json:
+        write_output_file("--json", options.json, json_text(as_json(verdict, seconds)))
+    return {"same": 0, "different": 1, "undecided": 3}[verdict.outcome]
+
+
+def format_table(verdict: Verdict) -> str:
+    """One line for each row and kind of run: the largest difference over all steps, its tolerance, and where it is."""
+    rows: dict[str, Check] = {}
+    for check in verdict.checks:
+        name = f"{check.row} ({check.kind})"
+        known = rows.get(name)
+        if known is None or (known.ok and (not check.ok or check.nearness > known.nearness)):
+            rows[name] = check
+    width = max((len(name) for name in rows), default=0)
+    lines = [f"{'':{width}}  {'':9}  {'worst':>9}  {'allowed':>9}"]
+    for name, check in rows.items():
+        worst, allowed = f"{check.worst:.2e}", f"{check.allowed:.2e}"
+        if not check.allowed:  # something that must hold exactly
+            worst, allowed = f"{check.worst:.3g}", "0"
+        outcome = "same" if check.ok else "DIFFERENT"
+        lines.append(f"{name:{width}}  {outcome:9}  {worst:>9}  {allowed:>9}  {check.parameter}".rstrip())
+    return "\n".join(lines)
+
+
+def format_verdict(verdict: Verdict, kinds: list[str], seconds: float) -> str:
+    """A line for each kind of run, then the conclusion: the first difference, its place and the axis at fault."""
+    lines = [f"smaller than the run: {', '.join(verdict.limits)}"] if verdict.limits else []
+    lines += [f"not applicable: {reason}" for reason in verdict.not_applicable]
+    lines += [format_kind(verdict.checks, kind) for kind in kinds]
+    if verdict.outcome == "same":
+        unread = f"; its data was not read: {verdict.unread}" if verdict.unread else ""
+        lines.append(f"same: this layout computes the training of one process{unread} ({seconds:.0f} s)")
+    if verdict.outcome == "undecided":
+        from titan_like.verify.processes import TOO_LONG  # which imports torch
+
+        cure = "; give it more with --timeout" if verdict.reason.endswith(TOO_LONG) else ""
+        lines.append(f"undecided: {verdict.reason}{cure} ({seconds:.0f} s)")
+    first = verdict.first_difference
+    if first is not None:
+        where = f"{first.parameter}: " if first.parameter else ""
+        lines.append(f"different: {first.title}: {where}{first.detail} ({seconds:.0f} s)")
+    if verdict.place is not None:
+        lines.append(f"place: {verdict.place}")
+    if verdict.blame is not None:
+        lines.append(f"at fault: {verdict.blame.axis} ({verdict.blame.sentence})")
+    return "\n".join(lines)
+
+
+def format_kind(checks: list[Check], kind: str) -> str:
+    """One line on a kind of run: what came nearest to a difference."""
+    mine = [check for check in checks if check.kind == kind]
+    if not mine or not all(check.ok for check in mine):
+        return f"{kind:9} {'different' if mine else 'not compared'}"
+    if kind == "data":
+        return f"{kind:9} same  {mine[0].detail}"
+    steps = max(check.step for check in mine)
+    line = f"{kind:9} same  {len({check.row for check in mine})} rows, {steps} step{'s' if steps > 1 else ''}"
+    measured = [check for check in mine if check.allowed and math.isfinite(check.nearness)]
+    if not measured:
+        return line
+    nearest = max(measured, key=lambda check: check.nearness)
+    name = f"{nearest.row} {nearest.parameter}".rstrip()
+    return f"{line}; nearest to a difference: {name} {nearest.worst:.1e} of {nearest.allowed:.1e}"
+
+
+def as_json(verdict: Verdict, seconds: float) -> dict[str, Any]:
+    """The machine-readable result."""
+    checks = [{**asdict(check), "ok": check.ok} for check in verdict.checks]
+    first = next((check for check in checks if not check["ok"]), None)
+    return {"seconds": round(seconds, 2), **asdict(verdict), "checks": checks, "first_difference": first}
+
+
+run = partial(run_command, main)
+
+if __name__ == "__main__":
+    run()
