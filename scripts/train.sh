@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/environment.sh
-install_environment
+install_environment plot
 
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
 processes=${NPROC:-$((gpus > 0 ? gpus : 2))}
@@ -25,6 +25,7 @@ port=${MASTER_PORT:-$(python -c 'import socket; s = socket.socket(); s.bind(("",
 # Reports a wrong setting in one sentence, before processes start.
 WORLD_SIZE=$processes python train.py "${settings[@]}" --job.dry_run true
 torchrun --master_port="$port" --nproc_per_node="$processes" train.py "${settings[@]}"
+python scripts/plot_loss.py "${settings[@]}"
 if [ -n "$prompt" ]; then
   echo "--- the trained model continues a prompt ---"
   python scripts/generate.py "${settings[@]}" --prompt "$prompt" --max_new_tokens 300

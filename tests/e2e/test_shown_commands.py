@@ -27,6 +27,7 @@ REPO = Path(__file__).parents[2]
 FILE_OF = {  # the installed commands, by the file that is the same in a checkout
     "titan-train": "train.py",
     "titan-preprocess": "scripts/preprocess_data.py",
+    "titan-plot-loss": "scripts/plot_loss.py",
     **{f"titan-{name}": f"scripts/{name}.py" for name in ("plan", "verify", "evaluate", "generate", "convert")},
 }
 PROGRAMS = ("python", "torchrun", "sbatch", "kubectl", "pip", "docker", *FILE_OF)
@@ -45,6 +46,7 @@ ONLY_CALLED = {
     "kubectl apply": "needs a cluster; the file is there, and tests/e2e/test_kubernetes.py runs what its pods run",
     "kubectl get": "needs a cluster",
     "kubectl logs": "needs a cluster",
+    "scripts/plot_loss.py": "tests/unit/test_loss_curve.py runs it",
     "scripts/preprocess_data.py": "tests/e2e/test_blend.py runs it as the page shows it",
     "scripts/convert.py": "needs a checkpoint of minutes; options only, tests/unit/test_hugging_face_files.py converts",
     "benchmarks/planner_accuracy.py": "takes a minute; options only",
@@ -92,7 +94,7 @@ def checkout(tmp_path_factory):
     (programs / "nvidia-smi").chmod(0o755)
     wanted = (folder / "pyproject.toml").read_bytes() + (folder / "constraints.txt").read_bytes()
     digest = hashlib.sha256(wanted).hexdigest()[:12]
-    for extras in ("", "-test"):
+    for extras in ("-plot", "-test"):
         (folder / ".venv" / f"installed-{digest}{extras}").touch()
     for name, text in FILES.items():
         profile = REPO / "titan_like" / "planner" / "profiles" / "fsdp_a100.toml"

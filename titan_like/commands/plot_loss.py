@@ -1,0 +1,50 @@
+"""Show a run's loss: python scripts/plot_loss.py --job.config_file train_configs/debug_gpt.toml
+
+Prints the curve and writes it to loss.png in the run's folder, or to --out, if matplotlib is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from functools import partial
+from pathlib import Path
+
+from titan_like.config import ConfigError, load_config
+from titan_like.config.load import run_command
+from titan_like.config.options import OptionParser, path_option
+from titan_like.metrics.loss_curve import draw_losses, read_losses, text_curve
+from titan_like.metrics.run_files import METRICS_FILE
+from titan_like.metrics.timeline_plot import can_draw
+
+
+def main(argv: list[str]) -> int:
+    """Print the curve, and draw it if that is possible."""
+    parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--out", type=path_option, metavar="FILE.png", help="where to draw it")
+    options, settings = parser.parse_known_args(argv)
+    config = load_config(settings)
+    folder = Path(config.job.dump_folder)
+    path = folder / METRICS_FILE
+    losses = read_losses(path) if path.is_file() else []
+    if not losses:
+        raise ConfigError("job.dump_folder", str(folder), f"has no {METRICS_FILE} with a loss; train the run first")
+    print(text_curve(losses, min(100, shutil.get_terminal_size().columns - 10)))
+    picture = Path(options.out or folder / "loss.png")
+    if not can_draw():
+        print("(a picture needs matplotlib: pip install 'titan_like[plot]')")
+        return 0
+    try:
+        draw_losses(losses, f"{config.model.family} {config.model.flavor}", picture)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "--out", str(picture), f"cannot be written ({error}); name a picture such as loss.png"
+        ) from None
+    print(f"drawn in {picture}")
+    return 0
+
+
+run = partial(run_command, main)
+
+if __name__ == "__main__":
+    run()
