@@ -4,190 +4,161 @@ from __future__ import annotations
 
 import json
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from titan_like.config.errors import ConfigError, shortened
+from titan_like.config.errors import ConfigError
 from titan_like.config.options import json_text, write_output_file
 from titan_like.config.schema import JobConfig
 from titan_like.metrics.console import format_duration
 from titan_like.metrics.devices import Device
+from titan_like.planner.commands.search import run_as_toml
 from titan_like.planner.predict import predict_layout
 from titan_like.planner.profile import Profile
-from titan_like.search import results
-from titan_like.search.cases import Case, Refused, layout_name, next_size
-from titan_like.search.results import Row
-from titan_like.search.settings import arguments
-from titan_like.search.trial import OK, TOO_LARGE, Place, Plan, run_trial
-from titan_like.train.rules import Settings
-
-_STATE = "search.json"
+from titan_like.search.cases import Case, layout_name, next_size
+from titan_like.search.results import HEAD, Row, as_csv, calibration_rows, draw, judgement, line, ranked, row_of
+from titan_like.search.trial import OK, SKIPPED, TOO_LARGE, Place, Plan, run_trial, settings_of
+from titan_like.train.rules import resolve_settings
 
 
 class Search:
-    """The state of a search: the cases, and what is known of each layout by its name."""
+    """The state of a search in a folder: its cases, and what is known of each layout by its name."""
 
     def __init__(
-        self,
-        config: JobConfig,
-        cases: Sequence[Case | Refused],
-        place: Place,
-        plan: Plan,
-        gpu: str = "CPU",
-        stack: tuple[Profile, Device] | None = None,
+        self, out: Path, cases: Sequence[Case], place: Place, plan: Plan, gpu: str, stack: tuple[Profile, Device] | None
     ) -> None:
-        """Prepare a search, or read what one has found.
-
-        Args:
-            config: the run, before its layout is changed.
-            cases: the layouts.
-            place: where they run.
-            plan: how they are measured.
-            gpu: the name of the device that they are measured on.
-            stack: what they are predicted with; None for no predictions.
+        """Read what the folder holds. ``gpu`` is what layouts are measured on, ``stack`` what they are predicted with.
 
         Raises:
-            ConfigError: the folder holds another search, or the stack cannot predict a layout.
+            ConfigError: it holds another search, a file cannot be read, or the stack cannot predict a layout.
         """
-        self.cases, self.place, self.plan, self.gpu, self.stack = cases, place, plan, gpu, stack
-        self.found: dict[str, dict[str, Any]] = {}
-        self._configs: dict[str, JobConfig] = {}
-        self._rows: dict[str, Row] = {}
+        self.out, self.cases, self.place, self.plan, self.gpu, self.stack = out, cases, place, plan, gpu, stack
+        self._predictions: dict[str, dict[str, float]] = {}
         for case in cases:
-            if isinstance(case, Case):
-                self._predicted(case.settings)
-        self._resume(config)
-
-    def _resume(self, config: JobConfig) -> None:
-        """Read the results of the search that the folder holds, which must be this one.
-
-        Raises:
-            ConfigError: it holds another one, or a file of it cannot be read.
-        """
-        plan, file = asdict(self.plan), self.plan.out / _STATE
+            if case.sizes:
+                self._predicted(case.config, case.processes)
         here = {
-            "settings": arguments(config),
-            "layouts": [f"{layout_name(case.settings)} {case.sizes}" for case in self.cases if isinstance(case, Case)],
-        } | {name: plan[name] for name in ("warmup", "steps", "timeout", "memory_bytes")}
+            "plan": asdict(plan),
+            "layouts": {
+                f"{layout_name(one.config, one.processes)} {one.sizes}": settings_of(one.config) for one in cases
+            },
+        }
         here = json.loads(json_text(here))
-        there = _read(file)
-        for name, value in here.items() if there is not None else ():
-            before = there.get(name) if isinstance(there, dict) else None
-            if before != value:
-                if isinstance(value, list) and isinstance(before, list):
-                    value, before = ([one for one in a if one not in b] for a, b in ((value, before), (before, value)))
-                told = f"{shortened(str(before))} there, {shortened(str(value))} here"
-                problem = f"holds a search with other {name} ({told}); name another folder, or give the same"
-                raise ConfigError("--dump_folder", str(self.plan.out), problem)
-        if there is None:
-            write_output_file("--dump_folder", file, json_text(here))
-        for path in sorted((self.plan.out / "trials").glob("*/result.json")):
-            self.found[path.parent.name] = _read(path)
+        there = _read(out / "search.json", here)
+        for name, value in here.items():
+            if there.get(name) != value:
+                problem = f"holds a search with other {_NAMED[name]}; give the same, or name another folder"
+                raise ConfigError("--dump_folder", str(out), problem)
+        write_output_file("--dump_folder", out / "search.json", json_text(here))
+        self.found: dict[str, dict[str, Any]] = {
+            path.parent.name: _read(path, {}) for path in sorted((out / "trials").glob("*/result.json"))
+        }
 
     def run(self) -> list[Row]:
-        """Measure all layouts that are not known yet, printing a line for each. Returns the rows of all.
+        """Measure the layouts that are not known yet, with a line for each, and write the files. Returns all rows.
 
-        The files are written after each layout, and also if the search is interrupted.
+        The files are written after each layout, and the picture at the end, also if the search is interrupted.
         """
-        print(
-            f"{len(self.found)} layouts are known already\n{results.HEAD}" if self.found else results.HEAD, flush=True
-        )
+        print(f"{len(self.found)} layouts are known already\n{HEAD}" if self.found else HEAD, flush=True)
         try:
-            self._write()
             for case in self.cases:
-                for settings in self._sizes(case) if isinstance(case, Case) else ():
-                    self._measure(settings)
+                for config in self._unknown(case):
+                    self._measure(config, case.processes)
         finally:
-            self._write()
-            problem = results.draw(self.rows, self.plan.out / "throughput.png")
+            rows = self._write()
+            problem = draw(rows, self.out / "throughput.png") if ranked(rows) else None
         if problem:
             print(problem, flush=True)
-        return self.rows
+        return rows
 
-    @property
-    def rows(self) -> list[Row]:
-        """All layouts that are known, in the order of the cases; those that the rules forbid come last."""
-        rows: dict[str, Row] = {}
+    def runs(self) -> list[tuple[JobConfig, Row]]:
+        """All layouts that are known, in the order of the cases; those that rules forbid come last."""
+        known: dict[str, tuple[JobConfig, Row]] = {}
         for case in self.cases:
-            for settings in self._known(case) if isinstance(case, Case) else ():
-                name = layout_name(settings)
-                if name not in self._rows:
-                    found = self.found[name] | self._predicted(settings)
-                    self._configs[name] = settings.config
-                    self._rows[name] = results.row_of(settings.config, settings.layout.num_processes, found)
-                rows[name] = self._rows[name]
-        refused = [case for case in self.cases if isinstance(case, Refused)]
-        skipped = [
-            results.row_of(one.config, one.processes, {"outcome": "skipped", "reason": one.reason}) for one in refused
-        ]
-        return [*rows.values(), *skipped]
+            for config in map(case.with_size, case.sizes):
+                name = layout_name(config, case.processes)
+                if name in self.found:
+                    row = row_of(config, case.processes, self.found[name] | self._predicted(config, case.processes))
+                    known[name] = config, row
+        refused = ((case, {"outcome": SKIPPED, "reason": case.reason}) for case in self.cases if not case.sizes)
+        return [*known.values(), *((case.config, row_of(case.config, case.processes, why)) for case, why in refused)]
 
-    def _known(self, case: Case) -> Iterator[Settings]:
-        for size in case.sizes:
-            settings = case.with_size(size)
-            if layout_name(settings) in self.found:
-                yield settings
-
-    def _sizes(self, case: Case) -> Iterator[Settings]:
-        """The run with each microbatch size that is to be tried next, until the largest that fits is known."""
+    def _unknown(self, case: Case) -> Iterator[JobConfig]:
+        """The run with each microbatch size to try next, until the largest that fits is known or a trial fails."""
         rates: dict[int, float | None] = {}
         while (size := next_size(case.sizes, rates)) is not None:
-            settings = case.with_size(size)
-            if layout_name(settings) not in self.found:
-                yield settings
-            found = self.found[layout_name(settings)]
-            if found["outcome"] not in (OK, TOO_LARGE):
+            config = case.with_size(size)
+            name = layout_name(config, case.processes)
+            if name not in self.found:
+                yield config
+            if self.found[name]["outcome"] not in (OK, TOO_LARGE):
                 return
-            rates[size] = found.get("samples_per_second")
+            rates[size] = self.found[name].get("samples_per_second")
 
-    def _measure(self, settings: Settings) -> None:
-        name, processes = layout_name(settings), settings.layout.num_processes
-        found = run_trial(name, settings.config, processes, self.place, self.plan, len(self.found))
-        write_output_file("--dump_folder", self.plan.out / "trials" / name / "result.json", json_text(found))
-        self.found[name] = found
-        self._write()
-        left = f"  time left {format_duration(self._seconds_left())}" if self._left() else ""
-        print(f"{results.line(len(self.found), self._rows[name])}{left}", flush=True)
-
-    def _write(self) -> None:
-        rows, plan = self.rows, self.plan
-        results.write_files(rows, self._configs, plan.out, plan.warmup + plan.steps, self.gpu)
-
-    def _left(self) -> list[int]:
-        """Processes of each trial that is known to be left. More may follow where the largest microbatch is sought."""
-        cases = [case for case in self.cases if isinstance(case, Case)]
-        return [case.processes for case in cases if next(self._sizes(case), None) is not None]
+    def _measure(self, config: JobConfig, processes: int) -> None:
+        name, started = layout_name(config, processes), time.monotonic()
+        folder = self.out / "trials" / name
+        found = run_trial(folder, config, processes, self.place, self.plan, len(self.found))
+        self.found[name] = found | {"processes": processes, "seconds": time.monotonic() - started}
+        write_output_file("--dump_folder", folder / "result.json", json_text(self.found[name]))
+        row = next(row for row in self._write() if row["layout"] == name)
+        left = self._seconds_left()
+        print(line(row) + (f"  time left {format_duration(left)}" if left else ""), flush=True)
 
     def _seconds_left(self) -> float:
-        """Seconds for the trials that are left, each as long as those with as many processes took."""
+        """Seconds for the cases that are not done, each as long as a trial with as many processes takes."""
         took: dict[int, list[float]] = {}
-        for row in self._rows.values():
-            took.setdefault(row["processes"], []).append(self.found[row["trial"]]["seconds"])
+        for found in self.found.values():
+            took.setdefault(found["processes"], []).append(found["seconds"])
         everywhere = [seconds for times in took.values() for seconds in times]
-        return sum(statistics.mean(took.get(processes, everywhere)) for processes in self._left())
+        left = [case.processes for case in self.cases if next(self._unknown(case), None)]
+        return sum(statistics.mean(took.get(processes, everywhere)) for processes in left)
 
-    def _predicted(self, settings: Settings) -> dict[str, Any]:
-        """The planner's figures of a layout; none without a profile."""
-        if self.stack is None:
-            return {}
-        profile, device = self.stack
-        found = predict_layout(settings.config, settings.model, settings.layout, profile, device)
-        first = found.memory.ranks[0]  # on a GPU the measured memory is that of tensors, on a CPU the whole process's
-        memory = first.total if device.is_cpu else first.total - first.overhead
-        return {"predicted_step_time_s": found.time.total, "predicted_memory_bytes": memory}
+    def _predicted(self, config: JobConfig, processes: int) -> dict[str, float]:
+        """The planner's figures; none without a profile."""
+        name = layout_name(config, processes)
+        if self.stack is not None and name not in self._predictions:
+            settings = resolve_settings(config, processes)
+            found = predict_layout(config, settings.model, settings.layout, *self.stack)
+            first = found.memory.ranks[0]  # measured memory is that of tensors, on a CPU that of the process
+            memory = first.total - (0 if self.stack[1].is_cpu else first.overhead)
+            figures = {"predicted_step_time_s": found.time.total, "predicted_memory_bytes": memory}
+            self._predictions[name] = figures
+        return self._predictions.get(name, {})
+
+    def _write(self) -> list[Row]:
+        runs = self.runs()
+        rows, steps = [row for _, row in runs], self.plan.warmup + self.plan.steps
+        files = {
+            "results.csv": as_csv(rows),
+            "results.json": json_text({"layouts": rows, "planner": judgement(rows)}),
+            "rows.json": json_text(calibration_rows(runs, steps, self.gpu)),
+        }
+        for best in ranked(rows)[:1]:
+            config = next(config for config, row in runs if row is best)
+            head = f"{config.job.config_file or 'A run'} in the fastest layout that scripts/search.py measured: "
+            head += f"{best['tokens_per_second']:,.0f} tokens/s on {best['processes']} processes"
+            files["best.toml"] = run_as_toml(config, best["processes"], self.out / "best.toml", [head])
+        for name, text in files.items():
+            write_output_file("--dump_folder", self.out / name, text)
+        return rows
 
 
-def _read(path: Path) -> Any:
-    """What a JSON file of the search holds; None if there is no such file.
+_NAMED = {"plan": "warm-up, steps, time or memory limit", "layouts": "layouts or settings"}
+
+
+def _read(path: Path, default: dict[str, Any]) -> dict[str, Any]:
+    """What a JSON file of the search holds.
 
     Raises:
         ConfigError: it cannot be read.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
+        return default
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError("--dump_folder", str(path.parent), f"{path.name} cannot be read ({error})") from None

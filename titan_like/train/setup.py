@@ -31,7 +31,7 @@ from titan_like.train.initial_weights import check_initial_weights
 from titan_like.train.rules import Settings
 
 # Messages of torch's allocators and the C++ library. Only the GPU's allocator has an exception class of its own.
-OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "Cannot allocate memory", "bad_alloc", "out of memory")
+_WORDS = ("not enough memory", "can't allocate memory", "Cannot allocate memory", "bad_alloc", "out of memory")
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # a container's limit
 
 
@@ -41,7 +41,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in OUT_OF_MEMORY)
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
 
 
 @contextmanager
