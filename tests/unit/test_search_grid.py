@@ -123,7 +123,7 @@ def test_largest_tries_all_sizes_that_the_rules_allow() -> None:
 
 def test_the_planner_chooses_what_is_measured() -> None:
     config = load_config([*DEBUG, "--cluster.gpu=A100-80GB", "--cluster.gpus_per_node=8"])
-    cases = planned_cases(config, [2, 5], None, frozenset(), top=3)
+    cases = planned_cases(config, {2: None, 5: None}, frozenset(), top=3)
     assert [case.processes for case in cases] == [2, 2, 2, 5]
     assert all(len(case.sizes) == 1 for case in cases[:3])
     assert len(set(names(cases))) == 3

@@ -33,7 +33,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dump_folder", type=path_option, required=True, metavar="OUT", help="folder of the results")
     parser.add_argument("--grid", type=path_option, metavar="GRID.toml", help="the values to combine (docs/search.md)")
     parser.add_argument("--top", type=int, metavar="K", help="layouts that the planner chooses (default: 8)")
-    parser.add_argument("--profile", type=path_option, help="the planner's: a shipped one or a TOML file")
+    parser.add_argument(
+        "--profile", type=path_option, help="a shipped one or a TOML file; {processes} in its name is replaced"
+    )
     parser.add_argument("--warmup", type=int, default=3, help="steps before the measured ones (default: 3)")
     parser.add_argument("--steps", type=int, default=5, help="measured steps; their median counts (default: 5)")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds of a trial (default: 600)")
@@ -81,12 +83,13 @@ def main(argv: list[str]) -> int:
     from titan_like.search.trial import OK, Place, Plan, end_processes
 
     check_length(config.training)  # the best run's file trains as it is
-    profile = load_profile(options.profile) if options.profile else None
     values = read_grid(options.grid, given) if options.grid else {}
     listed = values.pop("processes", [])
     counts = counts or list(dict.fromkeys(listed))
     if not counts:
         raise ConfigError("--processes", None, "say on how many to measure, such as 1,2,4")
+    named = {count: (options.profile or "").replace("{processes}", str(count)) for count in counts}
+    profiles = {count: load_profile(name) if name else None for count, name in named.items()}
 
     import torch
 
@@ -102,9 +105,9 @@ def main(argv: list[str]) -> int:
         place.check(count)
     gpu = config.cluster.gpu or (torch.cuda.get_device_name(0) if gpus else None)
     config = edit(config, {"cluster.gpu": gpu, "cluster.gpus_per_node": config.cluster.gpus_per_node or place.per_node})
-    stack = None
-    if profile is not None or config.cluster.profile is not None or gpu is not None:
-        stack = profile_and_device(config, profile)
+    stacks = {}
+    if options.profile or config.cluster.profile or gpu:
+        stacks = {count: profile_and_device(config, profile) for count, profile in profiles.items()}
         if config.float8.enable:
             print(FLOAT8_NOTE)
     elif not options.grid:
@@ -115,7 +118,7 @@ def main(argv: list[str]) -> int:
     else:
         fixed = frozenset(parse_overrides(given)) & {*SEARCHED, STAGE_SIZES}
         fixed |= set_keys(config) if config.parallelism.auto else frozenset()
-        cases = planned_cases(config, counts, profile, fixed, options.top or 8)
+        cases = planned_cases(config, profiles, fixed, options.top or 8)
     if not any(case.sizes for case in cases):
         raise ConfigError("--processes", ",".join(map(str, counts)), f"no layout is valid; {cases[0].reason}")
 
@@ -124,7 +127,7 @@ def main(argv: list[str]) -> int:
     if refusal is not None:
         raise ConfigError("--dump_folder", str(out), refusal)
     plan = Plan(options.warmup, options.steps, options.timeout, options.memory_gib)
-    search = Search(out, cases, place, plan, gpu or "CPU", stack)
+    search = Search(out, cases, place, plan, gpu or "CPU", stacks)
     for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: the trial ends too, and the files are written
         signal.signal(number, signal.default_int_handler)
     end_processes(out)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -164,11 +164,14 @@ def _effective(config: JobConfig, processes: int) -> JobConfig:
 
 
 def planned_cases(
-    config: JobConfig, counts: Sequence[int], profile: Profile | None, fixed: frozenset[str], top: int
+    config: JobConfig, profiles: Mapping[int, Profile | None], fixed: frozenset[str], top: int
 ) -> list[Case]:
-    """The planner's best layouts for each number of processes. Keys in ``fixed`` stay as the configuration has them."""
+    """The planner's best layouts for each number of processes, with its profile; None stands for the GPU's own.
+
+    Keys in ``fixed`` stay as the configuration has them.
+    """
     cases = []
-    for count in counts:
+    for count, profile in profiles.items():
         try:
             found = search(config, count, profile, fixed, top)
         except ConfigError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,19 +23,23 @@ from titan_like.search.results import HEAD, Row, as_csv, calibration_rows, draw,
 from titan_like.search.trial import OK, SKIPPED, TOO_LARGE, Place, Plan, run_trial, settings_of
 from titan_like.train.rules import resolve_settings
 
+Stack = tuple[Profile, Device]
+
 
 class Search:
     """The state of a search in a folder: its cases, and what is known of each layout by its name."""
 
     def __init__(
-        self, out: Path, cases: Sequence[Case], place: Place, plan: Plan, gpu: str, stack: tuple[Profile, Device] | None
+        self, out: Path, cases: Sequence[Case], place: Place, plan: Plan, gpu: str, stacks: Mapping[int, Stack]
     ) -> None:
-        """Read what the folder holds. ``gpu`` is what layouts are measured on, ``stack`` what they are predicted with.
+        """Read what the folder holds.
+
+        ``gpu`` is what layouts are measured on. ``stacks`` is what they are predicted with, by their processes.
 
         Raises:
-            ConfigError: it holds another search, a file cannot be read, or the stack cannot predict a layout.
+            ConfigError: it holds another search, a file cannot be read, or a layout cannot be predicted.
         """
-        self.out, self.cases, self.place, self.plan, self.gpu, self.stack = out, cases, place, plan, gpu, stack
+        self.out, self.cases, self.place, self.plan, self.gpu, self.stacks = out, cases, place, plan, gpu, stacks
         self._predictions: dict[str, dict[str, float]] = {}
         for case in cases:
             if case.sizes:
@@ -120,11 +124,11 @@ class Search:
     def _predicted(self, config: JobConfig, processes: int) -> dict[str, float]:
         """The planner's figures; none without a profile."""
         name = layout_name(config, processes)
-        if self.stack is not None and name not in self._predictions:
-            settings = resolve_settings(config, processes)
-            found = predict_layout(config, settings.model, settings.layout, *self.stack)
+        if processes in self.stacks and name not in self._predictions:
+            settings, (profile, device) = resolve_settings(config, processes), self.stacks[processes]
+            found = predict_layout(config, settings.model, settings.layout, profile, device)
             first = found.memory.ranks[0]  # measured memory is that of tensors, on a CPU that of the process
-            memory = first.total - (0 if self.stack[1].is_cpu else first.overhead)
+            memory = first.total - (0 if device.is_cpu else first.overhead)
             figures = {"predicted_step_time_s": found.time.total, "predicted_memory_bytes": memory}
             self._predictions[name] = figures
         return self._predictions.get(name, {})
