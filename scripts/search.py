@@ -1,15 +1,11 @@
-"""Measure which layout trains fastest: python scripts/search.py --job.config_file FILE.toml --processes 1,2,4 ...
-
-Its options and exit codes are those of `titan_like.commands.search`; --help prints them.
-"""
+"""The command titan-search from a checkout: python scripts/search.py."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # measure the code next to this file, not an installed one
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the code next to this file, not an installed one
 
-from titan_like.commands.search import main
-from titan_like.config.load import run_command
+from titan_like.commands.search import run
 
 if __name__ == "__main__":
-    run_command(main)
+    run()

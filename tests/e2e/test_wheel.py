@@ -19,7 +19,9 @@ SMALL = [
     "--training.steps=3", "--lr_scheduler.warmup_steps=1", "--training.global_batch_size=4",
     "--training.micro_batch_size=2", "--training.seq_len=32", "--metrics.log_interval=1", "--evaluation.interval=0",
 ]  # fmt: skip
-COMMANDS = {f"titan-{name}" for name in ("train", "plan", "verify", "evaluate", "generate", "convert", "preprocess")}
+COMMANDS = {
+    f"titan-{name}" for name in ("train", "plan", "verify", "search", "evaluate", "generate", "convert", "preprocess")
+}
 
 pytestmark = pytest.mark.slow
 

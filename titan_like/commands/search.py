@@ -12,18 +12,18 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import titan_like
 from titan_like.config import ConfigError, load_config
-from titan_like.config.load import edit, parse_overrides
+from titan_like.config.load import edit, parse_overrides, run_command
 from titan_like.config.options import OptionParser, check_output_file, json_text, path_option, write_output_file
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The options that a search adds to the run's settings."""
     parser = OptionParser(
-        prog="search.py",
         description=__doc__,
         epilog="Any --section.key of the run can be given too; python train.py --help lists them.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -142,3 +142,9 @@ def trainer() -> tuple[str, ...]:
     """What torchrun starts: train.py of this checkout, or the same code where the package is installed alone."""
     script = Path(titan_like.__file__).parents[1] / "train.py"
     return (str(script),) if script.is_file() else ("-m", "titan_like.commands.train")
+
+
+run = partial(run_command, main)
+
+if __name__ == "__main__":
+    run()

@@ -6,7 +6,6 @@ import difflib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 from titan_like.config.errors import ConfigError, first_line
@@ -24,26 +23,9 @@ MICRO, GLOBAL = "training.micro_batch_size", "training.global_batch_size"
 KEYS = {**SEARCHED, GLOBAL: "global_batch_size"}  # what a grid may list, each with its column in the results
 LARGEST = "largest"
 _SHARD, _VIRTUAL = "parallelism.data_parallel_shard_degree", "parallelism.virtual_stages_per_rank"
-_MOST = 10_000  # combinations
 _WORSE = 0.8  # of the best rate so far: larger microbatches are not tried any more
-
-# Parts of a layout's name: what stands before the value of a key, and the values that go without saying.
-_NAMES = {
-    "parallelism.tensor_parallel_degree": ("tp", (1,)),
-    "parallelism.sequence_parallel": ("sp", (False,)),
-    "parallelism.pipeline_parallel_degree": ("pp", (1,)),
-    "parallelism.pipeline_schedule": ("", ("1f1b",)),
-    _VIRTUAL: ("v", (1,)),
-    "parallelism.context_parallel_degree": ("cp", (1,)),
-    "parallelism.expert_parallel_degree": ("ep", (1,)),
-    "parallelism.data_parallel_replicate_degree": ("rep", (1,)),
-    _SHARD: ("dp", (1, -1)),
-    "parallelism.zero_stage": ("z", (0,)),
-    MICRO: ("mbs", ()),
-    GLOBAL: ("gbs", ()),
-    "activation_checkpoint.mode": ("", ("none",)),
-    "activation_checkpoint.every_n_layers": ("every", (1,)),
-}
+_PARTS = ("tp", "sp", "pp", "", "v", "rep", "dp", "z", "mbs", "", "every", "cp", "ep", "gbs")  # of names, as in `KEYS`
+_DEFAULTS = JobConfig()
 
 
 @dataclass(frozen=True)
@@ -63,9 +45,9 @@ class Case:
 def layout_name(config: JobConfig, processes: int) -> str:
     """A short name of a layout that no other layout of the run has."""
     parts = [f"n{processes}"]
-    for key, (short, plain) in _NAMES.items():
+    for key, short in zip(KEYS, _PARTS, strict=True):
         value = setting(config, key)
-        if value not in plain:
+        if key in (MICRO, GLOBAL) or (value != setting(_DEFAULTS, key) and (key, value) != (_SHARD, 1)):
             parts.append(short if value is True else f"{short}{value}")
     return "-".join(parts)
 
@@ -119,13 +101,7 @@ def grid_cases(config: JobConfig, counts: Sequence[int], values: dict[str, list[
     """All combinations of a grid that differ. What it does not list is the configuration's.
 
     An unlisted shard degree is what the other degrees leave.
-
-    Raises:
-        ConfigError: there are too many combinations.
     """
-    total = len(counts) * prod(map(len, values.values()))
-    if total > _MOST:
-        raise ConfigError("--grid", f"{total:,} combinations", f"list fewer values; a search takes at most {_MOST:,}")
     base = edit(config, {_SHARD: -1, "parallelism.auto": False})
     products = itertools.product(counts, *values.values())
     return _distinct(_case(base, count, dict(zip(values, chosen, strict=True))) for count, *chosen in products)
@@ -133,8 +109,8 @@ def grid_cases(config: JobConfig, counts: Sequence[int], values: dict[str, list[
 
 def _case(base: JobConfig, processes: int, chosen: dict[str, Any]) -> Case:
     config, found, reason = edit(base, chosen), dict[int, JobConfig](), ""
-    training = config.training
-    sizes = divisors(training.global_batch_size) if chosen.get(MICRO) == LARGEST else [training.micro_batch_size]
+    batch, given = config.training.global_batch_size, config.training.micro_batch_size
+    sizes = divisors(batch) if given == LARGEST else [given]
     for size in sizes:
         try:
             found[size] = _effective(edit(config, {MICRO: size}), processes)

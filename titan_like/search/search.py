@@ -113,13 +113,13 @@ class Search:
         print(line(row) + (f"  time left {format_duration(left)}" if left else ""), flush=True)
 
     def _seconds_left(self) -> float:
-        """Seconds for the cases that are not done, each as long as a trial with as many processes takes."""
+        """Seconds for the cases that are not done, each as long as the mean of the trials with as many processes."""
         took: dict[int, list[float]] = {}
         for found in self.found.values():
             took.setdefault(found["processes"], []).append(found["seconds"])
-        everywhere = [seconds for times in took.values() for seconds in times]
+        mean = {processes: statistics.mean(times) for processes, times in took.items()}
         left = [case.processes for case in self.cases if next(self._unknown(case), None)]
-        return sum(statistics.mean(took.get(processes, everywhere)) for processes in left)
+        return sum(mean.get(processes, max(mean.values())) for processes in left)
 
     def _predicted(self, config: JobConfig, processes: int) -> dict[str, float]:
         """The planner's figures; none without a profile."""
