@@ -175,8 +175,8 @@ def test_interrupts_and_trials_that_do_not_end_well(
     assert "\n2 layouts are known already\n" in printed and "  time left " in printed
     release()
 
-    with pytest.raises(ConfigError, match="holds a search with other layouts or settings"):
+    with pytest.raises(ConfigError, match="holds a search with other layouts, settings, steps"):
         command.main([*words, "--training.seq_len=32"])
     release()
-    with pytest.raises(ConfigError, match="holds a search with other warm-up, steps, time or memory limit"):
+    with pytest.raises(ConfigError, match="holds a search with other layouts, settings, steps"):
         command.main([*words, "--steps", "3"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -44,18 +43,13 @@ class Search:
         for case in cases:
             if case.sizes:
                 self._predicted(case.config, case.processes)
-        here = {
-            "plan": asdict(plan),
-            "layouts": {
-                f"{layout_name(one.config, one.processes)} {one.sizes}": settings_of(one.config) for one in cases
-            },
-        }
-        here = json.loads(json_text(here))
-        there = _read(out / "search.json", here)
-        for name, value in here.items():
-            if there.get(name) != value:
-                problem = f"holds a search with other {_NAMED[name]}; give the same, or name another folder"
-                raise ConfigError("--dump_folder", str(out), problem)
+        names = {f"{layout_name(one.config, one.processes)} {one.sizes}": settings_of(one.config) for one in cases}
+        here = json.loads(json_text({"plan": asdict(plan), "layouts": names}))
+        if _read(out / "search.json", here) != here:
+            problem = (
+                "holds a search with other layouts, settings, steps or limits; give the same, or name another folder"
+            )
+            raise ConfigError("--dump_folder", str(out), problem)
         write_output_file("--dump_folder", out / "search.json", json_text(here))
         self.found: dict[str, dict[str, Any]] = {
             path.parent.name: _read(path, {}) for path in sorted((out / "trials").glob("*/result.json"))
@@ -113,13 +107,10 @@ class Search:
         print(line(row) + (f"  time left {format_duration(left)}" if left else ""), flush=True)
 
     def _seconds_left(self) -> float:
-        """Seconds for the cases that are not done, each as long as the mean of the trials with as many processes."""
-        took: dict[int, list[float]] = {}
-        for found in self.found.values():
-            took.setdefault(found["processes"], []).append(found["seconds"])
-        mean = {processes: statistics.mean(times) for processes, times in took.items()}
+        """Seconds for the cases that are not done, each as long as the last trial with as many processes."""
+        took = {found["processes"]: found["seconds"] for found in self.found.values()}
         left = [case.processes for case in self.cases if next(self._unknown(case), None)]
-        return sum(mean.get(processes, max(mean.values())) for processes in left)
+        return sum(took.get(processes, max(took.values())) for processes in left)
 
     def _predicted(self, config: JobConfig, processes: int) -> dict[str, float]:
         """The planner's figures; none without a profile."""
@@ -149,9 +140,6 @@ class Search:
         for name, text in files.items():
             write_output_file("--dump_folder", self.out / name, text)
         return rows
-
-
-_NAMED = {"plan": "warm-up, steps, time or memory limit", "layouts": "layouts or settings"}
 
 
 def _read(path: Path, default: dict[str, Any]) -> dict[str, Any]:
