@@ -16,10 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from titan_like.commands import search
 from titan_like.commands.convert import build_parser as convert_parser
 from titan_like.commands.plan import main as plan_main
 from titan_like.config import load_config
 from titan_like.planner.commands.outcome import Outcome
+from titan_like.search import cases as search_cases
 from titan_like.train.environment import dry_run_world
 from titan_like.train.rules import resolve_settings
 
@@ -28,7 +30,10 @@ FILE_OF = {  # the installed commands, by the file that is the same in a checkou
     "titan-train": "train.py",
     "titan-preprocess": "scripts/preprocess_data.py",
     "titan-plot-loss": "scripts/plot_loss.py",
-    **{f"titan-{name}": f"scripts/{name}.py" for name in ("plan", "verify", "evaluate", "generate", "convert")},
+    **{
+        f"titan-{name}": f"scripts/{name}.py"
+        for name in ("plan", "verify", "search", "evaluate", "generate", "convert")
+    },
 }
 PROGRAMS = ("python", "torchrun", "sbatch", "kubectl", "pip", "docker", *FILE_OF)
 # What stands for a file of the reader's, and is made here.
@@ -50,6 +55,7 @@ ONLY_CALLED = {
     "scripts/preprocess_data.py": "tests/e2e/test_blend.py runs it as the page shows it",
     "scripts/convert.py": "needs a checkpoint of minutes; options only, tests/unit/test_hugging_face_files.py converts",
     "benchmarks/planner_accuracy.py": "takes a minute; options only",
+    "benchmarks/search_cpu.py": "takes a quarter of an hour; tests/e2e/test_search.py searches",
     "benchmarks/fit_profiles.py": "writes a profile; tests/unit/test_planner_accuracy.py fits the same rows",
     "docker build": "needs a daemon; tests/unit/test_container.py reads the Dockerfile",
     "docker run": "needs a daemon; what it runs in the container is checked",
@@ -170,6 +176,12 @@ def check_call(program, environment, arguments, monkeypatch):
         if arguments[0] in ("predict", "duration", "simulate"):  # the others choose layouts
             config = load_config(given[0])
             resolve_settings(config, dry_run_world(config))
+    elif script == "scripts/search.py":
+        options, settings = search.build_parser().parse_known_args(arguments)
+        search.check_options(options)
+        load_config(settings)
+        if options.grid:
+            assert search_cases.read_grid(options.grid, settings)
     elif script in ("scripts/evaluate.py", "scripts/generate.py", "scripts/verify.py"):
         module = importlib.import_module(f"titan_like.commands.{Path(script).stem}")
         options, settings = module.build_parser().parse_known_args(arguments)

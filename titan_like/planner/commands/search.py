@@ -157,16 +157,25 @@ def as_dict(found: Found) -> dict[str, Any]:
 
 def as_toml(found: Found, path: Path) -> str:
     """The run in its best layout, as a TOML: what its file and command line set, and the layout's keys."""
-    config = found.config
+    count = found.space.num_gpus
+    head = [
+        f"{found.config.job.config_file or 'A run'} in the layout that scripts/plan.py search found for {gpus(count)}:"
+    ]
+    for line in summary(found):
+        head += textwrap.wrap(line, 118, initial_indent="  ", subsequent_indent="    ")
+    return run_as_toml(found.config, count, path, head)
+
+
+def run_as_toml(config: JobConfig, num_gpus: int, path: Path, head: list[str]) -> str:
+    """What a run's file and command line set, as a TOML for ``path`` that begins with the comment lines ``head``.
+
+    Its cluster has as many nodes as the GPUs fill.
+    """
     tree = config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     tree.setdefault("job", {}).pop("config_file", None)
     tree["parallelism"].pop("auto", None)
-    tree["cluster"] = _cluster(config, found.space.num_gpus)
+    tree["cluster"] = _cluster(config, num_gpus)
     schema = "#:schema ./schema.json\n" if (path.parent / "schema.json").is_file() else ""
-    given = config.job.config_file
-    head = [f"{given or 'A run'} in the layout that scripts/plan.py search found for {gpus(found.space.num_gpus)}:"]
-    for line in summary(found):
-        head += textwrap.wrap(line, 118, initial_indent="  ", subsequent_indent="    ")
     return schema + to_toml(tree, head)
 
 

@@ -1,0 +1,150 @@
+"""Measure which layout trains fastest: python scripts/search.py --job.config_file FILE.toml --processes 1,2,4 ...
+
+Trains a run for some steps in one layout after the other, each under a torchrun of its own. Writes to --dump_folder
+results.csv and .json, throughput.png, best.toml (the run in its fastest layout) and rows.json, to which plan.py
+calibrate fits a profile. --grid names a TOML with the values of each key to combine; --top K takes the planner's K best
+layouts for each number of processes. Out of memory is a result. A search that was ended goes on where it left off. In a
+Slurm job, trials run on its nodes. Exit codes: 0 done, 1 no layout trained, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
+import titan_like
+from titan_like.config import ConfigError, load_config
+from titan_like.config.load import edit, parse_overrides, run_command
+from titan_like.config.options import OptionParser, check_output_file, json_text, path_option, write_output_file
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options that a search adds to the run's settings."""
+    parser = OptionParser(
+        description=__doc__,
+        epilog="Any --section.key of the run can be given too; python train.py --help lists them.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--processes", metavar="N[,N...]", help="numbers of processes (default: those of the grid)")
+    parser.add_argument("--dump_folder", type=path_option, required=True, metavar="OUT", help="folder of the results")
+    parser.add_argument("--grid", type=path_option, metavar="GRID.toml", help="the values to combine (docs/search.md)")
+    parser.add_argument("--top", type=int, metavar="K", help="layouts that the planner chooses (default: 8)")
+    parser.add_argument(
+        "--profile", type=path_option, help="a shipped one or a TOML file; {processes} in its name is replaced"
+    )
+    parser.add_argument("--warmup", type=int, default=3, help="steps before the measured ones (default: 3)")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps; their median counts (default: 5)")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds of a trial (default: 600)")
+    parser.add_argument(
+        "--memory_gib", type=float, help="memory of a process (default: without GPUs, its share of the machine's)"
+    )
+    parser.add_argument("--json", type=path_option, metavar="PATH", help="also write the results to this file")
+    return parser
+
+
+def check_options(options: argparse.Namespace) -> list[int]:
+    """Check the options; returns the numbers of processes.
+
+    Raises:
+        ConfigError: the first option that is out of range.
+    """
+    if options.grid is not None and options.top is not None:
+        raise ConfigError("--top", options.top, "the grid says what to measure; give --grid or --top")
+    for name, least in (("top", 1), ("warmup", 0), ("steps", 1), ("timeout", 1), ("memory_gib", 0.1)):
+        value = getattr(options, name)
+        if value is not None and not least <= value <= 100_000:
+            raise ConfigError(f"--{name}", value, f"must be from {least} to 100,000")
+    check_output_file("--json", options.json, options)
+    words = [] if options.processes is None else [word.strip() for word in options.processes.split(",")]
+    if not all(word.isdecimal() and 0 < int(word) <= 2**20 for word in words):
+        raise ConfigError("--processes", options.processes, "must be whole numbers of at least 1, such as 1,2,4")
+    return list(dict.fromkeys(map(int, words)))
+
+
+def main(argv: list[str]) -> int:
+    """Measure the layouts and print them, the fastest first.
+
+    Raises:
+        ConfigError: an option, a setting or the grid is wrong, or the folder holds another search.
+    """
+    options, given = build_parser().parse_known_args(argv)
+    counts, config = check_options(options), load_config(given)
+
+    from titan_like.checkpoint.step_folders import hold
+    from titan_like.data.batch_size import check_length
+    from titan_like.planner.predict import FLOAT8_NOTE, profile_and_device
+    from titan_like.planner.profile import load_profile
+    from titan_like.planner.search_space import SEARCHED, STAGE_SIZES, set_keys
+    from titan_like.search.cases import grid_cases, planned_cases, read_grid
+    from titan_like.search.trial import OK, Place, Plan, end_processes
+
+    check_length(config.training)  # the best run's file trains as it is
+    values = read_grid(options.grid, given) if options.grid else {}
+    listed = values.pop("processes", [])
+    counts = counts or list(dict.fromkeys(listed))
+    if not counts:
+        raise ConfigError("--processes", None, "say on how many to measure, such as 1,2,4")
+    named = {count: (options.profile or "").replace("{processes}", str(count)) for count in counts}
+    profiles = {count: load_profile(name) if name else None for count, name in named.items()}
+
+    import torch
+
+    from titan_like.search.results import described
+    from titan_like.search.search import Search
+    from titan_like.train.setup import host_memory_bytes
+
+    gpus = torch.cuda.device_count()
+    place = Place(trainer(), gpus or None, None if gpus else 0.9 * host_memory_bytes() / 2**30)
+    if os.environ.get("SLURM_JOB_ID"):
+        place = Place.of_slurm(trainer())
+    for count in counts:
+        place.check(count)
+    gpu = config.cluster.gpu or (torch.cuda.get_device_name(0) if gpus else None)
+    config = edit(config, {"cluster.gpu": gpu, "cluster.gpus_per_node": config.cluster.gpus_per_node or place.per_node})
+    stacks = {}
+    if options.profile or config.cluster.profile or gpu:
+        stacks = {count: profile_and_device(config, profile) for count, profile in profiles.items()}
+        if config.float8.enable:
+            print(FLOAT8_NOTE)
+    elif not options.grid:
+        problem = "the planner needs one to choose layouts on a CPU; plan.py microbenchmark measures it. Or give --grid"
+        raise ConfigError("--profile", None, problem)
+    if options.grid:
+        cases = grid_cases(config, counts, values)
+    else:
+        fixed = frozenset(parse_overrides(given)) & {*SEARCHED, STAGE_SIZES}
+        fixed |= set_keys(config) if config.parallelism.auto else frozenset()
+        cases = planned_cases(config, profiles, fixed, options.top or 8)
+    if not any(case.sizes for case in cases):
+        raise ConfigError("--processes", ",".join(map(str, counts)), f"no layout is valid; {cases[0].reason}")
+
+    out = Path(options.dump_folder)
+    refusal = hold(out / "search", "another search writes to this folder; stop it, or name another folder", 0.0)
+    if refusal is not None:
+        raise ConfigError("--dump_folder", str(out), refusal)
+    plan = Plan(options.warmup, options.steps, options.timeout, options.memory_gib)
+    search = Search(out, cases, place, plan, gpu or "CPU", stacks)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: the trial ends too, and the files are written
+        signal.signal(number, signal.default_int_handler)
+    end_processes(out)
+    rows = search.run()
+    print(f"\n{described(rows)}\nwrote {out}")
+    if options.json:
+        write_output_file("--json", options.json, json_text({"layouts": rows}))
+    return 0 if any(row["outcome"] == OK for row in rows) else 1
+
+
+def trainer() -> tuple[str, ...]:
+    """What torchrun starts: train.py of this checkout, or the same code where the package is installed alone."""
+    script = Path(titan_like.__file__).parents[1] / "train.py"
+    return (str(script),) if script.is_file() else ("-m", "titan_like.commands.train")
+
+
+run = partial(run_command, main)
+
+if __name__ == "__main__":
+    run()

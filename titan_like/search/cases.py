@@ -1,0 +1,163 @@
+"""What a search measures: the layouts of a grid, or those that the planner finds best."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from titan_like.config.errors import ConfigError, first_line
+from titan_like.config.load import edit, load_config, setting
+from titan_like.config.paths import read_toml
+from titan_like.config.schema import JobConfig
+from titan_like.parallel.schedules.tables import stages_per_rank
+from titan_like.planner.profile import Profile
+from titan_like.planner.search import search
+from titan_like.planner.search_space import SEARCHED, divisors
+from titan_like.search.trial import arguments
+from titan_like.train.rules import resolve_settings
+
+MICRO, GLOBAL = "training.micro_batch_size", "training.global_batch_size"
+KEYS = {**SEARCHED, GLOBAL: "global_batch_size"}  # what a grid may list, each with its column in the results
+LARGEST = "largest"
+_SHARD, _VIRTUAL = "parallelism.data_parallel_shard_degree", "parallelism.virtual_stages_per_rank"
+_WORSE = 0.8  # of the best rate so far: larger microbatches are not tried any more
+_PARTS = ("tp", "sp", "pp", "", "v", "rep", "dp", "z", "mbs", "", "every", "cp", "ep", "gbs")  # of names, as in `KEYS`
+_DEFAULTS = JobConfig()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout to measure, with one or several microbatch sizes to try; with none, a rule forbids it."""
+
+    config: JobConfig  # the whole run in this layout, with the first size
+    processes: int
+    sizes: tuple[int, ...]  # ascending
+    reason: str = ""  # the rule's sentence
+
+    def with_size(self, size: int) -> JobConfig:
+        """The run with another microbatch size."""
+        return edit(self.config, {MICRO: size})
+
+
+def layout_name(config: JobConfig, processes: int) -> str:
+    """A short name of a layout that no other layout of the run has."""
+    parts = [f"n{processes}"]
+    for key, short in zip(KEYS, _PARTS, strict=True):
+        value = setting(config, key)
+        if key in (MICRO, GLOBAL) or (value != setting(_DEFAULTS, key) and (key, value) != (_SHARD, 1)):
+            parts.append(short if value is True else f"{short}{value}")
+    return "-".join(parts)
+
+
+def next_size(sizes: Sequence[int], rates: dict[int, float | None]) -> int | None:
+    """The microbatch size to try next, given the rates of those tried; None if the largest that fits is known.
+
+    Sizes double, as far as there are such sizes, until one runs out of memory (its rate is None) or the rate falls
+    clearly below the best. Sizes between the largest that fits and the smallest that does not are then bisected.
+    """
+    largest = max((size for size, rate in rates.items() if rate is not None), default=0)
+    too_large = min((size for size, rate in rates.items() if rate is None), default=None)
+    larger = [size for size in sizes if size > largest]
+    if too_large is not None:
+        between = [size for size in larger if size < too_large]
+        return between[len(between) // 2] if between else None
+    best = max((rate for rate in rates.values() if rate is not None), default=0.0)
+    if not larger or (rates.get(largest) or 0.0) < _WORSE * best:
+        return None
+    return next((size for size in larger if size >= 2 * largest), larger[-1])
+
+
+def read_grid(path: str, given: list[str]) -> dict[str, list[Any]]:
+    """The values of each key that a grid's TOML lists, and of ``processes``; ``given`` are the run's settings.
+
+    Raises:
+        ConfigError: a key is unknown or set on the command line too, or a value is not valid.
+    """
+    values: dict[str, list[Any]] = {"processes": []}
+    for section, table in read_toml(path, "--grid").items():
+        found = {f"{section}.{key}": one for key, one in table.items()} if isinstance(table, dict) else {section: table}
+        values |= {key: one if isinstance(one, list) else [one] for key, one in found.items()}
+    for key, listed in values.items():
+        if key not in {*KEYS, "processes"}:
+            near = difflib.get_close_matches(key, KEYS, n=1)
+            known = f"did you mean {near[0]}?" if near else f"a grid has processes and {', '.join(KEYS)}"
+            raise ConfigError(f"{path}: {key}", str(listed), f"is no key of a grid; {known}")
+        if any(word.partition("=")[0] == f"--{key}" for word in given):
+            raise ConfigError(f"--{key}", None, f"{path} lists it too; remove one of them")
+        if not listed and key != "processes":
+            raise ConfigError(f"{path}: {key}", "[]", "lists nothing; give at least one value, or leave it out")
+        for value in listed:
+            if key == "processes" and not (type(value) is int and value > 0):
+                raise ConfigError(f"{path}: processes", value, "must be whole numbers of at least 1, such as 1, 2, 4")
+            if key != "processes" and (key, value) != (MICRO, LARGEST):
+                load_config([*given, *arguments(key, value)])
+    return values
+
+
+def grid_cases(config: JobConfig, counts: Sequence[int], values: dict[str, list[Any]]) -> list[Case]:
+    """All combinations of a grid that differ. What it does not list is the configuration's.
+
+    An unlisted shard degree is what the other degrees leave.
+    """
+    base = edit(config, {_SHARD: -1, "parallelism.auto": False})
+    products = itertools.product(counts, *values.values())
+    return _distinct(_case(base, count, dict(zip(values, chosen, strict=True))) for count, *chosen in products)
+
+
+def _case(base: JobConfig, processes: int, chosen: dict[str, Any]) -> Case:
+    config, found, reason = edit(base, chosen), dict[int, JobConfig](), ""
+    batch, given = config.training.global_batch_size, config.training.micro_batch_size
+    sizes = divisors(batch) if given == LARGEST else [given]
+    for size in sizes:
+        try:
+            found[size] = _effective(edit(config, {MICRO: size}), processes)
+        except ConfigError as error:
+            reason = reason or first_line(error)
+    if not found:
+        return Case(edit(config, {MICRO: sizes[0]}), processes, (), reason)
+    return Case(next(iter(found.values())), processes, tuple(found))
+
+
+def _effective(config: JobConfig, processes: int) -> JobConfig:
+    """A run without open degrees, and with plain values of keys that have no effect in its layout.
+
+    Raises:
+        ConfigError: a rule forbids it.
+    """
+    layout, section = resolve_settings(config, processes).layout, config.parallelism
+    virtual = stages_per_rank(section.pipeline_schedule, section.virtual_stages_per_rank)
+    plain: dict[str, Any] = {_SHARD: layout.shard, _VIRTUAL: virtual}
+    if layout.pipeline == 1:
+        plain |= {_VIRTUAL: 1, "parallelism.pipeline_schedule": "1f1b"}
+    if layout.weight_shards == 1 and not (layout.splits_experts and layout.expert_shards > 1):
+        plain["parallelism.zero_stage"] = 0  # there is nothing to share out
+    if config.activation_checkpoint.mode == "none":
+        plain["activation_checkpoint.every_n_layers"] = 1
+    return edit(config, plain)
+
+
+def planned_cases(
+    config: JobConfig, profiles: Mapping[int, Profile | None], fixed: frozenset[str], top: int
+) -> list[Case]:
+    """The planner's best layouts for each number of processes, with its profile; None stands for the GPU's own.
+
+    Keys in ``fixed`` stay as the configuration has them.
+    """
+    cases = []
+    for count, profile in profiles.items():
+        try:
+            found = search(config, count, profile, fixed, top)
+        except ConfigError as error:
+            cases.append(Case(config, count, (), first_line(error)))
+            continue
+        for one in found.ranked:
+            run = _effective(found.space.configured(one.work), count)
+            cases.append(Case(run, count, (one.work.micro_batch_size,)))
+    return _distinct(cases)
+
+
+def _distinct(cases: Iterable[Case]) -> list[Case]:
+    return list({(layout_name(case.config, case.processes), case.sizes): case for case in cases}.values())

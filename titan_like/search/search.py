@@ -1,0 +1,156 @@
+"""Measures one layout after the other, keeps each result, and goes on where a search that was ended left off."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from titan_like.config.errors import ConfigError
+from titan_like.config.options import json_text, write_output_file
+from titan_like.config.schema import JobConfig
+from titan_like.metrics.console import format_duration
+from titan_like.metrics.devices import Device
+from titan_like.planner.commands.search import run_as_toml
+from titan_like.planner.predict import predict_layout
+from titan_like.planner.profile import Profile
+from titan_like.search.cases import Case, layout_name, next_size
+from titan_like.search.results import HEAD, Row, as_csv, calibration_rows, draw, judgement, line, ranked, row_of
+from titan_like.search.trial import OK, SKIPPED, TOO_LARGE, Place, Plan, run_trial, settings_of
+from titan_like.train.rules import resolve_settings
+
+Stack = tuple[Profile, Device]
+
+
+class Search:
+    """The state of a search in a folder: its cases, and what is known of each layout by its name."""
+
+    def __init__(
+        self, out: Path, cases: Sequence[Case], place: Place, plan: Plan, gpu: str, stacks: Mapping[int, Stack]
+    ) -> None:
+        """Read what the folder holds.
+
+        ``gpu`` is what layouts are measured on. ``stacks`` is what they are predicted with, by their processes.
+
+        Raises:
+            ConfigError: it holds another search, a file cannot be read, or a layout cannot be predicted.
+        """
+        self.out, self.cases, self.place, self.plan, self.gpu, self.stacks = out, cases, place, plan, gpu, stacks
+        self._predictions: dict[str, dict[str, float]] = {}
+        for case in cases:
+            if case.sizes:
+                self._predicted(case.config, case.processes)
+        names = {f"{layout_name(one.config, one.processes)} {one.sizes}": settings_of(one.config) for one in cases}
+        here = json.loads(json_text({"plan": asdict(plan), "layouts": names}))
+        if _read(out / "search.json", here) != here:
+            problem = (
+                "holds a search with other layouts, settings, steps or limits; give the same, or name another folder"
+            )
+            raise ConfigError("--dump_folder", str(out), problem)
+        write_output_file("--dump_folder", out / "search.json", json_text(here))
+        self.found: dict[str, dict[str, Any]] = {
+            path.parent.name: _read(path, {}) for path in sorted((out / "trials").glob("*/result.json"))
+        }
+
+    def run(self) -> list[Row]:
+        """Measure the layouts that are not known yet, with a line for each, and write the files. Returns all rows.
+
+        The files are written after each layout, and the picture at the end, also if the search is interrupted.
+        """
+        print(f"{len(self.found)} layouts are known already\n{HEAD}" if self.found else HEAD, flush=True)
+        try:
+            for case in self.cases:
+                for config in self._unknown(case):
+                    self._measure(config, case.processes)
+        finally:
+            rows = self._write()
+            problem = draw(rows, self.out / "throughput.png") if ranked(rows) else None
+        if problem:
+            print(problem, flush=True)
+        return rows
+
+    def runs(self) -> list[tuple[JobConfig, Row]]:
+        """All layouts that are known, in the order of the cases; those that rules forbid come last."""
+        known: dict[str, tuple[JobConfig, Row]] = {}
+        for case in self.cases:
+            for config in map(case.with_size, case.sizes):
+                name = layout_name(config, case.processes)
+                if name in self.found:
+                    row = row_of(config, case.processes, self.found[name] | self._predicted(config, case.processes))
+                    known[name] = config, row
+        refused = ((case, {"outcome": SKIPPED, "reason": case.reason}) for case in self.cases if not case.sizes)
+        return [*known.values(), *((case.config, row_of(case.config, case.processes, why)) for case, why in refused)]
+
+    def _unknown(self, case: Case) -> Iterator[JobConfig]:
+        """The run with each microbatch size to try next, until the largest that fits is known or a trial fails."""
+        rates: dict[int, float | None] = {}
+        while (size := next_size(case.sizes, rates)) is not None:
+            config = case.with_size(size)
+            name = layout_name(config, case.processes)
+            if name not in self.found:
+                yield config
+            if self.found[name]["outcome"] not in (OK, TOO_LARGE):
+                return
+            rates[size] = self.found[name].get("samples_per_second")
+
+    def _measure(self, config: JobConfig, processes: int) -> None:
+        name, started = layout_name(config, processes), time.monotonic()
+        folder = self.out / "trials" / name
+        found = run_trial(folder, config, processes, self.place, self.plan, len(self.found))
+        self.found[name] = found | {"processes": processes, "seconds": time.monotonic() - started}
+        write_output_file("--dump_folder", folder / "result.json", json_text(self.found[name]))
+        row = next(row for row in self._write() if row["layout"] == name)
+        left = self._seconds_left()
+        print(line(row) + (f"  time left {format_duration(left)}" if left else ""), flush=True)
+
+    def _seconds_left(self) -> float:
+        """Seconds for the cases that are not done, each as long as the last trial with as many processes."""
+        took = {found["processes"]: found["seconds"] for found in self.found.values()}
+        left = [case.processes for case in self.cases if next(self._unknown(case), None)]
+        return sum(took.get(processes, max(took.values())) for processes in left)
+
+    def _predicted(self, config: JobConfig, processes: int) -> dict[str, float]:
+        """The planner's figures; none without a profile."""
+        name = layout_name(config, processes)
+        if processes in self.stacks and name not in self._predictions:
+            settings, (profile, device) = resolve_settings(config, processes), self.stacks[processes]
+            found = predict_layout(config, settings.model, settings.layout, profile, device)
+            first = found.memory.ranks[0]  # measured memory is that of tensors, on a CPU that of the process
+            memory = first.total - (0 if device.is_cpu else first.overhead)
+            figures = {"predicted_step_time_s": found.time.total, "predicted_memory_bytes": memory}
+            self._predictions[name] = figures
+        return self._predictions.get(name, {})
+
+    def _write(self) -> list[Row]:
+        runs = self.runs()
+        rows, steps = [row for _, row in runs], self.plan.warmup + self.plan.steps
+        files = {
+            "results.csv": as_csv(rows),
+            "results.json": json_text({"layouts": rows, "planner": judgement(rows)}),
+            "rows.json": json_text(calibration_rows(runs, steps, self.gpu)),
+        }
+        for best in ranked(rows)[:1]:
+            config = next(config for config, row in runs if row is best)
+            head = f"{config.job.config_file or 'A run'} in the fastest layout that scripts/search.py measured: "
+            head += f"{best['tokens_per_second']:,.0f} tokens/s on {best['processes']} processes"
+            files["best.toml"] = run_as_toml(config, best["processes"], self.out / "best.toml", [head])
+        for name, text in files.items():
+            write_output_file("--dump_folder", self.out / name, text)
+        return rows
+
+
+def _read(path: Path, default: dict[str, Any]) -> dict[str, Any]:
+    """What a JSON file of the search holds.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return default
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError("--dump_folder", str(path.parent), f"{path.name} cannot be read ({error})") from None
