@@ -34,6 +34,7 @@ from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.gpt.model import GPTLayer
 from titan_like.planner.commands.outcome import Outcome, check_toml
 from titan_like.planner.layer_time import layer_cost, linear_times
+from titan_like.planner.links import network
 from titan_like.planner.predict import default_profile
 from titan_like.planner.profile import Profile, profile_to_toml
 from titan_like.planner.workload import Workload
@@ -371,16 +372,10 @@ def _start(machine: Machine, name: str, device: Device, links: Links | None) -> 
     if links is None:
         return profile.changed(node_bandwidth=0.0)
     # Collectives and messages run over the slowest link, which is between machines if there are several.
-    fastest = max(links.all_reduce, links.message)
-    network = {
-        "node_bandwidth": fastest * machine.here,
-        "network_efficiency": links.all_reduce / fastest,
-        "message_efficiency": links.message / fastest,
-        "network_latency": links.latency,
-    }
+    between = network(links.all_reduce, links.message, links.latency, machine.here)
     if several:
-        return profile.changed(**network)
-    return profile.changed(nvlink_efficiency=1.0, nvlink_latency=links.latency, **network)
+        return profile.changed(**between)
+    return profile.changed(nvlink_efficiency=1.0, nvlink_latency=links.latency, **between)
 
 
 def _described(profile: Profile, links: Links | None, dtype: str) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from titan_like.config import ConfigError, JobConfig, load_config
 from titan_like.config.options import path_option
+from titan_like.planner.links import read_measurements, with_links
 from titan_like.planner.memory import Memory
 from titan_like.planner.predict import FLOAT8_NOTE
 from titan_like.planner.profile import Profile, load_profile
@@ -49,6 +50,8 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     """Add the option for the stack profile."""
     what = "stack profile: a shipped one or a TOML file (default: the GPU's)"
     parser.add_argument("--profile", type=path_option, help=what)
+    links = "what bench_comm.py --json has measured, in the place of the profile's links"
+    parser.add_argument("--links", type=path_option, metavar="FILE.json", help=links)
 
 
 def run_of(settings: list[str], profile: Profile | None) -> JobConfig:
@@ -79,7 +82,10 @@ def chosen_profile(options: argparse.Namespace) -> Profile | None:
     Raises:
         ConfigError: there is no such profile.
     """
-    return load_profile(options.profile) if options.profile else None
+    if options.links and not options.profile:
+        raise ConfigError("--links", options.links, "changes a profile; name that with --profile too")
+    profile = load_profile(options.profile) if options.profile else None
+    return with_links(profile, read_measurements(options.links)) if profile and options.links else profile
 
 
 def above_zero(options: argparse.Namespace, *names: str) -> None:

@@ -1,0 +1,180 @@
+"""Weak scaling: models that grow with the processes, measured here as far as there are any, and predicted beyond.
+
+    python benchmarks/weak_scaling.py [--processes 1,2] [--rounds 3] [--json FILE] [--picture FILE.png]
+
+Three studies, each point marked as measured or predicted:
+- this machine: a GPT whose layers' parameters grow with the processes, which split it by tensor parallelism. Efficiency
+  is the FLOP/s of a process relative to one process alone in the same round.
+- arXiv 1909.08053, section 5.1: 1.2 to 8.3 billion parameters, tensor parallel within 8 GPUs, data parallel to 512.
+  Predicted with the profile of its machines (dgx2_v100), beside what its figure 5 states.
+- arXiv 2104.04473, Table 1: 1.7 billion parameters on 32 GPUs to a trillion on 3,072, predicted (selene_2021) beside
+  what the table states. No row of it was fitted.
+
+Measure on an idle machine with a core for each process. On GPUs the measured models are those of 1909.08053.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.accuracy import predict_row
+from benchmarks.measured_rows import read_rows
+from titan_like.config.schema import ActivationCheckpoint
+from titan_like.metrics.flops import megatron_flops_per_token
+from titan_like.models.gpt.config import GPTConfig
+from titan_like.planner.profile import load_profile
+from titan_like.planner.step_time import step_time
+from titan_like.planner.workload import Workload
+
+ROOT = Path(__file__).resolve().parents[1]
+PAPER = {1: (40, 1536, 16), 2: (54, 1920, 20), 4: (64, 2304, 24), 8: (72, 3072, 32)}  # layers, hidden size, heads
+CPU = {1: (4, 256, 4), 2: (4, 368, 4), 4: (4, 512, 4), 8: (4, 736, 8)}
+STATED = {1: 1.0, 2: 0.95, 4: 0.82, 8: 0.77, 64: 0.96, 128: 0.83, 256: 0.79, 512: 0.74}  # figure 5: weak scaling
+FULL = ActivationCheckpoint(mode="full")  # both papers recompute layers, and count that
+SAMPLES, SEQ, VOCAB = 8, 1024, 51200  # of a model-parallel group
+
+
+def measure(processes: int, steps: int) -> float:
+    """FLOP/s of a process, from the median step after two."""
+    on_gpus = torch.cuda.is_available()
+    layers, hidden, heads = (PAPER if on_gpus else CPU)[processes]
+    seq, batch = (SEQ, SAMPLES) if on_gpus else (256, 8)
+    shape = {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "max_seq_len": seq,
+        "dropout": 0.0,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {
+            "job.dump_folder": folder, "training.seq_len": seq, "training.micro_batch_size": batch,
+            "training.global_batch_size": batch, "training.steps": steps + 2, "metrics.log_interval": 100,
+            "parallelism.tensor_parallel_degree": processes, "training.dtype": "bfloat16" if on_gpus else "float32",
+            "compile.enable": json.dumps(on_gpus), "checkpoint.enable": "false",
+            **{f"model.overrides.{key}": value for key, value in shape.items()},
+        }  # fmt: skip
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        command = [*torchrun, "train.py", *(f"--{key}={value}" for key, value in settings.items())]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
+        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    return statistics.median(1e12 * json.loads(line)["tflops_per_device"] for line in lines[2:])
+
+
+def measured(counts: list[int], rounds: int, steps: int) -> list[dict[str, Any]]:
+    """Efficiencies of each number of processes, the median over rounds."""
+    found: dict[int, list[float]] = {count: [] for count in counts}
+    for number in range(rounds):
+        print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+        rates = {count: measure(count, steps) for count in counts}
+        for count, rate in rates.items():
+            found[count].append(rate / rates[counts[0]])
+    return [{"gpus": count, "measured": statistics.median(of), "rounds": of} for count, of in found.items()]
+
+
+def megatron_2019() -> list[dict[str, Any]]:
+    """Predicted efficiencies next to those of figure 5. From 64 GPUs on, there are 64 replicas of 1, 2, 4 or 8 GPUs."""
+    profile, points = load_profile("dgx2_v100"), []
+    rates: dict[int, float] = {}
+    for gpus in STATED:
+        tensor = gpus if gpus <= 8 else gpus // 64
+        replicas = gpus // tensor
+        layers, hidden, heads = PAPER[tensor]
+        model = GPTConfig(
+            num_layers=layers, hidden_size=hidden, num_attention_heads=heads, vocab_size=VOCAB, max_seq_len=SEQ
+        )
+        work = Workload(
+            model, SEQ, SAMPLES, SAMPLES * replicas, tensor=tensor, shard=replicas, recompute="full", dtype="float16"
+        )
+        flops = megatron_flops_per_token(model, SEQ, FULL) * SEQ * SAMPLES * replicas
+        rates[gpus] = flops / step_time(work, profile).total / gpus
+        points.append({"gpus": gpus, "stated": STATED[gpus], "predicted": rates[gpus] / rates[1]})
+    return points
+
+
+def ptdp_table_1() -> list[dict[str, Any]]:
+    """TFLOP/s of a GPU in the rows of Table 1."""
+    rows = [row for row in read_rows(ROOT / "benchmarks/published_rows.toml")[0] if row.study == "ptdp_table1"]
+    points = []
+    for row in rows:
+        found = predict_row(row)
+        assert found is not None
+        flops = (
+            megatron_flops_per_token(row.work.model, row.work.seq_len, FULL)
+            * row.work.seq_len
+            * row.work.global_batch_size
+        )
+        rates = {"stated": row.seconds, "predicted": found.seconds}
+        points.append({"gpus": row.gpus, **{name: flops / of / row.gpus / 1e12 for name, of in rates.items()}})
+    return points
+
+
+def draw(studies: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """A panel for each study."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 3.8), layout="constrained")
+    labels = ("efficiency of a process", "weak scaling efficiency", "TFLOP/s of a GPU")
+    styles = {"measured": "o-", "stated": "o-", "predicted": "x--"}
+    for panel, (name, points), label in zip(figure.subplots(1, 3), studies.items(), labels, strict=True):
+        for kind, style in styles.items():
+            known = [point for point in points if kind in point]
+            if known:
+                told = "measured by its authors" if kind == "stated" else kind
+                panel.plot([p["gpus"] for p in known], [p[kind] for p in known], style, label=told)
+        panel.set(xscale="log", xlabel="processes", ylabel=label, title=name)
+        panel.set_xticks([p["gpus"] for p in points], [str(p["gpus"]) for p in points], fontsize=7)
+        panel.minorticks_off()
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Measure, predict, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    there = torch.cuda.device_count() or len(os.sched_getaffinity(0))
+    default = ",".join(str(count) for count in CPU if count <= there)
+    parser.add_argument("--processes", default=default, help=f"to measure, from 1 on (default: {default})")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--json", metavar="PATH")
+    parser.add_argument("--picture", type=Path, metavar="FILE.png")
+    options = parser.parse_args()
+    counts = [int(word) for word in options.processes.split(",")]
+    where = torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"{there} CPU cores"
+    studies = {
+        f"this machine ({where})": measured(counts, options.rounds, options.steps),
+        "1909.08053, V100": megatron_2019(),
+        "2104.04473, A100": ptdp_table_1(),
+    }
+    for name, points in studies.items():
+        print(name)
+        for point in points:
+            told = "  ".join(
+                f"{kind} {point[kind]:7.3f}" for kind in ("measured", "stated", "predicted") if kind in point
+            )
+            print(f"  {point['gpus']:5d}  {told}")
+    if options.json:
+        about = {"machine": platform.machine(), "torch": torch.__version__, "load": os.getloadavg()[0]}
+        Path(options.json).write_text(json.dumps({**about, "studies": studies}, indent=1) + "\n")
+    if options.picture:
+        draw(studies, options.picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Bandwidths as nccl-tests defines them, and profiles with measured links."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from titan_like.commands.bench_comm import build_parser, sizes_of
+from titan_like.config.errors import ConfigError
+from titan_like.planner.links import BETWEEN_NODES, Measurement, read_measurements, with_links
+from titan_like.planner.profile import load_profile
+
+
+@pytest.mark.parametrize(
+    ("operation", "factor"),  # nccl-tests, doc/PERFORMANCE.md, for 8 ranks
+    [("all_reduce", 1.75), ("all_gather", 0.875), ("reduce_scatter", 0.875), ("all_to_all", 0.875), ("send_receive", 1)],
+)
+def test_bus_bandwidths_are_those_of_nccl_tests(operation: str, factor: float) -> None:
+    one = Measurement("tp", 8, operation, 10**9, 0.5)
+    assert one.algorithm_bandwidth == 2e9 and one.bus_bandwidth == pytest.approx(2e9 * factor)
+
+
+def test_sizes_grow_by_four() -> None:
+    options = build_parser().parse_args(["--smallest=4k", "--largest=100k"])
+    assert sizes_of(options) == [4096, 16384, 65536, 102400]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--largest=1t"], "--largest = 1t: must be from 1k to 64g"),
+        (["--smallest=1m", "--largest=4k"], "--smallest = 1m: is above --largest 4k"),
+        (["--seconds=0"], "--seconds = 0.0: must be above 0"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(words: list[str], told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        sizes_of(build_parser().parse_args(words))
+    assert told in str(error.value)
+
+
+def ring(dimension: str, processes: int, bandwidth: float, latency: float) -> list[Measurement]:
+    """All-reduces of a ring with this bandwidth and latency of a hop, and messages at half of it."""
+    hops = 2 * (processes - 1)
+    few, many = hops * latency, hops * (latency + 2**30 / processes / bandwidth)
+    reduced = [Measurement(dimension, processes, "all_reduce", *one) for one in ((4096, few), (2**30, many))]
+    return [*reduced, Measurement(dimension, processes, "send_receive", 2**30, 2**31 / bandwidth)]
+
+
+def test_a_profile_takes_the_links_that_were_measured(tmp_path: Path) -> None:
+    """The widest group inside a node counts, and for the network the pairs between two nodes."""
+    measured = [*ring("tp", 2, 1e9, 1e-3), *ring("dp_shard", 4, 200e9, 5e-6), *ring(BETWEEN_NODES, 2, 20e9, 3e-5)]
+    file = tmp_path / "links.json"
+    file.write_text(json.dumps({"measurements": [one.as_dict() for one in measured]}))
+    start = load_profile("fsdp_h100")
+    links = with_links(start, read_measurements(str(file))).links
+    assert links.nvlink == pytest.approx(200e9, rel=1e-3) and links.nvlink_latency == pytest.approx(5e-6)
+    assert links.node == pytest.approx(8 * 20e9, rel=1e-3) and links.node_messages == pytest.approx(8 * 10e9, rel=1e-3)
+    assert links.network_latency == pytest.approx(3e-5)
+    # The prediction of the planner is then what was measured.
+    assert links.all_reduce(2**30, 4, 1) == pytest.approx(measured[4].seconds, rel=0.01)
+
+
+def test_a_file_without_measurements_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "links.json"
+    for text in ("{}", "[1", '{"measurements": []}', '{"measurements": [{"dimension": "tp"}]}'):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=r"give a JSON file that bench_comm.py has written"):
+            read_measurements(str(file))
+    with pytest.raises(ConfigError, match=r"--links = nowhere.json: does not exist"):
+        read_measurements("nowhere.json")

@@ -1,0 +1,246 @@
+"""Measure collectives: torchrun --nproc_per_node=N scripts/bench_comm.py [--parallelism.KEY VALUE ...]
+
+Times all-reduces, all-gathers, reduce-scatters, all-to-alls and messages between neighbours, from --smallest to
+--largest bytes, in the groups of each dimension of the mesh that the run's layout has (without settings, all processes
+together), and between two nodes if there are several. All groups of a dimension communicate at the same time, as in
+training. Bandwidths are defined as in nccl-tests. A planner's profile takes the file that --json writes:
+plan.py predict --profile P --links FILE.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from titan_like.config import ConfigError, load_config
+from titan_like.config.load import run_command
+from titan_like.config.options import OptionParser, check_output_file, json_text, path_option, write_output_file
+from titan_like.metrics.timeline_plot import can_draw
+from titan_like.parallel.layout import resolve_layout
+from titan_like.parallel.mesh import build_mesh
+from titan_like.planner.links import BETWEEN_NODES, BUS_SHARES, Measurement
+from titan_like.train.environment import check_meeting, environment_number, number_of_processes
+from titan_like.train.job import process_group
+from titan_like.train.setup import host_memory_bytes, select_device
+
+_BLOCKS = 5  # of runs, whose median counts
+_MOST_RUNS = 100  # in a block
+_ELEMENT = 4  # bytes of float32
+_UNITS = {"k": 2**10, "m": 2**20, "g": 2**30}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options that the measurement adds to the settings of a run, of which the layout counts."""
+    parser = OptionParser(
+        description=__doc__,
+        epilog="Any --section.key of the run can be given too; python train.py --help lists them.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--smallest", default="4k", help="bytes of the smallest buffers (default: 4k)")
+    parser.add_argument(
+        "--largest", default="1g", help="bytes of the largest buffers, 4 times as large each (default: 1g)"
+    )
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each operation and size (default: 1)")
+    parser.add_argument("--link_gbit", type=float, help="peak of a node's links in Gbit/s, to state shares of it")
+    parser.add_argument("--json", type=path_option, metavar="PATH", help="also write the result to this file")
+    parser.add_argument(
+        "--picture", type=path_option, metavar="FILE.png", help="draw bus bandwidths (needs matplotlib)"
+    )
+    return parser
+
+
+def sizes_of(options: argparse.Namespace) -> list[int]:
+    """Bytes of the buffers to measure, ascending.
+
+    Raises:
+        ConfigError: an option is out of range.
+    """
+    found = {}
+    for name in ("smallest", "largest"):
+        text = str(getattr(options, name)).lower()
+        number, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1)
+        if not (number.isdecimal() and 2**10 <= int(number) * unit <= 2**36):
+            raise ConfigError(f"--{name}", getattr(options, name), "must be from 1k to 64g, such as 4k, 16m or 1g")
+        found[name] = int(number) * unit
+    if found["smallest"] > found["largest"]:
+        raise ConfigError("--smallest", options.smallest, f"is above --largest {options.largest}")
+    for name, value in (("seconds", options.seconds), ("link_gbit", options.link_gbit)):
+        if value is not None and not 0 < value <= 1e6:
+            raise ConfigError(f"--{name}", value, "must be above 0 and at most 1,000,000")
+    sizes = [found["smallest"]]
+    while sizes[-1] < found["largest"]:
+        sizes.append(min(4 * sizes[-1], found["largest"]))
+    return sizes
+
+
+def main(argv: list[str]) -> int:
+    """Measure and print.
+
+    Raises:
+        ConfigError: an option or the layout is wrong, there is one process only, or too little memory.
+    """
+    options, given = build_parser().parse_known_args(argv)
+    sizes, config, processes = sizes_of(options), load_config(given), number_of_processes()
+    for name in ("json", "picture"):
+        check_output_file(f"--{name}", getattr(options, name), options)
+    if options.picture and not can_draw():
+        raise ConfigError("--picture", options.picture, "needs matplotlib: pip install 'titan_like[plot]'")
+    if processes == 1:
+        raise ConfigError(
+            "processes", 1, "there is nothing to communicate; start several, with torchrun --nproc_per_node=2"
+        )
+    layout, here = resolve_layout(config.parallelism, processes), environment_number("LOCAL_WORLD_SIZE", processes)
+    check_meeting()
+    device = select_device("float32")
+    room = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory_bytes() // here
+    if 2 * sizes[-1] > 0.8 * room:
+        problem = f"two buffers of this size need more than the {room / 2**30:.3g} GiB of a process; lower it"
+        raise ConfigError("--largest", options.largest, problem)
+    found: list[Measurement] = []
+    with process_group(device):
+        is_first = dist.get_rank() == 0
+        whole, other = (torch.zeros(sizes[-1] // _ELEMENT, device=device) for _ in range(2))
+        mesh = build_mesh(layout, device.type)
+        groups = [(name, mesh.get_group(name)) for name in mesh.mesh_dim_names or () if mesh[name].size() > 1]
+        pairs = between_nodes(processes, here)
+        for name, group in [*groups, *([(BETWEEN_NODES, pairs)] if pairs else [])]:
+            if is_first:
+                print(f"{name}: {group.size()} processes on {dist.get_backend()}\n{_HEAD}", flush=True)
+            for operation in BUS_SHARES:
+                for size in sizes:
+                    elements = max(1, size // _ELEMENT // group.size()) * group.size()
+                    run = operation_on(operation, whole[:elements], other[:elements], group)
+                    seconds = seconds_of(run, device, options.seconds)
+                    found.append(Measurement(name, group.size(), operation, elements * _ELEMENT, seconds))
+                    if is_first:
+                        print(line(found[-1], options.link_gbit, here), flush=True)
+        dist.barrier()
+    if not is_first:
+        return 0
+    if options.json:
+        about: dict[str, object] = {"device": "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)}
+        about |= {"torch": torch.__version__, "processes": processes, "processes_of_a_node": here}
+        result = {**about, "measurements": [one.as_dict() for one in found]}
+        write_output_file("--json", options.json, json_text(result))
+    if options.picture:
+        draw(found, Path(options.picture))
+    return 0
+
+
+def between_nodes(processes: int, here: int) -> dist.ProcessGroup | None:
+    """This rank's group with the rank of the same number on the neighbouring node; None if there is one node.
+
+    All pairs of nodes communicate at once. If the number of nodes is odd, the ranks of the last one only wait.
+    """
+    if processes < 2 * here:
+        return None
+    nodes = processes // here
+    pairs = [[n * here + i, (n + 1) * here + i] for n in range(0, nodes - 1, 2) for i in range(here)]
+    rest = [[rank] for rank in range(2 * here * (nodes // 2), processes)]
+    return dist.new_subgroups_by_enumeration([*pairs, *rest])[0]
+
+
+def operation_on(name: str, whole: torch.Tensor, other: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
+    """One run of an operation on a buffer ``whole``, whose elements the group's size divides. ``other`` is as large."""
+    n, rank = group.size(), group.rank()
+    if n == 1:
+        return lambda: None
+    part = other[: whole.numel() // n]
+    if name == "send_receive":
+        to, source = (dist.get_global_rank(group, (rank + step) % n) for step in (1, -1))
+
+        def exchange() -> None:
+            both = [dist.P2POp(dist.isend, whole, to, group), dist.P2POp(dist.irecv, other, source, group)]
+            for work in dist.batch_isend_irecv(both):
+                work.wait()
+
+        return exchange
+    return {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+    }[name]
+
+
+def seconds_of(run: Callable[[], None], device: torch.device, most: float) -> float:
+    """Seconds of one run on the slowest process: the median of blocks of runs that take ``most`` seconds together.
+
+    Every process of the default group calls it.
+    """
+
+    def block(runs: int) -> float:
+        dist.barrier()
+        _finish(device)
+        start = time.perf_counter()
+        for _ in range(runs):
+            run()
+        _finish(device)
+        return (time.perf_counter() - start) / runs
+
+    def of_slowest(seconds: float) -> float:
+        found = torch.tensor([seconds], dtype=torch.float64, device=device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return found.item()
+
+    with warnings.catch_warnings():  # two functions have new names in later versions
+        warnings.simplefilter("ignore", FutureWarning)
+        block(1)  # connects
+        runs = min(_MOST_RUNS, max(1, int(most / _BLOCKS / of_slowest(block(1)))))
+        return of_slowest(statistics.median(block(runs) for _ in range(_BLOCKS)))
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+_HEAD = f"{'operation':15s} {'bytes':>13s} {'µs':>12s} {'algorithm GB/s':>15s} {'bus GB/s':>9s}"
+
+
+def line(one: Measurement, link_gbit: float | None, here: int) -> str:
+    """A row of the table. Between two nodes, all ``here`` processes of a node share its links."""
+    text = (
+        f"{one.operation:15s} {one.bytes:13,d} {1e6 * one.seconds:12,.1f} {one.algorithm_bandwidth / 1e9:15.3f} "
+        f"{one.bus_bandwidth / 1e9:9.3f}"
+    )
+    if link_gbit is None:
+        return text
+    gbit = 8e-9 * one.bus_bandwidth * (here if one.dimension == BETWEEN_NODES else 1)
+    return f"{text}  {gbit:.4g} of {link_gbit:g} Gbit/s ({gbit / link_gbit:.0%})"
+
+
+def draw(found: list[Measurement], path: Path) -> None:
+    """Draw bus bandwidths against sizes, a panel for each dimension."""
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(one.dimension for one in found))
+    figure = Figure(figsize=(5.5 * len(names), 4), layout="constrained")
+    for panel, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        for operation in BUS_SHARES:
+            own = [one for one in found if (one.dimension, one.operation) == (name, operation)]
+            panel.plot([one.bytes for one in own], [one.bus_bandwidth / 1e9 for one in own], "o-", label=operation)
+        panel.set(xscale="log", yscale="log", xlabel="bytes", ylabel="bus bandwidth, GB/s", title=name)
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize=8)
+    try:
+        figure.savefig(path, dpi=130)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "--picture", str(path), f"cannot be written ({error}); name a picture such as a.png"
+        ) from None
+
+
+run = partial(run_command, main)
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,120 @@
+"""What collectives achieved between processes, as bench_comm.py measures it, and a profile with these links.
+
+Sizes and bus bandwidths are those of NCCL's tests (doc/PERFORMANCE.md of nccl-tests): the size is that of the whole
+buffer, which for an all-gather is the result; the bus bandwidth is what each process sends and receives on its links,
+whatever their number is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from titan_like.config.errors import ConfigError
+from titan_like.config.paths import file_problem
+from titan_like.planner.profile import Profile
+
+BETWEEN_NODES = "two nodes"  # ranks with the same number on two nodes
+# Operation → bytes that each of n processes sends over its link, as a share of the buffer.
+BUS_SHARES: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "send_receive": lambda n: 1.0,
+}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One operation on buffers of one size, in all groups of a dimension at the same time."""
+
+    dimension: str
+    processes: int  # in a group
+    operation: str
+    bytes: int
+    seconds: float  # on the slowest process
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        """Bytes of the buffer per second."""
+        return self.bytes / self.seconds
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """Bytes per second that each process sends."""
+        return self.algorithm_bandwidth * BUS_SHARES[self.operation](self.processes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The measurement for JSON."""
+        rates = {"algorithm_bandwidth": self.algorithm_bandwidth, "bus_bandwidth": self.bus_bandwidth}
+        return asdict(self) | rates
+
+
+def read_measurements(path: str) -> list[Measurement]:
+    """The measurements in a file of ``bench_comm.py --json``.
+
+    Raises:
+        ConfigError: it is no such file.
+    """
+    problem = file_problem(Path(path))
+    if problem is None:
+        try:
+            names = Measurement.__dataclass_fields__
+            found = json.loads(Path(path).read_text(encoding="utf-8"))["measurements"]
+            read = [Measurement(**{name: one[name] for name in names}) for one in found]
+            if read and all(one.seconds > 0 and one.processes > 1 and one.operation in BUS_SHARES for one in read):
+                return read
+            problem = "has no valid measurements"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            problem = f"is not one ({error})"
+    raise ConfigError("--links", path, f"{problem}; give a JSON file that bench_comm.py has written")
+
+
+def with_links(profile: Profile, measurements: list[Measurement]) -> Profile:
+    """The profile with the bandwidths and latencies of the links that were measured.
+
+    The widest group inside a node tells of its links, and pairs of ranks on two nodes of the network. Bandwidths are
+    those of the largest buffers. A ring all-reduce of the smallest one is 2(n − 1) messages that take nothing but their
+    latency. Processes on one machine's CPU have no other links.
+    """
+    inside = [one for one in measurements if one.dimension != BETWEEN_NODES]
+    widest = max((one.processes for one in inside), default=0)
+    changes: dict[str, float] = {}
+    if inside:
+        all_reduce, message, latency = _figures([one for one in inside if one.processes == widest])
+        changes = {
+            "nvlink_efficiency": min(1.0, all_reduce / profile.device.nvlink_bandwidth),
+            "nvlink_latency": latency,
+        }
+    pairs = [one for one in measurements if one.dimension == BETWEEN_NODES]
+    if pairs or (inside and profile.device.is_cpu):
+        all_reduce, message, latency = _figures(pairs or [one for one in inside if one.processes == widest])
+        changes |= network(all_reduce, message, latency, profile.gpus_per_node)
+    return profile.changed(**changes)
+
+
+def network(all_reduce: float, message: float, latency: float, gpus_per_node: int) -> dict[str, float]:
+    """Constants of a profile for links of which each process gets these bandwidths, in bytes per second."""
+    fastest = max(all_reduce, message)
+    return {
+        "node_bandwidth": fastest * gpus_per_node,
+        "network_efficiency": all_reduce / fastest,
+        "message_efficiency": message / fastest,
+        "network_latency": latency,
+    }
+
+
+def _figures(measurements: list[Measurement]) -> tuple[float, float, float]:
+    """Bus bandwidths of all-reduces and messages, and the latency of a hop."""
+    by_operation = {name: [one for one in measurements if one.operation == name] for name in BUS_SHARES}
+    reduced = by_operation["all_reduce"]
+    if not reduced:
+        raise ConfigError("--links", None, "the file has no all_reduce; measure it too")
+    largest, smallest = max(reduced, key=lambda one: one.bytes), min(reduced, key=lambda one: one.bytes)
+    messages = by_operation["send_receive"] or [largest]
+    message = max(messages, key=lambda one: one.bytes).bus_bandwidth
+    return largest.bus_bandwidth, message, smallest.seconds / (2 * (smallest.processes - 1))
