@@ -245,6 +245,15 @@ class BlendedSource(Source):
             found |= {f"samples/{name}": count, f"epochs/{name}": count / len(source)}
         return found
 
+    def described(self, micro_batch_size: int, num_ranks: int) -> str | None:
+        """A line of each source that has one."""
+        lines = [
+            f"{name}: {line}"
+            for name, source in zip(self.names, self.sources, strict=True)
+            if (line := source.described(micro_batch_size, num_ranks))
+        ]
+        return "\n ".join(lines) or None
+
     @cached_property
     def _length_without_repetition(self) -> int:
         def fits(samples: int) -> bool:

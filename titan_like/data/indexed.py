@@ -120,6 +120,11 @@ class IndexedDataset:
         return self.tokens[start : start + int(self._lengths[number])]
 
     @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sequence, int32 [sequences]."""
+        return self._lengths
+
+    @property
     def num_documents(self) -> int:
         """Number of documents, each of which is one or more sequences."""
         return len(self._documents) - 1

@@ -85,6 +85,7 @@ def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Lay
     if model is not None:
         rules += [lambda: _check_compile(config, model), lambda: _check_masks(config, model)]
         rules += [lambda: _check_tasks(config, model), lambda: _check_sentences(config, model)]
+        rules += [lambda: _check_conversations(config, model)]
         rules.append(lambda: _check_experts(config, model))
     if layout is not None:
         rules.append(lambda: _check_batches(config, layout))
@@ -293,6 +294,22 @@ def _check_masks(config: JobConfig, model: TransformerConfig) -> None:
         raise ConfigError(
             "data.prefix_lm_loss", "all", "there is no prefix; set data.prefix_lm to true or leave it out"
         )
+
+
+def _check_conversations(config: JobConfig, model: TransformerConfig) -> None:
+    """Several conversations share a sample and must not see each other."""
+    section, family = config.data, config.model.family
+    if section.dataset != "conversations":
+        return
+    if not model.supports_masks:
+        problem = f"{family} {_LEARNS[model.objective]} and cannot be fine-tuned on answers; choose gpt, llama or moe"
+        raise ConfigError("data.dataset", "conversations", problem)
+    for key in ("reset_attention_mask", "reset_position_ids"):
+        if not getattr(section, key):
+            problem = (
+                'conversations share a sample and must not see each other; set it to true for dataset "conversations"'
+            )
+            raise ConfigError(f"data.{key}", False, problem)
 
 
 def _check_sentences(config: JobConfig, model: TransformerConfig) -> None:
