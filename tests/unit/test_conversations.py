@@ -282,13 +282,13 @@ def test_the_cache_follows_the_template_and_a_dry_run_does_not_tokenize(tmp_path
 
 
 def test_a_blend_of_conversations_tells_each(tmp_path: Path) -> None:
-    for name in "ab":
-        write_lines(tmp_path / f"{name}.jsonl", pairs(50, ord(name)))
+    for name, count in (("a", 50), ("b", 60)):
+        write_lines(tmp_path / f"{name}.jsonl", pairs(count))
     paths = f'[0.7, "{tmp_path}/a.jsonl", 0.3, "{tmp_path}/b.jsonl"]'
     source = opened(tmp_path, f"--data.paths={paths}")["train"]
     assert source[0].shape == (3, SEQ)
     first, second = (source.described(1, 1) or "").split("\n")
-    assert first.startswith("a.jsonl: 50 conversations") and second.startswith(" b.jsonl: 50 conversations")
+    assert first.startswith("50 conversations in ") and second.startswith(" 60 conversations in ")
 
 
 def test_a_record_s_tools_reach_the_template(tmp_path: Path) -> None:

@@ -228,7 +228,6 @@ BUGS: list[tuple[Prepare, list[str], str]] = [
     (data.answers_are_those_of_other_questions, ["race"], "train, read by 1 ranks"),
     (data.passages_come_first, ["race"], "train, read by 1 ranks"),
     (data.questions_are_learned_too, ["chats", "marked chats", "blend of prompts"], "train, read by 1 ranks"),
-    (data.answers_have_no_end, ["chats", "prompts"], "train, read by 1 ranks"),
     (data.conversations_are_one_document, ["chats", "blend of prompts"], "train, read by 1 ranks"),
     (data.the_last_of_equally_long_conversations_comes_first, ["chats"], "train"),
     (data.long_conversations_are_dropped, ["chats"], "train"),

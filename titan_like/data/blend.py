@@ -246,13 +246,8 @@ class BlendedSource(Source):
         return found
 
     def described(self, micro_batch_size: int, num_ranks: int) -> str | None:
-        """A line of each source that has one."""
-        lines = [
-            f"{name}: {line}"
-            for name, source in zip(self.names, self.sources, strict=True)
-            if (line := source.described(micro_batch_size, num_ranks))
-        ]
-        return "\n ".join(lines) or None
+        """The line of each source that has one."""
+        return "\n ".join(filter(None, (one.described(micro_batch_size, num_ranks) for one in self.sources))) or None
 
     @cached_property
     def _length_without_repetition(self) -> int:

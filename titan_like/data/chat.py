@@ -12,8 +12,7 @@ that it would give the model at this place. It ends with its last special token,
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +40,8 @@ def read_template(spec: str) -> Any:
         from transformers import PreTrainedTokenizerFast
 
         tokenizer = PreTrainedTokenizerFast.from_pretrained(spec if is_on_hub(spec) else str(Path(spec).parent))
-    except ImportError:
-        problem = "its chat template needs the package transformers; install titan_like[hf]"
-        raise ConfigError("data.tokenizer", spec, problem) from None
     except Exception as error:  # of whatever is in the folder
-        problem = f"transformers cannot read its folder ({first_line(error)}); name the tokenizer.json of another"
+        problem = f"transformers cannot read its folder ({first_line(error)}); install titan_like[hf], or name another"
         raise ConfigError("data.tokenizer", spec, problem) from None
     return tokenizer if tokenizer.chat_template else None
 
@@ -54,8 +50,7 @@ class Chat:
     """Tokenizes records with the tokenizer and the chat template that `data.tokenizer` names."""
 
     def __init__(self, spec: str) -> None:
-        self.tokenizer = build_tokenizer(spec)
-        self.template = read_template(spec)
+        self.tokenizer, self.template = build_tokenizer(spec), read_template(spec)
 
     def encode(self, record: Any) -> np.ndarray:
         """The tokens of a record, int32 [tokens]: t if it is of an answer, and else -1 - t.
@@ -73,23 +68,17 @@ class Chat:
                 problem = 'the line has neither "messages", each with the texts "role" and "content", nor the texts'
                 raise BadRecord(f'{problem} "prompt" and "answer"')
         try:
-            "".join(message["content"] for message in messages).encode()
-        except UnicodeEncodeError:
-            raise BadRecord("the text holds half a surrogate pair") from None
-        if self.template is not None:
-            tokens, is_answer = self._by_template(messages, record.get("tools"))
-        else:
-            before = np.array([*self.tokenizer.first_ids, *self.tokenizer.encode(prompt)], dtype=np.int64)
-            tokens = np.array([*before, *self.tokenizer.encode(answer), self.tokenizer.eod_id])
-            is_answer = np.arange(len(tokens)) >= len(before)
+            if self.template is not None:
+                tokens, is_answer = self._by_template(messages, record.get("tools"))
+            else:
+                before = np.array([*self.tokenizer.first_ids, *self.tokenizer.encode(prompt)], dtype=np.int64)
+                tokens = np.array([*before, *self.tokenizer.encode(answer), self.tokenizer.eod_id])
+                is_answer = np.arange(len(tokens)) >= len(before)
+        except (ConfigError, UnicodeEncodeError):  # nothing else is wrong with a tokenizer that could be read
+            raise BadRecord("the line holds text that cannot be tokenized, such as half a surrogate pair") from None
         if not is_answer[1:].any():
             raise BadRecord("the line has no answer")
         return np.where(is_answer, tokens, ~tokens).astype(np.int32)
-
-    def options(self, tools: Any) -> dict[str, Any]:
-        """Arguments of `apply_chat_template`: the template for a conversation with or without tools, and these."""
-        text = self.template.get_chat_template(tools=tools)
-        return {"tools": tools, "chat_template": _FIXED_DATE + text if "strftime_now" in text else text}
 
     def _by_template(self, messages: list[dict[str, Any]], tools: Any) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of a conversation and whether they are of an answer: int64 and bool [tokens]."""
@@ -97,34 +86,36 @@ class Chat:
         if not answers or answers[0] == 0:
             raise BadRecord('the line has no "assistant" that answers another message')
         try:
-            write = partial(self.template.apply_chat_template, **self.options(tools))
-            if _MARKS_ANSWERS.search(write.keywords["chat_template"]):
+            text = self.template.get_chat_template(tools=tools)
+            text = _FIXED_DATE + text if "strftime_now" in text else text
+            write = partial(self.template.apply_chat_template, tools=tools, chat_template=text)
+            if _MARKS_ANSWERS.search(text):
                 found = write(messages, return_assistant_tokens_mask=True, return_dict=True)
                 return np.array(found["input_ids"]), np.array(found["assistant_masks"], dtype=bool)
-            whole, parts = write(messages, tokenize=False), list[str]()
+            texts = [write(messages, tokenize=False)]
             for number in answers:
-                parts.append(write(messages[:number], add_generation_prompt=True, tokenize=False))
-                parts.append(write(messages[: number + 1], tokenize=False))
+                texts.append(write(messages[:number], add_generation_prompt=True, tokenize=False))
+                texts.append(write(messages[: number + 1], tokenize=False))
         except Exception as error:  # a template may raise anything
             raise BadRecord(f"the chat template refuses the line ({first_line(error)})") from None
-        if not all(map(whole.startswith, parts)):
+        if not all(map(texts[0].startswith, texts)):
             problem = "the chat template writes the beginning of the conversation in another way once more follows, so"
             raise BadRecord(f"{problem} its answers cannot be found; mark them in the template by {{% generation %}}")
-        tokens, *begun = self.template([whole, *parts], add_special_tokens=False)["input_ids"]
+        tokens, *begun = self.tokenizer.encode_all(texts)
+        # How many tokens a text shares with the whole. A token across a border is the answer's: its prompt lacks it.
+        places = [int(np.append(tokens[: len(ids)] == ids[: len(tokens)], False).argmin()) for ids in begun]
         is_answer = np.zeros(len(tokens), dtype=bool)
-        for prompt, through in zip(begun[::2], begun[1::2], strict=True):
-            # A token across the border belongs to the answer: generation, which begins after it, would not see it.
-            begin, end = _num_common(tokens, prompt), _num_common(tokens, through)
-            ends = [place + 1 for place in range(begin, end) if tokens[place] in self.tokenizer.special_ids]
+        for begin, end in zip(places[::2], places[1::2], strict=True):
+            ends = [place + 1 for place in range(begin, end) if int(tokens[place]) in self.tokenizer.special_ids]
             is_answer[begin : ends[-1] if ends else end] = True
-        return np.array(tokens), is_answer
+        return tokens, is_answer
 
 
 def _is_message(value: object) -> bool:
     return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
 
 
-def _num_common(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """With how many of its tokens the one begins as the other does."""
-    same = (place for place, (one, other) in enumerate(zip(tokens, others, strict=False)) if one != other)
-    return next(same, min(len(tokens), len(others)))
+@lru_cache(maxsize=1)
+def build_chat(spec: str, template: str) -> Chat:
+    """The `Chat` of a tokenizer with this template, of which a process keeps the last one."""
+    return Chat(spec)

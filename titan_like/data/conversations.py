@@ -9,21 +9,13 @@ stay within it. Only the tokens of answers are labels. A conversation longer tha
 from __future__ import annotations
 
 import hashlib
-import time
 from bisect import bisect_left, insort
-from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from titan_like.config.errors import ConfigError
-from titan_like.data.chat import Chat
-from titan_like.data.indexed import DTYPES, IndexedWriter
 from titan_like.data.packed import BY_RECORD, WHOLE, open_corpus, split_range, split_weights, token_fingerprint
-from titan_like.data.preprocess import Job, tell
-from titan_like.data.raw_text import BadRecord, UnreadableError, json_of, kind_of, lines_of, read_pieces
 from titan_like.data.source import IGNORED_LABEL, DataRequest, Source
 from titan_like.data.tokenizer import build_tokenizer, check_vocabulary
 
@@ -39,18 +31,17 @@ class ConversationSource(Source):
                 does not fit the model.
         """
         super().__init__(request)
-        section = request.section
+        section, size = request.section, request.seq_len
         wanted = split_range(split_weights(section.split), request.split)
         tokenizer = build_tokenizer(section.tokenizer)
         check_vocabulary(section.tokenizer, tokenizer, request.vocab_size)
         self._eod_id = tokenizer.eod_id
-        self._stored = open_corpus(section, request.cache_folder, write_conversations)
+        self._stored = open_corpus(section, request.cache_folder)
         own = [number for number in range(len(self._stored)) if number * BY_RECORD % WHOLE in wanted]
-        long = {number for number in own if self._stored.lengths[number] > request.seq_len + 1}
+        long = {number for number in own if self._stored.lengths[number] > size + 1}
         self._kept = [n for n in own if n not in long or (self._tokens(n)[1:] >= 0).any()]
         self._num_long, self._num_left_out = len(long), len(own) - len(self._kept)
-        positions = np.minimum(self._stored.lengths[self._kept] - 1, request.seq_len)
-        self._packs = pack(positions.tolist(), request.seq_len)
+        self._packs = pack([min(int(self._stored.lengths[number]) - 1, size) for number in self._kept], size)
 
     def __len__(self) -> int:
         return len(self._packs)
@@ -60,7 +51,7 @@ class ConversationSource(Source):
         size, at = self.request.seq_len, 0
         rows = np.stack((np.full(size, self._eod_id), np.full(size, IGNORED_LABEL), np.zeros(size, dtype=np.int64)))
         for number in self._packs[position]:
-            marked = self._tokens(self._kept[number]).astype(np.int64)
+            marked = self._tokens(self._kept[number])
             end = at + len(marked) - 1
             rows[0, at:end] = np.where(marked < 0, ~marked, marked)[:-1]
             rows[1, at:end] = np.where(marked < 0, IGNORED_LABEL, marked)[1:]
@@ -80,10 +71,8 @@ class ConversationSource(Source):
 
     def described(self, micro_batch_size: int, num_ranks: int) -> str:
         """Numbers of conversations and tokens."""
-        tokens, answers = 0, 0
-        for number in self._kept:
-            marked = self._tokens(number)
-            tokens, answers = tokens + len(marked), answers + int((marked[1:] >= 0).sum())
+        tokens = sum(len(self._tokens(number)) for number in self._kept)
+        answers = sum(int((self._tokens(number)[1:] >= 0).sum()) for number in self._kept)
         line = f"{len(self._kept):,} conversations in {len(self):,} samples | {tokens:,} tokens, {answers:,} of answers"
         if self._num_long:
             line += f" | {self._num_long:,} longer than training.seq_len: {self._num_long - self._num_left_out:,} cut, "
@@ -91,7 +80,7 @@ class ConversationSource(Source):
         return line
 
 
-def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
+def pack(lengths: list[int], size: int) -> list[list[int]]:
     """Best-fit decreasing: the numbers of the items in each bin of ``size``, for items of these lengths.
 
     Among equal items the first comes first, and so does the first of equally full bins.
@@ -108,27 +97,3 @@ def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
         if room > lengths[number]:
             insort(left, (room - lengths[number], chosen))
     return bins
-
-
-def write_conversations(job: Job, folder: Path) -> None:
-    """Tokenize files of conversations, one a line, into an indexed dataset in ``folder``.
-
-    Raises:
-        ConfigError: a file is no .jsonl or cannot be read, or a line is no conversation with an answer.
-    """
-    began, chat = time.monotonic(), Chat(job.tokenizer)
-    with IndexedWriter(folder / "tokens", DTYPES[4]) as writer:
-        for path in job.files:
-            if kind_of(path) != "jsonl":
-                raise ConfigError(job.key, str(path), "conversations are lines of .jsonl files; write it as one")
-            try:
-                for piece, _ in read_pieces(path, ""):
-                    for number, line in lines_of(piece):
-                        try:
-                            writer.add(chat.encode(json_of(line)))
-                        except BadRecord as error:
-                            raise ConfigError(job.key, f"{path}:{number}", f"{error}; correct or remove it") from None
-                        writer.end_document()
-            except UnreadableError as error:
-                raise ConfigError(job.key, str(path), str(error)) from None
-    tell(f"tokenized {len(job.files)} files into {writer.num_tokens:,} tokens in {time.monotonic() - began:.1f} s")

@@ -24,7 +24,7 @@ from titan_like.config.schema import Data
 from titan_like.data.chat import read_template
 from titan_like.data.indexed import FormatError, IndexedDataset, StoredTokens
 from titan_like.data.preprocess import Job, tell, tokenize_files
-from titan_like.data.raw_text import named_paths, text_problem
+from titan_like.data.raw_text import kind_of, named_paths, text_problem
 from titan_like.data.source import SPLITS, DataRequest, Source
 from titan_like.data.tokenizer import build_tokenizer, check_vocabulary
 from titan_like.data.unfinished import removed_unless_renamed
@@ -192,10 +192,8 @@ def token_fingerprint(tokens: np.ndarray | StoredTokens) -> str:
     return digest.hexdigest()
 
 
-def open_corpus(section: Data, cache_folder: Path, write: Callable[[Job, Path], None] | None = None) -> IndexedDataset:
+def open_corpus(section: Data, cache_folder: Path) -> IndexedDataset:
     """Open the corpus that [data] names. Tokenize it into the cache if it is not there yet.
-
-    ``write`` makes the indexed dataset ``tokens`` in a folder, if it is not one of plain text.
 
     Raises:
         ConfigError: no file matches, a file is empty, unreadable or not UTF-8, a JSONL line holds no text, or the cache
@@ -208,7 +206,7 @@ def open_corpus(section: Data, cache_folder: Path, write: Callable[[Job, Path], 
         with FileLock(f"{folder}.lock"):
             if not folder.exists():  # otherwise another process built it while this one waited for the lock
                 with removed_unless_renamed(folder.with_suffix(".unfinished")) as unfinished:
-                    (write or _write_text)(job, unfinished)
+                    _build(job, unfinished)
                     os.replace(unfinished, folder)
     except OSError as error:
         problem = f"the tokens cannot be written to {cache_folder} ({error.strerror}); {cure_of_writing(error)}"
@@ -219,11 +217,15 @@ def open_corpus(section: Data, cache_folder: Path, write: Callable[[Job, Path], 
 def corpus_job(section: Data) -> Job:
     """What is to be tokenized; raises what `corpus_files` raises."""
     # Nobody can be asked to correct the standard library, so files of it that are not UTF-8 are left out.
-    is_stdlib, key = section.dataset == "stdlib", section.text_key
-    if section.dataset == "conversations":  # their template decides which tokens the records become
-        template = read_template(section.tokenizer)
-        key = f"messages: {template and (template.chat_template, template.special_tokens_map)}"
-    return Job(corpus_files(section), section.tokenizer, key, skips_bad_records=is_stdlib)
+    is_stdlib, files = section.dataset == "stdlib", corpus_files(section)
+    if section.dataset != "conversations":
+        return Job(files, section.tokenizer, section.text_key, skips_bad_records=is_stdlib)
+    for path in files:
+        if kind_of(path) != "jsonl":
+            raise ConfigError("data.paths", str(path), "conversations are lines of .jsonl files; write it as one")
+    chat = read_template(section.tokenizer)
+    template = f"{chat.chat_template} {chat.special_tokens_map}" if chat else ""
+    return Job(files, section.tokenizer, cure="correct or remove it", template=template)
 
 
 def corpus_folder(job: Job, cache_folder: Path) -> Path:
@@ -231,7 +233,7 @@ def corpus_folder(job: Job, cache_folder: Path) -> Path:
     return cache_folder / job.fingerprint()
 
 
-def _write_text(job: Job, folder: Path) -> None:
+def _build(job: Job, folder: Path) -> None:
     began = time.monotonic()
     done = tokenize_files(
         job, folder / "tokens", report=lambda line: None if line.startswith("skipped") else tell(line)

@@ -286,11 +286,12 @@ def _check_column(schema: Any, key: str) -> None:
 
 
 def texts_of(
-    piece: Piece, key: str, is_wanted: Callable[[int], bool] = lambda record: True
-) -> Iterator[tuple[int, str | BadRecord]]:
+    piece: Piece, key: str | None, is_wanted: Callable[[int], bool] = lambda record: True
+) -> Iterator[tuple[int, Any]]:
     """Yield the number and text of each record of a piece, or why a record has no text. Empty lines are skipped.
 
-    ``key`` is that of the text in a JSON record. ``is_wanted`` tells by its number whether to look at a record.
+    ``key`` is that of the text in a JSON record; with None the whole record is yielded. ``is_wanted`` tells by its
+    number whether to look at a record.
     """
     begins_file = piece.end == len(piece.content)
     if isinstance(piece.content, list):
@@ -304,42 +305,28 @@ def texts_of(
         except UnicodeDecodeError as error:
             yield piece.first_record, BadRecord(f"byte {error.start} is not valid UTF-8; convert the file or remove it")
     else:
-        for number, line in lines_of(piece, is_wanted):
-            try:
-                yield number, _text_in(json_of(line), key)
-            except BadRecord as error:
-                yield number, error
+        content = piece.content.removeprefix(codecs.BOM_UTF8) if begins_file else piece.content
+        for number, line in enumerate(content.split(b"\n"), start=piece.first_record):
+            if is_wanted(number) and line.strip():
+                try:
+                    yield number, _text_of_json(line.decode("utf-8"), key)
+                except UnicodeDecodeError as error:
+                    yield number, BadRecord(f"byte {error.start} of the line is not valid UTF-8")
+                except BadRecord as error:
+                    yield number, error
 
 
-def lines_of(piece: Piece, is_wanted: Callable[[int], bool] = lambda record: True) -> Iterator[tuple[int, bytes]]:
-    """The number and the content of each line of a piece of JSONL that is not empty."""
-    assert isinstance(piece.content, bytes)
-    begins_file = piece.end == len(piece.content)
-    content = piece.content.removeprefix(codecs.BOM_UTF8) if begins_file else piece.content
-    for number, line in enumerate(content.split(b"\n"), start=piece.first_record):
-        if is_wanted(number) and line.strip():
-            yield number, line
-
-
-def json_of(line: bytes) -> Any:
-    """What a line of JSONL holds.
-
-    Raises:
-        BadRecord: it is not JSON in UTF-8, or Python cannot read it.
-    """
+def _text_of_json(line: str, key: str | None) -> Any:
     try:
-        return json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise BadRecord(f"byte {error.start} of the line is not valid UTF-8") from None
+        record: Any = json.loads(line)
     except json.JSONDecodeError as error:
         raise BadRecord(f"the line is not JSON ({error.msg})") from None
     except RecursionError:
         raise BadRecord("its brackets are nested too deeply: at most some hundred levels can be read") from None
     except ValueError:  # Python reads no integer of more than 4,300 digits
         raise BadRecord("the line has a number with too many digits for Python") from None
-
-
-def _text_in(record: Any, key: str) -> str:
+    if key is None:
+        return record
     if not isinstance(record, dict) or not isinstance(record.get(key), str):
         raise BadRecord(f'the line has no text under "{key}"')
     try:

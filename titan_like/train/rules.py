@@ -85,7 +85,6 @@ def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Lay
     if model is not None:
         rules += [lambda: _check_compile(config, model), lambda: _check_masks(config, model)]
         rules += [lambda: _check_tasks(config, model), lambda: _check_sentences(config, model)]
-        rules += [lambda: _check_conversations(config, model)]
         rules.append(lambda: _check_experts(config, model))
     if layout is not None:
         rules.append(lambda: _check_batches(config, layout))
@@ -276,6 +275,14 @@ def _check_experts(config: JobConfig, model: TransformerConfig) -> None:
 
 def _check_masks(config: JobConfig, model: TransformerConfig) -> None:
     section, family, learns = config.data, config.model.family, _LEARNS[model.objective]
+    is_chat = section.dataset == "conversations"
+    if is_chat and not model.supports_masks:
+        problem = f"{family} {learns} and cannot be fine-tuned on answers; choose gpt, llama or moe"
+        raise ConfigError("data.dataset", "conversations", problem)
+    for key in ("reset_position_ids", "reset_attention_mask") if is_chat else ():
+        if not getattr(section, key):
+            problem = "conversations share a sample and must not see each other; set it to true"
+            raise ConfigError(f"data.{key}", False, problem)
     for key in ("reset_position_ids", "reset_attention_mask", "prefix_lm"):
         if getattr(section, key) and not model.supports_masks:
             problem = f"{family} has only {_ATTENTION[model.objective]} attention over whole samples; leave it out"
@@ -294,22 +301,6 @@ def _check_masks(config: JobConfig, model: TransformerConfig) -> None:
         raise ConfigError(
             "data.prefix_lm_loss", "all", "there is no prefix; set data.prefix_lm to true or leave it out"
         )
-
-
-def _check_conversations(config: JobConfig, model: TransformerConfig) -> None:
-    """Several conversations share a sample and must not see each other."""
-    section, family = config.data, config.model.family
-    if section.dataset != "conversations":
-        return
-    if not model.supports_masks:
-        problem = f"{family} {_LEARNS[model.objective]} and cannot be fine-tuned on answers; choose gpt, llama or moe"
-        raise ConfigError("data.dataset", "conversations", problem)
-    for key in ("reset_attention_mask", "reset_position_ids"):
-        if not getattr(section, key):
-            problem = (
-                'conversations share a sample and must not see each other; set it to true for dataset "conversations"'
-            )
-            raise ConfigError(f"data.{key}", False, problem)
 
 
 def _check_sentences(config: JobConfig, model: TransformerConfig) -> None:

@@ -11,7 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ import torch
 from titan_like.config.entry_points import load_entry
 from titan_like.config.schema import JobConfig
 from titan_like.data import blend, raw_text, shards
-from titan_like.data.chat import Chat
 from titan_like.data.indexed import IndexedDataset
 from titan_like.data.lengths import sample_length
 from titan_like.data.packed import corpus_folder, corpus_job
@@ -150,66 +149,29 @@ def _race(request: DataRequest) -> Defined:
 
 
 def _conversations(request: DataRequest) -> Defined:
-    """Whole conversations, the longest first, each in the fullest sample with room for it; their lengths are stored."""
+    """Stored conversations, the longest first, each in the fullest sample with room for it. Below 0 is no answer."""
     section, size, split = request.section, request.seq_len, SPLITS.index(request.split)
-    job, weights = corpus_job(section), [float(weight) for weight in section.split.split(",")]
+    dataset = IndexedDataset(corpus_folder(corpus_job(section), request.cache_folder) / "tokens")
+    weights, filling = [*map(float, section.split.split(","))], ids_of_tokenizer(section.tokenizer).end_of_document
     low, high = (sum(weights[:end]) / sum(weights) for end in (split, split + 1))
-    stored = IndexedDataset(corpus_folder(job, request.cache_folder) / "tokens").lengths
-    files = [b"".join(piece.content for piece, _ in raw_text.read_pieces(file, "")) for file in job.files]  # type: ignore[misc]
-    lines = [line for file in files for line in file.decode("utf-8-sig").split("\n") if line.strip()]
-    chat, end = Chat(section.tokenizer), ids_of_tokenizer(section.tokenizer).end_of_document
-
-    @cache
-    def written(number: int) -> list[tuple[int, bool]]:
-        """The tokens that fit into a sample, and which of them are learned."""
-        return _answered(json.loads(lines[number]), chat, end)[: size + 1]
-
-    share = [number * 0x9E3779B97F4A7C15 % 2**64 / 2**64 for number in range(len(lines))]
-    own = [number for number in range(len(lines)) if low <= share[number] < high]
-    own = [n for n in own if stored[n] <= size + 1 or any(learned for _, learned in written(n)[1:])]
-    takes = {number: min(int(stored[number]) - 1, size) for number in own}
-    samples, room = list[list[int]](), np.full(len(own), size)
-    for number in sorted(own, key=lambda n: -takes[n]):
-        chosen = int(np.where(room >= takes[number], room, size + 1)[: len(samples) + 1].argmin())
+    samples, room = list[list[list[int]]](), np.full(len(dataset), size)
+    numbers = [n for n in range(len(dataset)) if low <= n * 0x9E3779B97F4A7C15 % 2**64 / 2**64 < high]
+    own = [dataset[number][: size + 1].tolist() for number in numbers]
+    for tokens in sorted((tokens for tokens in own if max(tokens[1:]) >= 0), key=len, reverse=True):
+        needed = len(tokens) - 1
+        chosen = int(np.where(room >= needed, room, size + 1)[: len(samples) + 1].argmin())
         samples += [[]] * (chosen == len(samples))
-        samples[chosen] = [*samples[chosen], number]
-        room[chosen] -= takes[number]
+        samples[chosen] = [*samples[chosen], tokens]
+        room[chosen] -= needed
 
     def sample(position: int) -> torch.Tensor:
         columns = list[tuple[int, int, int]]()
-        for number in samples[position]:
-            row, begin = written(number), len(columns)
-            labels = [token if learned else IGNORED for token, learned in row[1:]]
-            columns += [(token, label, begin) for (token, _), label in zip(row[:-1], labels, strict=True)]
-        columns += [(end, IGNORED, len(columns))] * (size - len(columns))
-        return torch.tensor(columns).T
+        for tokens in samples[position]:
+            begin, pairs = len(columns), pairwise(tokens)
+            columns += [(max(now, -1 - now), after if after >= 0 else IGNORED, begin) for now, after in pairs]
+        return torch.tensor(columns + [(filling, IGNORED, len(columns))] * (size - len(columns))).T
 
     return _ordered(request, sample, len(samples))
-
-
-def _answered(record: Any, chat: Chat, end: int) -> list[tuple[int, bool]]:
-    """A record's tokens, and whether each is of an answer: known of no prompt, and of the text with its answer."""
-    tokenizer, special = chat.tokenizer, chat.tokenizer.special_ids
-    messages = record.get("messages") or [
-        {"role": role, "content": record[key]} for role, key in (("user", "prompt"), ("assistant", "answer"))
-    ]
-    if chat.template is None:
-        prompt, answer = (tokenizer.encode(message["content"]).tolist() for message in messages)
-        before, after = [*tokenizer.first_ids, *prompt], [*answer, end]
-        return [(token, False) for token in before] + [(token, True) for token in after]
-    write = partial(chat.template.apply_chat_template, **chat.options(record.get("tools")), return_dict=True)
-    if "endgeneration" in write.keywords["chat_template"]:
-        found = write(messages, return_assistant_tokens_mask=True)
-        return list(zip(found["input_ids"], map(bool, found["assistant_masks"]), strict=True))
-    tokens, learned = write(messages)["input_ids"], set[int]()
-    for number in (number for number, message in enumerate(messages) if message["role"] == "assistant"):
-        known = write(messages[:number], add_generation_prompt=True)["input_ids"]
-        after = write(messages[: number + 1])["input_ids"]
-        begins = [tokens[: place + 1] for place in range(len(tokens))]
-        new = [n for n, begin in enumerate(begins) if begin != known[: n + 1] and begin == after[: n + 1]]
-        last = max((n for n in new if tokens[n] in special), default=len(tokens))
-        learned |= {n for n in new if n <= last}
-    return [(token, place in learned) for place, token in enumerate(tokens)]
 
 
 def _blend(request: DataRequest, parts: list[Defined], weights: list[float]) -> Defined:

@@ -14,7 +14,6 @@ import torch
 from tests.distributed.mutations import bug
 from titan_like.data import conversations, open_source, packed, race, source, stream, stream_reader
 from titan_like.data.blend import Blend, BlendedSource, Share
-from titan_like.data.chat import Chat
 from titan_like.data.conversations import ConversationSource
 from titan_like.data.indexed import IndexedDataset
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
@@ -247,20 +246,11 @@ def every_piece_is_a_word() -> Iterator[None]:
         yield
 
 
-@bug(Chat, "encode")
-def questions_are_learned_too(original: Any, self: Chat, record: Any) -> np.ndarray:
+@bug(ConversationSource, "_tokens")
+def questions_are_learned_too(original: Any, self: ConversationSource, number: int) -> np.ndarray:
     """Every token of a conversation is a label."""
-    marked = original(self, record)
+    marked = original(self, number)
     return np.where(marked < 0, ~marked, marked)
-
-
-@bug(Chat, "encode")
-def answers_have_no_end(original: Any, self: Chat, record: Any) -> np.ndarray:
-    """The last token of a conversation's last answer is no label."""
-    marked = original(self, record)
-    last = np.flatnonzero(marked >= 0)[-1]
-    marked[last] = ~marked[last]
-    return marked
 
 
 @bug(ConversationSource, "sample")
