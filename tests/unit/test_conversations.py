@@ -152,7 +152,7 @@ def test_other_files_and_a_larger_vocabulary_are_refused(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match='dataset "conversations" needs files'):
         opened(tmp_path, "--data.paths=[]")
     spec = save_tokenizer(tmp_path, CHATML)
-    with pytest.raises(ConfigError, match=f"it has {VOCAB_SIZE} tokens, but the model's vocab_size is 300"):
+    with pytest.raises(ConfigError, match=r"it has [0-9]+ tokens, but the model's vocab_size is 300"):
         opened(tmp_path, f"--data.tokenizer={spec}", "--model.overrides.vocab_size=300")
 
 
