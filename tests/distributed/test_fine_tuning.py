@@ -128,4 +128,3 @@ def test_30_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, family: s
     assert expected[-1] < expected[0] - 0.5
     for name in found:
         assert found[name] == pytest.approx(expected, rel=2e-6), name
-    print({name: max(abs(a / b - 1) for a, b in zip(found[name], expected, strict=True)) for name in found})
