@@ -346,7 +346,8 @@ def test_what_is_no_dataset_is_refused(packages, tmp_path, place, words):
 def test_an_unknown_dataset_is_told_what_there_is(packages):
     packages("toys", ones=f"{__name__}:Ones")
     with pytest.raises(
-        ConfigError, match=r"unknown name; did you mean ones\? there are hf, indexed, ones, race, stdlib, text$"
+        ConfigError,
+        match=r"unknown name; did you mean ones\? there are conversations, hf, indexed, ones, race, stdlib, text$",
     ):
         find_dataset(Data(dataset="one"))
 

@@ -18,6 +18,7 @@ from pyarrow import ipc
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.distributed.mutations import data
+from tests.unit.chat_cases import CHATML, MARKED, VOCAB_SIZE, conversations, save_tokenizer, write_lines
 from tests.unit.race_cases import VOCABULARY, write_race
 from titan_like.commands.verify import format_verdict
 from titan_like.config import load_config
@@ -90,6 +91,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(30):
         (folder / f"{number}.txt").write_text(f"{number} is the number of this text, " * (1 + number % 7))
     write_word_pieces(folder / "pieces.json")
+    for name, template in (("chatml", CHATML), ("marked", MARKED)):
+        save_tokenizer(folder / name, template)
+    chats = [*conversations(150), *conversations(20, seed=1, most_turns=9)]
+    write_lines(folder / "chats.jsonl", [{"messages": messages} for messages in chats])
+    for seed, name in ((3, "asked"), (4, "more")):
+        records = [{"prompt": text, "answer": text[::2]} for text in texts(seed, 170)]
+        write_lines(folder / f"{name}.jsonl", records)
     (folder / "race").mkdir()
     write_race(folder / "race", {"train": 8, "dev": 4, "test": 4})
     return folder
@@ -125,6 +133,9 @@ PAIRS = [*WORDS, "--model.overrides.sentence_head=pair", "--data.sentence_object
 VOCAB = "--model.overrides.vocab_size=261"  # bytes and special tokens
 DOCUMENTS = ["--data.reset_position_ids=true", "--data.reset_attention_mask=true", "--data.eod_mask_loss=true"]
 SPANS = ["--model.family=t5", "--model.flavor=debug", "--data.mean_noise_span_length=1"]
+CHATS = ["--data.dataset=conversations", "--data.paths=FOLDER/chats.jsonl", "--training.seq_len=96", *DOCUMENTS[:2]]
+CHAT_TOKENS = [f"--model.overrides.vocab_size={VOCAB_SIZE}"]
+ASKED = [*CHATS, "--data.paths=FOLDER/asked.jsonl"]
 KINDS = {
     "text": TEXT,
     "blend of texts": ["--data.dataset=text", '--data.paths=[2, "FOLDER/1*.txt", 1, "FOLDER/2*.txt"]'],
@@ -138,6 +149,10 @@ KINDS = {
     "blend of streams": STREAMS,
     "blend of streams, one reader": [*STREAMS, "--data.num_readers=1"],
     "race": RACE,
+    "chats": [*CHATS, *CHAT_TOKENS, "--data.tokenizer=FOLDER/chatml/tokenizer.json"],
+    "marked chats": [*CHATS, *CHAT_TOKENS, "--data.tokenizer=FOLDER/marked/tokenizer.json"],
+    "prompts": [*ASKED, "--training.seq_len=32"],
+    "blend of prompts": [*ASKED, '--data.paths=[2, "FOLDER/asked.jsonl", 1, "FOLDER/more.jsonl"]'],
     "prefixes": [*BLEND, "--data.prefix_lm=true", "--data.reset_attention_mask=true"],
     "masked tokens of a stream": [*STREAM, "--model.family=bert", "--model.flavor=debug"],
     "documents": [*INDEXED, *DOCUMENTS],
@@ -212,6 +227,10 @@ BUGS: list[tuple[Prepare, list[str], str]] = [
     (data.validation_has_the_test_split_s_weight, ["text"], "validation: "),
     (data.answers_are_those_of_other_questions, ["race"], "train, read by 1 ranks"),
     (data.passages_come_first, ["race"], "train, read by 1 ranks"),
+    (data.questions_are_learned_too, ["chats", "marked chats", "blend of prompts"], "train, read by 1 ranks"),
+    (data.conversations_are_one_document, ["chats", "blend of prompts"], "train, read by 1 ranks"),
+    (data.the_last_of_equally_long_conversations_comes_first, ["chats"], "train"),
+    (data.long_conversations_are_dropped, ["chats"], "train"),
     (data.sentinels_are_in_reverse, ["spans"], "train, read by 1 ranks"),
     (data.the_end_hides_tokens, ["words of bytes"], "train, read by 1 ranks"),
     (data.every_piece_is_a_word, ["words of bytes", "pairs of word pieces"], "train, read by 1 ranks"),

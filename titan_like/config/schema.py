@@ -74,9 +74,10 @@ class Data(Section):
         "stdlib",
         description="stdlib: the source files of the Python standard library; text: the files named by paths; indexed: "
         "Megatron-LM's .bin and .idx files; hf: files or a Hugging Face dataset, tokenized as the run reads them; "
-        "race: the folder of RACE, for bert with sentence_head choice; or a dataset of your own package "
-        "(docs/data.md)",
-        examples=["stdlib", "text", "indexed", "hf", "race"],
+        "conversations: .jsonl files of messages or of prompts and answers, to fine-tune on the answers "
+        "(docs/fine_tuning.md); race: the folder of RACE, for bert with sentence_head choice; or a dataset of your own "
+        "package (docs/data.md)",
+        examples=["stdlib", "text", "indexed", "hf", "conversations", "race"],
     )
     paths: PathList = Field(
         [],

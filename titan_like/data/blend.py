@@ -245,6 +245,10 @@ class BlendedSource(Source):
             found |= {f"samples/{name}": count, f"epochs/{name}": count / len(source)}
         return found
 
+    def described(self, micro_batch_size: int, num_ranks: int) -> str | None:
+        """The line of each source that has one."""
+        return "\n ".join(filter(None, (one.described(micro_batch_size, num_ranks) for one in self.sources))) or None
+
     @cached_property
     def _length_without_repetition(self) -> int:
         def fits(samples: int) -> bool:

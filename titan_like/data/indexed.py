@@ -104,7 +104,7 @@ class IndexedDataset:
             if problem is not None:
                 raise FormatError(path, "there is no such file" if problem == "does not exist" else problem)
         try:
-            self.dtype, self._lengths, self._pointers, self._documents = _open_index(index)
+            self.dtype, self.lengths, self._pointers, self._documents = _open_index(index)
             self.tokens = StoredTokens(data, self.dtype)
         except OSError as error:
             raise FormatError(Path(error.filename or index), f"cannot be read ({error.strerror})") from None
@@ -112,12 +112,12 @@ class IndexedDataset:
 
     def __len__(self) -> int:
         """Number of sequences."""
-        return len(self._lengths)
+        return len(self.lengths)
 
     def __getitem__(self, number: int) -> np.ndarray:
         """The tokens of a sequence, integers [tokens]."""
         start = int(self._pointers[number]) // self.dtype.itemsize
-        return self.tokens[start : start + int(self._lengths[number])]
+        return self.tokens[start : start + int(self.lengths[number])]
 
     @property
     def num_documents(self) -> int:
@@ -129,7 +129,7 @@ class IndexedDataset:
         sequence = int(self._documents[number + 1]) - 1
         if sequence < 0:
             return 0
-        return int(self._pointers[sequence]) // self.dtype.itemsize + int(self._lengths[sequence])
+        return int(self._pointers[sequence]) // self.dtype.itemsize + int(self.lengths[sequence])
 
     def nearest_document_end(self, token: int) -> int:
         """The boundary between documents that is nearest to a token, 0 and the end included."""
@@ -143,7 +143,7 @@ class IndexedDataset:
         """Refuse an index whose sequences do not fill the tokens' file, one after the other."""
         size, at = self.dtype.itemsize, 0
         for start in range(0, len(self), _PIECE):
-            lengths = self._lengths[start : start + _PIECE].astype(np.int64)
+            lengths = self.lengths[start : start + _PIECE].astype(np.int64)
             pointers = self._pointers[start : start + _PIECE]
             ends = at + lengths.cumsum() * size
             if lengths.min() < 0 or pointers[0] != at or not np.array_equal(pointers[1:], ends[:-1]):

@@ -52,9 +52,9 @@ class Masks:
         return self.section.reset_attention_mask or self.section.prefix_lm
 
     def add_rows(self, sample: torch.Tensor, index: int) -> torch.Tensor:
-        """A dataset's sample, int64 [2, raw], which is number ``index`` of the run → [2 to 5, seq]."""
+        """A dataset's sample, int64 [2 or 3, raw], which is number ``index`` of the run → [2 to 5, seq]."""
         section = self.section
-        made = sample if self.objective is None else self.objective.apply(sample, self.seed, index)
+        made = sample[:2] if self.objective is None else self.objective.apply(sample, self.seed, index)
         inputs, labels = made
         if self.pairs is not None:
             labels[0] = sample[1, 0]  # the class of the pair
@@ -62,6 +62,8 @@ class Masks:
             return made
         rows, order = [inputs, labels], torch.arange(len(inputs))
         starts = order * 0 if self.eod_id is None else document_starts(inputs, self.eod_id)
+        if len(sample) == 3:
+            starts = sample[2]
         if section.eod_mask_loss:
             rows[1] = labels = labels.masked_fill(inputs == self.eod_id, IGNORED_LABEL)
         if section.reset_position_ids:

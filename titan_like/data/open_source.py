@@ -82,9 +82,9 @@ def _sample_problem(sample: object, request: DataRequest) -> str | None:
     """The reason why a sample cannot belong to the run; None if it can."""
     if not isinstance(sample, torch.Tensor):
         return f"its samples are {type(sample).__name__}, not torch.Tensor"
-    if sample.dtype != torch.int64 or sample.shape != (2, request.seq_len):
+    if sample.dtype != torch.int64 or sample.shape not in ((2, request.seq_len), (3, request.seq_len)):
         return f"its samples are {sample.dtype} {list(sample.shape)}, not torch.int64 [2, {request.seq_len}]"
-    inputs, labels = sample
+    inputs, labels = sample[:2]
     tokens = torch.cat((inputs, labels[labels != IGNORED_LABEL]))
     if tokens.min() < 0 or tokens.max() >= request.vocab_size:
         most = request.vocab_size - 1

@@ -21,14 +21,16 @@ from filelock import FileLock
 
 from titan_like.config.errors import ConfigError, cure_of_writing
 from titan_like.config.schema import Data
+from titan_like.data.chat import read_template
 from titan_like.data.indexed import FormatError, IndexedDataset, StoredTokens
 from titan_like.data.preprocess import Job, tell, tokenize_files
-from titan_like.data.raw_text import named_paths, text_problem
+from titan_like.data.raw_text import kind_of, named_paths, text_problem
 from titan_like.data.source import SPLITS, DataRequest, Source
 from titan_like.data.tokenizer import build_tokenizer, check_vocabulary
 from titan_like.data.unfinished import removed_unless_renamed
 
 _LOOKED_AT = 64  # documents at the beginning of a dataset
+BY_RECORD, WHOLE = 0x9E3779B97F4A7C15, 1 << 64  # multiples of the first are spread evenly, modulo the second
 _PIECES, _PIECE = 64, 4096  # number of pieces that a token_fingerprint samples, and tokens in each
 
 
@@ -68,6 +70,13 @@ def split_bounds(total: int, nearest_end: Callable[[int], int], weights: tuple[f
         empty = (weights[split] > 0 and nearest <= bounds[-1]) or (later_needed and nearest >= total)
         bounds.append(max(exact if empty else nearest, bounds[-1]))
     return [*bounds, total]
+
+
+def split_range(weights: tuple[float, float, float], split: str) -> range:
+    """The part of 0 … 2^64 - 1 that is the split's, where a record's number times `BY_RECORD` decides its split."""
+    number = SPLITS.index(split)
+    first, last = (round(sum(weights[:end]) * WHOLE) for end in (number, number + 1))
+    return range(first, WHOLE if number == 2 else last)
 
 
 class PackedDataset(Source):
@@ -208,8 +217,15 @@ def open_corpus(section: Data, cache_folder: Path) -> IndexedDataset:
 def corpus_job(section: Data) -> Job:
     """What is to be tokenized; raises what `corpus_files` raises."""
     # Nobody can be asked to correct the standard library, so files of it that are not UTF-8 are left out.
-    is_stdlib = section.dataset == "stdlib"
-    return Job(corpus_files(section), section.tokenizer, section.text_key, skips_bad_records=is_stdlib)
+    is_stdlib, files = section.dataset == "stdlib", corpus_files(section)
+    if section.dataset != "conversations":
+        return Job(files, section.tokenizer, section.text_key, skips_bad_records=is_stdlib)
+    for path in files:
+        if kind_of(path) != "jsonl":
+            raise ConfigError("data.paths", str(path), "conversations are lines of .jsonl files; write it as one")
+    chat = read_template(section.tokenizer)
+    template = f"{chat.chat_template} {chat.special_tokens_map}" if chat else ""
+    return Job(files, section.tokenizer, cure="correct or remove it", template=template)
 
 
 def corpus_folder(job: Job, cache_folder: Path) -> Path:
@@ -242,15 +258,15 @@ def corpus_files(section: Data) -> list[Path]:
         files = [path for path in files if path.stat().st_size > 0]
         names = {path: path.relative_to(root).as_posix() for path in files}
     else:
-        files = _match_paths(section.paths)
+        files = _match_paths(section.paths, section.dataset)
         names = {path: path.as_posix() for path in files}
     return sorted(files, key=lambda path: hashlib.sha256(os.fsencode(names[path])).digest())
 
 
-def _match_paths(patterns: list[str]) -> list[Path]:
+def _match_paths(patterns: list[str], dataset: str) -> list[Path]:
     """The files that paths and glob patterns match, each once. Refuses files that cannot be text."""
     if not patterns:
-        raise ConfigError("data.paths", None, 'dataset "text" needs files; give paths or glob patterns')
+        raise ConfigError("data.paths", None, f'dataset "{dataset}" needs files; give paths or glob patterns')
     found: dict[Path, None] = {}
     for pattern in patterns:
         matches = named_paths(pattern)

@@ -26,9 +26,10 @@ from typing import IO
 import numpy as np
 
 from titan_like.config.errors import ConfigError, RunError
-from titan_like.data.indexed import token_dtype, write_index
+from titan_like.data.chat import Chat, build_chat
+from titan_like.data.indexed import DTYPES, token_dtype, write_index
 from titan_like.data.raw_text import BadRecord, Piece, UnreadableError, read_pieces, texts_of
-from titan_like.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_files
+from titan_like.data.tokenizer import build_tokenizer, tokenizer_files
 
 _SECONDS_BETWEEN_REPORTS = 5.0
 _MOST_NAMED = 100  # bad records
@@ -46,10 +47,12 @@ class Job:
     key: str = "data.paths"  # setting to blame for a file
     tokenizer_key: str = "data.tokenizer"
     cure: str = "correct it or set data.text_key"  # of a record without text
+    template: str | None = None  # of records that are conversations, whose chat template this is, or "" for none
 
     def fingerprint(self) -> str:
         """A digest of the input: the files' paths, sizes and times of change, the tokenizer, and how files are read."""
         parts: list[object] = [self.tokenizer, self.text_key, self.ends_documents]
+        parts += [] if self.template is None else [self.template]
         for path in (*self.files, *tokenizer_files(self.tokenizer, self.tokenizer_key)):
             stat = path.stat()
             parts.append(f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}")
@@ -96,7 +99,9 @@ def tokenize_files(
     tokens, index = folder / "tokens.bin", folder / "index"
     if tokens.exists() or not index.exists():  # else an interruption came after the tokens had been moved
         try:
-            with _Output(folder, build_tokenizer(job.tokenizer, job.tokenizer_key), progress) as output:
+            vocab_size = build_tokenizer(job.tokenizer, job.tokenizer_key).vocab_size
+            dtype = token_dtype(vocab_size) if job.template is None else DTYPES[4]  # signed, see `Chat.encode`
+            with _Output(folder, dtype, progress) as output:
                 _write_tokens(job, output, num_workers, report or tell)
             if progress.documents == 0:
                 problem = "there is no document in it, nor in another file; give some with text"
@@ -131,9 +136,8 @@ def _read_progress(folder: Path, job: Job) -> Progress:
 class _Output:
     """The unfinished dataset."""
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer, progress: Progress) -> None:
-        self.folder, self.progress = folder, progress
-        self.dtype = token_dtype(tokenizer.vocab_size)
+    def __init__(self, folder: Path, dtype: np.dtype, progress: Progress) -> None:
+        self.folder, self.dtype, self.progress = folder, dtype, progress
 
     def __enter__(self) -> _Output:
         documents = self.progress.documents
@@ -219,7 +223,7 @@ def _tokenized(
     job: Job, progress: Progress, num_workers: int, dtype: np.dtype
 ) -> Iterator[tuple[int, Piece, float, Result]]:
     """Yield the number of a file, a piece of it, the share of it read so far, and the piece's tokens, in file order."""
-    settings = job.tokenizer, job.tokenizer_key, job.text_key, job.ends_documents, dtype.str
+    settings = job.tokenizer, job.tokenizer_key, job.text_key, job.ends_documents, job.template, dtype.str
     if num_workers == 0:
         pieces = _pieces(job, progress)
         yield from ((number, piece, share, _tokenize(piece, *settings)) for number, piece, share in pieces)
@@ -255,8 +259,12 @@ def _pieces(job: Job, progress: Progress) -> Iterator[tuple[int, Piece, float]]:
         start, record = 0, 1
 
 
-def _tokenize(piece: Piece, tokenizer: str, key: str, text_key: str, ends_documents: bool, dtype: str) -> Result:
+def _tokenize(
+    piece: Piece, tokenizer: str, key: str, text_key: str, ends_documents: bool, template: str | None, dtype: str
+) -> Result:
     """Tokenize a piece, in this process or in a worker."""
+    if template is not None:
+        return _tokenize_conversations(piece, build_chat(tokenizer, template))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the work already
     built = build_tokenizer(tokenizer, key)  # which each process keeps
     texts, bad = [], []
@@ -271,6 +279,18 @@ def _tokenize(piece: Piece, tokenizer: str, key: str, text_key: str, ends_docume
         parts += [tokens.astype(dtype), end]
     lengths = [len(tokens) + len(end) for tokens in parts[::2]]
     return np.concatenate(parts) if parts else np.empty(0, dtype), lengths, bad
+
+
+def _tokenize_conversations(piece: Piece, chat: Chat) -> Result:
+    parts, bad = [np.empty(0, DTYPES[4])], []
+    for number, record in texts_of(piece, None):
+        try:
+            if isinstance(record, BadRecord):
+                raise record
+            parts.append(chat.encode(record))
+        except BadRecord as error:
+            bad.append((number, str(error)))
+    return np.concatenate(parts), list(map(len, parts[1:])), bad
 
 
 def _start_worker() -> None:

@@ -286,11 +286,12 @@ def _check_column(schema: Any, key: str) -> None:
 
 
 def texts_of(
-    piece: Piece, key: str, is_wanted: Callable[[int], bool] = lambda record: True
-) -> Iterator[tuple[int, str | BadRecord]]:
+    piece: Piece, key: str | None, is_wanted: Callable[[int], bool] = lambda record: True
+) -> Iterator[tuple[int, Any]]:
     """Yield the number and text of each record of a piece, or why a record has no text. Empty lines are skipped.
 
-    ``key`` is that of the text in a JSON record. ``is_wanted`` tells by its number whether to look at a record.
+    ``key`` is that of the text in a JSON record; with None the whole record is yielded. ``is_wanted`` tells by its
+    number whether to look at a record.
     """
     begins_file = piece.end == len(piece.content)
     if isinstance(piece.content, list):
@@ -315,7 +316,7 @@ def texts_of(
                     yield number, error
 
 
-def _text_of_json(line: str, key: str) -> str:
+def _text_of_json(line: str, key: str | None) -> Any:
     try:
         record: Any = json.loads(line)
     except json.JSONDecodeError as error:
@@ -324,6 +325,8 @@ def _text_of_json(line: str, key: str) -> str:
         raise BadRecord("its brackets are nested too deeply: at most some hundred levels can be read") from None
     except ValueError:  # Python reads no integer of more than 4,300 digits
         raise BadRecord("the line has a number with too many digits for Python") from None
+    if key is None:
+        return record
     if not isinstance(record, dict) or not isinstance(record.get(key), str):
         raise BadRecord(f'the line has no text under "{key}"')
     try:

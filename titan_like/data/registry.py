@@ -14,6 +14,7 @@ DATASETS = {
     "text": "titan_like.data.packed:TextSource",
     "indexed": "titan_like.data.packed:IndexedSource",
     "hf": "titan_like.data.stream:StreamSource",
+    "conversations": "titan_like.data.conversations:ConversationSource",
     "race": "titan_like.data.race:RaceSource",
 }
 

@@ -64,7 +64,8 @@ class Source(Dataset[torch.Tensor], ABC):
         """The sample at ``position``, from 0 to ``len(self) - 1``.
 
         Returns:
-            int64 [2, seq]: inputs and labels. A position without a label has `IGNORED_LABEL`.
+            int64 [2, seq]: inputs and labels. A position without a label has `IGNORED_LABEL`. Or [3, seq], with the
+            place where each token's document begins; otherwise a document begins after each end-of-document token.
         """
 
     def drawn(self, num_samples: int) -> dict[str, float]:
@@ -76,7 +77,7 @@ class Source(Dataset[torch.Tensor], ABC):
         return None
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """Sample ``index`` of the run: int64 [2, seq].
+        """Sample ``index`` of the run: int64 [2 or 3, seq].
 
         In the training split this is sample i mod n of epoch i div n. The order within an epoch is a function of the
         seed and the epoch. Other splits are read in order, and an index past the end gives a sample without labels.
@@ -86,8 +87,9 @@ class Source(Dataset[torch.Tensor], ABC):
             return self.sample(epoch_order(len(self), self.request.seed, self.request.part, epoch)(within))
         if index < len(self):
             return self.sample(index)
-        inputs = self.sample(0)[0]
-        return torch.stack((inputs, torch.full_like(inputs, IGNORED_LABEL)))
+        sample = self.sample(0).clone()
+        sample[1] = IGNORED_LABEL
+        return sample
 
 
 @lru_cache(maxsize=256)  # of two epochs of each source of a blend

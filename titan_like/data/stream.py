@@ -21,7 +21,7 @@ import torch
 
 from titan_like.config.schema import Data
 from titan_like.data.blend import Blend, BlendedSource
-from titan_like.data.packed import split_weights
+from titan_like.data.packed import BY_RECORD, WHOLE, split_range, split_weights
 from titan_like.data.permutation import Permutation
 from titan_like.data.shards import find_shards
 from titan_like.data.source import IGNORED_LABEL, SPLITS, UNKNOWN_LENGTH, DataRequest, Source
@@ -30,7 +30,7 @@ from titan_like.data.tokenizer import build_tokenizer, check_vocabulary, tokeniz
 
 # Fractions of 2⁶⁴ by which a record's place among the splits advances with its number and with its shard's. They are
 # those of the golden ratio and of √2, so that any stretch of records, and any set of short shards, is divided fairly.
-_BY_RECORD, _BY_SHARD, _WHOLE = 0x9E3779B97F4A7C15, 0x6A09E667F3BCC909, 1 << 64
+_BY_SHARD = 0x6A09E667F3BCC909
 
 
 def tokenized_times(section: Data, micro_batch_size: int, num_ranks: int) -> int:
@@ -161,13 +161,11 @@ class StreamSource(Source):
         return parts + [self._part(shard, num_readers // groups, reader // groups) for shard in shared]
 
     def _part(self, shard: int, modulus: int, remainder: int) -> Part:
-        split = SPLITS.index(self.request.split)
-        first, last = (round(sum(self._weights[:end]) * _WHOLE) for end in (split, split + 1))
-        last = _WHOLE if split == 2 else last
+        wanted = split_range(self._weights, self.request.split)
 
         def is_wanted(record: int) -> bool:
             number = record - 1
-            return number % modulus == remainder and first <= (number * _BY_RECORD + shard * _BY_SHARD) % _WHOLE < last
+            return number % modulus == remainder and (number * BY_RECORD + shard * _BY_SHARD) % WHOLE in wanted
 
         return Part(self.shards[shard], is_wanted)
 

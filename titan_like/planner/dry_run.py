@@ -271,7 +271,7 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> str:
     split_weights(section.split)
     shares = shares_of(section.paths, one_source_each=section.dataset == "indexed")
     sources = [section.model_copy(update={"paths": share.paths}) for share in shares]
-    if section.dataset == "text" and not section.paths:
+    if section.dataset in ("text", "conversations") and not section.paths:
         corpus_files(section)  # raises ConfigError
     spec = section.tokenizer
     named = [Path(spec)] if is_on_hub(spec) else tokenizer_files(spec)

@@ -275,6 +275,14 @@ def _check_experts(config: JobConfig, model: TransformerConfig) -> None:
 
 def _check_masks(config: JobConfig, model: TransformerConfig) -> None:
     section, family, learns = config.data, config.model.family, _LEARNS[model.objective]
+    is_chat = section.dataset == "conversations"
+    if is_chat and not model.supports_masks:
+        problem = f"{family} {learns} and cannot be fine-tuned on answers; choose gpt, llama or moe"
+        raise ConfigError("data.dataset", "conversations", problem)
+    for key in ("reset_position_ids", "reset_attention_mask") if is_chat else ():
+        if not getattr(section, key):
+            problem = "conversations share a sample and must not see each other; set it to true"
+            raise ConfigError(f"data.{key}", False, problem)
     for key in ("reset_position_ids", "reset_attention_mask", "prefix_lm"):
         if getattr(section, key) and not model.supports_masks:
             problem = f"{family} has only {_ATTENTION[model.objective]} attention over whole samples; leave it out"

@@ -66,7 +66,7 @@ def _has_tokens(config: JobConfig) -> bool:
         ConfigError: it has not, and there is much of it.
     """
     section, cache_folder = config.data, Path(config.job.dump_folder, "data_cache")
-    if section.dataset not in ("stdlib", "text"):
+    if section.dataset not in ("stdlib", "text", "conversations"):
         return False
     shares = shares_of(section.paths, one_source_each=False)
     jobs = [corpus_job(section.model_copy(update={"paths": share.paths})) for share in shares]

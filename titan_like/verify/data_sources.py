@@ -11,7 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ def define(config: JobConfig, split: str) -> Defined:
     paths = [[path] for path in (section.paths[1::2] if weights else section.paths)]
     paths = paths if weights or section.dataset == "indexed" else [section.paths]
     makers = {"text": _windows, "stdlib": _windows, "indexed": _windows, "hf": _stream, "race": _race}
+    makers |= {"conversations": _conversations}
     common = (split, seq_len, config.job.seed, model.vocab_size, folder)
     requests = [DataRequest(section.model_copy(update={"paths": own}), *common, n) for n, own in enumerate(paths)]
     parts = list(map(makers.get(section.dataset, partial(_own, is_alone=len(paths) == 1)), requests))
@@ -83,7 +84,7 @@ def _ordered(request: DataRequest, sample: Sample, length: int, together: int = 
 
 
 def _without_labels(sample: torch.Tensor) -> torch.Tensor:
-    return torch.stack((sample[0], torch.full_like(sample[1], IGNORED)))
+    return torch.stack((sample[0], torch.full_like(sample[1], IGNORED), *sample[2:]))
 
 
 def _own(request: DataRequest, is_alone: bool) -> Defined:
@@ -145,6 +146,32 @@ def _race(request: DataRequest) -> Defined:
         return torch.tensor([row + [ids.padding] * (size - len(row)), [label] + [IGNORED] * (size - 1)])
 
     return _ordered(request, sample, len(rows), together=4)
+
+
+def _conversations(request: DataRequest) -> Defined:
+    """Stored conversations, the longest first, each in the fullest sample with room for it. Below 0 is no answer."""
+    section, size, split = request.section, request.seq_len, SPLITS.index(request.split)
+    dataset = IndexedDataset(corpus_folder(corpus_job(section), request.cache_folder) / "tokens")
+    weights, filling = [*map(float, section.split.split(","))], ids_of_tokenizer(section.tokenizer).end_of_document
+    low, high = (sum(weights[:end]) / sum(weights) for end in (split, split + 1))
+    samples, room = list[list[list[int]]](), np.full(len(dataset), size)
+    numbers = [n for n in range(len(dataset)) if low <= n * 0x9E3779B97F4A7C15 % 2**64 / 2**64 < high]
+    own = [dataset[number][: size + 1].tolist() for number in numbers]
+    for tokens in sorted((tokens for tokens in own if max(tokens[1:]) >= 0), key=len, reverse=True):
+        needed = len(tokens) - 1
+        chosen = int(np.where(room >= needed, room, size + 1)[: len(samples) + 1].argmin())
+        samples += [[]] * (chosen == len(samples))
+        samples[chosen] = [*samples[chosen], tokens]
+        room[chosen] -= needed
+
+    def sample(position: int) -> torch.Tensor:
+        columns = list[tuple[int, int, int]]()
+        for tokens in samples[position]:
+            begin, pairs = len(columns), pairwise(tokens)
+            columns += [(max(now, -1 - now), after if after >= 0 else IGNORED, begin) for now, after in pairs]
+        return torch.tensor(columns + [(filling, IGNORED, len(columns))] * (size - len(columns))).T
+
+    return _ordered(request, sample, len(samples))
 
 
 def _blend(request: DataRequest, parts: list[Defined], weights: list[float]) -> Defined:

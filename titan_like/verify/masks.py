@@ -55,9 +55,9 @@ def described(samples: Samples, indices: Iterable[int], config: JobConfig) -> to
 
 def rows_of(samples: Samples, config: JobConfig, ids: TokenIds, index: int) -> torch.Tensor:
     """Sample ``index`` of the run in the rows that the trainer reads, int64 [2 to 5, seq]."""
-    sample, section = _of_objective(samples, config, ids, index)[:2], config.data
+    sample, section = _of_objective(samples, config, ids, index), config.data
     if not has_masks(section):
-        return sample
+        return sample[:2]
     has_intervals = section.reset_attention_mask or section.prefix_lm
     rows = [0, 1, *[2] * section.reset_position_ids, *[3, 4] * has_intervals]
     return _with_masks(sample, index, config, ids)[rows]
@@ -326,13 +326,13 @@ def _with_types(sample: torch.Tensor, separator: int) -> torch.Tensor:
 
 
 def _with_masks(sample: torch.Tensor, index: int, config: JobConfig, ids: TokenIds) -> torch.Tensor:
-    """int64 [2, seq] → [5, seq]: inputs, labels, positions, and of each query the first key and the end of the keys.
+    """int64 [2 or 3, seq] → [5, seq]: inputs, labels, positions, and of each query the first key and the keys' end.
 
     Tokens of a segment see each other: those of its prefix all of them, and all of them earlier ones.
     """
-    (inputs, labels), section, order = sample.tolist(), config.data, range(sample.shape[1])
+    (inputs, labels, *given), section, order = sample.tolist(), config.data, range(sample.shape[1])
     begins = [t * (t > 0 and inputs[t - 1] == ids.end_of_document) for t in order]
-    documents = list(accumulate(begins, max))  # where each token's begins
+    documents = given[0] if given else list(accumulate(begins, max))  # where each token's begins
     positions = [t - documents[t] if section.reset_position_ids else t for t in order]
     segments = documents if section.reset_attention_mask else [0 for _ in order]
     prefix_ends = {begin: begin for begin in segments}

@@ -9,10 +9,12 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import torch
 
 from tests.distributed.mutations import bug
-from titan_like.data import open_source, packed, race, source, stream, stream_reader
+from titan_like.data import conversations, open_source, packed, race, source, stream, stream_reader
 from titan_like.data.blend import Blend, BlendedSource, Share
+from titan_like.data.conversations import ConversationSource
 from titan_like.data.indexed import IndexedDataset
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.packed import PackedDataset
@@ -242,3 +244,32 @@ def every_piece_is_a_word() -> Iterator[None]:
     )
     with bytes_alone, others:
         yield
+
+
+@bug(ConversationSource, "_tokens")
+def questions_are_learned_too(original: Any, self: ConversationSource, number: int) -> np.ndarray:
+    """Every token of a conversation is a label."""
+    marked = original(self, number)
+    return np.where(marked < 0, ~marked, marked)
+
+
+@bug(ConversationSource, "sample")
+def conversations_are_one_document(original: Any, self: ConversationSource, position: int) -> torch.Tensor:
+    """The conversations of a sample see each other."""
+    sample = original(self, position)
+    sample[2] = 0
+    return sample
+
+
+@bug(conversations, "pack")
+def the_last_of_equally_long_conversations_comes_first(original: Any, lengths: list[int], size: int) -> list[list[int]]:
+    """Conversations of the same length are packed in the reverse order."""
+    last = len(lengths) - 1
+    return [[last - number for number in numbers] for numbers in original(lengths[::-1], size)]
+
+
+@bug(ConversationSource, "_tokens")
+def long_conversations_are_dropped(original: Any, self: ConversationSource, number: int) -> np.ndarray:
+    """A conversation that is longer than a sample counts as one without an answer."""
+    is_long = self._stored.lengths[number] > self.request.seq_len + 1
+    return np.full(2, -1) if is_long else original(self, number)

@@ -1,0 +1,130 @@
+"""Fine-tuning from a folder of transformers is its own plain loop over single conversations, in every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.distributed.launch import base_config, collect, trainer_of
+from tests.distributed.layouts import pipeline, tensor, zero
+from tests.unit.chat_cases import CHATML, VOCAB_SIZE, conversations, save_tokenizer, write_lines
+from titan_like.train.rules import resolve_settings
+from titan_like.train.setup import prepare_run
+
+STEPS, BATCH, SEQ = 30, 4, 128
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"one process": {}},
+    2: {
+        "tensor 2": tensor(2, True),
+        "pipeline 2": pipeline(2),
+        "context 2": {"parallelism.context_parallel_degree": 2},
+        "data 2, ZeRO 3": zero(3),
+    },
+}
+
+
+def losses_of_layouts(rank: int, folder: Path, settings: dict[str, Any], ranks: int) -> dict[str, list[float]]:
+    """The losses of each layout's run."""
+    found = {}
+    for name, layout in LAYOUTS[ranks].items():
+        trainer = trainer_of(folder, settings | layout)
+        data = trainer._load_data()
+        found[name] = [trainer.read_step(trainer.train_step(data)).loss for _ in range(STEPS)]
+        data.close()
+    return found
+
+
+def labelled(chat: Any, conversation: list[dict[str, str]]) -> tuple[list[int], list[int]]:
+    """Tokens of a conversation in ChatML and their labels by hand: -100 for all but answers with their <|im_end|>."""
+    tokens, labels = list[int](), list[int]()
+    for message in conversation:
+        header, text, newline = (
+            chat(part, add_special_tokens=False)["input_ids"]
+            for part in (f"<|im_start|>{message['role']}\n", f"{message['content']}<|im_end|>", "\n")
+        )
+        tokens += [*header, *text, *newline]
+        learned = text if message["role"] == "assistant" else [-100] * len(text)
+        labels += [-100] * len(header) + learned + [-100] * len(newline)
+    assert tokens == chat.apply_chat_template(conversation, return_dict=True)["input_ids"]
+    return tokens, labels
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_30_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, family: str) -> None:
+    """The reference computes each conversation by itself, so packing, masks and positions have to be exact."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(3)
+    ours = {"hidden_size": 64, "num_layers": 2, "num_attention_heads": 4, "max_seq_len": 128, "vocab_size": VOCAB_SIZE}
+    if family == "llama":
+        shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        shape |= {"intermediate_size": 176, "max_position_embeddings": 128}
+        theirs: Any = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB_SIZE, **shape))
+        ours |= {"num_kv_heads": 2, "ffn_hidden_size": 176, "norm_eps": 1e-6}
+    else:
+        off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
+        shape = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+        theirs = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB_SIZE, **shape, **off))
+    theirs.save_pretrained(tmp_path / "hf")
+    spec = save_tokenizer(tmp_path / "hf", CHATML)
+    chats = [*conversations(300), *conversations(9, seed=1, most_turns=9)]  # some are longer than a sample
+    write_lines(tmp_path / "chats.jsonl", [{"messages": messages} for messages in chats])
+    settings = {
+        "model.family": family,
+        "model.overrides": ours,
+        "checkpoint.initial_load_path": str(tmp_path / "hf"),
+        "data.dataset": "conversations",
+        "data.paths": [str(tmp_path / "chats.jsonl")],
+        "data.tokenizer": str(spec),
+        "data.split": "1,0,0",
+        "data.reset_attention_mask": True,
+        "data.reset_position_ids": True,
+        "training.seq_len": SEQ,
+        "training.micro_batch_size": 1,
+        "training.global_batch_size": BATCH,
+        "training.steps": STEPS,
+        "training.max_norm": 0.0,
+    }
+    found = {}
+    for ranks in LAYOUTS:
+        found |= collect(losses_of_layouts, ranks, tmp_path, settings, ranks)[0]
+
+    run = prepare_run(resolve_settings(base_config(tmp_path, settings), 1))
+    chat = PreTrainedTokenizerFast.from_pretrained(tmp_path / "hf")
+    known = {
+        tuple(tokens[:-1][:SEQ]): (tokens[: SEQ + 1], labels) for tokens, labels in (labelled(chat, c) for c in chats)
+    }
+    theirs, section = theirs.double().train(), run.config.optimizer
+    groups = [
+        {"params": [p for p in theirs.parameters() if p.ndim > 1], "weight_decay": section.weight_decay},
+        {"params": [p for p in theirs.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps)
+    source, expected, seen = run.datasets["train"], list[float](), 0
+    for step in range(STEPS):
+        total, count = torch.zeros((), dtype=torch.float64), 0
+        for index in range(BATCH * step, BATCH * (step + 1)):
+            inputs, _, begins = source[index].tolist()
+            for begin in sorted(set(begins)):
+                packed = tuple(token for token, own in zip(inputs, begins, strict=True) if own == begin)
+                found_one = known.get(packed)
+                if found_one is None:  # what fills the sample up
+                    assert begin == max(begins) and set(packed) == {0}
+                    continue
+                tokens, labels = found_one
+                logits = theirs(input_ids=torch.tensor([tokens[:-1]])).logits[0]
+                goal = torch.tensor(labels[1 : len(tokens)])
+                total = total + F.cross_entropy(logits, goal, ignore_index=-100, reduction="sum")
+                count, seen = count + int((goal != -100).sum()), seen + 1
+        (total / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(total.item() / count)
+    assert seen > 2 * STEPS * BATCH  # so samples hold several conversations
+    assert expected[-1] < expected[0] - 0.5
+    for name in found:
+        assert found[name] == pytest.approx(expected, rel=2e-6), name

@@ -1,0 +1,85 @@
+"""Small chat models' tokenizers and conversations."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>"]
+VOCAB_SIZE = 320
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# As Llama 2's: no header before an answer, which begins with a space, and a </s> in the middle of a conversation.
+LLAMA = (
+    "{% for message in messages %}{% if message.role == 'user' %}<s>[INST] {{ message.content }} [/INST]"
+    "{% elif message.role == 'assistant' %} {{ message.content }} </s>"
+    "{% else %}{{ raise_exception('no ' + message.role + ' here') }}{% endif %}{% endfor %}"
+)
+PLAIN = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+PLAIN += "{% if add_generation_prompt %}assistant:{% endif %}"  # no special token; the answer's space is its own
+MARKED = (
+    "{%- for message in messages %}{% if message.role == 'assistant' %}A:{% generation %}{{ message.content }}"
+    "<|im_end|>{% endgeneration %}\n{% else %}{{ message.role if loop.last else 'earlier' }}: {{ message.content }}\n"
+    "{% endif %}{% endfor %}"
+)
+DATED = "{{ strftime_now('%d %b %Y') if strftime_now is defined else 'never' }}" + CHATML
+TEMPLATES = {"chatml": CHATML, "llama": LLAMA, "plain": PLAIN, "marked": MARKED, "dated": DATED}
+WORDS = [
+    "the",
+    "sum",
+    "of",
+    "two",
+    "numbers",
+    "is",
+    "what",
+    "you",
+    "get",
+    "when",
+    "they",
+    "are",
+    "added",
+    *"0123456789",
+]
+
+
+def save_tokenizer(folder: Path, template: str | None) -> Path:
+    """A byte-level BPE with special tokens, as transformers saves it; the path of its tokenizer.json."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=SPECIAL, initial_alphabet=letters)
+    tokenizer.train_from_iterator([" ".join(WORDS)] * 20, trainer)
+    saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    saved.chat_template = template
+    saved.save_pretrained(folder)
+    return folder / "tokenizer.json"
+
+
+def conversations(count: int, seed: int = 0, most_turns: int = 3) -> list[list[dict[str, str]]]:
+    """Questions and answers in turn, of different lengths."""
+    draw = random.Random(seed)
+
+    def text(most: int) -> str:
+        return " ".join(draw.choices(WORDS, k=draw.randint(1, most)))
+
+    return [
+        [
+            {"role": role, "content": text(most)}
+            for _ in range(draw.randint(1, most_turns))
+            for role, most in (("user", 4), ("assistant", 6))
+        ]
+        for _ in range(count)
+    ]
+
+
+def write_lines(path: Path, records: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path

@@ -1,0 +1,301 @@
+"""Conversations: what is learned of them, how they are packed, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from tests.unit.chat_cases import CHATML, MARKED, TEMPLATES, VOCAB_SIZE, conversations, save_tokenizer, write_lines
+from titan_like.config import ConfigError, load_config
+from titan_like.config.schema import JobConfig
+from titan_like.data.chat import Chat
+from titan_like.data.conversations import pack
+from titan_like.data.masks import MaskedSamples
+from titan_like.data.open_source import open_data
+from titan_like.data.raw_text import BadRecord
+from titan_like.data.source import Source
+from titan_like.models.registry import model_config
+from titan_like.planner.dry_run import describe_data
+from titan_like.train.rules import resolve_settings
+from titan_like.train.setup import open_run_data
+
+SEQ = 64
+MASKS = ["--data.reset_attention_mask=true", "--data.reset_position_ids=true"]
+
+
+def config_of(folder: Path, *settings: str) -> JobConfig:
+    return load_config(
+        [
+            *["--data.dataset=conversations", f"--data.paths={folder}/chats.jsonl", f"--training.seq_len={SEQ}"],
+            *["--data.split=1,0,0", f"--model.overrides.vocab_size={VOCAB_SIZE}", "--training.steps=9", *MASKS],
+            *[f"--job.dump_folder={folder}/out", "--evaluation.interval=0", *settings],
+        ]
+    )
+
+
+def opened(folder: Path, *settings: str) -> dict[str, Source]:
+    config = config_of(folder, *settings)
+    return open_data(config, model_config(config.model))
+
+
+def learned(chat: Chat, record: Any) -> list[str]:
+    """The stretches of a record's tokens that are learned, as text with special tokens."""
+    marked, stretches = chat.encode(record).tolist(), list[list[int]]()
+    for place, token in enumerate(marked):
+        if token >= 0 and (place == 0 or marked[place - 1] < 0):
+            stretches.append([])
+        if token >= 0:
+            stretches[-1].append(token)
+    return [chat.tokenizer.tokenizer.decode(tokens, skip_special_tokens=False) for tokens in stretches]
+
+
+# What is learned of an answer in each template.
+ANSWERS = {
+    "chatml": "{}<|im_end|>",
+    "llama": " {} </s>",
+    "plain": " {}\n",
+    "marked": "{}<|im_end|>",
+    "dated": "{}<|im_end|>",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_answers_with_their_ends_are_learned(tmp_path: Path, name: str) -> None:
+    chat = Chat(str(save_tokenizer(tmp_path, TEMPLATES[name])))
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for messages in conversations(20):
+        if name == "chatml":
+            messages = [{"role": "system", "content": "be brief"}, *messages, {"role": "user", "content": "and then"}]
+        marked = chat.encode({"messages": messages})
+        tokens = [token if token >= 0 else -1 - token for token in marked.tolist()]
+        if name == "dated":
+            assert theirs.decode(tokens).startswith("26 Jul 2024<|im_start|>")
+        else:
+            assert tokens == theirs.apply_chat_template(messages, return_dict=True)["input_ids"]
+        answers = [message["content"] for message in messages if message["role"] == "assistant"]
+        assert learned(chat, {"messages": messages}) == [ANSWERS[name].format(answer) for answer in answers]
+
+
+def test_a_prompt_with_an_answer_is_a_conversation_if_there_is_a_template(tmp_path: Path) -> None:
+    record = {"prompt": "the sum of 1 and 2", "answer": "3"}
+    with_template = Chat(str(save_tokenizer(tmp_path / "a", CHATML)))
+    messages = [{"role": "user", "content": record["prompt"]}, {"role": "assistant", "content": "3"}]
+    assert with_template.encode(record).tolist() == with_template.encode({"messages": messages}).tolist()
+    without = Chat(str(save_tokenizer(tmp_path / "b", None)))
+    assert learned(without, record) == ["3<|endoftext|>"]
+    assert Chat("byte").encode({"prompt": "é=", "answer": "1"}).tolist() == [-196, -170, -62, 49, 256]
+
+
+def test_what_a_tokenizer_puts_before_every_text_comes_before_a_prompt(tmp_path: Path) -> None:
+    path = save_tokenizer(tmp_path, None)
+    content = json.loads(path.read_text())
+    first = {"id": "<s>", "ids": [3], "tokens": ["<s>"]}
+    single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    processor = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": {"<s>": first}}
+    content["post_processor"] = processor
+    path.write_text(json.dumps(content))
+    assert Chat(str(path)).encode({"prompt": "", "answer": "0"}).tolist()[0] == -1 - 3
+
+
+CUT = '{"messages": [{"role": "user", "content": "a"}'
+USER, SYSTEM = {"role": "user", "content": "a"}, {"role": "system", "content": "a"}
+ANSWER = {"role": "assistant", "content": "b"}
+
+
+@pytest.mark.parametrize(
+    ("template", "line", "words"),
+    [
+        (CHATML, CUT, "the line is not JSON"),
+        (CHATML, '["a"]', 'neither "messages"'),
+        (CHATML, json.dumps({"messages": []}), 'neither "messages"'),
+        (CHATML, json.dumps({"messages": [{"role": "user"}]}), 'each with the texts "role" and "content"'),
+        (CHATML, json.dumps({"prompt": "a", "answer": 3}), 'nor the texts "prompt" and "answer"'),
+        (CHATML, json.dumps({"messages": [USER]}), 'no "assistant" that answers'),
+        (CHATML, json.dumps({"messages": [ANSWER, USER]}), 'no "assistant" that answers'),
+        (CHATML, '{"prompt": "\\ud800", "answer": "b"}', "half a surrogate pair"),
+        (None, json.dumps({"messages": [USER, ANSWER]}), "the tokenizer's folder has no chat template"),
+        (TEMPLATES["llama"], json.dumps({"messages": [SYSTEM, USER, ANSWER]}), "refuses the line (no system here)"),
+        ("{{ 1 // 0 }}", json.dumps({"messages": [USER, ANSWER]}), "refuses the line (integer division"),
+        ("{{ ''.__class__.mro() }}", json.dumps({"messages": [USER, ANSWER]}), "refuses the line (access to attribute"),
+        (
+            MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", ""),
+            json.dumps({"messages": [USER, ANSWER, USER, ANSWER]}),
+            "writes the beginning of the conversation in another way once more follows",
+        ),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, template: str | None, line: str, words: str) -> None:
+    spec = save_tokenizer(tmp_path, template)
+    good = json.dumps({"prompt": "a", "answer": "b"})
+    (tmp_path / "chats.jsonl").write_text(f"{good}\n\n{line}\n")
+    if template not in (CHATML, None):
+        (tmp_path / "chats.jsonl").write_text(f"\n\n{line}\n")
+    with pytest.raises(ConfigError) as error:
+        opened(tmp_path, f"--data.tokenizer={spec}")
+    message = str(error.value)
+    assert message.startswith(f'data.paths = "{tmp_path}/chats.jsonl:3": ') and words in message, message
+    assert message.endswith("; correct or remove it") and "\n" not in message
+    assert not [path for path in (tmp_path / "out" / "data_cache").iterdir() if path.suffix != ".lock"]
+
+
+def test_other_files_and_a_larger_vocabulary_are_refused(tmp_path: Path) -> None:
+    write_lines(tmp_path / "chats.jsonl", [{"prompt": "a", "answer": "b"}])
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(ConfigError, match=r"conversations are lines of \.jsonl files"):
+        opened(tmp_path, f"--data.paths={tmp_path}/a.txt")
+    with pytest.raises(ConfigError, match='dataset "conversations" needs files'):
+        opened(tmp_path, "--data.paths=[]")
+    spec = save_tokenizer(tmp_path, CHATML)
+    with pytest.raises(ConfigError, match=r"it has [0-9]+ tokens, but the model's vocab_size is 300"):
+        opened(tmp_path, f"--data.tokenizer={spec}", "--model.overrides.vocab_size=300")
+
+
+def test_only_causal_models_with_masks_are_fine_tuned(tmp_path: Path) -> None:
+    for family in ("bert", "t5"):
+        with pytest.raises(ConfigError, match=f"{family} .* and cannot be fine-tuned on answers"):
+            resolve_settings(config_of(tmp_path, f"--model.family={family}", *(f"{m[:-4]}false" for m in MASKS)))
+    for key in ("reset_attention_mask", "reset_position_ids"):
+        with pytest.raises(ConfigError, match=f"data.{key} = false: conversations share a sample"):
+            resolve_settings(config_of(tmp_path, f"--data.{key}=false"))
+    for family in ("gpt", "llama", "moe"):
+        resolve_settings(config_of(tmp_path, f"--model.family={family}"))
+
+
+def best_fit(lengths: list[int], size: int) -> list[list[int]]:
+    """The definition: the longest first, each to the fullest bin that has room for it."""
+    bins, room = list[list[int]](), list[int]()
+    for number in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
+        fitting = [at for at in range(len(bins)) if room[at] >= lengths[number]]
+        if not fitting:
+            fitting, bins, room = [len(bins)], [*bins, []], [*room, size]
+        chosen = min(fitting, key=lambda at: (room[at], at))
+        bins[chosen].append(number)
+        room[chosen] -= lengths[number]
+    return bins
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_packing_is_best_fit_decreasing(seed: int) -> None:
+    draw = random.Random(seed)
+    size = draw.randint(5, 40)
+    lengths = [draw.randint(1, size) for _ in range(draw.randint(0, 60))]
+    packed = pack(lengths, size)
+    assert packed == best_fit(lengths, size)
+    assert sorted(number for one in packed for number in one) == list(range(len(lengths)))
+    assert len(packed) <= 2 * sum(lengths) / size + 1  # any two bins hold more than one has room for
+
+
+def pairs(count: int, seed: int = 0) -> list[dict[str, str]]:
+    """Sums whose prompts all differ."""
+    draw = random.Random(seed)
+    return [
+        {"prompt": f"{number}+{draw.randint(0, 10**6)}=", "answer": "9" * draw.randint(1, 9)} for number in range(count)
+    ]
+
+
+def test_samples_hold_every_conversation_once_and_keep_them_apart(tmp_path: Path) -> None:
+    records = pairs(200)
+    write_lines(tmp_path / "chats.jsonl", records)
+    config = config_of(tmp_path, "--job.seed=5")
+    sources, masks = open_run_data(config, model_config(config.model))
+    source, samples, texts = sources["train"], MaskedSamples(sources["train"], masks), []
+    for index in range(len(source)):
+        inputs, labels, positions, first, end = samples[index].tolist()
+        assert end == [place + 1 for place in range(SEQ)]
+        assert positions == [place - begin for place, begin in enumerate(first)]
+        for begin in sorted(set(first)):
+            places = [place for place in range(SEQ) if first[place] == begin]
+            tokens, given = [inputs[place] for place in places], [labels[place] for place in places]
+            if set(tokens) == {256}:  # filled up
+                assert places[-1] == SEQ - 1 and set(given) == {-100}
+                continue
+            question = bytes(tokens).index(b"=")
+            assert given[:question] == [-100] * question
+            assert given[question:] == [*tokens[question + 1 :], 256]
+            texts.append(bytes(tokens).decode())
+    assert sorted(texts) == sorted(record["prompt"] + record["answer"] for record in records)
+    assert {tuple(source[index][0].tolist()) for index in range(len(source), 2 * len(source))} == {
+        tuple(source[index][0].tolist()) for index in range(len(source))
+    }
+    other = opened(tmp_path, "--job.seed=6")["train"]
+    assert other.fingerprint == source.fingerprint
+    assert [other[i].tolist() for i in range(len(other))] != [source[i].tolist() for i in range(len(source))]
+
+
+def test_splits_share_no_conversation_and_validation_ends(tmp_path: Path) -> None:
+    write_lines(tmp_path / "chats.jsonl", pairs(400))
+    sources = opened(tmp_path, "--data.split=7,3,0")
+    prompts = {
+        split: {
+            begin
+            for index in range(len(source))
+            for begin in bytes(t for t in source[index][0].tolist() if t < 256)
+            .decode()
+            .replace("=", "+")
+            .split("+")[:1]
+        }
+        for split, source in sources.items()
+    }
+    assert prompts["train"].isdisjoint(prompts["validation"])
+    told = [source.described(1, 1).split(" ")[0] for source in sources.values()]
+    assert sum(map(int, told)) == 400 and abs(int(told[0]) - 280) <= 2
+    assert sources["train"].fingerprint != sources["validation"].fingerprint
+    past = sources["validation"][len(sources["validation"])]
+    assert past.shape == (3, SEQ) and (past[1] == -100).all()
+
+
+def test_long_conversations_are_cut_or_left_out_and_counted(tmp_path: Path) -> None:
+    records = [
+        {"prompt": "p" * 10, "answer": "a" * (SEQ - 10)},  # with its end SEQ + 1 tokens, which fit
+        {"prompt": "p" * 10, "answer": "a" * (SEQ - 9)},
+        {"prompt": "p" * SEQ, "answer": "ab"},  # of which the first letter is the last label
+        {"prompt": "p" * (SEQ + 1), "answer": "a"},
+    ]
+    write_lines(tmp_path / "chats.jsonl", records)
+    source = opened(tmp_path)["train"]
+    answers = sorted(bytes(t % 256 for t in source.sample(n)[1].tolist() if t >= 0) for n in range(len(source)))
+    assert answers == [b"a", b"a" * (SEQ - 10) + b"\0", b"a" * (SEQ - 9)]
+    assert source.described(1, 1) == (
+        f"3 conversations in 3 samples | {3 * SEQ + 3} tokens, {SEQ - 9 + SEQ - 9 + 1} of answers"
+        " | 3 longer than training.seq_len: 2 cut, 1 left out that would have no answer"
+    )
+
+
+def test_the_cache_follows_the_template_and_a_dry_run_does_not_tokenize(tmp_path: Path, capfd: Any) -> None:
+    write_lines(tmp_path / "chats.jsonl", [{"messages": messages} for messages in conversations(30)])
+    spec = save_tokenizer(tmp_path, CHATML)
+    config = config_of(tmp_path, f"--data.tokenizer={spec}", f"--training.seq_len={4 * SEQ}")
+    model = model_config(config.model)
+    assert describe_data(config, model) == "1 files, not tokenized yet, so not counted"
+    before = open_data(config, model)["train"].fingerprint
+    assert "passes over them" in describe_data(config, model)
+    assert capfd.readouterr().err.count("tokenized 1 files into") == 1
+    save_tokenizer(tmp_path, TEMPLATES["llama"])
+    assert open_data(config, model)["train"].fingerprint != before
+    assert capfd.readouterr().err.count("tokenized 1 files into") == 1
+
+
+def test_a_blend_of_conversations_tells_each(tmp_path: Path) -> None:
+    for name, count in (("a", 50), ("b", 60)):
+        write_lines(tmp_path / f"{name}.jsonl", pairs(count))
+    paths = f'[0.7, "{tmp_path}/a.jsonl", 0.3, "{tmp_path}/b.jsonl"]'
+    source = opened(tmp_path, f"--data.paths={paths}")["train"]
+    assert source[0].shape == (3, SEQ)
+    first, second = (source.described(1, 1) or "").split("\n")
+    assert first.startswith("50 conversations in ") and second.startswith(" 60 conversations in ")
+
+
+def test_a_record_s_tools_reach_the_template(tmp_path: Path) -> None:
+    template = "{% for tool in tools or [] %}{{ tool.name }}{% endfor %}" + CHATML
+    chat = Chat(str(save_tokenizer(tmp_path, template)))
+    record = {"messages": [USER, ANSWER], "tools": [{"name": "adder"}]}
+    tokens = torch.tensor(chat.encode(record))
+    assert chat.tokenizer.decode(torch.where(tokens < 0, ~tokens, tokens).tolist()).startswith("adder")
+    with pytest.raises(BadRecord, match="refuses the line"):
+        chat.encode(record | {"tools": 3})

@@ -1,0 +1,121 @@
+"""Conversations as tokens, of which those of the answers are marked: a model learns to write them.
+
+A record is ``{"messages": [{"role": …, "content": …}, …]}`` or ``{"prompt": …, "answer": …}``. With a chat template,
+the latter is a conversation of a user and an assistant. Without one it becomes the tokens of the prompt, those of the
+answer and the end-of-document token.
+
+transformers renders templates, in its sandbox. If a template marks what the assistant says by ``{% generation %}``,
+that is the answers. Otherwise an answer is what the template writes for a message of the assistant, after the prompt
+that it would give the model at this place. It ends with its last special token, such as <|im_end|>, if it has one.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titan_like.config.errors import ConfigError, first_line
+from titan_like.data.raw_text import BadRecord
+from titan_like.data.tokenizer import build_tokenizer, is_on_hub
+
+_MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# Some templates write today's date. A run's data must not depend on the day, so they get that which Llama 3.1's has.
+_FIXED_DATE = "{%- macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
+
+
+def read_template(spec: str) -> Any:
+    """transformers' tokenizer of the folder or repository whose tokenizer.json `data.tokenizer` names; None if that has
+    no chat template.
+
+    Raises:
+        ConfigError: transformers is not installed, or cannot read the folder.
+    """
+    if not is_on_hub(spec) and Path(spec).name != "tokenizer.json":
+        return None
+    try:
+        from transformers import PreTrainedTokenizerFast
+
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(spec if is_on_hub(spec) else str(Path(spec).parent))
+    except Exception as error:  # of whatever is in the folder
+        problem = f"transformers cannot read its folder ({first_line(error)}); install titan_like[hf], or name another"
+        raise ConfigError("data.tokenizer", spec, problem) from None
+    return tokenizer if tokenizer.chat_template else None
+
+
+class Chat:
+    """Tokenizes records with the tokenizer and the chat template that `data.tokenizer` names."""
+
+    def __init__(self, spec: str) -> None:
+        self.tokenizer, self.template = build_tokenizer(spec), read_template(spec)
+
+    def encode(self, record: Any) -> np.ndarray:
+        """The tokens of a record, int32 [tokens]: t if it is of an answer, and else -1 - t.
+
+        Raises:
+            BadRecord: it is no conversation, has no answer, or the template does not fit it.
+        """
+        match record:
+            case {"messages": [*messages]} if messages and all(map(_is_message, messages)):
+                if self.template is None:
+                    raise BadRecord("the line has messages, but the tokenizer's folder has no chat template")
+            case {"prompt": str(prompt), "answer": str(answer)}:
+                messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+            case _:
+                problem = 'the line has neither "messages", each with the texts "role" and "content", nor the texts'
+                raise BadRecord(f'{problem} "prompt" and "answer"')
+        try:
+            if self.template is not None:
+                tokens, is_answer = self._by_template(messages, record.get("tools"))
+            else:
+                before = np.array([*self.tokenizer.first_ids, *self.tokenizer.encode(prompt)], dtype=np.int64)
+                tokens = np.array([*before, *self.tokenizer.encode(answer), self.tokenizer.eod_id])
+                is_answer = np.arange(len(tokens)) >= len(before)
+        except (ConfigError, UnicodeEncodeError):  # nothing else is wrong with a tokenizer that could be read
+            raise BadRecord("the line holds text that cannot be tokenized, such as half a surrogate pair") from None
+        if not is_answer[1:].any():
+            raise BadRecord("the line has no answer")
+        return np.where(is_answer, tokens, ~tokens).astype(np.int32)
+
+    def _by_template(self, messages: list[dict[str, Any]], tools: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of a conversation and whether they are of an answer: int64 and bool [tokens]."""
+        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if not answers or answers[0] == 0:
+            raise BadRecord('the line has no "assistant" that answers another message')
+        try:
+            text = self.template.get_chat_template(tools=tools)
+            text = _FIXED_DATE + text if "strftime_now" in text else text
+            write = partial(self.template.apply_chat_template, tools=tools, chat_template=text)
+            if _MARKS_ANSWERS.search(text):
+                found = write(messages, return_assistant_tokens_mask=True, return_dict=True)
+                return np.array(found["input_ids"]), np.array(found["assistant_masks"], dtype=bool)
+            texts = [write(messages, tokenize=False)]
+            for number in answers:
+                texts.append(write(messages[:number], add_generation_prompt=True, tokenize=False))
+                texts.append(write(messages[: number + 1], tokenize=False))
+        except Exception as error:  # a template may raise anything
+            raise BadRecord(f"the chat template refuses the line ({first_line(error)})") from None
+        if not all(map(texts[0].startswith, texts)):
+            problem = "the chat template writes the beginning of the conversation in another way once more follows, so"
+            raise BadRecord(f"{problem} its answers cannot be found; mark them in the template by {{% generation %}}")
+        tokens, *begun = self.tokenizer.encode_all(texts)
+        # How many tokens a text shares with the whole. A token across a border is the answer's: its prompt lacks it.
+        places = [int(np.append(tokens[: len(ids)] == ids[: len(tokens)], False).argmin()) for ids in begun]
+        is_answer = np.zeros(len(tokens), dtype=bool)
+        for begin, end in zip(places[::2], places[1::2], strict=True):
+            ends = [place + 1 for place in range(begin, end) if int(tokens[place]) in self.tokenizer.special_ids]
+            is_answer[begin : ends[-1] if ends else end] = True
+        return tokens, is_answer
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+
+
+@lru_cache(maxsize=1)
+def build_chat(spec: str, template: str) -> Chat:
+    """The `Chat` of a tokenizer with this template, of which a process keeps the last one."""
+    return Chat(spec)
