@@ -30,7 +30,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.accuracy import predict_row
-from benchmarks.measured_rows import read_rows
+from benchmarks.published_rows import published_rows
 from titan_like.config.schema import ActivationCheckpoint
 from titan_like.metrics.flops import megatron_flops_per_token
 from titan_like.models.gpt.config import GPTConfig
@@ -107,7 +107,7 @@ def megatron_2019() -> list[dict[str, Any]]:
 
 def ptdp_table_1() -> list[dict[str, Any]]:
     """TFLOP/s of a GPU in the rows of Table 1."""
-    rows = [row for row in read_rows(ROOT / "benchmarks/published_rows.toml")[0] if row.study == "ptdp_table1"]
+    rows = [row for row in published_rows() if row.study == "ptdp_table1"]
     points = []
     for row in rows:
         found = predict_row(row)

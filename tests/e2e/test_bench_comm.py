@@ -26,7 +26,9 @@ def test_each_dimension_is_measured_and_a_plan_takes_it(tmp_path: Path, capsys) 
     measurements = json.loads(file.read_text())["measurements"]
     found = [(one["dimension"], one["operation"], one["bytes"]) for one in measurements]
     sizes = (4096, 16384, 65536)
-    assert found == [(name, operation, size) for name in ("dp_shard", "tp") for operation in BUS_SHARES for size in sizes]
+    assert found == [
+        (name, operation, size) for name in ("dp_shard", "tp") for operation in BUS_SHARES for size in sizes
+    ]
     assert all(one["seconds"] > 0 and one["processes"] == 2 for one in measurements)
     assert (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
 
@@ -34,7 +36,16 @@ def test_each_dimension_is_measured_and_a_plan_takes_it(tmp_path: Path, capsys) 
     gpu += ["--parallelism.tensor_parallel_degree=2", "--training.global_batch_size=64"]
     times = []
     for links in ([], [f"--links={file}"]):
-        plan(["predict", "--model.flavor=gpt2_124m", "--training.seq_len=1024", *gpu, f"--json={tmp_path / 'p.json'}", *links])
+        plan(
+            [
+                "predict",
+                "--model.flavor=gpt2_124m",
+                "--training.seq_len=1024",
+                *gpu,
+                f"--json={tmp_path / 'p.json'}",
+                *links,
+            ]
+        )
         times.append(json.loads((tmp_path / "p.json").read_text())["predict"])
     assert times[0] != times[1]
 

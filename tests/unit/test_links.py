@@ -15,7 +15,13 @@ from titan_like.planner.profile import load_profile
 
 @pytest.mark.parametrize(
     ("operation", "factor"),  # nccl-tests, doc/PERFORMANCE.md, for 8 ranks
-    [("all_reduce", 1.75), ("all_gather", 0.875), ("reduce_scatter", 0.875), ("all_to_all", 0.875), ("send_receive", 1)],
+    [
+        ("all_reduce", 1.75),
+        ("all_gather", 0.875),
+        ("reduce_scatter", 0.875),
+        ("all_to_all", 0.875),
+        ("send_receive", 1),
+    ],
 )
 def test_bus_bandwidths_are_those_of_nccl_tests(operation: str, factor: float) -> None:
     one = Measurement("tp", 8, operation, 10**9, 0.5)
