@@ -1,4 +1,4 @@
-"""Draw the pictures in docs/planner.md and docs/long_context.md: predictions. Needs matplotlib.
+"""Draw the pictures in README.md, docs/planner.md and docs/long_context.md: predictions. Needs matplotlib.
 
     python benchmarks/planner_pictures.py
     python benchmarks/planner_pictures.py --only jean_zay
@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.accuracy import predict_row
+from benchmarks.published_rows import published_rows
 from benchmarks.stack_memory import memory
 from titan_like.config import load_config
 from titan_like.config.schema import ActivationCheckpoint
@@ -283,6 +285,24 @@ def draw_long_sequences(path: Path) -> None:
     made.savefig(path, dpi=130)
 
 
+def draw_predicted(path: Path) -> None:
+    """Predicted against measured step times of the published rows; the band is 10 % wide on either side."""
+    drawing, (panel,) = figure(1)
+    found = [predict_row(row) for row in published_rows() if not row.out_of_memory]
+    groups = {"PTD-P, Table 1: nothing fitted on it": True, "other published runs": False}
+    for (name, is_test), style in zip(groups.items(), ("o", "x"), strict=True):
+        own = [one for one in found if one is not None and (one.row.study == "ptdp_table1") == is_test]
+        panel.plot([one.row.seconds for one in own], [one.seconds for one in own], style, label=name)
+        errors = sorted(abs(one.error) for one in own)
+        print(f"{name}: {len(own)} runs, median error {errors[len(own) // 2]:.1%}, largest {errors[-1]:.1%}")
+    ends = [one.row.seconds for one in found if one is not None]
+    span = [0.7 * min(ends), 1.4 * max(ends)]
+    panel.fill_between(span, [0.9 * end for end in span], [1.1 * end for end in span], alpha=0.2, color="0.5")
+    panel.set(xscale="log", yscale="log", xlabel="measured, seconds a step", ylabel="predicted", xlim=span, ylim=span)
+    panel.legend(fontsize=8)
+    drawing.savefig(path, dpi=110)
+
+
 def shown(curves: Curves) -> Curves:
     """The curves as text."""
     for name, points in curves.items():
@@ -298,6 +318,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "jean_zay": draw_jean_zay,
     "simulated": draw_simulated,
     "long_sequences": draw_long_sequences,
+    "predicted": draw_predicted,
 }
 
 

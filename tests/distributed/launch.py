@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titan_like.checkpoint import saver
-from titan_like.config.schema import JobConfig
+from titan_like.config.schema import JobConfig, Optimizer
 from titan_like.parallel import split
 from titan_like.parallel.mesh import build_mesh
 from titan_like.train import training_state
@@ -116,6 +116,28 @@ def all_stages(trainer: Trainer, tensors: dict[str, torch.Tensor]) -> dict[str, 
 def trainer_of(folder: Path, settings: dict[str, Any], kind: type[Trainer] = Trainer) -> Any:
     """A trainer with settings over the defaults of `base_config`."""
     return kind(prepare_run(resolve_settings(base_config(folder, settings))))
+
+
+def losses_of_layouts(
+    rank: int, folder: Path, layouts: dict[str, dict[str, Any]], settings: dict[str, Any]
+) -> dict[str, list[float]]:
+    """The losses of each layout's run, whose settings are with their sections."""
+    found = {}
+    for name, layout in layouts.items():
+        trainer = trainer_of(folder, settings | layout)
+        data = trainer._load_data()
+        found[name] = [trainer.read_step(trainer.train_step(data)).loss for _ in range(trainer.run.total_steps)]
+        data.close()
+    return found
+
+
+def plain_adamw(model: torch.nn.Module, section: Optimizer) -> torch.optim.AdamW:
+    """torch's own optimizer, which decays matrices alone."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": section.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps)
 
 
 def train_case(case: Case, folder: Path) -> Result:

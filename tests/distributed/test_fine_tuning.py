@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.distributed.launch import base_config, collect, trainer_of
+from tests.distributed.launch import base_config, collect, losses_of_layouts, plain_adamw
 from tests.distributed.layouts import pipeline, tensor, zero
 from tests.unit.chat_cases import CHATML, VOCAB_SIZE, conversations, save_tokenizer, write_lines
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 
-STEPS, BATCH, SEQ = 30, 4, 128
+BATCH, SEQ = 4, 128
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"one process": {}},
     2: {
@@ -25,17 +25,6 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "data 2, ZeRO 3": zero(3),
     },
 }
-
-
-def losses_of_layouts(rank: int, folder: Path, settings: dict[str, Any], ranks: int) -> dict[str, list[float]]:
-    """The losses of each layout's run."""
-    found = {}
-    for name, layout in LAYOUTS[ranks].items():
-        trainer = trainer_of(folder, settings | layout)
-        data = trainer._load_data()
-        found[name] = [trainer.read_step(trainer.train_step(data)).loss for _ in range(STEPS)]
-        data.close()
-    return found
 
 
 def labelled(chat: Any, conversation: list[dict[str, str]]) -> tuple[list[int], list[int]]:
@@ -53,8 +42,9 @@ def labelled(chat: Any, conversation: list[dict[str, str]]) -> tuple[list[int], 
     return tokens, labels
 
 
+@pytest.mark.parametrize("steps", [8, pytest.param(30, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("family", ["llama", "gpt"])
-def test_30_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, family: str) -> None:
+def test_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, family: str, steps: int) -> None:
     """The reference computes each conversation by itself, so packing, masks and positions have to be exact."""
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -86,12 +76,12 @@ def test_30_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, family: s
         "training.seq_len": SEQ,
         "training.micro_batch_size": 1,
         "training.global_batch_size": BATCH,
-        "training.steps": STEPS,
+        "training.steps": steps,
         "training.max_norm": 0.0,
     }
     found = {}
-    for ranks in LAYOUTS:
-        found |= collect(losses_of_layouts, ranks, tmp_path, settings, ranks)[0]
+    for ranks, layouts in LAYOUTS.items():
+        found |= collect(losses_of_layouts, ranks, tmp_path, layouts, settings)[0]
 
     run = prepare_run(resolve_settings(base_config(tmp_path, settings), 1))
     chat = PreTrainedTokenizerFast.from_pretrained(tmp_path / "hf")
@@ -99,13 +89,9 @@ def test_30_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, family: s
         tuple(tokens[:-1][:SEQ]): (tokens[: SEQ + 1], labels) for tokens, labels in (labelled(chat, c) for c in chats)
     }
     theirs, section = theirs.double().train(), run.config.optimizer
-    groups = [
-        {"params": [p for p in theirs.parameters() if p.ndim > 1], "weight_decay": section.weight_decay},
-        {"params": [p for p in theirs.parameters() if p.ndim == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps)
+    optimizer = plain_adamw(theirs, section)
     source, expected, seen = run.datasets["train"], list[float](), 0
-    for step in range(STEPS):
+    for step in range(steps):
         total, count = torch.zeros((), dtype=torch.float64), 0
         for index in range(BATCH * step, BATCH * (step + 1)):
             inputs, _, begins = source[index].tolist()
@@ -124,7 +110,7 @@ def test_30_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, family: s
         optimizer.step()
         optimizer.zero_grad()
         expected.append(total.item() / count)
-    assert seen > 2 * STEPS * BATCH  # so samples hold several conversations
-    assert expected[-1] < expected[0] - 0.5
+    assert seen > 2 * steps * BATCH  # so samples hold several conversations
+    assert expected[-1] < expected[0] - 0.015 * steps
     for name in found:
         assert found[name] == pytest.approx(expected, rel=2e-6), name

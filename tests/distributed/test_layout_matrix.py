@@ -107,11 +107,11 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {  # what the set has not: ranks a
     "unequal shards of gpt, 2 replicas of zero 3": (4, ODD_GPT | zero(3, 2)),
     "unequal shards of gpt, zero 3 of 4": (4, ODD_GPT | zero(3)),
     "unequal shards of llama, zero 1 of 4": (4, ODD_LLAMA | zero(1)),
-    **on_eight(ParallelLayout("gpt", "interleaved_1f1b", "2 sp", 3, "2", "full", 4)),
 }
 EXHAUSTIVE: dict[str, tuple[int, dict[str, Any]]] = {
     "gpt 4 stages": (4, pipeline(4)),
     "llama tied, 4 stages": (4, TIED_LLAMA | pipeline(4, "gpipe")),
+    **on_eight(ParallelLayout("gpt", "interleaved_1f1b", "2 sp", 3, "2", "full", 4)),
     **on_eight(ParallelLayout("llama", "zbv_zero_bubble", "2", 2, "2 replicas", "selective", 2)),
 }
 

@@ -111,15 +111,15 @@ QUICK: list[tuple[list[str], list[str]]] = [
 SAME: list[tuple[list[str], list[str]]] = [
     ([*RAMPUP, *BFLOAT16[:2]], []),
     ([*LLAMA_MASKS, *SEQUENCE], [EXACT, SINGLE, RESUME]),
-    ([*PAIRS, *SEQUENCE], [EXACT, SINGLE, DROPOUT]),
     ([*GATHER, *SEQUENCE, *LLAMA_MASKS], [EXACT, SINGLE]),
     ([*T5, *PIPELINE], [EXACT, DROPOUT, RESUME]),
-    # Large weights: AdamW makes steps of the rounding of gradients that cancel, such as those of the keys' biases.
-    (["--model.overrides.init_std", "0.5", *DATA], [EXACT, SINGLE]),
     ([*FLOAT8, *TENSOR[:2], *ZERO_3, *BFLOAT16[:2]], [EXACT, "bfloat16"]),
     ([*FLOAT8_ROWS, *SEQUENCE], [EXACT, SINGLE]),
 ]
 MORE_SAME: list[tuple[list[str], list[str]]] = [
+    ([*PAIRS, *SEQUENCE], [EXACT, SINGLE, DROPOUT]),
+    # Large weights: AdamW makes steps of the rounding of gradients that cancel, such as those of the keys' biases.
+    (["--model.overrides.init_std", "0.5", *DATA], [EXACT, SINGLE]),
     ([*MOE, *BIASED, *SHARED, *ZERO_BUBBLE, *ZERO_3], []),
     ([*MOE, *BIASED, *SHARED, *INTERLEAVED, *FLOAT16[:2], "--training.global_batch_size", "32"], []),
     ([*MOE, *GATHER[2:], *RECOMPUTATION[:2], *BFLOAT16[:2], *Z_LOSS], []),
@@ -181,7 +181,7 @@ def bugs() -> Iterator[Any]:
     Compiling takes long, so no bug is chosen because it needs that.
     """
     types = {"float16", "bfloat16"}
-    shows = [{bug.__module__, axis, row, *types & set(layout)} - {"compile"} for bug, layout, axis, row, _ in BUGS]
+    shows = [{axis, row, *types & set(layout)} - {"compile"} for _, layout, axis, row, _ in BUGS]
     missing, chosen = set[str]().union(*shows), set[int]()
     while missing:
         number = max(range(len(BUGS)), key=lambda number: len(shows[number] & missing))
@@ -206,7 +206,7 @@ def test_bug_is_found_and_its_place_and_axis_named(
 
 
 def test_running_out_of_time_is_no_difference() -> None:
-    verdict = verify(DATA, runs.computes_for_ever, [EXACT], timeout=20)
+    verdict = verify(DATA, runs.computes_for_ever, [EXACT], timeout=6)
     assert verdict.outcome == "undecided"
     assert "float64 on 2 processes" in verdict.reason and "not over in time" in verdict.reason
     assert verdict.first_difference is None and verdict.blame is None

@@ -78,7 +78,7 @@ def test_is_planned_with_the_state_that_it_keeps(package: Path, tmp_path: Path) 
     ("rule", "layout", "axis"),
     [
         ("lars", ["--parallelism.tensor_parallel_degree=2", "--parallelism.data_parallel_shard_degree=1"], None),
-        ("naive_lars", ["--parallelism.zero_stage=3"], "zero_stage"),
+        pytest.param("naive_lars", ["--parallelism.zero_stage=3"], "zero_stage", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_rule_of_whole_parameters_is_verified(

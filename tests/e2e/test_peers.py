@@ -12,7 +12,7 @@ import pytest
 REPO = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_side_trains(tmp_path: Path) -> None:
     command = [sys.executable, str(REPO / "benchmarks" / "peers.py"), "--tiny", "--json", str(tmp_path / "peers.json")]
     done = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, check=False)

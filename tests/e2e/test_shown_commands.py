@@ -17,9 +17,12 @@ from pathlib import Path
 import pytest
 
 from titan_like.commands import search
+from titan_like.commands.bench_comm import build_parser as bench_parser
+from titan_like.commands.bench_comm import sizes_of
 from titan_like.commands.convert import build_parser as convert_parser
 from titan_like.commands.plan import main as plan_main
 from titan_like.config import load_config
+from titan_like.parallel.layout import resolve_layout
 from titan_like.planner.commands.outcome import Outcome
 from titan_like.search import cases as search_cases
 from titan_like.train.environment import dry_run_world
@@ -30,6 +33,7 @@ FILE_OF = {  # the installed commands, by the file that is the same in a checkou
     "titan-train": "train.py",
     "titan-preprocess": "scripts/preprocess_data.py",
     "titan-plot-loss": "scripts/plot_loss.py",
+    "titan-bench-comm": "scripts/bench_comm.py",
     **{
         f"titan-{name}": f"scripts/{name}.py"
         for name in ("plan", "verify", "search", "evaluate", "generate", "convert")
@@ -190,6 +194,10 @@ def check_call(program, environment, arguments, monkeypatch):
     elif script == "benchmarks/optimizers.py":
         batch = ["--training.micro_batch_size=1", f"--training.global_batch_size={8 * processes}"]
         resolve_settings(load_config(["--training.steps=1", *batch, *arguments]), processes)
+    elif script == "scripts/bench_comm.py":
+        options, settings = bench_parser().parse_known_args(arguments)
+        sizes_of(options)
+        resolve_layout(load_config(settings).parallelism, processes)
     elif script == "scripts/convert.py":
         convert_parser().parse_args(arguments)
     else:

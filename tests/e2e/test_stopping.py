@@ -188,7 +188,9 @@ def test_training_outlives_its_output(tmp_path: Path) -> None:
 TIMEOUT = 12.0
 
 
-@pytest.mark.parametrize("how", ["sleeps", "is stopped", "dies", "fails"])
+@pytest.mark.parametrize(
+    "how", [*(pytest.param(how, marks=pytest.mark.exhaustive) for how in ("sleeps", "is stopped")), "dies", "fails"]
+)
 def test_the_rank_that_the_others_wait_for_is_named(
     start: Callable[..., TorchrunJob], fork: Callable[..., ForkedJob], tmp_path: Path, how: str
 ) -> None:

@@ -21,7 +21,7 @@ SMALL = [
 ]  # fmt: skip
 COMMANDS = {
     *("titan-train", "titan-plan", "titan-verify", "titan-evaluate", "titan-generate", "titan-convert"),
-    *("titan-preprocess", "titan-plot-loss", "titan-search"),
+    *("titan-preprocess", "titan-plot-loss", "titan-search", "titan-bench-comm"),
 }
 
 pytestmark = pytest.mark.slow

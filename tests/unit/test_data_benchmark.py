@@ -8,7 +8,7 @@ import pytest
 from tests.e2e.scripts import Script
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory from /proc")
 def test_small_measurements(tmp_path: Path) -> None:
     text, result = tmp_path / "text.jsonl", tmp_path / "found.json"

@@ -4,7 +4,8 @@ Each constant is measured with what the planner uses it for. Linear layers, forw
 an attention core gives attention; a tiny layer gives the host's launch time; single norms, activations and sums give
 the memory's efficiency; collectives give links. The shortest of many runs counts, because other load on the machine
 only ever adds time. Several processes (torchrun) all measure at once, as in training, and their mean counts. On a CPU
-they share cores and memory.
+they share cores and memory; if there are more of them than cores, the median run counts, because the shortest ones had
+a core for themselves.
 """
 
 from __future__ import annotations
@@ -120,9 +121,11 @@ class Machine:
         self.is_cpu = device.type == "cpu"
         self.processes = dist.get_world_size()
         self.here = int(os.environ.get("LOCAL_WORLD_SIZE", self.processes))  # processes on this machine
+        shares_cores = self.is_cpu and self.here > len(os.sched_getaffinity(0))
+        self.typical: Callable[[list[float]], float] = statistics.median if shares_cores else min
 
     def seconds(self, run: Callable[[], object], most: float = _SECONDS) -> float:
-        """Seconds of the shortest run, until the device has finished its work."""
+        """Seconds of the run that counts, until the device has finished its work."""
         run()
         self._finish()
         times: list[float] = []
@@ -132,7 +135,7 @@ class Machine:
             run()
             self._finish()
             times.append(time.perf_counter() - start)
-        return self.mean(min(times))
+        return self.mean(self.typical(times))
 
     def seconds_between(self, run: Callable[[], object], product: Callable[[], object]) -> float:
         """Seconds that a run adds when it alternates with products on every process.
@@ -152,18 +155,18 @@ class Machine:
 
         several(product, run)
         rounds = [(several(product, run), several(product)) for _ in range(7)]
-        together, alone = (min(times) for times in zip(*rounds, strict=True))
+        together, alone = (self.typical(list(times)) for times in zip(*rounds, strict=True))
         return self.mean(max(together - alone, 0.0) / _ALTERNATIONS)
 
     def host_seconds(self, run: Callable[[], object]) -> float:
-        """Seconds of the shortest run until the host has launched its operators; the device may still be working."""
+        """Seconds of the run that counts until the host has launched its operators; the device may work on."""
         times = []
         for _ in range(30):
             self._finish()
             start = time.perf_counter()
             run()
             times.append(time.perf_counter() - start)
-        return self.mean(min(times))
+        return self.mean(self.typical(times))
 
     def mean(self, value: float) -> float:
         """The mean of a value over the processes."""
