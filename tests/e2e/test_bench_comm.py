@@ -7,29 +7,46 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.e2e.jobs import REPO
+from tests.e2e.jobs import REPO, free_port
 from titan_like.commands.plan import main as plan
-from titan_like.planner.links import BUS_SHARES
+from titan_like.planner.links import BETWEEN_NODES, BUS_SHARES
 
 
-def run(processes: int, *words: str) -> subprocess.CompletedProcess[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command = [*torchrun, str(REPO / "scripts/bench_comm.py"), "--seconds=0.01", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+def run(nodes: int, processes: int, *words: str) -> list[subprocess.CompletedProcess[str]]:
+    """One torchrun for each node, all on this machine."""
+    meeting = [f"--nnodes={nodes}", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *meeting, f"--nproc_per_node={processes}"]
+    script = [str(REPO / "scripts/bench_comm.py"), "--seconds=0.01", *words]
+    started = [
+        subprocess.Popen(
+            [*command, f"--node_rank={node}", *script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for node in range(nodes)
+    ]
+    outputs = [one.communicate(timeout=200) for one in started]
+    return [
+        subprocess.CompletedProcess(command, one.returncode, *texts)
+        for one, texts in zip(started, outputs, strict=True)
+    ]
 
 
-def test_each_dimension_is_measured_and_a_plan_takes_it(tmp_path: Path, capsys) -> None:
+def test_dimensions_and_pairs_of_nodes_are_measured_and_a_plan_takes_it(tmp_path: Path, capsys) -> None:
     file = tmp_path / "links.json"
     layout = ["--parallelism.tensor_parallel_degree=2", f"--json={file}", f"--picture={tmp_path / 'links.png'}"]
-    result = run(4, "--smallest=4k", "--largest=64k", *layout)
-    assert result.returncode == 0, result.stderr
+    first, second = run(2, 2, "--smallest=4k", "--largest=64k", "--link_gbit=400", *layout)
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     measurements = json.loads(file.read_text())["measurements"]
-    found = [(one["dimension"], one["operation"], one["bytes"]) for one in measurements]
+    found = [(one["dimension"], one["sharing"], one["operation"], one["bytes"]) for one in measurements]
     sizes = (4096, 16384, 65536)
+    # Tensor ranks share a node. Two groups of data ranks, like two pairs of ranks, share the links between nodes.
+    dimensions = (("dp_shard", 2), ("tp", 0), (BETWEEN_NODES, 2))
     assert found == [
-        (name, operation, size) for name in ("dp_shard", "tp") for operation in BUS_SHARES for size in sizes
+        (*dimension, operation, size) for dimension in dimensions for operation in BUS_SHARES for size in sizes
     ]
     assert all(one["seconds"] > 0 and one["processes"] == 2 for one in measurements)
+    last = 8e-9 * 2 * measurements[-1]["bus_bandwidth"]
+    assert f"{last:.4g} of 400 Gbit/s" in first.stdout.splitlines()[-1]
+    assert not second.stdout
     assert (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
 
     gpu = ["--cluster.gpu=H100", "--cluster.nodes=1", "--cluster.gpus_per_node=8", "--profile=fsdp_h100"]
@@ -51,5 +68,5 @@ def test_each_dimension_is_measured_and_a_plan_takes_it(tmp_path: Path, capsys) 
 
 
 def test_one_process_has_nothing_to_communicate() -> None:
-    result = run(1)
+    (result,) = run(1, 1)
     assert result.returncode != 0 and "nothing to communicate; start several" in result.stderr

@@ -10,7 +10,7 @@ import pytest
 from titan_like.commands.bench_comm import build_parser, sizes_of
 from titan_like.config.errors import ConfigError
 from titan_like.planner.links import BETWEEN_NODES, Measurement, read_measurements, with_links
-from titan_like.planner.profile import load_profile
+from titan_like.planner.profile import load_profile, profile_to_toml
 
 
 @pytest.mark.parametrize(
@@ -47,26 +47,45 @@ def test_sizes_that_make_no_sense_are_refused(words: list[str], told: str) -> No
     assert told in str(error.value)
 
 
-def ring(dimension: str, processes: int, bandwidth: float, latency: float) -> list[Measurement]:
+def ring(dimension: str, processes: int, bandwidth: float, latency: float, sharing: int = 0) -> list[Measurement]:
     """All-reduces of a ring with this bandwidth and latency of a hop, and messages at half of it."""
     hops = 2 * (processes - 1)
     few, many = hops * latency, hops * (latency + 2**30 / processes / bandwidth)
-    reduced = [Measurement(dimension, processes, "all_reduce", *one) for one in ((4096, few), (2**30, many))]
-    return [*reduced, Measurement(dimension, processes, "send_receive", 2**30, 2**31 / bandwidth)]
+    figures = (("all_reduce", 4096, few), ("all_reduce", 2**30, many), ("send_receive", 2**30, 2**31 / bandwidth))
+    return [Measurement(dimension, processes, *one, sharing) for one in figures]
 
 
 def test_a_profile_takes_the_links_that_were_measured(tmp_path: Path) -> None:
-    """The widest group inside a node counts, and for the network the pairs between two nodes."""
-    measured = [*ring("tp", 2, 1e9, 1e-3), *ring("dp_shard", 4, 200e9, 5e-6), *ring(BETWEEN_NODES, 2, 20e9, 3e-5)]
+    """The widest group inside a node counts, and for the network the pairs between two nodes.
+
+    Four processes of each node were measured, which share what a profile's node of eight has, and a ring of all data
+    ranks, which leaves the node, tells nothing of the links inside.
+    """
+    measured = [*ring("tp", 2, 1e9, 1e-3), *ring("ep", 4, 200e9, 5e-6), *ring("dp_shard", 8, 2e9, 1e-4, 1)]
+    measured += ring(BETWEEN_NODES, 2, 20e9, 3e-5, 4)
     file = tmp_path / "links.json"
     file.write_text(json.dumps({"measurements": [one.as_dict() for one in measured]}))
     start = load_profile("fsdp_h100")
     links = with_links(start, read_measurements(str(file))).links
     assert links.nvlink == pytest.approx(200e9, rel=1e-3) and links.nvlink_latency == pytest.approx(5e-6)
-    assert links.node == pytest.approx(8 * 20e9, rel=1e-3) and links.node_messages == pytest.approx(8 * 10e9, rel=1e-3)
+    assert links.node == pytest.approx(4 * 20e9, rel=1e-3) and links.node_messages == pytest.approx(4 * 10e9, rel=1e-3)
     assert links.network_latency == pytest.approx(3e-5)
     # The prediction of the planner is then what was measured.
     assert links.all_reduce(2**30, 4, 1) == pytest.approx(measured[4].seconds, rel=0.01)
+
+
+def test_a_profile_of_cpus_takes_faster_links_than_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "cpu.toml"
+    device = "memory_gib = 8\nmemory_bandwidth = 40\nnvlink = 1\nmultiprocessors = 1\ntensor_element = 1\n"
+    path.write_text(
+        'device = "CPU"\ngpus_per_node = 4\nnode_bandwidth = 4e9\nnvlink_efficiency = 0.5\n'
+        f"[device_table]\n{device}peak = {{ float32 = 0.1 }}\nis_cpu = true\n"
+    )
+    found = with_links(load_profile(str(path)), ring("dp_shard", 4, 2e9, 1e-3))
+    path.write_text(profile_to_toml(found))
+    for links in (found.links, load_profile(str(path)).links):
+        assert links.nvlink == pytest.approx(2e9, rel=1e-3)
+        assert links.node / 4 == pytest.approx(2e9, rel=1e-3) and links.node_messages / 4 == pytest.approx(1e9, 1e-3)
 
 
 def test_a_file_without_measurements_is_refused(tmp_path: Path) -> None:

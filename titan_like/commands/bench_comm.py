@@ -25,7 +25,7 @@ from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, check_output_file, json_text, path_option, write_output_file
 from titan_like.metrics.timeline_plot import can_draw
 from titan_like.parallel.layout import resolve_layout
-from titan_like.parallel.mesh import build_mesh
+from titan_like.parallel.mesh import build_expert_mesh, build_mesh
 from titan_like.planner.links import BETWEEN_NODES, BUS_SHARES, Measurement
 from titan_like.train.environment import check_meeting, environment_number, number_of_processes
 from titan_like.train.job import process_group
@@ -111,8 +111,11 @@ def main(argv: list[str]) -> int:
         whole, other = (torch.zeros(sizes[-1] // _ELEMENT, device=device) for _ in range(2))
         mesh = build_mesh(layout, device.type)
         groups = [(name, mesh.get_group(name)) for name in mesh.mesh_dim_names or () if mesh[name].size() > 1]
+        if layout.expert > 1:
+            groups.append(("ep", build_expert_mesh(mesh, layout.expert).get_group("ep")))
         pairs = between_nodes(processes, here)
         for name, group in [*groups, *([(BETWEEN_NODES, pairs)] if pairs else [])]:
+            sharing = int(largest(sharing_of(group, here), device))
             if is_first:
                 print(f"{name}: {group.size()} processes on {dist.get_backend()}\n{_HEAD}", flush=True)
             for operation in BUS_SHARES:
@@ -120,9 +123,9 @@ def main(argv: list[str]) -> int:
                     elements = max(1, size // _ELEMENT // group.size()) * group.size()
                     run = operation_on(operation, whole[:elements], other[:elements], group)
                     seconds = seconds_of(run, device, options.seconds)
-                    found.append(Measurement(name, group.size(), operation, elements * _ELEMENT, seconds))
+                    found.append(Measurement(name, group.size(), operation, elements * _ELEMENT, seconds, sharing))
                     if is_first:
-                        print(line(found[-1], options.link_gbit, here), flush=True)
+                        print(line(found[-1], options.link_gbit), flush=True)
         dist.barrier()
     if not is_first:
         return 0
@@ -147,6 +150,12 @@ def between_nodes(processes: int, here: int) -> dist.ProcessGroup | None:
     pairs = [[n * here + i, (n + 1) * here + i] for n in range(0, nodes - 1, 2) for i in range(here)]
     rest = [[rank] for rank in range(2 * here * (nodes // 2), processes)]
     return dist.new_subgroups_by_enumeration([*pairs, *rest])[0]
+
+
+def sharing_of(group: dist.ProcessGroup, here: int) -> int:
+    """How many groups like this one use a node's links to others at the same time; 0 if this one stays in its node."""
+    nodes = [rank // here for rank in dist.get_process_group_ranks(group)]
+    return 0 if len(set(nodes)) == 1 else here // nodes.count(nodes[0])
 
 
 def operation_on(name: str, whole: torch.Tensor, other: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
@@ -187,16 +196,18 @@ def seconds_of(run: Callable[[], None], device: torch.device, most: float) -> fl
         _finish(device)
         return (time.perf_counter() - start) / runs
 
-    def of_slowest(seconds: float) -> float:
-        found = torch.tensor([seconds], dtype=torch.float64, device=device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return found.item()
-
     with warnings.catch_warnings():  # two functions have new names in later versions
         warnings.simplefilter("ignore", FutureWarning)
         block(1)  # connects
-        runs = min(_MOST_RUNS, max(1, int(most / _BLOCKS / of_slowest(block(1)))))
-        return of_slowest(statistics.median(block(runs) for _ in range(_BLOCKS)))
+        runs = min(_MOST_RUNS, max(1, int(most / _BLOCKS / largest(block(1), device))))
+        return largest(statistics.median(block(runs) for _ in range(_BLOCKS)), device)
+
+
+def largest(value: float, device: torch.device) -> float:
+    """The largest of all processes' values."""
+    found = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.item()
 
 
 def _finish(device: torch.device) -> None:
@@ -207,15 +218,15 @@ def _finish(device: torch.device) -> None:
 _HEAD = f"{'operation':15s} {'bytes':>13s} {'µs':>12s} {'algorithm GB/s':>15s} {'bus GB/s':>9s}"
 
 
-def line(one: Measurement, link_gbit: float | None, here: int) -> str:
-    """A row of the table. Between two nodes, all ``here`` processes of a node share its links."""
+def line(one: Measurement, link_gbit: float | None) -> str:
+    """A row of the table. What leaves a node shares its links with the groups next to it."""
     text = (
         f"{one.operation:15s} {one.bytes:13,d} {1e6 * one.seconds:12,.1f} {one.algorithm_bandwidth / 1e9:15.3f} "
         f"{one.bus_bandwidth / 1e9:9.3f}"
     )
     if link_gbit is None:
         return text
-    gbit = 8e-9 * one.bus_bandwidth * (here if one.dimension == BETWEEN_NODES else 1)
+    gbit = 8e-9 * one.bus_bandwidth * max(1, one.sharing)
     return f"{text}  {gbit:.4g} of {link_gbit:g} Gbit/s ({gbit / link_gbit:.0%})"
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.paths import file_problem
-from titan_like.planner.profile import Profile
+from titan_like.planner.profile import Profile, is_builtin
 
 BETWEEN_NODES = "two nodes"  # ranks with the same number on two nodes
 # Operation → bytes that each of n processes sends over its link, as a share of the buffer.
@@ -37,6 +37,7 @@ class Measurement:
     operation: str
     bytes: int
     seconds: float  # on the slowest process
+    sharing: int = 0  # groups that share a node's links to others; 0: they stay inside one node
 
     @property
     def algorithm_bandwidth(self) -> float:
@@ -81,27 +82,27 @@ def with_links(profile: Profile, measurements: list[Measurement]) -> Profile:
     those of the largest buffers. A ring all-reduce of the smallest one is 2(n − 1) messages that take nothing but their
     latency. Processes on one machine's CPU have no other links.
     """
-    inside = [one for one in measurements if one.dimension != BETWEEN_NODES]
-    widest = max((one.processes for one in inside), default=0)
-    changes: dict[str, float] = {}
-    if inside:
-        all_reduce, message, latency = _figures([one for one in inside if one.processes == widest])
-        changes = {
-            "nvlink_efficiency": min(1.0, all_reduce / profile.device.nvlink_bandwidth),
-            "nvlink_latency": latency,
-        }
+    inside = [one for one in measurements if not one.sharing]
+    widest = [one for one in inside if one.processes == max(other.processes for other in inside)]
     pairs = [one for one in measurements if one.dimension == BETWEEN_NODES]
-    if pairs or (inside and profile.device.is_cpu):
-        all_reduce, message, latency = _figures(pairs or [one for one in inside if one.processes == widest])
-        changes |= network(all_reduce, message, latency, profile.gpus_per_node)
+    changes: dict[str, Any] = {}
+    if widest:
+        all_reduce, _, latency = _figures(widest)
+        device = profile.device
+        if not is_builtin(device):  # its links are no data sheet's, but an earlier measurement's
+            device = replace(device, nvlink_bandwidth=all_reduce)
+        efficiency = min(1.0, all_reduce / device.nvlink_bandwidth)
+        changes = {"device": device, "nvlink_efficiency": efficiency, "nvlink_latency": latency}
+    if pairs or (widest and profile.device.is_cpu):
+        changes |= network(*_figures(pairs or widest), pairs[0].sharing if pairs else profile.gpus_per_node)
     return profile.changed(**changes)
 
 
-def network(all_reduce: float, message: float, latency: float, gpus_per_node: int) -> dict[str, float]:
-    """Constants of a profile for links of which each process gets these bandwidths, in bytes per second."""
+def network(all_reduce: float, message: float, latency: float, processes: int) -> dict[str, float]:
+    """Constants of a profile for links of which each of a node's processes gets these bandwidths, in bytes/s."""
     fastest = max(all_reduce, message)
     return {
-        "node_bandwidth": fastest * gpus_per_node,
+        "node_bandwidth": fastest * processes,
         "network_efficiency": all_reduce / fastest,
         "message_efficiency": message / fastest,
         "network_latency": latency,
