@@ -1,94 +1,78 @@
-"""Collectives between processes of this machine, and what a profile that takes them predicts of measured runs.
+"""Errors of predicted step times before and after a profile takes the links that bench_comm.py has measured.
 
-    python benchmarks/comm_profile.py
-    python benchmarks/comm_profile.py --processes 4 --largest 16m --rounds 1
-    python benchmarks/comm_profile.py --json benchmarks/results/comm_cpu.json --picture docs/images/comm_cpu.png
+    python benchmarks/search_cpu.py --out outputs/search_cpu
+    python benchmarks/comm_profile.py --search outputs/search_cpu
 
-For each number of processes: bench_comm.py; plan.py microbenchmark, whose profile has links of its own; and runs of
-train.py that split a model along one axis. Each run is predicted before and after the profile takes what bench_comm.py
-measured (plan.py predict --links), and both errors are printed. Measured is the shortest step, as in
-benchmarks/planner_own_trainer.py. Measure on an idle machine; `load` says how idle it was.
+The runs are those of a measured search on this machine, and the profiles that it measured (plan.py microbenchmark) have
+links of their own. For each number of processes, bench_comm.py measures collectives unless
+benchmarks/results/links_gloo_N.json holds some; --measure replaces these. Nothing is fitted on the runs. Measure on an
+idle machine; a size may take minutes where processes are more than cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
+import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.planner_own_trainer import WIDE, measure, predict, torchrun
+from benchmarks.search_cpu import ENVIRONMENT, ROOT
+from titan_like.planner.commands.calibrate import log_errors
+from titan_like.planner.links import read_measurements, with_links
+from titan_like.planner.predict import of_own_trainer
+from titan_like.planner.profile import load_profile
+from titan_like.planner.rows import read_rows
 
-KINDS = {
-    "data": "--parallelism.data_parallel_shard_degree",
-    "tensor": "--parallelism.tensor_parallel_degree",
-    "pipeline": "--parallelism.pipeline_parallel_degree",
-}
-LAYERS = "--model.overrides.num_layers=8"
-MODEL = ["--model.family=gpt", *WIDE, LAYERS, "--training.seq_len=256", "--training.global_batch_size=8"]
-
-
-def settings_of(kind: str, processes: int) -> list[str]:
-    """A run that splits the model, or the batch, over all processes."""
-    size = {"data": 8 // processes, "tensor": 4, "pipeline": 1}[kind]
-    return [*MODEL, f"{KINDS[kind]}={processes}", f"--training.micro_batch_size={size}"]
+FOLDER = ROOT / "benchmarks" / "results"
+LARGEST = {2: "1g", 4: "256m", 8: "64m"}  # of bench_comm.py: memory and time on this machine
 
 
-def compared(processes: int, kind: str, profile: Path, links: Path, rounds: int, steps: int) -> dict[str, Any]:
-    """A measured run and its predictions before and after the profile takes the links."""
-    settings, load = settings_of(kind, processes), os.getloadavg()[0]
-    with tempfile.TemporaryDirectory() as name:
-        folder, row = Path(name), {"run": f"{kind} {processes}", "processes": processes}
-        seconds = min(min(measure(processes, settings, steps, folder / str(n))[0]) for n in range(rounds))
-        row |= {"measured_s": seconds, "load": load}
-        for when, words in (("before", []), ("after", ["--links", str(links)])):
-            parts = predict(profile, [*settings, *words], folder)["step_seconds"]
-            row[when] = {"seconds": parts["total"], "error": parts["total"] / seconds - 1}
-            row[when]["communication"] = parts["tensor"] + parts["messages"] + parts["data"]
-    before, after = row["before"], row["after"]
-    print(
-        f"{row['run']:11s} measured {seconds:.4f} s; before {before['seconds']:.4f} s ({before['error']:+.1%}), "
-        f"after {after['seconds']:.4f} s ({after['error']:+.1%})",
-        flush=True,
-    )
-    return row
+def measure(processes: int, file: Path) -> None:
+    """Run bench_comm.py, which prints what it finds."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    words = ["scripts/bench_comm.py", "--largest", LARGEST.get(processes, "64m"), "--json", str(file)]
+    subprocess.run([*torchrun, *words], cwd=ROOT, env=ENVIRONMENT, check=True)
 
 
 def main() -> None:
-    """Measure, predict, compare."""
+    """Predict every run twice, print and write the errors."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", nargs="+", type=int, default=[2, 4, 8])
-    parser.add_argument("--largest", default="256m", help="of bench_comm.py")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=6, help="measured steps of a run, after three of warm-up")
+    parser.add_argument("--search", type=Path, required=True, help="folder of benchmarks/search_cpu.py")
+    parser.add_argument("--measure", action="store_true", help="measure collectives anew")
     parser.add_argument("--json", metavar="PATH", help="write the figures to this file")
-    parser.add_argument("--picture", metavar="FILE.png", help="of the collectives between the most processes")
     options = parser.parse_args()
-    collectives, rows = {}, []
-    with tempfile.TemporaryDirectory() as folder:
-        for processes in options.processes:
-            links, profile = (Path(folder) / f"processes_{processes}.{ending}" for ending in ("json", "toml"))
-            words = ["--largest", options.largest, "--json", str(links)]
-            if options.picture and processes == max(options.processes):
-                words += ["--picture", str(Path(options.picture).resolve())]
-            print(torchrun(processes, "scripts/bench_comm.py", *words), flush=True)
-            print(torchrun(processes, "scripts/plan.py", "microbenchmark", "--out", str(profile)), flush=True)
-            collectives[str(processes)] = json.loads(links.read_text())
-            rows += [compared(processes, kind, profile, links, options.rounds, options.steps) for kind in KINDS]
-    errors = {when: statistics.median(abs(row[when]["error"]) for row in rows) for when in ("before", "after")}
-    print(f"median error before {errors['before']:.1%}, after {errors['after']:.1%}")
+    layouts = json.loads((options.search / "results.json").read_text())["layouts"]
+    names = [row["layout"] for row in layouts if row["outcome"] == "ok"]
+    rows, left_out = read_rows(str(options.search / "rows.json"), "float32")
+    assert len(rows) == len(names) and not left_out, left_out
+    found: dict[int, dict[str, Any]] = {}
+    for processes in sorted({row.work.num_gpus for row in rows} - {1}):
+        file = FOLDER / f"links_gloo_{processes}.json"
+        if options.measure or not file.exists():
+            measure(processes, file)
+        start = load_profile(str(options.search / f"cpu_{processes}.toml"))
+        here = [at for at, row in enumerate(rows) if row.work.num_gpus == processes]
+        errors = {}
+        for when, profile in (("before", start), ("after", with_links(start, read_measurements(str(file))))):
+            one = of_own_trainer(profile, "float32").changed(one_node=True)
+            errors[when] = np.expm1(log_errors([rows[at] for at in here], one)).tolist()
+        runs = [
+            {"layout": names[at], "before": before, "after": after}
+            for at, before, after in zip(here, errors["before"], errors["after"], strict=True)
+        ]
+        medians = {when: statistics.median(map(abs, some)) for when, some in errors.items()}
+        found[processes] = {"runs": runs, "median_error": medians}
+        for run in runs:
+            print(f"{run['layout']:32s} {run['before']:+7.1%} before {run['after']:+7.1%} after")
+        print(f"{processes} processes, median error: {medians['before']:.1%} before, {medians['after']:.1%} after")
     if options.json:
-        machine = {"cores": os.cpu_count(), "machine": platform.machine(), "torch": torch.__version__}
-        result = machine | {"median_error": errors, "runs": rows, "collectives": collectives}
-        Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
+        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

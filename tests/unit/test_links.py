@@ -36,8 +36,8 @@ def test_sizes_grow_by_four() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--largest=1t"], "--largest = 1t: must be from 1k to 64g"),
-        (["--smallest=1m", "--largest=4k"], "--smallest = 1m: is above --largest 4k"),
+        (["--largest=1t"], '--largest = "1t": must be from 1k to 64g'),
+        (["--smallest=1m", "--largest=4k"], '--smallest = "1m": is above --largest 4k'),
         (["--seconds=0"], "--seconds = 0.0: must be above 0"),
     ],
 )
@@ -49,9 +49,10 @@ def test_sizes_that_make_no_sense_are_refused(words: list[str], told: str) -> No
 
 def ring(dimension: str, processes: int, bandwidth: float, latency: float, sharing: int = 0) -> list[Measurement]:
     """All-reduces of a ring with this bandwidth and latency of a hop, and messages at half of it."""
-    hops = 2 * (processes - 1)
-    few, many = hops * latency, hops * (latency + 2**30 / processes / bandwidth)
-    figures = (("all_reduce", 4096, few), ("all_reduce", 2**30, many), ("send_receive", 2**30, 2**31 / bandwidth))
+    hops, figures = 2 * (processes - 1), []
+    for size in (4096, 2**24, 2**30):
+        figures.append(("all_reduce", size, hops * (latency + size / processes / bandwidth)))
+        figures.append(("send_receive", size, latency + 2 * size / bandwidth))
     return [Measurement(dimension, processes, *one, sharing) for one in figures]
 
 
@@ -67,11 +68,13 @@ def test_a_profile_takes_the_links_that_were_measured(tmp_path: Path) -> None:
     file.write_text(json.dumps({"measurements": [one.as_dict() for one in measured]}))
     start = load_profile("fsdp_h100")
     links = with_links(start, read_measurements(str(file))).links
-    assert links.nvlink == pytest.approx(200e9, rel=1e-3) and links.nvlink_latency == pytest.approx(5e-6)
-    assert links.node == pytest.approx(4 * 20e9, rel=1e-3) and links.node_messages == pytest.approx(4 * 10e9, rel=1e-3)
-    assert links.network_latency == pytest.approx(3e-5)
-    # The prediction of the planner is then what was measured.
-    assert links.all_reduce(2**30, 4, 1) == pytest.approx(measured[4].seconds, rel=0.01)
+    # Latency is that of the smallest buffers, of which 4,096 / n bytes a hop add up to 0.4 % here.
+    assert links.nvlink == pytest.approx(200e9) and links.nvlink_latency == pytest.approx(5e-6, rel=4e-3)
+    assert links.node == pytest.approx(4 * 20e9) and links.node_messages == pytest.approx(4 * 10e9)
+    assert links.network_latency == pytest.approx(3e-5, rel=4e-3)
+    # The prediction of the planner is then what was measured, but for the 4 KiB that count as latency.
+    whole = next(one for one in measured if (one.dimension, one.bytes, one.operation) == ("ep", 2**30, "all_reduce"))
+    assert links.all_reduce(2**30, 4, 1) == pytest.approx(whole.seconds, rel=1e-5)
 
 
 def test_a_profile_of_cpus_takes_faster_links_than_its_own(tmp_path: Path) -> None:
@@ -84,8 +87,8 @@ def test_a_profile_of_cpus_takes_faster_links_than_its_own(tmp_path: Path) -> No
     found = with_links(load_profile(str(path)), ring("dp_shard", 4, 2e9, 1e-3))
     path.write_text(profile_to_toml(found))
     for links in (found.links, load_profile(str(path)).links):
-        assert links.nvlink == pytest.approx(2e9, rel=1e-3)
-        assert links.node / 4 == pytest.approx(2e9, rel=1e-3) and links.node_messages / 4 == pytest.approx(1e9, 1e-3)
+        assert links.nvlink == pytest.approx(2e9)
+        assert links.node / 4 == pytest.approx(2e9) and links.node_messages / 4 == pytest.approx(1e9)
 
 
 def test_a_file_without_measurements_is_refused(tmp_path: Path) -> None:
@@ -94,5 +97,5 @@ def test_a_file_without_measurements_is_refused(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ConfigError, match=r"give a JSON file that bench_comm.py has written"):
             read_measurements(str(file))
-    with pytest.raises(ConfigError, match=r"--links = nowhere.json: does not exist"):
+    with pytest.raises(ConfigError, match=r'--links = "nowhere.json": does not exist'):
         read_measurements("nowhere.json")

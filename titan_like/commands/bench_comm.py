@@ -101,9 +101,11 @@ def main(argv: list[str]) -> int:
     layout, here = resolve_layout(config.parallelism, processes), environment_number("LOCAL_WORLD_SIZE", processes)
     check_meeting()
     device = select_device("float32")
-    room = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory_bytes() // here
-    if 2 * sizes[-1] > 0.8 * room:
-        problem = f"two buffers of this size need more than the {room / 2**30:.3g} GiB of a process; lower it"
+    buffers, room = 3, host_memory_bytes() // here  # gloo takes one more, for all-gathers and others
+    if device.type == "cuda":
+        buffers, room = 2, torch.cuda.mem_get_info(device)[0]
+    if buffers * sizes[-1] > 0.8 * room:
+        problem = f"{buffers} buffers of this size need more than the {room / 2**30:.3g} GiB of a process; lower it"
         raise ConfigError("--largest", options.largest, problem)
     found: list[Measurement] = []
     with process_group(device):

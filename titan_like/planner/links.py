@@ -79,8 +79,8 @@ def with_links(profile: Profile, measurements: list[Measurement]) -> Profile:
     """The profile with the bandwidths and latencies of the links that were measured.
 
     The widest group inside a node tells of its links, and pairs of ranks on two nodes of the network. Bandwidths are
-    those of the largest buffers. A ring all-reduce of the smallest one is 2(n − 1) messages that take nothing but their
-    latency. Processes on one machine's CPU have no other links.
+    those of the largest buffers, less latency. A ring all-reduce of the smallest one is 2(n − 1) messages that take
+    nothing but their latency. Processes on one machine's CPU have no other links.
     """
     inside = [one for one in measurements if not one.sharing]
     widest = [one for one in inside if one.processes == max(other.processes for other in inside)]
@@ -110,12 +110,19 @@ def network(all_reduce: float, message: float, latency: float, processes: int) -
 
 
 def _figures(measurements: list[Measurement]) -> tuple[float, float, float]:
-    """Bus bandwidths of all-reduces and messages, and the latency of a hop."""
+    """Bandwidths of all-reduces and messages, and the latency of a hop."""
     by_operation = {name: [one for one in measurements if one.operation == name] for name in BUS_SHARES}
     reduced = by_operation["all_reduce"]
     if not reduced:
         raise ConfigError("--links", None, "the file has no all_reduce; measure it too")
-    largest, smallest = max(reduced, key=lambda one: one.bytes), min(reduced, key=lambda one: one.bytes)
-    messages = by_operation["send_receive"] or [largest]
-    message = max(messages, key=lambda one: one.bytes).bus_bandwidth
-    return largest.bus_bandwidth, message, smallest.seconds / (2 * (smallest.processes - 1))
+    smallest = min(reduced, key=lambda one: one.bytes)
+    latency = smallest.seconds / (2 * (smallest.processes - 1))
+    return _bandwidth(reduced), _bandwidth(by_operation["send_receive"] or reduced), latency
+
+
+def _bandwidth(measurements: list[Measurement]) -> float:
+    """Bus bandwidth of the bytes that the largest buffer has more than the smallest, so without latency."""
+    first, last = (of(measurements, key=lambda one: one.bytes) for of in (min, max))
+    if last.seconds <= first.seconds:  # the same one, or too small to tell
+        return last.bus_bandwidth
+    return replace(last, bytes=last.bytes - first.bytes, seconds=last.seconds - first.seconds).bus_bandwidth
