@@ -19,7 +19,7 @@ from titan_like.checkpoint.step_folders import complete_steps
 # Two ranks write their checkpoints in the background.
 LAYOUTS: dict[int, dict[str, Any]] = {1: {}, 2: {"parallelism.zero_stage": 1, "checkpoint.async": True}}
 BACK = {"checkpoint.load_step": 1, "optimizer.lr": 5e-3}  # another branch of the run, with other weights
-LONG = {"training.steps": 40, "checkpoint.keep_latest": 2}
+LONG = {"training.steps": 24, "checkpoint.keep_latest": 2}
 NEVER = 10**9
 
 
@@ -178,7 +178,7 @@ def test_every_instant_of_sweeping_up_after_a_crash(straight: Straight) -> None:
 def test_kills_at_random_times_while_saving_after_every_step(straight: Straight) -> None:
     dump, moments = straight.root / "random", random.Random(straight.ranks)
     settings = straight.settings | LONG
-    for step in (2, 6, 10, 14, 18):
+    for step in (2, 6, 10, 14):
         job = start_group(crash_worker.train, straight.ranks, straight.root, dump, settings)
         await_step(dump / "metrics.jsonl", step)
         time.sleep(moments.uniform(0, 0.06))  # a step and its save take about that long
@@ -190,7 +190,7 @@ def test_kills_at_random_times_while_saving_after_every_step(straight: Straight)
     assert len(starts) >= 3 and [start["step"] for start in starts] == sorted(start["step"] for start in starts)
     for start in starts:
         assert start["digest"] == straight.digests[str(start["step"])], start["step"]
-    assert logged_steps(dump) == list(range(1, 41))
-    assert names(dump / "checkpoint") == ["step-39", "step-40"]
+    assert logged_steps(dump) == list(range(1, 25))
+    assert names(dump / "checkpoint") == ["step-23", "step-24"]
     (outcome,) = straight.resume([dump], LONG)
-    assert outcome["digest"] == straight.digests["40"]
+    assert outcome["digest"] == straight.digests["24"]

@@ -80,18 +80,14 @@ ODD_LLAMA = {
 }
 MORE: dict[str, tuple[int, dict[str, Any]]] = {  # what the set has not: ranks and settings
     "units of 2 and 1 layers, zero 0": (2, in_units(5) | zero(0)),
-    "units of 2 and 1 layers, zero 2": (2, in_units(5) | zero(2)),
     "units of 2 and 1 layers, zero 3, recompute every 2": (2, in_units(5) | zero(3) | recompute("full", 2)),
     "units of 2 and 1 layers, 2 replicas of zero 3": (4, in_units(5) | zero(3, 2)),
-    "units of 2 and 1 layers, 2 stages, zero 3": (4, in_units(6) | pipeline() | zero(3)),
-    "units of 2 and 1 layers, 2 × 2 stages, zbv, zero 0": (4, in_units(12) | pipeline(2, "zbv_zero_bubble") | zero(0)),
     "units of 2 and 1 layers, 2 × 2 stages, zbv, zero 3": (4, in_units(12) | pipeline(2, "zbv_zero_bubble") | zero(3)),
     "units of 2 and 1 layers, 2 × 2 stages, dualpipe, 2 replicas of zero 2": (
         4,
         in_units(12) | pipeline(2, "dualpipe_v") | zero(2, 2),
     ),
     "units of 4 and 1 layers, tensor 2, zero 3": (4, in_units(5) | tensor() | zero(3)),
-    "gpt 4 stages of 6 layers, balanced": (4, {"model.overrides": {"num_layers": 6}} | pipeline(4)),
     "gpt 1 and 3 layers": (2, pipeline() | {"parallelism.pipeline_layers": [1, 3]}),
     "llama tied, both ends on one rank, shards": (4, TIED_LLAMA | pipeline(2, "zbv_zero_bubble") | zero(3)),
     "gpt uneven vocabulary over 2, 2 stages": (
@@ -103,13 +99,17 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {  # what the set has not: ranks a
         4,
         PAIRS_AFTER | tensor(2, True) | pipeline() | recompute("full"),
     ),
-    "unequal shards of gpt, zero 2 of 4": (4, ODD_GPT | zero(2)),
-    "unequal shards of gpt, 2 replicas of zero 3": (4, ODD_GPT | zero(3, 2)),
     "unequal shards of gpt, zero 3 of 4": (4, ODD_GPT | zero(3)),
     "unequal shards of llama, zero 1 of 4": (4, ODD_LLAMA | zero(1)),
 }
 EXHAUSTIVE: dict[str, tuple[int, dict[str, Any]]] = {
     "gpt 4 stages": (4, pipeline(4)),
+    "units of 2 and 1 layers, zero 2": (2, in_units(5) | zero(2)),
+    "units of 2 and 1 layers, 2 stages, zero 3": (4, in_units(6) | pipeline() | zero(3)),
+    "units of 2 and 1 layers, 2 × 2 stages, zbv, zero 0": (4, in_units(12) | pipeline(2, "zbv_zero_bubble") | zero(0)),
+    "unequal shards of gpt, zero 2 of 4": (4, ODD_GPT | zero(2)),
+    "unequal shards of gpt, 2 replicas of zero 3": (4, ODD_GPT | zero(3, 2)),
+    "gpt 4 stages of 6 layers, balanced": (4, {"model.overrides": {"num_layers": 6}} | pipeline(4)),
     "llama tied, 4 stages": (4, TIED_LLAMA | pipeline(4, "gpipe")),
     **on_eight(ParallelLayout("gpt", "interleaved_1f1b", "2 sp", 3, "2", "full", 4)),
     **on_eight(ParallelLayout("llama", "zbv_zero_bubble", "2", 2, "2 replicas", "selective", 2)),

@@ -91,7 +91,6 @@ V_SHAPED: dict[str, Any] = {"virtual_stages_per_rank": 2, "pipeline_schedule": "
 # 28,736 to 32,864, and two of different kinds share one.
 FIVE: dict[str, Any] = {"model__overrides": {"num_layers": 5}}
 TWO_AND_ONE = [
-    case("5 layers zero0", unit_bytes=110_000, **FIVE, **zero(0)),
     case("5 layers zero0 half", unit_bytes=55_000, **FIVE, **zero(0, HALF)),
     case("5 layers zero3 half", unit_bytes=55_000, **FIVE, **zero(3, HALF)),
     tensor("5 layers zero2", unit_bytes=55_000, **FIVE, **zero(2)),
@@ -101,12 +100,10 @@ TWO_AND_ONE = [
     ),
     pipeline("11 layers split v zero2", unit_bytes=110_000, **V_SHAPED, **zero(2), model__overrides={"num_layers": 11}),
     case("5 layers zero3", "t5", unit_bytes=250_000, **FIVE, **zero(3)),
-    pipeline("5 layers zero1", "t5", unit_bytes=250_000, **FIVE, **zero(1)),
 ]  # fmt: skip
 CASES = [
     *TWO_AND_ONE,
     # data parallelism
-    case("zero0", **zero(0)),
     case("zero0 half", "llama", **zero(0, HALF)),
     case("zero1 half, sums too", **zero(1, HALF), training__reduce_dtype=HALF),
     case("zero3 untied", **zero(3), model__overrides={"tied_embeddings": False}),
@@ -116,17 +113,14 @@ CASES = [
         for stage, dtype in ((0, HALF), (2, "float32"))
     ),
     # pipelines
-    pipeline("zero3 recompute", **zero(3), **FULL),
     pipeline("1f1b x6", microbatches=6, degree=4),
     pipeline("interleaved zero1", virtual_stages_per_rank=2, pipeline_schedule="interleaved_1f1b", **zero(1)),
     pipeline("split zero2", **SPLIT, **zero(2)),
     pipeline("split v zero3", "llama", **V_SHAPED, **zero(3)),
     # tensor and sequence parallelism
     tensor("zero1 half sequence", **SEQUENCE, **zero(1, HALF)),
-    tensor("recompute every 2 sequence", "llama", **SEQUENCE, **FULL, activation_checkpoint__every_n_layers=2),
     # context parallelism; how much a ring sends is in test_context.py
     context("zero3 recompute", "all_gather", **zero(3, HALF), **FULL),
-    context("recompute selective", "all_gather", "gpt", activation_checkpoint__mode="selective", **zero(1)),
     context("zero0", "ulysses", **zero(0), model__overrides={"num_kv_heads": 4}),
     context("zero2", "all_gather", "t5", **zero(2)),
     # together
@@ -136,7 +130,6 @@ CASES = [
     tensor("recompute sequence zero3", "t5", **SEQUENCE, **FULL, **zero(3)),
     # experts
     experts("zero3", 4, **zero(3)),
-    experts("zero1 half, recompute", 2, **zero(1, HALF), **FULL),
     experts("2 replicas zero0 half", 2, **zero(0, HALF), data_parallel_replicate_degree=2),
     experts("tp2 recompute zero0", 2, **SEQUENCE, **FULL, **zero(0), tensor_parallel_degree=2),
     experts("tp2 cp2 zero3 half", 2, **SEQUENCE, **zero(3, HALF), tensor_parallel_degree=2, context_parallel_degree=2),
@@ -153,6 +146,13 @@ CASES = [
     ),
 ]
 MORE_CASES = [
+    case("5 layers zero0", unit_bytes=110_000, **FIVE, **zero(0)),
+    pipeline("5 layers zero1", "t5", unit_bytes=250_000, **FIVE, **zero(1)),
+    case("zero0", **zero(0)),
+    pipeline("zero3 recompute", **zero(3), **FULL),
+    tensor("recompute every 2 sequence", "llama", **SEQUENCE, **FULL, activation_checkpoint__every_n_layers=2),
+    context("recompute selective", "all_gather", "gpt", activation_checkpoint__mode="selective", **zero(1)),
+    experts("zero1 half, recompute", 2, **zero(1, HALF), **FULL),
     experts("zero2 half", 2, **zero(2, HALF)),
     experts("tp2 zero1", 1, **SEQUENCE, **zero(1), tensor_parallel_degree=2),
     experts(

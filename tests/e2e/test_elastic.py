@@ -63,7 +63,7 @@ def meeting(port: int, is_host: int) -> tuple[str, ...]:
     return (
         "--nnodes=1:2", "--max-restarts=3", "--rdzv_backend=c10d", "--rdzv_id=7", "--local_addr=127.0.0.1",
         f"--rdzv_endpoint=127.0.0.1:{port}",
-        f"--rdzv_conf=is_host={is_host},last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=5",
+        f"--rdzv_conf=is_host={is_host},last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=5",
     )  # fmt: skip
 
 
