@@ -190,7 +190,7 @@ def test_the_rank_that_the_others_wait_for_is_named(
     start: Callable[..., TorchrunJob], fork: Callable[..., ForkedJob], tmp_path: Path, how: str
 ) -> None:
     """One of the cases is under torchrun, which ends the other rank when one dies."""
-    dump, timeout = tmp_path / "out", 12.0 if how == "dies" else 6.0  # torchrun's ranks start at different times
+    dump, timeout = tmp_path / "out", 12.0 if how == "dies" else 8.0  # torchrun's ranks start at different times
     patience = f"--health.hang_timeout_seconds={timeout}"
     arguments = [f"--disturb={word}" for word in {"sleeps": ["sleep"], "fails": ["fail"]}.get(how, [])]
     begin, processes = (start, 2) if how == "dies" else (fork, 3)
