@@ -59,7 +59,7 @@ def main() -> None:
         start = load_profile(str(options.search / f"cpu_{processes}.toml"))
         here = [at for at, row in enumerate(rows) if row.work.num_gpus == processes]
         errors = {}
-        for when, profile in (("before", start), ("after", with_links(start, read_measurements(str(file))))):
+        for when, profile in (("before", start), ("after", with_links(start, read_measurements(str(file), True)))):
             one = of_own_trainer(profile, "float32").changed(one_node=True)
             errors[when] = np.expm1(log_errors([rows[at] for at in here], one)).tolist()
         runs = [

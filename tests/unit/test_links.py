@@ -65,9 +65,9 @@ def test_a_profile_takes_the_links_that_were_measured(tmp_path: Path) -> None:
     measured = [*ring("tp", 2, 1e9, 1e-3), *ring("ep", 4, 200e9, 5e-6), *ring("dp_shard", 8, 2e9, 1e-4, 1)]
     measured += ring(BETWEEN_NODES, 2, 20e9, 3e-5, 4)
     file = tmp_path / "links.json"
-    file.write_text(json.dumps({"measurements": [one.as_dict() for one in measured]}))
+    file.write_text(json.dumps({"device": "NVIDIA H100", "measurements": [one.as_dict() for one in measured]}))
     start = load_profile("fsdp_h100")
-    links = with_links(start, read_measurements(str(file))).links
+    links = with_links(start, read_measurements(str(file), False)).links
     # Latency is that of the smallest buffers, of which 4,096 / n bytes a hop add up to 0.4 % here.
     assert links.nvlink == pytest.approx(200e9) and links.nvlink_latency == pytest.approx(5e-6, rel=4e-3)
     assert links.node == pytest.approx(4 * 20e9) and links.node_messages == pytest.approx(4 * 10e9)
@@ -93,9 +93,13 @@ def test_a_profile_of_cpus_takes_faster_links_than_its_own(tmp_path: Path) -> No
 
 def test_a_file_without_measurements_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "links.json"
-    for text in ("{}", "[1", '{"measurements": []}', '{"measurements": [{"dimension": "tp"}]}'):
+    gpu = '{"device": "H100", "measurements": '
+    for text in ("{}", "[1", gpu + "[]}", gpu + '[{"dimension": "tp"}]}'):
         file.write_text(text)
         with pytest.raises(ConfigError, match=r"give a JSON file that bench_comm.py has written"):
-            read_measurements(str(file))
+            read_measurements(str(file), False)
     with pytest.raises(ConfigError, match=r'--links = "nowhere.json": does not exist'):
-        read_measurements("nowhere.json")
+        read_measurements("nowhere.json", False)
+    file.write_text('{"device": "CPU", "measurements": []}')
+    with pytest.raises(ConfigError, match=r"was measured on CPU"):
+        read_measurements(str(file), False)

@@ -92,6 +92,8 @@ def main(argv: list[str]) -> int:
     sizes, config, processes = sizes_of(options), load_config(given), number_of_processes()
     for name in ("json", "picture"):
         check_output_file(f"--{name}", getattr(options, name), options)
+    if options.picture and not Path(options.picture).suffix:
+        raise ConfigError("--picture", options.picture, "has no ending that says what to draw; name a PNG")
     if options.picture and not can_draw():
         raise ConfigError("--picture", options.picture, "needs matplotlib: pip install 'titan_like[plot]'")
     if processes == 1:

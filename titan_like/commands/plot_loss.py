@@ -31,6 +31,10 @@ def main(argv: list[str]) -> int:
         raise ConfigError("job.dump_folder", str(folder), f"has no {METRICS_FILE} with a loss; train the run first")
     print(text_curve(losses, min(100, shutil.get_terminal_size().columns - 10)))
     picture = Path(options.out or folder / "loss.png")
+    if not picture.suffix:
+        raise ConfigError(
+            "--out", str(picture), "has no ending that says what to draw; name a picture such as loss.png"
+        )
     if not can_draw():
         print("(a picture needs matplotlib: pip install 'titan_like[plot]')")
         return 0

@@ -76,6 +76,7 @@ def main(argv: list[str]) -> int:
 
     from titan_like.checkpoint.step_folders import hold
     from titan_like.data.batch_size import check_length
+    from titan_like.metrics.devices import known_device
     from titan_like.planner.predict import FLOAT8_NOTE, profile_and_device
     from titan_like.planner.profile import load_profile
     from titan_like.planner.search_space import SEARCHED, STAGE_SIZES, set_keys
@@ -103,7 +104,8 @@ def main(argv: list[str]) -> int:
         place = Place.of_slurm(trainer())
     for count in counts:
         place.check(count)
-    gpu = config.cluster.gpu or (torch.cuda.get_device_name(0) if gpus else None)
+    here = torch.cuda.get_device_name(0) if gpus else ""
+    gpu = config.cluster.gpu or (here if known_device(here) else None)
     config = edit(config, {"cluster.gpu": gpu, "cluster.gpus_per_node": config.cluster.gpus_per_node or place.per_node})
     stacks = {}
     if options.profile or config.cluster.profile or gpu:
@@ -127,7 +129,7 @@ def main(argv: list[str]) -> int:
     if refusal is not None:
         raise ConfigError("--dump_folder", str(out), refusal)
     plan = Plan(options.warmup, options.steps, options.timeout, options.memory_gib)
-    search = Search(out, cases, place, plan, gpu or "CPU", stacks)
+    search = Search(out, cases, place, plan, gpu or here or "CPU", stacks)
     for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: the trial ends too, and the files are written
         signal.signal(number, signal.default_int_handler)
     end_processes(out)

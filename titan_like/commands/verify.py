@@ -17,9 +17,10 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from titan_like.config import ConfigError, load_config
+from titan_like.config import load_config
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, check_output_file, json_text, path_option, write_output_file
+from titan_like.verify.shrink import check_numbers
 
 if TYPE_CHECKING:
     from titan_like.verify.compare import Check
@@ -60,14 +61,7 @@ def check_options(options: argparse.Namespace) -> None:
     Raises:
         ConfigError: the first option that is out of range.
     """
-    if options.steps < 2:
-        raise ConfigError("--steps", options.steps, "must be at least 2: there is a bad step between two good ones")
-    if options.steps > 100:
-        raise ConfigError("--steps", options.steps, "use at most 100; a few show every difference")
-    if options.processes is not None and options.processes < 1:
-        raise ConfigError("--processes", options.processes, "must be at least 1")
-    if not options.timeout > 0:
-        raise ConfigError("--timeout", options.timeout, "must be above 0")
+    check_numbers(options.steps, options.processes, options.timeout)
     check_output_file("--json", options.json, options)
 
 

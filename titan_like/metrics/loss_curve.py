@@ -15,20 +15,20 @@ _BARS = " ▁▂▃▄▅▆▇█"
 def read_losses(path: Path) -> list[tuple[int, float]]:
     """(step, loss) of each line of a metrics.jsonl whose loss is finite. A line that is being written is left out."""
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record = json.loads(line)
-            step, loss = record["step"], record["loss"]
+            step, loss = int(record["step"]), float(record["loss"])
         except (ValueError, KeyError, TypeError):
             continue
-        if isinstance(loss, int | float) and math.isfinite(loss):
-            found.append((int(step), float(loss)))
+        if math.isfinite(loss):
+            found.append((step, loss))
     return found
 
 
 def text_curve(losses: Sequence[tuple[int, float]], width: int = 72, height: int = 10) -> str:
     """The curve in block characters; a column is the median of as many steps as all others, or one more."""
-    width = min(width, len(losses))
+    width = max(1, min(width, len(losses)))
     edges = [len(losses) * column // width for column in range(width + 1)]
     columns = [median(loss for _, loss in losses[a:b]) for a, b in pairwise(edges)]
     low, high = min(columns), max(columns)

@@ -55,7 +55,7 @@ class Measurement:
         return asdict(self) | rates
 
 
-def read_measurements(path: str) -> list[Measurement]:
+def read_measurements(path: str, on_cpus: bool) -> list[Measurement]:
     """The measurements in a file of ``bench_comm.py --json``.
 
     Raises:
@@ -65,8 +65,11 @@ def read_measurements(path: str) -> list[Measurement]:
     if problem is None:
         try:
             names = Measurement.__dataclass_fields__
-            found = json.loads(Path(path).read_text(encoding="utf-8"))["measurements"]
-            read = [Measurement(**{name: one[name] for name in names}) for one in found]
+            table = json.loads(Path(path).read_text(encoding="utf-8"))
+            if (table["device"] == "CPU") != on_cpus:
+                problem = f"was measured on {table['device']}; give measurements of the profile's own kind of machine"
+                raise ConfigError("--links", path, problem)
+            read = [Measurement(**{name: one[name] for name in names}) for one in table["measurements"]]
             if read and all(one.seconds > 0 and one.processes > 1 and one.operation in BUS_SHARES for one in read):
                 return read
             problem = "has no valid measurements"
@@ -95,6 +98,7 @@ def with_links(profile: Profile, measurements: list[Measurement]) -> Profile:
         changes = {"device": device, "nvlink_efficiency": efficiency, "nvlink_latency": latency}
     if pairs or (widest and profile.device.is_cpu):
         changes |= network(*_figures(pairs or widest), pairs[0].sharing if pairs else profile.gpus_per_node)
+        changes["own_links"] = True
     return profile.changed(**changes)
 
 

@@ -77,6 +77,11 @@ def predict(config: JobConfig, profile: Profile | None = None, expert_load: floa
     Raises:
         ConfigError: the settings contradict each other, or the GPU is unknown.
     """
+    if config.parallelism.auto:
+        from titan_like.planner.search import search  # which predicts layouts
+        from titan_like.planner.search_space import set_keys
+
+        config = search(config, None, profile, set_keys(config), kinds=1).config
     model = model_config(config.model)
     profile, device = profile_and_device(config, profile)
     layout = resolve_layout(config.parallelism, cluster_size(config))
@@ -164,7 +169,9 @@ def for_run(profile: Profile, config: JobConfig, device: Device) -> Profile:
     return of_own_trainer(profile, training.dtype, training.reduce_dtype).changed(
         device=device,
         gpus_per_node=cluster.gpus_per_node or profile.gpus_per_node,
-        node_bandwidth=cluster.node_bandwidth * 1e9 if cluster.node_bandwidth else profile.node_bandwidth,
+        node_bandwidth=cluster.node_bandwidth * 1e9
+        if cluster.node_bandwidth and not profile.own_links
+        else profile.node_bandwidth,
     )
 
 

@@ -230,7 +230,9 @@ class Profile:
     trainer_state: bool = False  # weights, gradients and optimizer state are kept as in our own trainer
     overhead_bytes: Amount = 3e9  # context, libraries and communication buffers
     fragmentation: Amount = 0.05  # of activations and gathered weights
-    one_node: bool = False  # of a job, not of a stack: it has no more GPUs than one node
+    # Of a job, not of a stack:
+    one_node: bool = False  # it has no more GPUs than one node
+    own_links: bool = False  # the links between nodes were measured on its cluster, so its settings do not change them
 
     @cached_property
     def links(self) -> Links:
@@ -257,12 +259,15 @@ class Profile:
         return replace(self, **values)
 
 
+_OF_JOBS = ("one_node", "own_links")
+
+
 @cache
 def _table() -> type[BaseModel]:
     """What a profile's TOML may hold: the fields of `Profile`, with the name of the device."""
     hints = get_type_hints(Profile, include_extras=True) | {"device": str}
     needed = ("device", "gpus_per_node", "node_bandwidth")
-    known = [f.name for f in fields(Profile) if f.name not in ("name", "one_node")]
+    known = [f.name for f in fields(Profile) if f.name not in ("name", *_OF_JOBS)]
     config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     found: dict[str, Any] = {name: (hints[name], ... if name in needed else None) for name in known}
     return create_model("ProfileTable", __config__=config, **found)
@@ -299,7 +304,7 @@ def profile_to_toml(profile: Profile) -> str:
     shown = {
         key: _rounded(value)
         for key, value in values.items()
-        if key not in ("name", "one_node") and (key in FITTED or value != defaults[key])
+        if key not in ("name", *_OF_JOBS) and (key in FITTED or value != defaults[key])
     }
     if not is_builtin(profile.device):
         shown["device_table"] = _rounded(device_to_table(profile.device))

@@ -89,11 +89,11 @@ def read_grid(path: str, given: list[str]) -> dict[str, list[Any]]:
             raise ConfigError(f"--{key}", None, f"{path} lists it too; remove one of them")
         if not listed and key != "processes":
             raise ConfigError(f"{path}: {key}", "[]", "lists nothing; give at least one value, or leave it out")
-        for value in listed:
+        for at, value in enumerate(listed):
             if key == "processes" and not (type(value) is int and value > 0):
                 raise ConfigError(f"{path}: processes", value, "must be whole numbers of at least 1, such as 1, 2, 4")
             if key != "processes" and (key, value) != (MICRO, LARGEST):
-                load_config([*given, *arguments(key, value)])
+                listed[at] = setting(load_config([*given, *arguments(key, value)]), key)  # as it is understood
     return values
 
 

@@ -73,12 +73,13 @@ def judgement(rows: Sequence[Row]) -> dict[str, Any] | None:
     regrets = {
         name: float(seconds[here[int(np.argmin(predicted[here]))]] / seconds[here].min() - 1)
         for name, here in groups.items()
+        if len(here) > 1
     }
     return {
         "layouts": len(known),
         "rank_correlation": rank_correlation(predicted, seconds),
         "median_error": float(np.median(np.abs(predicted / seconds - 1))),
-        "worst_regret": max(regrets.values()),
+        "worst_regret": max(regrets.values(), default=0.0),
         "regrets": regrets,
     }
 

@@ -45,6 +45,10 @@ class Search:
                 self._predicted(case.config, case.processes)
         names = {f"{layout_name(one.config, one.processes)} {one.sizes}": settings_of(one.config) for one in cases}
         here = json.loads(json_text({"plan": asdict(plan), "layouts": names}))
+        files = ("results.csv", "results.json", "rows.json", "best.toml", "throughput.png", "trials")
+        foreign = [name for name in files if (out / name).exists()]
+        if foreign and not (out / "search.json").exists():
+            raise ConfigError("--dump_folder", str(out), f"has {foreign[0]}, but no search; name another folder")
         if _read(out / "search.json", here) != here:
             problem = (
                 "holds a search with other layouts, settings, steps or limits; give the same, or name another folder"

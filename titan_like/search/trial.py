@@ -135,7 +135,7 @@ def run_trial(folder: Path, config: JobConfig, processes: int, place: Place, pla
     Its processes end with this call, whatever happens.
     """
     shutil.rmtree(folder, ignore_errors=True)  # of a search that was killed
-    out, run, log = folder.parents[1].absolute(), folder / "run", folder / "log.txt"
+    out, run, log = folder.parents[1].resolve(), folder / "run", folder / "log.txt"
     for path in (run, out / "data_cache"):
         path.mkdir(parents=True, exist_ok=True)
     (run / "data_cache").symlink_to(out / "data_cache")  # new data is tokenized once
@@ -162,7 +162,10 @@ def run_trial(folder: Path, config: JobConfig, processes: int, place: Place, pla
     if code is None:
         return {"outcome": HUNG, "reason": f"ended because it was not over after {plan.timeout:g} s"}
     if code != 0:
-        return failure(log.read_text(encoding="utf-8", errors="replace"), code)
+        told = log.read_text(encoding="utf-8", errors="replace")
+        if code == -signal.SIGTERM or "SignalException" in told:  # ended from outside, as at the end of a Slurm job
+            raise KeyboardInterrupt
+        return failure(told, code)
     return figures(run / "metrics.jsonl", plan)
 
 
@@ -197,7 +200,7 @@ def end_processes(out: Path) -> None:
 
     torchrun's processes are in sessions of their own, so they are found by their environment.
     """
-    mark = f"{_MARK}={out.absolute()}".encode()
+    mark = f"{_MARK}={out.resolve()}".encode()
     for _ in range(100):
         found = []
         for file in Path("/proc").glob("[0-9]*/environ"):

@@ -92,6 +92,22 @@ def resolve(config: JobConfig, processes: int | None) -> Layout:
     raise problems[1] if len(problems) > 1 else problems[0]
 
 
+def check_numbers(steps: int, processes: int | None, timeout: float) -> None:
+    """Check the numbers that a verification is asked for with.
+
+    Raises:
+        ConfigError: the first that is out of range.
+    """
+    if steps < 2:
+        raise ConfigError("--steps", steps, "must be at least 2: there is a bad step between two good ones")
+    if steps > 100:
+        raise ConfigError("--steps", steps, "use at most 100; a few show every difference")
+    if processes is not None and processes < 1:
+        raise ConfigError("--processes", processes, "must be at least 1")
+    if not timeout > 0:
+        raise ConfigError("--timeout", timeout, "must be above 0")
+
+
 def shrink(
     config: JobConfig, layout: Layout, steps: int, *,
     full_size: bool = False, keep_layout: bool = False, on_gpus: bool = False,

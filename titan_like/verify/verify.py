@@ -22,7 +22,7 @@ from titan_like.verify.observe import compare_places, observe, observe_leg
 from titan_like.verify.places import first_place
 from titan_like.verify.processes import DONE, FAILED, Group, Outcome, Prepare
 from titan_like.verify.reference import compute_reference
-from titan_like.verify.shrink import Small, layout_of, resolve, shrink
+from titan_like.verify.shrink import Small, check_numbers, layout_of, resolve, shrink
 
 Progress = Callable[[str], None]
 _COMPILING = 900.0  # seconds that compilation may take
@@ -258,8 +258,9 @@ def verifier_of(
     """The verifier of a configuration's layout; the options are those of the command line.
 
     Raises:
-        ConfigError: there is no valid layout, or there are fewer GPUs than processes.
+        ConfigError: a number is out of range, there is no valid layout, or there are fewer GPUs than processes.
     """
+    check_numbers(steps, processes, timeout)
     layout = resolve(config, processes)
     small = shrink(config, layout, steps, full_size=full_size, keep_layout=keep_layout, on_gpus=on_gpus)
     needed, found = layout_of(small.config).num_processes, torch.cuda.device_count() if on_gpus else None

@@ -85,7 +85,11 @@ def chosen_profile(options: argparse.Namespace) -> Profile | None:
     if options.links and not options.profile:
         raise ConfigError("--links", options.links, "changes a profile; name that with --profile too")
     profile = load_profile(options.profile) if options.profile else None
-    return with_links(profile, read_measurements(options.links)) if profile and options.links else profile
+    return (
+        with_links(profile, read_measurements(options.links, profile.device.is_cpu))
+        if profile and options.links
+        else profile
+    )
 
 
 def above_zero(options: argparse.Namespace, *names: str) -> None:
