@@ -82,8 +82,8 @@ def writing_problem(path: Path) -> str | None:
 def find_config(path: str) -> str:
     """The TOML file of a run: the one at ``path``, else the one that the package has under this name.
 
-    NAME, NAME.toml and train_configs/NAME.toml name the same file of the package. They are looked up only if none of
-    the three is in the file system; there NAME alone finds NAME.toml and train_configs/NAME.toml too.
+    NAME, NAME.toml and train_configs/NAME.toml name the same file of the package. They are looked up only if nothing
+    in the file system has that path, or that path and ".toml".
 
     Raises:
         ConfigError: there is neither, but the package has files with similar names.
@@ -91,9 +91,8 @@ def find_config(path: str) -> str:
     name = path.removeprefix("train_configs/").removesuffix(".toml")
     if os.path.lexists(path) or "/" in name:
         return path
-    for own in (f"{name}.toml", f"train_configs/{name}.toml"):
-        if os.path.isfile(own):
-            return own
+    if os.path.isfile(f"{path}.toml"):
+        return f"{path}.toml"
     shipped = {file.stem: str(file) for file in _SHIPPED.glob("*.toml")}
     if name not in shipped and (near := difflib.get_close_matches(name, shipped)):
         problem = f"no such file; give the path of a TOML file, or a shipped one's name, such as {', '.join(near)}"
