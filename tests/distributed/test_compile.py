@@ -68,21 +68,12 @@ def test_compiled_layers_have_the_same_gradients(results: dict[str, Result]) -> 
         assert any(not torch.equal(found.gradients[name], eager.gradients[name]) for name in eager.gradients), case
 
 
-STEADY = {
-    "gpt": {"model.family": "gpt", "training.dtype": "bfloat16"},
-    "llama": {
-        "model.family": "llama",
-        "model.overrides": {"num_layers": 2, "dropout": 0.1},
-        "training.dtype": "bfloat16",
-        "data.reset_position_ids": True,
-        "data.reset_attention_mask": True,
-    },
-}
+DOCUMENTS = {"training.dtype": "bfloat16", "data.reset_position_ids": True, "data.reset_attention_mask": True}
 
 
 def train_steadily(rank, folder, family):
     settings = {"training.steps": 6, "compile.enable": True, "checkpoint.enable": False}
-    trainer = trainer_of(folder, SMALL | settings | STEADY[family])
+    trainer = trainer_of(folder, SMALL | DOCUMENTS | settings | {"model.family": family})
     data = trainer._load_data()
     for _ in range(2):
         trainer.train_step(data)
@@ -93,7 +84,7 @@ def train_steadily(rank, folder, family):
 
 
 @pytest.mark.skipif(COMPILER is None, reason="torch.compile needs a C++ compiler")
-@pytest.mark.parametrize("family", ["llama", pytest.param("gpt", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("family", ["gpt", pytest.param("llama", marks=pytest.mark.exhaustive)])
 def test_nothing_is_compiled_again_after_the_second_step(tmp_path, family):
-    """Documents, dropout and their seeds change from step to step."""
+    """From step to step documents change, and in GPT dropout's seeds."""
     launch(train_steadily, 1, tmp_path, family)

@@ -133,21 +133,22 @@ def test_same_training_as_one_process(results: dict[str, Result], name: str, opt
 
 # Of layouts of four processes with the same model.
 PAIRS = [("zero 3, tensor", "zero 2, replicas"), ("tensor with SP, 2 stages", "zero 1, tensor with SP")]
+MOVES = [("adafactor", *PAIRS[0]), ("muon", *PAIRS[1])]
+MORE_MOVES = [("muon", *PAIRS[0]), ("adafactor", *PAIRS[1])]
 SAVED = 2
 
 Job = tuple[str, Path | None, dict[str, Any]]
 
 
-def jobs(folder: Path) -> tuple[list[Job], list[Job]]:
+def jobs(folder: Path, moves: list[tuple[str, str, str]]) -> tuple[list[Job], list[Job]]:
     """What `crash_worker.train_from` takes: runs that keep all their checkpoints, and runs that go on from those."""
     own: list[Job] = []
     going_on: list[Job] = []
     keeps = {"checkpoint.interval": 100, "checkpoint.keep_latest": 0, "training.steps": SAVED + 2}
-    for optimizer in OPTIMIZERS:
-        for pair in PAIRS:
-            before, after = (settings(optimizer, *LAYOUTS[name][1:]) | keeps for name in pair)
-            own.append((f"{optimizer} {pair[0]}", None, before))
-            going_on.append((f"{optimizer} {pair[0]} → {pair[1]}", folder / f"{optimizer} {pair[0]}", after))
+    for optimizer, *pair in moves:
+        before, after = (settings(optimizer, *LAYOUTS[name][1:]) | keeps for name in pair)
+        own.append((f"{optimizer} {pair[0]}", None, before))
+        going_on.append((f"{optimizer} {pair[0]} → {pair[1]}", folder / f"{optimizer} {pair[0]}", after))
     return own, going_on
 
 
@@ -157,8 +158,10 @@ def losses(on_four: list[dict[str, Any]]) -> dict[str, list[float]]:
     return on_four[0]["losses"]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("before", "after"), PAIRS, ids=lambda name: name)
+@pytest.mark.parametrize(
+    ("optimizer", "before", "after"),
+    [*MOVES, *(pytest.param(*move, marks=pytest.mark.exhaustive) for move in MORE_MOVES)],
+)
 def test_goes_on_in_another_layout(losses: dict[str, list[float]], optimizer: str, before: str, after: str) -> None:
     wanted = losses[f"{optimizer} {before}"]
     assert len(wanted) == 2 and wanted[-1] < wanted[0]
@@ -233,10 +236,12 @@ class CountUpdates(CountCollectives):
         return func(*args, **(kwargs or {}))
 
 
-def do_everything(rank: int, folder: Path, chosen: dict[str, tuple[int, str, dict[str, Any]]]) -> dict[str, Any]:
+def do_everything(
+    rank: int, folder: Path, chosen: dict[str, tuple[int, str, dict[str, Any]]], moves: list[tuple[str, str, str]]
+) -> dict[str, Any]:
     """What the tests look at: processes take long to start."""
     results = train_cases(rank, folder, cases(chosen, 4))
-    own, going_on = (crash_worker.train_from(rank, folder, some, {}, SAVED) for some in jobs(folder))
+    own, going_on = (crash_worker.train_from(rank, folder, some, {}, SAVED) for some in jobs(folder, moves))
     return {"results": results, "losses": own | going_on, "watched": watch_steps(rank, folder)}
 
 
@@ -249,7 +254,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def on_four(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Any]]:
-    return collect(do_everything, 4, folder, chosen_layouts(request))
+    moves = MOVES + (MORE_MOVES if runs_exhaustive_tests(request) else [])
+    return collect(do_everything, 4, folder, chosen_layouts(request), moves)
 
 
 @pytest.fixture(scope="module")
