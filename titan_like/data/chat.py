@@ -20,7 +20,7 @@ import numpy as np
 
 from titan_like.config.errors import ConfigError, first_line
 from titan_like.data.raw_text import BadRecord
-from titan_like.data.tokenizer import build_tokenizer, is_on_hub
+from titan_like.data.tokenizer import build_tokenizer, is_on_hub, tokenizer_files
 
 _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Some templates write today's date. A run's data must not depend on the day, so they get that which Llama 3.1's has.
@@ -94,7 +94,9 @@ class Chat:
                 return np.array(found["input_ids"]), np.array(found["assistant_masks"], dtype=bool)
             texts = [write(messages, tokenize=False)]
             for number in answers:
-                texts.append(write(messages[:number], add_generation_prompt=True, tokenize=False))
+                prompt = write(messages[:number], add_generation_prompt=True, tokenize=False)
+                said = prompt + messages[number]["content"].strip()  # without what the template adds or drops
+                texts += [prompt, said if texts[0].startswith(said) else prompt]
                 texts.append(write(messages[: number + 1], tokenize=False))
         except Exception as error:  # a template may raise anything
             raise BadRecord(f"the chat template refuses the line ({first_line(error)})") from None
@@ -105,8 +107,8 @@ class Chat:
         # How many tokens a text shares with the whole. A token across a border is the answer's: its prompt lacks it.
         places = [int(np.append(tokens[: len(ids)] == ids[: len(tokens)], False).argmin()) for ids in begun]
         is_answer = np.zeros(len(tokens), dtype=bool)
-        for begin, end in zip(places[::2], places[1::2], strict=True):
-            ends = [place + 1 for place in range(begin, end) if int(tokens[place]) in self.tokenizer.special_ids]
+        for begin, after, end in zip(places[::3], places[1::3], places[2::3], strict=True):
+            ends = [place + 1 for place in range(after, end) if int(tokens[place]) in self.tokenizer.special_ids]
             is_answer[begin : ends[-1] if ends else end] = True
         return tokens, is_answer
 
@@ -115,7 +117,11 @@ def _is_message(value: object) -> bool:
     return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
 
 
-@lru_cache(maxsize=1)
 def build_chat(spec: str, template: str) -> Chat:
-    """The `Chat` of a tokenizer with this template, of which a process keeps the last one."""
+    """The `Chat` of a tokenizer with this template, of which a process keeps the last one, unless its files change."""
+    return _build(spec, template, tuple(path.stat().st_mtime_ns for path in tokenizer_files(spec) if path.is_file()))
+
+
+@lru_cache(maxsize=1)
+def _build(spec: str, template: str, changed: tuple[int, ...]) -> Chat:
     return Chat(spec)

@@ -42,6 +42,8 @@ class ConversationSource(Source):
         self._kept = [n for n in own if n not in long or (self._tokens(n)[1:] >= 0).any()]
         self._num_long, self._num_left_out = len(long), len(own) - len(self._kept)
         self._packs = pack([min(int(self._stored.lengths[number]) - 1, size) for number in self._kept], size)
+        # The first samples have the longest conversations, and validation may look at the first ones alone.
+        self._packs.sort(key=lambda inside: min(self._kept[number] for number in inside) * BY_RECORD % WHOLE)
 
     def __len__(self) -> int:
         return len(self._packs)

@@ -33,6 +33,7 @@ from titan_like.data.tokenizer import build_tokenizer, tokenizer_files
 
 _SECONDS_BETWEEN_REPORTS = 5.0
 _MOST_NAMED = 100  # bad records
+_FORMAT = 2  # of what is stored; another number tokenizes everything again
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Job:
 
     def fingerprint(self) -> str:
         """A digest of the input: the files' paths, sizes and times of change, the tokenizer, and how files are read."""
-        parts: list[object] = [self.tokenizer, self.text_key, self.ends_documents]
+        parts: list[object] = [_FORMAT, self.tokenizer, self.text_key, self.ends_documents]
         parts += [] if self.template is None else [self.template]
         for path in (*self.files, *tokenizer_files(self.tokenizer, self.tokenizer_key)):
             stat = path.stat()

@@ -82,8 +82,13 @@ class HuggingFaceTokenizer:
                 key, spec, f"has the token id {self.vocab_size - 1}; ids must be below 2^31; give another"
             )
         self.eod_id = eod_id
+        tokenizer.no_truncation()  # what transformers may have stored with it
+        tokenizer.no_padding()
         with _without_panic_messages(), self._in_use():
-            self.first_ids = tokenizer.encode("").ids
+            found = tokenizer.encode("a")
+        # What the tokenizer puts before a text, and not what it puts after it.
+        own = found.special_tokens_mask.index(0) if 0 in found.special_tokens_mask else 0
+        self.first_ids = found.ids[:own]
         self.mask_id, self.pad_id = (next(iter(_ids(tokenizer, names)), None) for names in (_MASKS, _PADS))
         self.sentinel_ids = list(_ids(tokenizer, map("<extra_id_{}>".format, count()), stops=True))
         self.pair_ids = _pair_ids(tokenizer)

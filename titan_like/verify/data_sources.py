@@ -149,24 +149,28 @@ def _race(request: DataRequest) -> Defined:
 
 
 def _conversations(request: DataRequest) -> Defined:
-    """Stored conversations, the longest first, each in the fullest sample with room for it. Below 0 is no answer."""
+    """Stored conversations, the longest first, each in the fullest sample with room for it. Below 0 is no answer.
+
+    Samples are in the order of the numbers that split the files' conversations, each by that of its first conversation.
+    """
     section, size, split = request.section, request.seq_len, SPLITS.index(request.split)
     dataset = IndexedDataset(corpus_folder(corpus_job(section), request.cache_folder) / "tokens")
     weights, filling = [*map(float, section.split.split(","))], ids_of_tokenizer(section.tokenizer).end_of_document
     low, high = (sum(weights[:end]) / sum(weights) for end in (split, split + 1))
-    samples, room = list[list[list[int]]](), np.full(len(dataset), size)
-    numbers = [n for n in range(len(dataset)) if low <= n * 0x9E3779B97F4A7C15 % 2**64 / 2**64 < high]
-    own = [dataset[number][: size + 1].tolist() for number in numbers]
-    for tokens in sorted((tokens for tokens in own if max(tokens[1:]) >= 0), key=len, reverse=True):
+    samples, room = list[list[tuple[int, list[int]]]](), np.full(len(dataset), size)
+    drawn = [n * 0x9E3779B97F4A7C15 % 2**64 / 2**64 for n in range(len(dataset))]
+    own = [(n, dataset[n][: size + 1].tolist()) for n, at in enumerate(drawn) if low <= at < high]
+    for n, tokens in sorted((one for one in own if max(one[1][1:]) >= 0), key=lambda one: -len(one[1])):
         needed = len(tokens) - 1
         chosen = int(np.where(room >= needed, room, size + 1)[: len(samples) + 1].argmin())
         samples += [[]] * (chosen == len(samples))
-        samples[chosen] = [*samples[chosen], tokens]
+        samples[chosen] = [*samples[chosen], (n, tokens)]
         room[chosen] -= needed
+    samples.sort(key=lambda inside: drawn[min(inside)[0]])
 
     def sample(position: int) -> torch.Tensor:
         columns = list[tuple[int, int, int]]()
-        for tokens in samples[position]:
+        for _, tokens in samples[position]:
             begin, pairs = len(columns), pairwise(tokens)
             columns += [(max(now, -1 - now), after if after >= 0 else IGNORED, begin) for now, after in pairs]
         return torch.tensor(columns + [(filling, IGNORED, len(columns))] * (size - len(columns))).T
