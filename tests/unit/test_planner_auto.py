@@ -6,9 +6,11 @@ import pytest
 
 from tests.unit.test_planner_command import plan
 from titan_like.config import ConfigError, load_config
+from titan_like.config.load import edit
 from titan_like.config.paths import to_toml
 from titan_like.planner.auto import choose_layout, with_chosen_layout
 from titan_like.planner.dry_run import dry_run
+from titan_like.planner.predict import predict
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 
@@ -40,6 +42,13 @@ def test_choice_is_the_search_s_and_the_same_again(tmp_path):
     assert written.activation_checkpoint == config.activation_checkpoint
     assert written.training == config.training
     assert written.cluster.nodes == 8
+
+
+def test_prediction_is_of_the_chosen_layout():
+    cluster = ["--cluster.gpu=A100", "--cluster.gpus_per_node=8", "--cluster.nodes=8"]
+    chosen, _ = choose_layout(load_config(AUTO), 64, "A100", 8)
+    cluster_of_chosen = edit(chosen, {"cluster.gpu": "A100", "cluster.gpus_per_node": 8, "cluster.nodes": 8})
+    assert predict(load_config([*AUTO, *cluster])).time == predict(cluster_of_chosen).time
 
 
 def test_what_is_set_stays():

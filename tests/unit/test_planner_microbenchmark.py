@@ -33,7 +33,7 @@ def test_products_give_back_the_constants_that_made_their_times(tmp_path):
 @pytest.mark.parametrize("message", [0.5e9, 3e9])
 def test_links_are_those_measured_and_the_profile_loads(message, tmp_path):
     """Messages may be slower or faster than the rings of an all-reduce."""
-    machine = SimpleNamespace(is_cpu=True, processes=2, here=2)
+    machine = SimpleNamespace(is_cpu=True, processes=2, here=2, shared_cores=0)
     device = device_from("CPU", {"memory_gib": 8, "memory_bandwidth": 40, "nvlink": 1, "multiprocessors": 1,
                                  "tensor_element": 1, "peak": {"float32": 0.1}, "is_cpu": True})  # fmt: skip
     profile = _start(machine, "mine", device, Links(1e9, 1e9, message, 1e-3)).changed(dtype="float32")

@@ -3,11 +3,11 @@ import statistics
 import pytest
 
 from tests.unit.planner_cases import flavor, random_workloads
-from titan_like.parallel.schedules.tables import SCHEDULES, check_schedule, stages_per_rank
+from titan_like.parallel.schedules.tables import SCHEDULES, check_schedule, schedule_table, stages_per_rank
 from titan_like.planner.predict import of_own_trainer
 from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.simulator import simulated_step_time, stage_passes, timeline
-from titan_like.planner.step_time import message_time, step_time
+from titan_like.planner.step_time import message_time, step_time, waiting_share
 from titan_like.planner.workload import Workload
 
 QUIET = builtin_profiles()["selene_2021"].changed(
@@ -108,3 +108,46 @@ def test_zero_bubble_of_unequal_halves_is_near_the_simulation(recompute, microba
     # Compiled layers' backward passes are not split: as long as the bubble of 1F1B with as many stages.
     plain = step_time(work._replace(schedule="interleaved_1f1b", compiled=True), profile)
     assert step_time(work._replace(compiled=True), profile).bubble == pytest.approx(plain.bubble, rel=1e-9)
+
+
+def on_shared_cores(p, replicas, cores, microbatches):
+    """The length of a 1F1B pipeline, event by event, whose working processes have equal parts of the cores.
+
+    Passes take 1 and 2 while all processes work. None takes more than one core.
+    """
+    left = [list(one) for one in schedule_table("1f1b", p, 1, microbatches)]
+    done, todo, now, lengths = set(), [0.0] * p, 0.0, {"F": 1.0, "B": 2.0}
+    while any(left):
+        able = []
+        for rank, passes in enumerate(left):
+            if passes:
+                kind, stage, microbatch = passes[0]
+                needed = (kind, stage - 1 if kind == "F" else stage + 1, microbatch)
+                if needed in done or not 0 <= needed[1] < p:
+                    todo[rank] = todo[rank] or lengths[kind]
+                    able.append(rank)
+        rate = p * replicas / cores * min(1.0, cores / (len(able) * replicas))
+        seconds = min(todo[rank] for rank in able) / rate
+        now += seconds
+        for rank in able:
+            todo[rank] -= seconds * rate
+            if todo[rank] < 1e-9:
+                todo[rank] = 0.0
+                done.add(tuple(left[rank].pop(0)))
+    return now
+
+
+@pytest.mark.parametrize(
+    ("p", "replicas", "cores", "microbatches"),
+    [(2, 4, 2, 4), (4, 2, 2, 8), (4, 1, 2, 4), (4, 1, 3, 8), (4, 2, 6, 8), (8, 1, 4, 16), (3, 1, 2, 6)],
+)
+def test_processes_that_wait_give_their_cores_to_the_others(p, replicas, cores, microbatches):
+    profile = builtin_profiles()["fsdp_a100"].changed(gpus_per_node=p * replicas)
+    batch = replicas * microbatches
+    work = Workload(flavor("gpt", "7.5b"), 2048, 1, batch, pipeline=p, replicate=replicas, dtype="float16")
+    share = waiting_share(work, profile.changed(cores=cores))
+    bubble = (p - 1) * 3
+    assert microbatches * 3 + share * bubble == pytest.approx(on_shared_cores(p, replicas, cores, microbatches))
+    for of in (simulated_step_time, step_time):
+        apart, shared = (of(work, profile.changed(cores=number)) for number in (0, cores))
+        assert shared.bubble < apart.bubble and shared.messages < apart.messages and shared.total < apart.total

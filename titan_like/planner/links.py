@@ -75,7 +75,7 @@ def read_measurements(path: str, on_cpus: bool) -> list[Measurement]:
             problem = "has no valid measurements"
         except (OSError, ValueError, KeyError, TypeError) as error:
             problem = f"is not one ({error})"
-    raise ConfigError("--links", path, f"{problem}; give a JSON file that bench_comm.py has written")
+    raise ConfigError("--links", path, f"{problem}; give a JSON file that scripts/bench_comm.py has written")
 
 
 def with_links(profile: Profile, measurements: list[Measurement]) -> Profile:

@@ -230,6 +230,7 @@ class Profile:
     trainer_state: bool = False  # weights, gradients and optimizer state are kept as in our own trainer
     overhead_bytes: Amount = 3e9  # context, libraries and communication buffers
     fragmentation: Amount = 0.05  # of activations and gathered weights
+    cores: Whole = 0  # of a CPU, if a node's processes share them; 0: each has its own
     # Of a job, not of a stack:
     one_node: bool = False  # it has no more GPUs than one node
     own_links: bool = False  # the links between nodes were measured on its cluster, so its settings do not change them

@@ -29,6 +29,7 @@ from titan_like.planner.step_time import (
     passes,
     sharding,
     step_time,
+    waiting_share,
 )
 from titan_like.planner.workload import Counts, Workload, pipeline_of
 
@@ -145,20 +146,22 @@ def simulated_step_time(work: Workload, profile: Profile) -> StepTime:
     busy = [0.0] * work.pipeline
     for stage, rank in zip(times, ranks, strict=True):
         busy[rank] += stage.F + stage.B
-    # The busiest rank's work, by what takes it.
-    busiest = max(range(work.pipeline), key=busy.__getitem__)
-    m = work.microbatches
-    here = [stage for stage, rank in zip(times, ranks, strict=True) if rank == busiest]
-    compute, recompute, tensor, messages, gathered = (m * sum(parts) for parts in list(zip(*here, strict=True))[4:])
-    delays = m * busy[busiest] - compute - recompute - tensor - messages - gathered
+    # The busiest rank's work, by what takes it. Where ranks share cores it is their mean work that counts.
+    busiest, waits = max(range(work.pipeline), key=busy.__getitem__), waiting_share(work, profile)
+    here = [stage for stage, rank in zip(times, ranks, strict=True) if rank == busiest or waits < 1]
+    m = work.microbatches / (work.pipeline if waits < 1 else 1)
+    mine, parts = m * sum(stage.F + stage.B for stage in here), list(zip(*here, strict=True))[4:]
+    compute, recompute, tensor, messages, gathered = (m * sum(part) for part in parts)
+    delays = mine - compute - recompute - tensor - messages - gathered
     # All ranks together, from the first pass to the last, and then what follows the passes.
     durations = [getattr(stage, kind) for stage in times for kind in _KINDS]
     shape = work.schedule, work.pipeline, work.virtual_stages
-    span = span_of(*shape, m, durations, transfer_time(work, profile))
+    span = span_of(*shape, work.microbatches, durations, transfer_time(work, profile))
     found = passes(work, profile)
     added = sharding(work, profile, found)
-    bubble, other = max(0.0, span - m * busy[busiest]), delays + profile.step_time
-    total = span + added.data + added.update + profile.step_time
+    bubble, other = waits * max(0.0, span - mine), delays + profile.step_time
+    total = mine - (1 - waits) * messages + bubble + added.data + added.update + profile.step_time
+    messages *= waits
     late = max(0.0, found.link + added.update + profile.step_time - total)
     data = gathered + added.data
     return StepTime(compute, recompute, tensor, messages + late, bubble, data, added.update, other, total + late)

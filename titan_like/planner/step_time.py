@@ -134,8 +134,9 @@ def _passes(work: Workload, profile: Profile) -> Passes:
             repeats = (stages * p - 1 + m) / stages - m if of_last else (p - 1) / stages
         # The first message of each hop, there and back, is on the critical path.
         hops = p - 1 if m >= p else stages * p - 1
-        bubble += 2 * hops * message
-        messages = 2 * m * stages * message * profile.message_exposed
+        counted = waiting_share(work, profile)
+        bubble = counted * (bubble + 2 * hops * message)
+        messages = counted * 2 * m * stages * message * profile.message_exposed
         link = 2 * m * stages * message
     other = m * waits + profile.step_time
     parts = (m * rank.compute, m * rank.recomputed, m * rank.tensor, messages, bubble, other)
@@ -144,6 +145,18 @@ def _passes(work: Workload, profile: Profile) -> Passes:
     left = zip(all_parameters.here(work), parameters, strict=True)
     elsewhere = Weights(*(max(0.0, of_all - of_one) / (p - 1) if p > 1 else 0.0 for of_all, of_one in left))
     return Passes(rank, parameters, elsewhere, counts.ends_together, counts.most, parts, sum(parts), repeats, link)
+
+
+def waiting_share(work: Workload, profile: Profile) -> float:
+    """The part of the waits in a pipeline that lengthens the step.
+
+    Processes that share cores compute slowly. One that waits gives its cores to the others, so its wait costs nothing
+    as long as the others keep all cores busy. While i of p stages work, as when a pipeline fills, i of p processes do.
+    """
+    cores, n, p = profile.cores * work.num_gpus / profile.gpus_per_node, work.num_gpus, work.pipeline
+    if p == 1 or not 0 < cores < n:
+        return 1.0
+    return 2 / (n * (p - 1)) * sum(max(0.0, cores - i * n / p) for i in range(1, p))
 
 
 def _split_bubble(

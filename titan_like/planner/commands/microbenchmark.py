@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from titan_like.config import ConfigError
-from titan_like.config.options import path_option
+from titan_like.config.options import as_installed, path_option
 from titan_like.metrics.devices import Device, known_device
 from titan_like.metrics.hardware import peak_memory_bytes
 from titan_like.models.gpt.config import GPTConfig
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         dist.barrier()
     if not is_first:
         return Outcome("", {})
-    toml = f"# Written by plan.py microbenchmark.\n{profile_to_toml(profile)}"
+    toml = f"# Written by {as_installed('scripts/plan.py')} microbenchmark.\n{profile_to_toml(profile)}"
     text = "\n".join([*lines, f"wrote {options.out}"])
     return Outcome(text, {"microbenchmark": lines}, files={Path(options.out): toml})
 
@@ -121,8 +121,9 @@ class Machine:
         self.is_cpu = device.type == "cpu"
         self.processes = dist.get_world_size()
         self.here = int(os.environ.get("LOCAL_WORLD_SIZE", self.processes))  # processes on this machine
-        shares_cores = self.is_cpu and self.here > len(os.sched_getaffinity(0))
-        self.typical: Callable[[list[float]], float] = statistics.median if shares_cores else min
+        cores = len(os.sched_getaffinity(0))
+        self.shared_cores = cores if self.is_cpu and self.here > cores else 0
+        self.typical: Callable[[list[float]], float] = statistics.median if self.shared_cores else min
 
     def seconds(self, run: Callable[[], object], most: float = _SECONDS) -> float:
         """Seconds of the run that counts, until the device has finished its work."""
@@ -368,6 +369,7 @@ def _start(machine: Machine, name: str, device: Device, links: Links | None) -> 
         description=f"measured on {machine.processes} × {device.name}{threads}, PyTorch {torch.__version__}",
         fitted_on=(),
         judged={},
+        cores=machine.shared_cores,
         causal_half=True,
         error_median=0.15,
         error_p90=0.3,

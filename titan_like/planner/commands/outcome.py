@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     """Add the option for the stack profile."""
     what = "stack profile: a shipped one or a TOML file (default: the GPU's)"
     parser.add_argument("--profile", type=path_option, help=what)
-    links = "what bench_comm.py --json has measured, in the place of the profile's links"
+    links = "what scripts/bench_comm.py --json has measured, in the place of the profile's links"
     parser.add_argument("--links", type=path_option, metavar="FILE.json", help=links)
 
 
@@ -85,11 +85,10 @@ def chosen_profile(options: argparse.Namespace) -> Profile | None:
     if options.links and not options.profile:
         raise ConfigError("--links", options.links, "changes a profile; name that with --profile too")
     profile = load_profile(options.profile) if options.profile else None
-    return (
-        with_links(profile, read_measurements(options.links, profile.device.is_cpu))
-        if profile and options.links
-        else profile
-    )
+    if profile is None or not options.links:
+        return profile
+    linked = with_links(profile, read_measurements(options.links, profile.device.is_cpu))
+    return replace(linked, name=f"{profile.name} with the links of {Path(options.links).name}")
 
 
 def above_zero(options: argparse.Namespace, *names: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from titan_like.config import ConfigError, JobConfig
 from titan_like.config.load import edit, parse_overrides
-from titan_like.config.options import path_option
+from titan_like.config.options import as_installed, path_option
 from titan_like.config.paths import to_toml
 from titan_like.planner.auto import described, differences, why_slower, why_too_large
 from titan_like.planner.commands.outcome import (
@@ -176,7 +176,7 @@ def run_as_toml(config: JobConfig, num_gpus: int, path: Path, head: list[str]) -
     tree["parallelism"].pop("auto", None)
     tree["cluster"] = _cluster(config, num_gpus)
     schema = "#:schema ./schema.json\n" if (path.parent / "schema.json").is_file() else ""
-    return schema + to_toml(tree, head)
+    return schema + to_toml(tree, [*map(as_installed, head)])
 
 
 def _cluster(config: JobConfig, num_gpus: int) -> dict[str, Any]:
