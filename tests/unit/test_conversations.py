@@ -82,6 +82,14 @@ def test_answers_with_their_ends_are_learned(tmp_path: Path, name: str) -> None:
         assert learned(chat, {"messages": messages}) == [ANSWERS[name].format(answer) for answer in answers]
 
 
+def test_an_answer_goes_on_after_special_tokens_in_it(tmp_path: Path) -> None:
+    """It ends with the last of the special tokens that the template adds; here <s> is of the text, and nothing ends."""
+    record = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "1 <s> 2"}]}
+    for name in ("chatml", "plain"):
+        chat = Chat(str(save_tokenizer(tmp_path / name, TEMPLATES[name])))
+        assert learned(chat, record) == [ANSWERS[name].format("1 <s> 2")]
+
+
 def test_a_prompt_with_an_answer_is_a_conversation_if_there_is_a_template(tmp_path: Path) -> None:
     record = {"prompt": "the sum of 1 and 2", "answer": "3"}
     with_template = Chat(str(save_tokenizer(tmp_path / "a", CHATML)))
@@ -117,7 +125,7 @@ ANSWER = {"role": "assistant", "content": "b"}
         (CHATML, json.dumps({"messages": [{"role": "user"}]}), 'each with the texts "role" and "content"'),
         (CHATML, json.dumps({"prompt": "a", "answer": 3}), 'nor the texts "prompt" and "answer"'),
         (CHATML, json.dumps({"messages": [USER]}), 'no "assistant" that answers'),
-        (CHATML, json.dumps({"messages": [ANSWER, USER]}), 'no "assistant" that answers'),
+        (CHATML, json.dumps({"messages": [ANSWER, USER, ANSWER]}), 'begins with a message of the "assistant"'),
         (CHATML, '{"prompt": "\\ud800", "answer": "b"}', "half a surrogate pair"),
         (None, json.dumps({"messages": [USER, ANSWER]}), "the tokenizer's folder has no chat template"),
         (TEMPLATES["llama"], json.dumps({"messages": [SYSTEM, USER, ANSWER]}), "refuses the line (no system here)"),
@@ -163,6 +171,8 @@ def test_only_causal_models_with_masks_are_fine_tuned(tmp_path: Path) -> None:
     for key in ("reset_attention_mask", "reset_position_ids"):
         with pytest.raises(ConfigError, match=f"data.{key} = false: conversations share a sample"):
             resolve_settings(config_of(tmp_path, f"--data.{key}=false"))
+    with pytest.raises(ConfigError, match=r"data\.prefix_lm = true: a random prefix"):
+        resolve_settings(config_of(tmp_path, "--data.prefix_lm=true"))
     for family in ("gpt", "llama", "moe"):
         resolve_settings(config_of(tmp_path, f"--model.family={family}"))
 
@@ -246,6 +256,11 @@ def test_splits_share_no_conversation_and_validation_ends(tmp_path: Path) -> Non
     told = [source.described(1, 1).split(" ")[0] for source in sources.values()]
     assert sum(map(int, told)) == 400 and abs(int(told[0]) - 280) <= 2
     assert sources["train"].fingerprint != sources["validation"].fingerprint
+    # Short validation looks at the first samples alone: what is in them is no longer than in the last.
+    held_out = sources["validation"]
+    starts = [len(set(held_out.sample(n)[2].tolist())) for n in range(len(held_out))]
+    half = len(starts) // 2
+    assert sum(starts[:half]) / half == pytest.approx(sum(starts[half:]) / (len(starts) - half), rel=0.25)
     past = sources["validation"][len(sources["validation"])]
     assert past.shape == (3, SEQ) and (past[1] == -100).all()
 

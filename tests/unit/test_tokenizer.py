@@ -72,10 +72,23 @@ def test_tokens_before_every_text(tokenizer_json):
     path = tokenizer_json(["?", "to", "<s>", "</s>"])
     assert build_tokenizer(path).first_ids == build_tokenizer("byte").first_ids == []
     tokenizer = Tokenizer.from_file(path)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
+    for single in ("<s> $A", "<s> $A </s>"):
+        special = [("<s>", 2), ("</s>", 3)]
+        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
+        tokenizer.save(path)
+        assert build_tokenizer(path).first_ids == [2]
+        assert build_tokenizer(path).encode("to").tolist() == [1]
+
+
+def test_stored_truncation_and_padding_are_ignored(tokenizer_json):
+    path = tokenizer_json(["?", "to", "be", "</s>"])
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=4, pad_id=3)
     tokenizer.save(path)
-    assert build_tokenizer(path).first_ids == [2]
-    assert build_tokenizer(path).encode("to").tolist() == [1]
+    found = build_tokenizer(path)
+    assert found.encode("to be to be to be").tolist() == [1, 2, 1, 2, 1, 2]
+    assert [ids.tolist() for ids in found.encode_all(["to", "to be to"])] == [[1], [1, 2, 1]]
 
 
 def test_vocabulary_with_a_gap_counts_up_to_its_largest_id(tokenizer_json, tmp_path):

@@ -83,8 +83,10 @@ class Chat:
     def _by_template(self, messages: list[dict[str, Any]], tools: Any) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of a conversation and whether they are of an answer: int64 and bool [tokens]."""
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        if not answers or answers[0] == 0:
-            raise BadRecord('the line has no "assistant" that answers another message')
+        if not answers:
+            raise BadRecord('the line has no "assistant" that answers')
+        if answers[0] == 0:
+            raise BadRecord('the line begins with a message of the "assistant", which answers no other; begin with one')
         try:
             text = self.template.get_chat_template(tools=tools)
             text = _FIXED_DATE + text if "strftime_now" in text else text
@@ -95,8 +97,9 @@ class Chat:
             texts = [write(messages, tokenize=False)]
             for number in answers:
                 prompt = write(messages[:number], add_generation_prompt=True, tokenize=False)
-                said = prompt + messages[number]["content"].strip()  # without what the template adds or drops
-                texts += [prompt, said if texts[0].startswith(said) else prompt]
+                content = messages[number]["content"].strip()  # which the template may do too
+                at = texts[0].find(content, len(prompt))  # templates put a space or a header before it
+                texts += [prompt, texts[0][: at + len(content)] if at >= 0 else prompt]
                 texts.append(write(messages[: number + 1], tokenize=False))
         except Exception as error:  # a template may raise anything
             raise BadRecord(f"the chat template refuses the line ({first_line(error)})") from None
