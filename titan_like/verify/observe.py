@@ -35,7 +35,7 @@ from titan_like.train.setup import Run
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import DROPOUT, EXACT, HALF, RESUME, Key, Reference, Report, Row
 from titan_like.verify.dropout import observe_dropout
-from titan_like.verify.experts import check_biases, starve_an_expert
+from titan_like.verify.experts import check_biases, loads_differ, starve_an_expert
 from titan_like.verify.half import (
     TRAVELLING,
     check_loss_scaler,
@@ -107,6 +107,8 @@ class ObservedTrainer(WatchedTrainer):
             return found
         self.report.samples[step] = self.drawn
         self._compare_record(step, found)
+        if self.dtype in HALF and loads_differ(self.model, step, self.reference.choices.loads):
+            self.report.other_choices = min(self.report.other_choices, step)
         self.updates.check(step, step not in self.bad_steps, found.grad_norm, self.gradients)
         for name, parameter in self.model.named_parameters():
             self._compare(Key(step, Row.WEIGHT, name), parameter)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.distributed.mutations import bug
 from titan_like.checkpoint import loader
 from titan_like.models.layers import experts
-from titan_like.models.layers.experts import Router, Routing, SparseMLP
+from titan_like.models.layers.experts import ExpertLinear, Router, Routing, SparseMLP
 from titan_like.optim import optimizer
 from titan_like.parallel import experts as shared_experts
 from titan_like.parallel import tensor_styles
@@ -69,6 +69,16 @@ def loads_change_before_copies(original: Any, self: Trainer, data: Any) -> Any:
 
     with patch.object(self.saver, "before_update", lambda: None), patch.object(self.experts, "finish", finish_first):
         return original(self, data)
+
+
+@bug(ExpertLinear, "matrices")
+def first_weights_in_half_types(original: Any, self: ExpertLinear) -> torch.Tensor:
+    """In half types experts keep a copy of their first weights, and compute with that for ever."""
+    found = original(self)
+    if found.dtype.itemsize > 2:
+        return found
+    first = self.__dict__.setdefault("first", found.detach().clone())
+    return first + (found - found.detach())
 
 
 @contextmanager
