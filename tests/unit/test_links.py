@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from titan_like.commands.bench_comm import build_parser, sizes_of
-from titan_like.config.errors import ConfigError
+from titan_like.commands.bench_comm import build_parser, line, sizes_of
+from titan_like.config import ConfigError, load_config
 from titan_like.planner.links import BETWEEN_NODES, Measurement, read_measurements, with_links
+from titan_like.planner.predict import predict
 from titan_like.planner.profile import load_profile, profile_to_toml
 
 
@@ -77,6 +78,22 @@ def test_a_profile_takes_the_links_that_were_measured(tmp_path: Path) -> None:
     assert links.all_reduce(2**30, 4, 1) == pytest.approx(whole.seconds, rel=1e-5)
 
 
+def test_all_processes_of_a_node_send_to_others_in_an_all_to_all() -> None:
+    """Two nodes of 4 processes: one group of 8 whose ring leaves a node once, and 4 · 4 blocks of 1/8 that do."""
+    for operation, sent in (("all_reduce", 2 * 7 / 8), ("all_to_all", 4 * 4 / 8)):
+        told = line(Measurement("dp_shard", 8, operation, 10**9, 1.0, 1), 4, 400.0)
+        assert told.endswith(f"{8 * sent:.4g} of 400 Gbit/s ({8 * sent / 400:.0%})")
+
+
+def test_links_that_were_measured_count_more_than_those_of_the_cluster_section() -> None:
+    measured = with_links(load_profile("fsdp_h100"), ring(BETWEEN_NODES, 2, 20e9, 3e-5, 4))
+    cluster = ["--cluster.gpu=H100", "--cluster.nodes=2", "--cluster.gpus_per_node=8", "--model.flavor=1.7b"]
+    settings = [*cluster, "--training.dtype=bfloat16", "--training.global_batch_size=128", "--training.steps=9"]
+    plain, other = load_config(settings), load_config([*settings, "--cluster.node_bandwidth=1"])
+    assert predict(other, measured).time == predict(plain, measured).time
+    assert predict(other, load_profile("fsdp_h100")).time.total > predict(plain, load_profile("fsdp_h100")).time.total
+
+
 def test_a_profile_of_cpus_takes_faster_links_than_its_own(tmp_path: Path) -> None:
     path = tmp_path / "cpu.toml"
     device = "memory_gib = 8\nmemory_bandwidth = 40\nnvlink = 1\nmultiprocessors = 1\ntensor_element = 1\n"
@@ -96,7 +113,7 @@ def test_a_file_without_measurements_is_refused(tmp_path: Path) -> None:
     gpu = '{"device": "H100", "measurements": '
     for text in ("{}", "[1", gpu + "[]}", gpu + '[{"dimension": "tp"}]}'):
         file.write_text(text)
-        with pytest.raises(ConfigError, match=r"give a JSON file that bench_comm.py has written"):
+        with pytest.raises(ConfigError, match=r"give a JSON file that scripts/bench_comm\.py has written"):
             read_measurements(str(file), False)
     with pytest.raises(ConfigError, match=r'--links = "nowhere.json": does not exist'):
         read_measurements("nowhere.json", False)

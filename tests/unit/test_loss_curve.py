@@ -15,6 +15,7 @@ def test_only_whole_lines_with_a_finite_loss_are_read(tmp_path: Path):
     lines = [{"step": 1, "loss": 2.5}, {"step": 2, "loss": math.nan}, {"step": 3, "loss": None}, {"step": 4, "loss": 2}]
     text = "\n".join(json.dumps(line) for line in lines) + '\n{"step": 5, "lo'
     (tmp_path / "metrics.jsonl").write_text(text)
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\xfe\n" + text.encode())
     assert read_losses(tmp_path / "metrics.jsonl") == [(1, 2.5), (4, 2.0)]
 
 
@@ -24,6 +25,7 @@ def test_a_column_is_as_high_as_its_loss():
     top, bottom, steps = curve.split("\n")
     assert top == "   3.000 ┤█ " and bottom == "   1.000 ┤█▁"
     assert steps.split() == ["step", "1", "6"]
+    assert text_curve([(1, 3.0)], width=-3, height=1).startswith("   3.000 ┤")
 
 
 def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -36,5 +38,6 @@ def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main([f"--job.dump_folder={tmp_path}"]) == 0
     assert "   5.000 ┤█" in capsys.readouterr().out
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ConfigError, match=r"--out = .*loss.nonsense"):
-        main([f"--job.dump_folder={tmp_path}", "--out", str(tmp_path / "loss.nonsense")])
+    for name in ("loss.nonsense", "loss"):
+        with pytest.raises(ConfigError, match=rf'--out = ".*/{name}"'):
+            main([f"--job.dump_folder={tmp_path}", "--out", str(tmp_path / name)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,7 @@ def test_the_planner_chooses_what_is_measured() -> None:
         ({"processes": [True]}, "must be whole numbers of at least 1"),
         ({"model": {"flavor": ["debug"]}}, "is no key of a grid"),
         ({"zero_stage": 1}, "is no key of a grid"),
-        ({"training": {"micro_batch_size": ["largest", 2]}, "processes": 4}, None),
+        ({"training": {"micro_batch_size": ["largest", "2"]}, "processes": 4}, None),
     ],
 )
 def test_a_wrong_grid_gets_a_sentence(table: dict[str, Any], sentence: str | None, tmp_path: Path) -> None:
@@ -183,6 +184,31 @@ def test_bad_input_ends_before_anything_is_started(words: list[str], sentence: s
     with pytest.raises(ConfigError) as caught:
         command.main([*DEBUG, "--dump_folder", str(out), *words])
     assert sentence in str(caught.value) and not out.exists()
+
+
+def test_a_folder_of_something_else_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "results.csv").write_text("mine")
+    (tmp_path / "grid.toml").write_text(tomli_w.dumps({"parallelism": {"zero_stage": [0]}}))
+    words = ["--dump_folder", str(tmp_path), "--grid", str(tmp_path / "grid.toml"), "--processes", "1"]
+    with pytest.raises(ConfigError, match=r"has results\.csv, but no search; name another folder"):
+        command.main([*DEBUG, *words])
+    assert not (tmp_path / "trials").exists() and not (tmp_path / "search.json").exists()
+    assert (tmp_path / "results.csv").read_text() == "mine"
+
+
+def test_a_trial_that_is_ended_from_outside_has_no_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the folder has another spelling, what it has started ends with it."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    folder, place, plan = tmp_path / "link" / "trials" / "one", Place(("train.py",)), Plan(1, 2, 60.0, None)
+    ended = 'setsid sleep 300 & echo $! > "$1"; kill -TERM $$'
+    for script in (ended, 'echo "torch.distributed.elastic...SignalException: Process 7 got signal: 15"; exit 1'):
+        words = ["sh", "-c", script, "sh", str(tmp_path / "pid")]
+        monkeypatch.setattr(Place, "command", lambda *_, words=words: words)
+        with pytest.raises(KeyboardInterrupt):
+            trial.run_trial(folder, load_config(DEBUG), 1, place, plan, 1)
+    status = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/status")
+    assert not status.exists() or "State:\tZ" in status.read_text()
 
 
 def test_settings_as_arguments_are_the_same_run() -> None:
@@ -244,7 +270,9 @@ def test_the_command_of_a_trial_on_the_nodes_of_a_slurm_job(monkeypatch: pytest.
     at = words.index("-m")
     assert words[0] == "srun" and {"--nodes=2", "--ntasks=2", "--nodelist=n1,n2", "--time=7"} <= set(words[:at])
     assert words[at + 1] == "torch.distributed.run"
-    assert {"--nnodes=2", "--nproc_per_node=4", "--rdzv_endpoint=n1:21239", "--rdzv_id=31234.5"} <= set(words[at:])
+    assert {"--nnodes=2", "--nproc_per_node=4", "--rdzv_endpoint=n1:21239", f"--rdzv_id=31234.5.{os.getpid()}"} <= set(
+        words[at:]
+    )
     assert words[-2:] == ["train.py", "--x.y=1"]
     few = place.command(2, [], 6, plan)
     assert {"--nodes=1", "--nnodes=1", "--nproc_per_node=2", "--nodelist=n1"} <= set(few)

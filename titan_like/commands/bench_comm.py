@@ -4,7 +4,7 @@ Times all-reduces, all-gathers, reduce-scatters, all-to-alls and messages betwee
 --largest bytes, in the groups of each dimension of the mesh that the run's layout has (without settings, all processes
 together), and between two nodes if there are several. All groups of a dimension communicate at the same time, as in
 training. Bandwidths are defined as in nccl-tests. A planner's profile takes the file that --json writes:
-plan.py predict --profile P --links FILE.json.
+python scripts/plan.py predict --profile P --links FILE.json.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def main(argv: list[str]) -> int:
                     seconds = seconds_of(run, device, options.seconds)
                     found.append(Measurement(name, group.size(), operation, elements * _ELEMENT, seconds, sharing))
                     if is_first:
-                        print(line(found[-1], options.link_gbit), flush=True)
+                        print(line(found[-1], here, options.link_gbit), flush=True)
         dist.barrier()
     if not is_first:
         return 0
@@ -222,8 +222,12 @@ def _finish(device: torch.device) -> None:
 _HEAD = f"{'operation':15s} {'bytes':>13s} {'µs':>12s} {'algorithm GB/s':>15s} {'bus GB/s':>9s}"
 
 
-def line(one: Measurement, link_gbit: float | None) -> str:
-    """A row of the table. What leaves a node shares its links with the groups next to it."""
+def line(one: Measurement, here: int, link_gbit: float | None) -> str:
+    """A row of the table, for nodes of ``here`` processes.
+
+    What leaves a node shares its links with the groups next to it. Of a ring one process of a node sends to others. In
+    an all-to-all all r of them do, each to n - r of the n - 1 others.
+    """
     text = (
         f"{one.operation:15s} {one.bytes:13,d} {1e6 * one.seconds:12,.1f} {one.algorithm_bandwidth / 1e9:15.3f} "
         f"{one.bus_bandwidth / 1e9:9.3f}"
@@ -231,6 +235,9 @@ def line(one: Measurement, link_gbit: float | None) -> str:
     if link_gbit is None:
         return text
     gbit = 8e-9 * one.bus_bandwidth * max(1, one.sharing)
+    if one.sharing and one.operation == "all_to_all":
+        inside = here // one.sharing
+        gbit *= inside * (one.processes - inside) / (one.processes - 1)
     return f"{text}  {gbit:.4g} of {link_gbit:g} Gbit/s ({gbit / link_gbit:.0%})"
 
 

@@ -1,10 +1,10 @@
 """Measure which layout trains fastest: python scripts/search.py --job.config_file FILE.toml --processes 1,2,4 ...
 
 Trains a run for some steps in one layout after the other, each under a torchrun of its own. Writes to --dump_folder
-results.csv and .json, throughput.png, best.toml (the run in its fastest layout) and rows.json, to which plan.py
-calibrate fits a profile. --grid names a TOML with the values of each key to combine; --top K takes the planner's K best
-layouts for each number of processes. Out of memory is a result. A search that was ended goes on where it left off. In a
-Slurm job, trials run on its nodes. Exit codes: 0 done, 1 no layout trained, 2 bad input.
+results.csv and .json, throughput.png, best.toml (the run in its fastest layout) and rows.json, to which
+scripts/plan.py calibrate fits a profile. --grid names a TOML with the values of each key to combine; --top K takes the
+planner's K best layouts for each number of processes. Out of memory is a result. A search that was ended goes on where
+it left off. In a Slurm job, trials run on its nodes. Exit codes: 0 done, 1 no layout trained, 2 bad input.
 """
 
 from __future__ import annotations
@@ -110,10 +110,15 @@ def main(argv: list[str]) -> int:
     stacks = {}
     if options.profile or config.cluster.profile or gpu:
         stacks = {count: profile_and_device(config, profile) for count, profile in profiles.items()}
+        for count, (profile, device) in stacks.items():
+            if device.is_cpu and profile.gpus_per_node != count:
+                told = f"{profile.name} was measured with {profile.gpus_per_node} processes, which share the cores"
+                print(f"{told}; predictions for {count} are rough")
         if config.float8.enable:
             print(FLOAT8_NOTE)
     elif not options.grid:
-        problem = "the planner needs one to choose layouts on a CPU; plan.py microbenchmark measures it. Or give --grid"
+        problem = "the planner needs one to choose layouts on a CPU; scripts/plan.py microbenchmark measures it"
+        problem += ". Or give --grid"
         raise ConfigError("--profile", None, problem)
     if options.grid:
         cases = grid_cases(config, counts, values)

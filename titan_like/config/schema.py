@@ -431,8 +431,8 @@ class Cluster(Section):
     )
     profile: OptionalPath = Field(
         None,
-        description="stack profile for predictions: the name of a shipped one, or a TOML file that plan.py "
-        "microbenchmark or calibrate wrote (default: that of the GPU)",
+        description="stack profile for predictions: the name of a shipped one, or a TOML file that "
+        "scripts/plan.py microbenchmark or calibrate wrote (default: that of the GPU)",
     )
 
 

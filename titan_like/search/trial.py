@@ -93,7 +93,8 @@ class Place:
         srun += [f"--time={int(plan.timeout // 60) + 2}"]  # minutes; nothing is left running if srun is killed
         together = [f"--nnodes={len(hosts)}", f"--nproc_per_node={each}", "--rdzv_backend=c10d"]
         together += [f"--rdzv_endpoint={hosts[0]}:{20000 + (self.job + number) % 10000}"]
-        return [*srun, *torchrun, *together, f"--rdzv_id={self.job}.{number}", *self.program, *settings]
+        identity = f"--rdzv_id={self.job}.{number}.{os.getpid()}"  # not that of a step which a killed search has left
+        return [*srun, *torchrun, *together, identity, *self.program, *settings]
 
 
 def arguments(key: str, value: Any) -> Iterator[str]:
