@@ -49,6 +49,7 @@ class Row(StrEnum):
     WEIGHT = "weights"
     REPLICAS = "copies equal on all ranks"
     RESUMED = "state of a resumed run"
+    FRESH = "gradients of a new process with these weights"
     VALIDATION = "validation loss"
     WHOLE_VALIDATION = "validation loss on the whole split"
     VALIDATED = "weights that validation computes with"
@@ -127,14 +128,6 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Choices:
-    """The choices of experts by one process in the run's half type, where rounding decides some of them."""
-
-    loads: dict[tuple[int, str], list[float]] = field(default_factory=dict)  # step and layer → each expert's share
-    allowed: dict[Key, float] = field(default_factory=dict)  # as in `Reference`, for a layout that chooses others
-
-
-@dataclass(frozen=True)
 class Reference:
     """The training that every layout has to reproduce. Its numbers and tensors are in a file that processes share."""
 
@@ -144,7 +137,6 @@ class Reference:
     alike: list[tuple[str, str]]  # pairs of parameters whose initial values are the same random numbers
     sizes: dict[Key, float]  # L2 norm that a difference is relative to
     allowed: dict[str, dict[Key, float]]  # by type, the largest relative difference
-    choices: Choices = Choices()
 
     def part(self, key: Key, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """This process's part of ``value``, and what the reference has there."""
@@ -170,7 +162,6 @@ class Report:
     checks: dict[Key, Check] = field(default_factory=dict)
     samples: dict[int, list[list[int]]] = field(default_factory=dict)  # step → sample indices of each microbatch
     shared: dict[Key, str] = field(default_factory=dict)  # must be equal on all processes that have the key
-    other_choices: float = math.inf  # the first step in which experts get other numbers of tokens than in `Choices`
 
     def add(self, key: Key, difference: float, allowed: float, detail: str = "") -> None:
         """Add a measurement. Of two with one key the worse counts: a process may hold a tied table twice."""
@@ -216,9 +207,6 @@ def combine(reference: Reference, groups: list[list[Report]]) -> list[Check]:
     checks = [check for group in groups for report in group for check in report.checks.values()]
     if groups[0][0].kind != DROPOUT:
         checks += _of_all_ranks(reference, groups, {Key(check.step, check.row, check.parameter) for check in checks})
-    if groups[0][0].kind in HALF:
-        first = min(report.other_choices for group in groups for report in group)
-        checks = [_with_choices(reference.choices, first, check) for check in checks]
     rows, names = list(Row), {name: position for position, name in enumerate(reference.names)}
 
     def order(check: Check) -> tuple[int, int, int]:
@@ -227,16 +215,6 @@ def combine(reference: Reference, groups: list[list[Report]]) -> list[Check]:
 
     checks.sort(key=order)
     return [_of_row(list(some)) for _, some in groupby(checks, key=lambda check: (check.step, check.row))]
-
-
-def _with_choices(choices: Choices, first: float, check: Check) -> Check:
-    """The check with what other choices of experts may do to it, which a layout makes from step ``first`` on.
-
-    In validation no loads are compared.
-    """
-    may_be_other = check.step >= first or check.row in (Row.VALIDATION, Row.WHOLE_VALIDATION)
-    allowed = choices.allowed.get(Key(check.step, check.row, check.parameter)) if may_be_other else None
-    return check if allowed is None else replace(check, allowed=allowed)
 
 
 def _of_row(checks: list[Check]) -> Check:

@@ -20,7 +20,6 @@ from titan_like.models.layers.init import local_part
 from titan_like.models.moe.config import MoEConfig
 from titan_like.models.transformer import Transformer, replace_forward
 from titan_like.parallel.expert_balance import ExpertBalance
-from titan_like.parallel.model import ParallelModel
 from titan_like.verify.compare import Key, Report, Row
 
 _FEWEST, _MOST_CHOSEN = 5, 2
@@ -58,17 +57,6 @@ def check_biases(report: Report, balance: ExpertBalance) -> None:
     balance.finish(torch.tensor(False, device=counts.device))
     told = None if torch.allclose(balance.bias, wanted, rtol=1e-6, atol=1e-6 * rate) else "they do not follow the loads"
     report.exact(Key(0, Row.BIASES), told)
-
-
-def loads_differ(model: ParallelModel, step: int, wanted: Mapping[tuple[int, str], list[float]]) -> bool:
-    """Whether an expert of this process got another share of a step's tokens than is ``wanted``, by step and layer."""
-    layers = (layer for stage in model.stages for layer in stage.module.named_modules())
-    found = {name: layer.router.load.double().cpu() for name, layer in layers if isinstance(layer, SparseMLP)}
-    return any(
-        not torch.allclose(load, load.new_tensor(wanted[step, name]), rtol=1e-6)
-        for name, load in found.items()
-        if (step, name) in wanted
-    )
 
 
 class PlainExperts:

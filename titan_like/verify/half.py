@@ -5,6 +5,7 @@ A sum that has been rounded to the half type may be within its tolerance, but it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -19,7 +20,8 @@ from titan_like.models.layers.init import local_part
 from titan_like.optim.optimizer import LossScaler
 from titan_like.parallel import slice_attention
 from titan_like.train.trainer import Trainer
-from titan_like.verify.compare import Key, Report, Row
+from titan_like.verify.compare import Key, Report, Row, distance
+from titan_like.verify.plain_training import norm
 from titan_like.verify.watch import WatchedTrainer, digest
 
 TRAVELLING = "gradients of keys"
@@ -113,8 +115,13 @@ def check_validated(report: Report, trainer: Trainer) -> None:
         master.copy_(before)
 
 
-def check_resumed(report: Report, trainer: Trainer) -> None:
-    """Save and resume, and compare the states bit for bit. Only a run that is right so far is resumed."""
+def check_resumed(report: Report, trainer: WatchedTrainer, data: Callable[[], Iterator[torch.Tensor]]) -> None:
+    """Save and resume, and compare the states bit for bit. Only a run that is right so far is resumed.
+
+    Then both trainers take a step with the same ``data``. The new one knows nothing of earlier weights. So gradients
+    that differ in one bit tell of old ones in the first, which may be too near the new ones to be told by a tolerance.
+    Some kernels of GPUs add in any order.
+    """
     is_wrong = not all(check.ok for check in report.checks.values())
     wrong = torch.tensor(int(is_wrong), device=trainer.run.device)
     dist.all_reduce(wrong, dist.ReduceOp.MAX)
@@ -128,6 +135,18 @@ def check_resumed(report: Report, trainer: Trainer) -> None:
         same = _bits(trainer, parameter) == _bits(resumed, other)
         told = None if same else "its weights or its optimizer's state are others, or of another type"
         report.exact(Key(trainer.step, Row.RESUMED, name), told)
+    kept: list[list[torch.Tensor]] = []
+    for one in (trainer, resumed):
+        one.train_step(data())
+        scale = 1.0 if one is trainer else one.loss_scale
+        kept.append([local_part(gradient)[0] / scale for _, gradient in one.gradients])
+    allowed = 0.0 if trainer.run.device.type == "cpu" else torch.finfo(getattr(torch, report.kind)).eps
+    apart = {
+        name: distance(here, there) / (norm(there) or 1.0)
+        for (name, _), here, there in zip(trainer.gradients, *kept, strict=True)
+    }
+    worst = max(apart, key=lambda name: math.inf if math.isnan(apart[name]) else apart[name])
+    report.add(Key(trainer.step, Row.FRESH), apart[worst], allowed, f"{worst} differs most, by {apart[worst]:.3g}")
 
 
 def _bits(trainer: Trainer, parameter: torch.nn.Parameter) -> dict[str, tuple[torch.dtype, str]]:

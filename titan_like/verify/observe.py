@@ -35,7 +35,7 @@ from titan_like.train.setup import Run
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import DROPOUT, EXACT, HALF, RESUME, Key, Reference, Report, Row
 from titan_like.verify.dropout import observe_dropout
-from titan_like.verify.experts import check_biases, loads_differ, starve_an_expert
+from titan_like.verify.experts import check_biases, starve_an_expert
 from titan_like.verify.half import (
     TRAVELLING,
     check_loss_scaler,
@@ -107,8 +107,6 @@ class ObservedTrainer(WatchedTrainer):
             return found
         self.report.samples[step] = self.drawn
         self._compare_record(step, found)
-        if self.dtype in HALF and loads_differ(self.model, step, self.reference.choices.loads):
-            self.report.other_choices = min(self.report.other_choices, step)
         self.updates.check(step, step not in self.bad_steps, found.grad_norm, self.gradients)
         for name, parameter in self.model.named_parameters():
             self._compare(Key(step, Row.WEIGHT, name), parameter)
@@ -274,7 +272,7 @@ class ObservedTrainer(WatchedTrainer):
             self.report.exact(Key(1, Row.SUMS, "gradients"), told)
             if self.scaler is not None:
                 check_loss_scaler(self.report, self.scaler)
-            check_resumed(self.report, self)
+            check_resumed(self.report, self, partial(self._microbatches, self.num_steps + 1))
 
     def enlarge_logits(self) -> None:
         """Multiply the last norm's weights, and send no token to one of the experts."""

@@ -45,7 +45,6 @@ class Trace:
     names: list[str]
     values: dict[Key, torch.Tensor] = field(default_factory=dict)  # float64; a number has no dimensions
     gaps: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)  # of `PlainExperts`
-    loads: dict[tuple[int, str], list[float]] = field(default_factory=dict)  # of experts, by good step and layer
 
     def keep(self, step: int, row: Row, values: Mapping[str, torch.Tensor] | float) -> None:
         """Copy a number, or the tensors of a row by name, to the CPU."""
@@ -134,7 +133,6 @@ def train(
             set_learning_rate(optimizer, config, step, small.total)
             optimizer.step()
             experts.update()
-            trace.loads |= {(step, layer): load for layer, load in experts.load.items()}
         optimizer.zero_grad()
         if step > last:
             break

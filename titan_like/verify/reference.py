@@ -24,7 +24,7 @@ from titan_like.config.load import edit
 from titan_like.models.layers import init
 from titan_like.models.registry import model_config
 from titan_like.train.layout_rules import is_sparse
-from titan_like.verify.compare import EXACT, HALF, SINGLE, Choices, Key, Reference, Row, distance
+from titan_like.verify.compare import EXACT, HALF, SINGLE, Key, Reference, Row, distance
 from titan_like.verify.float8 import TIPPED
 from titan_like.verify.plain_training import EPS, Trace, clip_factor, learning_rate, norm, train
 from titan_like.verify.processes import Member
@@ -44,8 +44,8 @@ SAME_TYPE_SHARE = {"bfloat16": math.sqrt(40 * 32) * 2.0**-8 / 2, "float16": 1 / 
 # trainer's FSDP2 adds them in the type of the reduction (`titan_like.torch_private.sum_uses_in_full`).
 TIED_TABLE_SHARE = dict.fromkeys(HALF, 1 / 2) if torch.__version__ >= "2.15" else SAME_TYPE_SHARE
 # Rounding decides between two scores of experts whose gap is less than this many times its median error in the type, or
-# four times its standard deviation. One run of the reference decides all of these choices the other way. A layout whose
-# experts get other numbers of tokens decides some of them so, and may be this many times as far away.
+# four times its standard deviation. One run of the reference decides all of these choices the other way. A layout that
+# decides some of them so may be this many times as far away.
 TIE, TIES_MARGIN = 6.0, 2.0
 NEGLIGIBLE = 1e-8  # a gradient below this share of the norm of all gradients is measured against that share instead
 # Such a gradient may be zero but for the rounding of the numbers that cancel in it, as that of a bias before a softmax
@@ -80,7 +80,6 @@ def compute_reference(member: Member, small: Small, kinds: list[str], file: Path
         small = replace(small, config=config)
     exact = train(small, EXACT, batch, device)
     sizes, allowed = sizes_of(exact), dict[str, dict[Key, float]]()
-    choices = Choices()
     for dtype in [EXACT, *(kind for kind in kinds if kind in (SINGLE, *HALF))]:
         # The same samples in smaller pieces and in reverse order. Half types keep the layout's order: they round the
         # gradients of each piece, which matters more than the order of the sum. A second run in float64 would round
@@ -94,12 +93,11 @@ def compute_reference(member: Member, small: Small, kinds: list[str], file: Path
         if not all(bool(value.isfinite().all()) for trace in (exact, *traces) for value in trace.values.values()):
             return f"one process alone trains to infinite or NaN numbers in {dtype}; lower the learning rate"
         draws, ties = [(trace, 1.0) for trace in traces], dict[tuple[int, str], float]()
-        allowed[dtype] = allowances(small, dtype, sizes, exact, draws)
         if dtype in HALF and is_sparse(model_config(config.model)):
             # A choice of experts that rounding decides moves gradients far more than rounding itself.
             ties = {key: TIE * (gap - exact.gaps[key]).abs().median().item() for key, gap in traces[0].gaps.items()}
             draws.append((train(small, dtype, piece, device, ties=ties), TIES_MARGIN / MARGIN))
-            choices = Choices(traces[0].loads, allowances(small, dtype, sizes, exact, draws))
+        allowed[dtype] = allowances(small, dtype, sizes, exact, draws)
         if dtype == EXACT:
             for step in [key.step for key in sizes if key.row == Row.NORM]:
                 key, (zeros, uncertain) = Key(step, Row.ZEROS), count_zeros(exact, traces[0], step)
@@ -116,10 +114,9 @@ def compute_reference(member: Member, small: Small, kinds: list[str], file: Path
                 is_tied = name == "embedding.weight" and model_config(config.model).tied_embeddings
                 share = (TIED_TABLE_SHARE if is_tied else SAME_TYPE_SHARE)[dtype]
                 one_element = exact.values[key].abs().max().item() / max(sizes[key], NEGLIGIBLE)
-                allowed[dtype][key] = max(share, one_element) * EPS[dtype]
-                choices.allowed[key] = max(allowed[dtype][key], apart)
+                allowed[dtype][key] = max(max(share, one_element) * EPS[dtype], apart)
     save_file({str(key): value.contiguous() for key, value in exact.values.items()}, file)
-    return Reference(small, file, exact.names, alike(exact), sizes, allowed, choices)
+    return Reference(small, file, exact.names, alike(exact), sizes, allowed)
 
 
 def alike(trace: Trace) -> list[tuple[str, str]]:
