@@ -39,12 +39,7 @@ _UNITS = {"k": 2**10, "m": 2**20, "g": 2**30}
 
 def build_parser() -> argparse.ArgumentParser:
     """The options that the measurement adds to the settings of a run, of which the layout counts."""
-    parser = OptionParser(
-        description=__doc__,
-        epilog="Any --section.key of the run can be given too; python train.py --help lists them.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = OptionParser(description=__doc__, takes_settings=True)
     parser.add_argument("--smallest", default="4k", help="bytes of the smallest buffers (default: 4k)")
     parser.add_argument(
         "--largest", default="1g", help="bytes of the largest buffers, 4 times as large each (default: 1g)"

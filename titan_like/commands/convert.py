@@ -22,9 +22,9 @@ _LARGEST_SHARD = 1e6  # GB
 
 def build_parser() -> argparse.ArgumentParser:
     """The two commands and their options."""
-    parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = OptionParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="to-hf | from-hf")
-    to_hf = commands.add_parser("to-hf", help="write a folder that transformers loads", allow_abbrev=False)
+    to_hf = commands.add_parser("to-hf", help="write a folder that transformers loads")
     to_hf.add_argument(
         "--checkpoint",
         required=True,
@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     to_hf.add_argument(
         "--tokenizer", type=tokenizer_option, help='a value of data.tokenizer, or "none" (default: the checkpoint\'s)'
     )
-    from_hf = commands.add_parser("from-hf", help="write a checkpoint that training can start from", allow_abbrev=False)
+    from_hf = commands.add_parser("from-hf", help="write a checkpoint that training can start from")
     from_hf.add_argument(
         "--input",
         required=True,

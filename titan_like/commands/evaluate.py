@@ -34,12 +34,7 @@ _SECONDS_BETWEEN_LINES = 10
 
 def build_parser() -> argparse.ArgumentParser:
     """The options that evaluation adds to the run's settings."""
-    parser = OptionParser(
-        description=__doc__,
-        epilog="Any --section.key of the run can be given too; python train.py --help lists them.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = OptionParser(description=__doc__, takes_settings=True)
     parser.add_argument(
         "--task",
         metavar="NAME=PATH",

@@ -28,12 +28,7 @@ if TYPE_CHECKING:
 
 def build_parser() -> argparse.ArgumentParser:
     """The options that generation adds to the run's settings."""
-    parser = OptionParser(
-        description=__doc__,
-        epilog="Any --section.key of the run can be given too; python train.py --help lists them.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = OptionParser(description=__doc__, takes_settings=True)
     parser.add_argument("--prompt", default="\n", help="text to continue, or for t5 to read")
     parser.add_argument("--max_new_tokens", type=int, default=200, help="maximum number of tokens to generate")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the most probable token")

@@ -47,12 +47,8 @@ def main(argv: list[str]) -> int:
     if argv[0] not in COMMANDS:
         raise ConfigError("command", argv[0], f"unknown; use {', '.join(COMMANDS)}")
     command = importlib.import_module(f"titan_like.planner.commands.{argv[0]}")
-    parser = OptionParser(
-        prog=f"{os.path.basename(sys.argv[0])} {argv[0]}",
-        description=command.__doc__,
-        epilog="Any --section.key of the run can be given too; python train.py --help lists them.",
-        allow_abbrev=False,
-    )
+    prog = f"{os.path.basename(sys.argv[0])} {argv[0]}"
+    parser = OptionParser(prog=prog, description=command.__doc__, takes_settings=True)
     command.add_options(parser)
     parser.add_argument("--json", type=path_option, metavar="PATH", help="also write the result to this file")
     options, settings = parser.parse_known_args(argv[1:])

@@ -5,7 +5,6 @@ Prints the curve and writes it to loss.png in the run's folder, or to --out, if 
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from titan_like.metrics.timeline_plot import can_draw
 
 def main(argv: list[str]) -> int:
     """Print the curve, and draw it if that is possible."""
-    parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = OptionParser(description=__doc__)
     parser.add_argument("--out", type=path_option, metavar="FILE.png", help="where to draw it")
     options, settings = parser.parse_known_args(argv)
     config = load_config(settings)

@@ -28,7 +28,7 @@ from titan_like.data.tokenizer import build_tokenizer
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line's options."""
-    parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = OptionParser(description=__doc__)
     parser.add_argument(
         "--input", nargs="+", required=True, type=path_option, metavar="PATH", help="files, folders or glob patterns"
     )

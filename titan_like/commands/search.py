@@ -23,12 +23,7 @@ from titan_like.config.options import OptionParser, check_output_file, json_text
 
 def build_parser() -> argparse.ArgumentParser:
     """The options that a search adds to the run's settings."""
-    parser = OptionParser(
-        description=__doc__,
-        epilog="Any --section.key of the run can be given too; python train.py --help lists them.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = OptionParser(description=__doc__, takes_settings=True)
     parser.add_argument("--processes", metavar="N[,N...]", help="numbers of processes (default: those of the grid)")
     parser.add_argument("--dump_folder", type=path_option, required=True, metavar="OUT", help="folder of the results")
     parser.add_argument("--grid", type=path_option, metavar="GRID.toml", help="the values to combine (docs/search.md)")

@@ -25,7 +25,7 @@ def main(argv: list[str], signals: StopSignals | None = None) -> int:
     from titan_like.config import ConfigError, load_config
     from titan_like.config.options import OptionParser, path_option
 
-    parser = OptionParser(add_help=False, allow_abbrev=False)
+    parser = OptionParser(add_help=False)
     parser.add_argument("--json", type=path_option)
     options, given = parser.parse_known_args(argv)
     config = load_config(given)

@@ -29,12 +29,7 @@ if TYPE_CHECKING:
 
 def build_parser() -> argparse.ArgumentParser:
     """The options that verification adds to the run's settings."""
-    parser = OptionParser(
-        description=__doc__,
-        epilog="Any --section.key of the run can be given too; python train.py --help lists them.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = OptionParser(description=__doc__, takes_settings=True)
     parser.add_argument("--steps", type=int, default=4, help="updates to compare (default: 4)")
     parser.add_argument(
         "--processes",

@@ -36,7 +36,17 @@ def as_installed(text: str) -> str:
 
 
 class OptionParser(argparse.ArgumentParser):
-    """Reports a wrong option as a ConfigError, in one sentence like every other error."""
+    """Reports a wrong option as a ConfigError, in one sentence like every other error. Options are not abbreviated.
+
+    Args:
+        takes_settings: whether settings of the run may stand among the options.
+        parts: as for `argparse.ArgumentParser`.
+    """
+
+    def __init__(self, *, takes_settings: bool = False, **parts: Any) -> None:
+        if takes_settings:
+            parts["epilog"] = "Any --section.key of the run can be given too; python train.py --help lists them."
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **parts)
 
     def format_help(self) -> str:
         """The help, with the names of commands as they are installed here."""
