@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tests.unit.chat_cases import CHATML, MARKED, TEMPLATES, VOCAB_SIZE, conversations, save_tokenizer, write_lines
+from tests.unit.chat_cases import (
+    CHATML,
+    MARKED,
+    PLAIN,
+    TEMPLATES,
+    VOCAB_SIZE,
+    conversations,
+    save_tokenizer,
+    write_lines,
+)
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import JobConfig
 from titan_like.data.chat import Chat
@@ -90,6 +101,61 @@ def test_an_answer_goes_on_after_special_tokens_in_it(tmp_path: Path) -> None:
         assert learned(chat, record) == [ANSWERS[name].format("1 <s> 2")]
 
 
+HEADER = "{% for m in messages %}[{{ m.role }}]\n\n{{ m.content }}<|eot|>{% endfor %}"
+HEADER += "{% if add_generation_prompt %}[assistant]\n\n{% endif %}"
+ALPACA = (
+    "{% for m in messages %}{% if m.role == 'user' %}Q:{{ m.content }}\n\nA:{% else %}{{ m.content }}\n\n{% endif %}"
+)
+ALPACA += "{% endfor %}"
+GENERATION = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}{% generation %}{{ m.content }}"
+GENERATION += "<|eot|>{% endgeneration %};{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "answers", "expected"),
+    [
+        # "\n\n" is one token at the end of the text, and two before a letter.
+        (ALPACA, ["4", "5"], [["4", "Ċ", "Ċ"], ["5", "ĊĊ"]]),
+        (HEADER, ["4", "5"], [["4", "<|eot|>"], ["5", "<|eot|>"]]),
+        # No token has the space before the second answer among its characters.
+        (GENERATION, ["4", " 5", "6"], [["4", "<|eot|>"], ["Ġ", "5", "<|eot|>"], ["6", "<|eot|>"]]),
+    ],
+)
+def test_tokens_at_the_borders_of_answers(
+    tmp_path: Path, template: str, answers: list[str], expected: list[list[str]]
+) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    letters, special = pre_tokenizers.ByteLevel.alphabet(), ["<|endoftext|>", "<|eot|>"]
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=letters)
+    tokenizer.train_from_iterator(["\n\n"] * 9, trainer)
+    saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+    saved.chat_template = template
+    saved.save_pretrained(tmp_path)
+    marked = Chat(str(tmp_path / "tokenizer.json")).encode(
+        {"messages": [m for answer in answers for m in (USER, {"role": "assistant", "content": answer})]}
+    )
+    runs = [list(run) for is_answer, run in groupby(marked.tolist(), key=lambda token: token >= 0) if is_answer]
+    assert [[tokenizer.id_to_token(token) for token in run] for run in runs] == expected
+
+
+def test_an_unknown_token_neither_ends_an_answer_nor_begins_a_text(tmp_path: Path) -> None:
+    words = {
+        word: number for number, word in enumerate(["<unk>", "</s>", "<s>", "user", "assistant", ":", "no", "yes"])
+    }
+    tokenizer = Tokenizer(models.WordLevel(words, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
+    saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+    saved.chat_template = PLAIN.replace("{{ message.content }}\n", "{{ message.content }} </s> !\n")
+    saved.save_pretrained(tmp_path)
+    chat = Chat(str(tmp_path / "tokenizer.json"))
+    assert chat.tokenizer.first_ids == [2]
+    tokens = chat.encode({"messages": [USER, {"role": "assistant", "content": "no what yes"}]}).tolist()
+    assert [token for token in tokens if token >= 0] == [6, 0, 7, 1]
+
+
 def test_a_prompt_with_an_answer_is_a_conversation_if_there_is_a_template(tmp_path: Path) -> None:
     record = {"prompt": "the sum of 1 and 2", "answer": "3"}
     with_template = Chat(str(save_tokenizer(tmp_path / "a", CHATML)))
@@ -111,9 +177,9 @@ def test_what_a_tokenizer_puts_before_every_text_comes_before_a_prompt(tmp_path:
     assert Chat(str(path)).encode({"prompt": "", "answer": "0"}).tolist()[0] == -1 - 3
 
 
-CUT = '{"messages": [{"role": "user", "content": "a"}'
 USER, SYSTEM = {"role": "user", "content": "a"}, {"role": "system", "content": "a"}
 ANSWER = {"role": "assistant", "content": "b"}
+CUT = '{"messages": [{"role": "user", "content": "a"}'
 
 
 @pytest.mark.parametrize(
@@ -171,8 +237,9 @@ def test_only_causal_models_with_masks_are_fine_tuned(tmp_path: Path) -> None:
     for key in ("reset_attention_mask", "reset_position_ids"):
         with pytest.raises(ConfigError, match=f"data.{key} = false: conversations share a sample"):
             resolve_settings(config_of(tmp_path, f"--data.{key}=false"))
-    with pytest.raises(ConfigError, match=r"data\.prefix_lm = true: a random prefix"):
-        resolve_settings(config_of(tmp_path, "--data.prefix_lm=true"))
+    for key, words in (("prefix_lm", "a random prefix"), ("eod_mask_loss", "an end of document before an answer")):
+        with pytest.raises(ConfigError, match=rf"data\.{key} = true: {words} would take answers out of the loss"):
+            resolve_settings(config_of(tmp_path, f"--data.{key}=true"))
     for family in ("gpt", "llama", "moe"):
         resolve_settings(config_of(tmp_path, f"--model.family={family}"))
 

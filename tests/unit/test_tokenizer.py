@@ -80,6 +80,16 @@ def test_tokens_before_every_text(tokenizer_json):
         assert build_tokenizer(path).encode("to").tolist() == [1]
 
 
+def test_tokens_before_every_text_do_not_depend_on_the_vocabulary(tmp_path):
+    path = str(tmp_path / "tokenizer.json")
+    tokenizer = Tokenizer(models.WordLevel({"A": 0, "C": 1, "</s>": 2, "<s>": 3}))  # no other word is known
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 3)])
+    tokenizer.save(path)
+    assert build_tokenizer(path).first_ids == [3]
+    assert build_tokenizer(path).encode("C A").tolist() == [1, 0]
+
+
 def test_stored_truncation_and_padding_are_ignored(tokenizer_json):
     path = tokenizer_json(["?", "to", "be", "</s>"])
     tokenizer = Tokenizer.from_file(path)

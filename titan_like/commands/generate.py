@@ -76,6 +76,7 @@ def main(argv: list[str]) -> int:
     check_output_file("--json", options.json, config)
 
     from titan_like.checkpoint.inference import find_checkpoint
+    from titan_like.data.chat import read_template
     from titan_like.data.span_corruption import decode_with_sentinels, encode_with_sentinels, padding_of
     from titan_like.data.tokenizer import build_tokenizer
     from titan_like.models.registry import model_config
@@ -87,6 +88,8 @@ def main(argv: list[str]) -> int:
     tokenizer = build_tokenizer(config.data.tokenizer)
     if model.is_causal:
         prompt = tokenizer.encode(options.prompt).tolist() or [tokenizer.eod_id]
+        if config.data.dataset == "conversations" and read_template(config.data.tokenizer) is None:
+            prompt = [*tokenizer.first_ids, *prompt]  # as it was trained
         tokens = sample(config, path, prompt, tokenizer.eod_id, options)
         answer = options.prompt + (continuation := tokenizer.decode(tokens))
     else:

@@ -20,7 +20,7 @@ import numpy as np
 
 from titan_like.config.errors import ConfigError, first_line
 from titan_like.data.raw_text import BadRecord
-from titan_like.data.tokenizer import build_tokenizer, is_on_hub, tokenizer_files
+from titan_like.data.tokenizer import HuggingFaceTokenizer, build_tokenizer, is_on_hub, tokenizer_files
 
 _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Some templates write today's date. A run's data must not depend on the day, so they get that which Llama 3.1's has.
@@ -87,33 +87,47 @@ class Chat:
             raise BadRecord('the line has no "assistant" that answers')
         if answers[0] == 0:
             raise BadRecord('the line begins with a message of the "assistant", which answers no other; begin with one')
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         try:
             text = self.template.get_chat_template(tools=tools)
             text = _FIXED_DATE + text if "strftime_now" in text else text
-            write = partial(self.template.apply_chat_template, tools=tools, chat_template=text)
+            write = partial(self.template.apply_chat_template, tools=tools, chat_template=text, tokenize=False)
             if _MARKS_ANSWERS.search(text):
-                found = write(messages, return_assistant_tokens_mask=True, return_dict=True)
-                return np.array(found["input_ids"]), np.array(found["assistant_masks"], dtype=bool)
-            texts = [write(messages, tokenize=False)]
-            for number in answers:
-                prompt = write(messages[:number], add_generation_prompt=True, tokenize=False)
-                content = messages[number]["content"].strip()  # which the template may do too
-                at = texts[0].find(content, len(prompt))  # templates put a space or a header before it
-                texts += [prompt, texts[0][: at + len(content)] if at >= 0 else prompt]
-                texts.append(write(messages[: number + 1], tokenize=False))
+                known: Any = self.template.special_tokens_map
+                found: Any = render_jinja_template(
+                    [messages], tools=tools, chat_template=text, return_assistant_tokens_mask=True, **known
+                )
+                (whole,), (marked,) = found
+                spans = [(begin, end, end) for begin, end in marked]
+            else:
+                whole = write(messages)
+                prompts = [write(messages[:number], add_generation_prompt=True) for number in answers]
+                throughs = [write(messages[: number + 1]) for number in answers]
+                contents = [messages[number]["content"].strip() for number in answers]  # templates may strip it too
+                spans = list(map(_span, prompts, contents, throughs))
         except Exception as error:  # a template may raise anything
             raise BadRecord(f"the chat template refuses the line ({first_line(error)})") from None
-        if not all(map(texts[0].startswith, texts)):
+        if not _MARKS_ANSWERS.search(text) and not all(map(whole.startswith, [*prompts, *throughs])):
             problem = "the chat template writes the beginning of the conversation in another way once more follows, so"
             raise BadRecord(f"{problem} its answers cannot be found; mark them in the template by {{% generation %}}")
-        tokens, *begun = self.tokenizer.encode_all(texts)
-        # How many tokens a text shares with the whole. A token across a border is the answer's: its prompt lacks it.
-        places = [int(np.append(tokens[: len(ids)] == ids[: len(tokens)], False).argmin()) for ids in begun]
+        assert isinstance(self.tokenizer, HuggingFaceTokenizer)  # others have no templates
+        tokens, begins, ends = self.tokenizer.encode_with_places(whole)
+        can_end = np.isin(tokens, list(self.tokenizer.special_ids - {self.template.unk_token_id}))
         is_answer = np.zeros(len(tokens), dtype=bool)
-        for begin, after, end in zip(places[::3], places[1::3], places[2::3], strict=True):
-            ends = [place + 1 for place in range(after, end) if int(tokens[place]) in self.tokenizer.special_ids]
-            is_answer[begin : ends[-1] if ends else end] = True
+        for begin, said, end in spans:
+            # A token across a border is the answer's, unless it is a header's that takes in the white space after it.
+            own = (ends > begin) & (begins < end) & ~(can_end & (begins < begin))
+            last = np.flatnonzero(own & can_end & (begins >= said))
+            own[last[-1] + 1 if len(last) else len(own) :] = False
+            is_answer |= own
         return tokens, is_answer
+
+
+def _span(prompt: str, content: str, through: str) -> tuple[int, int, int]:
+    """Where an answer begins, where its ``content`` ends, and where the message ends, in the text ``through`` it."""
+    at = through.find(content, len(prompt))
+    return len(prompt), len(prompt) if at < 0 else at + len(content), len(through)
 
 
 def _is_message(value: object) -> bool:

@@ -34,7 +34,9 @@ def open_data(config: JobConfig, model: TransformerConfig) -> dict[str, Source]:
     )
     sources = {split: open_source(replace(request, split=split)) for split in ("train", "validation")}
     if len(sources["train"]) == 0:
-        raise ConfigError("data.dataset", config.data.dataset, "its training split has no samples; give it more data")
+        told = sources["train"].described(1, 1)
+        problem = f"its training split has no samples{f' ({told})' if told else ''}; give it more data"
+        raise ConfigError("data.dataset", config.data.dataset, problem)
     if config.evaluation.interval and len(sources["validation"]) == 0:
         problem = "leaves no whole sample for validation; give it more weight or set evaluation.interval to 0"
         raise ConfigError("data.split", config.data.split, problem)

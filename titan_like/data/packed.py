@@ -220,9 +220,6 @@ def corpus_job(section: Data) -> Job:
     is_stdlib, files = section.dataset == "stdlib", corpus_files(section)
     if section.dataset != "conversations":
         return Job(files, section.tokenizer, section.text_key, skips_bad_records=is_stdlib)
-    for path in files:
-        if kind_of(path) != "jsonl":
-            raise ConfigError("data.paths", str(path), "conversations are lines of .jsonl files; write it as one")
     chat = read_template(section.tokenizer)
     template = f"{chat.chat_template} {chat.special_tokens_map}" if chat else ""
     return Job(files, section.tokenizer, cure="correct or remove it", template=template)
@@ -276,6 +273,8 @@ def _match_paths(patterns: list[str], dataset: str) -> list[Path]:
         found |= dict.fromkeys([path for path in matches if os.path.isfile(path)] or matches[:1])
     for path in found:
         problem = text_problem(path)
+        if dataset == "conversations" and os.path.isfile(path) and kind_of(path) != "jsonl":
+            problem = "conversations are lines of .jsonl files; write it as one"
         if problem is not None:
             raise ConfigError("data.paths", str(path), problem)
     return list(found)

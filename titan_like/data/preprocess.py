@@ -33,7 +33,7 @@ from titan_like.data.tokenizer import build_tokenizer, tokenizer_files
 
 _SECONDS_BETWEEN_REPORTS = 5.0
 _MOST_NAMED = 100  # bad records
-_FORMAT = 2  # of what is stored; another number tokenizes everything again
+_FORMAT = 3  # of what is stored; another number tokenizes everything again
 
 
 @dataclass(frozen=True)

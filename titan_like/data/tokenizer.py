@@ -85,10 +85,10 @@ class HuggingFaceTokenizer:
         tokenizer.no_truncation()  # what transformers may have stored with it
         tokenizer.no_padding()
         with _without_panic_messages(), self._in_use():
-            found = tokenizer.encode("a")
-        # What the tokenizer puts before a text, and not what it puts after it.
-        own = found.special_tokens_mask.index(0) if 0 in found.special_tokens_mask else 0
-        self.first_ids = found.ids[:own]
+            tokenizer.encode("")
+            found = tokenizer.post_process(HFTokenizer(models.WordLevel({"a": 0}, "a")).encode("a"))
+        # What the tokenizer puts before a text, whatever that is, and not what it puts after it.
+        self.first_ids = found.ids[: found.special_tokens_mask.index(0)]
         self.mask_id, self.pad_id = (next(iter(_ids(tokenizer, names)), None) for names in (_MASKS, _PADS))
         self.sentinel_ids = list(_ids(tokenizer, map("<extra_id_{}>".format, count()), stops=True))
         self.pair_ids = _pair_ids(tokenizer)
@@ -106,6 +106,13 @@ class HuggingFaceTokenizer:
         with self._in_use():
             encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.asarray(text.ids, dtype=np.int64) for text in encoded]
+
+    def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Token ids as `encode` returns them, and the characters where each begins and ends: int64 [tokens] each."""
+        with self._in_use():
+            found = self.tokenizer.encode(text, add_special_tokens=False)
+        begins, ends = np.array(found.offsets, dtype=np.int64).reshape(-1, 2).T
+        return np.asarray(found.ids, dtype=np.int64), begins, ends
 
     def decode(self, ids: list[int]) -> str:
         """Text without special tokens."""

@@ -283,9 +283,9 @@ def _check_masks(config: JobConfig, model: TransformerConfig) -> None:
         if not getattr(section, key):
             problem = "conversations share a sample and must not see each other; set it to true"
             raise ConfigError(f"data.{key}", False, problem)
-    if is_chat and section.prefix_lm:
-        problem = "a random prefix would take answers out of the loss; set it to false"
-        raise ConfigError("data.prefix_lm", True, problem)
+    for key, what in (("prefix_lm", "a random prefix"), ("eod_mask_loss", "an end of document before an answer")):
+        if is_chat and getattr(section, key):
+            raise ConfigError(f"data.{key}", True, f"{what} would take answers out of the loss; set it to false")
     for key in ("reset_position_ids", "reset_attention_mask", "prefix_lm"):
         if getattr(section, key) and not model.supports_masks:
             problem = f"{family} has only {_ATTENTION[model.objective]} attention over whole samples; leave it out"
