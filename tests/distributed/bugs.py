@@ -304,6 +304,7 @@ BUGS = [
     (experts.loads_of_each_process, [*MOE, *BIASED, *GATHER[2:]], "context_parallel", Row.LOSS, "layers."),
     (experts.mean_loads_count_as_small, [*MOE, *BIASED, *ONE], "one_process", Row.BIASES, ""),
     (experts.loads_of_skipped_steps, [*MOE, *ONE], "one_process", Row.GRADIENT, "layers.1.mlp"),
+    (experts.figures_of_all_steps, [*MOE, *ONE], "one_process", Row.FIGURES, "balance_loss"),
     (experts.first_weights_in_half_types, [*MOE, *BFLOAT16], "one_process", Row.FRESH, ""),
     (experts.loads_change_before_copies, [*MOE, *ASYNCHRONOUS], "resume", Row.GRADIENT, "layers.1.mlp"),
     (experts.loads_forgotten_when_resumed, [*MOE, *DATA], "resume", Row.GRADIENT, "layers.1.mlp"),

@@ -92,6 +92,13 @@ def test_stages_of_an_encoder_and_a_decoder(counts: list[int], encoder: int, two
     assert two_kinds(counts, encoder, 3) == three
 
 
+def test_given_stages_of_an_encoder_and_a_decoder_stay_of_both_kinds() -> None:
+    settings = ["--model.family=t5", "--model.flavor=debug", "--training.steps=9", "--data.tokenizer=byte"]
+    config = load_config([*settings, "--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_layers=[3,1]"])
+    small = shrink(config, resolve(config, None), 4)
+    assert small.config.parallelism.pipeline_layers == [3, 2]  # the first has the encoder's 2 and one of the decoder's
+
+
 def early(training: Training, consumed: int) -> int:
     start, increment, samples = training.batch_size_rampup or [0, 0, 1]
     grown = -(-consumed * (training.global_batch_size - start) // increment // samples)

@@ -41,6 +41,7 @@ class Row(StrEnum):
     GRADIENT = "gradients"
     SAME_TYPE = "gradients of one process in this type"
     NORM = "gradient norm"
+    FIGURES = "losses and loads of experts that are reported"
     EQUAL = "losses and norms equal on all ranks"
     ZEROS = "gradient elements that are zero"
     CLIPPED = "gradients after clipping"

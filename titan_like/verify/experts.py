@@ -7,6 +7,7 @@ summed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 
@@ -19,7 +20,7 @@ from titan_like.models.layers.experts import Router, SparseMLP
 from titan_like.models.layers.init import local_part
 from titan_like.models.moe.config import MoEConfig
 from titan_like.models.transformer import Transformer, replace_forward
-from titan_like.parallel.expert_balance import ExpertBalance
+from titan_like.parallel.expert_balance import FIGURES, ExpertBalance
 from titan_like.verify.compare import Key, Report, Row
 
 _FEWEST, _MOST_CHOSEN = 5, 2
@@ -75,6 +76,7 @@ class PlainExperts:
         self.load: dict[str, list[float]] = {}  # layer → each expert's share of the last good step's tokens
         self.bias: dict[str, list[float]] = {}
         self.sent: dict[str, list[int]] = {}  # tokens of this step so far
+        self.sums: list[float]  # over these tokens and all layers: the balance and the z-loss without coefficients
         if not isinstance(model.config, MoEConfig):
             return
         self.config = model.config
@@ -119,13 +121,27 @@ class PlainExperts:
         return total if mlp.shared is None else total + mlp.shared(x)
 
     def _note(self, name: str, logits: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor) -> None:
-        config, loss = self.config, logits.new_zeros(())
+        config, balance = self.config, logits.new_zeros(())
         for expert in range(config.num_experts):
             self.sent[name][expert] += int((chosen == expert).sum())
-            if config.balance == "auxiliary":
-                share = (scores[:, expert] / scores.sum(1)).sum()
-                loss = loss + config.balance_coefficient * config.num_experts * self.load[name][expert] * share
-        self.losses.append(loss + config.z_loss_coefficient * (logits.exp().sum(1).log() ** 2).sum())
+            share = (scores[:, expert] / scores.sum(1)).sum()
+            balance = balance + config.num_experts * self.load[name][expert] * share
+        z = (logits.exp().sum(1).log() ** 2).sum()
+        self.sums = [old + new.item() for old, new in zip(self.sums, (balance, z), strict=True)]
+        coefficient = config.balance_coefficient if config.balance == "auxiliary" else 0.0
+        self.losses.append(coefficient * balance + config.z_loss_coefficient * z)
+
+    def figures(self) -> dict[str, torch.Tensor]:
+        """What a step reports of its experts, by its names in metrics.jsonl."""
+        if not self.sent:
+            return {}
+        tokens = [sum(sent) for sent in self.sent.values()]  # times the experts of each, in each layer
+        shares = [number * len(sent) / sum(sent) for sent in self.sent.values() for number in sent]
+        entropies = [-sum(n / sum(sent) * math.log(n / sum(sent)) for n in sent if n) for sent in self.sent.values()]
+        losses = [total * self.config.experts_per_token / tokens[0] for total in self.sums]
+        entropy = sum(entropies) / len(entropies) / math.log(self.config.num_experts)
+        found = (*losses, min(shares), max(shares), entropy)
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in zip(FIGURES, found, strict=True)}
 
     def loss_of_piece(self, num_tokens: int) -> torch.Tensor | float:
         """The losses of the last forward pass, over the ``num_tokens`` of the global batch."""
@@ -136,6 +152,7 @@ class PlainExperts:
         """After a step that updates nothing, or before the first: nothing is counted yet."""
         self.step += 1
         self.sent = {name: [0] * self.config.num_experts for name in self.load}
+        self.sums = [0.0, 0.0]
 
     def update(self) -> None:
         """After a step: its loads are those of the next one, and biases move towards equal loads."""

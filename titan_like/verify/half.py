@@ -32,8 +32,12 @@ _SUMS = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single", "all_to
 
 
 def finer(numbers: torch.Tensor, dtype: str) -> int:
-    """How many of some numbers have more digits, as float32, than a half type has. Its range does not matter."""
-    return int((numbers.float().view(torch.int32) & ((1 << _SPARE_BITS[dtype]) - 1)).count_nonzero())
+    """How many of some numbers have more digits, as float32, than a half type has, or are not finite.
+
+    Its range does not matter.
+    """
+    rest = numbers.float().view(torch.int32) & ((1 << _SPARE_BITS[dtype]) - 1)
+    return int(((rest != 0) | ~numbers.isfinite()).sum())
 
 
 @contextmanager

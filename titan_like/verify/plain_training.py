@@ -130,6 +130,8 @@ def train(
             factor = clip_factor(small.max_norm(step), grad_norm)
             for gradient in gradients.values():
                 gradient.mul_(factor)
+            if step <= last:
+                trace.keep(step, Row.FIGURES, experts.figures())
             set_learning_rate(optimizer, config, step, small.total)
             optimizer.step()
             experts.update()

@@ -61,7 +61,7 @@ _ROUNDING = 1e-12  # of a gradient's largest element: float64 rounding alone mak
 _AS_WEIGHTS = (Row.WEIGHT, Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM)
 _GRADIENTS = {Row.GRADIENT: Row.NORM, Row.LARGE_GRADIENT: Row.LARGE_NORM}  # with the row of their norm
 _GRADIENTS[Row.LONG_GRADIENT] = Row.LONG_NORM
-_LOSSES = (Row.LOSS, Row.LARGE_LOSS, Row.LONG_LOSS, Row.VALIDATION, Row.WHOLE_VALIDATION)
+_LOSSES = (Row.LOSS, Row.LARGE_LOSS, Row.LONG_LOSS, Row.VALIDATION, Row.WHOLE_VALIDATION, Row.FIGURES)
 
 
 def compute_reference(member: Member, small: Small, kinds: list[str], file: Path) -> Reference | str:

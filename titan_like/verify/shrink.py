@@ -128,8 +128,9 @@ def shrink(
     if not full_size:
         micro_batch = min(micro_batch, 2 * NUM_OPTIONS if "choice" in model.predictions else 3)
         seq_len = unit * max(4 if degrees.context == 1 else 2, 16 // unit)  # several tokens in each part of it
-        per_stage = shrink_stages(section.pipeline_layers, stages) if section.pipeline_layers else None
-        if per_stage is None and stages > 1 and model.has_decoder:
+        if section.pipeline_layers and not model.has_decoder:
+            per_stage = shrink_stages(section.pipeline_layers, stages)
+        elif stages > 1 and model.has_decoder:
             had = layout.pipeline * stages_per_rank(section.pipeline_schedule, section.virtual_stages_per_rank)
             per_stage = two_kinds(layers_per_stage(config, model, had), sum(model.layer_counts[:-1]), stages)
         for_float8 = config.float8.enable

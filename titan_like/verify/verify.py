@@ -203,17 +203,18 @@ class Verifier:
 
     def locate(self, config: JobConfig, first: Check) -> str | None:
         """The module at which a layout departs from the reference, in words; None if it cannot be found."""
-        if first.kind not in (EXACT, SINGLE) or first.row not in _LOCATED or first.step == 0:
+        if first.kind not in (EXACT, SINGLE, *HALF) or first.row not in _LOCATED or first.step == 0:
             return None
+        dtype = first.kind if first.kind in HALF else EXACT
         if config.float8.enable:  # a module's outputs depend on its microbatch, and the search looks at whole batches
             return None
-        outcomes = self._run_layout(compare_places, config, first.step, first.row in _LONGER)
+        outcomes = self._run_layout(compare_places, config, first.step, first.row in _LONGER, dtype)
         if any(outcome.result is None for outcome in outcomes):
             return None
         order, predictions, _ = outcomes[0].result
         where = "the longer sequences" if first.row in _LONGER else f"step {first.step}"
         place = first_place(order, predictions, [outcome.result[2] for outcome in outcomes], where)
-        if place is None and config.compile.enable:  # here it was off, and the fault may need it
+        if place is None and (config.compile.enable or dtype in HALF):  # compilation was off, and rounding hides much
             return None
         right = f"all modules compute the right thing in {where}"
         if place is None and first.row in _LOSSES:
