@@ -53,8 +53,9 @@ class Verdict:
 
     @property
     def first_difference(self) -> Check | None:
-        """The first check that differs."""
-        return next((check for check in self.checks if not check.ok), None)
+        """The first check that differs. Figures that are only reported come last, because they name no place."""
+        wrong = [check for check in self.checks if not check.ok]
+        return min(wrong, key=lambda check: check.row == Row.FIGURES, default=None)
 
 
 @dataclass
