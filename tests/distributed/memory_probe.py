@@ -18,7 +18,7 @@ def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     for kind, tensors in kinds.items():
         sizes[kind] = 0
         for tensor in tensors:
-            storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+            storage = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
             if storage.data_ptr() not in seen and storage.nbytes():
                 seen.add(storage.data_ptr())
                 sizes[kind] += storage.nbytes()
@@ -32,13 +32,13 @@ def fsdp_groups(model: nn.Module) -> Iterator:
 
 
 def _parameters(model: nn.Module) -> Iterator[torch.Tensor]:
-    yield from (p.detach() for p in model.parameters())
+    yield from model.parameters()
     for group in fsdp_groups(model):
         for fsdp_param in group.fsdp_params:
             yield fsdp_param._sharded_param_data
             yield from fsdp_param.all_gather_outputs
             if hasattr(fsdp_param, "_unsharded_param"):
-                yield fsdp_param._unsharded_param.detach()
+                yield fsdp_param._unsharded_param
 
 
 def _gradients(model: nn.Module) -> Iterator[torch.Tensor]:

@@ -7,12 +7,14 @@ on their size: clipping and the parameter's scale.
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import crash_worker
 from tests.distributed.launch import (
@@ -28,7 +30,6 @@ from tests.distributed.launch import (
 )
 from tests.distributed.layouts import pipeline, tensor, zero
 from tests.distributed.test_host_reads import CountReads, refuse
-from tests.distributed.test_zero_memory import CountCollectives
 from titan_like.checkpoint.loader import model_tensors, optimizer_tensors
 from titan_like.optim.shards import local
 from titan_like.planner.step_plan import plan_step
@@ -218,12 +219,12 @@ def watch_steps(rank: int, folder: Path) -> dict[str, list[Any]]:
     return found
 
 
-class CountUpdates(CountCollectives):
+class CountUpdates(TorchDispatchMode):
     """Counts the collectives of the optimizer's update alone."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__()
-        self.inside, self.bytes = False, 0
+        self.inside, self.bytes, self.counts = False, 0, Counter[str]()
         trainer.optimizer.register_step_pre_hook(lambda *_: setattr(self, "inside", True))
         trainer.optimizer.register_step_post_hook(lambda *_: setattr(self, "inside", False))
 
