@@ -40,7 +40,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "layout_matrix_
 RUNS: dict[str, dict[str, Any]] = {
     "adamw": {"optimizer.name": "adamw", "optimizer.lr": 1e-3, "training.dtype": "float64"},
     # On DTensors, PyTorch's foreach SGD works out a placement for whole lists of tensors, once a layout: a quarter of
-    # the time of this file. `test_batches_and_shards` has it.
+    # the time of this file.
     "sgd": {
         "optimizer.name": "sgd",
         "optimizer.lr": 0.1,
@@ -83,10 +83,6 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {  # what the set has not: ranks a
     "units of 2 and 1 layers, zero 3, recompute every 2": (2, in_units(5) | zero(3) | recompute("full", 2)),
     "units of 2 and 1 layers, 2 replicas of zero 3": (4, in_units(5) | zero(3, 2)),
     "units of 2 and 1 layers, 2 × 2 stages, zbv, zero 3": (4, in_units(12) | pipeline(2, "zbv_zero_bubble") | zero(3)),
-    "units of 2 and 1 layers, 2 × 2 stages, dualpipe, 2 replicas of zero 2": (
-        4,
-        in_units(12) | pipeline(2, "dualpipe_v") | zero(2, 2),
-    ),
     "units of 4 and 1 layers, tensor 2, zero 3": (4, in_units(5) | tensor() | zero(3)),
     "gpt 1 and 3 layers": (2, pipeline() | {"parallelism.pipeline_layers": [1, 3]}),
     "llama tied, both ends on one rank, shards": (4, TIED_LLAMA | pipeline(2, "zbv_zero_bubble") | zero(3)),
@@ -107,6 +103,10 @@ EXHAUSTIVE: dict[str, tuple[int, dict[str, Any]]] = {
     "units of 2 and 1 layers, zero 2": (2, in_units(5) | zero(2)),
     "units of 2 and 1 layers, 2 stages, zero 3": (4, in_units(6) | pipeline() | zero(3)),
     "units of 2 and 1 layers, 2 × 2 stages, zbv, zero 0": (4, in_units(12) | pipeline(2, "zbv_zero_bubble") | zero(0)),
+    "units of 2 and 1 layers, 2 × 2 stages, dualpipe, 2 replicas of zero 2": (
+        4,
+        in_units(12) | pipeline(2, "dualpipe_v") | zero(2, 2),
+    ),
     "unequal shards of gpt, zero 2 of 4": (4, ODD_GPT | zero(2)),
     "unequal shards of gpt, 2 replicas of zero 3": (4, ODD_GPT | zero(3, 2)),
     "gpt 4 stages of 6 layers, balanced": (4, {"model.overrides": {"num_layers": 6}} | pipeline(4)),

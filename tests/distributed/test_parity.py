@@ -48,7 +48,7 @@ def parallel(label: str, family: str, **more: object) -> Case:
 
 
 # Every stage once, with and without accumulation. Combinations with other axes are those of `test_layout_matrix`, four
-# shards and two replicas of two those of `test_optimizers` and `test_batches_and_shards`.
+# shards and two replicas of two those of `test_optimizers`.
 ON_TWO_RANKS = [
     *(
         parallel(

@@ -104,13 +104,13 @@ def verify(
 # Layouts in all kinds of runs, or in those that are named. test_verify_command.py has the pipeline in all of them.
 # `./scripts/test.sh quick` runs the first ones alone: each kind of parallelism.
 QUICK: list[tuple[list[str], list[str]]] = [
-    (ZERO_3, []),
+    (ZERO_3, [EXACT, RESUME]),
     (SEQUENCE, [EXACT, DROPOUT]),
     ([*RING, *PIPELINE, *ZERO_3[2:]], [EXACT]),
     ([*MOE, *ZERO_3, *Z_LOSS, *BFLOAT16[:2]], [EXACT, "bfloat16"]),
 ]
 SAME: list[tuple[list[str], list[str]]] = [
-    ([*RAMPUP, *BFLOAT16[:2]], []),
+    ([*RAMPUP[:4], *ZERO_3, *BFLOAT16[:2]], []),
     ([*GATHER, *SEQUENCE, *LLAMA_MASKS], [EXACT]),
     ([*T5, *PIPELINE], [EXACT, DROPOUT, RESUME]),
     ([*FLOAT8, *ZERO_3, *BFLOAT16[:2]], [EXACT, "bfloat16"]),
