@@ -1,6 +1,6 @@
 """The verifier accepts what the product computes, and of a bug it names the axis that the bug is in.
 
-The bugs that run here show each row, axis and type at least once; ``pytest -m exhaustive`` runs the
+The bugs that run here show each row, axis, type and kind of place at least once; ``pytest -m exhaustive`` runs the
 others, and the product in more layouts.
 """
 
@@ -63,7 +63,7 @@ from titan_like.config import load_config
 from titan_like.verify.compare import DROPOUT, EXACT, RESUME, SINGLE, Row
 from titan_like.verify.processes import DONE, WAITING, Group, Member, Prepare, active_seconds
 from titan_like.verify.shrink import resolve, shrink
-from titan_like.verify.verify import Verdict, Verifier
+from titan_like.verify.verify import _LOCATED, Verdict, Verifier
 
 STEPS = 3
 ABOUT_DROPOUT = (
@@ -110,7 +110,7 @@ QUICK: list[tuple[list[str], list[str]]] = [
     ([*MOE, *ZERO_3, *Z_LOSS, *BFLOAT16[:2]], [EXACT, "bfloat16"]),
 ]
 SAME: list[tuple[list[str], list[str]]] = [
-    ([*RAMPUP[:4], *ZERO_3, *BFLOAT16[:2]], []),
+    ([*RAMPUP[:4], *ZERO_3, *BFLOAT16[:2]], [EXACT, SINGLE, "bfloat16", DROPOUT, RESUME]),
     ([*GATHER, *SEQUENCE, *LLAMA_MASKS], [EXACT]),
     ([*T5, *PIPELINE], [EXACT, DROPOUT, RESUME]),
     ([*FLOAT8, *ZERO_3, *BFLOAT16[:2]], [EXACT, "bfloat16"]),
@@ -180,12 +180,12 @@ def test_product_is_the_same_in_the_sizes_for_gpus() -> None:
 
 
 def cost(mutation: Prepare, layout: list[str], axis: str, row: str, _: str) -> int:
-    """What the time grows with that a bug takes to be found: the processes of all runs, those for the axis included."""
+    """What the time grows with that a bug takes to be found: the processes of all runs, also for the axis and place."""
     degrees = {"--parallelism.data_parallel_shard_degree": 2}  # where a layout names none
     degrees |= {key: int(value) for key, value in zip(layout[::2], layout[1::2], strict=True) if "_degree" in key}
     processes = math.prod(degree for key, degree in degrees.items() if "expert" not in key)
     legs = 4 if kind_of(mutation, layout, axis, row) == RESUME else 1
-    return processes * legs * (1 if axis == "one_process" else 2)
+    return processes * (legs * (1 if axis == "one_process" else 2) + (row in _LOCATED))
 
 
 def bugs() -> Iterator[Any]:
@@ -193,13 +193,19 @@ def bugs() -> Iterator[Any]:
 
     The others are marked. Compiling takes long, so no bug is chosen because it needs that.
     """
-    types = {"float16", "bfloat16"}
-    shows = [{axis, row, *types & set(layout)} - {"compile"} for _, layout, axis, row, _ in BUGS]
+    types, places = {"float16", "bfloat16"}, ("the loss", "layers", "embedding", "position", "norm")
+    shows = [
+        {axis, row, *types & set(layout), *filter(place.startswith, places)} - {"compile"}
+        for _, layout, axis, row, place in BUGS
+    ]
     missing, chosen = set[str]().union(*shows), set[int]()
     while missing:
         number = max(range(len(BUGS)), key=lambda number: len(shows[number] & missing) / cost(*BUGS[number]))
         chosen.add(number)
         missing -= shows[number]
+    for number in sorted(chosen, key=lambda number: -cost(*BUGS[number])):
+        if shows[number] <= set[str]().union(*(shows[other] for other in chosen - {number})):
+            chosen.remove(number)
     for number, (mutation, layout, axis, row, place) in enumerate(BUGS):
         steps, marks = (2, []) if number in chosen else (STEPS, [pytest.mark.exhaustive])
         steps += "--checkpoint.async" in layout and number not in chosen  # so that a good step follows on a save

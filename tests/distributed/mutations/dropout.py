@@ -76,6 +76,15 @@ def dropout_scale_lost_in_split_sequences() -> Iterator[None]:
         yield
 
 
+@bug(F, "dropout")
+def dropout_scale_lost_in_a_half_type(
+    original: Any, x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
+    """What dropout keeps of numbers in bfloat16 is not scaled up."""
+    kept = original(x, p, training, inplace)
+    return kept * (1 - p) if training and x.dtype == torch.bfloat16 else kept
+
+
 @contextmanager
 def dropout_scale_lost_in_bfloat16() -> Iterator[None]:
     """Under sequence parallelism, what dropout keeps of numbers in bfloat16 is not scaled up."""
