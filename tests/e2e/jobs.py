@@ -8,14 +8,13 @@ import random
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from tests.e2e.scripts import REPO, Script
+from tests.e2e.scripts import REPO, TORCHRUN, Script
 
 
 class Job:
@@ -48,19 +47,16 @@ class Job:
 
 
 class TorchrunJob(Job):
-    """A job under torchrun, started in a process group of its own."""
+    """A job under torchrun."""
 
     def __init__(
         self, log: Path, script: Path, arguments: list[str], processes: int = 2, options: tuple[str, ...] = ()
     ) -> None:
         self.log = log
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), *options]
+        log.write_text("")
+        words = ["--nproc_per_node", str(processes), *options, str(script), *arguments]
         environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPO)}
-        with open(log, "w", encoding="utf-8") as output:
-            self.process = subprocess.Popen(
-                [*command, str(script), *arguments],
-                stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=REPO, start_new_session=True,
-            )  # fmt: skip
+        self.process = Script(TORCHRUN, words, environment=environment, log=log)
 
     @property
     def is_over(self) -> bool:
@@ -88,7 +84,7 @@ class TorchrunJob(Job):
 
     def wait(self, seconds: float = 240) -> int:
         try:
-            return self.process.wait(seconds)
+            return self.process.wait(seconds).returncode
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the job does not end\n{self.output}") from None
 

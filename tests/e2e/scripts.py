@@ -8,6 +8,7 @@ import os
 import runpy
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver, get_context
@@ -16,6 +17,7 @@ from pathlib import Path
 from titan_like.verify.processes import start_fork_server
 
 REPO = Path(__file__).parents[2]
+TORCHRUN = str(Path(sysconfig.get_path("scripts"), "torchrun"))  # its ranks begin as new interpreters
 
 
 class Script:

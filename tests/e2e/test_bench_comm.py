@@ -4,36 +4,30 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
-from tests.e2e.jobs import REPO, free_port
+import pytest
+
+from tests.e2e.jobs import free_port
+from tests.e2e.scripts import REPO, TORCHRUN, Script
+from titan_like.commands.bench_comm import main as bench_comm
 from titan_like.commands.plan import main as plan
+from titan_like.config.errors import ConfigError
 from titan_like.planner.links import BETWEEN_NODES, BUS_SHARES
 
 
-def run(nodes: int, processes: int, *words: str) -> list[subprocess.CompletedProcess[str]]:
-    """One torchrun for each node, all on this machine."""
-    meeting = [f"--nnodes={nodes}", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
-    command = [sys.executable, "-m", "torch.distributed.run", *meeting, f"--nproc_per_node={processes}"]
+def run_on_two_nodes(*words: str) -> list[subprocess.CompletedProcess[str]]:
+    """One torchrun of two processes for each node, both on this machine."""
+    meeting = ["--nnodes=2", "--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
     script = [str(REPO / "scripts/bench_comm.py"), "--seconds=0.01", *words]
-    started = [
-        subprocess.Popen(
-            [*command, f"--node_rank={node}", *script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for node in range(nodes)
-    ]
-    outputs = [one.communicate(timeout=200) for one in started]
-    return [
-        subprocess.CompletedProcess(command, one.returncode, *texts)
-        for one, texts in zip(started, outputs, strict=True)
-    ]
+    started = [Script(TORCHRUN, [*meeting, f"--node_rank={node}", *script]) for node in range(2)]
+    return [node.wait() for node in started]
 
 
 def test_dimensions_and_pairs_of_nodes_are_measured_and_a_plan_takes_it(tmp_path: Path, capsys) -> None:
     file = tmp_path / "links.json"
     layout = ["--parallelism.tensor_parallel_degree=2", f"--json={file}", f"--picture={tmp_path / 'links.png'}"]
-    first, second = run(2, 2, "--smallest=4k", "--largest=64k", "--link_gbit=400", *layout)
+    first, second = run_on_two_nodes("--smallest=4k", "--largest=64k", "--link_gbit=400", *layout)
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     measurements = json.loads(file.read_text())["measurements"]
     found = [(one["dimension"], one["sharing"], one["operation"], one["bytes"]) for one in measurements]
@@ -54,20 +48,12 @@ def test_dimensions_and_pairs_of_nodes_are_measured_and_a_plan_takes_it(tmp_path
     gpu += ["--parallelism.tensor_parallel_degree=2", "--training.global_batch_size=64", "--training.steps=1"]
     times = []
     for links in ([], [f"--links={file}"]):
-        plan(
-            [
-                "predict",
-                "--model.flavor=gpt2_124m",
-                "--training.seq_len=1024",
-                *gpu,
-                f"--json={tmp_path / 'p.json'}",
-                *links,
-            ]
-        )
+        model = ["--model.flavor=gpt2_124m", "--training.seq_len=1024"]
+        plan(["predict", *model, *gpu, f"--json={tmp_path / 'p.json'}", *links])
         times.append(json.loads((tmp_path / "p.json").read_text())["predict"])
     assert times[0] != times[1]
 
 
 def test_one_process_has_nothing_to_communicate() -> None:
-    (result,) = run(1, 1)
-    assert result.returncode != 0 and "nothing to communicate; start several" in result.stderr
+    with pytest.raises(ConfigError, match="nothing to communicate; start several"):
+        bench_comm([])

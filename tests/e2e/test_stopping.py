@@ -81,7 +81,7 @@ def test_ending_torchrun_saves_too(start: Callable[..., TorchrunJob], tmp_path: 
     dump = tmp_path / "out"
     with start() as job:
         job.until(lambda: len(steps(dump)) >= 3, "the third step")
-        job.process.send_signal(signal.SIGHUP)
+        kill(job.process.pid, signal.SIGHUP)
         job.wait()
     (stopped,) = re.findall(r"^ stopped by SIGHUP after step (\d+)$", job.output, re.MULTILINE)
     assert complete_steps(dump / "checkpoint") == [int(stopped)]
@@ -91,10 +91,10 @@ def test_ctrl_c_twice_under_torchrun_ends_at_once(start: Callable[..., TorchrunJ
     dump = tmp_path / "out"
     with start("--disturb=sleep", "--metrics.log_interval=1", script=DISTURBED) as job:  # step 4 does not end
         job.until(lambda: len(steps(dump)) >= 3, "the third step")
-        job.process.send_signal(signal.SIGINT)
+        kill(job.process.pid, signal.SIGINT)
         job.until(lambda: job.output.count("closing signal SIGINT") == 2, "the signal's way to the ranks")
         time.sleep(1.0)  # until they have taken it
-        job.process.send_signal(signal.SIGINT)
+        kill(job.process.pid, signal.SIGINT)
         job.wait()
     assert [line for line in job.output.splitlines() if line.startswith("ended")] == [
         "ended at once by a second signal (SIGTERM)"

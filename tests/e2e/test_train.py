@@ -18,6 +18,7 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.e2e.jobs import train_on
+from tests.e2e.scripts import TORCHRUN, Script
 from titan_like.train.signals import STOP_SIGNALS
 
 REPO = Path(__file__).parents[2]
@@ -52,11 +53,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def first(home: Path) -> subprocess.CompletedProcess[str]:
     """Six steps on two ranks under torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
     settings = [*SHORT, f"--job.dump_folder={home}/out", "--training.steps=6"]
-    return subprocess.run(
-        [*command, *settings], cwd=REPO, env=environment(home), capture_output=True, text=True, timeout=240, check=False
-    )
+    words = ["--standalone", "--nproc_per_node=2", "train.py", *settings]
+    return Script(TORCHRUN, words, environment=environment(home)).wait()
 
 
 @pytest.fixture
