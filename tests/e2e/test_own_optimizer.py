@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.jobs import train_on
 from tests.e2e.scripts import Script
+from titan_like.commands import verify
+from titan_like.verify import verify as verify_module
+from titan_like.verify.compare import EXACT
+from titan_like.verify.verify import Verifier
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = [
@@ -82,14 +87,20 @@ def test_is_planned_with_the_state_that_it_keeps(package: Path, tmp_path: Path) 
     ],
 )
 def test_a_rule_of_whole_parameters_is_verified(
-    package: Path, tmp_path: Path, rule: str, layout: list[str], axis: str | None
+    package: Path, tmp_path: Path, rule: str, layout: list[str], axis: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ["--job.config_file=train_configs/debug_gpt.toml", "--steps=2", "--processes=2", "--training.seq_len=32"]
-    options += ["--model.overrides.dropout=0"]  # of which an optimizer sees nothing
+    """In float64 alone: it goes on from checkpoints in the test above."""
+    monkeypatch.syspath_prepend(package)
+    monkeypatch.setattr(verify_module, "Verifier", partial(Verifier, kinds=[EXACT]))
+    options = [
+        f"--job.config_file={ROOT}/train_configs/debug_gpt.toml",
+        "--steps=2",
+        "--processes=2",
+        "--training.seq_len=32",
+    ]
     arguments = [*options, f"--optimizer.name={rule}", f"--json={tmp_path / 'found.json'}", *layout]
-    done = Script("scripts/verify.py", arguments, path=[package]).wait()
+    assert verify.main(arguments) == (0 if axis is None else 1)
     found = json.loads((tmp_path / "found.json").read_text())
-    assert done.returncode == (0 if axis is None else 1), done.stdout + done.stderr
     assert (found["blame"] or {}).get("axis") == axis
     assert axis is None or found["first_difference"]["row"] == "updates from these gradients", found["first_difference"]
 
