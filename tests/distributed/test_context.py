@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.launch import base_config, collect, losses_of_layouts, plain_adamw
+from tests.distributed.layouts import pipeline, zero
 from titan_like.data.masks import MaskedSamples
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.visible import VisibleKeys
@@ -27,24 +28,12 @@ from titan_like.train.setup import prepare_run
 
 BATCH, HEADS, KV_HEADS, LENGTH, HEAD_DIM = 2, 8, 4, 32, 8
 MASKS = ("causal", "documents", "prefix", "bidirectional")
-# Layouts of 8 processes that train from transformers' weights.
+CONTEXT_2 = {"parallelism.context_parallel_degree": 2}
+# Layouts of 4 processes that train from transformers' weights; test_verify.py has tensor parallelism too.
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "context 4, tensor 2": {
-        "parallelism.context_parallel_degree": 4,
-        "parallelism.tensor_parallel_degree": 2,
-        "parallelism.sequence_parallel": True,
-    },
-    "ring 2, pipeline 2, ZeRO 3": {
-        "parallelism.context_parallel_degree": 2,
-        "parallelism.context_parallel_method": "ring",
-        "parallelism.pipeline_parallel_degree": 2,
-        "parallelism.zero_stage": 3,
-    },
-    "ulysses 2, data 4, ZeRO 2": {
-        "parallelism.context_parallel_degree": 2,
-        "parallelism.context_parallel_method": "ulysses",
-        "parallelism.zero_stage": 2,
-    },
+    "context 4": {"parallelism.context_parallel_degree": 4},
+    "ring 2, pipeline 2": CONTEXT_2 | pipeline() | {"parallelism.context_parallel_method": "ring"},
+    "ulysses 2, data 2, ZeRO 2": CONTEXT_2 | zero(2) | {"parallelism.context_parallel_method": "ulysses"},
 }
 
 
@@ -174,7 +163,7 @@ def test_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, steps: int) 
         "training.steps": steps,
         "training.max_norm": 0.0,
     }
-    found = collect(losses_of_layouts, 8, tmp_path, LAYOUTS, settings)
+    found = collect(losses_of_layouts, 4, tmp_path, LAYOUTS, settings)
 
     run = prepare_run(resolve_settings(base_config(tmp_path, settings), 1))
     theirs, section = theirs.double().train(), run.config.optimizer

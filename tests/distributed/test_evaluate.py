@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Iterator
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
@@ -21,6 +20,7 @@ from tests.distributed.launch import base_config, launch, runs_exhaustive_tests
 from tests.unit.hugging_face_cases import gpt_config, llama_config, random_model, reference_of, save_checkpoint
 from titan_like.checkpoint.inference import find_checkpoint, load_parallel_model
 from titan_like.commands import convert, evaluate
+from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data.tokenizer import ByteTokenizer
 from titan_like.evaluate.scoring import Scorer
@@ -182,11 +182,12 @@ def train_and_evaluate(rank: int, folder: Path) -> None:
     for name, tasks in itertools.product(("pipeline, tensor", "data, tensor, zero 3"), (TASKS, [])):
         Trainer(prepare_run(resolve_settings(training_config(folder, name, tasks)))).train()
 
-    if find_spec("lm_eval") is not None:
-        config = training_config(folder, "pipeline, tensor", TASKS)
-        layout = resolve_settings(config, 4).layout
-        found = run_on_harness(config, build_mesh(layout, "cpu"), folder)
-        (folder / f"harness {rank}.json").write_text(json.dumps(found))
+
+def evaluate_on_harness(rank: int, folder: Path) -> None:
+    """On two processes: each imports it, which takes long."""
+    config = edit(training_config(folder, "pipeline, tensor", TASKS), {"parallelism.tensor_parallel_degree": 1})
+    found = run_on_harness(config, build_mesh(resolve_settings(config, 2).layout, "cpu"), folder)
+    (folder / f"harness {rank}.json").write_text(json.dumps(found))
 
 
 QUESTIONS = [("the quick", [" brown fox", " fox", "zzz"], 0), ("a dog", [" jumps", " e"], 1), ("", ["e ", "q"], 0)]
@@ -274,6 +275,7 @@ def test_the_harness_finds_the_same_on_a_checkpoint_and_on_its_export(trained: t
     from titan_like.evaluate.harness import find_tasks
 
     folder, _ = trained
+    launch(evaluate_on_harness, 2, folder)
     config = training_config(folder, "pipeline, tensor", TASKS)
     arguments = ["to-hf", "--checkpoint", f"{config.job.dump_folder}/checkpoint", "--output", str(folder / "export")]
     assert convert.main(arguments) == 0

@@ -80,7 +80,7 @@ def test_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, family: str,
         "training.max_norm": 0.0,
     }
     found = {}
-    for ranks, layouts in LAYOUTS.items():
+    for ranks, layouts in (LAYOUTS if family == "llama" else {1: LAYOUTS[1]}).items():
         found |= collect(losses_of_layouts, ranks, tmp_path, layouts, settings)[0]
 
     run = prepare_run(resolve_settings(base_config(tmp_path, settings), 1))

@@ -38,7 +38,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {  # ranks and settings
             "training.micro_batch_size": 4,
         },
     ),
-    "zero1 of 4": (4, {"parallelism.zero_stage": 1}),
     "2 replicas of zero2": (4, {"parallelism.zero_stage": 2, "parallelism.data_parallel_replicate_degree": 2}),
 }
 
