@@ -92,7 +92,7 @@ def load_config(argv: list[str]) -> JobConfig:
         ConfigError: unknown keys, wrong types or values, or an unreadable file: every problem, with a line for each.
     """
     if any(word in ("-h", "--help") for word in argv):
-        print(format_help(os.path.basename(sys.argv[0]), JobConfig))
+        print(as_installed(format_help(os.path.basename(sys.argv[0]), JobConfig)))
         raise SystemExit(0)
     overrides, errors = _read_overrides(argv)
     tree: dict[str, Any] = {}
