@@ -41,11 +41,13 @@ settings = dict(word[2:].split("=", 1) for word in sys.argv[1:] if word.startswi
 if "parallelism.tensor_parallel_degree" in settings:
     open("PIDS", "a").write(f"{os.getpid()}\\n")
     time.sleep(600)
-if "parallelism.pipeline_parallel_degree" in settings:
-    sys.exit("error: this does not work")
 size = int(settings.get("training.micro_batch_size", 8))  # which is the default
-if size > 2:  # on one rank: two that speak at once would write into each other's lines
+is_pipeline = "parallelism.pipeline_parallel_degree" in settings
+if is_pipeline or size > 2:  # one rank says so: two that speak at once would write into each other's lines
     time.sleep(600 * int(os.environ["RANK"]))
+if is_pipeline:
+    sys.exit("error: this does not work")
+if size > 2:
     raise MemoryError("too many samples")
 if os.environ["RANK"] == "0":
     with open(settings["job.dump_folder"] + "/metrics.jsonl", "w") as file:
