@@ -191,7 +191,8 @@ class Report:
         if key not in reference.allowed[dtype]:
             return
         if not isinstance(value, torch.Tensor):
-            self.share(Key(key.step, Row.EQUAL, f"{key.row} {key.name}".rstrip()), repr(value))
+            row = Row.FIGURES if key.row == Row.FIGURES else Row.EQUAL
+            self.share(Key(key.step, row, f"{key.row} {key.name}".rstrip()), repr(value))
             value = torch.tensor(value, dtype=torch.float64)
         part, expected = reference.part(key, value)
         if part.numel():
