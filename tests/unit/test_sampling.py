@@ -2,7 +2,9 @@ import itertools
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from titan_like.commands import generate as command
 from titan_like.config.schema import Model
 from titan_like.evaluate.sampling import filter_logits, generate
 from titan_like.models.layers.visible import VisibleKeys
@@ -171,3 +173,19 @@ def test_dropout_is_off_while_sampling():
     model.init_weights(seed=3)
     model.train()
     assert len({tuple(generate(model, PROMPT, 6, temperature=0)) for _ in range(4)}) == 1
+
+
+def test_a_prompt_begins_as_in_training_on_prompts_and_answers(tmp_path, monkeypatch):
+    words = Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "<s>": 2}))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
+    (tmp_path / "t").mkdir()
+    words.save(str(tmp_path / "t" / "tokenizer.json"))
+    prompts = []
+    monkeypatch.setattr("titan_like.checkpoint.inference.find_checkpoint", lambda config: tmp_path)
+    monkeypatch.setattr(command, "sample", lambda config, path, prompt, *more: prompts.append(prompt) or [])
+    settings = [f"--data.tokenizer={tmp_path}/t/tokenizer.json", "--training.steps=1", "--prompt", "a a"]
+    masks = ["--data.reset_attention_mask=true", "--data.reset_position_ids=true", f"--data.paths={tmp_path}/a.jsonl"]
+    command.main(settings)
+    command.main([*settings, "--data.dataset=conversations", *masks])
+    assert prompts == [[0, 0], [2, 0, 0]]

@@ -6,6 +6,8 @@ import itertools
 import json
 import os
 import random
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -197,18 +199,40 @@ def test_a_folder_of_something_else_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_trial_that_is_ended_from_outside_has_no_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if the folder has another spelling, what it has started ends with it."""
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    folder, place, plan = tmp_path / "link" / "trials" / "one", Place(("train.py",)), Plan(1, 2, 60.0, None)
-    ended = 'setsid sleep 300 & echo $! > "$1"; kill -TERM $$'
-    for script in (ended, 'echo "torch.distributed.elastic...SignalException: Process 7 got signal: 15"; exit 1'):
-        words = ["sh", "-c", script, "sh", str(tmp_path / "pid")]
-        monkeypatch.setattr(Place, "command", lambda *_, words=words: words)
+    folder, place, plan = tmp_path / "trials" / "one", Place(("train.py",)), Plan(1, 2, 60.0, None)
+    for script in (
+        "kill -TERM $$",
+        'echo "torch.distributed.elastic...SignalException: Process 7 got signal: 15"; exit 1',
+    ):
+        monkeypatch.setattr(Place, "command", lambda *_, script=script: ["sh", "-c", script])
         with pytest.raises(KeyboardInterrupt):
             trial.run_trial(folder, load_config(DEBUG), 1, place, plan, 1)
-    status = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/status")
-    assert not status.exists() or "State:\tZ" in status.read_text()
+
+
+def test_left_over_processes_are_found_by_another_spelling_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    script = "import os, subprocess; subprocess.Popen(['sleep', '300'], start_new_session=True)"
+    words = [sys.executable, "-c", f"{script}; os._exit(0)"]
+    monkeypatch.setattr(trial, "end_processes", lambda out: None)  # as if the search had been killed
+    monkeypatch.setattr(Place, "command", lambda *_: words)
+    trial.run_trial(
+        tmp_path / "link" / "trials" / "a", load_config(DEBUG), 1, Place(("train.py",)), Plan(1, 2, 60.0, None), 1
+    )
+    monkeypatch.undo()
+
+    def left() -> list[Path]:
+        found = []
+        for file in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                found += [file] if f"TITAN_SEARCH={tmp_path}".encode() in file.read_bytes() else []
+        return found
+
+    assert len(left()) == 1
+    trial.end_processes(tmp_path / "real")
+    assert not left()
 
 
 def test_settings_as_arguments_are_the_same_run() -> None:

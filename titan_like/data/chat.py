@@ -93,6 +93,7 @@ class Chat:
             text = self.template.get_chat_template(tools=tools)
             text = _FIXED_DATE + text if "strftime_now" in text else text
             write = partial(self.template.apply_chat_template, tools=tools, chat_template=text, tokenize=False)
+            prompts, throughs = list[str](), list[str]()
             if _MARKS_ANSWERS.search(text):
                 known: Any = self.template.special_tokens_map
                 found: Any = render_jinja_template(
@@ -108,7 +109,7 @@ class Chat:
                 spans = list(map(_span, prompts, contents, throughs))
         except Exception as error:  # a template may raise anything
             raise BadRecord(f"the chat template refuses the line ({first_line(error)})") from None
-        if not _MARKS_ANSWERS.search(text) and not all(map(whole.startswith, [*prompts, *throughs])):
+        if not all(map(whole.startswith, [*prompts, *throughs])):
             problem = "the chat template writes the beginning of the conversation in another way once more follows, so"
             raise BadRecord(f"{problem} its answers cannot be found; mark them in the template by {{% generation %}}")
         assert isinstance(self.tokenizer, HuggingFaceTokenizer)  # others have no templates

@@ -36,7 +36,7 @@ FLOAT8_NOTE = "float8.enable: times, memory and traffic are predicted as if all 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is expected of one step."""
+    """The step time, memory and rates that are expected of a run."""
 
     work: Workload
     profile: Profile

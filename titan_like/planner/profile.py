@@ -313,7 +313,7 @@ def profile_to_toml(profile: Profile) -> str:
 
 
 def is_builtin(device: Device) -> bool:
-    """Whether devices.toml has the device."""
+    """Tell whether a device is one of devices.toml, and not a measured one."""
     return builtin_devices().get(device.name) is device
 
 

@@ -55,7 +55,7 @@ def average(state: dict[str, torch.Tensor], key: str, new: torch.Tensor, decay: 
 
 
 def root_mean_square(tensor: torch.Tensor) -> float:
-    """Of all elements."""
+    """The root of the mean of all elements' squares."""
     return tensor.square().mean().sqrt().item()
 
 
