@@ -79,6 +79,8 @@ def kind_of(mutation: Prepare, layout: list[str], axis: str, row: str) -> str:
         gradients.microbatches_after_the_fourth_lost,
     ):
         return RESUME
+    if mutation is runs.numbers_of_the_next_step:  # here alone some steps are not logged
+        return SINGLE
     if row in ABOUT_DROPOUT:
         return DROPOUT
     if "--training.dtype" in layout:

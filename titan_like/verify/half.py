@@ -24,7 +24,7 @@ from titan_like.verify.compare import Key, Report, Row, distance
 from titan_like.verify.plain_training import norm
 from titan_like.verify.watch import WatchedTrainer, digest
 
-TRAVELLING = "gradients of keys"
+TRAVELLING, MERGED = "gradients of keys", "attention to several blocks of keys"
 _GROWTH = 1000  # good steps in a row after which float16's loss scale doubles
 _SPARE_BITS = {"bfloat16": 16, "float16": 13}  # of a float32 mantissa that the half type lacks
 # By the names of all versions of torch. Tensor parallelism and pipelines send activations in other ways.
@@ -41,12 +41,21 @@ def finer(numbers: torch.Tensor, dtype: str) -> int:
 
 
 @contextmanager
-def watched_sums(note: Callable[[str, torch.dtype], None]) -> Iterator[None]:
+def watched_sums(half: str, note: Callable[[str, torch.dtype], None]) -> Iterator[None]:
     """Call ``note`` with the name and the type of each floating-point tensor of a sum between processes.
 
-    The name is that of torch's function, or `TRAVELLING` for the gradients that a ring passes on.
+    The name is that of torch's function, `TRAVELLING` for the gradients that a ring passes on, or `MERGED` for results
+    of attention that are added up; these have the half type if they have no more digits.
     """
-    exchange, travelling = slice_attention._exchange, [False]
+    exchange, merge, travelling = slice_attention._exchange, slice_attention._merge, [False]
+
+    def watched_merge(
+        output: torch.Tensor, denominator: torch.Tensor, found: torch.Tensor, total: torch.Tensor
+    ) -> None:
+        sees_both = denominator.isfinite() & total.isfinite()
+        merge(output, denominator, found, total)
+        for value in (output[sees_both], denominator[sees_both]) if sees_both.any() else ():
+            note(MERGED, value.dtype if finer(value, half) else getattr(torch, half))
 
     def watched_exchange(*ring: Any) -> torch.Tensor:
         travelling[0] = True
@@ -65,6 +74,7 @@ def watched_sums(note: Callable[[str, torch.dtype], None]) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(slice_attention, "_exchange", watched_exchange))
+        stack.enter_context(patch.object(slice_attention, "_merge", watched_merge))
         for name in _SUMS:
             if original := getattr(dist, name, None):
                 stack.enter_context(patch.object(dist, name, partial(noted, original, name)))

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -22,7 +23,8 @@ from titan_like.torch_private import is_in_backward_pass
 
 FORWARD, BACKWARD, INPUT = "forward", "backward", "input"
 _FIRST_STEP, _LATER = 1e-9, 1e-6  # relative differences in float64 that rounding cannot explain
-_GROSS = 0.25  # the same in half types, where rounding may also decide which experts a token goes to
+_GROSS = 0.25  # the same in half types with experts, where rounding may decide which of them a token goes to
+_MARGIN = 8.0  # times the distance between one process in a half type and float64
 _LOGITS = ("output", "output_bias", "mask_padding")  # modules in whose place `TokenLoss` computes
 _SMALL = 1e-3  # a microbatch whose norm is below this share of the batch's is measured against that share instead
 
@@ -91,22 +93,31 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
+def allowances(rounded: Outputs, exact: Outputs, eps: float, has_experts: bool) -> dict[Place, float]:
+    """How far each place may be from one process in a half type, whose rounding unit is ``eps``.
+
+    Both hold the whole batch as one microbatch. Their scales may differ, by that of the loss.
+    """
+    if has_experts:
+        return dict.fromkeys(rounded.tensors, _GROSS)
+    allowed: dict[Place, float] = {}
+    for place in rounded.tensors.keys() & exact.tensors.keys():
+        here, there = (F.normalize(one.tensors[place][0].double().flatten(), dim=0) for one in (rounded, exact))
+        allowed[place] = max(_MARGIN * (here - there).norm().item(), eps)
+    return allowed
+
+
 def differing(
-    found: Outputs,
-    expected: Outputs,
-    samples: list[list[int]],
-    cut: Cut,
-    step: int,
-    is_half: bool,
+    found: Outputs, expected: Outputs, samples: list[list[int]], cut: Cut, step: int, allowed: dict[Place, float]
 ) -> dict[Place, float]:
-    """The places whose relative difference exceeds what rounding explains, in float64 or in a half type.
+    """The places whose relative difference exceeds what rounding explains.
 
     ``expected`` holds the whole batch as one microbatch; ``samples`` lists the rows of it that each of this process's
-    microbatches takes.
+    microbatches takes. What is ``allowed`` in float64 depends on the step alone.
     """
     wrong: dict[Place, float] = {}
-    least = _GROSS if is_half else _FIRST_STEP if step == 1 else _LATER
     for place, by_microbatch in found.tensors.items():
+        least = allowed.get(place, _FIRST_STEP if step == 1 else _LATER)
         whole = expected.tensors[place].get(0)
         if whole is None:
             continue

@@ -173,6 +173,13 @@ def bidirectional_ring_skips_later_pieces(
         yield block._replace(is_causal=False)
 
 
+@bug(slice_attention, "_merge")
+def attention_merged_in_bfloat16(original: Any, output: torch.Tensor, *others: torch.Tensor) -> None:
+    """Attention to one block of keys after the other adds up in the model's type."""
+    original(output, *others)
+    output.copy_(output.bfloat16())
+
+
 @bug(slice_attention, "_exchange")
 def ring_gradients_in_bfloat16(original: Any, block: torch.Tensor, name: str, size: int, rank: int) -> torch.Tensor:
     """The gradients of keys and values travel in the model's type."""

@@ -20,7 +20,7 @@ from titan_like.checkpoint import loader, saver
 from titan_like.checkpoint.saver import Saver
 from titan_like.checkpoint.step_folders import RunState, checkpoint_path, complete_steps
 from titan_like.parallel.pipeline import Pipeline
-from titan_like.train import training_state
+from titan_like.train import trainer, training_state
 from titan_like.train.trainer import Trainer
 
 
@@ -220,3 +220,16 @@ def later_saves_hold_the_first_one_s_values(
         return original(self, name, tensor)
     with patch.object(torch.Tensor, "copy_", lambda copy, *_, **__: copy):
         return original(self, name, tensor)
+
+
+@contextmanager
+def numbers_of_the_next_step() -> Iterator[None]:
+    """All steps' numbers go to one buffer of the host, where the next step's replace those that are not read yet."""
+    buffer: list[torch.Tensor] = []
+
+    def copy_to_host(values: torch.Tensor) -> torch.Tensor:
+        buffer[:] = buffer or [values.clone()]
+        return buffer[0].copy_(values)
+
+    with patch.object(trainer, "copy_to_host", copy_to_host):
+        yield
