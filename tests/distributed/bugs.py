@@ -239,6 +239,13 @@ BUGS = [
         Row.GRADIENT,
         "layers.0.attention.proj",
     ),
+    (
+        layers.softmax_combined_in_bfloat16,
+        [*TENSOR, *BFLOAT16[:2]],
+        "tensor_parallel",
+        Row.SUMS,
+        "loss of these logits",
+    ),
     (updates.loss_scale_never_grows, FLOAT16, "one_process", Row.LOSS_SCALE, ""),
     (runs.loss_scale_lost_when_resumed, FLOAT16, "resume", Row.RESUMED, ""),
     (updates.weights_rounded_to_bfloat16, BFLOAT16, "one_process", Row.UPDATE, "embedding.weight"),

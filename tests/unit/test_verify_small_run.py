@@ -8,8 +8,8 @@ from titan_like.config import load_config
 from titan_like.config.schema import Training
 from titan_like.data.batch_size import total_steps
 from titan_like.models.registry import model_config
-from titan_like.verify import observe
-from titan_like.verify.observe import schedule_problem
+from titan_like.verify import schedule
+from titan_like.verify.schedule import schedule_problem
 from titan_like.verify.shrink import Small, layout_of, resolve, shrink, two_kinds
 
 RAMPUP = ["--training.batch_size_rampup", "[8,8,64]", "--training.global_batch_size", "32"]
@@ -110,13 +110,13 @@ def test_the_whole_run_s_batches_and_length_are_compared(monkeypatch: pytest.Mon
         config = load_config(["--training.seq_len=64", f"--training.{length}", *RAMPUP])
         assert schedule_problem(config) is None, length
     assert total_steps(config.training) == 198  # 8, 8, 8, 16, 16 and 24 samples, then 192 times 32 of the 6,250
-    monkeypatch.setattr(observe, "total_steps", lambda training: training.tokens // training.seq_len // 32)
+    monkeypatch.setattr(schedule, "total_steps", lambda training: training.tokens // training.seq_len // 32)
     assert schedule_problem(config) == "the run has 195 steps, not 198"
-    monkeypatch.setattr(observe, "global_batch_size_at", early)
+    monkeypatch.setattr(schedule, "global_batch_size_at", early)
     assert schedule_problem(config) == "the batch after 8 samples has 16, not 8"
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear", "constant", "inverse_sqrt", "wsd"])
 def test_a_warm_up_longer_than_the_run_is_shortened_by_both_sides(decay: str) -> None:
-    schedule = ["--lr_scheduler.warmup_steps=494", f"--lr_scheduler.decay={decay}"]
-    assert schedule_problem(load_config([*schedule, "--training.steps=156"])) is None
+    decays = ["--lr_scheduler.warmup_steps=494", f"--lr_scheduler.decay={decay}"]
+    assert schedule_problem(load_config([*decays, "--training.steps=156"])) is None

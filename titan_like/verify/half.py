@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from titan_like.models.layers.cross_entropy import IGNORED_LABEL, Vocabulary
 from titan_like.models.layers.init import local_part
 from titan_like.optim.optimizer import LossScaler
 from titan_like.parallel import slice_attention
@@ -25,6 +26,7 @@ from titan_like.verify.plain_training import norm
 from titan_like.verify.watch import WatchedTrainer, digest
 
 TRAVELLING, MERGED = "gradients of keys", "attention to several blocks of keys"
+_LOSS_ROUNDING = 1e-5  # relative, of a loss that is computed in float32 from hundreds of positions
 _GROWTH = 1000  # good steps in a row after which float16's loss scale doubles
 _SPARE_BITS = {"bfloat16": 16, "float16": 13}  # of a float32 mantissa that the half type lacks
 # By the names of all versions of torch. Tensor parallelism and pipelines send activations in other ways.
@@ -79,6 +81,37 @@ def watched_sums(half: str, note: Callable[[str, torch.dtype], None]) -> Iterato
             if original := getattr(dist, name, None):
                 stack.enter_context(patch.object(dist, name, partial(noted, original, name)))
         yield
+
+
+def checked_loss(
+    report: Report, step: int, group: dist.ProcessGroup, original: Callable[..., torch.Tensor],
+    logits: torch.Tensor, labels: torch.Tensor, factor: torch.Tensor, vocabulary: Vocabulary, with_gradient: bool,
+) -> torch.Tensor:  # fmt: skip
+    """The loss of a chunk, in place of ``original``, which is `cross_entropy._loss`.
+
+    It is checked, with the gradient that it writes, against float64 from the same logits. Only the gradient may be
+    rounded to their type. ``group`` shares the vocabulary, if several processes do.
+    """
+    values = logits[:, : vocabulary.size].double()
+    columns, is_valid = labels - vocabulary.first, labels != IGNORED_LABEL
+    is_here = is_valid & (columns >= 0) & (columns < vocabulary.size)
+    found = original(logits, labels, factor, vocabulary, with_gradient)
+    labelled = torch.zeros_like(values)
+    labelled[is_here, columns[is_here]] = 1.0
+    own = torch.stack((values.logsumexp(1), (labelled * values).sum(1)))
+    parts = [own]
+    if vocabulary.combine is not None:
+        parts = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(parts, own, group=group)
+    denominator, target = torch.stack(parts, 1)
+    denominator, key = denominator.logsumexp(0), Key(step, Row.SUMS, "loss of these logits")
+    loss = ((denominator - target.sum(0)) * is_valid).sum() * factor
+    report.add(key, (found - loss).abs().item() / (loss.abs().item() or 1.0), _LOSS_ROUNDING)
+    if with_gradient:
+        wanted = ((values - denominator[:, None]).exp() - labelled) * (factor * is_valid)[:, None]
+        apart = distance(logits[:, : vocabulary.size], wanted) / (norm(wanted) or 1.0)
+        report.add(key, apart, torch.finfo(logits.dtype).eps / 2 + _LOSS_ROUNDING)
+    return found
 
 
 def state_of(scaler: LossScaler) -> tuple[float, int]:

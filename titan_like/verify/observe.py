@@ -6,11 +6,12 @@ import math
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,6 @@ import torch.distributed as dist
 from titan_like.checkpoint.step_folders import checkpoint_path, complete_steps
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
-from titan_like.data.batch_size import global_batch_size_at, total_steps
 from titan_like.data.lengths import sample_length
 from titan_like.data.masks import MaskedSamples
 from titan_like.data.source import Source
@@ -27,7 +27,6 @@ from titan_like.models.layers import cross_entropy, init, interval_attention
 from titan_like.models.layers.init import local_part
 from titan_like.models.registry import model_config
 from titan_like.models.transformer import ModelInputs
-from titan_like.optim.schedule import lr_factor
 from titan_like.parallel import gradients, split
 from titan_like.parallel.layout import resolve_layout
 from titan_like.train.issued_step import IssuedStep
@@ -43,6 +42,7 @@ from titan_like.verify.half import (
     check_loss_scaler,
     check_resumed,
     check_validated,
+    checked_loss,
     finer,
     scale_after,
     state_of,
@@ -52,7 +52,8 @@ from titan_like.verify.places import Cut, Outputs, Place, allowances, differing,
 from titan_like.verify.plain_training import EPS, FLOAT16_SCALE, LARGE, learning_rate, train
 from titan_like.verify.processes import Member
 from titan_like.verify.reference import BLOCK_ELEMENTS, FEW
-from titan_like.verify.samples import batch_size, batches, masks_of_run, training_samples, validation_samples
+from titan_like.verify.samples import batches, masks_of_run, training_samples, validation_samples
+from titan_like.verify.schedule import schedule_problem
 from titan_like.verify.shrink import Small
 from titan_like.verify.updates import UpdateCheck
 from titan_like.verify.watch import WatchedTrainer, digest
@@ -61,8 +62,6 @@ _BLOCK_BYTES = 2048  # of work that a CPU does at a time: small samples then tak
 _LONG_BLOCK_BYTES = 64 * _BLOCK_BYTES  # of longer sequences, of which every query would be a block
 _CHUNK_LOGITS = 1024  # of the loss at once, for the same reason
 _UNIT_BYTES = 4096  # of gradients in a half type that wait to be added up, for the same reason
-_MOST_RAMPING = 100_000  # steps of the original run whose batch sizes are compared
-_SCHEDULE_POINTS = 1000  # steps of the original run at which learning rates are compared
 
 
 class ObservedTrainer(WatchedTrainer):
@@ -160,8 +159,16 @@ class ObservedTrainer(WatchedTrainer):
         allowed = {self.config.training.reduce_dtype} if of_weights else set()
         told = str(dtype).removeprefix("torch.")
         self.types_of_sums |= {told} if of_weights else set()
-        key = Key(min(self.step + 1, self.num_steps), Row.SUMS, name)
+        key = Key(self._last_begun, Row.SUMS, name)
         self.report.exact(key, f"it is in {told}" if told in HALF and told not in allowed else None)
+
+    def _check_loss(self, *call: Any) -> torch.Tensor:
+        return checked_loss(self.report, self._last_begun, self.mesh["tp"].get_group(), *call)
+
+    @property
+    def _last_begun(self) -> int:
+        """The step that is being taken, or was taken last."""
+        return min(self.step + 1, self.num_steps)
 
     def _check_digits(self, name: str, gradient: torch.Tensor) -> None:
         """Check that a sum over microbatches has more digits than the numbers in a half type that are summed."""
@@ -262,7 +269,12 @@ class ObservedTrainer(WatchedTrainer):
         self.note_copies(0)
         if self.dtype == EXACT:
             self.report.exact(Key(0, Row.SCHEDULE), schedule_problem(self.reference.small.original))
-        with watched_sums(self.dtype, self._note_sum) if self.dtype in HALF else nullcontext():
+        with ExitStack() as stack:
+            if self.dtype in HALF:
+                stack.enter_context(watched_sums(self.dtype, self._note_sum))
+                stack.enter_context(
+                    patch.object(cross_entropy, "_loss", partial(self._check_loss, cross_entropy._loss))
+                )
             self.train()
         self.config = edit(self.config, {"evaluation.steps": 2})  # covers all held-out samples
         self._compare(Key(self.num_steps, Row.WHOLE_VALIDATION), Trainer.validate(self))
@@ -425,27 +437,3 @@ def prepare_run(member: Member, reference: Reference, config: JobConfig, dtype: 
         datasets=cast(dict[str, Source], datasets),
         masks=masks_of_run(config),
     )
-
-
-def schedule_problem(config: JobConfig) -> str | None:
-    """How the full run's length or learning rates differ from the reference's, or None."""
-    training, total = config.training, total_steps(config.training)
-    samples = training.samples or (training.tokens or 0) // training.seq_len
-    consumed, steps = 0, 0
-    while training.batch_size_rampup is not None and consumed < training.batch_size_rampup[2]:
-        size, wanted = global_batch_size_at(training, consumed), batch_size(training, consumed)
-        if size != wanted:
-            return f"the batch after {consumed} samples has {size}, not {wanted}"
-        if steps == min(training.steps or _MOST_RAMPING, _MOST_RAMPING) or (samples and consumed + size > samples):
-            break
-        consumed, steps = consumed + size, steps + 1
-    wanted_total = training.steps or steps + (samples - consumed) // batch_size(training, consumed)
-    if steps < _MOST_RAMPING and total != wanted_total:
-        return f"the run has {total} steps, not {wanted_total}"
-    for number in range(_SCHEDULE_POINTS):
-        step = 1 + number * (total - 1) // (_SCHEDULE_POINTS - 1)
-        rate = learning_rate(config, step, total)
-        found = config.optimizer.lr * lr_factor(config.lr_scheduler, step, total)
-        if not math.isclose(found, rate, rel_tol=1e-9, abs_tol=1e-12 * config.optimizer.lr):
-            return f"in step {step} of {total} it is {found:.6g}, not {rate:.6g}"
-    return None

@@ -67,6 +67,12 @@ def same_start_on_every_stage() -> Iterator[None]:
         yield
 
 
+@bug(tensor_styles, "combine")
+def softmax_combined_in_bfloat16(original: Any, group: Group, parts: torch.Tensor) -> torch.Tensor:
+    """Tensor-parallel processes send each other the softmax's denominators in the model's type."""
+    return original(group, parts.bfloat16()).to(parts.dtype)
+
+
 @bug(Llama, "layer_inputs")
 def positions_begin_anew_in_each_part(original: Any, self: Llama, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Under sequence parallelism rotary positions are those within a process's part of the sequence."""
