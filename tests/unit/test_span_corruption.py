@@ -1,9 +1,7 @@
-"""Span corruption: T5's definition by brute force, lengths, shares, and what cannot be corrupted."""
+"""Span corruption: T5's definition by brute force, lengths, and what cannot be corrupted."""
 
 from __future__ import annotations
 
-import random
-from collections import Counter
 from itertools import groupby, product
 from pathlib import Path
 
@@ -58,25 +56,6 @@ def lengths_of_t5(inputs_length: int, density: float, mean: float) -> tuple[int,
     return tokens, lengths(tokens)[1]
 
 
-def mask_of_t5(length: int, density: float, mean: float, draw: random.Random) -> list[bool]:
-    """`random_spans_noise_mask` of T5's code."""
-    noise = min(max(round(length * density), 1), length - 1)
-    spans = max(round(noise / mean), 1)
-
-    def segmentation(items: int) -> list[int]:
-        begins = [place < spans - 1 for place in range(items - 1)]
-        draw.shuffle(begins)
-        sizes = [1]
-        for begin in begins:
-            sizes = [*sizes, 1] if begin else [*sizes[:-1], sizes[-1] + 1]
-        return sizes
-
-    mask = []
-    for kept, taken in zip(segmentation(length - noise), segmentation(noise), strict=True):
-        mask += [False] * kept + [True] * taken
-    return mask
-
-
 def by_definition(tokens: list[int], is_noise: list[bool]) -> tuple[list[int], list[int]]:
     """Inputs and targets of T5's code: each run becomes its sentinel, and both end."""
     runs = [
@@ -123,24 +102,6 @@ def test_samples_equal_the_definition(seq_len: int, decoder: int) -> None:
         assert inputs[: length.encoder].tolist() == wanted
         assert labels.tolist() == [IGNORED_LABEL] * seq_len + targets + [IGNORED_LABEL] * len(padding)
         assert inputs[length.encoder :].tolist() == [PAD, *targets, *padding][:-1]
-
-
-def test_spans_are_distributed_as_t5_s() -> None:
-    raw, noise, spans, samples = 40, 10, 4, 4000
-    draw = random.Random(0)
-    counts: list[Counter] = [Counter(), Counter()]
-    places = np.zeros((2, raw))
-    for number in range(samples):
-        masks = noise_mask(raw, noise, spans, 7, number).tolist(), mask_of_t5(raw, noise / raw, noise / spans, draw)
-        for counter, mask, place in zip(counts, masks, places, strict=True):
-            runs = [(flag, len(list(run))) for flag, run in groupby(mask)]
-            assert sum(mask) == noise and len(runs) == 2 * spans and not mask[0] and mask[-1]
-            counter.update(runs)
-            place += mask
-    for run in set(counts[0]) | set(counts[1]):
-        ours, theirs = counts[0][run], counts[1][run]
-        assert abs(ours - theirs) < 5 * (ours + theirs) ** 0.5
-    assert (np.abs(places[0] - places[1]) < 5 * (samples / 2) ** 0.5).all()
 
 
 def test_what_is_drawn_is_a_function_of_the_seed_and_the_sample_s_number() -> None:
