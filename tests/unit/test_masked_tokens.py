@@ -1,4 +1,4 @@
-"""Masked language modelling: what is chosen, what stands in its place, and that every layout draws the same."""
+"""Masked language modelling: words, tokenizers, and what cannot be masked. Its distribution is in test_draws.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer
 from titan_like.models.bert.config import BertConfig
 from titan_like.train.rules import resolve_settings
 
-END, MASK = ByteTokenizer.eod_id, ByteTokenizer.mask_id
+END = ByteTokenizer.eod_id
 SEQ = 400
 BERT = BertConfig(num_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=258, max_seq_len=8)
 
@@ -29,25 +29,6 @@ def sample(number: int) -> torch.Tensor:
 
 def byte_masks(**settings: object) -> MaskedTokens:
     return masked_tokens_of(Data.model_validate(settings), ByteTokenizer(), 258)
-
-
-def test_shares_of_chosen_masked_random_and_kept_tokens() -> None:
-    masked, samples = byte_masks(), [sample(number) for number in range(400)]
-    rows = [(before[0], *masked.apply(before, 3, index)) for index, before in enumerate(samples)]
-    before, after, labels = (torch.stack(part) for part in zip(*rows, strict=True))
-    chosen = labels != IGNORED_LABEL
-    assert torch.equal(labels[chosen], before[chosen])  # the same position's token, not the next one's
-    assert torch.equal(after[~chosen], before[~chosen])
-    assert not chosen[before == END].any() and not (after[chosen] == END).any()
-    assert chosen.sum(1).tolist() == [round(0.15 * int((row != END).sum())) for row in before]
-    count = int(chosen.sum())
-    hidden, stays = (after == MASK) & chosen, (after == before) & chosen
-    for found, wanted in ((hidden, 0.8), (stays, 0.1 + 0.1 / 256), (chosen & ~hidden & ~stays, 0.1 * 255 / 256)):
-        assert abs(int(found.sum()) - wanted * count) < 5 * (wanted * (1 - wanted) * count) ** 0.5
-    others = torch.bincount(after[chosen & ~hidden & ~stays], minlength=258)
-    assert others[:256].min() > 0 and others[256:].sum() == 0  # every ordinary token stands in for another
-    places = chosen.sum(0)[torch.arange(SEQ) % 50 != 7].double()
-    assert (places / 400 - 0.15).abs().max() < 5 * (0.15 * 0.85 / 400) ** 0.5  # at every position alike
 
 
 def test_what_is_drawn_is_a_function_of_the_seed_and_the_sample_s_number() -> None:

@@ -76,13 +76,6 @@ def test_each_document_has_its_own_prefix_if_attention_stays_within_it() -> None
     assert seen == {(a, 1, b) for a in (1, 2) for b in (1, 2, 3)}  # a first token sees itself, or a longer prefix
 
 
-def test_prefix_lengths_are_uniform_and_differ_between_samples_and_seeds() -> None:
-    drawn = torch.tensor([prefix_length(16, SEED, index, 0) for index in range(16_000)])
-    counts = torch.bincount(drawn, minlength=16)
-    assert drawn.max() == 15 and (counts - 1000).abs().max() < 6 * math.sqrt(1000)
-    assert len({tuple(prefix_length(64, seed, index, 0) for index in range(8)) for seed in range(20)}) == 20
-
-
 def intervals(batch: int, seq: int, generator: torch.Generator) -> VisibleKeys:
     """Documents of random lengths with random prefixes."""
     first, end = [], []
