@@ -1,25 +1,12 @@
 """What the papers found by measuring, predicted: where optima lie and which way curves bend."""
 
-import importlib.util
 import math
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
+from benchmarks import planner_pictures as pictures
 from titan_like.planner.step_time import step_time
-
-ROOT = Path(__file__).parents[2]
-
-
-def load_script():
-    spec = importlib.util.spec_from_file_location("planner_pictures", ROOT / "benchmarks/planner_pictures.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-PICTURES = load_script()
 
 
 def values(points):
@@ -27,12 +14,12 @@ def values(points):
 
 
 def test_models_are_those_of_the_figures():
-    assert PICTURES.gpt(32, 15360, 128).num_parameters() == pytest.approx(91e9, rel=0.01)
-    assert PICTURES.gpt(32, 20480, 128).num_parameters() == pytest.approx(162.2e9, rel=0.001)
+    assert pictures.gpt(32, 15360, 128).num_parameters() == pytest.approx(91e9, rel=0.01)
+    assert pictures.gpt(32, 20480, 128).num_parameters() == pytest.approx(162.2e9, rel=0.001)
 
 
 def test_a_larger_batch_helps_the_longer_pipelines_most():
-    small, large = (values(PICTURES.tensor_against_pipeline()[f"batch {batch}"]) for batch in (32, 128))
+    small, large = (values(pictures.tensor_against_pipeline()[f"batch {batch}"]) for batch in (32, 128))
     gains = [large[t] / small[t] for t in (2, 4, 8, 16, 32)]
     assert gains == sorted(gains, reverse=True)
 
@@ -41,7 +28,7 @@ def test_microbatches_of_two_are_best_or_nearly_so():
     """Figure 16: 2 is best for both batches. Equation 1: the best size grows with the batch."""
     best = []
     for batch in (128, 512, 2048):
-        rates = values(PICTURES.microbatch_sizes()[f"batch {batch}"])
+        rates = values(pictures.microbatch_sizes()[f"batch {batch}"])
         best.append(max(rates, key=rates.get))
         if batch < 2048:
             assert rates[2] > 0.98 * max(rates.values())
@@ -52,7 +39,7 @@ def test_microbatches_of_two_are_best_or_nearly_so():
 
 def test_interleaving_gains_less_as_the_batch_grows():
     """Figure 12; and the bubble of 1 stage is v times that of v."""
-    rates, bubbles = PICTURES.interleaving(), PICTURES.bubbles()
+    rates, bubbles = pictures.interleaving(), pictures.bubbles()
     one, two, four = (values(rates[name]) for name in rates)
     assert all(two[batch] > one[batch] for batch in one)
     for more in (two, four):
@@ -67,15 +54,15 @@ def test_interleaving_gains_less_as_the_batch_grows():
 
 def test_the_study_of_layouts_on_v100s():
     """TP 1 × PP 1 does not fit without ZeRO 1, and is the fastest that does; its table's batches divide."""
-    profile = PICTURES.JEAN_ZAY
-    for gpus in PICTURES.GPU_COUNTS:
-        whole = PICTURES.jean_zay_work(1, 1, 0, gpus, 512)._replace(micro_batch_size=1)
-        assert not PICTURES.fits(whole, profile)
-        assert PICTURES.fits(whole._replace(zero_stage=1), profile)
+    profile = pictures.JEAN_ZAY
+    for gpus in pictures.GPU_COUNTS:
+        whole = pictures.jean_zay_work(1, 1, 0, gpus, 512)._replace(micro_batch_size=1)
+        assert not pictures.fits(whole, profile)
+        assert pictures.fits(whole._replace(zero_stage=1), profile)
         for batch in (512, 192):
             seconds = {}
-            for tensor, pipeline in PICTURES.STRATEGIES:
-                work = PICTURES.jean_zay_work(tensor, pipeline, 1, gpus, batch)
+            for tensor, pipeline in pictures.STRATEGIES:
+                work = pictures.jean_zay_work(tensor, pipeline, 1, gpus, batch)
                 assert work.global_batch_size % (work.micro_batch_size * work.data_parallel) == 0
                 time = step_time(work, profile).total / work.global_batch_size
                 assert math.isfinite(time)

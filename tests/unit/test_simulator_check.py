@@ -1,8 +1,8 @@
 """The simulator beside steps that real processes took: `benchmarks/results/simulator_check_cpu.json`."""
 
-import importlib.util
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 from unittest import mock
 
@@ -11,18 +11,8 @@ import pytest
 from titan_like.metrics.step_timeline import simulated
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-def load_script():
-    spec = importlib.util.spec_from_file_location("simulator_check", BENCHMARKS / "simulator_check.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["simulator_check"] = module  # where its dataclasses look themselves up
-    with mock.patch.object(sys, "path", [str(BENCHMARKS), *sys.path]):
-        spec.loader.exec_module(module)
-    return module
-
-
-CHECK = load_script()
+with mock.patch.object(sys, "path", [str(BENCHMARKS), *sys.path]):  # where it finds the scripts that it builds on
+    CHECK = import_module("simulator_check")
 RESULT = json.loads((BENCHMARKS / "results" / "simulator_check_cpu.json").read_text())
 
 
