@@ -31,16 +31,10 @@ def byte_masks(**settings: object) -> MaskedTokens:
     return masked_tokens_of(Data.model_validate(settings), ByteTokenizer(), 258)
 
 
-def test_what_is_drawn_is_a_function_of_the_seed_and_the_sample_s_number() -> None:
-    masked, one = byte_masks(), sample(1)
-    first = masked.apply(one, 3, 10)
-    torch.rand(5)
-    np.random.rand(5)
-    assert torch.equal(first, byte_masks().apply(one.clone(), 3, 10))
-    assert not torch.equal(first, masked.apply(one, 3, 11))  # another epoch hides other tokens
-    assert not torch.equal(first, masked.apply(one, 4, 10))
-    # These numbers hold for every process and version: a change breaks the resuming of runs.
-    assert (first[1] != IGNORED_LABEL).nonzero().flatten()[:6].tolist() == [1, 2, 8, 17, 20, 28]
+def test_what_is_drawn_stays_the_same_in_every_process_and_version() -> None:
+    """A change breaks the resuming of runs."""
+    _, labels = byte_masks().apply(sample(1), 3, 10)
+    assert (labels != IGNORED_LABEL).nonzero().flatten()[:6].tolist() == [1, 2, 8, 17, 20, 28]
 
 
 def test_positions_without_a_label_and_samples_of_special_tokens_alone_are_left_as_they_are() -> None:

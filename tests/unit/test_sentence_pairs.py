@@ -93,14 +93,9 @@ def test_a_long_document_fills_the_sample_from_a_random_beginning() -> None:
     assert {min(one[0], two[0]) for one, two in found} == {2000, 2001, 2002, 2003} and len(begins) > 20
 
 
-def test_what_is_drawn_is_a_function_of_the_seed_and_the_sample_s_number() -> None:
+def test_what_is_drawn_stays_the_same_in_every_process_and_version() -> None:
+    """A change breaks the resuming of runs."""
     made, samples = pairs("next_sentence"), Windows(size=1 << 40)
-    first = made.make(samples, 10, 3)
-    np.random.rand(5)
-    torch.rand(5)
-    assert torch.equal(first, pairs("next_sentence").make(samples, 10, 3))
-    assert not torch.equal(first, made.make(samples, 10, 4)) and not torch.equal(first, made.make(samples, 11, 3))
-    # These numbers hold for every process and version: a change breaks the resuming of runs.
     drawn = [int(made.make(samples, index, 3)[1, 0]) for index in range(12)]
     assert drawn == [1, 1, 0, 0, 1, 0, 1, 0, 1, 1, 0, 1]
 

@@ -104,16 +104,11 @@ def test_samples_equal_the_definition(seq_len: int, decoder: int) -> None:
         assert inputs[length.encoder :].tolist() == [PAD, *targets, *padding][:-1]
 
 
-def test_what_is_drawn_is_a_function_of_the_seed_and_the_sample_s_number() -> None:
+def test_what_is_drawn_stays_the_same_in_every_process_and_version() -> None:
+    """A change breaks the resuming of runs."""
     objective = corruption(seq_len=64)
-    one = window(1, objective.length.raw)
-    first = objective.apply(one, 3, 10)
-    torch.rand(5)
-    np.random.rand(5)
-    assert torch.equal(first, corruption(seq_len=64).apply(one.clone(), 3, 10))
-    assert not torch.equal(first, objective.apply(one, 3, 11)) and not torch.equal(first, objective.apply(one, 4, 10))
-    # These numbers hold for every process and version: a change breaks the resuming of runs.
-    assert (first[0, :64] >= FIRST).nonzero().flatten().tolist() == [20, 26, 62]
+    inputs, _ = objective.apply(window(1, objective.length.raw), 3, 10)
+    assert (inputs[:64] >= FIRST).nonzero().flatten().tolist() == [20, 26, 62]
 
 
 def test_tokens_without_a_label_carry_no_loss() -> None:
