@@ -179,27 +179,6 @@ def test_finished_run_has_nothing_to_train_and_a_longer_one_goes_on(
     assert len({name.rpartition("-")[2] for name in runs}) == 1  # the same run goes on
 
 
-def test_dry_run_prints_the_size_and_starts_nothing(tmp_path: Path, here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = dist.init_process_group
-
-    def only_fake(backend: str, **options: Any) -> None:
-        assert backend == "fake", "a process group was started"
-        start(backend, **options)
-
-    monkeypatch.setattr(dist, "init_process_group", only_fake)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    code, out, _ = here(
-        "train.py", *SHORT, f"--job.dump_folder={tmp_path}", "--training.steps=5", "--job.dry_run", "true"
-    )
-    assert code == 0
-    # 4 layers of 12·128² + 13·128, 384 padded tokens and 1024 positions of 128, and the final norm's 256.
-    assert out.startswith(
-        "gpt debug: 973,568 parameters, 5 steps of 8 samples × 32 tokens, data parallel 1 × 2, ZeRO 3;"
-    )
-    assert "rank 0 of 2 processes" in out
-    assert not (tmp_path / "metrics.jsonl").exists()
-
-
 def test_diverging_run_ends_with_one_sentence(tmp_path: Path, here: Any) -> None:
     (tmp_path / "text.txt").write_text("some text to learn from, " * 100)
     code, out, err = here(

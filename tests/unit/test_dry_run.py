@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from titan_like.checkpoint.step_folders import RunState
 from titan_like.config import load_config
@@ -28,19 +29,27 @@ LAYER, TABLE, POSITIONS = 12 * 128**2 + 13 * 128, 384 * 128, 1024 * 128
 PP2_TP2 = ["--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_parallel_degree=2"]
 EIGHT = ["--cluster.nodes=2", "--cluster.gpus_per_node=4"]
 BATCH = ["--training.micro_batch_size=4", "--training.global_batch_size=32"]
+NO_DATA = ["--data.dataset=text", "--data.paths=/nowhere/*.txt"]  # to look for some takes longer than all else
 
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nor does any dry run start a process group that is real."""
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
+    start = dist.init_process_group
+
+    def only_fake(backend: str, **options: Any) -> None:
+        assert backend == "fake", "a process group was started"
+        start(backend, **options)
+
+    monkeypatch.setattr(dist, "init_process_group", only_fake)
 
 
 def plan(*settings: str, rank: int = 0) -> DryRun:
     fixed = ["--training.steps=5", "--job.dry_run", f"--job.dry_run_rank={rank}"]
-    no_data = ["--data.dataset=text", "--data.paths=/nowhere/*.txt"]  # to look for some takes longer than all else
-    return dry_run(load_config([*fixed, *no_data, *settings]))
+    return dry_run(load_config([*fixed, *NO_DATA, *settings]))
 
 
 def shapes(run: DryRun) -> dict[str, tuple[int, ...]]:
@@ -270,7 +279,7 @@ def test_json_does_not_overwrite_the_settings(
 def test_another_machine_s_files_are_only_noted(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    away = [*EIGHT, *BATCH, "--data.dataset=text", "--data.paths=/nowhere/*.txt", "--job.dump_folder=/dev/null/out"]
+    away = [*EIGHT, *BATCH, *NO_DATA, "--job.dump_folder=/dev/null/out"]
     path = tmp_path / "plan.json"
     code, out, err = run_here(monkeypatch, capfd, *away, "--json", str(path))
     assert (code, err) == (0, "")
@@ -317,14 +326,15 @@ def test_a_stream_is_read_but_not_counted(
         assert "data: not looked at: org/name is not on this machine\n" in out
 
 
-def test_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_processes(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """From the cluster, else the launcher, else the degrees."""
     degrees = [*PP2_TP2, "--parallelism.data_parallel_shard_degree=2"]
     assert plan(*degrees, *BATCH).world_size == 8
     assert plan(*PP2_TP2).world_size == 4  # as few as they allow
     assert plan(*PP2_TP2, "--training.global_batch_size=64", *EIGHT).world_size == 8
     monkeypatch.setenv("WORLD_SIZE", "16")
-    assert plan(*PP2_TP2, "--training.global_batch_size=64").world_size == 16
+    _, out, _ = run_here(monkeypatch, capfd, *PP2_TP2, "--training.global_batch_size=64", *NO_DATA)
+    assert "rank 0 of 16 processes: " in out
 
 
 # ---- the largest
