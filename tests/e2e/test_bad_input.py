@@ -7,13 +7,11 @@ import runpy
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.e2e.scripts import Script
+from tests.e2e.scripts import REPO, Script
 
-REPO = Path(__file__).parents[2]
 TOML = """
 [job]
 dump_folder = "{tmp}/out"

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from tests.e2e.jobs import records, train_on
-from tests.e2e.scripts import Script
+from tests.e2e.scripts import REPO, Script
 from titan_like.data.indexed import IndexedDataset
 
-REPO = Path(__file__).parents[2]
 PAGE = (REPO / "docs" / "data.md").read_text(encoding="utf-8").split("## From text to a blend")[1]
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 TOKENIZE, TRAIN = BLOCKS[0].strip().split("\n"), BLOCKS[1]

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.jobs import records, steps, train_on
-from tests.e2e.scripts import Script
+from tests.e2e.scripts import REPO, Script
 
-REPO = Path(__file__).parents[2]
 PAGE = (REPO / "docs" / "data.md").read_text(encoding="utf-8")
 SHOWN_CLASS, SHOWN_PROJECT, SHOWN_RUN = re.findall(
     r"^```\w+\n(.*?)^```", PAGE.split("## Adding a dataset")[1], re.DOTALL | re.MULTILINE

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu_check
-from tests.e2e.scripts import Script
-
-REPO = Path(__file__).parents[2]
+from tests.e2e.scripts import REPO, Script
 
 
 def test_every_part_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.e2e.jobs import free_port, short, steps
+from tests.e2e.jobs import REPO, free_port, short, steps
 
-REPO = Path(__file__).parents[2]
 STEPS = 40
 SETTINGS = [*short(STEPS), "--checkpoint.interval=100000"]
 

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.scripts import Script
+from tests.e2e.scripts import REPO, Script
 from titan_like.commands import verify
 from titan_like.verify import verify as verify_module
 from titan_like.verify.compare import EXACT
 from titan_like.verify.verify import Verifier
 
-REPO = Path(__file__).parents[2]
 ENTRY_POINTS = """[titan_like.models]
 primer = my_models.primer.config:PrimerConfig
 absent = my_models.absent.config:AbsentConfig

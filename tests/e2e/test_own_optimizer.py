@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.jobs import train_on
-from tests.e2e.scripts import Script
+from tests.e2e.scripts import REPO, Script
 from titan_like.commands import verify
 from titan_like.verify import verify as verify_module
 from titan_like.verify.compare import EXACT
 from titan_like.verify.verify import Verifier
 
-ROOT = Path(__file__).parents[2]
 SETTINGS = [
     "--job.config_file=train_configs/debug_gpt.toml",
     "--optimizer.name=lion",
@@ -35,7 +34,7 @@ SETTINGS = [
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder like site-packages, with the document's module and its entry point."""
     folder = tmp_path_factory.mktemp("site")
-    text = (ROOT / "docs" / "optimizers.md").read_text()
+    text = (REPO / "docs" / "optimizers.md").read_text()
     (module,) = re.findall(r"```python\n# my_optimizers.py\n(.*?)```", text, re.DOTALL)
     (lars,) = re.findall(r"```python\n# my_lars.py\n(.*?)```", text, re.DOTALL)
     (folder / "my_lars.py").write_text(lars)
@@ -93,7 +92,7 @@ def test_a_rule_of_whole_parameters_is_verified(
     monkeypatch.syspath_prepend(package)
     monkeypatch.setattr(verify_module, "Verifier", partial(Verifier, kinds=[EXACT]))
     options = [
-        f"--job.config_file={ROOT}/train_configs/debug_gpt.toml",
+        f"--job.config_file={REPO}/train_configs/debug_gpt.toml",
         "--steps=2",
         "--processes=2",
         "--training.seq_len=32",

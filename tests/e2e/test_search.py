@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.scripts import Script
+from tests.e2e.scripts import REPO, Script
 from titan_like.checkpoint.step_folders import release
 from titan_like.commands import search as command
 from titan_like.config import ConfigError, load_config
@@ -21,7 +21,6 @@ from titan_like.planner.rows import read_rows
 from titan_like.search import results
 from titan_like.train.rules import resolve_settings
 
-REPO = Path(__file__).parents[2]
 SMALL = [
     "--job.config_file", str(REPO / "train_configs" / "debug_gpt.toml"),
     "--training.seq_len=16", "--training.global_batch_size=4", "--warmup", "1", "--steps", "2",

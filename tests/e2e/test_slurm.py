@@ -18,9 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import free_port, short, steps
+from tests.e2e.jobs import REPO, free_port, short, steps
 
-REPO = Path(__file__).parents[2]
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
 NODES = ("127.0.0.1", "127.0.0.2")  # names that every machine can resolve
 

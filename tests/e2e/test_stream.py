@@ -10,9 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.e2e.jobs import records, steps, train_on
-from tests.e2e.scripts import Script
+from tests.e2e.scripts import REPO, Script
 
-REPO = Path(__file__).parents[2]
 RUN = """
 [model.overrides]
 num_layers = 2

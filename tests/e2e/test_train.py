@@ -18,10 +18,9 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.e2e.jobs import train_on
-from tests.e2e.scripts import TORCHRUN, Script
+from tests.e2e.scripts import REPO, TORCHRUN, Script
 from titan_like.train.signals import STOP_SIGNALS
 
-REPO = Path(__file__).parents[2]
 SHORT = [
     "--job.config_file=train_configs/debug_gpt.toml",
     "--training.seq_len=32",

@@ -16,12 +16,11 @@ import pytest
 import torch
 
 from tests.distributed.mutations import layers
-from tests.e2e.scripts import Script
+from tests.e2e.scripts import REPO, Script
 from titan_like.verify import verify as verify_module
 from titan_like.verify.processes import Prepare
 from titan_like.verify.verify import Verifier
 
-REPO = Path(__file__).parents[2]
 CONFIG = ["--job.config_file", str(REPO / "train_configs" / "debug_gpt.toml")]
 PIPELINE = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.data_parallel_shard_degree", "1"]
 
