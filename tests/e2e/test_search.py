@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.jobs import processes_with
 from tests.e2e.scripts import REPO, Script
 from titan_like.checkpoint.step_folders import release
 from titan_like.commands import search as command
@@ -83,18 +84,6 @@ def wait_for(condition: Callable[[], bool], process: Script, seconds: float = 12
         time.sleep(0.02)
 
 
-def processes_of(out: Path) -> list[int]:
-    """Processes of the trials of a search."""
-    mark, found = f"TITAN_SEARCH={out}".encode(), []
-    for file in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if mark in file.read_bytes().split(b"\0"):
-                found.append(int(file.parent.name))
-        except OSError:
-            continue
-    return found
-
-
 def test_a_killed_search_goes_on_where_it_was(tmp_path: Path) -> None:
     grid, out = tmp_path / "grid.toml", tmp_path / "out"
     grid.write_text(GRID)
@@ -106,11 +95,11 @@ def test_a_killed_search_goes_on_where_it_was(tmp_path: Path) -> None:
     process.wait()
     measured_at = (first / "result.json").stat().st_mtime_ns
     assert not (second / "result.json").exists()
-    left = processes_of(out)
+    left = processes_with(f"TITAN_SEARCH={out}")
 
     done = Script("scripts/search.py", words, cwd=tmp_path).wait()
     assert done.returncode == 0, done.stderr
-    assert not set(left) & set(processes_of(out))  # nothing of the killed search disturbs the next
+    assert not set(left) & set(processes_with(f"TITAN_SEARCH={out}"))  # nothing of the killed search disturbs the next
     assert done.stdout.startswith("1 layouts are known already\n")
     assert (first / "result.json").stat().st_mtime_ns == measured_at
     assert outcomes(out) == {
@@ -152,13 +141,13 @@ def test_interrupts_and_trials_that_do_not_end_well(
     with pytest.raises(KeyboardInterrupt):
         command.main(words)
     release()  # as when the process ends
-    assert not processes_of(out)
+    assert not processes_with(f"TITAN_SEARCH={out}")
     known = {"n2-dp2-mbs1-gbs6": "ok", "n2-dp2-mbs3-gbs6": "out_of_memory", "n2-tp2-pp2-mbs1-gbs6": "skipped"}
     assert outcomes(out) == known
 
     assert command.main(words) == 0
     assert outcomes(out) == known | {"n2-tp2-mbs1-gbs6": "hung", "n2-pp2-mbs1-gbs6": "failed"}
-    assert not processes_of(out)
+    assert not processes_with(f"TITAN_SEARCH={out}")
     reasons = {row["layout"]: row["reason"] for row in json.loads((out / "results.json").read_text())["layouts"]}
     assert reasons["n2-dp2-mbs3-gbs6"].startswith("MemoryError: too many samples")
     assert reasons["n2-tp2-mbs1-gbs6"] == "ended because it was not over after 20 s"

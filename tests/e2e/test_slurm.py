@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import REPO, free_port, short, steps
+from tests.e2e.jobs import REPO, free_port, processes_with, short, steps
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
 NODES = ("127.0.0.1", "127.0.0.2")  # names that every machine can resolve
@@ -109,14 +109,7 @@ class SlurmCluster:
 
     def processes(self) -> list[int]:
         """Every process that was started in this cluster."""
-        mark, found = f"SLURM_CONF={self.folder}/slurm.conf".encode(), []
-        for environment in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                if mark in environment.read_bytes().split(b"\0"):
-                    found.append(int(environment.parent.name))
-            except OSError:  # it has just ended, or is another user's
-                continue
-        return found
+        return processes_with(f"SLURM_CONF={self.folder}/slurm.conf")
 
     def call(self, *command: str) -> str:
         """What a command prints."""

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import tomli_w
 
+from tests.e2e.jobs import processes_with
 from titan_like.commands import search as command
 from titan_like.config import ConfigError, load_config
 from titan_like.planner.commands.search import run_as_toml
@@ -222,17 +222,10 @@ def test_left_over_processes_are_found_by_another_spelling_of_the_folder(
         tmp_path / "link" / "trials" / "a", load_config(DEBUG), 1, Place(("train.py",)), Plan(1, 2, 60.0, None), 1
     )
     monkeypatch.undo()
-
-    def left() -> list[Path]:
-        found = []
-        for file in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):
-                found += [file] if f"TITAN_SEARCH={tmp_path}".encode() in file.read_bytes() else []
-        return found
-
-    assert len(left()) == 1
+    mark = f"TITAN_SEARCH={tmp_path}/real"
+    assert len(processes_with(mark)) == 1
     trial.end_processes(tmp_path / "real")
-    assert not left()
+    assert not processes_with(mark)
 
 
 def test_settings_as_arguments_are_the_same_run() -> None:
