@@ -212,18 +212,6 @@ def test_each_epoch_is_another_permutation():
     assert [int(other[i][0, 0]) // 4 for i in range(100)] != epochs[0]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_no_document_is_in_two_splits(seed):
-    lengths = np.random.default_rng(seed).integers(1, 60, size=400)
-    ends = np.cumsum(lengths)
-    bounds = bounds_of(ends, split_weights("8,1,1"))
-    assert bounds[0] == 0
-    assert bounds[-1] == ends[-1]
-    assert set(bounds) <= {0, *ends.tolist()}
-    for bound, share in zip(bounds[1:3], (0.8, 0.9), strict=True):
-        assert abs(bound - share * ends[-1]) <= 30  # half the longest document
-
-
 def test_corpus_of_one_document_still_has_all_splits(tmp_path):
     assert bounds_of(np.array([10_000]), split_weights("969,30,1")) == [0, 9690, 9990, 10_000]
     text = "".join(chr(65 + i % 57) for i in range(9_999))  # and one token for its end
