@@ -161,38 +161,6 @@ def test_a_blend_draws_from_its_sources_in_proportion(tmp_path: Path) -> None:
     assert len(blend) == 1499 + 499 + 249
 
 
-def test_every_source_of_a_blend_has_epochs_of_its_own(tmp_path: Path) -> None:
-    """The smaller one gives each of its samples once before it gives any twice, and in another order then."""
-    write(tmp_path / "a", [[list(range(200))]])
-    corpus(tmp_path / "b", 250, 400)
-    blend = open_source(request(["1", str(tmp_path / "a"), "1", str(tmp_path / "b")], split="100,0,0"))
-    drawn = [sample for sample in (int(blend[index][0, 0]) for index in range(4096 * 2)) if sample < 200]
-    assert len(drawn) == 4096
-    order = [int(blend.sources[0][index][0, 0]) for index in range(48)]
-    assert sorted(order[:24]) == sorted(order[24:]) == list(range(0, 192, 8))
-    assert order[:24] != order[24:]
-    counts = [drawn.count(token) for token in range(0, 192, 8)]
-    assert sum(counts) == 4096
-    assert max(counts) - min(counts) <= 2  # two blocks, each of which may begin and end within an epoch
-
-
-def test_without_weights_sources_count_by_their_size(tmp_path: Path) -> None:
-    blend = open_source(request([corpus(tmp_path / "a", 0, 300), corpus(tmp_path / "b", 100, 100)], split="100,0,0"))
-    counts = blend.blend.counts(4096 * 4096)
-    assert counts[0] / counts[1] == pytest.approx(1499 / 499, rel=1e-6)
-
-
-def test_validation_ends_before_a_source_would_repeat(tmp_path: Path) -> None:
-    paths = ["1", corpus(tmp_path / "a", 0, 300), "1", corpus(tmp_path / "b", 100, 40)]
-    blend = open_source(request(paths, "validation", split="0.5,0.5,0"))
-    tokens = [blend[index] for index in range(len(blend))]
-    small = [tuple(sample[0].tolist()) for sample in tokens if sample[0, 0] >= 100]
-    assert len(small) == len(blend.sources[1]) == 99
-    assert (blend[len(blend)][1] == IGNORED_LABEL).all()
-    # Of the larger one about as many, in order, each once.
-    assert abs(len(tokens) - 2 * len(small)) < 2 * 4 * len(small) ** 0.5
-
-
 def test_a_source_without_validation_samples_leaves_its_share_to_the_others(tmp_path: Path) -> None:
     paths = ["1", corpus(tmp_path / "a", 0, 300), "1", str(write(tmp_path / "b", [[[1] * 100]]))]
     blend = open_source(request(paths, "validation", split="969,31,0"))
