@@ -88,6 +88,18 @@ def test_gpt3_350m_differs_from_gpt2_355m_by_its_longer_context():
     assert flavor("gpt", "gpt3_350m").num_parameters(padded=False) == 354_823_168 + 1024 * 1024
 
 
+@pytest.mark.parametrize("name", flavors("gpt"))
+def test_paper_s_formula_plus_final_norm_is_the_parameter_count(name):
+    model = flavor("gpt", name)
+    layers, hidden = model.num_layers, model.hidden_size
+    vocab, positions = model.padded_vocab_size, model.max_seq_len
+    # 12·l·h²·(1 + 13/(12h) + (V+s)/(12·l·h)) of arXiv 2104.04473, multiplied out to stay in integers
+    formula = 12 * layers * hidden**2 + 13 * layers * hidden + (vocab + positions) * hidden
+    assert model.num_parameters() == formula + 2 * hidden
+    as_printed = 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + (vocab + positions) / (12 * layers * hidden))
+    assert as_printed == pytest.approx(formula, rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("family", "name"), [(family, name) for family in ("gpt", "llama", "bert") for name in flavors(family)]
 )
