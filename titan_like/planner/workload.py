@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import islice
 from typing import Literal, NamedTuple
 
 from titan_like.models.config import TransformerConfig
@@ -190,18 +191,10 @@ def _pipeline(
 
 def _kinds_of_stages(stages: tuple[int, ...], layer_counts: Counts) -> Iterator[Counts]:
     """The layers of each stage by kind, from their numbers. The layers of a kind follow each other."""
-    left, kind = list(layer_counts), 0
+    kinds = iter([kind for kind, count in enumerate(layer_counts) for _ in range(count)])
     for layers in stages:
-        counts = [0] * len(left)
-        while layers:
-            if left[kind] == 0:
-                kind += 1
-                continue
-            taken = min(layers, left[kind])
-            counts[kind] += taken
-            left[kind] -= taken
-            layers -= taken
-        yield tuple(counts)
+        here = list(islice(kinds, layers))
+        yield tuple(here.count(kind) for kind in range(len(layer_counts)))
 
 
 def _largest(layers: tuple[Counts, ...]) -> tuple[Counts, ...]:
