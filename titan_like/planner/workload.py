@@ -7,6 +7,7 @@ from functools import cache
 from itertools import islice
 from typing import Literal, NamedTuple
 
+from titan_like.config.schema import ActivationCheckpoint
 from titan_like.models.config import TransformerConfig
 from titan_like.models.moe.config import MoEConfig
 from titan_like.optim.state_size import ADAMW_STATE, ADAMW_WORK, OptimizerState, UpdateWork
@@ -81,6 +82,11 @@ class Workload(NamedTuple):
     def labelled(self) -> float:
         """Positions of one microbatch on one rank that have logits: a decoder's alone, if there is one."""
         return self.stack_tokens[1] if self.decoder_seq_len else self.tokens
+
+    @property
+    def activation_checkpoint(self) -> ActivationCheckpoint:
+        """What is recomputed, as a section of the configuration."""
+        return ActivationCheckpoint(mode=self.recompute, every_n_layers=self.recompute_every)
 
     @property
     def expert_shards(self) -> int:

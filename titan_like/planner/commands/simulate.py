@@ -22,7 +22,7 @@ from titan_like.metrics.timeline_report import (
 )
 from titan_like.metrics.timeline_trace import chrome_trace, read_trace
 from titan_like.parallel.schedules.simulate import bubble_fraction
-from titan_like.planner.commands.outcome import Outcome, add_profile, chosen_profile, does_not_fit, run_of
+from titan_like.planner.commands.outcome import Outcome, add_profile, chosen_profile, does_not_fit, loaded
 from titan_like.planner.predict import predict
 from titan_like.planner.simulator import timeline
 
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     if options.picture is not None:
         check_picture(options.picture)
     profile = chosen_profile(options)
-    forecast = predict(run_of(settings, profile), profile)
+    forecast = predict(loaded(settings), profile)
     predicted = timeline(forecast.work, forecast.profile)
     steps = [("predicted", predicted)]
     found: list[PartOfSteps] = []
