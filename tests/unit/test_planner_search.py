@@ -14,7 +14,7 @@ from titan_like.planner.auto import differences, why_slower
 from titan_like.planner.memory import largest_memory
 from titan_like.planner.predict import default_profile, for_run, predict, workload_of
 from titan_like.planner.profile import load_profile
-from titan_like.planner.search import MEMORY_MARGIN, BestFirst, PipelineBounds, least_group_time, search
+from titan_like.planner.search import MEMORY_MARGIN, BestFirst, least_group_time, pipeline_bounds, search
 from titan_like.planner.search_space import SEARCHED, Space, divisors, layout_of
 from titan_like.planner.simulator import simulated_step_time
 from titan_like.planner.step_time import step_time
@@ -132,7 +132,7 @@ def test_layouts_are_valid_and_no_bound_is_above_what_it_bounds(family, flavor, 
     assert len(groups) > 100
     for group in generator.sample(groups, 25):
         schedule, virtual = generator.choice(space.pipelines(group))
-        least = PipelineBounds(space, group, profile).least_time(schedule, virtual)
+        least = dict(pipeline_bounds(space, group, profile))[schedule, virtual]
         assert least_group_time(group, profile) <= least * (1 + 1e-9)
         for zero, replicas, shards in space.splits(group):
             work = space.member(group, schedule, virtual, zero, replicas, shards)

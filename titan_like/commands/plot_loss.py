@@ -11,10 +11,10 @@ from pathlib import Path
 
 from titan_like.config import ConfigError, load_config
 from titan_like.config.load import run_command
-from titan_like.config.options import OptionParser, path_option
+from titan_like.config.options import OptionParser, check_output_file, path_option
 from titan_like.metrics.loss_curve import draw_losses, read_losses, text_curve
 from titan_like.metrics.run_files import METRICS_FILE
-from titan_like.metrics.timeline_plot import can_draw
+from titan_like.metrics.timeline_plot import can_draw, check_picture
 
 
 def main(argv: list[str]) -> int:
@@ -30,19 +30,12 @@ def main(argv: list[str]) -> int:
         raise ConfigError("job.dump_folder", str(folder), f"has no {METRICS_FILE} with a loss; train the run first")
     print(text_curve(losses, min(100, shutil.get_terminal_size().columns - 10)))
     picture = Path(options.out or folder / "loss.png")
-    if not picture.suffix:
-        raise ConfigError(
-            "--out", str(picture), "has no ending that says what to draw; name a picture such as loss.png"
-        )
     if not can_draw():
         print("(a picture needs matplotlib: pip install 'titan_like[plot]')")
         return 0
-    try:
-        draw_losses(losses, f"{config.model.family} {config.model.flavor}", picture)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            "--out", str(picture), f"cannot be written ({error}); name a picture such as loss.png"
-        ) from None
+    check_picture("--out", str(picture))
+    check_output_file("--out", str(picture))
+    draw_losses(losses, f"{config.model.family} {config.model.flavor}", picture)
     print(f"drawn in {picture}")
     return 0
 

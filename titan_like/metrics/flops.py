@@ -19,58 +19,32 @@ from titan_like.config.schema import ActivationCheckpoint
 from titan_like.models.config import TransformerConfig
 
 
-@dataclass(frozen=True)
-class LayerFlops:
-    """FLOPs of one sample's forward pass in one layer; a multiply-add is 2."""
+def layer_flops(model: TransformerConfig, seq_len: int, decoder_seq_len: int = 0, causal: bool = False) -> int:
+    """FLOPs of one sample's forward pass in all layers; a multiply-add is 2.
 
-    count: int  # layers of this kind
-    matrices: int  # products with weights
-    attention_core: int  # QKᵀ and PV over the full matrix
-    causal_core: int  # the same, over the half of it that a causal mask leaves
-    experts: int  # of the products with weights, those in routers and experts
-
-    @property
-    def full(self) -> int:
-        """The whole layer, full attention matrix."""
-        return self.matrices + self.attention_core
-
-    def recomputed(self, mode: str) -> int:
-        """What `activation_checkpoint.mode` computes again, unless it is "none"."""
-        return {"selective": self.attention_core, "experts": self.experts}.get(mode, self.full)
+    For GPT: 24h² + 4sh per token and layer (arXiv 2104.04473). ``causal`` counts half of an attention matrix with a
+    causal mask.
+    """
+    lengths, width = (seq_len, decoder_seq_len), 4 * model.attention_size
+    kinds = zip(model.layer_counts, model.parts.kinds, strict=True)
+    return sum(count * (2 * kind.products(lengths) + width * kind.scores(lengths, causal)) for count, kind in kinds)
 
 
-@dataclass(frozen=True)
-class ForwardFlops:
-    """FLOPs of one sample's forward pass."""
-
-    kinds: tuple[LayerFlops, ...]
-    logits: int  # the head's products and the output matrix's
-
-    @property
-    def layers(self) -> int:
-        """All layers, full attention matrix."""
-        return sum(kind.count * kind.full for kind in self.kinds)
-
-    @property
-    def hidden_by_masks(self) -> int:
-        """The part of that which causal masks hide."""
-        return sum(kind.count * (kind.attention_core - kind.causal_core) for kind in self.kinds)
+def head_flops(model: TransformerConfig, seq_len: int, decoder_seq_len: int = 0) -> int:
+    """The same in the head's products and the output matrix's: 2hV for the logits of each token."""
+    return 2 * model.parts.head_matrices * (decoder_seq_len if model.has_decoder else seq_len)
 
 
-def forward_flops(model: TransformerConfig, seq_len: int, decoder_seq_len: int = 0) -> ForwardFlops:
-    """FLOPs of one sample. For GPT: 24h² + 4sh per token and layer and 2hV for its logits (arXiv 2104.04473)."""
-    parts, lengths, width = model.parts, (seq_len, decoder_seq_len), 4 * model.attention_size
-    kinds = tuple(
-        LayerFlops(
-            count,
-            2 * kind.products(lengths),
-            width * kind.scores(lengths),
-            width * kind.scores(lengths, True),
-            2 * kind.experts * seq_len,
-        )
-        for count, kind in zip(model.layer_counts, parts.kinds, strict=True)
-    )
-    return ForwardFlops(kinds, 2 * parts.head_matrices * (decoder_seq_len if model.has_decoder else seq_len))
+def recomputed_flops(
+    model: TransformerConfig, seq_len: int, recompute: ActivationCheckpoint, decoder_seq_len: int = 0
+) -> int:
+    """The same in what activation checkpointing computes again: whole layers, attention cores, or experts."""
+    lengths, width, found = (seq_len, decoder_seq_len), 4 * model.attention_size, 0
+    for count, kind in zip(recomputed_layers(model, recompute), model.parts.kinds, strict=True):
+        core = width * kind.scores(lengths)
+        of_mode = {"full": 2 * kind.products(lengths) + core, "selective": core, "experts": 2 * kind.experts * seq_len}
+        found += count * of_mode.get(recompute.mode, 0)
+    return found
 
 
 def model_flops_per_token(
@@ -80,20 +54,16 @@ def model_flops_per_token(
 
     ``causal`` counts half of an attention matrix with a causal mask.
     """
-    forward = forward_flops(model, seq_len, decoder_seq_len)
-    return 3 * (forward.layers + forward.logits - (forward.hidden_by_masks if causal else 0)) / seq_len
+    lengths = seq_len, decoder_seq_len
+    return 3 * (layer_flops(model, *lengths, causal) + head_flops(model, *lengths)) / seq_len
 
 
 def hardware_flops_per_token(
     model: TransformerConfig, seq_len: int, recompute: ActivationCheckpoint, decoder_seq_len: int = 0
 ) -> float:
     """``model`` plus what activation checkpointing recomputes."""
-    forward = forward_flops(model, seq_len, decoder_seq_len)
-    again = sum(
-        count * kind.recomputed(recompute.mode)
-        for kind, count in zip(forward.kinds, recomputed_layers(model, recompute), strict=True)
-    )
-    return (3 * (forward.layers + forward.logits) + again) / seq_len
+    forward = layer_flops(model, seq_len, decoder_seq_len) + head_flops(model, seq_len, decoder_seq_len)
+    return (3 * forward + recomputed_flops(model, seq_len, recompute, decoder_seq_len)) / seq_len
 
 
 def recomputed_layers(model: TransformerConfig, recompute: ActivationCheckpoint) -> tuple[int, ...]:
@@ -114,9 +84,9 @@ def megatron_flops_per_token(
     With k = 4 this is exact (arXiv 2104.04473, appendix). With k = 3 it counts the logits at 3/4, as Megatron-LM does,
     so utilisations do not use it. It is computed from the weights, so it also covers GQA and SwiGLU.
     """
-    forward = forward_flops(model, seq_len, decoder_seq_len)
+    layers, head = layer_flops(model, seq_len, decoder_seq_len), head_flops(model, seq_len, decoder_seq_len)
     again = sum(recomputed_layers(model, recompute)) / model.num_layers if recompute.mode == "full" else 0
-    return (3 + again) * ((forward.layers + 0.75 * forward.logits) / seq_len)
+    return (3 + again) * ((layers + 0.75 * head) / seq_len)
 
 
 @dataclass(frozen=True)

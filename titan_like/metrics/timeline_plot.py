@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from titan_like.config.errors import ConfigError
 from titan_like.metrics.step_timeline import KINDS, StepTimeline
 
 if TYPE_CHECKING:
@@ -28,6 +29,18 @@ _ROW, _GAP = 0.38, 0.75  # inches of a rank's row, and between two steps
 def can_draw() -> bool:
     """Tell whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
+
+
+def check_picture(option: str, path: str | None) -> None:
+    """Check that a picture can be drawn, if an option names one.
+
+    Raises:
+        ConfigError: the file's name has another ending, or matplotlib is missing.
+    """
+    if path is not None and Path(path).suffix not in (".png", ".svg"):
+        raise ConfigError(option, path, "name a .png or .svg file")
+    if path is not None and not can_draw():
+        raise ConfigError(option, path, "needs matplotlib: pip install 'titan_like[plot]'")
 
 
 def draw(steps: Sequence[tuple[str, StepTimeline]], path: Path, width: float = 12.0) -> None:

@@ -1,6 +1,6 @@
 """Bytes of activations that our own trainer keeps of one microbatch until its backward pass.
 
-Other stacks keep what arXiv 2205.05198 says (`titan_like.planner.memory`). Ours keeps what PyTorch's autograd saves in
+Other stacks keep what arXiv 2205.05198 says (benchmarks/stack_memory.py). Ours keeps what PyTorch's autograd saves in
 the modules of `titan_like.models`. It differs from the paper as follows:
 
 - With sequence parallelism, the gathered input of each column-split matrix is kept whole.
@@ -31,10 +31,8 @@ from typing import NamedTuple
 from torch import nn
 
 from titan_like.metrics.devices import Device
-from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.cross_entropy import BLOCK_BYTES, PRODUCT, num_chunks
 from titan_like.models.parts import Core, layers_of, one_of_each
-from titan_like.models.transformer import Transformer
 from titan_like.parallel.schedules.communication import MAX_PENDING_SENDS
 from titan_like.planner.saved_tensors import Saved, layer_input_bytes, saved_inside
 from titan_like.planner.shapes import description
@@ -55,58 +53,43 @@ class Kept(NamedTuple):
 
 
 class _How(NamedTuple):
-    """What the bytes of a microbatch on one of the ``t`` processes that share each layer depend on."""
+    """What the bytes of a microbatch on one process depend on."""
 
-    model: TransformerConfig
-    tokens: float  # a decoder's come in addition, in the ratio of the two lengths
-    lengths: tuple[int, int]
-    t: int
-    sequence_parallel: bool
-    context: int
-    method: str
-    recompute: str
-    recompute_every: int
-    dtype: str
+    work: Workload
     device: Device
-    exchanges: bool  # whether other processes have experts of this one's tokens
-    expert_load: float
 
     @property
     def outside(self) -> float:
         """Elements of the residual stream per token on this process."""
-        return self.model.hidden_size / (self.t if self.sequence_parallel else 1)
+        return self.work.model.hidden_size / (self.work.tensor if self.work.sequence_parallel else 1)
 
     @property
     def dropout(self) -> bool:
         """Whether the model drops elements in training."""
-        return getattr(self.model, "dropout", 0.0) > 0
+        return getattr(self.work.model, "dropout", 0.0) > 0
 
     @property
     def mask(self) -> float:
         """Bytes of a dropout mask per token there. A CPU keeps the mask as factors."""
-        return (BYTES[self.dtype] if self.device.is_cpu else 1) * self.outside if self.dropout else 0
+        return (BYTES[self.work.dtype] if self.device.is_cpu else 1) * self.outside if self.dropout else 0
 
 
 def kept_of(work: Workload, device: Device) -> Kept:
     """What one microbatch of a run keeps on ``device``."""
-    lengths, recompute = (work.seq_len, work.decoder_seq_len), (work.recompute, work.recompute_every)
-    split = work.tensor, work.sequence_parallel, work.context, work.context_method
-    experts = work.expert > 1, work.expert_load
-    return _kept(_How(work.model, work.tokens, lengths, *split, *recompute, work.dtype, device, *experts))
+    return _kept(_How(work.one_microbatch()._replace(recompute_every=work.recompute_every), device))
 
 
 @lru_cache(maxsize=4096)
 def _kept(how: _How) -> Kept:
-    model, tokens, (seq_len, decoder_seq_len), t, sequence_parallel = how[:5]
-    dtype, device, outside = how.dtype, how.device, how.outside
-    e, h, of_stack = BYTES[dtype], model.hidden_size, (tokens, tokens * decoder_seq_len / seq_len)
+    work, device, outside = how.work, how.device, how.outside
+    model, t, labelled = work.model, work.tensor, work.labelled
+    e, h = BYTES[work.dtype], model.hidden_size
     layers, layer_work = [], []
     for kind in range(len(model.layer_counts)):
         found = [_layer(how, kind, stack) for stack in range(1 + model.has_decoder)]
         fixed = _fixed(how, kind)
-        layers.append(sum([n * one for n, (one, _) in zip(of_stack, found, strict=False)]) + fixed)
-        layer_work.append(sum([n * work for n, (_, work) in zip(of_stack, found, strict=False)]))
-    labelled, positions = of_stack[1] if model.has_decoder else tokens, sum(of_stack)
+        layers.append(sum([n * one for n, (one, _) in zip(work.stack_tokens, found, strict=False)]) + fixed)
+        layer_work.append(sum([n * more for n, (_, more) in zip(work.stack_tokens, found, strict=False)]))
 
     # The loss: the gradient of the output matrix until the backward pass, and work space. Its input's gradient takes as
     # much as the head's output, which is counted with the head.
@@ -122,7 +105,7 @@ def _kept(how: _How) -> Kept:
         # type of computation.
         used = model.vocab_size / model.padded_vocab_size if e == 4 and t == 1 else 1.0
         block = used * min(4 * labelled * columns / chunks, BLOCK_BYTES) if device.is_cpu else 0.0
-        others = (t > 1 and sequence_parallel) + (
+        others = (t > 1 and work.sequence_parallel) + (
             e < 4 and device.is_cpu and isinstance(one_of_each(model).norm, nn.RMSNorm)
         )
         loss_work = e * labelled * (h + others * outside + columns / chunks) + max(
@@ -130,26 +113,26 @@ def _kept(how: _How) -> Kept:
         )
         loss_work = max(loss_work, several_in_half * e * matrix)
     ends = one_of_each(model)
-    entry = how.mask + (9 if t > 1 else 0) + _end(ends, ends.entry, h, outside, dtype, device)
+    entry = how.mask + (9 if t > 1 else 0) + _end(how, ends.entry)
     head = tuple(name for name in ends.head if name not in ends.pooled)
-    norm = _end(ends, head, h, outside, dtype, device) + e * h
+    norm = _end(how, head) + e * h
     return Kept(
-        layer_input_bytes(model, dtype, seq_len, decoder_seq_len, t) / how.context,
+        layer_input_bytes(model, work.dtype, work.seq_len, work.decoder_seq_len, t) / work.context,
         tuple(layers),
-        positions * entry,
-        labelled * norm + (positions - labelled) * e * outside,  # its input is a view of all positions
+        work.positions * entry,
+        labelled * norm + (work.positions - labelled) * e * outside,  # its input is a view of all positions
         loss,
         tuple(layer_work),
         loss_work,
-        positions * (e * outside),
+        work.positions * (e * outside),
     )
 
 
 def _layer(how: _How, kind: int, stack: int) -> tuple[float, float]:
     """Bytes that one layer keeps per token of one stack, and the work space of its backward pass."""
-    model, t, dtype, device, outside = how.model, how.t, how.dtype, how.device, how.outside
-    e, h = BYTES[dtype], model.hidden_size
-    gathered = h if how.sequence_parallel else 0
+    work, device, outside = how.work, how.device, how.outside
+    model, t, e, h = work.model, work.tensor, BYTES[work.dtype], work.model.hidden_size
+    gathered = h if work.sequence_parallel else 0
     parts, layer_module = description(model).kinds[kind], layers_of(one_of_each(model))[kind]
     saved, part = _saved(how, kind), parts.experts
     norms = [name for name, of in zip(parts.norms, parts.norm_stacks, strict=True) if of == stack]
@@ -157,7 +140,7 @@ def _layer(how: _How, kind: int, stack: int) -> tuple[float, float]:
 
     # A layer without recomputation, in bytes per token: its norms, the gathered input and the dropout mask of each
     # region, and what each region keeps inside, where tensor parallelism splits it.
-    whole = sum(_norm(layer_module.get_submodule(name), h, outside, dtype, device) for name in norms)
+    whole = sum(_norm(how, layer_module.get_submodule(name)) for name in norms)
     whole += len(regions) * (e * h + how.mask)
     outside_regions, after_cores, scores = whole, 0.0, 0.0
     for region, core in zip(parts.regions, parts.cores, strict=True):
@@ -167,17 +150,18 @@ def _layer(how: _How, kind: int, stack: int) -> tuple[float, float]:
             whole += saved[region.name][stack] / t
             after_cores += outside_regions / len(regions) + saved[region.name][stack] / t
         else:
-            keys = how.lengths[core.keys]
-            scores = max(scores, _gradients_of_scores(model, keys, t, dtype, device, core))
-            if _has_fused_core(model, dtype, how.dropout, device, core):  # plus the log-sum-exp of each row
+            keys = (work.seq_len, work.decoder_seq_len)[core.keys]
+            scores = max(scores, _gradients_of_scores(how, keys, core))
+            if _has_fused_core(how, core):  # plus the log-sum-exp of each row
                 whole += saved[region.name][stack] / t + region.cores * 4 * model.num_attention_heads / t
             else:
-                inside = "float32" if core.is_biased and device.is_cpu else dtype  # on a CPU
+                inside = "float32" if core.is_biased and device.is_cpu else work.dtype
                 whole += e * region.rows / t + region.cores * _unfused_core(how, keys, inside)
     rows = inside_experts = 0.0  # rows of experts, relative to the tokens here between layers
     if part:
-        rows = how.expert_load * part.per_token / t
-        inside_experts = rows * (e * h + 16 * how.exchanges) + how.expert_load * saved[f"{part.name}.experts"].token / t
+        rows = work.expert_load * part.per_token / t
+        inside_experts = rows * (e * h + 16 * (work.expert > 1))
+        inside_experts += work.expert_load * saved[f"{part.name}.experts"].token / t
         inside_experts += saved[part.name].token / t
         # A router keeps its input in float32, and shared experts their own, gathered if there are several processes.
         if e >= 4 and (t > 1 or not part.has_shared):
@@ -189,11 +173,11 @@ def _layer(how: _How, kind: int, stack: int) -> tuple[float, float]:
         whole += e * outside
     kept_of_recomputed, unused = whole, 0.0
     # The same for a layer that is recomputed.
-    if how.recompute == "full":
+    if work.recompute == "full":
         kept_of_recomputed = e * outside
-    elif how.recompute == "experts":
+    elif work.recompute == "experts":
         kept_of_recomputed = whole - inside_experts + e * outside * (part is not None)
-    elif how.recompute == "selective":
+    elif work.recompute == "selective":
         # The backward pass needs neither the MLP's last product nor its sum, but both stay until the layer is done.
         unused = e * (h + (outside if t > 1 else 0))
         memory = sum(region.memory for region in parts.regions if region.stack != stack)
@@ -202,7 +186,7 @@ def _layer(how: _How, kind: int, stack: int) -> tuple[float, float]:
         if part:  # results of three products of each expert, and of the router's
             kept_of_recomputed += rows * e * (2 * part.inner + h) + max(e, 4) * part.num_experts / t
             unused *= part.has_shared
-    share = -(-model.num_layers // how.recompute_every) / model.num_layers
+    share = -(-model.num_layers // work.recompute_every) / model.num_layers
     layer = share * kept_of_recomputed + (1 - share) * whole
     # Work space of a layer's backward pass: what recomputation makes again, the gradient of the residual stream, and
     # the larger of the gathered gradients and the MLP's inner gradients, some of which are freed before others exist.
@@ -213,21 +197,23 @@ def _layer(how: _How, kind: int, stack: int) -> tuple[float, float]:
         freed = sum(saved[mlp.name].token / t - e * outside for mlp in mlps)
         inner = max(inner, _experts_work(how, h / t, rows * h, rows * part.inner) - freed)
     if scores:
-        after_cores += (unused + e * sum(mlp.columns for mlp in mlps) / t) * (how.recompute == "selective")
+        after_cores += (unused + e * sum(mlp.columns for mlp in mlps) / t) * (work.recompute == "selective")
         inner = max(inner, scores + 2 * e * model.attention_size / t - after_cores)
     keeps_copies = device.is_cpu and isinstance(one_of_each(model).norm, nn.RMSNorm)
-    if e < 4 and (part is not None if how.recompute == "experts" else keeps_copies and how.recompute != "none"):
+    if e < 4 and (part is not None if work.recompute == "experts" else keeps_copies and work.recompute != "none"):
         inner += e * outside  # the input of what is recomputed, of which the layer itself keeps float32 copies
     return layer, whole - kept_of_recomputed + unused + e * outside + inner
 
 
 def _saved(how: _How, kind: int) -> Mapping[str, Saved]:
-    return saved_inside(how.model, how.dtype, how.context, how.method, not how.device.is_cpu)[kind]
+    work = how.work
+    return saved_inside(work.model, work.dtype, work.context, work.context_method, not how.device.is_cpu)[kind]
 
 
 def _fixed(how: _How, kind: int) -> float:
     """Bytes that a layer keeps whatever the tokens, such as the router's weights in float32."""
-    share = -(-how.model.num_layers // how.recompute_every) / how.model.num_layers if how.recompute != "none" else 0
+    layers, every = how.work.model.num_layers, how.work.recompute_every
+    share = -(-layers // every) / layers if how.work.recompute != "none" else 0
     return (1 - share) * sum([one.fixed for one in _saved(how, kind).values()])
 
 
@@ -245,46 +231,46 @@ def _experts_work(how: _How, stream: float, outer: float, inner: float) -> float
         outer: elements of the experts' rows.
         inner: elements of each factor.
     """
-    e = BYTES[how.dtype]
+    e = BYTES[how.work.dtype]
     sums = 2 * max(e, 4) * outer
     if e < 4:
-        sums += 4 * stream + e * outer * (how.recompute == "none")
-    return max(sums, e * (2 * inner - outer), how.exchanges * 3 * e * outer)
+        sums += 4 * stream + e * outer * (how.work.recompute == "none")
+    return max(sums, e * (2 * inner - outer), (how.work.expert > 1) * 3 * e * outer)
 
 
-def _end(model: Transformer, names: tuple[str, ...], h: int, outside: float, dtype: str, device: Device) -> float:
+def _end(how: _How, names: tuple[str, ...]) -> float:
     """Bytes per token that one end keeps: the inputs of norms and products, and of the activations after products."""
     found = 0.0
-    for module in [part for name in names for part in model.get_submodule(name).modules()]:
+    ends = one_of_each(how.work.model)
+    for module in [part for name in names for part in ends.get_submodule(name).modules()]:
         if isinstance(module, nn.LayerNorm | nn.RMSNorm):
-            found += _norm(module, h, outside, dtype, device)
+            found += _norm(how, module)
         elif isinstance(module, nn.Linear):
-            found += 2 * BYTES[dtype] * outside
+            found += 2 * BYTES[how.work.dtype] * how.outside
     return found
 
 
-def _norm(module: nn.Module, h: int, outside: float, dtype: str, device: Device) -> float:
+def _norm(how: _How, module: nn.Module) -> float:
     """Bytes that a norm keeps per token, without its output."""
+    e, h, outside = BYTES[how.work.dtype], how.work.model.hidden_size, how.outside
     if not isinstance(module, nn.RMSNorm):  # the input, the mean and the deviation
-        return BYTES[dtype] * outside + 2 * 4 * outside / h
-    if device.is_cpu:  # float32 copies of the input and of its normalised form, and the deviation
+        return e * outside + 2 * 4 * outside / h
+    if how.device.is_cpu:  # float32 copies of the input and of its normalised form, and the deviation
         return 2 * 4 * outside + 4 * outside / h
-    return BYTES[dtype] * outside + 4 * outside / h
+    return e * outside + 4 * outside / h
 
 
 def _unfused_core(how: _How, keys: int, dtype: str) -> float:
     """Bytes per token: scaled queries, keys and values; of the matrix the softmax, the dropout mask and its result."""
-    e, model = BYTES[dtype], how.model
+    e, model, context = BYTES[dtype], how.work.model, how.work.context
     mask = (e if how.device.is_cpu else 1) + e if how.dropout else 0
     # Gathered keys, which are scaled too, share their memory with the values.
-    vectors = (3 if how.context == 1 else 1 + 3 * how.context) * model.attention_size
+    vectors = (3 if context == 1 else 1 + 3 * context) * model.attention_size
     rows = model.num_attention_heads * keys
-    return (e * vectors + rows * (e + mask)) / how.t
+    return (e * vectors + rows * (e + mask)) / how.work.tensor
 
 
-def _gradients_of_scores(
-    model: TransformerConfig, seq_len: int, t: int, dtype: str, device: Device, core: Core
-) -> float:
+def _gradients_of_scores(how: _How, keys: int, core: Core) -> float:
     """Bytes per token that the backward pass of an attention core needs for matrices of scores, if it has a bias.
 
     A CPU computes the gradients of the softmax's output and of its input in float32. A fused kernel on a GPU writes the
@@ -292,15 +278,17 @@ def _gradients_of_scores(
     """
     if not core.is_biased:
         return 0.0
-    return model.num_attention_heads / t * seq_len * (2 * BYTES["float32"] if device.is_cpu else BYTES[dtype])
+    element = 2 * BYTES["float32"] if how.device.is_cpu else BYTES[how.work.dtype]
+    return how.work.model.num_attention_heads / how.work.tensor * keys * element
 
 
-def _has_fused_core(model: TransformerConfig, dtype: str, dropout: bool, device: Device, core: Core) -> bool:
+def _has_fused_core(how: _How, core: Core) -> bool:
     """Whether torch's scaled_dot_product_attention has a kernel that does not keep the attention matrix."""
-    if device.is_cpu:
-        return not (dropout or core.is_biased)
+    model = how.work.model
+    if how.device.is_cpu:
+        return not (how.dropout or core.is_biased)
     is_grouped = model.num_kv_heads != model.num_attention_heads
-    return not (is_grouped and (dtype == "float32" or "V100" in device.name))
+    return not (is_grouped and (how.work.dtype == "float32" or "V100" in how.device.name))
 
 
 class Moment(NamedTuple):

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from titan_like.config.errors import ConfigError
-from titan_like.config.schema import ActivationCheckpoint, JobConfig
+from titan_like.config.schema import JobConfig
 from titan_like.data.lengths import sample_length
 from titan_like.metrics.devices import Device, find_device
 from titan_like.metrics.flops import Throughput, ThroughputMeter
@@ -141,7 +141,7 @@ def forecast(work: Workload, profile: Profile) -> Forecast:
     """Predict a run's step, with rates and an error band."""
     time, device = simulated_step_time(work, profile), profile.device
     peak = None if device.is_cpu else device.peak_flops(work.dtype) / 1e12
-    recompute = ActivationCheckpoint(mode=work.recompute, every_n_layers=work.recompute_every)
+    recompute = work.activation_checkpoint
     meter = ThroughputMeter(work.model, work.seq_len, recompute, work.num_gpus, peak, work.decoder_seq_len)
     rates = meter.measure(work.global_batch_size * work.seq_len, time.total)
     band = profile.error_p90

@@ -12,7 +12,7 @@ import gc
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import ceil
 from operator import add
@@ -29,14 +29,7 @@ from titan_like.planner.predict import checked_profile, profile_and_device
 from titan_like.planner.profile import Profile
 from titan_like.planner.search_space import Space
 from titan_like.planner.simulator import simulated_step_time
-from titan_like.planner.step_time import (
-    Passes,
-    StepTime,
-    passes,
-    sharded_step_time,
-    sharding,
-    step_time,
-)
+from titan_like.planner.step_time import Passes, Sharding, StepTime, passes, sharded_step_time, sharding, step_time
 from titan_like.planner.workload import BYTES, Workload, pipeline_of
 from titan_like.train.environment import cluster_size
 
@@ -197,10 +190,9 @@ class BestFirst:
     def _add_pipelines(self, group: Workload) -> None:
         if self._done(group):
             return
-        bounds = PipelineBounds(self.space, group, self.profile)
-        for choice in self.space.pipelines(group):
+        for choice, bound in pipeline_bounds(self.space, group, self.profile):
             self.counts.computed += 1
-            self._push(bounds.least_time(*choice) * _least_part(group.pipeline, choice[0]), 1, (group, choice))
+            self._push(bound * _least_part(group.pipeline, choice[0]), 1, (group, choice))
 
     def _add_layouts(self, group: Workload, choice: tuple[str, int]) -> None:
         """Put a pipeline's layouts into the heap by their step times, except those known not to fit.
@@ -304,30 +296,23 @@ def least_group_time(group: Workload, profile: Profile) -> float:
     return work.microbatches * ceil(work.model.num_layers / work.pipeline) * min(map(add, once, recomputed))
 
 
-class PipelineBounds:
-    """Lower bounds in seconds for a group's pipelines, over all ways in which ZeRO can split them.
+def pipeline_bounds(space: Space, group: Workload, profile: Profile) -> Iterator[tuple[tuple[str, int], float]]:
+    """A group's pipelines, each with a lower bound in seconds over all ways in which ZeRO can split it.
 
     Pipelines with the same slowest rank share what data parallelism adds. For ZeRO 0 and 1, the passes are those of
     ZeRO 2: they are shorter, and by more than the communication that they would hide less.
     """
-
-    def __init__(self, space: Space, group: Workload, profile: Profile) -> None:
-        self._space, self._group, self._profile = space, group, profile
-        self._added: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
-
-    def least_time(self, schedule: str, virtual: int) -> float:
-        """The bound of one pipeline."""
-        work = self._space.member(self._group, schedule, virtual, _least_zero(self._group), 1, self._group.shard)
-        found = passes(work, self._profile)
+    known: dict[tuple[Any, ...], list[Sharding]] = {}
+    for choice in space.pipelines(group):
+        work = space.member(group, *choice, _least_zero(group), 1, group.shard)
+        found = passes(work, profile)
         key = found[:5]  # everything that `sharding` depends on
-        if key not in self._added:
-            self._added[key] = [self._of_split(work, found, *split) for split in self._space.splits(work)]
-        return found.seconds + min([added + found.bubble * elsewhere for added, elsewhere in self._added[key]])
-
-    def _of_split(self, work: Workload, found: Passes, zero: int, replicas: int, shards: int) -> tuple[float, float]:
-        layout = work._replace(zero_stage=zero, replicate=replicas, shard=shards)
-        gathered, elsewhere, data, update = sharding(layout, self._profile, found)
-        return work.microbatches * gathered + data + update, elsewhere
+        if key not in known:
+            layouts = (space.member(group, *choice, *split) for split in space.splits(group))
+            known[key] = [sharding(layout, profile, found) for layout in layouts]
+        m = work.microbatches
+        added = [m * one.gathered + one.data + one.update + found.bubble * one.elsewhere for one in known[key]]
+        yield choice, found.seconds + min(added)
 
 
 def _least_zero(work: Workload) -> int:

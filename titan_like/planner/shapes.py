@@ -34,7 +34,6 @@ from titan_like.models.parts import (
     stacks_of,
 )
 from titan_like.models.transformer import shared_modules
-from titan_like.parallel.layout import Layout
 from titan_like.parallel.split import StageLayers, kinds_of_layers, units_of_layers
 from titan_like.parallel.tensor import styles_by_module
 from titan_like.parallel.tensor_styles import StyleKind
@@ -42,24 +41,6 @@ from titan_like.planner.workload import Counts
 
 OF_EXPERTS = " experts"  # ends the name of a unit of experts
 _WHOLE = StyleKind({}, (), enters=0, leaves=0)  # for modules that the plan does not name
-
-
-@dataclass(frozen=True)
-class Coordinates:
-    """Coordinates of one process in the mesh."""
-
-    pp: int
-    dp_replicate: int
-    dp_shard: int
-    tp: int
-
-
-def coordinates_of(layout: Layout, rank: int) -> Coordinates:
-    """Coordinates of a rank. The last dimension of `titan_like.parallel.mesh.DIMENSIONS` varies fastest."""
-    rest, tensor = divmod(rank, layout.tensor)
-    rest, shard = divmod(rest, layout.weight_shards)
-    pipeline, replicate = divmod(rest, layout.replicate)
-    return Coordinates(pipeline, replicate, shard, tensor)
 
 
 @dataclass(frozen=True)

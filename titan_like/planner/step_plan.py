@@ -20,7 +20,7 @@ from titan_like.parallel.model import holders_of_copies
 from titan_like.parallel.schedules.simulate import bubble_fraction, ideal_bubble, max_in_flight, simulate, unit_time
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, Action, schedule_table
 from titan_like.parallel.split import layer_costs, layers_per_stage, split_layers
-from titan_like.planner.shapes import ParameterSplit, ShardOf, coordinates_of, stage_units
+from titan_like.planner.shapes import ParameterSplit, ShardOf, stage_units
 from titan_like.planner.step_collectives import Collective, StageTraffic, step_collectives
 from titan_like.planner.training_state import RankState, Storage, peak_state, rank_state
 from titan_like.planner.workload import BYTES
@@ -54,7 +54,7 @@ class StepPlan:
 
 def plan_step(config: JobConfig, model: TransformerConfig, layout: Layout, rank: int) -> StepPlan:
     """Plan one step of a process, without building anything or communicating."""
-    place = coordinates_of(layout, rank)
+    pp, _, _ = coordinates_of(layout, rank)
     training, shape = config.training, pipeline_shape(config)
     ranks = shape.ranks
     microbatches = training.global_batch_size // (training.micro_batch_size * layout.data_parallel)
@@ -62,17 +62,17 @@ def plan_step(config: JobConfig, model: TransformerConfig, layout: Layout, rank:
     stages = [
         StageTraffic(index, splits[index], stage_units(model, splits[index]))
         for index, rank in enumerate(ranks)
-        if rank == place.pp
+        if rank == pp
     ]
     storage = storage_of(config, model, layout, rank)
     units = {stage.index: stage.units for stage in stages}
     table = schedule_table(shape.schedule, shape.degree, shape.virtual_stages, microbatches)
-    actions = table[place.pp]
+    actions = table[pp]
     # What the process sends. A compiled stage runs whole backward passes, whatever the schedule says.
     holders = {name: {ranks[i] for i in held} for name, held in holders_of_copies(model, splits).items()}
-    copies = {name: len(held) - 1 for name, held in holders.items() if place.pp in held and len(held) > 1}
+    copies = {name: len(held) - 1 for name, held in holders.items() if pp in held and len(held) > 1}
     splits_backward = shape.schedule in SPLIT_BACKWARD and not config.compile.enable
-    steps = steps_as_run(shape.steps(place.pp, microbatches, backward=True), splits_backward)
+    steps = steps_as_run(shape.steps(pp, microbatches, backward=True), splits_backward)
     collectives = step_collectives(config, model, layout, stages, steps, storage, copies)
     # When each pass would run, first with equal stages, then with each stage's share of the matrix products.
     length = sample_length(config, model)
@@ -89,7 +89,7 @@ def plan_step(config: JobConfig, model: TransformerConfig, layout: Layout, rank:
         bubble=bubble_fraction(events, shape.degree),
         bubble_of_real_stages=bubble_fraction(real_events, shape.degree),
         ideal_bubble=ideal_bubble(shape.schedule, shape.degree, shape.virtual_stages, microbatches),
-        in_flight=max_in_flight(table)[place.pp],
+        in_flight=max_in_flight(table)[pp],
         actions=actions,
     )
     # How much state that makes the process hold.
@@ -112,15 +112,22 @@ def steps_as_run(steps: Sequence[Action], splits_backward: bool) -> list[Action]
     return found
 
 
+def coordinates_of(layout: Layout, rank: int) -> tuple[int, int, int]:
+    """A rank's pp, dp_shard and tp. The last dimension of `titan_like.parallel.mesh.DIMENSIONS` varies fastest."""
+    rest, tp = divmod(rank, layout.tensor)
+    rest, dp_shard = divmod(rest, layout.weight_shards)
+    return rest // layout.replicate, dp_shard, tp
+
+
 def storage_of(config: JobConfig, model: TransformerConfig, layout: Layout, rank: int) -> Storage:
     """How a process keeps parameters, gradients and optimizer state."""
-    training, zero_stage = config.training, config.parallelism.zero_stage
-    compute, place = BYTES[training.dtype], coordinates_of(layout, rank)
+    _, dp_shard, tp = coordinates_of(layout, rank)
+    training, zero_stage, compute = config.training, config.parallelism.zero_stage, BYTES[config.training.dtype]
     master = max(compute, BYTES["float32"])
-    shard = ShardOf(layout.weight_shards, place.dp_shard) if zero_stage else ShardOf()
-    split, sharers = ParameterSplit(ShardOf(layout.tensor, place.tp), shard), layout.data_parallel * layout.context
+    shard = ShardOf(layout.weight_shards, dp_shard) if zero_stage else ShardOf()
+    split, sharers = ParameterSplit(ShardOf(layout.tensor, tp), shard), layout.data_parallel * layout.context
     if layout.splits_experts and isinstance(model, MoEConfig):
-        group, own = divmod(place.dp_shard * layout.tensor + place.tp, layout.expert)
+        group, own = divmod(dp_shard * layout.tensor + tp, layout.expert)
         of_experts = ShardOf(layout.expert_shards, group) if zero_stage else ShardOf()
         split = ParameterSplit(split.tensor, shard, ShardOf(layout.expert, own), of_experts)
         sharers = max(sharers, layout.replicate * layout.expert_shards)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import islice
 from typing import Literal, NamedTuple
 
+from titan_like.config.schema import ActivationCheckpoint
 from titan_like.models.config import TransformerConfig
 from titan_like.models.moe.config import MoEConfig
 from titan_like.optim.state_size import ADAMW_STATE, ADAMW_WORK, OptimizerState, UpdateWork
@@ -80,6 +82,11 @@ class Workload(NamedTuple):
     def labelled(self) -> float:
         """Positions of one microbatch on one rank that have logits: a decoder's alone, if there is one."""
         return self.stack_tokens[1] if self.decoder_seq_len else self.tokens
+
+    @property
+    def activation_checkpoint(self) -> ActivationCheckpoint:
+        """What is recomputed, as a section of the configuration."""
+        return ActivationCheckpoint(mode=self.recompute, every_n_layers=self.recompute_every)
 
     @property
     def expert_shards(self) -> int:
@@ -190,18 +197,10 @@ def _pipeline(
 
 def _kinds_of_stages(stages: tuple[int, ...], layer_counts: Counts) -> Iterator[Counts]:
     """The layers of each stage by kind, from their numbers. The layers of a kind follow each other."""
-    left, kind = list(layer_counts), 0
+    kinds = iter([kind for kind, count in enumerate(layer_counts) for _ in range(count)])
     for layers in stages:
-        counts = [0] * len(left)
-        while layers:
-            if left[kind] == 0:
-                kind += 1
-                continue
-            taken = min(layers, left[kind])
-            counts[kind] += taken
-            left[kind] -= taken
-            layers -= taken
-        yield tuple(counts)
+        here = list(islice(kinds, layers))
+        yield tuple(here.count(kind) for kind in range(len(layer_counts)))
 
 
 def _largest(layers: tuple[Counts, ...]) -> tuple[Counts, ...]:

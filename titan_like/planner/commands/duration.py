@@ -18,8 +18,8 @@ from titan_like.planner.commands.outcome import (
     chosen_profile,
     does_not_fit,
     gpus,
+    loaded,
     per_gpu,
-    run_of,
 )
 from titan_like.planner.predict import predict
 
@@ -47,13 +47,13 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     if options.price is not None and not 0 <= options.price <= 1e9:
         raise ConfigError("--price", options.price, "must be at least 0 and at most 1e9")
     profile = chosen_profile(options)
-    config = run_of(settings, profile)
+    config = loaded(settings)
     forecast = predict(config, profile)
     device, dtype = forecast.profile.device, forecast.work.dtype
     if options.tflops is not None and options.tflops * 1e12 > device.peak_flops(dtype):
         peak = f"the peak of {device.name} in {dtype} is {device.peak_flops(dtype) / 1e12:g}"
         raise ConfigError("--tflops", options.tflops, f"{peak}; give the rate that a GPU achieves")
-    training, recompute, model = config.training, config.activation_checkpoint, forecast.work.model
+    training, recompute, model = config.training, forecast.work.activation_checkpoint, forecast.work.model
     tokens = options.tokens
     if tokens is None:
         if training.steps is training.samples is training.tokens is None:

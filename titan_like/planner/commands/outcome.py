@@ -15,8 +15,6 @@ from titan_like.planner.links import read_measurements, with_links
 from titan_like.planner.memory import Memory
 from titan_like.planner.predict import FLOAT8_NOTE
 from titan_like.planner.profile import Profile, load_profile
-from titan_like.planner.search import search
-from titan_like.planner.search_space import set_keys
 
 _LARGEST = 1e18
 _SECONDS_OF_SILENCE = 2.0
@@ -52,16 +50,6 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", type=path_option, help=what)
     links = "what scripts/bench_comm.py --json has measured, in the place of the profile's links"
     parser.add_argument("--links", type=path_option, metavar="FILE.json", help=links)
-
-
-def run_of(settings: list[str], profile: Profile | None) -> JobConfig:
-    """The run that the command line names. If it has `parallelism.auto`, the run gets the layout that this stands for.
-
-    Raises:
-        ConfigError: the user has to change something.
-    """
-    config = loaded(settings)
-    return search(config, None, profile, set_keys(config), kinds=1).config if config.parallelism.auto else config
 
 
 def loaded(settings: list[str]) -> JobConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from titan_like.config import ConfigError
-from titan_like.planner.commands.outcome import Outcome, add_profile, chosen_profile, gpus, per_gpu, run_of
+from titan_like.planner.commands.outcome import Outcome, add_profile, chosen_profile, gpus, loaded, per_gpu
 from titan_like.planner.memory import MEMORY_MARGIN, usable_bytes
 from titan_like.planner.predict import Forecast, predict
 
@@ -28,7 +28,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     if not 1 <= options.expert_load <= _LARGEST_LOAD:
         raise ConfigError("--expert_load", options.expert_load, f"must be from 1 to {_LARGEST_LOAD:,}")
     profile = chosen_profile(options)
-    forecast = predict(run_of(settings, profile), profile, options.expert_load)
+    forecast = predict(loaded(settings), profile, options.expert_load)
     return Outcome(describe(forecast), {"predict": forecast.as_dict()}, 0 if forecast.memory.fits else 1)
 
 

@@ -10,7 +10,7 @@ from titan_like.config import ConfigError
 from titan_like.config.options import path_option
 from titan_like.config.paths import file_problem
 from titan_like.metrics.step_timeline import StepTimeline
-from titan_like.metrics.timeline_plot import can_draw, draw
+from titan_like.metrics.timeline_plot import check_picture, draw
 from titan_like.metrics.timeline_report import (
     LEGEND,
     PartOfSteps,
@@ -22,7 +22,7 @@ from titan_like.metrics.timeline_report import (
 )
 from titan_like.metrics.timeline_trace import chrome_trace, read_trace
 from titan_like.parallel.schedules.simulate import bubble_fraction
-from titan_like.planner.commands.outcome import Outcome, add_profile, chosen_profile, does_not_fit, run_of
+from titan_like.planner.commands.outcome import Outcome, add_profile, chosen_profile, does_not_fit, loaded
 from titan_like.planner.predict import predict
 from titan_like.planner.simulator import timeline
 
@@ -53,10 +53,9 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     """
     if not 10 <= options.width <= 10000:
         raise ConfigError("--width", options.width, "must be from 10 to 10000 columns")
-    if options.picture is not None:
-        check_picture(options.picture)
+    check_picture("--picture", options.picture)
     profile = chosen_profile(options)
-    forecast = predict(run_of(settings, profile), profile)
+    forecast = predict(loaded(settings), profile)
     predicted = timeline(forecast.work, forecast.profile)
     steps = [("predicted", predicted)]
     found: list[PartOfSteps] = []
@@ -81,18 +80,6 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     }
     files = {Path(options.out): json.dumps(chrome_trace(predicted)) + "\n"} if options.out else {}
     return Outcome("\n".join(lines), {"simulate": result}, files=files)
-
-
-def check_picture(path: str) -> None:
-    """Check that a picture can be drawn.
-
-    Raises:
-        ConfigError: matplotlib is missing, or the file's name has another ending.
-    """
-    if Path(path).suffix not in (".png", ".svg"):
-        raise ConfigError("--picture", path, "name a .png or .svg file")
-    if not can_draw():
-        raise ConfigError("--picture", path, "needs matplotlib: pip install 'titan_like[plot]'")
 
 
 def measured_timeline(path: str, predicted: StepTimeline) -> StepTimeline:
