@@ -51,7 +51,7 @@ from titan_like.verify.half import (
 from titan_like.verify.places import Cut, Outputs, Place, allowances, differing, up_to_the_loss
 from titan_like.verify.plain_training import EPS, FLOAT16_SCALE, LARGE, learning_rate, train
 from titan_like.verify.processes import Member
-from titan_like.verify.reference import BLOCK_ELEMENTS, FEW
+from titan_like.verify.reference import BLOCK_ELEMENTS, FEW, MARGIN
 from titan_like.verify.samples import batches, masks_of_run, training_samples, validation_samples
 from titan_like.verify.schedule import schedule_problem
 from titan_like.verify.shrink import Small
@@ -402,7 +402,7 @@ def compare_places(
     if dtype in HALF:
         exact = Outputs()
         train(small, EXACT, size, run.device, outputs=(step, exact), large=large)
-        allowed = allowances(expected, exact, EPS[dtype], is_sparse(run.model))
+        allowed = allowances(expected, exact, MARGIN, EPS[dtype], is_sparse(run.model))
     trainer = ObservedTrainer(run, reference, Report(dtype, member.rank), step - 1)
     if step > 1:
         trainer.train()

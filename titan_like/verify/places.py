@@ -23,8 +23,7 @@ from titan_like.torch_private import is_in_backward_pass
 
 FORWARD, BACKWARD, INPUT = "forward", "backward", "input"
 _FIRST_STEP, _LATER = 1e-9, 1e-6  # relative differences in float64 that rounding cannot explain
-_GROSS = 0.25  # the same in half types with experts, where rounding may decide which of them a token goes to
-_MARGIN = 8.0  # times the distance between one process in a half type and float64
+_GROSS = 0.25  # the same in half types where rounding is not measured, or decides which experts a token goes to
 _LOGITS = ("output", "output_bias", "mask_padding")  # modules in whose place `TokenLoss` computes
 _SMALL = 1e-3  # a microbatch whose norm is below this share of the batch's is measured against that share instead
 
@@ -93,17 +92,17 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def allowances(rounded: Outputs, exact: Outputs, eps: float, has_experts: bool) -> dict[Place, float]:
+def allowances(rounded: Outputs, exact: Outputs, margin: float, eps: float, has_experts: bool) -> dict[Place, float]:
     """How far each place may be from one process in a half type, whose rounding unit is ``eps``.
 
-    Both hold the whole batch as one microbatch. Their scales may differ, by that of the loss.
+    It is ``margin`` times the distance from that process to float64. Both hold the whole batch as one microbatch. Their
+    scales may differ, by that of the loss.
     """
-    if has_experts:
-        return dict.fromkeys(rounded.tensors, _GROSS)
-    allowed: dict[Place, float] = {}
-    for place in rounded.tensors.keys() & exact.tensors.keys():
-        here, there = (F.normalize(one.tensors[place][0].double().flatten(), dim=0) for one in (rounded, exact))
-        allowed[place] = max(_MARGIN * (here - there).norm().item(), eps)
+    allowed = dict.fromkeys(rounded.tensors, _GROSS)
+    for place in () if has_experts else rounded.tensors.keys() & exact.tensors.keys():
+        flat = (torch.nan_to_num(one.tensors[place][0].double(), neginf=0.0).flatten() for one in (rounded, exact))
+        here, there = (F.normalize(tensor, dim=0) for tensor in flat)
+        allowed[place] = max(margin * (here - there).norm().item(), eps)
     return allowed
 
 

@@ -15,7 +15,7 @@ _POINTS = 1000  # steps at which learning rates are compared
 
 
 def schedule_problem(config: JobConfig) -> str | None:
-    """What differs, or None."""
+    """How a run's length, batch sizes or learning rates differ from their definition; None if they do not."""
     training, total = config.training, total_steps(config.training)
     samples = training.samples or (training.tokens or 0) // training.seq_len
     consumed, steps = 0, 0
