@@ -160,7 +160,7 @@ def test_a_prompt_with_an_answer_is_a_conversation_if_there_is_a_template(tmp_pa
     messages = [{"role": "user", "content": record["prompt"]}, {"role": "assistant", "content": "3"}]
     assert with_template.encode(record).tolist() == with_template.encode({"messages": messages}).tolist()
     without = Chat(str(save_tokenizer(tmp_path / "b", None)))
-    assert learned(without, record) == ["3<|endoftext|>"]
+    assert learned(without, record) == ["3</s>"]
     assert Chat("byte").encode({"prompt": "é=", "answer": "1"}).tolist() == [-196, -170, -62, 49, 256]
 
 

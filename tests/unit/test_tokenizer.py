@@ -131,7 +131,7 @@ def test_bad_tokenizers_are_refused_with_their_cure(tokenizer_json, gpt2_files, 
     for bad, words in {
         "nowhere.json": ["no such file", "nowhere.json", '"byte"'],
         str(broken): ["not a Hugging Face tokenizer.json"],
-        tokenizer_json(["?", "to"]): ["no end-of-document token", "<|endoftext|>"],
+        tokenizer_json(["?", "to"]): ["which of its tokens ends a document", "data.eod_token"],
         vocab_and_merges.partition(",")[0]: ["must name two files", "gpt2:vocab.json,merges.txt"],
         "gpt2:a.json,b.txt": ["no such file as a.json"],
         f"gpt2:{broken},{broken}": ["not GPT-2's vocab.json and merges.txt"],
@@ -222,7 +222,9 @@ def test_a_name_of_the_hub_is_its_tokenizer_json(tokenizer_json, tmp_path, monke
     assert build_tokenizer("org/name").encode("to be").tolist() == [1, 2]
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)  # no longer needed
     assert tokenizer_files("org/name") == [path]
-    assert asked[-2:] == [("org/name", "tokenizer.json", False), ("org/name", "tokenizer.json", True)]
+    mains = [call for call in asked if call[1] == "tokenizer.json"]
+    assert mains[-2:] == [("org/name", "tokenizer.json", False), ("org/name", "tokenizer.json", True)]
+    assert {("org/name", "tokenizer_config.json", False), ("org/name", "generation_config.json", False)} <= {*asked}
     tokenized = tokenize_files(Job([path], "org/name"), tmp_path / "out")
     assert tokenized.documents == 1
     exported = tmp_path / "exported"

@@ -78,14 +78,14 @@ def main(argv: list[str]) -> int:
     from titan_like.checkpoint.inference import find_checkpoint
     from titan_like.data.chat import read_template
     from titan_like.data.span_corruption import decode_with_sentinels, encode_with_sentinels, padding_of
-    from titan_like.data.tokenizer import build_tokenizer
+    from titan_like.data.tokenizer import tokenizer_of
     from titan_like.models.registry import model_config
 
     model = model_config(config.model)
     if model.objective != "span_corruption":
         check_predicts_next_token(config, model)
     path = find_checkpoint(config)
-    tokenizer = build_tokenizer(config.data.tokenizer)
+    tokenizer = tokenizer_of(config.data)
     if model.is_causal:
         prompt = tokenizer.encode(options.prompt).tolist() or [tokenizer.eod_id]
         if config.data.dataset == "conversations" and read_template(config.data.tokenizer) is None:

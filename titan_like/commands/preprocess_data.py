@@ -20,6 +20,7 @@ from titan_like.config import ConfigError
 from titan_like.config.errors import cure_of_writing
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, check_output_file, path_option, tokenizer_option, write_output_file
+from titan_like.config.schema import Data, TokenOptions
 from titan_like.data.indexed import prefix_of
 from titan_like.data.preprocess import Job, tokenize_files
 from titan_like.data.raw_text import KNOWN_ENDINGS, files_below, named_paths, text_problem
@@ -41,6 +42,11 @@ def build_parser() -> argparse.ArgumentParser:
         default="byte",
         help='as data.tokenizer: "byte" (the default), a tokenizer.json, gpt2:…, or a name of the hub',
     )
+    for name in ("bos", "eod_token", "split_special_tokens"):
+        about = Data.model_fields[name]
+        choices = {"bos": ["auto", "always", "never"], "split_special_tokens": ["true", "false"]}.get(name)
+        default = str(about.default).lower() if choices else about.default
+        parser.add_argument(f"--{name}", choices=choices, default=default, help=f"as data.{name}: {about.description}")
     parser.add_argument("--text_key", default="text", help='key or column of the text (default: "text")')
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenize (default: 1)")
     parser.add_argument(
@@ -81,12 +87,14 @@ def main(argv: list[str]) -> int:
     for path in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx")):
         if os.path.exists(path) and not (is_interrupted and path.suffix == ".bin"):
             raise ConfigError("--output", str(prefix), f"{path} exists; remove it or name another place")
-    build_tokenizer(options.tokenizer, "--tokenizer")
+    tokens = TokenOptions(options.bos, options.eod_token, options.split_special_tokens == "true")
+    build_tokenizer(options.tokenizer, "--tokenizer", tokens)
     files = input_files(options.input)
     job = Job(
         files,
         options.tokenizer,
         options.text_key,
+        tokens,
         ends_documents=options.append_eod == "true",
         skips_bad_records=options.bad_records == "skip",
         key="--input",

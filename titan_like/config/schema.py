@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -67,6 +67,17 @@ class Model(Section):
     overrides: dict[str, Any] = Field({}, description="fields of the flavor to override")
 
 
+class TokenOptions(NamedTuple):
+    """What else than the tokenizer decides the tokens that a text becomes; the fields of `[data]` of the same names."""
+
+    bos: str = "auto"
+    eod_token: str = ""
+    split_special_tokens: bool = True
+
+
+DEFAULT_TOKENS = TokenOptions()
+
+
 class Data(Section):
     """The dataset, its tokenizer and its splits."""
 
@@ -90,8 +101,21 @@ class Data(Section):
     split: Text = Field("969,30,1", description="weights of the train, validation and test splits")
     tokenizer: TokenizerText = Field(
         "byte",
-        description='"byte", the path of a Hugging Face tokenizer.json, "gpt2:vocab.json,merges.txt", or the name of a '
-        "repository of the Hugging Face hub that has one",
+        description='"byte", the path of a Hugging Face tokenizer.json or of its folder, "gpt2:vocab.json,merges.txt", '
+        "or the name of a repository of the Hugging Face hub that has one",
+    )
+    bos: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="whether documents, prompts and evaluated texts begin with the tokenizer's bos_token; auto: with "
+        "what the tokenizer itself puts before a text",
+    )
+    eod_token: Text = Field(
+        "", description="token that ends every document (default: eos_token of tokenizer_config.json)"
+    )
+    split_special_tokens: bool = Field(
+        True,
+        description="whether special tokens such as <|endoftext|> that are written in a document are text; if false, "
+        "they become those tokens",
     )
     reset_position_ids: bool = Field(False, description="count positions from 0 in each document of a sample")
     reset_attention_mask: bool = Field(False, description="let tokens attend to their own document only")
@@ -130,6 +154,11 @@ class Data(Section):
     num_workers: int = Field(
         0, ge=0, le=1024, description="data loader processes per rank; 0 loads in a background thread"
     )
+
+    @property
+    def token_options(self) -> TokenOptions:
+        """What else than the tokenizer decides the tokens that a text becomes."""
+        return TokenOptions(self.bos, self.eod_token, self.split_special_tokens)
 
     @property
     def tells_documents_apart(self) -> bool:

@@ -113,7 +113,7 @@ class Chat:
             problem = "the chat template writes the beginning of the conversation in another way once more follows, so"
             raise BadRecord(f"{problem} its answers cannot be found; mark them in the template by {{% generation %}}")
         assert isinstance(self.tokenizer, HuggingFaceTokenizer)  # others have no templates
-        tokens, begins, ends = self.tokenizer.encode_with_places(whole)
+        tokens, begins, ends = self.tokenizer.encode_with_places(whole, parses_special=True)
         can_end = np.isin(tokens, list(self.tokenizer.special_ids - {self.template.unk_token_id}))
         is_answer = np.zeros(len(tokens), dtype=bool)
         for begin, said, end in spans:

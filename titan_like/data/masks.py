@@ -22,7 +22,7 @@ from titan_like.data.masked_tokens import MaskedTokens, masked_tokens_of
 from titan_like.data.sentence_pairs import PairTokens, Samples, SentencePairs, pair_tokens_of
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.span_corruption import SpanCorruption, span_corruption_of
-from titan_like.data.tokenizer import Tokenizer, build_tokenizer
+from titan_like.data.tokenizer import Tokenizer, tokenizer_of
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.transformer import ModelInputs
@@ -115,7 +115,7 @@ def masks_of(config: JobConfig, model: TransformerConfig, tokenizer: Tokenizer |
     section, seed = config.data, config.job.seed
     if model.is_causal and not section.tells_documents_apart:
         return Masks(section, None, seed)
-    tokenizer = tokenizer or build_tokenizer(section.tokenizer)
+    tokenizer = tokenizer or tokenizer_of(section)
     eod_id = tokenizer.eod_id if section.tells_documents_apart else None
     objective: MaskedTokens | SpanCorruption | None = None
     if model.objective == "span_corruption":

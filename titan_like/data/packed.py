@@ -26,7 +26,7 @@ from titan_like.data.indexed import FormatError, IndexedDataset, StoredTokens
 from titan_like.data.preprocess import Job, tell, tokenize_files
 from titan_like.data.raw_text import kind_of, named_paths, text_problem
 from titan_like.data.source import SPLITS, DataRequest, Source
-from titan_like.data.tokenizer import build_tokenizer, check_vocabulary
+from titan_like.data.tokenizer import check_vocabulary, tokenizer_of
 from titan_like.data.unfinished import removed_unless_renamed
 
 _LOOKED_AT = 64  # documents at the beginning of a dataset
@@ -115,7 +115,7 @@ class TextSource(PackedDataset):
         """
         section = request.section
         weights = split_weights(section.split)  # checked before the text is tokenized, which may take hours
-        tokenizer = build_tokenizer(section.tokenizer)
+        tokenizer = tokenizer_of(section)
         check_vocabulary(section.tokenizer, tokenizer, request.vocab_size)
         super().__init__(request, _split_of(open_corpus(section, request.cache_folder), weights, request))
 
@@ -142,7 +142,7 @@ class IndexedSource(PackedDataset):
         if dataset.dtype.kind == "f":
             raise ConfigError("data.paths", path, f"its tokens are {dataset.dtype.name}; only whole numbers are tokens")
         if request.section.tells_documents_apart:
-            _check_ends(dataset, path, build_tokenizer(request.section.tokenizer).eod_id)
+            _check_ends(dataset, path, tokenizer_of(request.section).eod_id)
         super().__init__(request, _split_of(dataset, weights, request))
         self.path = path
 
@@ -219,10 +219,12 @@ def corpus_job(section: Data) -> Job:
     # Nobody can be asked to correct the standard library, so files of it that are not UTF-8 are left out.
     is_stdlib, files = section.dataset == "stdlib", corpus_files(section)
     if section.dataset != "conversations":
-        return Job(files, section.tokenizer, section.text_key, skips_bad_records=is_stdlib)
+        return Job(files, section.tokenizer, section.text_key, section.token_options, skips_bad_records=is_stdlib)
     chat = read_template(section.tokenizer)
     template = f"{chat.chat_template} {chat.special_tokens_map}" if chat else ""
-    return Job(files, section.tokenizer, cure="correct or remove it", template=template)
+    return Job(
+        files, section.tokenizer, token_options=section.token_options, cure="correct or remove it", template=template
+    )
 
 
 def corpus_folder(job: Job, cache_folder: Path) -> Path:

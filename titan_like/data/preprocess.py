@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import IO
@@ -26,6 +26,7 @@ from typing import IO
 import numpy as np
 
 from titan_like.config.errors import ConfigError, RunError
+from titan_like.config.schema import DEFAULT_TOKENS, TokenOptions
 from titan_like.data.chat import Chat, build_chat
 from titan_like.data.indexed import DTYPES, token_dtype, write_index
 from titan_like.data.raw_text import BadRecord, Piece, UnreadableError, read_pieces, texts_of
@@ -33,7 +34,7 @@ from titan_like.data.tokenizer import build_tokenizer, tokenizer_files
 
 _SECONDS_BETWEEN_REPORTS = 5.0
 _MOST_NAMED = 100  # bad records
-_FORMAT = 3  # of what is stored; another number tokenizes everything again
+_FORMAT = 4  # of what is stored; another number tokenizes everything again
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Job:
     files: list[Path]
     tokenizer: str  # a value of `data.tokenizer`
     text_key: str = "text"
+    token_options: TokenOptions = DEFAULT_TOKENS
     ends_documents: bool = True  # whether the end-of-document token follows each
     skips_bad_records: bool = False  # else the first ends the job
     key: str = "data.paths"  # setting to blame for a file
@@ -52,7 +54,9 @@ class Job:
 
     def fingerprint(self) -> str:
         """A digest of the input: the files' paths, sizes and times of change, the tokenizer, and how files are read."""
+        tokenizer = build_tokenizer(self.tokenizer, self.tokenizer_key, self.token_options)
         parts: list[object] = [_FORMAT, self.tokenizer, self.text_key, self.ends_documents]
+        parts += [*self.token_options, tokenizer.first_ids, tokenizer.eod_id]
         parts += [] if self.template is None else [self.template]
         for path in (*self.files, *tokenizer_files(self.tokenizer, self.tokenizer_key)):
             stat = path.stat()
@@ -100,7 +104,7 @@ def tokenize_files(
     tokens, index = folder / "tokens.bin", folder / "index"
     if tokens.exists() or not index.exists():  # else an interruption came after the tokens had been moved
         try:
-            vocab_size = build_tokenizer(job.tokenizer, job.tokenizer_key).vocab_size
+            vocab_size = build_tokenizer(job.tokenizer, job.tokenizer_key, job.token_options).vocab_size
             dtype = token_dtype(vocab_size) if job.template is None else DTYPES[4]  # signed, see `Chat.encode`
             with _Output(folder, dtype, progress) as output:
                 _write_tokens(job, output, num_workers, report or tell)
@@ -224,16 +228,16 @@ def _tokenized(
     job: Job, progress: Progress, num_workers: int, dtype: np.dtype
 ) -> Iterator[tuple[int, Piece, float, Result]]:
     """Yield the number of a file, a piece of it, the share of it read so far, and the piece's tokens, in file order."""
-    settings = job.tokenizer, job.tokenizer_key, job.text_key, job.ends_documents, job.template, dtype.str
     if num_workers == 0:
         pieces = _pieces(job, progress)
-        yield from ((number, piece, share, _tokenize(piece, *settings)) for number, piece, share in pieces)
+        yield from ((number, piece, share, _tokenize(piece, job, dtype.str)) for number, piece, share in pieces)
         return
+    work = replace(job, files=[])  # which may be many, and workers need none
     with ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker) as pool:
         waiting: deque[tuple[int, Piece, float, Future[Result]]] = deque()
         try:
             for number, piece, share in _pieces(job, progress):
-                waiting.append((number, piece, share, pool.submit(_tokenize, piece, *settings)))
+                waiting.append((number, piece, share, pool.submit(_tokenize, piece, work, dtype.str)))
                 if len(waiting) > 2 * num_workers:
                     *place, future = waiting.popleft()
                     yield *place, future.result()  # type: ignore[misc]
@@ -260,25 +264,24 @@ def _pieces(job: Job, progress: Progress) -> Iterator[tuple[int, Piece, float]]:
         start, record = 0, 1
 
 
-def _tokenize(
-    piece: Piece, tokenizer: str, key: str, text_key: str, ends_documents: bool, template: str | None, dtype: str
-) -> Result:
+def _tokenize(piece: Piece, job: Job, dtype: str) -> Result:
     """Tokenize a piece, in this process or in a worker."""
-    if template is not None:
-        return _tokenize_conversations(piece, build_chat(tokenizer, template))
+    if job.template is not None:
+        return _tokenize_conversations(piece, build_chat(job.tokenizer, job.template))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the work already
-    built = build_tokenizer(tokenizer, key)  # which each process keeps
+    built = build_tokenizer(job.tokenizer, job.tokenizer_key, job.token_options)  # which each process keeps
     texts, bad = [], []
-    for record, text in texts_of(piece, text_key):
+    for record, text in texts_of(piece, job.text_key):
         if isinstance(text, BadRecord):
             bad.append((record, str(text)))
         else:
             texts.append(text)
-    end = np.array([built.eod_id] if ends_documents and piece.is_whole else [], dtype)
+    first = np.array(built.first_ids if piece.begins_document else [], dtype)
+    end = np.array([built.eod_id] if job.ends_documents and piece.is_whole else [], dtype)
     parts: list[np.ndarray] = []
     for tokens in built.encode_all(texts):
-        parts += [tokens.astype(dtype), end]
-    lengths = [len(tokens) + len(end) for tokens in parts[::2]]
+        parts += [first, tokens.astype(dtype), end]
+    lengths = [len(first) + len(tokens) + len(end) for tokens in parts[1::3]]
     return np.concatenate(parts) if parts else np.empty(0, dtype), lengths, bad
 
 

@@ -61,6 +61,11 @@ class Piece:
     end: int  # where to go on: bytes, uncompressed, or rows
     is_whole: bool = True  # whether the document ends with the piece; text only
 
+    @property
+    def begins_document(self) -> bool:
+        """Whether a document, and not the rest of one, begins with the piece."""
+        return self.kind != "text" or self.end == len(self.content)
+
 
 def ending_of(path: Path) -> str:
     """The file's ending without that of its compression: .jsonl for a.jsonl.gz."""

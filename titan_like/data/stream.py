@@ -26,7 +26,7 @@ from titan_like.data.permutation import Permutation
 from titan_like.data.shards import find_shards
 from titan_like.data.source import IGNORED_LABEL, SPLITS, UNKNOWN_LENGTH, DataRequest, Source
 from titan_like.data.stream_reader import Bookmarks, Documents, Part, Reader
-from titan_like.data.tokenizer import build_tokenizer, check_vocabulary, tokenizer_files
+from titan_like.data.tokenizer import check_vocabulary, tokenizer_files, tokenizer_of
 
 # Fractions of 2⁶⁴ by which a record's place among the splits advances with its number and with its shard's. They are
 # those of the golden ratio and of √2, so that any stretch of records, and any set of short shards, is divided fairly.
@@ -56,7 +56,7 @@ class StreamSource(Source):
         super().__init__(request)
         section = request.section
         self._weights = split_weights(section.split)
-        self.tokenizer = build_tokenizer(section.tokenizer)
+        self.tokenizer = tokenizer_of(section)
         check_vocabulary(section.tokenizer, self.tokenizer, request.vocab_size)
         self.shards, self._content = find_shards(section.paths)
         self._begin()
@@ -110,7 +110,8 @@ class StreamSource(Source):
     def fingerprint(self) -> str:
         """Digest of the shards' names, sizes and samples of their content, and of all that decides their order."""
         section = self.request.section
-        settings = (self._content, section.num_readers, self._weights, self.request.split, section.text_key)
+        tokens = section.token_options, self.tokenizer.first_ids, self.tokenizer.eod_id
+        settings = (self._content, section.num_readers, self._weights, self.request.split, section.text_key, tokens)
         digest = hashlib.blake2b(repr(settings).encode(), digest_size=16)
         for path in tokenizer_files(section.tokenizer):
             digest.update(path.read_bytes())

@@ -118,7 +118,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a reader, each with the end-of-document token."""
+    """The documents of a reader, each between what begins and what ends a document."""
 
     reader: int
     num_readers: int
@@ -171,10 +171,10 @@ class Documents:
             yield from self._tokenized(batch, place)
 
     def _tokenized(self, batch: list[tuple[int, str]], place: Place) -> Iterator[tuple[Place, np.ndarray]]:
-        end = [self.tokenizer.eod_id]
+        first, end = self.tokenizer.first_ids, [self.tokenizer.eod_id]
         encoded = self.tokenizer.encode_all([text for _, text in batch])
         for (record, _), tokens in zip(batch, encoded, strict=True):
-            yield replace(place, record=record), np.append(tokens, end)
+            yield replace(place, record=record), np.concatenate((first, tokens, end)).astype(np.int64)
 
     def _pieces(self, shard: Shard, place: Place) -> Iterator[tuple[int, Piece]]:
         """The shard's pieces from that of ``place`` on, each with its start. Tries again when reading fails."""

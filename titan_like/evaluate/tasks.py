@@ -17,7 +17,7 @@ from titan_like.config.paths import expanded, file_problem
 from titan_like.config.schema import JobConfig
 from titan_like.data.race import RaceError, read_questions
 from titan_like.data.sentence_pairs import PairTokens
-from titan_like.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
+from titan_like.data.tokenizer import Tokenizer, check_vocabulary, tokenizer_of
 from titan_like.evaluate.scoring import Progress, Scorer
 from titan_like.evaluate.task import (
     Score,
@@ -326,7 +326,7 @@ def validation_tasks(config: JobConfig, model: TransformerConfig) -> list[Task]:
     if not config.evaluation.datasets:
         return []
     check_predictions("evaluation.datasets", config.evaluation.datasets, config.model.family, model.predictions)
-    tokenizer = build_tokenizer(config.data.tokenizer)
+    tokenizer = tokenizer_of(config.data)
     check_vocabulary(config.data.tokenizer, tokenizer, model.vocab_size)
     settings = TextSettings.of(config.training.seq_len)
     return open_tasks("evaluation.datasets", config.evaluation.datasets, tokenizer, settings)

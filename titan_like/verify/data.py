@@ -97,7 +97,7 @@ def compare_with_definition(config: JobConfig) -> Found:
     """
     model, section, covered = model_config(config.model), config.data, list[str]()
     (sources, masks), micro_batch = open_run_data(config, model), min(2, config.training.micro_batch_size)
-    ids = ids_of_tokenizer(section.tokenizer) if section.tells_documents_apart or not model.is_causal else TokenIds()
+    ids = ids_of_tokenizer(section) if section.tells_documents_apart or not model.is_causal else TokenIds()
     for split in ("train", "validation"):
         source, defined = sources[split], define(config, split)
         if len(source) != len(defined):

@@ -27,7 +27,7 @@ from titan_like.data.packed import corpus_folder, corpus_job
 from titan_like.data.permutation import Permutation
 from titan_like.data.registry import find_dataset
 from titan_like.data.source import SPLITS, UNKNOWN_LENGTH, DataRequest, Source
-from titan_like.data.tokenizer import build_tokenizer
+from titan_like.data.tokenizer import tokenizer_of
 from titan_like.models.registry import model_config
 from titan_like.verify.samples import IGNORED
 from titan_like.verify.token_ids import ids_of_tokenizer
@@ -128,7 +128,7 @@ def _bounds(dataset: IndexedDataset, weights: list[float]) -> list[int]:
 def _race(request: DataRequest) -> Defined:
     """[CLS] question with an option [SEP] passage [SEP], padded, for each of four options."""
     section, size = request.section, request.seq_len
-    ids, tokenizer = ids_of_tokenizer(section.tokenizer), build_tokenizer(section.tokenizer)
+    ids, tokenizer = ids_of_tokenizer(section), tokenizer_of(section)
     rows = list[tuple[str, str, int]]()  # question with an option, passage, and of the first option the answer
     for file in sorted(Path(section.paths[0], "train" if request.split == "train" else "dev").rglob("*.txt")):
         for record in map(json.loads, filter(str.strip, file.read_text(encoding="utf-8").split("\n"))):
@@ -155,7 +155,7 @@ def _conversations(request: DataRequest) -> Defined:
     """
     section, size, split = request.section, request.seq_len, SPLITS.index(request.split)
     dataset = IndexedDataset(corpus_folder(corpus_job(section), request.cache_folder) / "tokens")
-    weights, filling = [*map(float, section.split.split(","))], ids_of_tokenizer(section.tokenizer).end_of_document
+    weights, filling = [*map(float, section.split.split(","))], ids_of_tokenizer(section).end_of_document
     low, high = (sum(weights[:end]) / sum(weights) for end in (split, split + 1))
     samples, room = list[list[tuple[int, list[int]]]](), np.full(len(dataset), size)
     drawn = [n * 0x9E3779B97F4A7C15 % 2**64 / 2**64 for n in range(len(dataset))]
@@ -228,7 +228,7 @@ def _blend(request: DataRequest, parts: list[Defined], weights: list[float]) -> 
 def _stream(request: DataRequest) -> Defined:
     """Windows over all documents of a reader, one after the other."""
     section, seq_len, readers = request.section, request.seq_len, request.section.num_readers
-    end, tokenizer = ids_of_tokenizer(section.tokenizer).end_of_document, build_tokenizer(section.tokenizer)
+    end, tokenizer = ids_of_tokenizer(section).end_of_document, tokenizer_of(section)
     found, held = shards.find_shards(section.paths)[0], dict[int, list[int]]()
     documents = [_documents(request, found, reader) for reader in range(readers)]
 
@@ -239,7 +239,7 @@ def _stream(request: DataRequest) -> Defined:
             document = next(documents[reader], None)
             if document is None:
                 return _without_labels(_window([end] * (seq_len + 1)))
-            tokens += [*tokenizer.encode(document).tolist(), end]
+            tokens += [*tokenizer.first_ids, *tokenizer.encode(document).tolist(), end]
         return _window(tokens[begin : begin + seq_len + 1])
 
     has_weight = float(section.split.split(",")[SPLITS.index(request.split)]) > 0
