@@ -25,6 +25,7 @@ from titan_like.checkpoint.step_folders import (
     sweep,
 )
 from titan_like.config.errors import ConfigError, RunError, first_line
+from titan_like.config.schema import Data, TokenOptions
 from titan_like.models.hugging_face import family_module
 from titan_like.models.registry import config_class
 from titan_like.optim.optimizer import FusedAdamW
@@ -32,6 +33,7 @@ from titan_like.optim.shards import ShardedOptimizer
 from titan_like.parallel.model import ParallelModel
 
 _BUFFERS = "buffers."
+_SAYS_TOKENS = ("tokenizer", *TokenOptions._fields)
 
 
 def model_tensors(model: ParallelModel | nn.Module) -> dict[str, torch.Tensor]:
@@ -262,9 +264,8 @@ class CheckpointWeights:
         try:
             self.run = read_run_state(path)
             self.family: str = self.run.config["model"]["family"]
-            self.tokenizer: str = self.run.config["data"]["tokenizer"]
-            if not isinstance(self.tokenizer, str):
-                raise TypeError("run.json names no tokenizer")
+            data = {name: value for name, value in self.run.config["data"].items() if name in _SAYS_TOKENS}
+            self.data = Data.model_validate(data)  # as far as it says which tokens a text becomes
             self.model = config_class(self.family).model_validate(self.run.model)
             self._reader = TensorReader(path)
             self._stored = self._reader.read_metadata().state_dict_metadata

@@ -150,12 +150,15 @@ def begin_checkpoint(folder: Path, step: int) -> None:
     unfinished_path(folder, step).mkdir(exist_ok=True)
 
 
-def complete_checkpoint(folder: Path, run: RunState, keep_latest: int) -> None:
-    """Give a checkpoint whose tensors are on disk its final name. One process calls it.
+def complete_checkpoint(folder: Path, run: RunState, keep_latest: int, files: dict[str, bytes]) -> None:
+    """Give a checkpoint whose tensors are on disk its final name, after adding ``files``. One process calls it.
 
     If ``keep_latest`` is above 0, only this checkpoint and the newest before it are kept, that many in total.
     """
     final, unfinished = checkpoint_path(folder, run.step), unfinished_path(folder, run.step)
+    for name, content in files.items():
+        (unfinished / name).write_bytes(content)
+        flush(unfinished / name)
     write_run_state(unfinished, run)
     flush(unfinished)
     if final.exists():  # a run that went back passes this step again

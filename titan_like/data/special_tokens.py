@@ -24,6 +24,10 @@ ORIGIN_FILE = "hugging_face.json"  # in a checkpoint: the config.json that it ca
 _MAP_FILE = "special_tokens_map.json"
 _SAY_ENDS = (GENERATION_FILE, CONFIG_FILE, ORIGIN_FILE)
 COMPANIONS = (ABOUT_FILE, _MAP_FILE, *_SAY_ENDS)
+TOKENIZER_FILES = (  # of a tokenizer alone; transformers may look for any of them
+    *(TOKENIZER_FILE, ABOUT_FILE, _MAP_FILE, "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt"),
+    "chat_template.jinja",
+)
 
 _WELL_KNOWN = {
     "eos": ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]"),

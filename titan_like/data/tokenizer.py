@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from titan_like.config.errors import ConfigError, first_line
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import DEFAULT_TOKENS, Data, TokenOptions
-from titan_like.data.special_tokens import COMPANIONS, TOKENIZER_FILE, SpecialTokens
+from titan_like.data.special_tokens import COMPANIONS, TOKENIZER_FILE, TOKENIZER_FILES, SpecialTokens
 
 _KEY, _BOS_KEY, _EOD_KEY = "data.tokenizer", "data.bos", "data.eod_token"
 _MOST_TOKENS = 2**31  # datasets hold ids as int32
@@ -320,7 +320,7 @@ def tokenizer_files(spec: str, key: str = _KEY) -> list[Path]:
 
     def fetch(name: str, **options: Any) -> str:
         file: str = hf_hub_download(name, TOKENIZER_FILE, **options)
-        for companion in COMPANIONS:
+        for companion in {*COMPANIONS, *TOKENIZER_FILES} - {TOKENIZER_FILE}:
             with suppress(Exception):  # a repository may lack it
                 hf_hub_download(name, companion, **options)
         return file

@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_like.checkpoint.loader import model_tensors, optimizer_tensors, resume, rng_tensors
+from titan_like.checkpoint.loader import agree, model_tensors, optimizer_tensors, resume, rng_tensors
 from titan_like.checkpoint.saver import SaveError, Saver
-from titan_like.checkpoint.step_folders import RunState, folder_of_settings
-from titan_like.config.errors import RunError
+from titan_like.checkpoint.step_folders import RunState, checkpoint_path, folder_of_settings
+from titan_like.config.errors import RunError, first_line
 from titan_like.config.schema import Parallelism
 from titan_like.data.masks import MASK_SETTINGS
+from titan_like.hugging_face.origin import origin_files
 from titan_like.metrics.console import Console
 from titan_like.metrics.run_files import run_ids
 from titan_like.optim.optimizer import Gradients, LossScaler, build_optimizer
@@ -30,7 +31,7 @@ from titan_like.parallel.expert_balance import ExpertBalance
 from titan_like.parallel.mesh import build_mesh, data_parallel_mesh
 from titan_like.parallel.tensor import partial_parameters
 from titan_like.train.health import LossWatch
-from titan_like.train.initial_weights import load_initial_weights
+from titan_like.train.initial_weights import initial_folder, load_initial_weights
 from titan_like.train.setup import Run
 
 
@@ -96,8 +97,21 @@ class TrainingState:
         )
         if is_new and config.checkpoint.initial_load_path is not None:
             load_initial_weights(config.checkpoint.initial_load_path, self.model)
+        if config.checkpoint.enable:
+            agree(self._keep_origin(is_new))
         self.start_step = self.step
         self.console = Console(dist.get_rank() == 0, run.total_steps)
+
+    def _keep_origin(self, is_new: bool) -> str | None:
+        """Let checkpoints hold what this run's source says besides weights. Returns the reason if that fails."""
+        initial = self.config.checkpoint.initial_load_path
+        begins_with = None if initial is None else initial_folder(initial)
+        source = begins_with if is_new else checkpoint_path(self.run.checkpoint_folder, self.step)
+        try:
+            self.saver.files = origin_files(source, self.config.data) if dist.get_rank() == 0 else {}
+        except (OSError, ValueError) as error:
+            return first_line(error)
+        return None
 
     def save(self, is_last: bool = False) -> None:
         """Save a checkpoint. With `checkpoint.async` it only starts here, unless it is the last one."""
