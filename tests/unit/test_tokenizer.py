@@ -5,7 +5,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from titan_like.config import ConfigError
-from titan_like.config.schema import Model
+from titan_like.config.schema import DEFAULT_TOKENS, Model
 from titan_like.data.preprocess import Job, tokenize_files
 from titan_like.data.tokenizer import build_tokenizer, tokenizer_files
 from titan_like.hugging_face.tokenizer import write_tokenizer
@@ -229,5 +229,5 @@ def test_a_name_of_the_hub_is_its_tokenizer_json(tokenizer_json, tmp_path, monke
     assert tokenized.documents == 1
     exported = tmp_path / "exported"
     exported.mkdir()
-    write_tokenizer("org/name", model_config(Model()), exported)
+    write_tokenizer("org/name", DEFAULT_TOKENS, model_config(Model()), exported)
     assert (exported / "tokenizer.json").read_bytes() == path.read_bytes()
