@@ -6,17 +6,18 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import count
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as HFTokenizer
-from tokenizers import decoders, models, pre_tokenizers
 
 from titan_like.config.errors import ConfigError, first_line
 from titan_like.config.paths import file_problem
+from titan_like.data.words import Words, words_of
 
 _KEY = "data.tokenizer"
 _MOST_TOKENS = 2**31  # datasets hold ids as int32
@@ -26,7 +27,6 @@ _MASKS = ("[MASK]", "<mask>")
 _PADS = ("<pad>", "[PAD]")
 _PAIR = (("[CLS]", "<s>"), ("[SEP]", "</s>"), ("[PAD]", "<pad>"))
 _OTHER_SPECIAL = ("[CLS]", "[UNK]", "<s>", "<unk>")
-_NOT_IN_WORDS = "\u2581ĠĊĉč"  # marks of white space in SentencePiece and byte-level vocabularies
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
@@ -58,12 +58,11 @@ class ByteTokenizer:
         """Text of the bytes, without end-of-document tokens. Invalid UTF-8 becomes replacement characters."""
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
-    def word_joins(self) -> np.ndarray:
-        """bool [2, 257]. A token continues the word of the one before it if the first row holds for the token and the
-        second for the one before it. A word is a run of ASCII letters, digits and underscores, and of other bytes.
-        """
-        joins = np.array([byte >= 128 or _is_of_word(chr(byte)) for byte in range(256)] + [False])
-        return np.stack((joins, joins))
+    @cached_property
+    def words(self) -> Words:
+        """Words are runs of letters, digits and underscores; every other character is a word."""
+        divider = pre_tokenizers.Split(Regex(r"\w+|[\s\S]"), "isolated")
+        return Words([*(bytes([byte]) for byte in range(256)), b""], divider, np.arange(257) == ord(" "))
 
 
 class HuggingFaceTokenizer:
@@ -123,21 +122,14 @@ class HuggingFaceTokenizer:
         """Blames the tokenizer for whatever the library raises, such as for an unknown word without [UNK]."""
         return _blamed(self._key, self._spec, "cannot be used")
 
-    def word_joins(self) -> np.ndarray:
-        """Words by the pieces of the vocabulary: bool [2, vocab].
+    @cached_property
+    def words(self) -> Words:
+        """Words of the tokenizer's own pre-tokenization.
 
-        WordPiece marks pieces inside a word by ##. Other vocabularies mark the space before a word; there a letter,
-        digit or underscore continues a word after another.
+        Raises:
+            ConfigError: its tokens do not tell where words begin.
         """
-        joins = np.zeros((2, self.vocab_size), dtype=bool)
-        is_word_piece = isinstance(self.tokenizer.model, models.WordPiece)
-        for piece, number in self.tokenizer.get_vocab(with_added_tokens=True).items():
-            if number in self.special_ids or not piece:
-                continue
-            joins[:, number] = (
-                (piece.startswith("##"), True) if is_word_piece else (_is_of_word(piece[0]), _is_of_word(piece[-1]))
-            )
-        return joins
+        return words_of(self.tokenizer, self.special_ids, self._spec)
 
 
 Tokenizer = ByteTokenizer | HuggingFaceTokenizer
@@ -188,10 +180,6 @@ def _pair_ids(tokenizer: HFTokenizer) -> tuple[int, int, int] | None:
     if first is None or separator is None:
         return None
     return first, separator, first if padding is None else padding
-
-
-def _is_of_word(character: str) -> bool:
-    return (character.isalnum() or character == "_") and character not in _NOT_IN_WORDS
 
 
 def build_tokenizer(spec: str, key: str = _KEY) -> Tokenizer:

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from titan_like.checkpoint.step_folders import write_durably
 from titan_like.config.errors import ConfigError
 from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer, tokenizer_files
+from titan_like.data.words import byte_characters
 from titan_like.models.config import TransformerConfig
 
 _KEY = "--tokenizer"
@@ -112,17 +113,10 @@ def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
 
 def byte_tokenizer() -> Tokenizer:
     """`ByteTokenizer` as a tokenizer of the `tokenizers` library: byte-pair encoding without merges."""
-    vocab = {character: byte for byte, character in enumerate(_byte_characters())}
+    vocab = {character: byte for byte, character in enumerate(byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>"])
     assert tokenizer.token_to_id("<|endoftext|>") == ByteTokenizer.eod_id
     return tokenizer
-
-
-def _byte_characters() -> list[str]:
-    """The character for each byte in GPT-2's vocabulary: the byte itself if printable, else one from 256 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
