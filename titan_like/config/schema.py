@@ -132,7 +132,9 @@ class Data(Section):
     mlm_probability: float = Field(
         0.15, gt=0, le=1, description="share of the tokens that a model of masked tokens, such as bert, has to name"
     )
-    mlm_whole_words: bool = Field(False, description="mask whole words, by the tokenizer's marks, instead of tokens")
+    mlm_whole_words: bool = Field(
+        False, description="mask whole words, as the tokenizer divides text, instead of tokens"
+    )
     mlm_max_ngram: int = Field(
         1,
         ge=1,

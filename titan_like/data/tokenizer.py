@@ -6,18 +6,19 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as HFTokenizer
-from tokenizers import decoders, models, pre_tokenizers
 
 from titan_like.config.errors import ConfigError, first_line
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import DEFAULT_TOKENS, Data, TokenOptions
 from titan_like.data.special_tokens import COMPANIONS, TOKENIZER_FILE, TOKENIZER_FILES, SpecialTokens
+from titan_like.data.words import Words, words_of
 
 _KEY, _BOS_KEY, _EOD_KEY = "data.tokenizer", "data.bos", "data.eod_token"
 _MOST_TOKENS = 2**31  # datasets hold ids as int32
@@ -25,7 +26,6 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _CHOICES = (
     'give "byte", a tokenizer.json or its folder, "gpt2:vocab.json,merges.txt", or a name of the Hugging Face hub'
 )
-_NOT_IN_WORDS = "\u2581ĠĊĉč"  # marks of white space in SentencePiece and byte-level vocabularies
 
 
 class ByteTokenizer:
@@ -61,12 +61,11 @@ class ByteTokenizer:
         """What `decode` writes for ``ids`` where they follow the tokens ``before``."""
         return _less(self.decode([*before, *ids]), self.decode(before))
 
-    def word_joins(self) -> np.ndarray:
-        """bool [2, 257]. A token continues the word of the one before it if the first row holds for the token and the
-        second for the one before it. A word is a run of ASCII letters, digits and underscores, and of other bytes.
-        """
-        joins = np.array([byte >= 128 or _is_of_word(chr(byte)) for byte in range(256)] + [False])
-        return np.stack((joins, joins))
+    @cached_property
+    def words(self) -> Words:
+        """Words are runs of letters, digits and underscores; every other character is a word."""
+        divider = pre_tokenizers.Split(Regex(r"\w+|[\s\S]"), "isolated")
+        return Words([*(bytes([byte]) for byte in range(256)), b""], divider, np.arange(257) == ord(" "))
 
 
 class HuggingFaceTokenizer:
@@ -183,21 +182,14 @@ class HuggingFaceTokenizer:
         """Blames the tokenizer for whatever the library raises, such as for an unknown word without [UNK]."""
         return _blamed(self._key, self._spec, "cannot be used")
 
-    def word_joins(self) -> np.ndarray:
-        """Words by the pieces of the vocabulary: bool [2, vocab].
+    @cached_property
+    def words(self) -> Words:
+        """Words of the tokenizer's own pre-tokenization.
 
-        WordPiece marks pieces inside a word by ##. Other vocabularies mark the space before a word; there a letter,
-        digit or underscore continues a word after another.
+        Raises:
+            ConfigError: its tokens do not tell where words begin.
         """
-        joins = np.zeros((2, self.vocab_size), dtype=bool)
-        is_word_piece = isinstance(self.tokenizer.model, models.WordPiece)
-        for piece, number in self.tokenizer.get_vocab(with_added_tokens=True).items():
-            if number in self.special_ids or not piece:
-                continue
-            joins[:, number] = (
-                (piece.startswith("##"), True) if is_word_piece else (_is_of_word(piece[0]), _is_of_word(piece[-1]))
-            )
-        return joins
+        return words_of(self.tokenizer, self.special_ids, self._spec)
 
 
 Tokenizer = ByteTokenizer | HuggingFaceTokenizer
@@ -236,10 +228,6 @@ def _without_panic_messages() -> Iterator[None]:
 def _less(whole: str, beginning: str) -> str:
     """A text without its beginning, whose last character may be incomplete."""
     return whole[len(os.path.commonprefix((whole, beginning))) :]  # noqa: RUF071 (no paths)
-
-
-def _is_of_word(character: str) -> bool:
-    return (character.isalnum() or character == "_") and character not in _NOT_IN_WORDS
 
 
 def tokenizer_of(section: Data) -> Tokenizer:

@@ -15,6 +15,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.schema import TokenOptions
 from titan_like.data.special_tokens import ABOUT_FILE, TOKENIZER_FILE, TOKENIZER_FILES, read_json
 from titan_like.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, tokenizer_files
+from titan_like.data.words import byte_characters
 from titan_like.models.config import TransformerConfig
 
 _KEY = "--tokenizer"
@@ -126,17 +127,10 @@ def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
 
 def byte_tokenizer() -> HFTokenizer:
     """`ByteTokenizer` as a tokenizer of the `tokenizers` library: byte-pair encoding without merges."""
-    vocab = {character: byte for byte, character in enumerate(_byte_characters())}
+    vocab = {character: byte for byte, character in enumerate(byte_characters())}
     tokenizer = HFTokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>"])
     assert tokenizer.token_to_id("<|endoftext|>") == ByteTokenizer.eod_id
     return tokenizer
-
-
-def _byte_characters() -> list[str]:
-    """The character for each byte in GPT-2's vocabulary: the byte itself if printable, else one from 256 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

@@ -42,6 +42,7 @@ from titan_like.train.signals import StopSignals
 from titan_like.train.training_state import TrainingState
 
 _MOST_REWINDS = 3  # to the same checkpoint
+_NO_LABELS = "have no labels: all of their tokens are special tokens, padding or prompts"
 
 Remark = Callable[[StepRecord], str | None]
 
@@ -55,6 +56,7 @@ class Trainer(TrainingState):
         config = self.config
         self.signals = StopSignals()  # inactive until the caller replaces it by one that handles signals
         self.stop_signal = 0  # the signal that any rank had received by the last step that was read
+        self.has_labels = True  # whether the last step that was read had labels for each of the model's predictions
         self.save_is_due = False
         self.rewinds: Counter[int] = Counter()  # step of a checkpoint → how often the run went back to it
         self.unlogged: list[StepRecord] = []  # steps since the last log line
@@ -172,12 +174,13 @@ class Trainer(TrainingState):
         lr = config.optimizer.lr * lr_factor(config.lr_scheduler, self.step + 1, self.run.total_steps)
         self.saver.before_update()
         experts = self.experts.finish(skip=~finite | spike)
-        values = self._values_to_read(torch.cat((losses.double(), experts)), losses.sum(), grad_norm, spike)
+        terms = torch.cat((num_each.amin(0, keepdim=True).double(), losses.double(), experts))
+        values = self._values_to_read(terms, losses.sum(), grad_norm, spike)
         self._update(grad_norm, lr, skip=~finite | spike)
         self.optimizer.zero_grad(set_to_none=True)
         self.losses.add(loss, ~finite | spike)
         if self.scaler is not None:
-            self.scaler.update(overflowed=~finite)
+            self.scaler.update(overflowed=~finite & (num_each > 0).all())
         self.profiler.mark("optimizer")
 
         self.step += 1
@@ -211,7 +214,7 @@ class Trainer(TrainingState):
     def _values_to_read(
         self, terms: torch.Tensor, loss: torch.Tensor, grad_norm: torch.Tensor, spike: torch.Tensor
     ) -> torch.Tensor:
-        """Start copying this step's `StepValues` to the host: float64 [7 + terms]."""
+        """Start copying this step's `StepValues` to the host: float64 [8 + terms]."""
         # Signals and saves in progress are seen by single ranks. This all-reduce tells all ranks, in the same step.
         noticed = torch.zeros(2, device=loss.device, dtype=torch.float64)
         noticed[0].fill_(self.signals.received)
@@ -238,10 +241,16 @@ class Trainer(TrainingState):
         # With a loss scale, infinite gradients of a finite loss only mean that the scale was too large.
         overflowed = scales_loss and not finite and math.isfinite(values.loss)
         self.skipped_steps += not finite or bool(values.spike)
+        self.has_labels = values.num_labels > 0
+        numbers = f"{values.loss:.6g} and its gradient norm {values.grad_norm:.6g}"
+        problem = f"the loss of step {issued.step} is {numbers}; lower optimizer.lr"
+        if not self.has_labels:
+            samples = f"the {issued.global_batch_size} samples of step {issued.step}"
+            problem = f"{samples} {_NO_LABELS}; look at the data or raise training.global_batch_size"
         if not finite and not overflowed and not config.health.skip_nonfinite:
-            numbers = f"{values.loss:.6g} and its gradient norm {values.grad_norm:.6g}"
-            cure = "lower optimizer.lr, or set health.skip_nonfinite to skip such steps"
-            raise RunError(f"the loss of step {issued.step} is {numbers}; {cure}")
+            raise RunError(f"{problem}, or set health.skip_nonfinite to skip such steps")
+        if not self.has_labels and self.losses.consecutive_skips == 0:
+            self.console.print(f" {problem}; the step is skipped")
         self.stop_signal = int(values.stop_signal)
         if not values.is_saving:
             self.finish_save()
@@ -303,7 +312,8 @@ class Trainer(TrainingState):
             record.sources = self.run.datasets["train"].drawn(record.consumed_samples)
         for writer in self.writers:
             writer.write(record)
-        self.losses.count(record.step, record.loss, skipped=bool(record.skipped or record.nan or record.spike))
+        is_skipped = bool(record.skipped or record.nan or record.spike)
+        self.losses.count(record.step, record.loss, is_skipped, self.has_labels)
         self.console.add(record)
         self.unlogged.append(record)
         if logs:
@@ -360,6 +370,8 @@ class Trainer(TrainingState):
         self.model.free_gathered_parameters()
         self._sum_over_samples(total)
         self.validation_losses = (total[0] / total[1]).tolist()
+        if 0 in total[1].tolist():
+            self.console.print(f" the samples for validation {_NO_LABELS}")
         return sum(self.validation_losses)
 
     def evaluate(self) -> dict[str, float]:

@@ -239,18 +239,20 @@ def _with_masked_tokens(
     """int64 [2, seq] → [2, seq]. The label of a chosen token is the token; the class of a pair is the first label.
 
     Words are tried in random order. Of n-grams of a drawn length, the longest is taken that has no token which cannot
-    be chosen or has been, and not more than are still to be chosen.
+    be chosen or has been, and not more than are still to be chosen. If no word is short enough in the end, the first
+    tokens of one are taken. Words that are too long from the beginning are cut into characters.
     """
     section, random = config.data, _generator(b"masked tokens", config.job.seed, index)
     (tokens, given), ordinary = sample.tolist(), set(ids.ordinary)
     free = {t for t, token in enumerate(tokens) if token in ordinary and given[t] != IGNORED}
     left, chosen = max(1, round(len(free) * section.mlm_probability)) if free else 0, set[int]()
-    words = list[list[int]]()
-    for t, token in enumerate(tokens):
-        if section.mlm_whole_words and t > 0 and token in ids.continuing and tokens[t - 1] in ids.continued:
-            words[-1].append(t)
-        else:
-            words.append([t])
+    words, most = [[t] for t in range(len(tokens))], left
+    if section.mlm_whole_words:
+        begins, characters = ids.words(np.array(tokens))
+        borders = [t for t in range(1, len(tokens)) if begins[t] or (t in free) != (t - 1 in free)]
+        words = [list(range(*ends)) for ends in pairwise([0, *borders, len(tokens)])]
+        borders += [t for word in words if len(word) > most for t in word[1:] if characters[t]]
+        words = [list(range(*ends)) for ends in pairwise([0, *sorted(borders), len(tokens)])]
     weights = [1 / n for n in range(1, section.mlm_max_ngram + 1)]
     order, lengths = _by_rank(random.random(len(words))), random.random(len(words)) * sum(weights)
     for word in order:
@@ -262,6 +264,7 @@ def _with_masked_tokens(
                 free -= span
                 left -= len(span)
                 break
+    chosen.update(next((words[word] for word in order if words[word][0] in free), [])[:left])
     labels = [token if t in chosen else IGNORED for t, token in enumerate(tokens)]
     if keeps_class:
         labels[0] = given[0]

@@ -144,12 +144,11 @@ def _kind_of(config: JobConfig) -> dict[str, Any]:
 
 
 def masks_of_run(config: JobConfig) -> Masks:
-    """What the trainer adds to these samples, with tokens from this module. A third of the tokens are in no word.
+    """What the trainer adds to these samples, with tokens from this module.
 
     The last tokens of the vocabulary are the sentinels, from the end, as in T5's.
     """
     model = model_config(config.model)
-    joins = np.arange(model.vocab_size) % 3 > 0
     tokenizer = SimpleNamespace(
         vocab_size=model.vocab_size,
         eod_id=END_OF_DOCUMENT,
@@ -158,9 +157,15 @@ def masks_of_run(config: JobConfig) -> Masks:
         pair_ids=(FIRST, SEPARATOR, PADDING),
         sentinel_ids=range(model.vocab_size - 1, PADDING, -1),
         special_ids={END_OF_DOCUMENT, MASK, FIRST, SEPARATOR, PADDING},
-        word_joins=lambda: np.stack((joins, joins)),
+        words=words_of_samples,
     )
     return masks_of(config, model, cast(Tokenizer, tokenizer))
+
+
+def words_of_samples(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where words and characters begin. A third of the tokens are words of their own, and runs of others are words."""
+    joins = tokens % 3 > 0
+    return np.append(True, ~(joins[1:] & joins[:-1])), np.ones(len(tokens), dtype=bool)
 
 
 def has_masks(section: Data) -> bool:

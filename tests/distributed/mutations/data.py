@@ -21,7 +21,7 @@ from titan_like.data.packed import PackedDataset
 from titan_like.data.permutation import Permutation
 from titan_like.data.sentence_pairs import PairTokens
 from titan_like.data.stream_reader import Documents, Place, Reader
-from titan_like.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from titan_like.data.tokenizer import ByteTokenizer
 
 
 @bug(Reader, "_read")
@@ -229,20 +229,6 @@ def sentinels_are_in_reverse() -> Iterator[None]:
 def the_end_hides_tokens() -> Iterator[None]:
     """The end of a document stands in the place of masked tokens."""
     with patch.object(ByteTokenizer, "mask_id", ByteTokenizer.eod_id):
-        yield
-
-
-@contextmanager
-def every_piece_is_a_word() -> Iterator[None]:
-    """Pieces that continue a word begin another."""
-
-    def word_joins(self: Any) -> np.ndarray:
-        return np.zeros((2, self.vocab_size), dtype=bool)
-
-    bytes_alone, others = (
-        patch.object(kind, "word_joins", word_joins) for kind in (ByteTokenizer, HuggingFaceTokenizer)
-    )
-    with bytes_alone, others:
         yield
 
 
