@@ -342,7 +342,7 @@ def _with_masks(sample: torch.Tensor, index: int, config: JobConfig, ids: TokenI
     (inputs, labels, *given), section, order = sample.tolist(), config.data, range(sample.shape[1])
     begins = [t * (t > 0 and inputs[t - 1] == ids.end_of_document) for t in order]
     documents = given[0] if given else list(accumulate(begins, max))  # where each token's begins
-    tail = [t for t in order if documents[t] == documents[-1]]
+    tail = {t for t in order if documents[t] == documents[-1]}
     is_filled = {(inputs[t], labels[t]) for t in tail} == {(inputs[-1], IGNORED)}
     positions = [t - documents[t] if section.reset_position_ids else t for t in order]
     segments = documents if section.reset_attention_mask else [0 for _ in order]

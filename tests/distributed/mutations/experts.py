@@ -173,6 +173,12 @@ def routers_not_summed_over_tensor_ranks() -> Iterator[None]:
         yield
 
 
+@bug(tensor_styles.RouterStyle, "forward")
+def padding_of_the_first_rank(original: Any, self: Any, module: Any, group: Any, *inputs: Any) -> Any:
+    """Every tensor-parallel rank takes the first rank's part of the padding for its own."""
+    return original(self, module, SimpleNamespace(size=group.size, rank=0), *inputs)
+
+
 @bug(DataParallel, "__init__")
 def experts_not_summed(original: Any, self: DataParallel, *arguments: Any) -> None:
     """The ranks that hold the same experts do not sum their gradients."""
