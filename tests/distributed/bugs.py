@@ -80,6 +80,7 @@ NEXT = [*PAIRS, "--data.sentence_objective", "next_sentence"]
 POSITIONS = ["--job.config_file", LLAMA, "--data.reset_position_ids", "true"]
 
 MOE = ["--job.config_file", str(REPO / "train_configs/debug_moe.toml")]
+CHATS = ["--data.dataset", "conversations", "--data.paths", '["chats.jsonl"]', *DOCUMENTS[:4]]
 BIASED = ["--model.overrides.balance", "bias", "--model.overrides.router_score", "sigmoid"]
 SHARED = ["--model.overrides.num_shared_experts", "1", "--model.overrides.num_dense_layers", "1"]
 EXPERTS = [*MOE, "--parallelism.expert_parallel_degree", "2"]
@@ -332,6 +333,7 @@ BUGS = [
     (experts.experts_averaged_over_their_group, EXPERTS_OF_FOUR, "expert_parallel", Row.GRADIENT, "layers.1.mlp"),
     (experts.experts_gradients_doubled, [*EXPERTS, *DATA], "expert_parallel", Row.GRADIENT, "layers.1.mlp"),
     (experts.routers_not_summed_over_tensor_ranks, [*MOE, *SEQUENCE], "tensor_parallel", Row.GRADIENT, "layers.1.mlp"),
+    (experts.padding_of_the_first_rank, [*MOE, *CHATS, *SEQUENCE], "tensor_parallel", Row.GRADIENT, "layers.1.mlp"),
     (experts.experts_not_summed, [*EXPERTS_OF_FOUR, *ZERO_0[2:]], "expert_parallel", Row.GRADIENT, "layers.1.mlp"),
     (experts.rows_returned_as_they_were_sorted, [*EXPERTS, *DATA], "expert_parallel", Row.LOSS, "layers.0.mlp"),
     (experts.empty_experts_left_out, [*EXPERTS, *DATA], "expert_parallel", Row.LARGE_LOSS, "layers.0.mlp"),

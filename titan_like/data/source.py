@@ -66,6 +66,7 @@ class Source(Dataset[torch.Tensor], ABC):
         Returns:
             int64 [2, seq]: inputs and labels. A position without a label has `IGNORED_LABEL`. Or [3, seq], with the
             place where each token's document begins; otherwise a document begins after each end-of-document token.
+            A last document without labels that repeats one token is padding.
         """
 
     def drawn(self, num_samples: int) -> dict[str, float]:

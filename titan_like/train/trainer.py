@@ -149,9 +149,11 @@ class Trainer(TrainingState):
         inputs, labels = zip(*map(self._split_rows, batches), strict=True)
         predictions = self.run.model.predictions
         num_each = torch.stack([num_labels(microbatch, predictions) for microbatch in labels]).sum(0)
+        num_tokens = torch.stack([microbatch.num_tokens for microbatch in inputs]).sum(0, keepdim=True)
+        num_each = torch.cat((num_each, num_tokens))  # losses of experts are means over all tokens but padding
         if self.token_group.size() > 1:
             dist.all_reduce(num_each, group=self.token_group)
-        factors = self.loss_scale / num_each.to(self.loss_dtype)
+        factors = self.loss_scale / num_each[:-1].to(self.loss_dtype)
         losses = torch.zeros(len(predictions), device=device, dtype=self.loss_dtype)
 
         def add_loss(output: ModelOutput, microbatch: int) -> torch.Tensor:
@@ -159,7 +161,7 @@ class Trainer(TrainingState):
             losses.add_(output.detach())
             return output.sum()
 
-        self.experts.begin(self.loss_scale, batch_size * config.training.seq_len)
+        self.experts.begin(self.loss_scale, num_each[-1].double())
         self.pipeline.forward_backward(self._with_labels(inputs, labels, factors), add_loss)
         self._complete_gradients()
         self.profiler.mark("gradient reduction")

@@ -25,7 +25,7 @@ from titan_like.optim.registry import RULES, find_rule
 from titan_like.verify.compare import EXACT, SINGLE, Key, Row
 from titan_like.verify.experts import PlainExperts, starve_an_expert
 from titan_like.verify.float8 import take_float8
-from titan_like.verify.masks import described, model_arguments, take_definitions
+from titan_like.verify.masks import described, model_arguments, num_tokens, take_definitions
 from titan_like.verify.matrix_optimizers import PlainAdafactor, PlainMuon
 from titan_like.verify.places import Outputs
 from titan_like.verify.samples import IGNORED, batches, training_samples, validation_samples
@@ -179,7 +179,7 @@ def add_gradients(
     for piece in pieces:
         losses = summed_losses(model, piece, dtype)
         means = torch.stack([loss / count for loss, count in zip(losses, counts, strict=True)])
-        balance = 0.0 if experts is None else experts.loss_of_piece(sum(p.shape[0] * p.shape[2] for p in pieces))
+        balance = 0.0 if experts is None else experts.loss_of_piece(sum(map(num_tokens, pieces)))
         ((means.sum() + balance) * scale).backward()
         total += means.detach().double().cpu()
     return total.tolist()

@@ -35,6 +35,8 @@ _EMPTY_BATCH = 2  # index of the global batch in which one data-parallel rank ha
 class Samples(Dataset[torch.Tensor]):
     """Sample i, int64 [2, seq] (inputs and labels), is a function of the seed and i alone.
 
+    With ``has_padding``, [3, seq]: with the place where each token's document begins. The last one is then padding.
+
     An index past the end gives a sample without labels, as validation expects.
     """
 
@@ -46,6 +48,7 @@ class Samples(Dataset[torch.Tensor]):
     outer: frozenset[int] = frozenset()  # samples with labels in the first and the last piece alone
     pieces: int = 1  # of each sequence
     has_documents: bool = False  # whether samples are made of several documents
+    has_padding: bool = False  # whether samples tell documents and are filled up, as conversations are
     has_options: bool = False  # whether samples are the options of multiple-choice questions
 
     def __len__(self) -> int:
@@ -67,6 +70,11 @@ class Samples(Dataset[torch.Tensor]):
             labels.fill_(IGNORED)
         if index in self.outer:
             labels[self.seq_len // self.pieces : -(self.seq_len // self.pieces)] = IGNORED
+        if self.has_padding:
+            size, begins = self.seq_len - index % 4 * self.seq_len // 6, tokens[:-1].roll(1) == END_OF_DOCUMENT
+            starts = torch.where(begins, positions, 0).cummax(0).values
+            inputs[size:], labels[size:], starts[size:] = END_OF_DOCUMENT, IGNORED, size
+            return torch.stack((inputs, labels, starts))
         return self._option(inputs, labels, index) if self.has_options else torch.stack((inputs, labels))
 
     def _option(self, tokens: torch.Tensor, labels: torch.Tensor, index: int) -> torch.Tensor:
@@ -139,6 +147,7 @@ def _kind_of(config: JobConfig) -> dict[str, Any]:
         "seq_len": sample_length(config, model).raw,
         "vocab_size": model.vocab_size,
         "has_documents": has_masks(config.data),
+        "has_padding": config.data.dataset == "conversations",
         "has_options": "choice" in model.predictions,
     }
 
