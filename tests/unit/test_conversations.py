@@ -205,7 +205,7 @@ def test_a_prompt_with_its_answer_is_one_text(
 ) -> None:
     tokenizer = build()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    marked = Chat(str(tmp_path / "tokenizer.json")).encode({"prompt": prompt, "completion": answer}).tolist()
+    marked = Chat(str(tmp_path / "tokenizer.json")).encode({"prompt": prompt, "answer": answer}).tolist()
     *tokens, end = (token if token >= 0 else ~token for token in marked)
     assert tokens == tokenizer.encode(prompt + answer, add_special_tokens=False).ids
     assert [tokenizer.id_to_token(token) for token in marked if token >= 0] == [*expected, tokenizer.id_to_token(end)]
@@ -341,16 +341,24 @@ CUT = '{"messages": [{"role": "user", "content": "a"}'
     ("template", "line", "words"),
     [
         (CHATML, CUT, "the line is not JSON"),
-        (CHATML, '["a"]', 'neither "messages"'),
+        (CHATML, '["a"]', 'has no "messages", "conversations"'),
         (CHATML, json.dumps({"messages": []}), 'no "assistant" that answers'),
         (CHATML, json.dumps({"messages": [{"content": "a"}]}), 'message 1 has neither a "role" nor "value" and "from"'),
         (CHATML, json.dumps({"messages": [USER, {"role": "assistant", "content": 3}]}), '"content" of message 2 is'),
         (CHATML, json.dumps({"conversations": [{"from": "bard", "value": "a"}]}), '"from", which is one of system'),
-        (CHATML, json.dumps({"conversations": [{"from": "function_call", "value": "f("}]}), "that is not JSON"),
-        (CHATML, json.dumps({"messages": [USER, ANSWER], "tools": "adder"}), "the tools are text that is not JSON"),
+        (
+            CHATML,
+            json.dumps({"conversations": [{"from": "function_call", "value": "f("}]}),
+            "the call of message 1 is no object, nor the JSON text",
+        ),
+        (
+            CHATML,
+            json.dumps({"messages": [USER, ANSWER], "tools": "adder"}),
+            "the tools are no list, nor the JSON text of one",
+        ),
         (CHATML, json.dumps({"messages": [USER, {"role": "assistant", "content": [{}]}]}), "a list of parts"),
-        (CHATML, json.dumps({"prompt": "a", "answer": 3}), 'nor "prompt" with "answer" or "completion"'),
-        (CHATML, json.dumps({"instruction": "a", "input": "", "output": "b"}), 'nor "prompt" with "answer"'),
+        (CHATML, json.dumps({"prompt": "a", "answer": 3}), 'or "prompt" with "answer" or "completion"'),
+        (CHATML, json.dumps({"instruction": "a", "input": "", "output": "b"}), 'or "prompt" with "answer"'),
         (CHATML, json.dumps({"prompt": [USER, ANSWER], "completion": [USER]}), 'no "assistant" that answers'),
         (CHATML, json.dumps({"messages": [USER]}), 'no "assistant" that answers'),
         (CHATML, '{"prompt": "\\ud800", "answer": "b"}', "half a surrogate pair"),
@@ -527,5 +535,5 @@ def test_a_record_s_tools_reach_the_template(tmp_path: Path) -> None:
     record = {"messages": [USER, ANSWER], "tools": [{"name": "adder"}]}
     tokens = torch.tensor(chat.encode(record))
     assert chat.tokenizer.decode(torch.where(tokens < 0, ~tokens, tokens).tolist()).startswith("adder")
-    with pytest.raises(BadRecord, match="the tools are not a list"):
+    with pytest.raises(BadRecord, match="the tools are no list"):
         chat.encode(record | {"tools": 3})

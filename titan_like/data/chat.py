@@ -156,7 +156,7 @@ def _said(value: Any) -> Iterator[str]:
     if isinstance(value, str) and value.strip():
         yield value.strip()
     elif isinstance(value, dict | list):
-        parts = [value[key] for key in value if key not in ("type", "id")] if isinstance(value, dict) else value
+        parts = [value[key] for key in value if key != "type"] if isinstance(value, dict) else value
         yield from chain.from_iterable(map(_said, parts))
 
 

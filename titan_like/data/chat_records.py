@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,28 +50,24 @@ def read_conversation(record: Any) -> Conversation:
             messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
             texts = prompt, answer
         case _:
-            problem = 'the record has neither "messages" nor "conversations" nor "prompt" with "answer" or "completion"'
-            raise BadRecord(problem)
-    read = [_message(message, number) for number, message in enumerate(_list(messages, "messages"), start=1)]
-    tools, system = record.get("tools"), record.get("system")
+            raise BadRecord('the record has no "messages", "conversations", or "prompt" with "answer" or "completion"')
+    messages = _parsed(messages, list, "the messages are no list")
+    read = [_message(message, number) for number, message in enumerate(messages, start=1)]
+    tools, system = record.get("tools") or None, record.get("system")
     if isinstance(system, str) and system and read and read[0]["role"] != "system":
         read, num_given, texts = [{"role": "system", "content": system}, *read], num_given + (num_given > 0), None
-    tools = [_parsed(tool, "tools") for tool in _list(tools, "tools")] if tools not in (None, "") else None
+    if tools is not None:
+        tools = [_parsed(tool, dict, "a tool is no object") for tool in _parsed(tools, list, "the tools are no list")]
     return Conversation(read, num_given, tools, texts)
 
 
-def _list(value: Any, name: str) -> list[Any]:
-    value = _parsed(value, name)
-    if not isinstance(value, list):
-        raise BadRecord(f"the {name} are not a list")
+def _parsed(value: Any, kind: Any, problem: str) -> Any:
+    """A value of this kind, which may be given as JSON text."""
+    with suppress(ValueError, RecursionError):
+        value = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(value, kind):
+        raise BadRecord(f"{problem}, nor the JSON text of one")
     return value
-
-
-def _parsed(value: Any, name: str) -> Any:
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        raise BadRecord(f"the {name} are text that is not JSON") from None
 
 
 def _message(message: Any, number: int) -> dict[str, Any]:
@@ -79,9 +76,9 @@ def _message(message: Any, number: int) -> dict[str, Any]:
         case {"role": str()}:
             pass
         case {"from": "function_call", "value": value, **rest}:
-            calls = _parsed(value, "calls of tools")
-            calls = [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
-            message = {"role": "assistant", "tool_calls": calls, **rest}
+            calls = _parsed(value, list | dict, f"the call of message {number} is no object")
+            calls = calls if isinstance(calls, list) else [calls]
+            message = {"role": "assistant", "tool_calls": [{"type": "function", "function": c} for c in calls], **rest}
         case {"from": str(speaker), "value": value, **rest} if speaker in _ROLES:
             message = {"role": _ROLES[speaker], "content": value, **rest}
         case _:

@@ -145,10 +145,9 @@ class StreamSource(Source):
     def _bookmark_folder(self) -> Path:
         # A file that was changed in place may have the same fingerprint. Its notes would give other samples.
         changed = [shard.changed_at for shard in self.shards]
-        request = self.request
-        settings = request.seed, request.part, request.seq_len, request.section.bad_lines
-        key = repr((self.fingerprint, changed, *settings)).encode()
-        return self.request.cache_folder / f"stream-{hashlib.blake2b(key, digest_size=8).hexdigest()}"
+        request, bad_lines = self.request, self.request.section.bad_lines
+        key = repr((self.fingerprint, changed, request.seed, request.part, request.seq_len, bad_lines)).encode()
+        return request.cache_folder / f"stream-{hashlib.blake2b(key, digest_size=8).hexdigest()}"
 
     def _parts(self, reader: int) -> list[Part]:
         """What a reader reads. As many shards as possible are dealt out whole.

@@ -164,12 +164,12 @@ class Documents:
             for record, text in texts_of(piece, self.text_key, lambda n: n >= begin.record and part.is_wanted(n)):
                 self._counts["read"] += 1
                 if isinstance(text, BadRecord):
-                    bad = f"{part.shard.name}:{record}"
                     if self.bad_lines == "skip":
-                        self._count_bad(f"skipped {bad}: {text}")
+                        self._count_bad(f"{part.shard.name}:{record}: {text}")
                         continue
                     yield from self._tokenized(batch, place)
-                    raise ConfigError("data.paths", bad, f"{text}; correct it, set data.text_key, or {SKIP}")
+                    problem = f"{text}; correct it, set data.text_key, or {SKIP}"
+                    raise ConfigError("data.paths", f"{part.shard.name}:{record}", problem)
                 batch.append((record, text))
                 size += len(text)
                 if size >= _BATCH:
@@ -182,7 +182,7 @@ class Documents:
         self._counts["bad"] += 1
         bad, read = self._counts["bad"], self._counts["read"]
         if bad <= _MOST_NAMED or bad.bit_count() == 1:
-            tell(f"reader {self.reader} of {self.num_readers} {problem} ({bad:,} of {read:,} records so far)")
+            tell(f"reader {self.reader} of {self.num_readers} skipped {problem} ({bad:,} of {read:,} records so far)")
 
     def _tokenized(self, batch: list[tuple[int, str]], place: Place) -> Iterator[tuple[Place, np.ndarray]]:
         end = [self.tokenizer.eod_id]

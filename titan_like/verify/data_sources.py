@@ -264,24 +264,19 @@ def _documents(request: DataRequest, found: list[shards.Shard], reader: int) -> 
             shard, modulus, turn = mine[order(place) if is_train else place]
             for record, text in _records(found[shard], section.text_key):
                 among_splits = (record * 0x9E3779B97F4A7C15 + shard * 0x6A09E667F3BCC909) % 2**64 / 2**64
-                if record % modulus == turn and low <= among_splits < high and text is not None:
+                if record % modulus == turn and low <= among_splits < high:
                     yield text
 
 
-def _records(shard: shards.Shard, key: str) -> Iterator[tuple[int, str | None]]:
-    """The number of each record that is not an empty line, from 0, and its text; None if the record is bad."""
+def _records(shard: shards.Shard, key: str) -> Iterator[tuple[int, str]]:
+    """The number of each record that has a text, from 0, and the text."""
     if shard.name.endswith(".jsonl"):
         with open(shard.name, encoding="utf-8-sig", errors="surrogateescape", newline="\n") as lines:
-            yield from ((number, _text_of(line, key)) for number, line in enumerate(lines) if line.strip())
+            for number, line in enumerate(lines):
+                with suppress(ValueError, LookupError, TypeError, RecursionError):
+                    text = json.loads(line)[key]
+                    (line + text).encode()
+                    yield number, text
     else:
         for piece in shard.pieces(key, 0, 1):
-            for number, text in raw_text.texts_of(piece, key):
-                yield number - 1, text if isinstance(text, str) else None
-
-
-def _text_of(line: str, key: str) -> str | None:
-    with suppress(ValueError, LookupError, TypeError, RecursionError):
-        text = json.loads(line)[key]
-        (line + text).encode()  # fails unless both are UTF-8
-        return str(text)
-    return None
+            yield from ((n - 1, text) for n, text in raw_text.texts_of(piece, key) if isinstance(text, str))
