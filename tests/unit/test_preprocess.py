@@ -243,6 +243,10 @@ def test_another_job_does_not_go_on_with_an_interrupted_one(tmp_path: Path) -> N
     job = stopped_job(tmp_path)
     with pytest.raises(ConfigError, match=r"out.unfinished.*interrupted job with other input.*delete the folder"):
         tokenize_files(replace(job, text_key="body"), tmp_path / "out")
+    path = tmp_path / "out.unfinished" / "progress.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"bad_lines": 1}))
+    with pytest.raises(ConfigError, match="interrupted job with other input or settings"):  # which skips
+        tokenize_files(job, tmp_path / "out")
     tokenize_files(replace(job, bad_lines="skip"), tmp_path / "out")
     assert documents(tmp_path / "out") == tokenized([text_of(100, number) for number in range(100)])
 

@@ -130,7 +130,7 @@ def _read_progress(folder: Path, job: Job) -> Progress:
         found = Progress(**json.loads((folder / "progress.json").read_text()))
     except (OSError, ValueError, TypeError):
         return Progress(job.fingerprint())
-    if found.fingerprint != job.fingerprint():
+    if found.fingerprint != job.fingerprint() or (found.bad_lines and job.bad_lines == "stop"):
         problem = "an interrupted job with other input or settings is there; repeat that one, or delete the folder"
         raise ConfigError("--output", str(folder), problem)
     return found
