@@ -107,4 +107,5 @@ def test_damage_in_the_middle_of_a_run_is_one_sentence(folder: Path) -> None:
         assert done.returncode == 2
         assert "iteration        1/" in out
         problem = "the line is not JSON (Expecting property name enclosed in double quotes)"
-        assert err == f'error: data.paths = "{folder}/damaged.jsonl:41": {problem}; correct it or set data.text_key\n'
+        cure = 'correct it, set data.text_key, or set data.bad_lines to "skip"'
+        assert err == f'error: data.paths = "{folder}/damaged.jsonl:41": {problem}; {cure}\n'

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import random
+import re
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -457,3 +458,26 @@ def test_validation_on_readers_without_samples_is_refused_at_the_start(tmp_path)
     settings["evaluation"]["steps"] = 2
     config = JobConfig.model_validate(settings)
     assert len(open_data(config, model_config(config.model))["validation"]) == UNKNOWN_LENGTH
+
+
+def test_skipped_records_are_no_documents(folder, capfd):
+    """So the samples are a function of the data alone, also where another process goes on at a bookmark."""
+    lines = (folder / "data" / "0.jsonl").read_bytes().splitlines()
+    for bad in (b"{", b'{"id": 1}', b'{"text": "\xff"}', b'{"text": "\\ud800"}', b"[1]"):
+        lines.insert(3, bad)
+    (folder / "data" / "0.jsonl").write_bytes(b"\n".join(lines))
+    write_parquet(folder / "data" / "5.parquet", [*texts_of(5), None])
+    skipping = {"bad_lines": "skip", "split": "1,0,0"}
+    source = source_of(folder, **skipping)
+    indices = range(3 * 2 * INTERVAL)
+    expected = {n: sample.tolist() for n, sample in enumerate(map(defined_of(source).__getitem__, indices))}
+    assert samples_of(source, indices) == expected
+    told = capfd.readouterr().err
+    assert f"skipped {folder}/data/0.jsonl:8: the line is not JSON" in told
+    assert f"skipped {folder}/data/5.parquet:61: the row has no text" in told
+    assert re.search(r"reader \d of 3 skipped .* \(\d of [\d,]+ records so far\)", told)
+    assert samples_of(source_of(folder, **skipping), indices[::-7]) == {n: expected[n] for n in indices[::-7]}
+    far = 3 * 4 * INTERVAL
+    source_of(folder, **skipping)[far]
+    with pytest.raises(ConfigError, match=r'set data.bad_lines to "skip"'):  # its bookmarks do not lead past bad ones
+        source_of(folder, split="1,0,0")[far]

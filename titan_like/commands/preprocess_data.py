@@ -53,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--append_eod", choices=["true", "false"], default="true", help="end each document with the token for that"
     )
     parser.add_argument(
-        "--bad_records", choices=["fail", "skip"], default="fail", help="what to do with records without text"
+        "--bad_lines", choices=["stop", "skip"], default="stop", help="as data.bad_lines: what to do with bad records"
     )
     parser.add_argument("--json", type=path_option, metavar="PATH", help="file to write the counts to")
     return parser
@@ -96,27 +96,27 @@ def main(argv: list[str]) -> int:
         options.text_key,
         tokens,
         ends_documents=options.append_eod == "true",
-        skips_bad_records=options.bad_records == "skip",
+        bad_lines=options.bad_lines,
         key="--input",
         tokenizer_key="--tokenizer",
-        cure="correct it, set --text_key, or leave such records out with --bad_records skip",
+        cure="correct it, set --text_key, or leave such records out with --bad_lines skip",
     )
     began = time.monotonic()
     try:
         done = tokenize_files(job, prefix, options.workers)
     except ConfigError as error:
         if error.key == job.key and unfinished.exists():
-            kept = "which keeps what is done, if you change anything but --bad_records and --workers"
+            kept = "which keeps what is done, if you change anything but --bad_lines and --workers"
             error.args = (f"{error}; delete {unfinished}, {kept}",)
         raise
     except OSError as error:
         cure = cure_of_writing(error, "and the same command goes on where it was")
         raise ConfigError("--output", str(prefix), f"cannot be written ({error.strerror}); {cure}") from None
     seconds = time.monotonic() - began
-    skipped = f", {done.bad_records:,} bad records skipped" if done.bad_records else ""
+    skipped = f", {done.bad_lines:,} bad records skipped" if done.bad_lines else ""
     print(f"{done.documents:,} documents, {done.tokens:,} tokens in {prefix}.bin and .idx{skipped} ({seconds:.1f} s)")
     if options.json:
-        counts = {"documents": done.documents, "tokens": done.tokens, "bad_records": done.bad_records}
+        counts = {"documents": done.documents, "tokens": done.tokens, "bad_lines": done.bad_lines}
         write_output_file("--json", options.json, json.dumps(counts | {"seconds": seconds}) + "\n")
     return 0
 

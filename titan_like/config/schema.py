@@ -85,7 +85,7 @@ class Data(Section):
         "stdlib",
         description="stdlib: the source files of the Python standard library; text: the files named by paths; indexed: "
         "Megatron-LM's .bin and .idx files; hf: files or a Hugging Face dataset, tokenized as the run reads them; "
-        "conversations: .jsonl files of messages or of prompts and answers, to fine-tune on the answers "
+        "conversations: records of messages or of prompts and answers, to fine-tune on the answers "
         "(docs/fine_tuning.md); race: the folder of RACE, for bert with sentence_head choice; or a dataset of your own "
         "package (docs/data.md)",
         examples=["stdlib", "text", "indexed", "hf", "conversations", "race"],
@@ -98,6 +98,10 @@ class Data(Section):
     )
     options: dict[str, Any] = Field({}, description="settings of a dataset of your own package")
     text_key: Text = Field("text", description="key or column of the text in documents of JSONL, parquet and arrow")
+    bad_lines: Literal["stop", "skip"] = Field(
+        "stop",
+        description="text, hf and conversations: stop at a record that cannot be learned, or skip and count it",
+    )
     split: Text = Field("969,30,1", description="weights of the train, validation and test splits")
     tokenizer: TokenizerText = Field(
         "byte",

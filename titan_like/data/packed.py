@@ -23,8 +23,8 @@ from titan_like.config.errors import ConfigError, cure_of_writing
 from titan_like.config.schema import Data
 from titan_like.data.chat import read_template
 from titan_like.data.indexed import FormatError, IndexedDataset, StoredTokens
-from titan_like.data.preprocess import Job, tell, tokenize_files
-from titan_like.data.raw_text import kind_of, named_paths, text_problem
+from titan_like.data.preprocess import SKIP, Job, tell, tokenize_files
+from titan_like.data.raw_text import RECORD_ENDINGS, kind_of, named_paths, text_problem
 from titan_like.data.source import SPLITS, DataRequest, Source
 from titan_like.data.tokenizer import check_vocabulary, tokenizer_of
 from titan_like.data.unfinished import removed_unless_renamed
@@ -217,26 +217,23 @@ def open_corpus(section: Data, cache_folder: Path) -> IndexedDataset:
 def corpus_job(section: Data) -> Job:
     """What is to be tokenized; raises what `corpus_files` raises."""
     # Nobody can be asked to correct the standard library, so files of it that are not UTF-8 are left out.
-    is_stdlib, files = section.dataset == "stdlib", corpus_files(section)
+    bad_lines, files = "skip" if section.dataset == "stdlib" else section.bad_lines, corpus_files(section)
     if section.dataset != "conversations":
-        return Job(files, section.tokenizer, section.text_key, section.token_options, skips_bad_records=is_stdlib)
+        return Job(files, section.tokenizer, section.text_key, section.token_options, bad_lines=bad_lines)
     chat = read_template(section.tokenizer)
     template = f"{chat.chat_template} {chat.special_tokens_map}" if chat else ""
-    return Job(
-        files, section.tokenizer, token_options=section.token_options, cure="correct or remove it", template=template
-    )
+    tokens, cure = section.token_options, f"correct or remove it, or {SKIP}"
+    return Job(files, section.tokenizer, token_options=tokens, bad_lines=bad_lines, cure=cure, template=template)
 
 
 def corpus_folder(job: Job, cache_folder: Path) -> Path:
-    """Where the tokens are once they have been made."""
-    return cache_folder / job.fingerprint()
+    """Where the tokens are once they have been made. Those that may lack bad lines have a folder of their own."""
+    return cache_folder / (job.fingerprint() + "-skip" * (job.bad_lines == "skip"))
 
 
 def _build(job: Job, folder: Path) -> None:
     began = time.monotonic()
-    done = tokenize_files(
-        job, folder / "tokens", report=lambda line: None if line.startswith("skipped") else tell(line)
-    )
+    done = tokenize_files(job, folder / "tokens")
     seconds = time.monotonic() - began
     tell(f"tokenized {len(job.files)} files into {done.tokens:,} tokens in {seconds:.1f} s")
 
@@ -275,8 +272,8 @@ def _match_paths(patterns: list[str], dataset: str) -> list[Path]:
         found |= dict.fromkeys([path for path in matches if os.path.isfile(path)] or matches[:1])
     for path in found:
         problem = text_problem(path)
-        if dataset == "conversations" and os.path.isfile(path) and kind_of(path) != "jsonl":
-            problem = "conversations are lines of .jsonl files; write it as one"
+        if dataset == "conversations" and os.path.isfile(path) and kind_of(path) == "text":
+            problem = f"conversations are records of {', '.join(RECORD_ENDINGS)} files; write it as one"
         if problem is not None:
             raise ConfigError("data.paths", str(path), problem)
     return list(found)

@@ -28,12 +28,14 @@ import numpy as np
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import DEFAULT_TOKENS, TokenOptions
 from titan_like.data.chat import Chat, build_chat
+from titan_like.data.chat_records import RECORD_KEYS
 from titan_like.data.indexed import DTYPES, token_dtype, write_index
 from titan_like.data.raw_text import BadRecord, Piece, UnreadableError, read_pieces, texts_of
 from titan_like.data.tokenizer import build_tokenizer, tokenizer_files
 
 _SECONDS_BETWEEN_REPORTS = 5.0
-_MOST_NAMED = 100  # bad records
+_MOST_NAMED = 100  # bad lines
+SKIP = 'set data.bad_lines to "skip"'
 _FORMAT = 4  # of what is stored; another number tokenizes everything again
 
 
@@ -46,10 +48,10 @@ class Job:
     text_key: str = "text"
     token_options: TokenOptions = DEFAULT_TOKENS
     ends_documents: bool = True  # whether the end-of-document token follows each
-    skips_bad_records: bool = False  # else the first ends the job
+    bad_lines: str = "stop"  # or "skip", as `data.bad_lines`
     key: str = "data.paths"  # setting to blame for a file
     tokenizer_key: str = "data.tokenizer"
-    cure: str = "correct it or set data.text_key"  # of a record without text
+    cure: str = f"correct it, set data.text_key, or {SKIP}"  # of a bad line
     template: str | None = None  # of records that are conversations, whose chat template this is, or "" for none
 
     def fingerprint(self) -> str:
@@ -75,7 +77,7 @@ class Progress:
     documents: int = 0
     tokens: int = 0
     open_document: int = 0  # tokens of a document of which more is to come
-    bad_records: int = 0
+    bad_lines: int = 0
 
 
 def tokenize_files(
@@ -87,10 +89,10 @@ def tokenize_files(
         job: the input.
         prefix: path of the dataset without an ending.
         num_workers: processes that tokenize; 0 does it in this one.
-        report: is given a line every few seconds, and one for each bad record.
+        report: is given a line every few seconds, one for each of the first bad lines, and at the end their number.
 
     Raises:
-        ConfigError: a file that cannot be read, a bad record unless they are skipped, an unfinished job of other input
+        ConfigError: a file that cannot be read, a bad line unless they are skipped, an unfinished job of other input
             in the same place, or no document at all.
         RunError: a process died.
         OSError: the dataset cannot be written.
@@ -132,7 +134,7 @@ def _read_progress(folder: Path, job: Job) -> Progress:
         found = Progress(**json.loads((folder / "progress.json").read_text()))
     except (OSError, ValueError, TypeError):
         return Progress(job.fingerprint())
-    if found.fingerprint != job.fingerprint():
+    if found.fingerprint != job.fingerprint() or (found.bad_lines and job.bad_lines == "stop"):
         problem = "an interrupted job with other input or settings is there; repeat that one, or delete the folder"
         raise ConfigError("--output", str(folder), problem)
     return found
@@ -199,10 +201,10 @@ def _write_tokens(job: Job, output: _Output, num_workers: int, report: Callable[
         path = job.files[number]
         for record, problem in bad:
             place = str(path) if piece.kind == "text" else f"{path}:{record}"
-            if not job.skips_bad_records:
+            if job.bad_lines == "stop":
                 raise ConfigError(job.key, place, problem if piece.kind == "text" else f"{problem}; {job.cure}")
-            progress.bad_records += 1
-            if progress.bad_records <= _MOST_NAMED:
+            progress.bad_lines += 1
+            if progress.bad_lines <= _MOST_NAMED:
                 report(f"skipped {place}: {problem}")
         if bad and progress.open_document:  # of a long text whose next piece is bad
             output.add(np.empty(0, output.dtype), [0], is_whole=True)
@@ -219,9 +221,11 @@ def _write_tokens(job: Job, output: _Output, num_workers: int, report: Callable[
             output.save()
             where = f"file {number + 1} of {len(sizes)}, {progress.tokens:,} tokens, {rate:,.0f} tokens/s{left}"
             report(f"tokenizing: {done:.1%}, {where}")
+    if progress.bad_lines:
+        report(f"skipped {progress.bad_lines:,} of {progress.bad_lines + progress.documents:,} records")
 
 
-Result = tuple[np.ndarray, list[int], list[tuple[int, str]]]  # tokens; documents' lengths; bad records, and why
+Result = tuple[np.ndarray, list[int], list[tuple[int, str]]]  # tokens; documents' lengths; bad lines, and why
 
 
 def _tokenized(
@@ -257,7 +261,8 @@ def _pieces(job: Job, progress: Progress) -> Iterator[tuple[int, Piece, float]]:
     start, record = progress.end, progress.record
     for number in range(progress.file, len(job.files)):
         try:
-            for piece, share in read_pieces(job.files[number], job.text_key, start, record):
+            key = job.text_key if job.template is None else RECORD_KEYS
+            for piece, share in read_pieces(job.files[number], key, start, record):
                 yield number, piece, share
         except UnreadableError as error:
             raise ConfigError(job.key, str(job.files[number]), str(error)) from None
@@ -267,7 +272,7 @@ def _pieces(job: Job, progress: Progress) -> Iterator[tuple[int, Piece, float]]:
 def _tokenize(piece: Piece, job: Job, dtype: str) -> Result:
     """Tokenize a piece, in this process or in a worker."""
     if job.template is not None:
-        return _tokenize_conversations(piece, build_chat(job.tokenizer, job.template))
+        return _tokenize_conversations(piece, build_chat(job.tokenizer, job.token_options, job.template))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the work already
     built = build_tokenizer(job.tokenizer, job.tokenizer_key, job.token_options)  # which each process keeps
     texts, bad = [], []

@@ -138,15 +138,17 @@ class StreamSource(Source):
             return [parts[shuffled(place)] for place in range(len(parts))]
 
         section, epochs = request.section, None if is_train else 1
-        documents = Documents(number, section.num_readers, order, epochs, section.text_key, self.tokenizer)
+        settings = section.text_key, section.bad_lines, self.tokenizer
+        documents = Documents(number, section.num_readers, order, epochs, *settings)
         return Reader(documents, request.seq_len, Bookmarks(self._bookmark_folder / f"reader-{number}.jsonl"))
 
     @cached_property
     def _bookmark_folder(self) -> Path:
         # A file that was changed in place may have the same fingerprint. Its notes would give other samples.
         changed = [shard.changed_at for shard in self.shards]
-        key = repr((self.fingerprint, changed, self.request.seed, self.request.part, self.request.seq_len)).encode()
-        return self.request.cache_folder / f"stream-{hashlib.blake2b(key, digest_size=8).hexdigest()}"
+        request, bad_lines = self.request, self.request.section.bad_lines
+        key = repr((self.fingerprint, changed, request.seed, request.part, request.seq_len, bad_lines)).encode()
+        return request.cache_folder / f"stream-{hashlib.blake2b(key, digest_size=8).hexdigest()}"
 
     def _parts(self, reader: int) -> list[Part]:
         """What a reader reads. As many shards as possible are dealt out whole.

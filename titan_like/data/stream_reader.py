@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
 import numpy as np
 
 from titan_like.config.errors import ConfigError, RunError
+from titan_like.data.preprocess import SKIP, tell
 from titan_like.data.raw_text import BadRecord, Piece, ReadFailure, UnreadableError, texts_of
 from titan_like.data.shards import Shard
 from titan_like.data.tokenizer import Tokenizer
@@ -28,6 +28,7 @@ from titan_like.data.tokenizer import Tokenizer
 INTERVAL = 64  # samples of a reader from one bookmark to the next; at most as many are read again after a restart
 _LONGEST_LINE = 512  # bytes
 _TRIES = 5
+_MOST_NAMED = 8  # bad records of a reader
 _BATCH = 1 << 16  # characters that are tokenized together
 
 
@@ -125,7 +126,9 @@ class Documents:
     order: Callable[[int], list[Part]]  # of an epoch
     num_epochs: int | None  # None never ends
     text_key: str
+    bad_lines: str
     tokenizer: Tokenizer
+    _counts: Counter[str] = field(default_factory=Counter)  # of records that this process has read, and of bad ones
 
     def from_place(self, place: Place) -> Iterator[tuple[Place, np.ndarray]]:
         """Each document from ``place`` on, int64 [tokens].
@@ -159,9 +162,13 @@ class Documents:
             batch: list[tuple[int, str]] = []
             size = 0
             for record, text in texts_of(piece, self.text_key, lambda n: n >= begin.record and part.is_wanted(n)):
+                self._counts["read"] += 1
                 if isinstance(text, BadRecord):
+                    if self.bad_lines == "skip":
+                        self._count_bad(f"{part.shard.name}:{record}: {text}")
+                        continue
                     yield from self._tokenized(batch, place)
-                    problem = f"{text}; correct it or set data.text_key"
+                    problem = f"{text}; correct it, set data.text_key, or {SKIP}"
                     raise ConfigError("data.paths", f"{part.shard.name}:{record}", problem)
                 batch.append((record, text))
                 size += len(text)
@@ -169,6 +176,13 @@ class Documents:
                     yield from self._tokenized(batch, place)
                     batch, size = [], 0
             yield from self._tokenized(batch, place)
+
+    def _count_bad(self, problem: str) -> None:
+        """Count a bad record. The first ones are named, and then one whenever their number has doubled."""
+        self._counts["bad"] += 1
+        bad, read = self._counts["bad"], self._counts["read"]
+        if bad <= _MOST_NAMED or bad.bit_count() == 1:
+            tell(f"reader {self.reader} of {self.num_readers} skipped {problem} ({bad:,} of {read:,} records so far)")
 
     def _tokenized(self, batch: list[tuple[int, str]], place: Place) -> Iterator[tuple[Place, np.ndarray]]:
         first, end = self.tokenizer.first_ids, [self.tokenizer.eod_id]
@@ -193,9 +207,7 @@ class Documents:
                     problem += "; the same command resumes from the last checkpoint"
                     raise RunError(problem, of_this_process=True) from None
                 wait = 2 ** (tries - 1)
-                print(
-                    f"{where}; trying again in {wait} s ({tries} of {_TRIES} tries failed)", file=sys.stderr, flush=True
-                )
+                tell(f"{where}; trying again in {wait} s ({tries} of {_TRIES} tries failed)")
                 time.sleep(wait)
             except UnreadableError as error:
                 raise ConfigError(

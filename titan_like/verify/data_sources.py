@@ -10,6 +10,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache, partial
 from itertools import count, pairwise
 from pathlib import Path
@@ -264,14 +265,18 @@ def _documents(request: DataRequest, found: list[shards.Shard], reader: int) -> 
             for record, text in _records(found[shard], section.text_key):
                 among_splits = (record * 0x9E3779B97F4A7C15 + shard * 0x6A09E667F3BCC909) % 2**64 / 2**64
                 if record % modulus == turn and low <= among_splits < high:
-                    yield json.loads(text)[section.text_key] if found[shard].name.endswith(".jsonl") else text
+                    yield text
 
 
 def _records(shard: shards.Shard, key: str) -> Iterator[tuple[int, str]]:
-    """The number of each record that is not an empty line, from 0, and its text or line."""
+    """The number of each record that has a text, from 0, and the text."""
     if shard.name.endswith(".jsonl"):
-        with open(shard.name, encoding="utf-8-sig", newline="\n") as lines:
-            yield from ((number, line) for number, line in enumerate(lines) if line.strip())
+        with open(shard.name, encoding="utf-8-sig", errors="surrogateescape", newline="\n") as lines:
+            for number, line in enumerate(lines):
+                with suppress(ValueError, LookupError, TypeError, RecursionError):
+                    text = json.loads(line)[key]
+                    (line + text).encode()
+                    yield number, text
     else:
         for piece in shard.pieces(key, 0, 1):
-            yield from ((number - 1, str(text)) for number, text in raw_text.texts_of(piece, key))
+            yield from ((n - 1, text) for n, text in raw_text.texts_of(piece, key) if isinstance(text, str))
