@@ -147,9 +147,13 @@ class Trainer(TrainingState):
         inputs, labels = zip(*map(self._split_rows, batches), strict=True)
         predictions = self.run.model.predictions
         num_each = torch.stack([num_labels(microbatch, predictions) for microbatch in labels]).sum(0)
+        # What masks leave of attention is counted along.
+        pairs = [part.visible.num_pairs() for part in inputs if part.visible is not None]
+        num_each = torch.cat((num_each, torch.stack(pairs).sum(0, keepdim=True))) if pairs else num_each
         if self.token_group.size() > 1:
             dist.all_reduce(num_each, group=self.token_group)
-        factors = self.loss_scale / num_each.to(self.loss_dtype)
+        num_pairs = num_each[len(predictions) :].sum() / self.slices.copies_of_masks
+        factors = self.loss_scale / num_each[: len(predictions)].to(self.loss_dtype)
         losses = torch.zeros(len(predictions), device=device, dtype=self.loss_dtype)
 
         def add_loss(output: ModelOutput, microbatch: int) -> torch.Tensor:
@@ -172,7 +176,8 @@ class Trainer(TrainingState):
         lr = config.optimizer.lr * lr_factor(config.lr_scheduler, self.step + 1, self.run.total_steps)
         self.saver.before_update()
         experts = self.experts.finish(skip=~finite | spike)
-        values = self._values_to_read(torch.cat((losses.double(), experts)), losses.sum(), grad_norm, spike)
+        terms = torch.cat((losses.double(), experts))
+        values = self._values_to_read(terms, losses.sum(), grad_norm, spike, num_pairs)
         self._update(grad_norm, lr, skip=~finite | spike)
         self.optimizer.zero_grad(set_to_none=True)
         self.losses.add(loss, ~finite | spike)
@@ -209,9 +214,14 @@ class Trainer(TrainingState):
         update(self.optimizer, self.gradients_held, lr, factor, skip)
 
     def _values_to_read(
-        self, terms: torch.Tensor, loss: torch.Tensor, grad_norm: torch.Tensor, spike: torch.Tensor
+        self,
+        terms: torch.Tensor,
+        loss: torch.Tensor,
+        grad_norm: torch.Tensor,
+        spike: torch.Tensor,
+        num_pairs: torch.Tensor,
     ) -> torch.Tensor:
-        """Start copying this step's `StepValues` to the host: float64 [7 + terms]."""
+        """Start copying this step's `StepValues` to the host: float64 [8 + terms]."""
         # Signals and saves in progress are seen by single ranks. This all-reduce tells all ranks, in the same step.
         noticed = torch.zeros(2, device=loss.device, dtype=torch.float64)
         noticed[0].fill_(self.signals.received)
@@ -223,7 +233,7 @@ class Trainer(TrainingState):
         else:
             num_zeros = torch.full_like(loss, math.nan)
         scale = torch.ones_like(grad_norm) * self.loss_scale
-        values = [value.double() for value in (loss, grad_norm, spike, scale, num_zeros)]
+        values = [value.double() for value in (loss, grad_norm, spike, scale, num_zeros, num_pairs)]
         return copy_to_host(torch.cat((torch.stack(values), noticed, terms)))
 
     def read_step(self, issued: IssuedStep) -> StepRecord:
@@ -259,7 +269,9 @@ class Trainer(TrainingState):
             global_batch_size=issued.global_batch_size,
             step_time_s=seconds,
             data_time_s=issued.data_time_s,
-            throughput=self.meter.measure(issued.global_batch_size * config.training.seq_len, seconds),
+            throughput=self.meter.measure(
+                issued.global_batch_size * config.training.seq_len, seconds, values.num_pairs or None
+            ),
             peak_memory_bytes=peak_memory_bytes(self.run.device),
             skipped=int(overflowed),
             nan=int(not finite and not overflowed),

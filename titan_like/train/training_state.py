@@ -20,6 +20,7 @@ from titan_like.checkpoint.saver import SaveError, Saver
 from titan_like.checkpoint.step_folders import RunState, folder_of_settings
 from titan_like.config.errors import RunError
 from titan_like.config.schema import Parallelism
+from titan_like.data.batch_size import total_samples
 from titan_like.data.masks import MASK_SETTINGS
 from titan_like.metrics.console import Console
 from titan_like.metrics.run_files import run_ids
@@ -97,7 +98,7 @@ class TrainingState:
         if is_new and config.checkpoint.initial_load_path is not None:
             load_initial_weights(config.checkpoint.initial_load_path, self.model)
         self.start_step = self.step
-        self.console = Console(dist.get_rank() == 0, run.total_steps)
+        self.console = Console(dist.get_rank() == 0, run.total_steps, total_samples(config.training))
 
     def save(self, is_last: bool = False) -> None:
         """Save a checkpoint. With `checkpoint.async` it only starts here, unless it is the last one."""
