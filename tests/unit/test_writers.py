@@ -14,6 +14,7 @@ from tests.unit.test_console import RATES, UNKNOWN_PEAK
 from tests.unit.test_console import record as record_of_console
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
+from titan_like.metrics.run_files import lacks
 from titan_like.metrics.writers import JsonLinesWriter, TensorBoardWriter, WandbWriter, build_writers, check_wandb
 
 CONTRACT_KEYS = [
@@ -31,7 +32,7 @@ def record(step, **changes):
 
 RECORDS = [
     record(1),
-    record(2, num_zeros=3.0, loss_scale=65536.0, validation_loss=2.5),
+    record(2, num_zeros=3.0, loss_scale=65536.0),
     record(3, throughput=UNKNOWN_PEAK, loss=math.nan, grad_norm=math.inf, nan=1),
 ]
 
@@ -53,11 +54,11 @@ def test_metrics_jsonl_has_the_contract_s_keys_in_order_and_null_for_what_json_l
     write_all(JsonLinesWriter(tmp_path / "metrics.jsonl", 0, "ours"))
     first, second, third = read_lines(tmp_path / "metrics.jsonl")
     assert list(first) == CONTRACT_KEYS
-    assert list(second) == [*CONTRACT_KEYS, "num_zeros", "loss_scale", "validation_loss"]
+    assert list(second) == [*CONTRACT_KEYS, "num_zeros", "loss_scale"]
     assert list(third) == CONTRACT_KEYS
     given = vars(RECORDS[0]) | vars(RATES)
     assert first == {key: given[key] for key in CONTRACT_KEYS}
-    assert [second[key] for key in ("num_zeros", "loss_scale", "validation_loss")] == [3.0, 65536.0, 2.5]
+    assert [second[key] for key in ("num_zeros", "loss_scale")] == [3.0, 65536.0]
     assert [key for key, value in third.items() if value is None] == [
         "loss",
         "grad_norm",
@@ -74,6 +75,30 @@ def test_each_line_is_in_the_file_when_write_returns(tmp_path):
         writer.write(record(step))
         assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == list(range(1, step + 1))
     writer.close()
+
+
+def test_a_validation_adds_to_its_step_s_line(tmp_path):
+    path, added = tmp_path / "metrics.jsonl", {"validation_loss": 2.5, "text/perplexity": math.inf}
+    writer = JsonLinesWriter(path, 0, "ours")
+    writer.write(record(1))
+    (before,) = read_lines(path)
+    assert lacks(tmp_path, "ours", 1, "validation_loss")
+    assert not lacks(tmp_path, "others", 1, "validation_loss") and not lacks(tmp_path, "ours", 2, "validation_loss")
+    writer.close()
+    writer = JsonLinesWriter(path, 1, "ours")  # a resumed run makes up for it
+    writer.amend(1, added)
+    writer.write(record(2))
+    writer.close()
+    assert read_lines(path)[0] == before | added | {"text/perplexity": None}
+    assert [line["step"] for line in read_lines(path)] == [1, 2]
+    assert not lacks(tmp_path, "ours", 1, "validation_loss")
+    board = TensorBoardWriter(tmp_path / "board", 0)
+    board.write(record(1))
+    board.amend(1, {"validation_loss": 2.5})
+    board.close()
+    events = EventAccumulator(str(tmp_path / "board")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("validation_loss")] == [(1, 2.5)]
+    assert len(events.Scalars("loss")) == 1
 
 
 @pytest.mark.parametrize("start", [0, 2, 5, 9])

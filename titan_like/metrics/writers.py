@@ -8,7 +8,7 @@ import netrc
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -62,9 +62,18 @@ class JsonLinesWriter:
 
     def write(self, record: StepRecord) -> None:
         """Append the step. A line that cannot be written is kept and written with a later one."""
-        values = record.as_dict()
-        values |= {key: None for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
-        self._append(f"{json.dumps(values)}\n".encode())
+        self._append(_json_line(record.as_dict()))
+
+    def amend(self, step: int, values: Mapping[str, float]) -> None:
+        """Add values to the line of ``step``, which is the last one."""
+        if self._file is None and not self._waiting:
+            return
+        with suppress(OSError):  # then only the other writers have them
+            if self._file is not None and not self._waiting:
+                self._file.truncate(self._size - len("}\n"))
+                self._size -= len("}\n")
+            self._waiting = self._waiting[: -len("}\n")]
+            self._append(b", " + _json_line(values)[1:])
 
     def close(self) -> None:
         """Write the waiting lines and close the file. A line on stderr says how many could not be written."""
@@ -121,11 +130,15 @@ class TensorBoardWriter:
 
     def write(self, record: StepRecord) -> None:
         """Record every number of the step."""
+        self.amend(record.step, record.as_dict())
+
+    def amend(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Record more numbers of a step."""
         if self._writer is not None:
             with self._until_it_fails():
-                for key, value in record.as_dict().items():
+                for key, value in values.items():
                     if value is not None:
-                        self._writer.add_scalar(key, value, record.step)
+                        self._writer.add_scalar(key, value, step)
 
     def close(self) -> None:
         """Flush to disk."""
@@ -175,7 +188,11 @@ class WandbWriter:
 
     def write(self, record: StepRecord) -> None:
         """Log the step."""
-        self._run.log({key: value for key, value in record.as_dict().items() if value is not None}, step=record.step)
+        self.amend(record.step, record.as_dict())
+
+    def amend(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Log more values of the last step."""
+        self._run.log({key: value for key, value in values.items() if value is not None}, step=step)
 
     def close(self) -> None:
         """Finish the run."""
@@ -183,6 +200,11 @@ class WandbWriter:
 
 
 Writer = JsonLinesWriter | TensorBoardWriter | WandbWriter  # each receives every step once, in order
+
+
+def _json_line(values: Mapping[str, Any]) -> bytes:
+    finite = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in values.items()}
+    return f"{json.dumps(finite)}\n".encode()
 
 
 def _wandb_key_configured() -> bool:

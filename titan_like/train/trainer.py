@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from itertools import islice
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from titan_like.metrics.flops import ThroughputMeter
 from titan_like.metrics.hardware import device_name, peak_memory_bytes, peak_tflops
 from titan_like.metrics.profiling import StepProfiler
 from titan_like.metrics.record import StepRecord, named_losses
+from titan_like.metrics.run_files import lacks
 from titan_like.metrics.writers import Writer, build_writers
 from titan_like.models.layers.cross_entropy import num_labels
 from titan_like.models.transformer import ModelInputs
@@ -44,6 +46,10 @@ from titan_like.train.training_state import TrainingState
 _MOST_REWINDS = 3  # to the same checkpoint
 
 Remark = Callable[[StepRecord], str | None]
+
+
+class Stopped(Exception):  # noqa: N818  # it is no error
+    """A signal asks the run to stop in the middle of a validation. All ranks raise it together."""
 
 
 class Trainer(TrainingState):
@@ -68,8 +74,12 @@ class Trainer(TrainingState):
         if self.compile_cache is not None and (told := self.compile_cache.describe_work()):
             self.console.print(f" {told}")
         self.profiler = StepProfiler(config, self.mesh, self.pipeline, run.device, self.console.print)
+        # A signal or a failure may have ended the validation after the checkpoint's step.
+        folder, validates = Path(config.job.dump_folder), self.step > 0 and self._validates()
+        misses = validates and dist.get_rank() == 0 and lacks(folder, self.run_id, self.step, "validation_loss")
+        self.misses_validation = validates and self._largest(misses) > 0
         # TensorBoard would drop what other files have of later steps, and reads files by the clock in their names.
-        writes = dist.get_rank() == 0 and self.step < run.total_steps
+        writes = dist.get_rank() == 0 and (self.step < run.total_steps or self.misses_validation)
         self.writers: list[Writer] = build_writers(config, self.step, self.run_id) if writes else []
         self.scorer = Scorer(config, self.model, self.mesh, run.device, one_length=config.compile.enable)
         self.remark = remark
@@ -91,6 +101,8 @@ class Trainer(TrainingState):
             self.console.print(f" nothing to train: the checkpoint is at step {self.step} of {total}")
         unread: IssuedStep | None = None
         try:
+            if self.misses_validation:
+                self._log_validation()
             while self.step < total and not self.stop_signal:
                 self.profiler.begin(self.step + 1)
                 issued = self.train_step(data)
@@ -109,14 +121,14 @@ class Trainer(TrainingState):
                     data = self._load_data()
                     continue
                 is_last = self.step == total or self.stop_signal > 0
-                if self._validates():
-                    record.validation_loss, record.evaluation = self.validate(), self.evaluate()
-                    named = named_losses(self.run.model.predictions, self.validation_losses)
-                    record.validation_losses = {f"validation_{name}": value for name, value in named.items()}
-                    line = format_validation(self.step, record.validation_loss, named, record.evaluation)
-                    self.console.print(line)
                 self._log_step(record, is_last)
-                self._save_if_due(is_last)
+                has_saved = self._save_if_due(is_last)
+                if self._validates() and not self.stop_signal:
+                    self._log_validation()
+                    if self.stop_signal and not has_saved:
+                        self._save_if_due(is_last=True)
+                    elif self.stop_signal:
+                        self.finish_save(is_last=True)
             if self.stop_signal and self.step < total:
                 self.console.print(f" stopped by {signal.Signals(self.stop_signal).name} after step {self.step}")
         except RunError:  # all ranks raise it together, so a save in progress can still complete
@@ -147,12 +159,12 @@ class Trainer(TrainingState):
         inputs, labels = zip(*map(self._split_rows, batches), strict=True)
         predictions = self.run.model.predictions
         num_each = torch.stack([num_labels(microbatch, predictions) for microbatch in labels]).sum(0)
-        # What masks leave of attention is counted along.
+        # What masks leave of attention is counted too.
         pairs = [part.visible.num_pairs() for part in inputs if part.visible is not None]
         num_each = torch.cat((num_each, torch.stack(pairs).sum(0, keepdim=True))) if pairs else num_each
         if self.token_group.size() > 1:
             dist.all_reduce(num_each, group=self.token_group)
-        num_pairs = num_each[len(predictions) :].sum() / self.slices.copies_of_masks
+        num_pairs = num_each[len(predictions) :].sum().double() / self.slices.copies_of_masks
         factors = self.loss_scale / num_each[: len(predictions)].to(self.loss_dtype)
         losses = torch.zeros(len(predictions), device=device, dtype=self.loss_dtype)
 
@@ -176,8 +188,8 @@ class Trainer(TrainingState):
         lr = config.optimizer.lr * lr_factor(config.lr_scheduler, self.step + 1, self.run.total_steps)
         self.saver.before_update()
         experts = self.experts.finish(skip=~finite | spike)
-        terms = torch.cat((losses.double(), experts))
-        values = self._values_to_read(terms, losses.sum(), grad_norm, spike, num_pairs)
+        terms = torch.cat((losses.double(), num_pairs[None], experts))
+        values = self._values_to_read(terms, losses.sum(), grad_norm, spike)
         self._update(grad_norm, lr, skip=~finite | spike)
         self.optimizer.zero_grad(set_to_none=True)
         self.losses.add(loss, ~finite | spike)
@@ -214,14 +226,9 @@ class Trainer(TrainingState):
         update(self.optimizer, self.gradients_held, lr, factor, skip)
 
     def _values_to_read(
-        self,
-        terms: torch.Tensor,
-        loss: torch.Tensor,
-        grad_norm: torch.Tensor,
-        spike: torch.Tensor,
-        num_pairs: torch.Tensor,
+        self, terms: torch.Tensor, loss: torch.Tensor, grad_norm: torch.Tensor, spike: torch.Tensor
     ) -> torch.Tensor:
-        """Start copying this step's `StepValues` to the host: float64 [8 + terms]."""
+        """Start copying this step's `StepValues` to the host: float64 [7 + terms]."""
         # Signals and saves in progress are seen by single ranks. This all-reduce tells all ranks, in the same step.
         noticed = torch.zeros(2, device=loss.device, dtype=torch.float64)
         noticed[0].fill_(self.signals.received)
@@ -233,7 +240,7 @@ class Trainer(TrainingState):
         else:
             num_zeros = torch.full_like(loss, math.nan)
         scale = torch.ones_like(grad_norm) * self.loss_scale
-        values = [value.double() for value in (loss, grad_norm, spike, scale, num_zeros, num_pairs)]
+        values = [value.double() for value in (loss, grad_norm, spike, scale, num_zeros)]
         return copy_to_host(torch.cat((torch.stack(values), noticed, terms)))
 
     def read_step(self, issued: IssuedStep) -> StepRecord:
@@ -261,7 +268,7 @@ class Trainer(TrainingState):
             step=issued.step,
             loss=values.loss,
             losses=named_losses(predictions, values.terms[: len(predictions)]),
-            experts=dict(zip(FIGURES, values.terms[len(predictions) :], strict=False)),
+            experts=dict(zip(FIGURES, values.terms[len(predictions) + 1 :], strict=False)),
             grad_norm=values.grad_norm,
             lr=issued.lr,
             consumed_samples=issued.consumed_samples,
@@ -270,7 +277,7 @@ class Trainer(TrainingState):
             step_time_s=seconds,
             data_time_s=issued.data_time_s,
             throughput=self.meter.measure(
-                issued.global_batch_size * config.training.seq_len, seconds, values.num_pairs or None
+                issued.global_batch_size * config.training.seq_len, seconds, values.terms[len(predictions)] or None
             ),
             peak_memory_bytes=peak_memory_bytes(self.run.device),
             skipped=int(overflowed),
@@ -328,17 +335,56 @@ class Trainer(TrainingState):
         if remark is not None:
             self.console.print(remark)
 
-    def _save_if_due(self, is_last: bool) -> None:
+    def _save_if_due(self, is_last: bool) -> bool:
+        """Save if this is due or the last step. Returns whether it saves."""
         # After a skipped update there is nothing new to save and the weights may be ruined, so a save must not displace
         # a good checkpoint.
         is_good = self.losses.consecutive_skips == 0
-        if self.config.checkpoint.enable and (is_last or (self.save_is_due and is_good)):
+        saves = self.config.checkpoint.enable and (is_last or (self.save_is_due and is_good))
+        if saves:
             self.save(is_last)
             self.save_is_due = False
+        return saves
+
+    def _log_validation(self) -> None:
+        """Validate, and add the figures to what is logged about the step. If a signal comes, there are no figures."""
+        try:
+            loss, evaluation = self.validate(), self.evaluate()
+        except Stopped:
+            self.model.train()
+            self.model.free_gathered_parameters()
+            self.console.print(f" validation at iteration {self.step} ended by a signal; a resumed run repeats it")
+            return
+        named = named_losses(self.run.model.predictions, self.validation_losses)
+        self.console.print(format_validation(self.step, loss, named, evaluation))
+        values = {"validation_loss": loss, **{f"validation_{name}": term for name, term in named.items()}}
+        for writer in self.writers:
+            writer.amend(self.step, values | evaluation)
+
+    def _leave_if_stopped(self) -> None:
+        """Check between two batches of a validation whether any rank has received a signal. All ranks call it.
+
+        Raises:
+            Stopped: one has.
+        """
+        self.stop_signal = self._largest(self.signals.received)
+        if self.stop_signal:
+            raise Stopped
+
+    def _largest(self, number: int) -> int:
+        """The largest of all ranks' numbers. This waits for the device."""
+        numbers = torch.tensor([number], device=self.run.device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        return int(numbers.item())
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Mean loss, in nats per token, over the first `evaluation.steps` global batches of the validation split."""
+        """Mean loss, in nats per token, over the first `evaluation.steps` global batches of the validation split.
+
+        Raises:
+            Stopped: a rank has received a signal that asks to stop.
+        """
         config = self.config
         dataset = self.run.datasets["validation"]
         unit = config.training.micro_batch_size * self.dp_size
@@ -357,6 +403,7 @@ class Trainer(TrainingState):
         microbatches = config.training.global_batch_size // unit
         with closing(data):
             while batches := [batch.to(self.run.device, non_blocking=True) for batch in islice(data, microbatches)]:
+                self._leave_if_stopped()
                 inputs, labels = zip(*map(self._split_rows, batches), strict=True)
 
                 def add_loss(
@@ -375,10 +422,15 @@ class Trainer(TrainingState):
         return sum(self.validation_losses)
 
     def evaluate(self) -> dict[str, float]:
-        """Score the tasks of `evaluation.datasets`: TASK/FIGURE → value, without counts, which never change."""
+        """Score the tasks of `evaluation.datasets`: TASK/FIGURE → value, without counts, which never change.
+
+        Raises:
+            Stopped: a rank has received a signal that asks to stop.
+        """
+        results = run_tasks(self.run.tasks, self.scorer, lambda _task: lambda _done, _all: self._leave_if_stopped())
         return {
             f"{task}/{figure}": value
-            for task, figures in run_tasks(self.run.tasks, self.scorer).items()
+            for task, figures in results.items()
             for figure, value in figures.items()
             if isinstance(value, float)
         }
