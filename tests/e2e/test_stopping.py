@@ -76,15 +76,11 @@ def test_a_signal_to_one_rank_saves_on_all_and_ends_well(
         assert steps(dump) == list(range(1, int(stopped) + 3))
 
 
-@pytest.mark.parametrize("what", ["held-out data", "a task"])
-def test_a_signal_during_a_long_validation(fork: Callable[..., ForkedJob], tmp_path: Path, what: str) -> None:
+def test_a_signal_during_a_long_validation(fork: Callable[..., ForkedJob], tmp_path: Path) -> None:
     """The checkpoint is there before the validation begins, which ends at the next batch and is made up for later."""
     dump = tmp_path / "out"
-    (tmp_path / "long.txt").write_text("a line of a long text\n" * 200_000)
-    pipelined = ["--parallelism.pipeline_parallel_degree=2", "--evaluation.steps=1000000"]
-    task = ["--evaluation.steps=1", f'--evaluation.datasets=["text={tmp_path}/long.txt"]']
-    interval = ["--evaluation.interval=3", "--checkpoint.interval=3"]
-    with fork(*interval, *(task if what == "a task" else pipelined)) as job:
+    arguments = ["--evaluation.interval=3", "--checkpoint.interval=3", "--parallelism.pipeline_parallel_degree=2"]
+    with fork(*arguments, "--evaluation.steps=1000000") as job:
         job.until(lambda: complete_steps(dump / "checkpoint") == [3], "the checkpoint", 60)
         time.sleep(1.0)
         kill(job.workers()[1], signal.SIGTERM)
@@ -93,17 +89,34 @@ def test_a_signal_during_a_long_validation(fork: Callable[..., ForkedJob], tmp_p
         assert time.monotonic() < asked + 10
     assert " stopped by SIGTERM after step 3\n" in job.output and "validation at iteration 3 |" not in job.output
     assert job.output.count(" saved ") == 1 and complete_steps(dump / "checkpoint") == [3]
-    assert [(line["step"], "validation_loss" in line) for line in records(dump)] == [
-        (step, False) for step in (1, 2, 3)
-    ]
-    if what == "a task":
-        return
-    with fork(*interval, *pipelined[:1], "--evaluation.steps=1", "--training.steps=4") as again:
+    assert [(line["step"], "validation_loss" in line) for line in records(dump)] == [(1, False), (2, False), (3, False)]
+    arguments += ["--evaluation.steps=1", "--training.steps=4"]
+    with fork(*arguments) as again:
         assert again.wait() == 0, again.output
     assert [line["step"] for line in records(dump) if "validation_loss" in line] == [3, 4]
     assert steps(dump) == [1, 2, 3, 4]
-    with fork(*interval, "--evaluation.steps=1", "--training.steps=4") as finished:
-        assert finished.wait() == 0 and "validation" not in finished.output, finished.output
+    with fork(*arguments) as finished:
+        assert finished.wait() == 0 and "validation at" not in finished.output, finished.output
+
+
+def test_a_signal_during_a_long_task(fork: Callable[..., ForkedJob], tmp_path: Path) -> None:
+    """A checkpoint that is not due yet is written after the signal, as if the validation had not begun."""
+    dump, losses = tmp_path / "out", {}
+    (tmp_path / "long.txt").write_text("a line of a long text\n" * 200_000)
+    zero = ["--evaluation.interval=3", "--evaluation.steps=1", "--parallelism.zero_stage=3"]
+    with fork(*zero, f'--evaluation.datasets=["text={tmp_path}/long.txt"]') as job:
+        job.until(lambda: len(steps(dump)) == 3, "the third step", 60)
+        time.sleep(1.0)
+        kill(job.workers()[0], signal.SIGUSR1)
+        asked = time.monotonic()
+        assert job.wait() == 0, job.output
+        assert time.monotonic() < asked + 10
+    assert complete_steps(dump / "checkpoint") == [3]
+    for folder in (dump, tmp_path / "whole"):
+        with fork(*zero, f"--job.dump_folder={folder}", "--training.steps=4") as again:
+            assert again.wait() == 0, again.output
+        losses[folder] = [(line["step"], line["loss"], line.get("validation_loss")) for line in records(folder)]
+    assert losses[dump] == losses[tmp_path / "whole"]
 
 
 def test_ending_torchrun_saves_too(start: Callable[..., TorchrunJob], tmp_path: Path) -> None:

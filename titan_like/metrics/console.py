@@ -133,9 +133,8 @@ class Console:
     def seconds_left(self) -> float | None:
         """Time for the remaining samples at the median time of recent ones; None if a progress bar shows it.
 
-        A ramp-up of the batch makes steps longer, but not the time of a sample. A median ignores stalls and the first
-        step, which compiles. It is the lower median, because after two steps the ordinary one would be the mean with
-        the first.
+        A ramp-up changes the time of a step, not of a sample. A median ignores stalls and the first step, which
+        compiles. It is the lower one, because after two steps the ordinary one would be the mean with the first.
         """
         if self._progress is not None or not self._seconds_per_sample:
             return None

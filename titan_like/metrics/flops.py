@@ -112,16 +112,16 @@ class ThroughputMeter:
     peak_tflops: float | None
     decoder_seq_len: int = 0
 
-    def measure(self, tokens: int, seconds: float, num_pairs: float | None = None) -> Throughput:
+    def measure(self, tokens: int, seconds: float, num_pairs: float = 0) -> Throughput:
         """Rates of a step that took ``seconds`` for ``tokens`` tokens on all devices together.
 
-        ``num_pairs`` counts the keys that all queries of the step see, if samples have masks of their own.
+        ``num_pairs`` counts the keys that all queries of the step see, if its samples have masks of their own.
         """
         per_device = tokens / seconds / self.num_devices / 1e12
         sizes, decoder = (self.model, self.seq_len), self.decoder_seq_len
         full = model_flops_per_token(*sizes, decoder_seq_len=decoder)
         causal = model_flops_per_token(*sizes, causal=True, decoder_seq_len=decoder)
-        if num_pairs is not None:  # forward and backward of QKᵀ and PV: 3 · 2 · 2 for each element and pair
+        if num_pairs:  # forward and backward of QKᵀ and PV: 3 · 2 · 2 for each element and pair
             per_key = 12 * self.model.attention_size * self.model.num_layers
             causal = full - per_key * (self.seq_len - num_pairs / tokens)
 

@@ -11,10 +11,7 @@ from titan_like.metrics.flops import Throughput
 
 @dataclass
 class StepRecord:
-    """One line of metrics.jsonl, to which a validation adds its figures.
-
-    Times in seconds, memory in bytes, loss in nats per token.
-    """
+    """A line of metrics.jsonl before a validation. Times in seconds, memory in bytes, loss in nats per token."""
 
     step: int
     loss: float

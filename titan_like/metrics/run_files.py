@@ -24,11 +24,10 @@ def run_ids(folder: Path) -> dict[str, str]:
         return {}
 
 
-def lacks(folder: Path, run_id: str, step: int, key: str) -> bool:
-    """Whether the run's file has a line of ``step`` without ``key``."""
-    path = folder / METRICS_FILE
-    is_own = run_ids(folder).get(METRICS_FILE) == run_id and path.exists()
-    return is_own and any(number == step and key not in json.loads(line) for number, line in _lines(path))
+def lacks_validation(path: Path, run_id: str, step: int) -> bool:
+    """Whether ``path`` is the run's file and has a line of ``step`` without a validation's figures."""
+    is_own = run_ids(path.parent).get(path.name) == run_id and path.exists()
+    return is_own and any(number == step and "validation_loss" not in json.loads(line) for number, line in _lines(path))
 
 
 def own_file(path: Path, start_step: int, run_id: str, goes_back: bool = False) -> None:

@@ -43,11 +43,6 @@ class Slices:
         """What the length of a sequence must be a multiple of."""
         return 2 * self.size if self.size > 1 else 1
 
-    @property
-    def copies_of_masks(self) -> int:
-        """How many processes get the mask of the same query from `take`."""
-        return self.size if self.method == "ulysses" else 1
-
     def take(self, inputs: ModelInputs, labels: torch.Tensor) -> tuple[ModelInputs, torch.Tensor]:
         """A microbatch's inputs and labels [batch, seq] → those of this process's slice, [batch, seq / size].
 

@@ -27,7 +27,7 @@ from titan_like.metrics.flops import ThroughputMeter
 from titan_like.metrics.hardware import device_name, peak_memory_bytes, peak_tflops
 from titan_like.metrics.profiling import StepProfiler
 from titan_like.metrics.record import StepRecord, named_losses
-from titan_like.metrics.run_files import lacks
+from titan_like.metrics.run_files import METRICS_FILE, lacks_validation
 from titan_like.metrics.writers import Writer, build_writers
 from titan_like.models.layers.cross_entropy import num_labels
 from titan_like.models.transformer import ModelInputs
@@ -75,8 +75,8 @@ class Trainer(TrainingState):
             self.console.print(f" {told}")
         self.profiler = StepProfiler(config, self.mesh, self.pipeline, run.device, self.console.print)
         # A signal or a failure may have ended the validation after the checkpoint's step.
-        folder, validates = Path(config.job.dump_folder), self.step > 0 and self._validates()
-        misses = validates and dist.get_rank() == 0 and lacks(folder, self.run_id, self.step, "validation_loss")
+        validates, metrics = self.step > 0 and self._validates(), Path(config.job.dump_folder, METRICS_FILE)
+        misses = validates and dist.get_rank() == 0 and lacks_validation(metrics, self.run_id, self.step)
         self.misses_validation = validates and self._largest(misses) > 0
         # TensorBoard would drop what other files have of later steps, and reads files by the clock in their names.
         writes = dist.get_rank() == 0 and (self.step < run.total_steps or self.misses_validation)
@@ -122,13 +122,13 @@ class Trainer(TrainingState):
                     continue
                 is_last = self.step == total or self.stop_signal > 0
                 self._log_step(record, is_last)
-                has_saved = self._save_if_due(is_last)
+                self._save_if_due(is_last)
                 if self._validates() and not self.stop_signal:
                     self._log_validation()
-                    if self.stop_signal and not has_saved:
-                        self._save_if_due(is_last=True)
-                    elif self.stop_signal:
-                        self.finish_save(is_last=True)
+                    if self.stop_signal:  # which has come meanwhile
+                        self.finish_save()
+                        if self.step not in self.saved_steps:
+                            self._save_if_due(is_last=True)
             if self.stop_signal and self.step < total:
                 self.console.print(f" stopped by {signal.Signals(self.stop_signal).name} after step {self.step}")
         except RunError:  # all ranks raise it together, so a save in progress can still complete
@@ -160,11 +160,12 @@ class Trainer(TrainingState):
         predictions = self.run.model.predictions
         num_each = torch.stack([num_labels(microbatch, predictions) for microbatch in labels]).sum(0)
         # What masks leave of attention is counted too.
-        pairs = [part.visible.num_pairs() for part in inputs if part.visible is not None]
+        pairs = [(seen.end - seen.first).sum() for part in inputs if (seen := part.visible) is not None]
         num_each = torch.cat((num_each, torch.stack(pairs).sum(0, keepdim=True))) if pairs else num_each
         if self.token_group.size() > 1:
             dist.all_reduce(num_each, group=self.token_group)
-        num_pairs = num_each[len(predictions) :].sum().double() / self.slices.copies_of_masks
+        whole_masks = self.slices.size if self.slices.method == "ulysses" else 1  # of the same sample
+        num_pairs = num_each[len(predictions) :].sum().double() / whole_masks
         factors = self.loss_scale / num_each[: len(predictions)].to(self.loss_dtype)
         losses = torch.zeros(len(predictions), device=device, dtype=self.loss_dtype)
 
@@ -251,6 +252,7 @@ class Trainer(TrainingState):
         """
         config, predictions = self.config, self.run.model.predictions
         values, seconds = issued.read()
+        tokens, num_pairs = issued.global_batch_size * config.training.seq_len, values.terms[len(predictions)]
         finite, scales_loss = math.isfinite(values.grad_norm), self.scaler is not None
         # With a loss scale, infinite gradients of a finite loss only mean that the scale was too large.
         overflowed = scales_loss and not finite and math.isfinite(values.loss)
@@ -276,9 +278,7 @@ class Trainer(TrainingState):
             global_batch_size=issued.global_batch_size,
             step_time_s=seconds,
             data_time_s=issued.data_time_s,
-            throughput=self.meter.measure(
-                issued.global_batch_size * config.training.seq_len, seconds, values.terms[len(predictions)] or None
-            ),
+            throughput=self.meter.measure(tokens, seconds, num_pairs),
             peak_memory_bytes=peak_memory_bytes(self.run.device),
             skipped=int(overflowed),
             nan=int(not finite and not overflowed),
@@ -321,7 +321,7 @@ class Trainer(TrainingState):
         if logs and dist.get_rank() == 0:
             record.sources = self.run.datasets["train"].drawn(record.consumed_samples)
         for writer in self.writers:
-            writer.write(record)
+            writer.write(record.step, record.as_dict())
         self.losses.count(record.step, record.loss, skipped=bool(record.skipped or record.nan or record.spike))
         self.console.add(record)
         self.unlogged.append(record)
@@ -335,16 +335,13 @@ class Trainer(TrainingState):
         if remark is not None:
             self.console.print(remark)
 
-    def _save_if_due(self, is_last: bool) -> bool:
-        """Save if this is due or the last step. Returns whether it saves."""
+    def _save_if_due(self, is_last: bool) -> None:
         # After a skipped update there is nothing new to save and the weights may be ruined, so a save must not displace
         # a good checkpoint.
         is_good = self.losses.consecutive_skips == 0
-        saves = self.config.checkpoint.enable and (is_last or (self.save_is_due and is_good))
-        if saves:
+        if self.config.checkpoint.enable and (is_last or (self.save_is_due and is_good)):
             self.save(is_last)
             self.save_is_due = False
-        return saves
 
     def _log_validation(self) -> None:
         """Validate, and add the figures to what is logged about the step. If a signal comes, there are no figures."""
@@ -359,14 +356,10 @@ class Trainer(TrainingState):
         self.console.print(format_validation(self.step, loss, named, evaluation))
         values = {"validation_loss": loss, **{f"validation_{name}": term for name, term in named.items()}}
         for writer in self.writers:
-            writer.amend(self.step, values | evaluation)
+            writer.write(self.step, values | evaluation)
 
     def _leave_if_stopped(self) -> None:
-        """Check between two batches of a validation whether any rank has received a signal. All ranks call it.
-
-        Raises:
-            Stopped: one has.
-        """
+        """Raise `Stopped` if any rank has received a signal. All ranks call it between two batches of a validation."""
         self.stop_signal = self._largest(self.signals.received)
         if self.stop_signal:
             raise Stopped
@@ -424,8 +417,7 @@ class Trainer(TrainingState):
     def evaluate(self) -> dict[str, float]:
         """Score the tasks of `evaluation.datasets`: TASK/FIGURE → value, without counts, which never change.
 
-        Raises:
-            Stopped: a rank has received a signal that asks to stop.
+        Raises `Stopped` as `validate` does.
         """
         results = run_tasks(self.run.tasks, self.scorer, lambda _task: lambda _done, _all: self._leave_if_stopped())
         return {

@@ -231,8 +231,9 @@ class ObservedTrainer(WatchedTrainer):
         other_pieces = training.micro_batch_size != self.reference.small.config.training.micro_batch_size
         return not (sums_differently or other_pieces or self.config.compile.enable)
 
-    def _save_if_due(self, is_last: bool) -> bool:
-        return self.dtype not in HALF and super()._save_if_due(is_last)  # those save at the end
+    def _save_if_due(self, is_last: bool) -> None:
+        if self.dtype not in HALF:  # those save at the end
+            super()._save_if_due(is_last)
 
     def validate(self) -> float:
         """Validate and compare the loss."""

@@ -28,10 +28,6 @@ class VisibleKeys(NamedTuple):
         keys = torch.arange(self.first.shape[1], device=self.first.device)
         return ((keys >= self.first[..., None]) & (keys < self.end[..., None]))[:, None]
 
-    def num_pairs(self) -> torch.Tensor:
-        """How many keys all queries together see: int64 scalar."""
-        return (self.end - self.first).sum()
-
     def with_blocks(self, num_keys: int | None = None) -> VisibleKeys:
         """The same intervals with their `BlockMask`, which one microbatch needs once, for all layers.
 
