@@ -123,9 +123,9 @@ class Trainer(TrainingState):
                 is_last = self.step == total or self.stop_signal > 0
                 self._log_step(record, is_last)
                 self._save_if_due(is_last)
-                if self._validates() and not self.stop_signal:
+                if self._validates():
                     self._log_validation()
-                    if self.stop_signal:  # which has come meanwhile
+                    if self.stop_signal:
                         self.finish_save()
                         if self.step not in self.saved_steps:
                             self._save_if_due(is_last=True)
@@ -344,13 +344,14 @@ class Trainer(TrainingState):
             self.save_is_due = False
 
     def _log_validation(self) -> None:
-        """Validate, and add the figures to what is logged about the step. If a signal comes, there are no figures."""
+        """Validate and add the figures to what is logged about the step. A signal that asks to stop ends this."""
         try:
+            self._leave_if_stopped()
             loss, evaluation = self.validate(), self.evaluate()
         except Stopped:
             self.model.train()
             self.model.free_gathered_parameters()
-            self.console.print(f" validation at iteration {self.step} ended by a signal; a resumed run repeats it")
+            self.console.print(f" a signal leaves the validation at iteration {self.step} to the resumed run")
             return
         named = named_losses(self.run.model.predictions, self.validation_losses)
         self.console.print(format_validation(self.step, loss, named, evaluation))
