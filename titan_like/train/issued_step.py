@@ -21,8 +21,7 @@ class StepValues(NamedTuple):
     num_zeros: float  # gradient elements that are exactly 0; NaN if they were not counted
     stop_signal: float  # the largest signal number that any rank has received, or 0
     is_saving: float  # 1 if any rank is still writing a checkpoint
-    # The loss of each prediction of the model; the number of keys that all queries see together (0 without masks of
-    # documents, prefixes or padding); `FIGURES` of the experts, if there are any.
+    # Loss of each prediction; keys that all queries see together (0 if samples have no masks); `FIGURES` of experts
     terms: list[float]
 
 
