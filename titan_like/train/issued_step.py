@@ -22,7 +22,8 @@ class StepValues(NamedTuple):
     stop_signal: float  # the largest signal number that any rank has received, or 0
     is_saving: float  # 1 if any rank is still writing a checkpoint
     num_labels: float  # labels of the global batch for the prediction that has the fewest
-    terms: list[float]  # the loss of each of the model's predictions, and `FIGURES` of its experts, if it has any
+    # Loss of each prediction; keys that all queries see together (0 if samples have no masks); `FIGURES` of experts
+    terms: list[float]
 
 
 _SINGLE_VALUES = len(StepValues._fields) - 1

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from itertools import islice
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from titan_like.metrics.flops import ThroughputMeter
 from titan_like.metrics.hardware import device_name, peak_memory_bytes, peak_tflops
 from titan_like.metrics.profiling import StepProfiler
 from titan_like.metrics.record import StepRecord, named_losses
+from titan_like.metrics.run_files import METRICS_FILE, lacks_validation
 from titan_like.metrics.writers import Writer, build_writers
 from titan_like.models.layers.cross_entropy import num_labels
 from titan_like.models.transformer import ModelInputs
@@ -45,6 +47,10 @@ _MOST_REWINDS = 3  # to the same checkpoint
 _NO_LABELS = "have no labels: all of their tokens are special tokens, padding or prompts"
 
 Remark = Callable[[StepRecord], str | None]
+
+
+class Stopped(Exception):  # noqa: N818  # it is no error
+    """A signal asks the run to stop in the middle of a validation. All ranks raise it together."""
 
 
 class Trainer(TrainingState):
@@ -70,8 +76,12 @@ class Trainer(TrainingState):
         if self.compile_cache is not None and (told := self.compile_cache.describe_work()):
             self.console.print(f" {told}")
         self.profiler = StepProfiler(config, self.mesh, self.pipeline, run.device, self.console.print)
+        # A signal or a failure may have ended the validation after the checkpoint's step.
+        validates, metrics = self.step > 0 and self._validates(), Path(config.job.dump_folder, METRICS_FILE)
+        misses = validates and dist.get_rank() == 0 and lacks_validation(metrics, self.run_id, self.step)
+        self.misses_validation = validates and self._largest(misses) > 0
         # TensorBoard would drop what other files have of later steps, and reads files by the clock in their names.
-        writes = dist.get_rank() == 0 and self.step < run.total_steps
+        writes = dist.get_rank() == 0 and (self.step < run.total_steps or self.misses_validation)
         self.writers: list[Writer] = build_writers(config, self.step, self.run_id) if writes else []
         self.scorer = Scorer(config, self.model, self.mesh, run.device, one_length=config.compile.enable)
         self.remark = remark
@@ -93,6 +103,8 @@ class Trainer(TrainingState):
             self.console.print(f" nothing to train: the checkpoint is at step {self.step} of {total}")
         unread: IssuedStep | None = None
         try:
+            if self.misses_validation:
+                self._log_validation()
             while self.step < total and not self.stop_signal:
                 self.profiler.begin(self.step + 1)
                 issued = self.train_step(data)
@@ -111,14 +123,14 @@ class Trainer(TrainingState):
                     data = self._load_data()
                     continue
                 is_last = self.step == total or self.stop_signal > 0
-                if self._validates():
-                    record.validation_loss, record.evaluation = self.validate(), self.evaluate()
-                    named = named_losses(self.run.model.predictions, self.validation_losses)
-                    record.validation_losses = {f"validation_{name}": value for name, value in named.items()}
-                    line = format_validation(self.step, record.validation_loss, named, record.evaluation)
-                    self.console.print(line)
                 self._log_step(record, is_last)
                 self._save_if_due(is_last)
+                if self._validates():
+                    self._log_validation()
+                    if self.stop_signal:
+                        self.finish_save()
+                        if self.step not in self.saved_steps:
+                            self._save_if_due(is_last=True)
             if self.stop_signal and self.step < total:
                 self.console.print(f" stopped by {signal.Signals(self.stop_signal).name} after step {self.step}")
         except RunError:  # all ranks raise it together, so a save in progress can still complete
@@ -148,12 +160,8 @@ class Trainer(TrainingState):
         # only need to be summed.
         inputs, labels = zip(*map(self._split_rows, batches), strict=True)
         predictions = self.run.model.predictions
-        num_each = torch.stack([num_labels(microbatch, predictions) for microbatch in labels]).sum(0)
-        num_tokens = torch.stack([microbatch.num_tokens for microbatch in inputs]).sum(0, keepdim=True)
-        num_each = torch.cat((num_each, num_tokens))  # losses of experts are means over all tokens but padding
-        if self.token_group.size() > 1:
-            dist.all_reduce(num_each, group=self.token_group)
-        factors = self.loss_scale / num_each[:-1].to(self.loss_dtype)
+        num_each, num_tokens, num_pairs = self._count(inputs, labels)
+        factors = self.loss_scale / num_each.to(self.loss_dtype)
         losses = torch.zeros(len(predictions), device=device, dtype=self.loss_dtype)
 
         def add_loss(output: ModelOutput, microbatch: int) -> torch.Tensor:
@@ -161,7 +169,7 @@ class Trainer(TrainingState):
             losses.add_(output.detach())
             return output.sum()
 
-        self.experts.begin(self.loss_scale, num_each[-1].double())
+        self.experts.begin(self.loss_scale, num_tokens)
         self.pipeline.forward_backward(self._with_labels(inputs, labels, factors), add_loss)
         self._complete_gradients()
         self.profiler.mark("gradient reduction")
@@ -176,7 +184,7 @@ class Trainer(TrainingState):
         lr = config.optimizer.lr * lr_factor(config.lr_scheduler, self.step + 1, self.run.total_steps)
         self.saver.before_update()
         experts = self.experts.finish(skip=~finite | spike)
-        terms = torch.cat((num_each.amin(0, keepdim=True).double(), losses.double(), experts))
+        terms = torch.cat((num_each.amin(0, keepdim=True), losses.double(), num_pairs[None], experts))
         values = self._values_to_read(terms, losses.sum(), grad_norm, spike)
         self._update(grad_norm, lr, skip=~finite | spike)
         self.optimizer.zero_grad(set_to_none=True)
@@ -194,6 +202,23 @@ class Trainer(TrainingState):
     def _split_rows(self, batch: torch.Tensor) -> tuple[ModelInputs, torch.Tensor]:
         """A microbatch [micro_batch, rows, seq] → the model's inputs and labels, of this process's slice."""
         return self.slices.take(*self.run.masks.split_rows(batch))
+
+    def _count(
+        self, inputs: Sequence[ModelInputs], labels: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Count the global batch, in float64: its labels of each prediction [predictions], its tokens that are not
+        padding, and the pairs of a query and a key that document masks leave (0 if samples have no masks).
+        """
+        num_each = torch.stack([num_labels(microbatch, self.run.model.predictions) for microbatch in labels]).sum(0)
+        pairs = [(seen.end - seen.first).sum() for part in inputs if (seen := part.visible) is not None]
+        num_tokens = torch.stack([microbatch.num_tokens for microbatch in inputs]).sum()
+        num_pairs = torch.stack(pairs).sum() if pairs else torch.zeros_like(num_tokens)
+        counts = torch.cat((num_each, num_tokens[None], num_pairs[None]))
+        if self.token_group.size() > 1:
+            dist.all_reduce(counts, group=self.token_group)
+        *_, num_tokens, num_pairs = counts.double()
+        whole_masks = self.slices.size if self.slices.method == "ulysses" else 1  # each rank has those of its samples
+        return counts[:-2].double(), num_tokens, num_pairs / whole_masks
 
     def _with_labels(
         self, inputs: Sequence[ModelInputs], labels: Sequence[torch.Tensor], factors: torch.Tensor
@@ -239,6 +264,7 @@ class Trainer(TrainingState):
         """
         config, predictions = self.config, self.run.model.predictions
         values, seconds = issued.read()
+        tokens, num_pairs = issued.global_batch_size * config.training.seq_len, values.terms[len(predictions)]
         finite, scales_loss = math.isfinite(values.grad_norm), self.scaler is not None
         # With a loss scale, infinite gradients of a finite loss only mean that the scale was too large.
         overflowed = scales_loss and not finite and math.isfinite(values.loss)
@@ -262,7 +288,7 @@ class Trainer(TrainingState):
             step=issued.step,
             loss=values.loss,
             losses=named_losses(predictions, values.terms[: len(predictions)]),
-            experts=dict(zip(FIGURES, values.terms[len(predictions) :], strict=False)),
+            experts=dict(zip(FIGURES, values.terms[len(predictions) + 1 :], strict=False)),
             grad_norm=values.grad_norm,
             lr=issued.lr,
             consumed_samples=issued.consumed_samples,
@@ -270,7 +296,7 @@ class Trainer(TrainingState):
             global_batch_size=issued.global_batch_size,
             step_time_s=seconds,
             data_time_s=issued.data_time_s,
-            throughput=self.meter.measure(issued.global_batch_size * config.training.seq_len, seconds),
+            throughput=self.meter.measure(tokens, seconds, num_pairs),
             peak_memory_bytes=peak_memory_bytes(self.run.device),
             skipped=int(overflowed),
             nan=int(not finite and not overflowed),
@@ -313,7 +339,7 @@ class Trainer(TrainingState):
         if logs and dist.get_rank() == 0:
             record.sources = self.run.datasets["train"].drawn(record.consumed_samples)
         for writer in self.writers:
-            writer.write(record)
+            writer.write(record.step, record.as_dict())
         is_skipped = bool(record.skipped or record.nan or record.spike)
         self.losses.count(record.step, record.loss, is_skipped, self.has_labels)
         self.console.add(record)
@@ -336,9 +362,42 @@ class Trainer(TrainingState):
             self.save(is_last)
             self.save_is_due = False
 
+    def _log_validation(self) -> None:
+        """Validate and add the figures to what is logged about the step. A signal that asks to stop ends this."""
+        try:
+            self._leave_if_stopped()
+            loss, evaluation = self.validate(), self.evaluate()
+        except Stopped:
+            self.model.train()
+            self.model.free_gathered_parameters()
+            self.console.print(f" a signal leaves the validation at iteration {self.step} to the resumed run")
+            return
+        named = named_losses(self.run.model.predictions, self.validation_losses)
+        self.console.print(format_validation(self.step, loss, named, evaluation))
+        values = {"validation_loss": loss, **{f"validation_{name}": term for name, term in named.items()}}
+        for writer in self.writers:
+            writer.write(self.step, values | evaluation)
+
+    def _leave_if_stopped(self) -> None:
+        """Raise `Stopped` if any rank has received a signal. All ranks call it between two batches of a validation."""
+        self.stop_signal = self._largest(self.signals.received)
+        if self.stop_signal:
+            raise Stopped
+
+    def _largest(self, number: int) -> int:
+        """The largest of all ranks' numbers. This waits for the device."""
+        numbers = torch.tensor([number], device=self.run.device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        return int(numbers.item())
+
     @torch.no_grad()
     def validate(self) -> float:
-        """Mean loss, in nats per token, over the first `evaluation.steps` global batches of the validation split."""
+        """Mean loss, in nats per token, over the first `evaluation.steps` global batches of the validation split.
+
+        Raises:
+            Stopped: a rank has received a signal that asks to stop.
+        """
         config = self.config
         dataset = self.run.datasets["validation"]
         unit = config.training.micro_batch_size * self.dp_size
@@ -357,6 +416,7 @@ class Trainer(TrainingState):
         microbatches = config.training.global_batch_size // unit
         with closing(data):
             while batches := [batch.to(self.run.device, non_blocking=True) for batch in islice(data, microbatches)]:
+                self._leave_if_stopped()
                 inputs, labels = zip(*map(self._split_rows, batches), strict=True)
 
                 def add_loss(
@@ -377,10 +437,14 @@ class Trainer(TrainingState):
         return sum(self.validation_losses)
 
     def evaluate(self) -> dict[str, float]:
-        """Score the tasks of `evaluation.datasets`: TASK/FIGURE → value, without counts, which never change."""
+        """Score the tasks of `evaluation.datasets`: TASK/FIGURE → value, without counts, which never change.
+
+        Raises `Stopped` as `validate` does.
+        """
+        results = run_tasks(self.run.tasks, self.scorer, lambda _task: lambda _done, _all: self._leave_if_stopped())
         return {
             f"{task}/{figure}": value
-            for task, figures in run_tasks(self.run.tasks, self.scorer).items()
+            for task, figures in results.items()
             for figure, value in figures.items()
             if isinstance(value, float)
         }

@@ -20,6 +20,7 @@ from titan_like.checkpoint.saver import SaveError, Saver
 from titan_like.checkpoint.step_folders import RunState, checkpoint_path, folder_of_settings
 from titan_like.config.errors import RunError, first_line
 from titan_like.config.schema import Parallelism
+from titan_like.data.batch_size import total_samples
 from titan_like.data.masks import MASK_SETTINGS
 from titan_like.hugging_face.origin import origin_files
 from titan_like.metrics.console import Console
@@ -100,7 +101,7 @@ class TrainingState:
         if config.checkpoint.enable:
             agree(self._keep_origin(is_new))
         self.start_step = self.step
-        self.console = Console(dist.get_rank() == 0, run.total_steps)
+        self.console = Console(dist.get_rank() == 0, run.total_steps, total_samples(config.training))
 
     def _keep_origin(self, is_new: bool) -> str | None:
         """Let checkpoints hold what this run's source says besides weights. Returns the reason if that fails."""

@@ -235,6 +235,9 @@ class ObservedTrainer(WatchedTrainer):
         if self.dtype not in HALF:  # those save at the end
             super()._save_if_due(is_last)
 
+    def _leave_if_stopped(self) -> None:
+        pass  # the signal of the last step ends the loop alone
+
     def validate(self) -> float:
         """Validate and compare the loss."""
         loss = super().validate()
