@@ -127,6 +127,15 @@ def test_an_export_begins_texts_as_training_did(tmp_path: Path, kind: str, bos: 
     assert (config["bos_token_id"], config["eos_token_id"]) == (theirs.bos_token_id, theirs.eos_token_id)
 
 
+def test_an_export_names_what_began_and_ended_documents(tmp_path: Path) -> None:
+    spec = save_kind(tmp_path / "tokenizer", "l3", bos_token=None)
+    data = {"tokenizer": str(spec), "eod_token": "<|end_of_text|>"}
+    save_checkpoint(tmp_path / "run", random_model(llama_config(vocab_size=512)).float(), data=data)
+    to_hugging_face(CheckpointWeights(tmp_path / "run" / "step-1"), tmp_path / "hf", None, 10**9, None)
+    theirs = _theirs(tmp_path / "hf")
+    assert (theirs.bos_token, theirs.eos_token) == ("<|begin_of_text|>", "<|end_of_text|>")
+
+
 def test_what_a_source_says_survives_saves(tmp_path: Path) -> None:
     """From a folder into a run's checkpoint, from there into the next, and out again."""
     model = random_model(llama_config(vocab_size=512)).float()

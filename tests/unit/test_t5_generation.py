@@ -31,7 +31,7 @@ def test_greedy_generation_equals_transformers(mlp: str, tied: bool) -> None:
         prompt = torch.randint(2, 101, (1, length), generator=torch.Generator().manual_seed(length))
         limits: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "decoder_start_token_id": START}
         expected = theirs.generate(prompt, eos_token_id=NO_END, pad_token_id=START, **limits)[0, 1:].tolist()
-        ours = generate(model, [START], NEW_TOKENS, temperature=0, eod_id=NO_END, encoder_tokens=prompt[0].tolist())
+        ours = generate(model, [START], NEW_TOKENS, temperature=0, stop_ids={NO_END}, encoder_tokens=prompt[0].tolist())
         assert expected[: len(ours)] == ours and expected[len(ours) :] in ([], [NO_END])
         written.append(tuple(ours))
     assert len(set(written)) == 3 and max(len(set(tokens)) for tokens in written) > 3
@@ -56,6 +56,7 @@ def test_an_exported_byte_model_writes_what_generate_py_prints(tmp_path: Path) -
     prompt = "def <extra_id_0>(é):\n    <extra_id_1>"
     inputs = tokenizer(prompt, return_tensors="pt")
     assert inputs.input_ids[0].tolist() == [*encode_with_sentinels(ours, prompt), 256]
+    assert encode_with_sentinels(again, prompt) == encode_with_sentinels(ours, prompt)
     expected = theirs.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)[0, 1:].tolist()
 
     shown = tmp_path / "generated.json"

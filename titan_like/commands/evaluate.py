@@ -172,6 +172,7 @@ def score(
     names = options.lm_eval.split(",") if options.lm_eval else []
     if names:
         from titan_like.evaluate.harness import CheckpointLM, find_tasks, run_harness
+        from titan_like.evaluate.sampling import stop_ids
 
         names, manager = find_tasks(names, options.lm_eval_folder)
     device = select_device(config.training.dtype)
@@ -182,7 +183,7 @@ def score(
         results = run_tasks(tasks, Scorer(config, model, mesh, device), progress)
         if not names:
             return results, {}
-        harness_model = CheckpointLM(config, model, mesh, device, tokenizer)
+        harness_model = CheckpointLM(config, model, mesh, device, tokenizer, stop_ids(tokenizer, path))
         return results, run_harness(harness_model, names, manager, options.num_fewshot, options.limit)
 
 

@@ -25,7 +25,7 @@ from titan_like.config.schema import DEFAULT_TOKENS, TokenOptions
 from titan_like.data.chat_records import Conversation, read_conversation
 from titan_like.data.raw_text import BadRecord
 from titan_like.data.special_tokens import TOKENIZER_FILE
-from titan_like.data.tokenizer import HuggingFaceTokenizer, build_tokenizer, is_on_hub, tokenizer_files
+from titan_like.data.tokenizer import build_tokenizer, is_on_hub, tokenizer_files
 
 _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Some templates write today's date. A run's data must not depend on the day, so they get that which Llama 3.1's has.
@@ -80,14 +80,9 @@ class Chat:
 
     def _by_texts(self, prompt: str, answer: str) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of a prompt with its answer and whether they are of the answer: int64 and bool [tokens]."""
-        if isinstance(self.tokenizer, HuggingFaceTokenizer):
-            tokens, _, ends = self.tokenizer.encode_with_places(prompt + answer)
-            is_answer = ends > len(prompt)
-        else:
-            tokens = self.tokenizer.encode(prompt + answer)
-            is_answer = np.arange(len(tokens)) >= len(prompt.encode())
+        tokens, _, ends = self.tokenizer.encode_with_places(prompt + answer)
         first, end = self.tokenizer.first_ids, self.tokenizer.eod_id
-        is_answer = np.array([*[False] * len(first), *is_answer, True])
+        is_answer = np.array([*[False] * len(first), *(ends > len(prompt)), True])
         return np.array([*first, *tokens, end], dtype=np.int64), is_answer
 
     def _by_template(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
@@ -121,7 +116,6 @@ class Chat:
         if not all(map(whole.startswith, [*prompts, *throughs])):
             problem = "the chat template writes the beginning of the conversation in another way once more follows, so"
             raise BadRecord(f"{problem} its answers cannot be found; mark them in the template by {{% generation %}}")
-        assert isinstance(self.tokenizer, HuggingFaceTokenizer)  # others have no templates
         tokens, begins, ends = self.tokenizer.encode_with_places(whole, parses_special=True)
         can_end = np.isin(tokens, list(self.tokenizer.special_ids - {self.template.unk_token_id}))
         is_answer = np.zeros(len(tokens), dtype=bool)

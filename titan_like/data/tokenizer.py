@@ -53,6 +53,11 @@ class ByteTokenizer:
         """One token per byte of each text."""
         return list(map(self.encode, texts))
 
+    def encode_with_places(self, text: str, parses_special: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Token ids as `encode` returns them, and the characters where each begins and ends: int64 [tokens] each."""
+        begins = np.repeat(np.arange(len(text)), [len(character.encode("utf-8")) for character in text])
+        return self.encode(text), begins, begins + 1
+
     def decode(self, ids: list[int]) -> str:
         """Text of the bytes, without end-of-document tokens. Invalid UTF-8 becomes replacement characters."""
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
@@ -95,13 +100,16 @@ class HuggingFaceTokenizer:
             tokenizer.encode("")
             found = tokenizer.post_process(HFTokenizer(models.WordLevel({"a": 0}, "a")).encode("a"))
         # What the tokenizer puts before a text, whatever that is, and not what it puts after it.
-        self.template_ids = found.ids[: found.special_tokens_mask.index(0)]
+        place = found.special_tokens_mask.index(0)
+        self.template_ids = found.ids[:place]
         # [CLS] begins a sample and not a document.
         by_itself = [] if self.template_ids[:1] == [special.sample_id] else self.template_ids
         self.bos_id = next(iter(by_itself), None) if special.bos_id is None else special.bos_id
         self.eod_id = self._end_of_document(options.eod_token, special.eos_id)
         self.mask_id, self.pad_id = special.mask_id, special.pad_id
         self.first_ids = self._first_ids(options.bos, by_itself)
+        # What the tokenizer itself puts after a text that begins so.
+        self.last_ids = found.ids[place + 1 :] if self.first_ids == self.template_ids else []
         self.stop_ids = frozenset({self.eod_id, *special.end_ids})
         self.sentinel_ids, self.pair_ids, self.special_ids = special.sentinel_ids, special.pair_ids, special.all_ids
         self._parses_special = not options.split_special_tokens
@@ -169,10 +177,10 @@ class HuggingFaceTokenizer:
         characters = str(self.tokenizer.id_to_token(token))
         return [piece.id for character in characters for piece in self.tokenizer.model.tokenize(character)]
 
-    def decode(self, ids: list[int]) -> str:
-        """Text without special tokens."""
+    def decode(self, ids: list[int], skips_special: bool = True) -> str:
+        """Text of the tokens, by default without special tokens."""
         with self._in_use():
-            return self.tokenizer.decode(ids, skip_special_tokens=True)
+            return self.tokenizer.decode(ids, skip_special_tokens=skips_special)
 
     def decode_after(self, before: list[int], ids: list[int]) -> str:
         """What `decode` writes for ``ids`` where they follow the tokens ``before``."""

@@ -49,6 +49,12 @@ def write_tokenizer(spec: str, options: TokenOptions, model: TransformerConfig, 
         shutil.copyfile(files[0], folder / TOKENIZER_FILE)
     if len(files) == 1 and files[0].name == TOKENIZER_FILE and files[0].with_name(ABOUT_FILE).is_file():
         copy_files(files[0].parent, folder, TOKENIZER_FILES)  # written by transformers, so it is complete
+        about = read_json(folder / ABOUT_FILE)
+        trained = {"eos_token": tokenizer.id_to_token(eod_id)} if options.eod_token else {}
+        if bos_id != eod_id and not about.get("bos_token"):  # what the tokenizer itself puts before a text
+            trained["bos_token"] = tokenizer.id_to_token(bos_id)
+        if trained:
+            write_durably(folder / ABOUT_FILE, json.dumps(about | trained, indent=2, ensure_ascii=False) + "\n")
     else:
         about = _about(ours, tokenizer, bos_id, model)
         write_durably(folder / ABOUT_FILE, json.dumps(about, indent=2, ensure_ascii=False) + "\n")
