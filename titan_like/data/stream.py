@@ -64,6 +64,8 @@ class StreamSource(Source):
         self.tokenizer = build_tokenizer(section.tokenizer)
         check_vocabulary(section.tokenizer, self.tokenizer, request.vocab_size)
         self.shards, self._content = find_shards(section.paths)
+        # A file that is changed in place may have the same fingerprint. Its bookmarks would give other samples.
+        self._changed_at = [shard.changed_at for shard in self.shards]
         self._bookmarks: dict[int, Bookmark] = {}
         self._begin()
 
@@ -168,10 +170,9 @@ class StreamSource(Source):
 
     @cached_property
     def _state_key(self) -> str:
-        # A file that was changed in place may have the same fingerprint. Its bookmarks would give other samples.
-        changed = [shard.changed_at for shard in self.shards]
-        key = repr((self.fingerprint, changed, self.request.seed, self.request.part, self.request.seq_len)).encode()
-        return hashlib.blake2b(key, digest_size=8).hexdigest()
+        request = self.request
+        key = repr((self.fingerprint, self._changed_at, request.seed, request.part, request.seq_len))
+        return hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
 
     def _part(self, shard: int, reader: int, epoch: int) -> Part:
         num_readers, split = self.request.section.num_readers, split_range(self._weights, self.request.split)
