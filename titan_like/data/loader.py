@@ -152,10 +152,10 @@ class BackgroundLoader:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # threads start on GPU 0, where pinning would create a context
             try:
-                batches = iter(loader)  # waits for the processes to start
+                batches = iter(loader)  # waits for the processes to be ready
             except RuntimeError as error:
                 pid = re.search(r"pid\(s\) (\d+)", str(error))
-                raise _lost(pid[1], "died while it started") if pid else error from None
+                raise _lost(pid[1], "has died") if pid else error from None
             workers = getattr(batches, "_workers", workers)
             for batch in batches:
                 is_read = isinstance(batch, torch.Tensor)
