@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -83,7 +83,7 @@ class Source(Dataset[torch.Tensor], ABC):
         """
         return None
 
-    def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
+    def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
         """Take over what `state_dict` gave in all processes of a run, before the first sample is read."""
 
     def __getitem__(self, index: int) -> torch.Tensor:

@@ -15,7 +15,6 @@ import math
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
 from functools import cached_property
 from typing import Any
 from weakref import finalize
@@ -66,7 +65,7 @@ class StreamSource(Source):
         self.shards, self._content = find_shards(section.paths)
         # A file that is changed in place may have the same fingerprint. Its bookmarks would give other samples.
         self._changed_at = [shard.changed_at for shard in self.shards]
-        self._bookmarks: dict[int, Bookmark] = {}
+        self._bookmarks: dict[str, list[int]] = {}  # where each reader goes on
         self._begin()
 
     def _begin(self) -> None:
@@ -124,20 +123,17 @@ class StreamSource(Source):
             digest.update(path.read_bytes())
         return digest.hexdigest()
 
-    @property
-    def _is_own(self) -> bool:
-        """Whether the readers are of this process."""
-        return self._process == os.getpid()
-
     def _window(self, index: int) -> np.ndarray | None:
-        if not self._is_own:  # a copy in a worker of the loader must not move its parent's open files
+        if self._process != os.getpid():  # a copy in a worker of the loader must not move its parent's open files
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # whose threads do not survive a fork
             self._begin()
         sample, number = divmod(index, self.request.section.num_readers)
         with self._lock:
-            if number not in self._readers:
-                self._readers[number] = self._open(number)
-            return self._readers[number].sample(sample)
+            reader = self._readers.get(number) or self._open(number)
+            window = reader.sample(sample)
+            mark = reader.bookmark
+            self._bookmarks[f"{self._state_key}/{number}"] = [mark.sample, mark.offset, *vars(mark.place).values()]
+            return window
 
     def _open(self, number: int) -> Reader:
         request, num_shards = self.request, len(self.shards)
@@ -151,21 +147,17 @@ class StreamSource(Source):
             return self._part(shard, number, epoch)
 
         documents = Documents(number, request.section, num_shards, part, None if is_train else 1, self.tokenizer)
-        return Reader(documents, request.seq_len, self._bookmarks.get(number, Bookmark()))
+        sample, offset, *place = self._bookmarks.get(f"{self._state_key}/{number}", [0, 0])
+        self._readers[number] = Reader(documents, request.seq_len, Bookmark(sample, offset, Place(*place)))
+        return self._readers[number]
 
     def state_dict(self) -> dict[str, list[int]]:
-        """Where the readers that this process has opened go on."""
-        found = {number: reader.bookmark for number, reader in self._readers.items()} if self._is_own else {}
-        return {
-            f"{self._state_key}/{number}": [mark.sample, mark.offset, *astuple(mark.place)]
-            for number, mark in (self._bookmarks | found).items()
-        }
+        """Where readers go on, as far as this process knows."""
+        return dict(self._bookmarks)
 
-    def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
+    def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
         """Let readers begin where those of any layout were. What is of other data or of another order is ignored."""
-        for key, (sample, offset, *place) in state.items():
-            if key.startswith(f"{self._state_key}/"):
-                self._bookmarks[int(key.rpartition("/")[2])] = Bookmark(sample, offset, Place(*place))
+        self._bookmarks |= {key: mark for key, mark in state.items() if key.startswith(f"{self._state_key}/")}
         self._readers.clear()
 
     @cached_property
@@ -234,7 +226,7 @@ class BlendedStream(BlendedSource):
         """Where the readers of all sources go on."""
         return {key: mark for source in self.sources for key, mark in (source.state_dict() or {}).items()}
 
-    def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
+    def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
         """As of a single stream."""
         for source in self.sources:
             source.load_state_dict(state)
