@@ -68,6 +68,7 @@ class RunState:
     recent_losses: list[float] = field(default_factory=list)  # the window that loss spikes are detected with
     consecutive_skips: _Count = 0
     data: str = ""  # fingerprint of the training tokens
+    readers: dict[str, list[_Count]] = field(default_factory=dict)  # where a stream's readers go on
     versions: dict[str, str] = field(default_factory=dict)  # of the libraries that wrote it
     run_id: str = ""  # the same in every checkpoint of a run, however often it was resumed
 

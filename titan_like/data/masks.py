@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data.masked_tokens import MaskedTokens, masked_tokens_of
 from titan_like.data.sentence_pairs import PairTokens, Samples, SentencePairs, pair_tokens_of
-from titan_like.data.source import IGNORED_LABEL
+from titan_like.data.source import IGNORED_LABEL, Source
 from titan_like.data.span_corruption import SpanCorruption, span_corruption_of
 from titan_like.data.tokenizer import Tokenizer, tokenizer_of
 from titan_like.models.config import TransformerConfig
@@ -107,6 +107,10 @@ class MaskedSamples(Dataset[torch.Tensor]):
         pairs = self.masks.pairs
         sample = self.samples[index] if pairs is None else pairs.make(self.samples, index, self.masks.seed)
         return self.masks.add_rows(sample, index)
+
+    def state_dict(self) -> dict[str, list[int]] | None:
+        """That of the dataset; see `titan_like.data.source.Source.state_dict`."""
+        return self.samples.state_dict() if isinstance(self.samples, Source) else None
 
 
 def masks_of(config: JobConfig, model: TransformerConfig, tokenizer: Tokenizer | None = None) -> Masks:

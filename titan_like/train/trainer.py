@@ -67,6 +67,7 @@ class Trainer(TrainingState):
         self.rewinds: Counter[int] = Counter()  # step of a checkpoint → how often the run went back to it
         self.unlogged: list[StepRecord] = []  # steps since the last log line
         self.validation_losses: list[float] = []  # of the last validation, by prediction
+        self.validation_data: BackgroundLoader | None = None  # its processes are started once
         self.console.print(f" {describe_run(run)}")
         if told := describe_warmup(config.lr_scheduler, run.total_steps):
             self.console.print(f" {told}")
@@ -119,9 +120,7 @@ class Trainer(TrainingState):
                 record, unread = self.read_step(issued), None
                 self.profiler.end(record)
                 if record.spike and self._rewinds and self._rewind(record):
-                    data.close()
-                    data = self._load_data()
-                    continue
+                    continue  # with the samples that come next
                 is_last = self.step == total or self.stop_signal > 0
                 self._log_step(record, is_last)
                 self._save_if_due(is_last)
@@ -139,6 +138,7 @@ class Trainer(TrainingState):
             raise
         finally:
             data.close()
+            self.validation_data = None  # ends its processes
             self.console.close()
             for writer in self.writers:
                 writer.close()
@@ -402,12 +402,15 @@ class Trainer(TrainingState):
         dataset = self.run.datasets["validation"]
         unit = config.training.micro_batch_size * self.dp_size
         wanted = min(len(dataset), config.evaluation.steps * config.training.global_batch_size)
-        sampler = GlobalSampler(
-            0, config.training.micro_batch_size, self.dp_rank, self.dp_size, last_sample=-(-wanted // unit) * unit
-        )
-        data = BackgroundLoader(
-            MaskedSamples(dataset, self.run.masks), sampler, config.data.num_workers, self.run.device
-        )
+        if self.validation_data is None:
+            sampler = GlobalSampler(
+                0, config.training.micro_batch_size, self.dp_rank, self.dp_size, last_sample=-(-wanted // unit) * unit
+            )
+            samples, workers = MaskedSamples(dataset, self.run.masks), config.data.num_workers
+            self.validation_data = BackgroundLoader(samples, sampler, workers, self.run.device, repeats=True)
+        else:
+            self.validation_data.start()
+        data = self.validation_data
         predictions = self.run.model.predictions
         # For each prediction the summed loss, and the number of labels.
         total = torch.zeros(2, len(predictions), device=self.run.device, dtype=self.loss_dtype)
@@ -486,7 +489,8 @@ class Trainer(TrainingState):
         config = self.config
         sampler = GlobalSampler(self.consumed_samples, config.training.micro_batch_size, self.dp_rank, self.dp_size)
         samples = MaskedSamples(self.run.datasets["train"], self.run.masks)
-        return BackgroundLoader(samples, sampler, config.data.num_workers, self.run.device)
+        self.data = BackgroundLoader(samples, sampler, config.data.num_workers, self.run.device)
+        return self.data
 
     def _sum_over_samples(self, value: torch.Tensor) -> None:
         """Sum in place over samples, their slices and stages. Only the last stage's ranks have values but zero."""

@@ -21,6 +21,7 @@ from titan_like.checkpoint.step_folders import RunState, checkpoint_path, folder
 from titan_like.config.errors import RunError, first_line
 from titan_like.config.schema import Parallelism
 from titan_like.data.batch_size import total_samples
+from titan_like.data.loader import BackgroundLoader, merge_states
 from titan_like.data.masks import MASK_SETTINGS
 from titan_like.hugging_face.origin import origin_files
 from titan_like.metrics.console import Console
@@ -93,6 +94,7 @@ class TrainingState:
         self.losses = LossWatch(config.health, run.device)
         self.saver = Saver(run.checkpoint_folder, config.checkpoint)
         self.saved_steps: set[int] = set()  # saved by this process since it started
+        self.data: BackgroundLoader | None = None  # of this process's part of the training samples
         is_new = not (
             config.checkpoint.enable and self._resume(lambda step: config.checkpoint.load_step in (None, step))
         )
@@ -129,6 +131,7 @@ class TrainingState:
             recent_losses=self.losses.recent,
             consecutive_skips=self.losses.consecutive_skips,
             data=self.run.datasets["train"].fingerprint,
+            readers=self._readers(),
             versions={name: version(name) for name in ("torch", "safetensors")},
             run_id=self.run_id,
         )
@@ -136,6 +139,15 @@ class TrainingState:
         self.saver.save(tensors, state)
         if is_last or not self.config.checkpoint.async_:
             self.finish_save(is_last)
+
+    def _readers(self) -> dict[str, list[int]]:
+        """Where the dataset's readers go on, of all ranks."""
+        source, state = self.run.datasets["train"], self.data.state if self.data is not None else {}
+        if source.state_dict() is None:
+            return {}
+        states: list[dict[str, list[int]]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(states, state)
+        return merge_states(states)
 
     def finish_save(self, is_last: bool = False) -> None:
         """Wait for a save that is in progress, if any, and print its outcome.
@@ -179,6 +191,8 @@ class TrainingState:
         if self._is_same_run(state):
             self.run_id = state.run_id or self.run_id
         self.step, self.consumed_samples = state.step, state.consumed_samples
+        if self.data is None:  # a run that goes back reads on from where it is
+            self.run.datasets["train"].load_state_dict(state.readers)
         self.consumed_tokens, self.skipped_steps = state.consumed_tokens, state.skipped_steps
         device = self.run.device
         if self.scaler is not None:

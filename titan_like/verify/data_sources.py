@@ -7,7 +7,6 @@ lists of files, and what reads an index, parquet or arrow. A dataset of the user
 from __future__ import annotations
 
 import json
-import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -249,22 +248,25 @@ def _stream(request: DataRequest) -> Defined:
 
 
 def _documents(request: DataRequest, found: list[shards.Shard], reader: int) -> Iterator[str]:
-    """A reader's documents. It has every R-th shard, and takes turns with others in those that are then left."""
+    """A reader's documents. Of R records, and of as many shards of one record, each reader has one, in turn.
+
+    Each block of R of either is turned by √2 times its number, as a fraction of R, and every epoch by one reader.
+    """
     section, is_train, split = request.section, request.split == "train", SPLITS.index(request.split)
-    readers, rest = section.num_readers, len(found) % section.num_readers
-    groups, dealt = math.gcd(rest, readers), len(found) - rest
-    shared = range(dealt + reader % groups, len(found), groups)
-    mine = [(shard, 1, 0) for shard in range(reader, dealt, readers)]
-    mine += [(shard, readers // groups, reader // groups) for shard in shared]
+    readers, size = section.num_readers, len(found)
     weights = [float(weight) for weight in section.split.split(",")]
     low, high = (sum(weights[:end]) / sum(weights) for end in (split, split + 1))
+
+    def owner(number: int) -> int:
+        return number + ((number // readers * 0x6A09E667F3BCC909 % 2**64 >> 32) * readers >> 32)
+
     for epoch in count() if is_train else range(1):
-        order = Permutation(len(mine), "stream", request.seed, request.part, reader, epoch)
-        for place in range(len(mine)):
-            shard, modulus, turn = mine[order(place) if is_train else place]
+        order = Permutation(size, "stream", request.seed, request.part, reader, epoch)
+        for place in range(size):
+            shard = order(place) if is_train else (place + reader * size // readers) % size
             for record, text in _records(found[shard], section.text_key):
                 among_splits = (record * 0x9E3779B97F4A7C15 + shard * 0x6A09E667F3BCC909) % 2**64 / 2**64
-                if record % modulus == turn and low <= among_splits < high:
+                if (owner(record) + owner(shard) + epoch - reader) % readers == 0 and low <= among_splits < high:
                     yield text
 
 

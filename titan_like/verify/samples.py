@@ -99,6 +99,12 @@ class Samples(Dataset[torch.Tensor]):
     def described(self, micro_batch_size: int, num_ranks: int) -> None:
         """Nothing: there is nothing to say of them."""
 
+    def state_dict(self) -> None:
+        """Nothing: they are not read from anywhere."""
+
+    def load_state_dict(self, state: object) -> None:
+        """Nothing to load."""
+
 
 def batches(config: JobConfig, last: int) -> dict[int, range]:
     """The samples of each step from 1 to ``last``. During a ramp-up the batch grows by equal increments."""

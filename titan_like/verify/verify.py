@@ -133,7 +133,7 @@ class Verifier:
         problem = f"reading it fails: {made.reason}" if made.result is None else made.result.problem
         verdict.checks.append(Check(DATA, 0, Row.DATA, "", float(bool(problem)), detail=problem or made.result.covered))
         if problem:
-            told = "the dataset, its loader or its bookmarks, whatever the model and the layout"
+            told = "the dataset, its loader or the state of its readers, whatever the model and the layout"
             verdict.outcome, verdict.blame = DIFFERENT, Blame(DATA, told, {})
 
     def check(self, config: JobConfig, kinds: list[str], checks: list[Check]) -> None:
