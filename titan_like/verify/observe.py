@@ -124,7 +124,7 @@ class ObservedTrainer(WatchedTrainer):
         batch, config = self.batches[step], self.config
         counted = (found.global_batch_size, found.consumed_samples, found.consumed_tokens)
         equal(Key(step, Row.BATCH), counted, (len(batch), batch.stop, batch.stop * config.training.seq_len))
-        rate = learning_rate(config, step, self.run.total_steps)
+        rate = learning_rate(config, step, self.total_steps)
         told = f"{found.lr:.9g}, not {rate:.9g}"
         self.report.add(Key(step, Row.RATE), abs(found.lr - rate) / config.optimizer.lr, 1e-9, told)
         self._compare_losses(step, Row.LOSS, found.loss, found.losses)
@@ -304,7 +304,7 @@ class ObservedTrainer(WatchedTrainer):
 
     def _check_end(self) -> None:
         """Let the loop end by itself, which a signal has done so far, and check that it takes the run's last step."""
-        total = self.run.total_steps
+        total = self.total_steps
         self.writers, self.step, self.stop_signal, self.signals.received = [], total - 1, 0, 0
         self.train()
         self.report.equal(Key(0, Row.SCHEDULE), f"it ends after step {self.step}", f"it ends after step {total}")

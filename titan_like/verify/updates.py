@@ -53,7 +53,7 @@ class UpdateCheck:
         """
         unclipped, before = iter(gradients), [copy.detach().clone() for _, _, copy in self.parameters]
         if is_good:
-            set_learning_rate(self.optimizer, self.trainer.config, step, self.trainer.run.total_steps)
+            set_learning_rate(self.optimizer, self.trainer.config, step, self.trainer.total_steps)
             self.optimizer.step()
         factor = clip_factor(self.trainer.config.training.max_norm, grad_norm)
         for (name, parameter, copy), old in zip(self.parameters, before, strict=True):
@@ -79,7 +79,7 @@ class UpdateCheck:
 
     def _check_update(self, key: Key, old: torch.Tensor, found: torch.Tensor, expected: torch.Tensor) -> None:
         rounding = _WEIGHT_ROUNDINGS * torch.finfo(self.master).eps * norm(old)
-        rate = learning_rate(self.trainer.config, key.step, self.trainer.run.total_steps)
+        rate = learning_rate(self.trainer.config, key.step, self.trainer.total_steps)
         lost = _LOST[self.master] * max(rate * math.sqrt(old.numel()), distance(expected, old))
         size = max(distance(expected, old), rounding, 1e-30)
         self.report.add(key, distance(found, expected) / size, (rounding + lost) / size)
