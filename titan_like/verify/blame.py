@@ -102,6 +102,14 @@ def on_one_process(config: JobConfig) -> JobConfig:
     return config
 
 
+def other_layout(config: JobConfig) -> JobConfig:
+    """One process or, where the layout has one data-parallel rank, two or three if they can share the microbatches."""
+    alone = on_one_process(config)
+    microbatches, is_split = num_microbatches(alone.training, layout_of(alone)), layout_of(config).data_parallel > 1
+    ranks = 1 if is_split else next((ranks for ranks in (2, 3) if microbatches % ranks == 0), 1)
+    return _with(alone, shard=ranks)
+
+
 def find_fault(config: JobConfig, symptom: str, outcome_of: Callable[[JobConfig], str]) -> Blame:
     """Leave out one axis after the other, for good if the difference stays. At fault are those that have to stay.
 
