@@ -62,6 +62,9 @@ class Trainer(TrainingState):
         self.console.print(f" {describe_run(run)}")
         if told := describe_warmup(config.lr_scheduler, self.schedule_length):
             self.console.print(f" {told}")
+        if config.training.steps is None and self.schedule_batch_size != config.training.global_batch_size:
+            told = f"steps of {self.schedule_batch_size} samples, the batch size with which the run began"
+            self.console.print(f" lr_scheduler counts {told}")
         if told := run.datasets["train"].described(config.training.micro_batch_size, self.dp_size):
             self.console.print(f" {told}")
         self.compile_cache = CompileCache(config, run.model, run.device) if config.compile.enable else None
