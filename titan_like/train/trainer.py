@@ -91,8 +91,12 @@ class Trainer(TrainingState):
         """
         data = self._load_data()
         if self.step >= self.total_steps:
-            at = f"step {self.step} of {self.total_steps}, after {self.consumed_samples} samples"
-            self.console.print(f" nothing to train: the checkpoint is at {at}")
+            told = f"the checkpoint is at step {self.step} of {self.total_steps}"
+            if (training := self.config.training).steps is None:
+                told += (
+                    f": after {self.consumed_samples} samples less than a batch of {training.global_batch_size} is left"
+                )
+            self.console.print(f" nothing to train: {told}")
         unread: IssuedStep | None = None
         try:
             while self.step < self.total_steps and not self.stop_signal:

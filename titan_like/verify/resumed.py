@@ -18,23 +18,24 @@ from titan_like.verify.watch import WatchedTrainer, digest
 def check_other_batches(report: Report, run: Run, small: Small, start: int) -> None:
     """Resume from step ``start`` with twice the batch and without a ramp-up, and take a step.
 
-    The run must end after the samples that it began with, with the learning rates that belong to them. Dropout must be
-    what this layout drops in that step without a stop.
+    The length, the samples and the learning rate must follow from the samples consumed, whatever their batches were.
+    Dropout must be what this layout drops in that step without a stop.
     """
     training, micro_batch = run.config.training, run.config.training.micro_batch_size
     began, size = training.global_batch_size, 2 * training.global_batch_size
+    consumed, steps, step = batches(small.config, start)[start].stop, 4, start + 1
+    length = {"samples": consumed + steps * size + size // 2}  # a length in steps would not change with the batch
+    if training.tokens is not None:
+        length = {"tokens": length["samples"] * training.seq_len}
     values: dict[str, Any] = {"training.global_batch_size": size, "training.batch_size_rampup": None}
+    values |= {f"training.{key}": length.get(key) for key in ("steps", "samples", "tokens")}
     values |= {"compile.enable": False}  # compiled layers do not call what is watched
-    if training.tokens is None:  # a length in steps would not change
-        values |= {"training.steps": None, "training.samples": small.samples}
     if small.dropout is not None:
         fields = {"dropout": max(small.dropout, RATE)}
         flavors = {FLAVOR: run.config.model.flavors[FLAVOR] | fields}
         values |= {"model.flavors": flavors}
         run = replace(run, model=run.model.model_copy(update=fields))
     resumed = WatchedTrainer(changed_run(run, values), known_samples=(start + 2) * size)
-    consumed = batches(small.config, start)[start].stop
-    steps, step = (small.samples - consumed) // size, start + 1
     told = (resumed.total_steps, resumed.consumed_samples)
     report.equal(Key(step, Row.OTHER_BATCHES, "last step, samples so far"), told, (start + steps, consumed))
     recorder = Recorder.of(resumed)

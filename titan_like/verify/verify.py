@@ -22,7 +22,7 @@ from titan_like.verify.observe import compare_places, observe, observe_leg
 from titan_like.verify.places import first_place
 from titan_like.verify.processes import DONE, FAILED, Group, Outcome, Prepare
 from titan_like.verify.reference import compute_reference
-from titan_like.verify.shrink import Small, check_numbers, layout_of, resolve, shrink
+from titan_like.verify.shrink import MOST_PROCESSES, Small, check_numbers, layout_of, resolve, shrink
 
 Progress = Callable[[str], None]
 _COMPILING = 900.0  # seconds that compilation may take
@@ -175,9 +175,14 @@ class Verifier:
         return [
             (observe_leg, config, None, 0, skipped + 1, most, folder),
             (observe_leg, config, start, start, last, most, folder),
-            (observe_leg, other_layout(config), skipped - 1, skipped - 1, skipped, most, folder),
+            (observe_leg, other_layout(config, self.most), skipped - 1, skipped - 1, skipped, most, folder),
             (observe_leg, config, None, skipped, last, most, folder, True),
         ]
+
+    @property
+    def most(self) -> int:
+        """Processes that may run at once."""
+        return torch.cuda.device_count() if self.on_gpus else MOST_PROCESSES
 
     def _start(self, function: Callable, processes: int, *arguments: Any) -> Any:
         return self.start(function, processes, *arguments, on_gpus=self.on_gpus, prepare=self.prepare)
@@ -247,7 +252,7 @@ class Verifier:
             return blame
         axis = RESUME if blame.axis == ONE_PROCESS else blame.axis
         if axis == RESUME:  # unless the relay's leg in another layout, with other microbatches, is wrong by itself
-            alone = other_layout(config)
+            alone = other_layout(config, self.most)
             outcome = outcome_of(alone, EXACT)
             if outcome in (DIFFERENT, FAILS):
                 return find_fault(alone, outcome, partial(outcome_of, kind=EXACT))
