@@ -36,7 +36,7 @@ from titan_like.evaluate.tasks import check_tasks
 from titan_like.metrics.hardware import peak_tflops
 from titan_like.models.config import TransformerConfig
 from titan_like.optim.optimizer import build_optimizer
-from titan_like.optim.schedule import describe_warmup
+from titan_like.optim.schedule import describe_warmup, schedule_length
 from titan_like.optim.shards import ShardedOptimizer
 from titan_like.parallel.apply import build_parallel_model
 from titan_like.parallel.layout import method_of
@@ -120,7 +120,7 @@ def dry_run(config: JobConfig) -> DryRun:
     model, layout = settings.model, settings.layout
     _check_gpu_type(config)
     data = describe_data(config, model)
-    warmup = describe_warmup(config.lr_scheduler, total_steps(config.training))
+    warmup = describe_warmup(config.lr_scheduler, schedule_length(config.training))
     notes = [*([warmup] if warmup else []), *_check_this_machine(config, model)]
     notes += [method_of(config, model).told] if layout.context > 1 else []
     # The process's part of the model, as the real recipe builds it.

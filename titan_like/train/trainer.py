@@ -32,7 +32,7 @@ from titan_like.metrics.writers import Writer, build_writers
 from titan_like.models.layers.cross_entropy import num_labels
 from titan_like.models.transformer import ModelInputs
 from titan_like.optim.optimizer import update
-from titan_like.optim.schedule import describe_warmup, lr_factor
+from titan_like.optim.schedule import describe_warmup, lr_factor, schedule_step
 from titan_like.parallel.compile_cache import CompileCache
 from titan_like.parallel.expert_balance import FIGURES
 from titan_like.parallel.layout import method_of
@@ -41,7 +41,7 @@ from titan_like.parallel.tensor import sum_partial_gradients
 from titan_like.train.issued_step import IssuedStep, copy_to_host, stamp
 from titan_like.train.setup import Run
 from titan_like.train.signals import StopSignals
-from titan_like.train.training_state import TrainingState
+from titan_like.train.training_state import TrainingState, seed_step
 
 _MOST_REWINDS = 3  # to the same checkpoint
 _NO_LABELS = "have no labels: all of their tokens are special tokens, padding or prompts"
@@ -69,8 +69,11 @@ class Trainer(TrainingState):
         self.validation_losses: list[float] = []  # of the last validation, by prediction
         self.validation_data: BackgroundLoader | None = None  # its processes are started once
         self.console.print(f" {describe_run(run)}")
-        if told := describe_warmup(config.lr_scheduler, run.total_steps):
+        if told := describe_warmup(config.lr_scheduler, self.schedule_length):
             self.console.print(f" {told}")
+        if config.training.steps is None and self.schedule_batch_size != config.training.global_batch_size:
+            told = f"steps of {self.schedule_batch_size} samples, the batch size with which the run began"
+            self.console.print(f" lr_scheduler counts {told}")
         if told := run.datasets["train"].described(config.training.micro_batch_size, self.dp_size):
             self.console.print(f" {told}")
         self.compile_cache = CompileCache(config, run.model, run.device) if config.compile.enable else None
@@ -82,7 +85,7 @@ class Trainer(TrainingState):
         misses = validates and dist.get_rank() == 0 and lacks_validation(metrics, self.run_id, self.step)
         self.misses_validation = validates and self._largest(misses) > 0
         # TensorBoard would drop what other files have of later steps, and reads files by the clock in their names.
-        writes = dist.get_rank() == 0 and (self.step < run.total_steps or self.misses_validation)
+        writes = dist.get_rank() == 0 and (self.step < self.total_steps or self.misses_validation)
         self.writers: list[Writer] = build_writers(config, self.step, self.run_id) if writes else []
         self.scorer = Scorer(config, self.model, self.mesh, run.device, one_length=config.compile.enable)
         self.remark = remark
@@ -99,14 +102,19 @@ class Trainer(TrainingState):
         Raises:
             RunError: the run cannot continue; all ranks raise it together.
         """
-        total, data = self.run.total_steps, self._load_data()
-        if self.step >= total:
-            self.console.print(f" nothing to train: the checkpoint is at step {self.step} of {total}")
+        data = self._load_data()
+        if self.step >= self.total_steps:
+            told = f"the checkpoint is at step {self.step} of {self.total_steps}"
+            if (training := self.config.training).steps is None:
+                told += (
+                    f": after {self.consumed_samples} samples less than a batch of {training.global_batch_size} is left"
+                )
+            self.console.print(f" nothing to train: {told}")
         unread: IssuedStep | None = None
         try:
             if self.misses_validation:
                 self._log_validation()
-            while self.step < total and not self.stop_signal:
+            while self.step < self.total_steps and not self.stop_signal:
                 self.profiler.begin(self.step + 1)
                 issued = self.train_step(data)
                 self.signals.can_save = True
@@ -121,7 +129,7 @@ class Trainer(TrainingState):
                 self.profiler.end(record)
                 if record.spike and self._rewinds and self._rewind(record):
                     continue  # with the samples that come next
-                is_last = self.step == total or self.stop_signal > 0
+                is_last = self.step == self.total_steps or self.stop_signal > 0
                 self._log_step(record, is_last)
                 self._save_if_due(is_last)
                 if self._validates():
@@ -130,7 +138,7 @@ class Trainer(TrainingState):
                         self.finish_save()
                         if self.step not in self.saved_steps:
                             self._save_if_due(is_last=True)
-            if self.stop_signal and self.step < total:
+            if self.stop_signal and self.step < self.total_steps:
                 self.console.print(f" stopped by {signal.Signals(self.stop_signal).name} after step {self.step}")
         except RunError:  # all ranks raise it together, so a save in progress can still complete
             with suppress(SaveError):
@@ -150,6 +158,7 @@ class Trainer(TrainingState):
         """
         config, device = self.config, self.run.device
         began, started = stamp(device), time.perf_counter()
+        seed_step(config.job.seed, self.step + 1, self.dropout_stream)
         batch_size = global_batch_size_at(config.training, self.consumed_samples)
         num_microbatches = batch_size // (config.training.micro_batch_size * self.dp_size)
         batches = [batch.to(device, non_blocking=True) for batch in islice(data, num_microbatches)]
@@ -181,7 +190,9 @@ class Trainer(TrainingState):
 
         # The device decides whether to skip the update. The host learns of it when it reads the step.
         finite, spike = grad_norm.isfinite(), self.losses.is_spike(loss)
-        lr = config.optimizer.lr * lr_factor(config.lr_scheduler, self.step + 1, self.run.total_steps)
+        consumed = self.consumed_samples + batch_size
+        reached = schedule_step(config.training, self.step + 1, consumed, self.schedule_batch_size)
+        lr = config.optimizer.lr * lr_factor(config.lr_scheduler, reached, self.schedule_length)
         self.saver.before_update()
         experts = self.experts.finish(skip=~finite | spike)
         terms = torch.cat((num_each.amin(0, keepdim=True), losses.double(), num_pairs[None], experts))
@@ -248,7 +259,7 @@ class Trainer(TrainingState):
         noticed[1].fill_(self.saver.is_writing)
         if dist.get_world_size() > 1:
             dist.all_reduce(noticed, op=dist.ReduceOp.MAX)
-        if self._logs(self.step + 1) or self.step + 1 == self.run.total_steps:
+        if self._logs(self.step + 1) or self.step + 1 == self.total_steps:
             num_zeros = self.gradients_counted.count_zeros()
         else:
             num_zeros = torch.full_like(loss, math.nan)
@@ -320,13 +331,13 @@ class Trainer(TrainingState):
         step, config = self.step, self.config
         self.save_is_due = self.save_is_due or step % config.checkpoint.interval == 0
         saves = config.checkpoint.enable and self.save_is_due
-        ends = step == self.run.total_steps
+        ends = step == self.total_steps
         is_looked_at = self._logs(step) or self._validates() or self.profiler.looks_at(step)
         return ends or saves or is_looked_at or self._rewinds
 
     def _validates(self) -> bool:
         interval = self.config.evaluation.interval
-        return interval > 0 and (self.step % interval == 0 or self.step == self.run.total_steps)
+        return interval > 0 and (self.step % interval == 0 or self.step == self.total_steps)
 
     @property
     def _rewinds(self) -> bool:
@@ -346,7 +357,7 @@ class Trainer(TrainingState):
         self.unlogged.append(record)
         if logs:
             seq_len, seconds_left = self.config.training.seq_len, self.console.seconds_left()
-            self.console.print(format_log_line(self.unlogged, self.run.total_steps, seq_len, seconds_left))
+            self.console.print(format_log_line(self.unlogged, self.total_steps, seq_len, seconds_left))
             self.unlogged.clear()
             if record.sources:
                 self.console.print(format_sources(record.sources))
@@ -475,6 +486,9 @@ class Trainer(TrainingState):
         # Resuming has reset the counters to the checkpoint's. The data cursor stays where it was, past the bad samples.
         left_out = range(self.consumed_samples, consumed[0])
         (self.consumed_samples, self.consumed_tokens), self.losses.consecutive_skips = consumed, skips
+        self.find_end()
+        if self.step == self.total_steps:  # no batch is left, and the next start must not take those samples again
+            self.save(is_last=True)
         self.losses.count(record.step, record.loss, skipped=True)
         for writer in self.writers:
             writer.close()

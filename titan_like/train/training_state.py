@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -15,18 +16,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_like.checkpoint.loader import agree, model_tensors, optimizer_tensors, resume, rng_tensors
+from titan_like.checkpoint.loader import agree, model_tensors, optimizer_tensors, resume
 from titan_like.checkpoint.saver import SaveError, Saver
 from titan_like.checkpoint.step_folders import RunState, checkpoint_path, folder_of_settings
 from titan_like.config.errors import RunError, first_line
 from titan_like.config.schema import Parallelism
-from titan_like.data.batch_size import total_samples
+from titan_like.data.batch_size import total_samples, total_steps
 from titan_like.data.loader import BackgroundLoader, merge_states
 from titan_like.data.masks import MASK_SETTINGS
 from titan_like.hugging_face.origin import origin_files
 from titan_like.metrics.console import Console
 from titan_like.metrics.run_files import run_ids
 from titan_like.optim.optimizer import Gradients, LossScaler, build_optimizer
+from titan_like.optim.schedule import schedule_length
 from titan_like.parallel.apply import build_pipeline
 from titan_like.parallel.context import slices_of
 from titan_like.parallel.expert_balance import ExpertBalance
@@ -60,6 +62,15 @@ def seed_everything(seed: int, stream: int, deterministic: bool) -> None:
         torch.backends.cudnn.benchmark = False
 
 
+def seed_step(seed: int, step: int, stream: int) -> None:
+    """Seed torch's generators for the dropout of one step, from these numbers alone.
+
+    No checkpoint then holds random state: a run that goes on in any layout draws what it would have drawn there.
+    """
+    digest = hashlib.sha256(f"dropout/{seed}/{step}/{stream}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
 class TrainingState:
     """This process's part of a run's state, either new or from a checkpoint. Needs a process group."""
 
@@ -79,7 +90,8 @@ class TrainingState:
         self.slices = slices_of(config, run.model, mesh)
         self.pp_group = mesh.get_group("pp")
 
-        seed_everything(config.job.seed, dropout_stream(mesh, config.parallelism), config.job.deterministic)
+        self.dropout_stream = dropout_stream(mesh, config.parallelism)
+        seed_everything(config.job.seed, self.dropout_stream, config.job.deterministic)
         self.pipeline = build_pipeline(config, run.model, mesh, run.device)
         self.model = self.pipeline.model
         self.experts = ExpertBalance(self.model, mesh)
@@ -91,6 +103,7 @@ class TrainingState:
         self.scaler = LossScaler(run.device) if config.training.dtype == "float16" else None
         self.run_id = uuid.uuid4().hex[:8]  # replaced by the run's own if it resumes; that of rank 0 counts
         self.step = self.consumed_samples = self.consumed_tokens = self.skipped_steps = 0
+        self.schedule_batch_size = config.training.global_batch_size  # with which the run began
         self.losses = LossWatch(config.health, run.device)
         self.saver = Saver(run.checkpoint_folder, config.checkpoint)
         self.saved_steps: set[int] = set()  # saved by this process since it started
@@ -103,7 +116,15 @@ class TrainingState:
         if config.checkpoint.enable:
             agree(self._keep_origin(is_new))
         self.start_step = self.step
-        self.console = Console(dist.get_rank() == 0, run.total_steps, total_samples(config.training))
+        self.find_end()
+        now = config.training, self.step, self.consumed_samples
+        self.console = Console(dist.get_rank() == 0, self.total_steps, total_samples(*now))
+
+    def find_end(self) -> None:
+        """Work out where the run ends from what it has consumed, whatever batch sizes led here."""
+        now = self.config.training, self.step, self.consumed_samples
+        self.total_steps = total_steps(*now)
+        self.schedule_length = schedule_length(*now, self.schedule_batch_size)
 
     def _keep_origin(self, is_new: bool) -> str | None:
         """Let checkpoints hold what this run's source says besides weights. Returns the reason if that fails."""
@@ -134,9 +155,9 @@ class TrainingState:
             readers=self._readers(),
             versions={name: version(name) for name in ("torch", "safetensors")},
             run_id=self.run_id,
+            schedule_batch_size=self.schedule_batch_size,
         )
-        tensors = model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer) | rng_tensors()
-        self.saver.save(tensors, state)
+        self.saver.save(model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer), state)
         if is_last or not self.config.checkpoint.async_:
             self.finish_save(is_last)
 
@@ -190,7 +211,7 @@ class TrainingState:
                 print(f"data.{key} was {value} up to step {state.step}", flush=True)
         if self._is_same_run(state):
             self.run_id = state.run_id or self.run_id
-        self.step, self.consumed_samples = state.step, state.consumed_samples
+        self.step, self.consumed_samples, self.schedule_batch_size = state.come_to(self.config.training)
         if self.data is None:  # a run that goes back reads on from where it is
             self.run.datasets["train"].load_state_dict(state.readers)
         self.consumed_tokens, self.skipped_steps = state.consumed_tokens, state.skipped_steps
