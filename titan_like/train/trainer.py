@@ -7,7 +7,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -20,15 +20,13 @@ from titan_like.data.batch_size import global_batch_size_at
 from titan_like.data.lengths import sample_length
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.masks import MaskedSamples
-from titan_like.evaluate.scoring import Scorer
-from titan_like.evaluate.tasks import run_tasks
-from titan_like.metrics.console import format_log_line, format_sources, format_validation, parameters_told
+from titan_like.metrics.console import format_log_line, format_sources, parameters_told
 from titan_like.metrics.flops import ThroughputMeter
 from titan_like.metrics.hardware import device_name, peak_memory_bytes, peak_tflops
 from titan_like.metrics.profiling import StepProfiler
 from titan_like.metrics.record import StepRecord, named_losses
 from titan_like.metrics.run_files import METRICS_FILE, lacks_validation
-from titan_like.metrics.writers import Writer, build_writers
+from titan_like.metrics.writers import build_writers
 from titan_like.models.layers.cross_entropy import num_labels
 from titan_like.models.transformer import ModelInputs
 from titan_like.optim.optimizer import update
@@ -40,34 +38,25 @@ from titan_like.parallel.model import ModelOutput, sum_gradients_of_copies
 from titan_like.parallel.tensor import sum_partial_gradients
 from titan_like.train.issued_step import IssuedStep, copy_to_host, stamp
 from titan_like.train.setup import Run
-from titan_like.train.signals import StopSignals
-from titan_like.train.training_state import TrainingState, seed_step
+from titan_like.train.training_state import seed_step
+from titan_like.train.validation import NO_LABELS, ValidatedState
 
 _MOST_REWINDS = 3  # to the same checkpoint
-_NO_LABELS = "have no labels: all of their tokens are special tokens, padding or prompts"
 
 Remark = Callable[[StepRecord], str | None]
 
 
-class Stopped(Exception):  # noqa: N818  # it is no error
-    """A signal asks the run to stop in the middle of a validation. All ranks raise it together."""
-
-
-class Trainer(TrainingState):
+class Trainer(ValidatedState):
     """Trains one model on this process's part of the data. Needs a process group (see `titan_like.train.job`)."""
 
     def __init__(self, run: Run, remark: Remark | None = None) -> None:
         """``remark`` is called with the record of every step, and the text that it returns is printed."""
         super().__init__(run)
         config = self.config
-        self.signals = StopSignals()  # inactive until the caller replaces it by one that handles signals
-        self.stop_signal = 0  # the signal that any rank had received by the last step that was read
         self.has_labels = True  # whether the last step that was read had labels for each of the model's predictions
         self.save_is_due = False
         self.rewinds: Counter[int] = Counter()  # step of a checkpoint → how often the run went back to it
         self.unlogged: list[StepRecord] = []  # steps since the last log line
-        self.validation_losses: list[float] = []  # of the last validation, by prediction
-        self.validation_data: BackgroundLoader | None = None  # its processes are started once
         self.console.print(f" {describe_run(run)}")
         if told := describe_warmup(config.lr_scheduler, self.schedule_length):
             self.console.print(f" {told}")
@@ -86,8 +75,7 @@ class Trainer(TrainingState):
         self.misses_validation = validates and self._largest(misses) > 0
         # TensorBoard would drop what other files have of later steps, and reads files by the clock in their names.
         writes = dist.get_rank() == 0 and (self.step < self.total_steps or self.misses_validation)
-        self.writers: list[Writer] = build_writers(config, self.step, self.run_id) if writes else []
-        self.scorer = Scorer(config, self.model, self.mesh, run.device, one_length=config.compile.enable)
+        self.writers = build_writers(config, self.step, self.run_id) if writes else []
         self.remark = remark
         peak_name = config.cluster.gpu or device_name(run.device)
         peak = peak_tflops(peak_name, config.training.dtype)
@@ -210,10 +198,6 @@ class Trainer(TrainingState):
         counts = self.step, lr, batch_size, self.consumed_samples, self.consumed_tokens
         return IssuedStep(*counts, data_time, began, stamp(device), values)
 
-    def _split_rows(self, batch: torch.Tensor) -> tuple[ModelInputs, torch.Tensor]:
-        """A microbatch [micro_batch, rows, seq] → the model's inputs and labels, of this process's slice."""
-        return self.slices.take(*self.run.masks.split_rows(batch))
-
     def _count(
         self, inputs: Sequence[ModelInputs], labels: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -230,13 +214,6 @@ class Trainer(TrainingState):
         *_, num_tokens, num_pairs = counts.double()
         whole_masks = self.slices.size if self.slices.method == "ulysses" else 1  # each rank has those of its samples
         return counts[:-2].double(), num_tokens, num_pairs / whole_masks
-
-    def _with_labels(
-        self, inputs: Sequence[ModelInputs], labels: Sequence[torch.Tensor], factors: torch.Tensor
-    ) -> list[ModelInputs]:
-        """Let the model compute losses. ``labels`` of each microbatch are [micro_batch, seq], factors [predictions]."""
-        pairs = zip(inputs, labels, strict=True)
-        return [one._replace(labels=own, loss_factors=factors) for one, own in pairs]
 
     def _update(self, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
         """Unscale and clip the gradients and update the weights, unless ``skip``.
@@ -285,7 +262,7 @@ class Trainer(TrainingState):
         problem = f"the loss of step {issued.step} is {numbers}; lower optimizer.lr"
         if not self.has_labels:
             samples = f"the {issued.global_batch_size} samples of step {issued.step}"
-            problem = f"{samples} {_NO_LABELS}; look at the data or raise training.global_batch_size"
+            problem = f"{samples} {NO_LABELS}; look at the data or raise training.global_batch_size"
         if not finite and not overflowed and not config.health.skip_nonfinite:
             raise RunError(f"{problem}, or set health.skip_nonfinite to skip such steps")
         if not self.has_labels and self.losses.consecutive_skips == 0:
@@ -335,10 +312,6 @@ class Trainer(TrainingState):
         is_looked_at = self._logs(step) or self._validates() or self.profiler.looks_at(step)
         return ends or saves or is_looked_at or self._rewinds
 
-    def _validates(self) -> bool:
-        interval = self.config.evaluation.interval
-        return interval > 0 and (self.step % interval == 0 or self.step == self.total_steps)
-
     @property
     def _rewinds(self) -> bool:
         health = self.config.health
@@ -372,96 +345,6 @@ class Trainer(TrainingState):
         if self.config.checkpoint.enable and (is_last or (self.save_is_due and is_good)):
             self.save(is_last)
             self.save_is_due = False
-
-    def _log_validation(self) -> None:
-        """Validate and add the figures to what is logged about the step. A signal that asks to stop ends this."""
-        try:
-            self._leave_if_stopped()
-            loss, evaluation = self.validate(), self.evaluate()
-        except Stopped:
-            self.model.train()
-            self.model.free_gathered_parameters()
-            self.console.print(f" a signal leaves the validation at iteration {self.step} to the resumed run")
-            return
-        named = named_losses(self.run.model.predictions, self.validation_losses)
-        self.console.print(format_validation(self.step, loss, named, evaluation))
-        values = {"validation_loss": loss, **{f"validation_{name}": term for name, term in named.items()}}
-        for writer in self.writers:
-            writer.write(self.step, values | evaluation)
-
-    def _leave_if_stopped(self) -> None:
-        """Raise `Stopped` if any rank has received a signal. All ranks call it between two batches of a validation."""
-        self.stop_signal = self._largest(self.signals.received)
-        if self.stop_signal:
-            raise Stopped
-
-    def _largest(self, number: int) -> int:
-        """The largest of all ranks' numbers. This waits for the device."""
-        numbers = torch.tensor([number], device=self.run.device)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
-        return int(numbers.item())
-
-    @torch.no_grad()
-    def validate(self) -> float:
-        """Mean loss, in nats per token, over the first `evaluation.steps` global batches of the validation split.
-
-        Raises:
-            Stopped: a rank has received a signal that asks to stop.
-        """
-        config = self.config
-        dataset = self.run.datasets["validation"]
-        unit = config.training.micro_batch_size * self.dp_size
-        wanted = min(len(dataset), config.evaluation.steps * config.training.global_batch_size)
-        if self.validation_data is None:
-            sampler = GlobalSampler(
-                0, config.training.micro_batch_size, self.dp_rank, self.dp_size, last_sample=-(-wanted // unit) * unit
-            )
-            samples, workers = MaskedSamples(dataset, self.run.masks), config.data.num_workers
-            self.validation_data = BackgroundLoader(samples, sampler, workers, self.run.device, repeats=True)
-        else:
-            self.validation_data.start()
-        data = self.validation_data
-        predictions = self.run.model.predictions
-        # For each prediction the summed loss, and the number of labels.
-        total = torch.zeros(2, len(predictions), device=self.run.device, dtype=self.loss_dtype)
-        ones = torch.ones_like(total[0])
-        self.model.train(False)
-        microbatches = config.training.global_batch_size // unit
-        with closing(data):
-            while batches := [batch.to(self.run.device, non_blocking=True) for batch in islice(data, microbatches)]:
-                self._leave_if_stopped()
-                inputs, labels = zip(*map(self._split_rows, batches), strict=True)
-
-                def add_loss(
-                    output: ModelOutput, microbatch: int, labels: Sequence[torch.Tensor] = labels
-                ) -> torch.Tensor:
-                    assert isinstance(output, torch.Tensor)
-                    total[0] += output
-                    total[1] += num_labels(labels[microbatch], predictions)
-                    return total[0].sum()
-
-                self.pipeline.forward(self._with_labels(inputs, labels, ones), add_loss)
-        self.model.train()
-        self.model.free_gathered_parameters()
-        self._sum_over_samples(total)
-        self.validation_losses = (total[0] / total[1]).tolist()
-        if 0 in total[1].tolist():
-            self.console.print(f" the samples for validation {_NO_LABELS}")
-        return sum(self.validation_losses)
-
-    def evaluate(self) -> dict[str, float]:
-        """Score the tasks of `evaluation.datasets`: TASK/FIGURE → value, without counts, which never change.
-
-        Raises `Stopped` as `validate` does.
-        """
-        results = run_tasks(self.run.tasks, self.scorer, lambda _task: lambda _done, _all: self._leave_if_stopped())
-        return {
-            f"{task}/{figure}": value
-            for task, figures in results.items()
-            for figure, value in figures.items()
-            if isinstance(value, float)
-        }
 
     def _rewind(self, record: StepRecord) -> bool:
         """Go back to the newest checkpoint and continue with the samples after the bad step's.
@@ -505,13 +388,6 @@ class Trainer(TrainingState):
         samples = MaskedSamples(self.run.datasets["train"], self.run.masks)
         self.data = BackgroundLoader(samples, sampler, config.data.num_workers, self.run.device)
         return self.data
-
-    def _sum_over_samples(self, value: torch.Tensor) -> None:
-        """Sum in place over samples, their slices and stages. Only the last stage's ranks have values but zero."""
-        if self.token_group.size() > 1:
-            dist.all_reduce(value, group=self.token_group)
-        if self.pp_group.size() > 1:
-            dist.all_reduce(value, group=self.pp_group)
 
     def _complete_gradients(self) -> None:
         """Sum the gradients that are still partial after data parallelism: those of norms and biases under sequence
