@@ -322,7 +322,7 @@ def verify(arguments: list[str]) -> Iterator[Row]:
             began, (file, *settings) = time.monotonic(), PARITY[case]
             config = load_config([f"--job.config_file={ROOT}/train_configs/{file}", *ONE, *settings])
             small = shrink(config, resolve(config, 1), 2, on_gpus=device != "cpu")
-            verifier = Verifier(small, on_gpus=device != "cpu", start=partial(Here, device))
+            verifier = Verifier(small, on_gpus=device != "cpu", most=1, start=partial(Here, device))
             verdict = verifier.verify()
             seconds, ok = time.monotonic() - began, verdict.outcome == "same"
             problem = {} if ok else {"problem": format_verdict(verdict, verifier.kinds, seconds)}

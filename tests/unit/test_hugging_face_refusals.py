@@ -344,7 +344,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     ),
     "no tokenizer in run.json": (
         lambda p, m: edit(p / "run.json", lambda run: run["config"].update(data={"tokenizer": [1]})),
-        "names no tokenizer",
+        "tokenizer: should be a valid string",
     ),
     "another family in run.json": (
         lambda p, m: edit(p / "run.json", lambda run: run["config"]["model"].update(family="../gpt")),

@@ -66,6 +66,7 @@ class Verifier:
     timeout: float = 120.0  # seconds that one run may take
     patience: float = 15.0  # seconds for which the processes of a layout may all wait for one another
     on_gpus: bool = False
+    most: int = 0  # processes that may run at once; 0: one for each GPU, or 8
     prepare: Prepare | None = None  # makes a context manager in which every process works
     start: Callable[..., Any] = Group  # what runs a function on every rank, and waits for its end, as `Group` does
     kinds: list[str] = field(default_factory=list)  # of runs; empty: all that apply
@@ -74,6 +75,7 @@ class Verifier:
     def __post_init__(self) -> None:
         own = [self.small.config.training.dtype] if self.small.config.training.dtype in HALF else []
         dropout = [] if self.small.dropout is None else [DROPOUT]
+        self.most = self.most or (torch.cuda.device_count() if self.on_gpus else MOST_PROCESSES)
         self.kinds = self.kinds or [EXACT, SINGLE, *own, *dropout, RESUME, DATA]
 
     def verify(self) -> Verdict:
@@ -178,11 +180,6 @@ class Verifier:
             (observe_leg, other_layout(config, self.most), skipped - 1, skipped - 1, skipped, most, folder),
             (observe_leg, config, None, skipped, last, most, folder, True),
         ]
-
-    @property
-    def most(self) -> int:
-        """Processes that may run at once."""
-        return torch.cuda.device_count() if self.on_gpus else MOST_PROCESSES
 
     def _start(self, function: Callable, processes: int, *arguments: Any) -> Any:
         return self.start(function, processes, *arguments, on_gpus=self.on_gpus, prepare=self.prepare)

@@ -196,9 +196,11 @@ def resumed_from_the_oldest() -> Iterator[None]:
 
 
 @bug(saver, "complete_checkpoint")
-def oldest_checkpoints_kept(original: Any, folder: Path, run: RunState, keep_latest: int) -> None:
+def oldest_checkpoints_kept(
+    original: Any, folder: Path, run: RunState, keep_latest: int, files: dict[str, bytes]
+) -> None:
     """A save removes the newest checkpoints, not the oldest."""
-    original(folder, run, 0)
+    original(folder, run, 0, files)
     for step in complete_steps(folder)[keep_latest:] if keep_latest else []:
         shutil.rmtree(checkpoint_path(folder, step))
 
