@@ -231,8 +231,7 @@ class RecordCollectives(TorchDispatchMode):
             tensors = args[1]
         tensors = tensors if isinstance(tensors, list) else [tensors]
         ranks = tuple(dist.get_process_group_ranks(group))
-        is_small = len(tensors) == 1 and (tensors[0].numel() <= 2 or not tensors[0].is_floating_point())
-        is_of_numbers = len(tensors) == 1 and (is_small or ranks == self.stages)
+        is_of_numbers = len(tensors) == 1 and (tensors[0].numel() <= 3 or ranks == self.stages)
         if len(ranks) == 1 or (kind == "all_reduce" and is_of_numbers):
             return
         self.calls[ranks, kind] += 1
