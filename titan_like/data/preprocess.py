@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import IO
@@ -28,12 +29,13 @@ import numpy as np
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.data.chat import Chat, build_chat
 from titan_like.data.indexed import DTYPES, token_dtype, write_index
+from titan_like.data.long_text import encode_piece, encode_texts, find_cut
 from titan_like.data.raw_text import BadRecord, Piece, UnreadableError, read_pieces, texts_of
 from titan_like.data.tokenizer import build_tokenizer, tokenizer_files
 
 _SECONDS_BETWEEN_REPORTS = 5.0
 _MOST_NAMED = 100  # bad records
-_FORMAT = 3  # of what is stored; another number tokenizes everything again
+_FORMAT = 4  # of what is stored; another number tokenizes everything again
 
 
 @dataclass(frozen=True)
@@ -251,9 +253,10 @@ def _tokenized(
 
 def _pieces(job: Job, progress: Progress) -> Iterator[tuple[int, Piece, float]]:
     start, record = progress.end, progress.record
+    cut = partial(find_cut, build_tokenizer(job.tokenizer, job.tokenizer_key))
     for number in range(progress.file, len(job.files)):
         try:
-            for piece, share in read_pieces(job.files[number], job.text_key, start, record):
+            for piece, share in read_pieces(job.files[number], job.text_key, start, record, cut):
                 yield number, piece, share
         except UnreadableError as error:
             raise ConfigError(job.key, str(job.files[number]), str(error)) from None
@@ -274,9 +277,19 @@ def _tokenize(
             bad.append((record, str(text)))
         else:
             texts.append(text)
+    if texts and (piece.before or piece.after):
+        before, after = (part.decode(errors="ignore") for part in (piece.before, piece.after))
+        part = encode_piece(built, before, texts[0], after)
+        encoded = [] if part is None else [part]
+        if part is None:
+            bad.append(
+                (piece.first_record, "repeats itself so far that it cannot be cut; divide it, or write it as .jsonl")
+            )
+    else:
+        encoded = encode_texts(built, texts)
     end = np.array([built.eod_id] if ends_documents and piece.is_whole else [], dtype)
     parts: list[np.ndarray] = []
-    for tokens in built.encode_all(texts):
+    for tokens in encoded:
         parts += [tokens.astype(dtype), end]
     lengths = [len(tokens) + len(end) for tokens in parts[::2]]
     return np.concatenate(parts) if parts else np.empty(0, dtype), lengths, bad
