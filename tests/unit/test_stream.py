@@ -217,7 +217,7 @@ def test_validation_is_in_order_and_has_no_labels_after_its_end(folder):
 
 
 def test_streams_are_blended_by_weights(folder):
-    paths = ["3", str(folder / "data" / "0.jsonl"), "1", str(folder / "data" / "[1-4].*")]
+    paths = [3, str(folder / "data" / "0.jsonl"), 1, str(folder / "data" / "[1-4].*")]
     section = Data(dataset="hf", paths=paths, num_readers=2, split="8,1,1")
     request = replace(source_of(folder).request, section=section)
     blend = open_source(request)

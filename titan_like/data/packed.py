@@ -264,7 +264,7 @@ def corpus_files(section: Data) -> list[Path]:
 def _match_paths(patterns: list[str], dataset: str) -> list[Path]:
     """The files that paths, folders and glob patterns mean. Refuses files that cannot be read."""
     if not patterns:
-        raise ConfigError("data.paths", None, f'dataset "{dataset}" needs files; give paths, folders or glob patterns')
+        raise ConfigError("data.paths", None, f'dataset "{dataset}" needs files; give paths or glob patterns')
     holds_chats = dataset == "conversations"
     files = find_files(patterns, "data.paths", RECORD_ENDINGS if holds_chats else KNOWN_ENDINGS)
     for path in files if holds_chats else ():

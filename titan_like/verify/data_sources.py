@@ -54,11 +54,8 @@ def define(config: JobConfig, split: str) -> Defined:
     """A split of the run's data: one source, or a blend of those whose weights and paths come in turn."""
     section, model = config.data, model_config(config.model)
     folder, seq_len = Path(config.job.dump_folder, "data_cache"), sample_length(config, model).raw
-    try:
-        weights = [float(text) for text in section.paths[::2]] if len(section.paths) > 1 else []
-    except ValueError:
-        weights = []
-    paths = [[path] for path in (section.paths[1::2] if weights else section.paths)]
+    weights = [weight for weight in section.paths if not isinstance(weight, str)]
+    paths = [[path] for path in section.paths if isinstance(path, str)]
     paths = paths if weights or section.dataset == "indexed" else [section.paths]
     makers = {"text": _windows, "stdlib": _windows, "indexed": _windows, "hf": _stream, "race": _race}
     makers |= {"conversations": _conversations}
@@ -264,14 +261,14 @@ def _documents(request: DataRequest, found: list[shards.Shard], reader: int) -> 
             for record, text in _records(found[shard], section.text_key):
                 among_splits = (record * 0x9E3779B97F4A7C15 + shard * 0x6A09E667F3BCC909) % 2**64 / 2**64
                 if record % modulus == turn and low <= among_splits < high:
-                    yield json.loads(text)[section.text_key] if found[shard].name.endswith(".jsonl") else text
+                    yield text
 
 
 def _records(shard: shards.Shard, key: str) -> Iterator[tuple[int, str]]:
-    """The number of each record that is not an empty line, from 0, and its text or line."""
-    if shard.name.endswith(".jsonl"):
+    """The number of each record that is not an empty line, from 0, and its text."""
+    if shard.name.endswith(".jsonl") and raw_text.kind_of(Path(shard.name)) == "jsonl":
         with open(shard.name, encoding="utf-8-sig", newline="\n") as lines:
-            yield from ((number, line) for number, line in enumerate(lines) if line.strip())
+            yield from ((number, json.loads(line)[key]) for number, line in enumerate(lines) if line.strip())
     else:
         for piece in shard.pieces(key, 0, 1):
             yield from ((number - 1, str(text)) for number, text in raw_text.texts_of(piece, key))
