@@ -1,4 +1,4 @@
-"""Tokenizes a long text in pieces, in bounded memory. The tokens are those of the whole text.
+"""Tokenizes a long text in pieces. The tokens are those of the whole text.
 
 A text may be cut before a token that is the same wherever tokenization begins and ends. Each piece is tokenized with
 some of the text around it, whose tokens are dropped.
@@ -6,44 +6,48 @@ some of the text around it, whose tokens are dropped.
 
 from __future__ import annotations
 
-import numpy as np
+from itertools import pairwise
 
-from titan_like.data.tokenizer import ByteTokenizer, Tokenizer
+import numpy as np
+from tokenizers import models
+
+from titan_like.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 
 PIECE = 1 << 18  # characters that are tokenized at a time; a tokenizer takes some 200 bytes of memory for each
 CONTEXT = 1 << 11  # characters before and after a piece that are tokenized with it
-_AGREEING = 8  # tokens before and after a cut that all windows have in common
-# Characters that a window leaves out at both ends of the same text. Runs of equal digits, spaces or phrases become
-# tokens that depend on where the window begins. There the windows disagree.
+_AGREEING = 8  # tokens before and after a cut on which all windows agree
+# Characters that the windows leave out at both ends of the same text. Runs of equal digits, spaces or phrases become
+# tokens that depend on where a window begins.
 _SHIFTS = (0, 1, 2, 3, 5, 8, 13, 21, 34)
 
 
 def find_cut(tokenizer: Tokenizer, text: str) -> int | None:
     """Where a longer text may be cut, given the 2 · CONTEXT characters ``text`` of it: a place in its middle half.
 
-    None if the tokens there depend on where tokenization begins.
+    None if the tokens there depend on where tokenization begins. A Unigram model is cut between words only. Within one,
+    the rounding of all scores before decides between equally likely tokens, such as those of a dashed line.
     """
     if isinstance(tokenizer, ByteTokenizer):
         return len(text) // 2
-    windows = []
-    for shift in _SHIFTS:
-        ids, begins, ends = tokenizer.encode_with_places(text[shift : len(text) - shift])
-        windows.append(np.stack((ids, begins + shift, ends + shift), axis=1))
-    first, others = windows[0], [set(map(tuple, window.tolist())) for window in windows[1:]]
-    agree = np.array([all(token in other for other in others) for token in map(tuple, first.tolist())], dtype=int)
-    stretch = np.ones(2 * _AGREEING + 1, dtype=int)
-    if len(first) < len(stretch):
-        return None
+    first, stretch = _window(tokenizer, text, 0), np.ones(2 * _AGREEING + 1)
     _, begins, ends = first.T
-    is_cut = (
-        (np.convolve(agree, stretch, "same") == len(stretch))
-        & (begins < ends)
-        & (begins > len(text) // 4)
-        & (begins < len(text) * 3 // 4)
-    )
-    is_cut &= np.append(0, np.maximum.accumulate(ends)[:-1]) <= begins  # not within a character of several tokens
-    places = begins[is_cut]
+    is_cut = (len(text) // 4 < begins) & (begins < ends) & (begins < len(text) * 3 // 4)
+    is_cut[1:] &= np.maximum.accumulate(ends)[:-1] <= begins[1:]  # not within a character of several tokens
+    if isinstance(tokenizer.tokenizer.model, models.Unigram):
+        words = tokenizer.tokenizer.encode(text, add_special_tokens=False).word_ids
+        is_cut[1:] &= [word != before for before, word in pairwise(words)]
+    if len(first) < len(stretch) or not is_cut.any():
+        return None
+    others = [set(map(tuple, _window(tokenizer, text, shift).tolist())) for shift in _SHIFTS[1:]]
+    agree = [all(token in other for other in others) for token in map(tuple, first.tolist())]
+    places = begins[is_cut & (np.convolve(agree, stretch, "same") == len(stretch))]
     return int(places[np.abs(places - len(text) // 2).argmin()]) if len(places) else None
+
+
+def _window(tokenizer: HuggingFaceTokenizer, text: str, shift: int) -> np.ndarray:
+    """The tokens of a text but for its ends: int64 [tokens, 3], each with the places where it begins and ends."""
+    ids, begins, ends = tokenizer.encode_with_places(text[shift : len(text) - shift])
+    return np.stack((ids, begins + shift, ends + shift), axis=1)
 
 
 def encode_piece(tokenizer: Tokenizer, before: str, text: str, after: str) -> np.ndarray | None:
@@ -55,18 +59,17 @@ def encode_piece(tokenizer: Tokenizer, before: str, text: str, after: str) -> np
     if isinstance(tokenizer, ByteTokenizer):
         return tokenizer.encode(text)
     ids, begins, ends = tokenizer.encode_with_places(before + text + after)
-    bounds = []
-    for at, default in ((len(before), 0), (len(before) + len(text), len(ids))):
-        number = int(((begins <= at) & (at < ends)).argmax())
-        is_inside = 0 < at < len(before) + len(text) + len(after)
-        if is_inside and not begins[number] == at < ends[number]:
-            return None
-        bounds.append(number if is_inside else default)
+    bounds = [0, len(ids)]
+    for side, at in enumerate((len(before), len(before) + len(text))):
+        if (before, after)[side]:
+            bounds[side] = int(((begins <= at) & (at < ends)).argmax())
+            if begins[bounds[side]] != at:
+                return None
     return ids[slice(*bounds)]
 
 
 def encode_texts(tokenizer: Tokenizer, texts: list[str], piece: int = PIECE) -> list[np.ndarray]:
-    """The tokens of several texts, each int64 [tokens], the long ones in pieces of ``piece`` characters."""
+    """The tokens of several texts, each int64 [tokens], those of long ones in pieces of ``piece`` characters."""
     short = iter(tokenizer.encode_all([text for text in texts if len(text) <= piece]))
     return [next(short) if len(text) <= piece else _encode_long(tokenizer, text, piece) for text in texts]
 

@@ -37,7 +37,7 @@ _PIECE = 1 << 20  # bytes
 _CHUNK = 1 << 18  # bytes that are read at a time
 _LONG_DOCUMENT = 1 << 19  # bytes of one text file above which it is cut; a tokenizer takes 200 bytes of memory a byte
 _HEAD = 1 << 16  # bytes at the beginning that tell a file's kind
-_WINDOW = 1 << 13  # bytes at the end of what has been read, in the middle of which a long text is cut
+_WINDOW, _CONTEXT = 1 << 13, 1 << 12  # bytes in the middle of which a long text is cut, and on either side of a piece
 _COMPRESSED = {
     ".gz": b"\x1f\x8b",
     ".bz2": b"BZh",
@@ -152,7 +152,7 @@ def read_pieces(
         if kind in ("parquet", "arrow"):
             yield from _read_rows(path, kind, key, start)
             return
-        size, before = max(path.stat().st_size, 1), min(start, _WINDOW // 2) if kind == "text" else 0
+        size, before = max(path.stat().st_size, 1), min(start, _CONTEXT) if kind == "text" else 0
         with open(path, "rb") as file:
             if kind == "array":  # places in it are those in its elements, one a line
                 chunks = _from(start, _elements(_content(path, file, 0)))
@@ -249,7 +249,8 @@ def _cut(
     """``before`` bytes come before the first piece."""
     held: list[bytes] = []  # joined only when it is cut: a line may be far longer than a piece
     size = lines_end = 0  # of what is held, in bytes
-    is_text, limit = kind == "text", _LONG_DOCUMENT if kind == "text" else _PIECE
+    is_text = kind == "text"
+    searched, limit = 0, _LONG_DOCUMENT if is_text else _PIECE
     for chunk in chunks:
         newline = chunk.rfind(b"\n")
         if newline >= 0:
@@ -259,34 +260,40 @@ def _cut(
         if size - before < limit or not (is_text or lines_end):
             continue
         content = b"".join(held)
-        cut = _cut_in_text(content, before, find_cut) if is_text else lines_end
+        cut = _cut_in_text(content, before + max(searched, limit - _WINDOW), find_cut) if is_text else lines_end
         if cut is None:
-            held, limit = [content], 2 * limit
+            held, searched, limit = [content], size - before - _WINDOW, limit * 5 // 4
             continue
-        lines, kept = 0 if is_text else content.count(b"\n"), cut - min(cut, _WINDOW // 2) if is_text else cut
-        around = (content[:before], content[cut : cut + _WINDOW // 2]) if is_text else ()
+        lines, around, kept = content.count(b"\n", 0, cut), tuple[bytes, ...](), cut
+        if is_text:
+            lines, around, kept = 0, (content[:before], content[cut : cut + _CONTEXT]), max(0, cut - _CONTEXT)
         at += cut - before
         yield Piece(kind, content[before:cut], record, lines, at, *around)
         record += lines
         held, size, before, lines_end = [content[kept:]], size - kept, cut - kept, 0
-        limit = _LONG_DOCUMENT if is_text else _PIECE
+        searched, limit = 0, _LONG_DOCUMENT if is_text else _PIECE
     content = b"".join(held)
     if size > before or (is_text and at == 0):  # an empty file is a document, the end of one is not
         lines = 1 if is_text else 1 + content.count(b"\n")
         yield Piece(kind, content[before:], record, lines, at + size - before, content[:before])
 
 
-def _cut_in_text(content: bytes, before: int, find_cut: FindCut | None) -> int | None:
-    """Bytes of a long text after which it is cut; None if that is nowhere near its end. Never all of it, as only what
-    remains can end the document.
+def _cut_in_text(content: bytes, start: int, find_cut: FindCut | None) -> int | None:
+    """Bytes of a long text after which it is cut, more than ``start`` and never all, since only what remains can end
+    the document; None if it cannot be cut there.
     """
-    window = content[max(before, len(content) - _WINDOW) :].lstrip(_CONTINUATION)
-    try:
-        text, _ = codecs.utf_8_decode(window, "strict", False)
-    except UnicodeDecodeError:  # the piece is refused anyway
-        return len(content) - (len(window) + 1) // 2
-    cut = find_cut(text) if find_cut else len(text) // 2
-    return len(content) - len(window) + len(text[:cut].encode()) if cut else None
+    start = max(0, start)
+    for begin in range(start, max(start + 1, len(content) - _WINDOW + 1), _WINDOW // 2):
+        end = min(begin + _WINDOW, len(content))
+        window = content[begin:end].lstrip(_CONTINUATION)
+        try:
+            text, _ = codecs.utf_8_decode(window, "strict", False)
+        except UnicodeDecodeError:  # the piece is refused anyway
+            return (begin + end) // 2
+        cut = find_cut(text) if find_cut else len(text) // 2
+        if cut:
+            return end - len(window) + len(text[:cut].encode())
+    return None
 
 
 def _read_rows(path: Path, kind: str, key: str, start: int) -> Iterator[tuple[Piece, float]]:
