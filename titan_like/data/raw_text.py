@@ -130,10 +130,6 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-def _in_the_middle(text: str) -> int:
-    return len(text) // 2
-
-
 def read_pieces(
     path: Path, key: str, start: int = 0, first_record: int = 1, find_cut: FindCut | None = None
 ) -> Iterator[tuple[Piece, float]]:
