@@ -221,11 +221,7 @@ def final_tensors(dump: Path, steps: int) -> dict[str, Any]:
 
     reader = TensorReader(dump / "checkpoint" / f"step-{steps}")
     described = reader.read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in described.items()
-        if not name.startswith("rng.")
-    }
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in described.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(tensors, storage_reader=reader, no_dist=True)

@@ -217,8 +217,10 @@ def samples(run: Any) -> Any:
     """The samples that train.py consumes in this run, int64 [samples, 2, seq]: inputs and labels."""
     import torch
 
+    from titan_like.data.batch_size import total_samples
+
     dataset = run.datasets["train"]
-    return torch.stack([dataset[i] for i in range(run.total_steps * run.config.training.global_batch_size)])
+    return torch.stack([dataset[i] for i in range(total_samples(run.config.training))])
 
 
 def train_titan(argv: list[str], dump_folder: str) -> float:

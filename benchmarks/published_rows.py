@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
+
+import tomli
 
 from benchmarks.measured_rows import Row, row_from
 
@@ -12,5 +13,5 @@ _FILE = Path(__file__).with_suffix(".toml")
 
 def published_rows() -> list[Row]:
     """All rows, in the order of the file."""
-    tables = tomllib.loads(_FILE.read_text(encoding="utf-8"))["row"]
+    tables = tomli.loads(_FILE.read_text(encoding="utf-8"))["row"]
     return [row_from({key: str(value) for key, value in table.items()}) for table in tables]

@@ -80,6 +80,7 @@ NEXT = [*PAIRS, "--data.sentence_objective", "next_sentence"]
 POSITIONS = ["--job.config_file", LLAMA, "--data.reset_position_ids", "true"]
 
 MOE = ["--job.config_file", str(REPO / "train_configs/debug_moe.toml")]
+CHATS = ["--data.dataset", "conversations", "--data.paths", '["chats.jsonl"]', *DOCUMENTS[:4]]
 BIASED = ["--model.overrides.balance", "bias", "--model.overrides.router_score", "sigmoid"]
 SHARED = ["--model.overrides.num_shared_experts", "1", "--model.overrides.num_dense_layers", "1"]
 EXPERTS = [*MOE, "--parallelism.expert_parallel_degree", "2"]
@@ -211,7 +212,15 @@ BUGS = [
     (gradients.tied_table_counted_twice, PIPELINE, "pipeline_parallel", Row.NORM, ""),
     (gradients.recomputation_rounds, RECOMPUTATION, "recompute", Row.GRADIENT, "layers."),
     (gradients.gradients_summed_in_bfloat16, THREE_MICROBATCHES, "one_process", Row.SAME_TYPE, ""),
-    (dropout.validation_seeds_dropout_anew, ONE, "one_process", Row.MASKS_DIFFER, ""),
+    (dropout.same_dropout_in_every_step, ONE, "one_process", Row.MASKS_DIFFER, ""),
+    (dropout.seeds_of_steps_and_ranks_added_up, DATA, "one_process", Row.MASKS_DIFFER, ""),
+    (dropout.random_state_restored_by_rank, DATA, "resume", Row.DROPOUT_RESUMED, ""),
+    (dropout.random_state_restored_by_rank, TENSOR, "resume", Row.DROPOUT_RESUMED, ""),
+    (dropout.resumed_ranks_share_no_dropout, TENSOR, "tensor_parallel", Row.DROPOUT_RESUMED, ""),
+    (runs.length_as_if_todays_batches_had_always_held, DATA, "resume", Row.OTHER_BATCHES, "last step"),
+    (runs.length_as_if_todays_batches_had_always_held, TENSOR, "resume", Row.OTHER_BATCHES, "last step"),
+    (runs.schedule_counts_todays_batches, ONE, "resume", Row.OTHER_BATCHES, "rate"),
+    (runs.schedule_counts_steps_whatever_their_batches, DATA, "resume", Row.OTHER_BATCHES, "rate"),
     (dropout.validation_in_training_mode, ONE, "one_process", Row.DROPOUT_VALIDATION, ""),
     (dropout.dropout_scale_lost_in_bfloat16, [*SEQUENCE, *BFLOAT16[:2]], "sequence_parallel", Row.DROPOUT_OWN_TYPE, ""),
     (dropout.dropout_scale_lost_in_a_half_type, BFLOAT16, "one_process", Row.DROPOUT_OWN_TYPE, ""),
@@ -332,6 +341,7 @@ BUGS = [
     (experts.experts_averaged_over_their_group, EXPERTS_OF_FOUR, "expert_parallel", Row.GRADIENT, "layers.1.mlp"),
     (experts.experts_gradients_doubled, [*EXPERTS, *DATA], "expert_parallel", Row.GRADIENT, "layers.1.mlp"),
     (experts.routers_not_summed_over_tensor_ranks, [*MOE, *SEQUENCE], "tensor_parallel", Row.GRADIENT, "layers.1.mlp"),
+    (experts.padding_of_the_first_rank, [*MOE, *CHATS, *SEQUENCE], "tensor_parallel", Row.GRADIENT, "layers.1.mlp"),
     (experts.experts_not_summed, [*EXPERTS_OF_FOUR, *ZERO_0[2:]], "expert_parallel", Row.GRADIENT, "layers.1.mlp"),
     (experts.rows_returned_as_they_were_sorted, [*EXPERTS, *DATA], "expert_parallel", Row.LOSS, "layers.0.mlp"),
     (experts.empty_experts_left_out, [*EXPERTS, *DATA], "expert_parallel", Row.LARGE_LOSS, "layers.0.mlp"),

@@ -139,7 +139,7 @@ def reference(rank: int, folder: Path, dump: Path, settings: dict[str, Any]) -> 
     """The digests of a run that nothing disturbs, by step."""
     trainer = build(folder, dump, settings)
     data, digests = trainer._load_data(), {}
-    while trainer.step < trainer.run.total_steps:
+    while trainer.step < trainer.total_steps:
         trainer.train_step(data)
         digests[str(trainer.step)] = digest(trainer)
     data.close()
@@ -224,7 +224,7 @@ def train_from(
             trainer = build(folder, folder / name, settings | layout | start)
         assert trainer.step == (0 if source is None else step)
         data, losses = trainer._load_data(), []
-        while trainer.step < trainer.run.total_steps:
+        while trainer.step < trainer.total_steps:
             losses.append(trainer.read_step(trainer.train_step(data)).loss)
             if source is None and trainer.step == step:
                 trainer.save()

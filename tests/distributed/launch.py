@@ -126,7 +126,7 @@ def losses_of_layouts(
     for name, layout in layouts.items():
         trainer = trainer_of(folder, settings | layout)
         data = trainer._load_data()
-        found[name] = [trainer.read_step(trainer.train_step(data)).loss for _ in range(trainer.run.total_steps)]
+        found[name] = [trainer.read_step(trainer.train_step(data)).loss for _ in range(trainer.total_steps)]
         data.close()
     return found
 
@@ -147,7 +147,7 @@ def train_case(case: Case, folder: Path) -> Result:
     data = training._load_data()
     records = [training.read_step(training.train_step(data))]
     gradients = all_stages(training, by_name(training.gradients))
-    records += [training.read_step(training.train_step(data)) for _ in range(training.run.total_steps - 1)]
+    records += [training.read_step(training.train_step(data)) for _ in range(training.total_steps - 1)]
     data.close()
     weights = all_stages(training, by_name(training.model.named_parameters()))
     return Result([r.loss for r in records], [r.grad_norm for r in records], gradients, weights)

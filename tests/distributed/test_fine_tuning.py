@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.distributed.launch import base_config, collect, losses_of_layouts, plain_adamw
-from tests.distributed.layouts import pipeline, tensor, zero
+from tests.distributed.launch import Case, assert_same, base_config, collect, losses_of_layouts, plain_adamw, run_cases
+from tests.distributed.layouts import pipeline, recompute, tensor, zero
 from tests.unit.chat_cases import CHATML, VOCAB_SIZE, conversations, save_tokenizer, write_lines
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
@@ -25,6 +25,34 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "data 2, ZeRO 3": zero(3),
     },
 }
+EXPERTS, CHOSEN, BALANCE, Z = 8, 2, 0.5, 0.1  # and factors of a layer's losses
+EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {  # of 4 processes
+    "context 2, tensor 2, experts 2": tensor(2, True)
+    | {"parallelism.context_parallel_degree": 2, "parallelism.context_parallel_method": "ulysses"}
+    | {"parallelism.expert_parallel_degree": 2},
+    "pipeline 2, ring 2, recomputed": pipeline(2, "zbv_zero_bubble")
+    | {"parallelism.context_parallel_degree": 2, "parallelism.context_parallel_method": "ring"}
+    | recompute("full"),
+    "experts 4, ZeRO 3": zero(3) | {"parallelism.expert_parallel_degree": 4},
+}
+
+
+def chat_settings(folder: Path, chats: list[list[dict[str, str]]]) -> dict[str, Any]:
+    """Settings of a run on conversations, with the tokenizer that is beside a model of transformers."""
+    spec = save_tokenizer(folder / "hf", CHATML)
+    write_lines(folder / "chats.jsonl", [{"messages": messages} for messages in chats])
+    return {
+        "data.dataset": "conversations",
+        "data.paths": [str(folder / "chats.jsonl")],
+        "data.tokenizer": str(spec),
+        "data.split": "1,0,0",
+        "data.reset_attention_mask": True,
+        "data.reset_position_ids": True,
+        "training.seq_len": SEQ,
+        "training.micro_batch_size": 1,
+        "training.global_batch_size": BATCH,
+        "training.max_norm": 0.0,
+    }
 
 
 def labelled(chat: Any, conversation: list[dict[str, str]]) -> tuple[list[int], list[int]]:
@@ -43,44 +71,50 @@ def labelled(chat: Any, conversation: list[dict[str, str]]) -> tuple[list[int], 
 
 
 @pytest.mark.parametrize("steps", [8, pytest.param(30, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("family", ["llama", "gpt"])
+@pytest.mark.parametrize("family", ["llama", "gpt", "moe"])
 def test_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, family: str, steps: int) -> None:
-    """The reference computes each conversation by itself, so packing, masks and positions have to be exact."""
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    """The reference computes each conversation by itself, so packing, masks and positions have to be exact.
+
+    Nor has it any padding. So experts are balanced over the tokens of conversations alone, prompts among them.
+    """
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        MixtralConfig,
+        MixtralForCausalLM,
+        PreTrainedTokenizerFast,
+    )
 
     torch.manual_seed(3)
     ours = {"hidden_size": 64, "num_layers": 2, "num_attention_heads": 4, "max_seq_len": 128, "vocab_size": VOCAB_SIZE}
-    if family == "llama":
-        shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-        shape |= {"intermediate_size": 176, "max_position_embeddings": 128}
-        theirs: Any = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB_SIZE, **shape))
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape |= {"max_position_embeddings": 128}
+    if family == "moe":
+        shape |= {"intermediate_size": 48, "num_local_experts": EXPERTS, "experts_implementation": "eager"}
+        shape |= {"num_experts_per_tok": CHOSEN, "rms_norm_eps": 1e-6, "output_router_logits": True}
+        theirs: Any = MixtralForCausalLM(MixtralConfig(vocab_size=VOCAB_SIZE, **shape))
+        ours |= {"num_kv_heads": 2, "expert_ffn_hidden_size": 48, "norm_eps": 1e-6, "rope_theta": 1e6}
+        ours |= {"num_experts": EXPERTS, "balance_coefficient": BALANCE, "z_loss_coefficient": Z}
+    elif family == "llama":
+        shape |= {"intermediate_size": 176}
+        theirs = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB_SIZE, **shape))
         ours |= {"num_kv_heads": 2, "ffn_hidden_size": 176, "norm_eps": 1e-6}
     else:
         off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
         shape = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
         theirs = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB_SIZE, **shape, **off))
     theirs.save_pretrained(tmp_path / "hf")
-    spec = save_tokenizer(tmp_path / "hf", CHATML)
     chats = [*conversations(300), *conversations(9, seed=1, most_turns=9)]  # some are longer than a sample
-    write_lines(tmp_path / "chats.jsonl", [{"messages": messages} for messages in chats])
-    settings = {
+    settings = chat_settings(tmp_path, chats) | {
         "model.family": family,
         "model.overrides": ours,
         "checkpoint.initial_load_path": str(tmp_path / "hf"),
-        "data.dataset": "conversations",
-        "data.paths": [str(tmp_path / "chats.jsonl")],
-        "data.tokenizer": str(spec),
-        "data.split": "1,0,0",
-        "data.reset_attention_mask": True,
-        "data.reset_position_ids": True,
-        "training.seq_len": SEQ,
-        "training.micro_batch_size": 1,
-        "training.global_batch_size": BATCH,
         "training.steps": steps,
-        "training.max_norm": 0.0,
     }
     found = {}
-    for ranks, layouts in (LAYOUTS if family == "llama" else {1: LAYOUTS[1]}).items():
+    for ranks, layouts in ({1: LAYOUTS[1]} if family == "gpt" else LAYOUTS).items():
         found |= collect(losses_of_layouts, ranks, tmp_path, layouts, settings)[0]
 
     run = prepare_run(resolve_settings(base_config(tmp_path, settings), 1))
@@ -91,22 +125,31 @@ def test_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, family: str,
     theirs, section = theirs.double().train(), run.config.optimizer
     optimizer = plain_adamw(theirs, section)
     source, expected, seen = run.datasets["train"], list[float](), 0
+    loads = [torch.full((EXPERTS,), 1 / EXPERTS, dtype=torch.float64)] * 2  # of each layer, a step before
     for step in range(steps):
-        total, count = torch.zeros((), dtype=torch.float64), 0
+        total, count, routed = torch.zeros((), dtype=torch.float64), 0, list[tuple[torch.Tensor, ...]]()
         for index in range(BATCH * step, BATCH * (step + 1)):
             inputs, _, begins = source[index].tolist()
             for begin in sorted(set(begins)):
                 packed = tuple(token for token, own in zip(inputs, begins, strict=True) if own == begin)
                 found_one = known.get(packed)
                 if found_one is None:  # what fills the sample up
-                    assert begin == max(begins) and set(packed) == {0}
+                    assert begin == max(begins) and set(packed) == {4}
                     continue
                 tokens, labels = found_one
-                logits = theirs(input_ids=torch.tensor([tokens[:-1]])).logits[0]
+                result = theirs(input_ids=torch.tensor([tokens[:-1]]))
+                logits = result.logits[0]
+                routed += [result.router_logits] if family == "moe" else []
                 goal = torch.tensor(labels[1 : len(tokens)])
                 total = total + F.cross_entropy(logits, goal, ignore_index=-100, reduction="sum")
                 count, seen = count + int((goal != -100).sum()), seen + 1
-        (total / count).backward()
+        balance = torch.zeros_like(total)
+        for layer, logits in enumerate(map(torch.cat, zip(*routed, strict=True))):
+            balance = balance + BALANCE * EXPERTS * (logits.softmax(1).mean(0) @ loads[layer])
+            balance = balance + Z * logits.logsumexp(1).square().mean()
+            chosen = torch.bincount(logits.topk(CHOSEN).indices.flatten(), minlength=EXPERTS)
+            loads[layer] = chosen.double() / chosen.sum()
+        (total / count + balance).backward()
         optimizer.step()
         optimizer.zero_grad()
         expected.append(total.item() / count)
@@ -114,3 +157,17 @@ def test_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, family: str,
     assert expected[-1] < expected[0] - 0.015 * steps
     for name in found:
         assert found[name] == pytest.approx(expected, rel=2e-6), name
+
+
+@pytest.mark.parametrize("balance", ["bias", pytest.param("auxiliary", marks=pytest.mark.exhaustive)])
+def test_experts_of_every_layout_count_the_same_tokens(tmp_path: Path, balance: str) -> None:
+    """In one sample of two nine tokens of ten are padding, so some processes have nothing else."""
+    model = {"hidden_size": 64, "num_layers": 4, "num_kv_heads": 4, "expert_ffn_hidden_size": 48}
+    model |= {"vocab_size": VOCAB_SIZE, "balance": balance, "balance_coefficient": BALANCE, "z_loss_coefficient": Z}
+    model |= {"bias_update_rate": 0.02}
+    settings = chat_settings(tmp_path, conversations(5)) | {"model.family": "moe", "model.overrides": model}
+    settings |= {"training.dtype": "float64", "training.steps": 3, "training.seq_len": 256}
+    alone = run_cases([Case("one", settings | {"training.micro_batch_size": BATCH})], 1, tmp_path)["one"]
+    cases = [Case(name, settings | layout) for name, layout in EXPERT_LAYOUTS.items()]
+    for result in run_cases(cases, 4, tmp_path).values():
+        assert_same(result, alone, 1e-10)

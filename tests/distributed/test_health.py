@@ -143,6 +143,22 @@ def test_going_back_leaves_out_the_samples_since_the_checkpoint(folder: Path, ba
     assert other["digests"][14] == outcome["digests"][14]
 
 
+@pytest.mark.parametrize(("bad_step", "last"), [(10, 12), (14, 12)])
+def test_a_run_that_goes_back_ends_after_its_samples(folder: Path, bad_step: int, last: int) -> None:
+    """Its 56 samples are 14 steps of 4. Step 10 leads back to step 8 past 40 samples; step 14 to step 12, past all."""
+    name = f"samples {bad_step}"
+    extra: dict[str, Any] = {"training__steps": None, "training__samples": 14 * BATCH}
+    extra |= {"health__loss_spike_action": "rewind", "lr_scheduler__decay": "linear"}
+    outcome = train(folder, name, {BATCH * (bad_step - 1): 5.0}, **extra)[0]
+    assert outcome["step"] == last and outcome["consumed_samples"] == 14 * BATCH
+    found = records(folder / name)
+    assert [record["step"] for record in found] == list(range(1, last + 1))
+    rates = [1e-3 * (1 - record["consumed_samples"] / 56) for record in found]
+    assert [record["lr"] for record in found] == pytest.approx(rates, abs=1e-15)
+    state = json.loads((folder / name / "checkpoint" / f"step-{last}" / "run.json").read_text())
+    assert state["consumed_samples"] == 14 * BATCH  # so another start has nothing to train
+
+
 def test_a_spike_before_the_first_checkpoint_is_only_left_out(folder: Path) -> None:
     extra: dict[str, Any] = {"health__loss_spike_action": "rewind", "checkpoint__interval": 100}
     outcome = train(folder, "no checkpoint", {BATCH * (BAD_STEP - 1): 5.0}, **extra)[0]

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.launch import all_stages, base_config, by_name, launch, trainer_of
+from tests.distributed.launch import all_stages, base_config, by_name, collect, launch, trainer_of
 from titan_like.checkpoint.step_folders import complete_steps
+from titan_like.verify.dropout import Recorder
+from titan_like.verify.watch import WatchedTrainer, digest
 
 TIMES = {"step_time_s", "data_time_s", "tokens_per_second", "tflops_per_device", "peak_memory_bytes"}
 SETTINGS = {
@@ -97,3 +99,47 @@ def test_dropout_was_on(folder: Path) -> None:
     losses = [[record["loss"] for record in records(folder / name / "straight")] for name in names]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)  # recomputation draws the same dropout
     assert complete_steps(folder / "zero0" / "straight" / "checkpoint") == [3, 6]
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "data": {"parallelism.zero_stage": 3},
+    "tensor": {"parallelism.tensor_parallel_degree": 2},
+    "sequence": {"parallelism.tensor_parallel_degree": 2, "parallelism.sequence_parallel": True},
+    "pipeline": {"parallelism.pipeline_parallel_degree": 2},
+}
+
+
+def masks_of_step_3(rank: int, folder: Path) -> dict[str, list[list[str]]]:
+    """By layouts before and after: the masks outside attention and in it, drawn without a stop or after a resume."""
+    found: dict[str, list[list[str]]] = {}
+
+    def draw(name: str, trainer: WatchedTrainer) -> None:
+        recorder = Recorder.of(trainer)
+        with recorder.installed():
+            trainer.steps_alone(1)
+        for is_attention in (False, True):
+            masks = [digest(draw.kept) for draw in recorder.draws if draw.where.is_attention == is_attention]
+            found.setdefault(name, []).append(masks)
+
+    settings = SETTINGS | {"model.overrides": MODEL | {"num_layers": 2}}
+    for before, layout in LAYOUTS.items():
+        settings["job.dump_folder"] = str(folder / before)
+        trainer = trainer_of(folder, settings | layout, WatchedTrainer)
+        trainer.steps_alone(2)
+        trainer.save(is_last=True)
+        draw(before, trainer)
+        for after, other in LAYOUTS.items():
+            draw(f"{before} {after}", trainer_of(folder, settings | other, WatchedTrainer))
+    return found
+
+
+def test_another_layout_draws_the_dropout_that_it_would_have_drawn_without_a_stop(tmp_path: Path) -> None:
+    base_config(tmp_path, {})
+    first, second = collect(masks_of_step_3, 2, tmp_path)
+    for after in LAYOUTS:
+        for before in LAYOUTS:
+            assert first[f"{before} {after}"] == first[after], (before, after)
+            assert second[f"{before} {after}"] == second[after], (before, after)
+        (outside, attention), (others, others_attention) = first[after], second[after]
+        assert set(outside) & set(others) == (set(outside) if after == "tensor" else set()), after
+        assert attention and not set(attention) & set(others_attention), after

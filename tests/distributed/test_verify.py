@@ -56,6 +56,7 @@ from tests.distributed.bugs import (
     ZERO_BUBBLE,
 )
 from tests.distributed.mutations import (
+    dropout,
     gradients,
     runs,
 )
@@ -76,6 +77,7 @@ def kind_of(mutation: Prepare, layout: list[str], axis: str, row: str) -> str:
     """The kind of run that shows a bug; one suffices, and is faster."""
     if (row != Row.RESUMED and axis == "resume") or mutation in (
         runs.resumed_shards_without_moments,
+        dropout.resumed_ranks_share_no_dropout,
         gradients.microbatches_after_the_fourth_lost,
     ):
         return RESUME

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from tests.e2e.scripts import REPO, Script
+from titan_like.train.environment import number_of_processes
 
 TOML = """
 [job]
@@ -205,6 +206,34 @@ def test_bad_number_of_processes(monkeypatch, capfd, folder, case):
     world_size, settings, words = WORLDS[case]
     monkeypatch.setenv("WORLD_SIZE", world_size)
     check_refusal(run_here(monkeypatch, capfd, arguments(folder, [STEPS, *settings])), words)
+
+
+SLURM_JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+SLURM_STEP = SLURM_JOB | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        (SLURM_STEP, ['SLURM_STEP_NUM_TASKS = "2": srun has started', "one torchrun a machine", "SLURM_PROCID"]),
+        (SLURM_JOB | {"SLURM_PROCID": "1"}, ['SLURM_NTASKS = "4": srun has started']),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
+            ['OMPI_COMM_WORLD_SIZE = "2": mpirun has started'],
+        ),
+        (SLURM_JOB, []),  # in the script of sbatch
+        (SLURM_STEP | {"SLURM_STEP_NUM_TASKS": "1"}, []),  # in the shell of salloc
+        (SLURM_STEP | {"SLURM_PTY_PORT": "4000"}, []),
+        (SLURM_STEP | {"WORLD_SIZE": "1"}, []),  # under torchrun
+    ],
+)
+def test_processes_of_another_launcher(monkeypatch, capfd, folder, variables, words):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if words:
+        check_refusal(run_here(monkeypatch, capfd, arguments(folder, [STEPS])), words)
+    else:
+        assert number_of_processes() == 1
 
 
 def test_compiler_without_a_folder(monkeypatch, capfd, folder):

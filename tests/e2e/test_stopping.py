@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import REPO, ForkedJob, TorchrunJob, kill, short, steps
+from tests.e2e.jobs import REPO, ForkedJob, TorchrunJob, kill, records, short, steps
 from tests.e2e.scripts import Script
 from titan_like.checkpoint.step_folders import complete_steps
 
@@ -74,6 +74,49 @@ def test_a_signal_to_one_rank_saves_on_all_and_ends_well(
             assert again.wait() == 0, again.output
         assert f"resumed from {dump}/checkpoint/step-{stopped}" in again.output
         assert steps(dump) == list(range(1, int(stopped) + 3))
+
+
+def test_a_signal_during_a_long_validation(fork: Callable[..., ForkedJob], tmp_path: Path) -> None:
+    """The checkpoint is there before the validation begins, which ends at the next batch and is made up for later."""
+    dump = tmp_path / "out"
+    arguments = ["--evaluation.interval=3", "--checkpoint.interval=3", "--parallelism.pipeline_parallel_degree=2"]
+    with fork(*arguments, "--evaluation.steps=1000000") as job:
+        job.until(lambda: complete_steps(dump / "checkpoint") == [3], "the checkpoint", 60)
+        time.sleep(1.0)
+        kill(job.workers()[1], signal.SIGTERM)
+        asked = time.monotonic()
+        assert job.wait() == 0, job.output
+        assert time.monotonic() < asked + 10
+    assert " stopped by SIGTERM after step 3\n" in job.output and "validation at iteration 3 |" not in job.output
+    assert job.output.count(" saved ") == 1 and complete_steps(dump / "checkpoint") == [3]
+    assert [(line["step"], "validation_loss" in line) for line in records(dump)] == [(1, False), (2, False), (3, False)]
+    arguments += ["--evaluation.steps=1", "--training.steps=4"]
+    with fork(*arguments) as again:
+        assert again.wait() == 0, again.output
+    assert [line["step"] for line in records(dump) if "validation_loss" in line] == [3, 4]
+    assert steps(dump) == [1, 2, 3, 4]
+    with fork(*arguments) as finished:
+        assert finished.wait() == 0 and "validation at" not in finished.output, finished.output
+
+
+def test_a_signal_during_a_long_task(fork: Callable[..., ForkedJob], tmp_path: Path) -> None:
+    """A checkpoint that is not due yet is written after the signal, as if the validation had not begun."""
+    dump, losses = tmp_path / "out", {}
+    (tmp_path / "long.txt").write_text("a line of a long text\n" * 200_000)
+    zero = ["--evaluation.interval=3", "--evaluation.steps=1", "--parallelism.zero_stage=3"]
+    with fork(*zero, f'--evaluation.datasets=["text={tmp_path}/long.txt"]') as job:
+        job.until(lambda: len(steps(dump)) == 3, "the third step", 60)
+        time.sleep(1.0)
+        kill(job.workers()[0], signal.SIGUSR1)
+        asked = time.monotonic()
+        assert job.wait() == 0, job.output
+        assert time.monotonic() < asked + 10
+    assert complete_steps(dump / "checkpoint") == [3]
+    for folder in (dump, tmp_path / "whole"):
+        with fork(*zero, f"--job.dump_folder={folder}", "--training.steps=4") as again:
+            assert again.wait() == 0, again.output
+        losses[folder] = [(line["step"], line["loss"], line.get("validation_loss")) for line in records(folder)]
+    assert losses[dump] == losses[tmp_path / "whole"]
 
 
 def test_ending_torchrun_saves_too(start: Callable[..., TorchrunJob], tmp_path: Path) -> None:

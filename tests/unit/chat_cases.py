@@ -30,6 +30,24 @@ MARKED = (
     "{% endif %}{% endfor %}"
 )
 DATED = "{{ strftime_now('%d %b %Y') if strftime_now is defined else 'never' }}" + CHATML
+# As Qwen's: a system message by default, calls of tools, and answers of tools that share a message of the user.
+TOOLS = (
+    "<|im_start|>system\n{% if messages[0].role == 'system' %}{{ messages[0].content }}{% else %}help{% endif %}"
+    "{% for tool in tools or [] %}\n{{ tool | tojson }}{% endfor %}<|im_end|>\n{% for m in messages %}"
+    "{% if m.role == 'tool' %}{% if loop.first or loop.previtem.role != 'tool' %}<|im_start|>user\n{% endif %}"
+    "<reply>{{ m.name }}: {{ m.content }}</reply>{% if loop.last or loop.nextitem.role != 'tool' %}<|im_end|>\n"
+    "{% endif %}"
+    "{% elif m.role != 'system' %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content or [] %}{{ part.text }}{% endfor %}"
+    "{% endif %}{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}<|im_end|>\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# As Mistral's: no header before an answer, and a call of tools begins with a special token and ends without one.
+HEADLESS = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]{% elif m.role == 'tool' %}"
+    "({{ m.content }}){% elif m.tool_calls is defined %}<|im_start|>{{ m.tool_calls | tojson }}{% else %} "
+    "{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
 TEMPLATES = {"chatml": CHATML, "llama": LLAMA, "plain": PLAIN, "marked": MARKED, "dated": DATED}
 WORDS = [
     "the",

@@ -119,20 +119,31 @@ def test_loss_scale_is_shown_for_float16():
 
 
 def test_line_ends_with_the_time_that_is_left():
-    console = Console(False, total_steps=1000)
+    console = Console(False, total_steps=1000, total_samples=2000)
     assert console.seconds_left() is None
     seconds = {1: 90.0, 2: 5.0, 3: 4.0, 4: 600.0, 5: 4.5}  # the first step compiles, the fourth meets a stall
     found = {}
     for step, time in seconds.items():
-        console.add(record(step=step, step_time_s=time))
+        console.add(record(step=step, step_time_s=time, global_batch_size=2, consumed_samples=2 * step))
         found[step] = console.seconds_left()
     assert found == {1: 999 * 90.0, 2: 998 * 5.0, 3: 997 * 5.0, 4: 996 * 5.0, 5: 995 * 5.0}
     last = record(step=5, loss_scale=1.0)
     line = format_log_line([last], 1000, 2048, found[5])
     assert line.endswith(" | memory: 21.3 GiB | loss scale: 1.0 | time left: 1 h 22 min |")
     for step in range(6, 106):  # only the most recent count
-        console.add(record(step=step, step_time_s=1.0))
+        console.add(record(step=step, step_time_s=1.0, global_batch_size=2, consumed_samples=2 * step))
     assert console.seconds_left() == 895
+
+
+def test_time_that_is_left_knows_the_ramp_up():
+    """3 steps of 4 samples and then 10 of 40, a second for every 4 samples."""
+    console = Console(False, total_steps=13, total_samples=412)
+    for step in (1, 2):
+        console.add(record(step=step, step_time_s=1.0, global_batch_size=4, consumed_samples=4 * step))
+    assert console.seconds_left() == 1 + 10 * 10
+    console.add(record(step=3, step_time_s=1.0, global_batch_size=4, consumed_samples=12))
+    console.add(record(step=4, step_time_s=10.0, global_batch_size=40, consumed_samples=52))
+    assert console.seconds_left() == 9 * 10
 
 
 @pytest.mark.parametrize(
@@ -159,7 +170,7 @@ def test_wide_numbers_keep_their_digits():
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_only_one_process_prints(capsys, enabled):
-    console = Console(enabled, total_steps=3)
+    console = Console(enabled, total_steps=3, total_samples=6)
     console.print("a line [not markup]")
     console.add(record(step=3))
     console.close()
@@ -175,14 +186,14 @@ def test_line_stays_whole_above_the_progress_bar(monkeypatch):
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
-    console = Console(True, total_steps=10)
+    console = Console(True, total_steps=10, total_samples=768)
     console.print(CONTRACT)
     console.add(record(step=5))
     assert console.seconds_left() is None  # the bar has it
     console.close()
     assert CONTRACT + "\n" in terminal.getvalue()
     assert "5/10" in terminal.getvalue()
-    silent = Console(False, total_steps=10)
+    silent = Console(False, total_steps=10, total_samples=768)
     before = terminal.getvalue()
     silent.add(record(step=5))
     silent.close()

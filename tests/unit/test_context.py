@@ -32,7 +32,9 @@ def test_joined_slices_are_in_order_and_divide_again() -> None:
 def test_a_slice_keeps_positions_masks_and_labels_of_its_tokens() -> None:
     tokens, order = torch.arange(100, 116)[None], torch.arange(16)[None]
     visible = VisibleKeys(order // 4 * 4, order + 1)
-    inputs, labels = Slices(2, 1, "all_gather").take(ModelInputs(tokens, order % 4, visible), tokens + 1)
+    whole = ModelInputs(tokens, order % 4, visible, padding_mask=tokens >= 110)
+    inputs, labels = Slices(2, 1, "all_gather").take(whole, tokens + 1)
+    assert inputs.padding_mask is not None and inputs.padding_mask.tolist() == [[False] * 6 + [True] * 2]
     assert inputs.tokens.tolist() == [list(range(104, 112))] and labels.tolist() == [list(range(105, 113))]
     assert inputs.positions is not None and inputs.positions.tolist() == [[0, 1, 2, 3] * 2]
     assert inputs.visible is not None and inputs.visible.first.tolist() == [[4] * 4 + [8] * 4]

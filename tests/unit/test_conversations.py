@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from tests.unit.chat_cases import (
     CHATML,
+    HEADLESS,
     MARKED,
     PLAIN,
     TEMPLATES,
+    TOOLS,
     VOCAB_SIZE,
     conversations,
     save_tokenizer,
@@ -160,8 +164,51 @@ def test_a_prompt_with_an_answer_is_a_conversation_if_there_is_a_template(tmp_pa
     messages = [{"role": "user", "content": record["prompt"]}, {"role": "assistant", "content": "3"}]
     assert with_template.encode(record).tolist() == with_template.encode({"messages": messages}).tolist()
     without = Chat(str(save_tokenizer(tmp_path / "b", None)))
-    assert learned(without, record) == ["3<|endoftext|>"]
+    assert learned(without, record) == ["3</s>"]
     assert Chat("byte").encode({"prompt": "é=", "answer": "1"}).tolist() == [-196, -170, -62, 49, 256]
+
+
+def prepended() -> Tokenizer:
+    """As Llama 2's: a space before every text, and bytes of what is not in the vocabulary."""
+    vocab = {piece: number for number, piece in enumerate(["<unk>", "</s>", *(f"<0x{b:02X}>" for b in range(256))])}
+    vocab |= {piece: len(vocab) + at for at, piece in enumerate(["▁", *"1257+=a", "=4", "▁a"])}
+    merges = [("=", "4"), ("▁", "a")]
+    tokenizer = Tokenizer(models.BPE(vocab | {"4": len(vocab)}, merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return tokenizer
+
+
+def word_pieces() -> Tokenizer:
+    vocab = {
+        piece: at for at, piece in enumerate(["[UNK]", "[SEP]", "un", "##known", "##able", "a", "17", "42", "+", "="])
+    }
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("build", "prompt", "answer", "expected"),
+    [
+        (prepended, "17+25=", "2", ["2"]),
+        (prepended, "17+25=", "42", ["=4", "2"]),  # which reaches over the border
+        (prepended, "17+25= ", "a", ["▁a"]),
+        (prepended, "17+25=", "é2", ["<0xC3>", "<0xA9>", "2"]),
+        (prepended, "17é", "2", ["2"]),
+        (prepended, "", "2", ["▁", "2"]),
+        (word_pieces, "17 + 17=", "42", ["42"]),
+        (word_pieces, "un", "known a", ["##known", "a"]),  # a word is one text
+    ],
+)
+def test_a_prompt_with_its_answer_is_one_text(
+    tmp_path: Path, build: Callable[[], Tokenizer], prompt: str, answer: str, expected: list[str]
+) -> None:
+    tokenizer = build()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    marked = Chat(str(tmp_path / "tokenizer.json")).encode({"prompt": prompt, "answer": answer}).tolist()
+    *tokens, end = (token if token >= 0 else ~token for token in marked)
+    assert tokens == tokenizer.encode(prompt + answer, add_special_tokens=False).ids
+    assert [tokenizer.id_to_token(token) for token in marked if token >= 0] == [*expected, tokenizer.id_to_token(end)]
 
 
 def test_what_a_tokenizer_puts_before_every_text_comes_before_a_prompt(tmp_path: Path) -> None:
@@ -175,6 +222,116 @@ def test_what_a_tokenizer_puts_before_every_text_comes_before_a_prompt(tmp_path:
     assert Chat(str(path)).encode({"prompt": "", "answer": "0"}).tolist()[0] == -1 - 3
 
 
+CALL: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "id": "x"}]}
+CALL["tool_calls"][0]["function"] = {"name": "add", "arguments": {"first": 1, "second": "two"}}
+REPLY, PARTS = {"role": "tool", "name": "add", "content": "3"}, [{"type": "text", "text": "the sum"}]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALLED = 'add", "arguments": {"first": 1, "second": "two"}}'
+
+
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("tools", [None, [TOOL]])
+@pytest.mark.parametrize(
+    ("template", "call", "answer"),
+    [
+        (TOOLS, f'<call>{{"name": "{CALLED}</call><|im_end|>', "the sum 3<|im_end|>"),
+        (
+            HEADLESS,
+            f'<|im_start|>[{{"type": "function", "id": "x", "function": {{"name": "{CALLED}}}]',
+            " the sum 3</s>",
+        ),
+    ],
+)
+def test_calls_of_tools_are_answers(
+    tmp_path: Path, template: str, call: str, answer: str, tools: Any, begins: bool
+) -> None:
+    """Also where the assistant begins the conversation."""
+    chat = Chat(str(save_tokenizer(tmp_path, template)))
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    silent = {key: value for key, value in CALL.items() if key != "content"}
+    last = {"role": "assistant", "content": "the sum 3"}
+    messages = [USER] * (not begins) + [CALL, REPLY, REPLY, silent, REPLY, last]
+    record = {"messages": messages, "tools": tools and json.dumps(tools)}
+    expected = theirs.apply_chat_template(messages, tools=tools, return_dict=True)["input_ids"]
+    assert [token if token >= 0 else ~token for token in chat.encode(record).tolist()] == expected
+    assert learned(chat, record) == [call, call, answer]
+
+
+def test_every_form_of_a_record_is_the_same_conversation(tmp_path: Path) -> None:
+    chat = Chat(str(save_tokenizer(tmp_path, TOOLS)))
+    messages = [{"role": "system", "content": "s"}, USER, CALL, REPLY | {"name": ""}, ANSWER]
+    expected = chat.encode({"messages": messages, "tools": [TOOL]}).tolist()
+    shared: list[dict[str, Any]] = [
+        {"from": "human", "value": "a"},
+        {"from": "function_call", "value": json.dumps(CALL["tool_calls"][0]["function"])},
+        {"from": "observation", "value": "3", "name": ""},
+        {"from": "gpt", "value": "b", "weight": 1},
+    ]
+    tools = json.dumps([TOOL])
+    for record in (
+        {"conversations": shared, "system": "s", "tools": tools},
+        {"conversations": [{"from": "system", "value": "s"}, *shared], "tools": [tools[1:-1]]},
+        {"conversations": json.dumps(messages), "tools": tools},
+    ):
+        assert chat.encode(record).tolist() == expected
+    in_parts = [USER | {"content": PARTS}, ANSWER | {"content": PARTS}]
+    assert learned(chat, {"messages": in_parts}) == ["the sum<|im_end|>"]
+    for texts in ({"prompt": "a", "answer": "b"}, {"prompt": "a", "completion": "b"}):
+        assert chat.encode(texts).tolist() == chat.encode({"messages": [USER, ANSWER]}).tolist()
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_answers_in_a_prompt_are_not_learned(tmp_path: Path, template: str) -> None:
+    chat = Chat(str(save_tokenizer(tmp_path, template)))
+    record = {"prompt": [USER, {"role": "assistant", "content": "1"}, USER], "completion": [ANSWER]}
+    assert learned(chat, record) == ["b<|im_end|>"]
+    whole = chat.encode({"messages": [*record["prompt"], *record["completion"]]})
+    assert [token if token >= 0 else ~token for token in chat.encode(record).tolist()] == [
+        token if token >= 0 else ~token for token in whole.tolist()
+    ]
+
+
+def test_conversations_are_read_from_parquet_and_arrow(tmp_path: Path) -> None:
+    """Arrow fills up every struct with the keys of the others, which are not the conversation's."""
+    spec = save_tokenizer(tmp_path, TOOLS)
+    records = [
+        {"messages": [USER, CALL, REPLY, ANSWER], "tools": [TOOL], "id": 1},
+        {"messages": [USER, {"role": "assistant", "content": "c", "reasoning_content": "d"}], "id": 2},
+    ]
+    write_lines(tmp_path / "chats.jsonl", records)
+    expected = opened(tmp_path, f"--data.tokenizer={spec}")["train"].fingerprint
+    table = pyarrow.Table.from_pylist(records)
+    pyarrow.parquet.write_table(table, tmp_path / "chats.parquet")
+    with pyarrow.ipc.new_stream(str(tmp_path / "chats.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    for ending in ("parquet", "arrow"):
+        paths = f"--data.paths={tmp_path}/chats.{ending}"
+        assert opened(tmp_path, f"--data.tokenizer={spec}", paths)["train"].fingerprint == expected
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "other.parquet")
+    with pytest.raises(ConfigError, match=r"has none of the columns messages, .*; it has text"):
+        opened(tmp_path, f"--data.paths={tmp_path}/other.parquet", "--data.bad_lines=skip")
+
+
+def test_bad_lines_are_skipped_and_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    good = [json.dumps(record).encode() for record in pairs(40)]
+    bad = [b"{", b'{"prompt": "a"}', b'{"prompt": "\xff", "answer": "b"}', b'{"messages": []}']
+    lines = [
+        line for number, line in enumerate(good) for line in ([bad[number // 10], line] if number % 10 == 5 else [line])
+    ]
+    (tmp_path / "chats.jsonl").write_bytes(b"\n".join(lines))
+    (tmp_path / "good").mkdir()
+    (tmp_path / "good" / "chats.jsonl").write_bytes(b"\n".join(good))
+    skipping = opened(tmp_path, "--data.bad_lines=skip", "--data.split=7,3,0")
+    told = capfd.readouterr().err
+    assert f"skipped {tmp_path}/chats.jsonl:6: the line is not JSON" in told
+    assert f"skipped {tmp_path}/chats.jsonl:28: byte 12 of the line is not valid UTF-8" in told
+    assert "skipped 4 of 44 records" in told
+    for split, source in opened(tmp_path / "good", "--data.split=7,3,0").items():
+        assert skipping[split].fingerprint == source.fingerprint
+    with pytest.raises(ConfigError, match=r"chats\.jsonl:6"):  # what has been skipped does not pass for all
+        opened(tmp_path, "--data.split=7,3,0")
+
+
 USER, SYSTEM = {"role": "user", "content": "a"}, {"role": "system", "content": "a"}
 ANSWER = {"role": "assistant", "content": "b"}
 CUT = '{"messages": [{"role": "user", "content": "a"}'
@@ -184,17 +341,35 @@ CUT = '{"messages": [{"role": "user", "content": "a"}'
     ("template", "line", "words"),
     [
         (CHATML, CUT, "the line is not JSON"),
-        (CHATML, '["a"]', 'neither "messages"'),
-        (CHATML, json.dumps({"messages": []}), 'neither "messages"'),
-        (CHATML, json.dumps({"messages": [{"role": "user"}]}), 'each with the texts "role" and "content"'),
-        (CHATML, json.dumps({"prompt": "a", "answer": 3}), 'nor the texts "prompt" and "answer"'),
+        (CHATML, '["a"]', 'has no "messages", "conversations"'),
+        (CHATML, json.dumps({"messages": []}), 'no "assistant" that answers'),
+        (CHATML, json.dumps({"messages": [{"content": "a"}]}), 'message 1 has neither a "role" nor "value" and "from"'),
+        (CHATML, json.dumps({"messages": [USER, {"role": "assistant", "content": 3}]}), '"content" of message 2 is'),
+        (CHATML, json.dumps({"conversations": [{"from": "bard", "value": "a"}]}), '"from", which is one of system'),
+        (
+            CHATML,
+            json.dumps({"conversations": [{"from": "function_call", "value": "f("}]}),
+            "the call of message 1 is no object, nor the JSON text",
+        ),
+        (
+            CHATML,
+            json.dumps({"messages": [USER, ANSWER], "tools": "adder"}),
+            "the tools are no list, nor the JSON text of one",
+        ),
+        (CHATML, json.dumps({"messages": [USER, {"role": "assistant", "content": [{}]}]}), "a list of parts"),
+        (CHATML, json.dumps({"prompt": "a", "answer": 3}), 'or "prompt" with "answer" or "completion"'),
+        (CHATML, json.dumps({"instruction": "a", "input": "", "output": "b"}), 'or "prompt" with "answer"'),
+        (CHATML, json.dumps({"prompt": [USER, ANSWER], "completion": [USER]}), 'no "assistant" that answers'),
         (CHATML, json.dumps({"messages": [USER]}), 'no "assistant" that answers'),
-        (CHATML, json.dumps({"messages": [ANSWER, USER, ANSWER]}), 'begins with a message of the "assistant"'),
         (CHATML, '{"prompt": "\\ud800", "answer": "b"}', "half a surrogate pair"),
         (None, json.dumps({"messages": [USER, ANSWER]}), "the tokenizer's folder has no chat template"),
-        (TEMPLATES["llama"], json.dumps({"messages": [SYSTEM, USER, ANSWER]}), "refuses the line (no system here)"),
-        ("{{ 1 // 0 }}", json.dumps({"messages": [USER, ANSWER]}), "refuses the line (integer division"),
-        ("{{ ''.__class__.mro() }}", json.dumps({"messages": [USER, ANSWER]}), "refuses the line (access to attribute"),
+        (TEMPLATES["llama"], json.dumps({"messages": [SYSTEM, USER, ANSWER]}), "refuses the record (no system here)"),
+        ("{{ 1 // 0 }}", json.dumps({"messages": [USER, ANSWER]}), "refuses the record (integer division"),
+        (
+            "{{ ''.__class__.mro() }}",
+            json.dumps({"messages": [USER, ANSWER]}),
+            "refuses the record (access to attribute",
+        ),
         (
             MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", ""),
             json.dumps({"messages": [USER, ANSWER, USER, ANSWER]}),
@@ -212,14 +387,14 @@ def test_a_bad_line_is_named(tmp_path: Path, template: str | None, line: str, wo
         opened(tmp_path, f"--data.tokenizer={spec}")
     message = str(error.value)
     assert message.startswith(f'data.paths = "{tmp_path}/chats.jsonl:3": ') and words in message, message
-    assert message.endswith("; correct or remove it") and "\n" not in message
+    assert message.endswith('; correct or remove it, or set data.bad_lines to "skip"') and "\n" not in message
     assert not [path for path in (tmp_path / "out" / "data_cache").iterdir() if path.suffix != ".lock"]
 
 
 def test_other_files_and_a_larger_vocabulary_are_refused(tmp_path: Path) -> None:
     write_lines(tmp_path / "chats.jsonl", [{"prompt": "a", "answer": "b"}])
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(ConfigError, match=r"conversations are lines of \.jsonl files"):
+    with pytest.raises(ConfigError, match=r"conversations are records of \.jsonl, \.parquet, \.arrow files"):
         opened(tmp_path, f"--data.paths={tmp_path}/a.txt")
     with pytest.raises(ConfigError, match='dataset "conversations" needs files'):
         opened(tmp_path, "--data.paths=[]")
@@ -360,5 +535,5 @@ def test_a_record_s_tools_reach_the_template(tmp_path: Path) -> None:
     record = {"messages": [USER, ANSWER], "tools": [{"name": "adder"}]}
     tokens = torch.tensor(chat.encode(record))
     assert chat.tokenizer.decode(torch.where(tokens < 0, ~tokens, tokens).tolist()).startswith("adder")
-    with pytest.raises(BadRecord, match="refuses the line"):
+    with pytest.raises(BadRecord, match="the tools are no list"):
         chat.encode(record | {"tools": 3})

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from titan_like.config import ConfigError
+from titan_like.config.errors import RunError
 from titan_like.config.schema import Data
 from titan_like.data import preprocess, raw_text
 from titan_like.data.indexed import StoredTokens
@@ -420,6 +421,38 @@ def test_closing_a_full_loader_ends_its_thread_and_its_processes(workers):
     assert len(running() - before) >= 1 + workers
     loader.close()
     assert not running() - before
+
+
+def test_a_loader_that_repeats_keeps_its_processes():
+    before = set(active_children())
+    loader = BackgroundLoader(
+        Numbers(), GlobalSampler(0, 2, 0, 1, last_sample=40), 2, device=torch.device("cpu"), repeats=True
+    )
+    assert torch.cat(list(loader)).tolist() == list(range(40))
+    processes = set(active_children()) - before
+    loader.close()
+    loader.start()
+    assert next(loader).tolist() == [0, 1]
+    loader.close()  # in the middle of a pass
+    loader.start()
+    assert torch.cat(list(loader)).tolist() == list(range(40))
+    assert set(active_children()) - before == processes and len(processes) == 2
+    loader.close()
+    del loader
+    assert set(active_children()) == before
+
+
+def test_a_process_that_dies_between_two_passes_is_named():
+    before = set(active_children())
+    loader = BackgroundLoader(Numbers(), GlobalSampler(0, 2, 0, 1, 40), 1, device=torch.device("cpu"), repeats=True)
+    assert len(list(loader)) == 20
+    (process,) = set(active_children()) - before
+    process.kill()
+    loader.close()
+    loader.start()
+    with pytest.raises(RunError, match=rf"process \(pid {process.pid}\) has died, .* data\.num_workers"):
+        next(loader)
+    loader.close()
 
 
 def test_fingerprint_tells_tokens_apart():

@@ -38,6 +38,7 @@ OBJECTIVES = {
     "half of the tokens": [*BERT, "--data.mlm_probability=0.5"],
     "words": [*BERT, "--data.mlm_whole_words=true", "--data.mlm_probability=0.4"],
     "n-grams": [*BERT, "--data.mlm_whole_words=true", "--data.mlm_max_ngram=3", "--data.mlm_probability=0.4"],
+    "words that are cut": [*BERT, "--data.mlm_whole_words=true", "--data.mlm_probability=0.1"],
     "pairs": ["--job.config_file", str(CONFIGS / "debug_bert_pairs.toml")],
     "spans": ["--job.config_file", str(CONFIGS / "debug_t5.toml")],
     "prefixes": ["--job.config_file", str(CONFIGS / "debug_gpt.toml"), "--data.prefix_lm=true"],

@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
+from tests.unit.tokenizer_cases import save_kind
 from titan_like.config.errors import ConfigError
-from titan_like.data.tokenizer import ByteTokenizer
+from titan_like.config.schema import TokenOptions
+from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer
 from titan_like.evaluate.scoring import token_scores
 from titan_like.evaluate.task import Score, TaskError, TextSettings, ending_window, sliding_windows
 from titan_like.evaluate.tasks import (
@@ -155,6 +158,34 @@ def test_a_last_word_is_right_only_with_all_its_tokens() -> None:
     assert [window.num_targets for window in task.windows] == [3, 3, 2]
     results = task.results([Score(-1.0, 3), Score(-2.0, 2), Score(-6.0, 2)])
     assert results == {"passages": 3, "accuracy": pytest.approx(2 / 3), "perplexity": pytest.approx(math.exp(3))}
+
+
+@pytest.mark.parametrize("kind", ["spm", "l3", "chatml"])
+def test_texts_are_tokenized_whole_and_begin_as_documents_do(tmp_path: Path, kind: str) -> None:
+    bos_token = {"bos_token": "<|im_start|>"} if kind == "chatml" else {}
+    path, settings = save_kind(tmp_path / kind, kind, **bos_token), TextSettings(64, 32)
+    theirs = AutoTokenizer.from_pretrained(path.parent)
+    passages = {"the cat sat on the mat": " mat", "it said 日本 é日": " é日", "a \u0301b": " \u0301b"}
+    task = lambada_task("l", list(enumerate(passages)), build_tokenizer(str(path)), settings)
+    for (passage, word), window in zip(passages.items(), task.windows, strict=True):
+        assert window.tokens.tolist() == theirs(passage).input_ids
+        whole, context = (theirs.decode(window.tokens[:end], True) for end in (None, -window.num_targets))
+        assert whole == context + word == passage
+    lines = "the mat\n" * 20
+    for bos in ("auto", "always", "never"):
+        tokenizer = build_tokenizer(str(path), options=TokenOptions(bos))
+        first = [] if bos == "never" or (bos, kind) == ("auto", "chatml") else [theirs.bos_token_id]
+        tokens = [*first, *theirs(lines, add_special_tokens=False).input_ids]
+        for scored in (text_task("t", lines, tokenizer, settings), wikitext_task("w", lines, tokenizer, settings)):
+            assert scored.windows[0].tokens.tolist() == tokens[:65]
+            assert sum(window.num_targets for window in scored.windows) == len(tokens) - 1
+            results = scored.results([Score(-1.0 * window.num_targets, 0) for window in scored.windows])
+            assert (results["tokens"], results["loss"]) == (len(tokens) - 1, 1)
+
+
+def test_what_begins_a_text_is_not_scored() -> None:
+    windows = sliding_windows(np.arange(9), 4, 2, num_given=3)
+    assert [window.tokens[-window.num_targets :].tolist() for window in windows] == [[3, 4], [5, 6], [7, 8]]
 
 
 def test_token_scores() -> None:

@@ -7,13 +7,20 @@ import random
 import statistics
 from collections import deque
 from collections.abc import Iterable
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
+from tests.unit.plain_loop import logged, prepared, run_settings
 from titan_like.config.errors import RunError
 from titan_like.config.schema import Health
+from titan_like.data.indexed import DTYPES, IndexedWriter
+from titan_like.data.source import IGNORED_LABEL, Source
 from titan_like.train.health import LossWatch, robust_z
+from titan_like.train.job import run_job
 
 
 def z(value: float, others: Iterable[float]) -> float:
@@ -94,3 +101,67 @@ def test_the_watch_goes_on_where_a_checkpoint_left_it() -> None:
     second.count(8, 90.0, skipped=True)
     with pytest.raises(RunError):
         second.count(9, 90.0, skipped=True)
+
+
+PAIRS = {"model.overrides.sentence_head": "pair", "data.sentence_objective": "sentence_order"}
+NO_LABELS = "4 samples of step {} have no labels: all of their tokens are special tokens, padding or prompts"
+
+
+def short_run(folder: Path, **changes: object) -> dict[str, object]:
+    named = {key.replace("__", "."): value for key, value in changes.items()}
+    return run_settings(folder) | {"training.steps": 3} | named
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model.family": "gpt", "data.eod_mask_loss": "true"},
+        {"model.family": "bert"},
+        {"model.family": "bert", "model.overrides.vocab_size": 261, **PAIRS},
+    ],
+    ids=["gpt", "bert", "pairs"],
+)
+def test_a_batch_of_special_tokens_alone_says_so(tmp_path: Path, changes: dict[str, object]) -> None:
+    with IndexedWriter(tmp_path / "ends", DTYPES[8]) as writer:
+        for _ in range(2000):
+            writer.add(np.array([256] * 9))
+            writer.end_document()
+    data = {"data.dataset": "indexed", "data.paths": f'["{tmp_path}/ends"]', "health.skip_nonfinite": "false"}
+    run = prepared(short_run(tmp_path) | data | changes)
+    try:
+        with pytest.raises(RunError) as error:
+            run_job(run)
+    finally:
+        dist.destroy_process_group()
+    assert str(error.value).startswith(f"the {NO_LABELS.format(1)}; look at the data or raise training.global_batch_s")
+    assert "optimizer.lr" not in str(error.value)
+
+
+@pytest.mark.parametrize("family", ["gpt", "t5"])
+def test_a_batch_without_labels_is_skipped_and_others_are_not(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read = Source.__getitem__
+
+    def without_some_labels(self: Source, index: int) -> torch.Tensor:
+        sample = read(self, index)
+        if 4 <= index < 8 or self.request.split == "validation":
+            sample[1] = IGNORED_LABEL
+        return sample
+
+    monkeypatch.setattr(Source, "__getitem__", without_some_labels)
+    changes = {"model.family": family, "evaluation.interval": 3, "evaluation.steps": 1}
+    run = prepared(short_run(tmp_path) | changes)
+    run_job(run)
+    lines = logged(run.config)
+    assert [line["nan"] for line in lines] == [0, 1, 0] and lines[2]["loss"] > 1
+    printed = capsys.readouterr().out
+    assert printed.count("have no labels") == 2 and f" the {NO_LABELS.format(2)}" in printed
+    assert " the samples for validation have no labels" in printed
+
+
+def test_many_batches_without_labels_end_the_run_with_the_cause() -> None:
+    losses = watch(max_consecutive_skips=2)
+    losses.count(1, math.nan, skipped=True, has_labels=False)
+    with pytest.raises(RunError, match=r"the batch of step 2 has no labels.*no more; look at the data$"):
+        losses.count(2, math.nan, skipped=True, has_labels=False)

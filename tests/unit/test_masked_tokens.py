@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data.masked_tokens import MaskedTokens, masked_tokens_of
 from titan_like.data.masks import masks_of
 from titan_like.data.source import IGNORED_LABEL
-from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer
+from titan_like.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, build_tokenizer
 from titan_like.models.bert.config import BertConfig
 from titan_like.train.rules import resolve_settings
 
@@ -79,35 +84,138 @@ def test_whole_words_and_n_grams_are_chosen_together() -> None:
     assert 1 <= mean[1] < 1.4 < 1.6 < mean[3] < 2.2
 
 
-def tokenizer_file(folder, tokens: list[str], kind: type) -> str:
-    vocab = {token: number for number, token in enumerate(tokens)}
-    tokenizer = Tokenizer(kind(vocab, unk_token="[UNK]") if kind is models.WordPiece else kind(vocab, []))
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return str(folder / "tokenizer.json")
+LANGUAGES = {
+    "English": "The quick brown fox doesn't jump over 12345 lazy dogs; they've   said: (see http://a.example/b_c?d=1).\n",
+    "French": "L'été à Évreux, où l'élève dîne déjà : « ça coûte 3 € », s'écria-t-il. À côté, être aimé ici.\n",
+    "Russian": "Мама мыла раму, а папа читал газету «Правда» и пил чай. Ёлка, объём - 2024 год! Привет всем.\n",
+    "Chinese": "今天天气很好，我们去公园散步。北京大学的学生们正在努力学习准备考试价格是100元明天再来看看吧\n",
+    "code": "def f(a_b, c):\n\treturn [x**2 for x in range(1000)]  # 😀 done\n",
+}
+SPECIAL = ["[UNK]", "</s>", "[MASK]"]
+LLAMA_3 = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+AS_LLAMA_2 = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+SPACES = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
 
 
-def test_words_and_special_tokens_of_a_word_piece_vocabulary(tmp_path) -> None:
-    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "play", "##ing", "##s", "the", ","]
-    file = tokenizer_file(tmp_path, tokens, models.WordPiece)
-    tokenizer = build_tokenizer(file)
-    assert (tokenizer.eod_id, tokenizer.mask_id, tokenizer.special_ids) == (3, 4, frozenset(range(5)))
-    masked = masked_tokens_of(Data(tokenizer=file, mlm_whole_words=True), tokenizer, 12)
-    assert masked.ordinary.tolist() == [5, 6, 7, 8, 9]
-    begins = masked._word_begins(np.array([5, 6, 7, 8, 9, 5, 5, 7, 3, 6]))
-    assert begins.tolist() == [True, False, False, True, True, True, True, False, True, True]
+def trained(model: Any, trainer: Any, pre_tokenizer: Any, normalizer: Any = None, **settings: Any) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizer
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    learns = trainer(vocab_size=350, special_tokens=SPECIAL, show_progress=False, **settings)
+    tokenizer.train_from_iterator([text for text in LANGUAGES.values() for _ in range(3)], learns)
+    return tokenizer
 
 
-def test_words_of_a_byte_level_vocabulary(tmp_path) -> None:
-    tokens = ["<|endoftext|>", "<mask>", "Ġthe", "re", "Ġ", "Ċ", ",", "_x"]
-    file = tokenizer_file(tmp_path, tokens, models.BPE)
-    masked = masked_tokens_of(Data(tokenizer=file, mlm_whole_words=True), build_tokenizer(file), 8)
-    assert masked.mask_id == 1 and masked.ordinary.tolist() == [2, 3, 4, 5, 6, 7]
-    begins = masked._word_begins(np.array([2, 3, 7, 4, 3, 6, 3, 5, 3, 2]))
-    assert begins.tolist() == [True, False, False, True, True, True, True, True, True, True]
+def as_llama_2() -> Tokenizer:
+    """Normalization marks spaces, nothing divides the text, and bytes stand for characters that are not known."""
+    by_words = json.loads(trained(models.BPE(), trainers.BpeTrainer, pre_tokenizers.Metaspace()).to_str())["model"]
+    vocab = {token: number for number, token in enumerate([*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))])}
+    for token in by_words["vocab"]:
+        if "公" not in token:
+            vocab.setdefault(token, len(vocab))
+    merges = [tuple(pair) for pair in by_words["merges"] if "公" not in "".join(pair)]
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="[UNK]", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = AS_LLAMA_2
+    tokenizer.add_special_tokens(SPECIAL)
+    return tokenizer
+
+
+def word_piece() -> Tokenizer:
+    model = models.WordPiece(unk_token="[UNK]")
+    return trained(model, trainers.WordPieceTrainer, pre_tokenizers.BertPreTokenizer())
+
+
+def bpe(pre_tokenizer: Any, **settings: Any) -> Tokenizer:
+    return trained(models.BPE(**settings), trainers.BpeTrainer, pre_tokenizer, **settings)
+
+
+KINDS: dict[str, Callable[[], Tokenizer]] = {
+    "GPT-2": lambda: bpe(pre_tokenizers.ByteLevel(add_prefix_space=False)),
+    "Llama 3": lambda: bpe(pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA_3), "isolated"), BYTES])),
+    "Llama 2": as_llama_2,
+    "Metaspace": lambda: bpe(pre_tokenizers.Metaspace()),
+    "Unigram": lambda: trained(models.Unigram(), trainers.UnigramTrainer, SPACES, unk_token="[UNK]"),
+    "CLIP": lambda: bpe(pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), BYTES]), end_of_word_suffix="</w>"),
+    "WordPiece": word_piece,
+    "WordLevel": lambda: trained(
+        models.WordLevel(unk_token="[UNK]"), trainers.WordLevelTrainer, pre_tokenizers.Whitespace()
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTokenizer:
+    file = str(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
+    KINDS[request.param]().save(file)
+    built = build_tokenizer(file)
+    assert isinstance(built, HuggingFaceTokenizer)
+    return built
+
+
+def word_numbers(tokenizer: Tokenizer, text: str) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of a text, and the number of the word that each is of, as the tokenizer's own pre-tokenization counts."""
+    found = tokenizer.encode(text, add_special_tokens=False)
+    if tokenizer.pre_tokenizer is not None:
+        return np.array(found.ids), np.array(found.word_ids)
+    return np.array(found.ids), np.cumsum([token.startswith("▁") for token in found.tokens])
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_words_are_those_of_the_pre_tokenizer_and_their_share_holds(
+    tokenizer: HuggingFaceTokenizer, language: str
+) -> None:
+    ids, number = word_numbers(tokenizer.tokenizer, LANGUAGES[language] * 8)
+    begins = np.diff(number, prepend=-1) != 0
+    assert np.array_equal(tokenizer.words(ids)[0], begins)
+    inside = int(np.flatnonzero(~begins)[0]) if not begins.all() else 1
+    beside_others = [ids[inside - 1], tokenizer.eod_id, ids[inside], tokenizer.vocab_size + 7, ids[inside]]
+    assert tokenizer.words(np.array(beside_others))[0].all()
+    masked = masked_tokens_of(Data(mlm_whole_words=True), tokenizer, tokenizer.vocab_size)
+    ordinary = ~np.isin(ids, list(tokenizer.special_ids))
+    most, window = 0, 128
+    for first in range(0, max(1, len(ids) - window), 37):
+        part = slice(first, first + window)
+        tokens = torch.from_numpy(ids[part])
+        chosen = (masked.apply(torch.stack((tokens, tokens)), 3, first)[1] != IGNORED_LABEL).numpy()
+        most = max(1, round(0.15 * ordinary[part].sum()))
+        assert chosen.sum() == most
+        sizes = np.bincount(number[part])[number[part]]
+        starts = chosen & ~np.append(False, chosen[:-1])
+        assert (begins[part] | (sizes > most))[1:][starts[1:]].all()  # only words that are too long are begun inside
+        torn = [
+            n for n in set(number[part][1:].tolist()) if 0 < chosen[number[part] == n].sum() < (number[part] == n).sum()
+        ]
+        assert sum((number[part] == n).sum() <= most for n in torn) <= 1
+
+
+@pytest.mark.parametrize(
+    "text", ["今" * 300, "https://a.example/" + "b7/" * 100, "今天天气很好我们去公园散步北京大学 " * 16, "a" * 300]
+)
+def test_words_that_are_too_long_are_cut(text: str, tmp_path: Path) -> None:
+    """None may be chosen whole, or too few words are short."""
+    file = str(tmp_path / "tokenizer.json")
+    KINDS["GPT-2"]().save(file)
+    for tokenizer in (build_tokenizer(file), ByteTokenizer()):
+        tokens = torch.from_numpy(tokenizer.encode(text))
+        masked, rows = masked_tokens_of(Data(mlm_whole_words=True), tokenizer, 800), torch.stack((tokens, tokens))
+        chosen = torch.stack([masked.apply(rows, 3, index)[1] != IGNORED_LABEL for index in range(400)])
+        assert (chosen.sum(1) == round(0.15 * len(tokens))).all()
+        assert (chosen.float().mean(0) - 0.15).abs().mean() < 0.05  # everywhere in the text
+
+
+def test_tokens_that_do_not_tell_words_are_refused(tmp_path: Path) -> None:
+    file = str(tmp_path / "tokenizer.json")
+    bpe(pre_tokenizers.Whitespace()).save(file)
+    section = Data(tokenizer=file, mlm_whole_words=True)
+    with pytest.raises(ConfigError, match=r"data.mlm_whole_words = true: .*do not tell where words begin; set it to f"):
+        masks_of(JobConfig(data=section), BERT.model_copy(update={"vocab_size": 800}))
 
 
 def test_what_cannot_be_masked_is_one_sentence(tmp_path) -> None:
-    file = tokenizer_file(tmp_path, ["</s>", "a"], models.BPE)
+    file = str(tmp_path / "tokenizer.json")
+    Tokenizer(models.BPE({"</s>": 0, "a": 1}, [])).save(file)
     with pytest.raises(ConfigError, match=r"data.tokenizer.*has no mask token.*use a tokenizer with \[MASK\]"):
         masks_of(JobConfig(data=Data(tokenizer=file)), BERT)
     with pytest.raises(ConfigError, match=r"its mask token is 257.*vocab_size is 257.*vocab_size to 258"):

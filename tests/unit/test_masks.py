@@ -53,6 +53,26 @@ def test_documents_as_megatron_lm_masks_them() -> None:
     assert torch.equal(mask, (documents[:, None] == documents) & torch.ones(10, 10).tril().bool())
 
 
+@pytest.mark.parametrize(
+    ("end", "labels", "padding"),
+    [([9, 9, 9], [-100] * 3, 3), ([9, 9, 9], [-100, 4, -100], 0), ([8, 9, 9], [-100] * 3, 0), ([9], [-100], 1)],
+)
+def test_a_last_document_of_one_token_without_labels_is_padding(
+    end: list[int], labels: list[int], padding: int
+) -> None:
+    """A document without labels is not padding if it has several tokens, or is not the last."""
+    real = 8 - len(end)
+    starts = [0, 0, *[2] * (real - 2), *[real] * len(end)]
+    sample = torch.tensor([[EOD] * real + end, [-100, -100, *[3] * (real - 2), *labels], starts])
+    for settings in ({"reset_position_ids": True}, {"reset_attention_mask": True}, {"eod_mask_loss": True}):
+        masks = Masks(Data(**settings), EOD, SEED)
+        inputs, _ = masks.split_rows(masks.add_rows(sample, 0)[None])
+        assert inputs.padding_mask is not None
+        assert inputs.padding_mask.tolist() == [[False] * (8 - padding) + [True] * padding]
+        assert inputs.num_tokens.item() == 8 - padding
+        assert masks.split_rows(masks.add_rows(sample[:2], 0)[None])[0].num_tokens.item() == 8
+
+
 @pytest.mark.parametrize("index", range(8))
 def test_a_prefix_is_seen_by_all_of_it_and_carries_no_loss(index: int) -> None:
     length = prefix_length(10, SEED, index, 0)

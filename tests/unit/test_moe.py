@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +13,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from tests.unit.hugging_face_cases import llama_config, moe_config, random_model, save_checkpoint
+from tests.unit.hugging_face_cases import MOE, llama_config, moe_config, random_model, save_checkpoint
 from titan_like.checkpoint.loader import CheckpointWeights, load_checkpoint, model_tensors
 from titan_like.config.errors import ConfigError
 from titan_like.config.load import edit, load_config
 from titan_like.config.schema import JobConfig, Model
 from titan_like.hugging_face.convert import to_hugging_face
+from titan_like.models import hugging_face
 from titan_like.models.layers import experts
-from titan_like.models.layers.experts import SparseMLP, expert_product
+from titan_like.models.layers.experts import Router, SparseMLP, expert_product
 from titan_like.models.registry import flavors, model_config
 from titan_like.parallel.expert_balance import FIGURES, ExpertBalance
 from titan_like.planner.dry_run import dry_run
@@ -54,15 +57,17 @@ def inputs(dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(3, 7, 64, generator=torch.Generator().manual_seed(6), dtype=torch.float64).to(dtype)
 
 
-def by_definition(mlp: SparseMLP, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:
-    """(the result, Σ over tokens of the auxiliary and of the z-loss, tokens sent to each expert)."""
+def by_definition(
+    mlp: SparseMLP, x: torch.Tensor, padding: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:
+    """(the result, Σ over real tokens of the auxiliary and of the z-loss, real tokens sent to each expert)."""
     config, ffn, hidden = mlp.router.config, 24, 64
     rows, balance, z, counts = [], x.new_zeros(()), x.new_zeros(()), [0] * 5
 
     def swiglu(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
         return down @ (F.silu(gate @ token) * (up @ token))
 
-    for token in x.flatten(0, 1):
+    for token, is_real in zip(x.flatten(0, 1), (~padding).flatten().tolist(), strict=True):
         logits = mlp.router.weight @ token
         scores = logits.exp() / logits.exp().sum() if config.router_score == "softmax" else 1 / (1 + (-logits).exp())
         ranked = scores.tolist() if mlp.router.bias is None else (scores + mlp.router.bias).tolist()
@@ -70,39 +75,85 @@ def by_definition(mlp: SparseMLP, x: torch.Tensor) -> tuple[torch.Tensor, torch.
         total = sum(scores[e] for e in chosen) if config.renormalize else 1.0
         row = torch.zeros_like(token)
         for e in chosen:
-            counts[e] += 1
+            counts[e] += is_real
             gate, up = (getattr(mlp.experts, name).weight[e * ffn : (e + 1) * ffn] for name in ("gate", "up"))
             down = mlp.experts.down.weight[e * hidden : (e + 1) * hidden]
             row = row + config.routed_scaling * scores[e] / total * swiglu(gate, up, down, token)
         if mlp.shared is not None:
             row = row + swiglu(mlp.shared.gate.weight, mlp.shared.up.weight, mlp.shared.down.weight, token)
         rows.append(row)
-        balance = balance + 5 * sum(mlp.router.load[e] * scores[e] / scores.sum() for e in range(5))
-        z = z + logits.exp().sum().log() ** 2
+        balance = balance + is_real * 5 * sum(mlp.router.load[e] * scores[e] / scores.sum() for e in range(5))
+        z = z + is_real * logits.exp().sum().log() ** 2
     return torch.stack(rows).view_as(x), balance, z, counts
 
 
+@pytest.mark.parametrize("pads", [False, True])
 @pytest.mark.parametrize("values", SWITCHES, ids=str)
-def test_results_losses_and_gradients_are_those_of_a_loop_over_tokens(values):
+def test_results_losses_and_gradients_are_those_of_a_loop_over_tokens(values, pads):
+    """Padding gets the same results, but is in no loss and no count."""
     mlp, factor = random_mlp(**values), 0.37
     config = mlp.router.config
     mlp.router.loss_factor.fill_(factor)
     x, upstream = inputs().requires_grad_(), torch.randn(3, 7, 64, dtype=torch.float64)
     tensors = {"x": x, **dict(mlp.named_parameters())}
-    result = mlp(x)
+    padding = (torch.arange(7) >= torch.tensor([[3], [7], [6]])) & pads
+    result = mlp(x, padding) if pads else mlp(x)
     found = torch.autograd.grad((result * upstream).sum(), tuple(tensors.values()))
-    expected, balance, z, counts = by_definition(mlp, x)
+    expected, balance, z, counts = by_definition(mlp, x, padding)
     extra = config.z_loss_coefficient * z + config.balance_coefficient * balance * (config.balance == "auxiliary")
     wanted = torch.autograd.grad((expected * upstream).sum() + factor * extra, tuple(tensors.values()))
     assert (result - expected).abs().max() < 1e-12 * expected.abs().max()
     for name, one, other in zip(tensors, found, wanted, strict=True):
         assert (one - other).norm() < 1e-12 * other.norm(), name
-    assert mlp.router.counts.tolist() == counts and sum(counts) == 21 * config.experts_per_token
+    assert mlp.router.counts.tolist() == counts and sum(counts) == (16 if pads else 21) * config.experts_per_token
     assert mlp.router.loss_sums.tolist() == pytest.approx([balance.item(), z.item()], rel=1e-12)
     # Outside of training nothing is counted.
     with torch.no_grad():
         assert torch.equal(mlp.eval()(x), result)
     assert mlp.router.counts.tolist() == counts
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_an_imported_auxiliary_loss_weighs_what_it_weighs_in_transformers(name):
+    """Of one layer, and of layers that route alike; transformers rounds it to float32."""
+    module, dense = hugging_face.family_of(MOE[name]), MOE[name].num_dense_layers
+    fields = module.to_fields(MOE[name]) | {"router_aux_loss_coef": 0.05}
+    padding = torch.arange(7) >= torch.tensor([[3], [7], [6]])
+    for layers in (1, 8):
+        config = module.from_fields(hugging_face.Fields(fields | {"num_hidden_layers": layers + dense}))
+        assert module.to_fields(config)["router_aux_loss_coef"] == 0.05
+        router = Router(config).double()
+        torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(1))
+        x = inputs().flatten(0, 1)
+        router(x, padding)
+        router.load.copy_(router.counts / router.counts.sum())
+        router.loss_sums.zero_()
+        router(x, padding)
+        ours = layers * config.balance_coefficient * router.loss_sums[0] / 16
+        attention, logits = (~padding).long(), (F.linear(x, router.weight),) * layers
+        theirs = load_balancing_loss_func(logits, config.num_experts, config.experts_per_token, attention)
+        assert ours.item() == pytest.approx(0.05 * theirs.item(), rel=1e-6)
+
+
+def test_coefficients_go_out_as_they_came_in():
+    """Digit for digit; a model without balance has none."""
+    for name, digits, layers, chosen in product(MOE, (0.001, 0.007, 0.02), range(2, 95, 3), (1, 2, 5)):
+        module, config = hugging_face.family_of(MOE[name]), MOE[name]
+        fields = module.to_fields(config) | {"num_hidden_layers": layers, "num_experts_per_tok": chosen}
+        if chosen > 1 or name != "mixtral":
+            read = module.from_fields(hugging_face.Fields(fields | {"router_aux_loss_coef": digits}))
+            assert module.to_fields(read)["router_aux_loss_coef"] == digits
+    none = module.from_fields(hugging_face.Fields(fields | {"router_aux_loss_coef": 0.0}))
+    assert none.balance == "none" and module.to_fields(none)["router_aux_loss_coef"] == 0
+    assert module.to_fields(moe_config(balance="none"))["router_aux_loss_coef"] == 0
+
+
+def test_flavors_have_the_published_coefficients():
+    """Here a layer's loss counts by itself; DeepSeekMoE's does in its own code."""
+    published = {"mixtral_8x7b": 0.02 / 16, "mixtral_8x22b": 0.001 / 28, "qwen3_30b_a3b": 0.001 / 6}
+    published |= {"qwen3_235b_a22b": 0.008 / 94, "olmoe_1b_7b": 0.01 / 2, "deepseek_moe_16b": 0.001}
+    for flavor, coefficient in published.items():
+        assert model_config(Model(family="moe", flavor=flavor)).balance_coefficient == pytest.approx(coefficient)
 
 
 def test_an_expert_without_tokens_gets_zeros():

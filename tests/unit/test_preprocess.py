@@ -243,7 +243,11 @@ def test_another_job_does_not_go_on_with_an_interrupted_one(tmp_path: Path) -> N
     job = stopped_job(tmp_path)
     with pytest.raises(ConfigError, match=r"out.unfinished.*interrupted job with other input.*delete the folder"):
         tokenize_files(replace(job, text_key="body"), tmp_path / "out")
-    tokenize_files(replace(job, skips_bad_records=True), tmp_path / "out")
+    path = tmp_path / "out.unfinished" / "progress.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"bad_lines": 1}))
+    with pytest.raises(ConfigError, match="interrupted job with other input or settings"):  # which skips
+        tokenize_files(job, tmp_path / "out")
+    tokenize_files(replace(job, bad_lines="skip"), tmp_path / "out")
     assert documents(tmp_path / "out") == tokenized([text_of(100, number) for number in range(100)])
 
 
@@ -312,9 +316,10 @@ def test_the_command_line(byte_pairs: str, tmp_path: Path) -> None:
     refused = run(*options)
     assert refused.returncode == 2
     assert f"; delete {output}.unfinished, which keeps what is done, if you change anything but" in refused.stderr
-    done = run(*options, "--bad_records", "skip")
+    done = run(*options, "--bad_lines", "skip")
     assert done.returncode == 0, done.stderr
     assert f'skipped {corpus}/a.jsonl:3: the line has no text under "text"' in done.stderr
+    assert "skipped 1 of 6 records\n" in done.stderr
     assert done.stdout.startswith("5 documents, ")
     assert "1 bad records skipped" in done.stdout
     assert json.loads((tmp_path / "done.json").read_text())["documents"] == 5

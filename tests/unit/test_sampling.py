@@ -1,9 +1,12 @@
 import itertools
+import json
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
+from tests.unit.tokenizer_cases import save_kind
 from titan_like.commands import generate as command
 from titan_like.config.schema import Model
 from titan_like.evaluate.sampling import filter_logits, generate
@@ -42,6 +45,15 @@ def test_top_k_keeps_the_k_most_probable(logits, k):
     filtered = filter_logits(logits, k, 1.0)
     assert kept(filtered) == [kept_by_top_k(row, k) for row in logits.tolist()]
     assert torch.equal(filtered[filtered.isfinite()], logits[filtered.isfinite()])
+
+
+def test_of_equal_logits_those_of_the_lowest_tokens_are_kept(logits):
+    rows = torch.cat((logits.round(), torch.zeros(1, VOCABULARY)))  # many are equal
+    for k in (1, 2, 7):  # sorted(), which decides here, keeps the order of equals
+        assert kept(filter_logits(rows, k, 1.0)) == [kept_by_top_k(row, k) for row in rows.tolist()]
+    for p in (1e-6, 0.3, 0.75):
+        assert kept(filter_logits(rows, 0, p)) == [kept_by_top_p(row, p) for row in rows.tolist()]
+    assert kept(filter_logits(rows, 5, 0.5))[-1] == {0, 1, 2}
 
 
 @pytest.mark.parametrize("p", [1e-300, 1e-6, 0.1, 0.5, 0.9, 0.999])
@@ -143,9 +155,9 @@ def test_only_real_tokens_are_drawn(model):
 def test_stops_at_the_end_of_the_document(model):
     text = generate(model, PROMPT, 12, seed=0)
     end = text[5]
-    assert generate(model, PROMPT, 12, seed=0, eod_id=end) == text[: text.index(end)]
+    assert generate(model, PROMPT, 12, seed=0, stop_ids={end, 999}) == text[: text.index(end)]
     unused = next(token for token in range(257) if token not in text)
-    assert generate(model, PROMPT, 12, seed=0, eod_id=unused) == text
+    assert generate(model, PROMPT, 12, seed=0, stop_ids={unused}) == text
 
 
 def test_stops_when_the_text_is_complete(model):
@@ -175,17 +187,49 @@ def test_dropout_is_off_while_sampling():
     assert len({tuple(generate(model, PROMPT, 6, temperature=0)) for _ in range(4)}) == 1
 
 
-def test_a_prompt_begins_as_in_training_on_prompts_and_answers(tmp_path, monkeypatch):
-    words = Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "<s>": 2}))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
-    (tmp_path / "t").mkdir()
-    words.save(str(tmp_path / "t" / "tokenizer.json"))
-    prompts = []
+@pytest.mark.parametrize("kind", ["spm", "l3", "chatml"])
+def test_a_text_is_continued_as_transformers_would(tmp_path, monkeypatch, capsys, kind):
+    folder = save_kind(
+        tmp_path / "tokenizer", kind, **({"bos_token": "<|im_start|>"} if kind == "chatml" else {})
+    ).parent
+    theirs = AutoTokenizer.from_pretrained(folder)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')  # of the checkpoint
+    asked = []
+
+    def sample(config, path, prompt, ends, options):
+        asked.append((prompt, set(ends)))
+        return theirs(f"{options.prompt} the mat 日").input_ids[len(theirs(options.prompt).input_ids) :]
+
+    monkeypatch.setattr("titan_like.checkpoint.inference.find_checkpoint", lambda config: tmp_path)
+    monkeypatch.setattr(command, "sample", sample)
+
+    def prompt_of(prompt, *settings):
+        basic = [f"--data.tokenizer={folder}/tokenizer.json", "--training.steps=1", f"--json={tmp_path}/answer.json"]
+        command.main([*basic, "--prompt", prompt, *settings])
+        assert capsys.readouterr().out == f"{prompt} the mat 日\n"
+        assert json.loads((tmp_path / "answer.json").read_text())["continuation"] == " the mat 日"
+        return asked[-1][0]
+
+    begins = [] if kind == "chatml" else [theirs.bos_token_id]  # whose tokenizer puts nothing before a text
+    plain = theirs("the cat sat on", add_special_tokens=False).input_ids
+    assert prompt_of("the cat sat on") == [*begins, *plain]
+    assert prompt_of("the cat sat on", "--data.bos=never") == plain
+    assert prompt_of("the cat sat on", "--data.bos=always") == [theirs.bos_token_id, *plain]
+    written = f"{theirs.bos_token}the cat{theirs.eos_token} sat on"  # special tokens in a prompt are special tokens
+    assert prompt_of(written) == theirs(written, add_special_tokens=False).input_ids
+    assert asked[-1][1] == {theirs.eos_token_id, 7, 8}
+
+    answers = ["--data.dataset=conversations", f"--data.paths={tmp_path}/a.jsonl"]
+    answers += ["--data.reset_attention_mask=true", "--data.reset_position_ids=true"]
+    assert prompt_of("the cat sat on", *answers) == [*begins, *plain]
+    (folder / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")  # which writes all itself
+    assert prompt_of("the cat sat on", *answers) == plain
+
+
+@pytest.mark.parametrize(("kind", "first"), [("spm", "<s>"), ("chatml", "<|im_end|>")])
+def test_an_empty_prompt_is_where_a_document_begins(tmp_path, monkeypatch, kind, first):
+    path, prompts = save_kind(tmp_path / "tokenizer", kind), []
     monkeypatch.setattr("titan_like.checkpoint.inference.find_checkpoint", lambda config: tmp_path)
     monkeypatch.setattr(command, "sample", lambda config, path, prompt, *more: prompts.append(prompt) or [])
-    settings = [f"--data.tokenizer={tmp_path}/t/tokenizer.json", "--training.steps=1", "--prompt", "a a"]
-    masks = ["--data.reset_attention_mask=true", "--data.reset_position_ids=true", f"--data.paths={tmp_path}/a.jsonl"]
-    command.main(settings)
-    command.main([*settings, "--data.dataset=conversations", *masks])
-    assert prompts == [[0, 0], [2, 0, 0]]
+    command.main([f"--data.tokenizer={path}", "--training.steps=1", "--prompt", ""])
+    assert prompts == [[Tokenizer.from_file(str(path)).token_to_id(first)]]

@@ -1,10 +1,11 @@
-"""Streams: the same samples for every way of access, in every layout, whatever happens to readers and bookmarks."""
+"""Streams: the same samples for every way of access, in every layout, whatever happens to readers."""
 
 import gzip
 import json
 import os
 import pickle
 import random
+import re
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -19,11 +20,10 @@ from pyarrow import ipc
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data import raw_text, shards, stream_reader
-from titan_like.data.loader import BackgroundLoader, GlobalSampler
+from titan_like.data.loader import BackgroundLoader, GlobalSampler, merge_states
 from titan_like.data.open_source import open_data, open_source
 from titan_like.data.source import IGNORED_LABEL, SPLITS, UNKNOWN_LENGTH, DataRequest
 from titan_like.data.stream import StreamSource, tokenized_times
-from titan_like.data.stream_reader import INTERVAL
 from titan_like.data.tokenizer import ByteTokenizer
 from titan_like.models.registry import model_config
 from titan_like.verify.data_sources import define
@@ -100,72 +100,104 @@ def test_samples_are_those_of_the_definition(folder, num_readers):
 
 @pytest.mark.parametrize("num_readers", [1, 3, 10])
 def test_readers_and_splits_divide_the_records_among_them(folder, num_readers):
-    found = Counter()
+    """In each epoch, and each reader has all records in as many epochs as there are readers."""
+    by_epoch, by_reader = Counter(), Counter()
     for split in SPLITS:
         source = source_of(folder, split, num_readers=num_readers)
-        for reader in range(num_readers):
-            for part in source._parts(reader):
-                shard = source.shards.index(part.shard)
-                found.update((shard, record) for record in range(1, 61) if part.is_wanted(record))
-    assert found == Counter((shard, record) for shard in range(5) for record in range(1, 61))
+        for reader, epoch, shard in product(range(num_readers), range(num_readers), range(5)):
+            part = source._part(shard, reader, epoch)
+            assert part.shard == source.shards[shard]
+            records = [record for first in range(1, 61, 4) for record in sorted(part.wanted(first, first + 4))]
+            by_epoch.update((epoch, shard, record) for record in records)
+            by_reader.update((reader, shard, record) for record in records)
+    every = Counter(product(range(num_readers), range(5), range(1, 61)))
+    assert by_epoch == by_reader == every
+
+
+@pytest.mark.parametrize("num_readers", [1, 4, 16, 17])
+@pytest.mark.parametrize("sizes", [[300, 100] * 8, [400] * 15 + [4]])
+def test_every_document_is_read_equally_often(tmp_path, sizes, num_readers):
+    """Whatever the number of readers, a file's share of the tokens is its share of the documents."""
+    (tmp_path / "data").mkdir()
+    for number, size in enumerate(sizes):
+        write_jsonl(tmp_path / "data" / f"{number:02}.jsonl", [chr(ord("A") + number) * 15] * size)
+    source = source_of(tmp_path, num_readers=num_readers, split="1,0,0")
+    counts = torch.zeros(257, dtype=torch.int64)
+    for index in range(4 * 16 * sum(sizes) // SEQ):  # in four epochs
+        counts += source[index][0].bincount(minlength=257)
+    found = counts[65 : 65 + len(sizes)] / counts[65:81].sum()
+    wanted = torch.tensor(sizes) / sum(sizes)
+    assert ((found - wanted).abs() < 0.001).all()
+    assert ((found / wanted - 1).abs() < 0.01).all()
+
+
+def test_documents_of_two_kinds_in_turn_are_read_equally_often(tmp_path):
+    """An even number of readers does not deal all long documents to every second of them."""
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "a.jsonl", ["A", "B" * 30] * 400)
+    source = source_of(tmp_path, num_readers=8, split="1,0,0")
+    counts = sum(source[index][0].bincount(minlength=257) for index in range(33 * 400 // SEQ))
+    assert counts[65].item() == pytest.approx(400, rel=0.05)
 
 
 def test_every_way_of_access_gives_the_same_samples(folder):
-    indices = range(3 * 3 * INTERVAL)
+    indices = range(3 * 3 * 64)
     expected = samples_of(source_of(folder), indices)
-    assert sorted(path.name for path in folder.glob("cache/stream-*/*")) == [f"reader-{n}.jsonl" for n in range(3)]
+    assert not (folder / "cache").exists()
     shuffled = random.Random(0).sample(indices, 60)
-    for cache in ("cache", "other"):  # with bookmarks, and without
-        assert samples_of(source_of(folder, cache=cache), shuffled) == {n: expected[n] for n in shuffled}
-        assert samples_of(source_of(folder, cache=cache), indices[::-23]) == {n: expected[n] for n in indices[::-23]}
-        assert samples_of(source_of(folder, cache=cache), indices[::4]) == {n: expected[n] for n in indices[::4]}
+    for some in (shuffled, indices[::-23], indices[::4]):
+        assert samples_of(source_of(folder), some) == {index: expected[index] for index in some}
     source = source_of(folder)
     first = samples_of(source, indices[:20])
     pickled = pickle.loads(pickle.dumps(source))  # as for a worker
     assert first | samples_of(pickled, indices[20:40]) == {n: expected[n] for n in indices[:40]}
 
 
-def test_bookmarks_save_time_and_nothing_else(folder, monkeypatch):
-    source = source_of(folder)
-    last = 3 * (3 * INTERVAL + 5)
-    expected = samples_of(source, range(last))
-    monkeypatch.setattr(
-        ByteTokenizer,
-        "encode_all",
-        lambda self, texts: read.append(len(texts)) or [self.encode(text) for text in texts],
-    )
+def test_a_source_goes_on_from_its_state_in_any_layout(folder, monkeypatch):
+    last = 3 * 200
+    expected = samples_of(source_of(folder), range(last + 60))
+    states = []
+    for ranks, workers in ((1, 0), (2, 0), (1, 2)):  # each stops after the same samples
+        loaders = [
+            BackgroundLoader(source_of(folder), GlobalSampler(0, 2, rank, ranks), workers, torch.device("cpu"))
+            for rank in range(ranks)
+        ]
+        for loader in loaders:
+            for _ in range(last // 2 // ranks):
+                next(loader)
+        states.append(merge_states(loader.state for loader in loaders))
+        for loader in loaders:
+            loader.close()
+    assert [mark[0] for mark in states[0].values()] == [200] * 3
+    assert all(mark[0] > 190 for state in states for mark in state.values())
 
-    def records_read(**settings):
+    read, whole = [], 0
+    encode_all = ByteTokenizer.encode_all
+    monkeypatch.setattr(ByteTokenizer, "encode_all", lambda *call: read.append(len(call[1])) or encode_all(*call))
+    for state, settings in product([{}, *states], [{}, {"paths": [str(folder / "data" / "*")]}]):
+        source = source_of(folder, **settings)
+        source.load_state_dict(json.loads(json.dumps(state)))
+        assert source.state_dict() == state
         read.clear()
-        assert source_of(folder, **settings)[last - 1].tolist() == expected[last - 1]
-        return sum(read)
+        assert samples_of(source, range(last, last + 60)) == {n: expected[n] for n in range(last, last + 60)}
+        whole = whole if state else sum(read)
+        assert not state or sum(read) < whole / 2
+        assert source[0].tolist() == expected[0]  # and also backwards
+    for changes in ({"num_readers": 2}, {"split": "7,2,1"}, {"of": "validation"}):  # which are other samples
+        other, fresh = source_of(folder, **changes), source_of(folder, **changes)
+        other.load_state_dict(states[0])
+        assert other.state_dict() == {} and other[last].tolist() == fresh[last].tolist()
 
-    read = []
-    whole = records_read(cache="none")
-    with_bookmarks = records_read()
-    assert with_bookmarks < whole / 2
 
-    (path,) = folder.glob("cache/stream-*/reader-2.jsonl")
-    known = path.read_bytes()
-    lines = known.split(b"\n")[1:]
-    assert [json.loads(line)[0] for line in lines] == [INTERVAL, 2 * INTERVAL, 3 * INTERVAL]
-    for torn in range(len(known)):  # the first bookmarks hold, or else there are none
-        path.write_bytes(known[:torn])
-        assert source_of(folder)[last - 1].tolist() == expected[last - 1]
-        assert [line for line in path.read_bytes().split(b"\n") if line in lines][-1] == lines[-1]  # and it is mended
-    for damaged in (b"", b"\0" * 500, known + b"\n[9]\n{}\nx", known.replace(b"[", b"[1"), b"\xff\n" + known[::-1]):
-        path.write_bytes(damaged)
-        assert source_of(folder)[last - 1].tolist() == expected[last - 1]
-    path.write_bytes(known + known)  # two processes
-    assert records_read() == with_bookmarks
-    path.unlink()
-    path.mkdir()  # can be neither read nor written
-    assert records_read() == whole
-    read.clear()
-    source = source_of(folder)
-    for index in range(2, last, 3 * 70):  # far ahead, it goes on from where it is
-        assert source[index].tolist() == expected[index]
-    assert sum(read) <= whole
+def test_a_blend_goes_on_from_its_state(folder):
+    section = {"paths": [3, str(folder / "data" / "0.jsonl"), 1, str(folder / "data" / "[1-4].*")]}
+    request = replace(source_of(folder).request, section=source_of(folder).request.section.model_copy(update=section))
+    blend, again = open_source(request), open_source(request)
+    expected = samples_of(blend, range(500))
+    again.load_state_dict(blend.state_dict())
+    assert len(blend.state_dict()) == 6
+    assert samples_of(again, range(500, 520)) == samples_of(blend, range(500, 520))
+    assert samples_of(again, range(10)) == {index: expected[index] for index in range(10)}
 
 
 def test_a_worker_has_places_and_files_of_its_own(folder):
@@ -308,11 +340,11 @@ def test_a_dead_reader_is_named(long_file, monkeypatch, waits):
     source = source_of(long_file, num_readers=2)
     with pytest.raises(RunError) as error:
         samples_of(source, range(500))
-    for words in ("reader 0 of 2", "one.parquet cannot be read (Connection reset) from record 257 on, 5 times"):
+    for words in ("reader 1 of 2", "one.parquet cannot be read (Connection reset) from record 257 on, 5 times"):
         assert words in str(error.value)
     assert "\n" not in str(error.value) and waits == [1, 2, 4, 8]
     with pytest.raises(RunError):  # asked again, it does not take the error for the end of the data
-        source[498]
+        source[499]
 
 
 @pytest.mark.parametrize(
@@ -321,7 +353,7 @@ def test_a_dead_reader_is_named(long_file, monkeypatch, waits):
         ("a.jsonl", b'{"text": "x"}\n{"body": "x"}\n', ["a.jsonl:2", 'no text under "text"', "data.text_key"]),
         ("a.parquet", {"body": ["x"]}, ["a.parquet", 'has no column "text"; it has body']),
         ("a.arrow", b"ARROW1\0\0", ["a.arrow", "is damaged"]),
-        ("a.jsonl", b"\n\n", ["data.num_readers = 1: reader 0 finds no text"]),
+        ("a.jsonl", b"\n\n", ["data.paths = ", "have no text for training", "data.split"]),
         ("a.jsonl", b"", ["a.jsonl", "is empty"]),
         ("a.csv", b"x", ["no file in the folder ends with .jsonl, .parquet, .arrow"]),
     ],
@@ -339,13 +371,13 @@ def test_damaged_files_are_one_sentence(tmp_path, name, content, words, waits):
         assert word in str(error.value)
 
 
-@pytest.mark.parametrize("settings", [{"num_readers": 2, "split": "1,0,0"}, {"split": "1e-12,1,0"}])
-def test_a_reader_without_text_names_every_possible_cause(tmp_path, settings):
+def test_readers_without_text_in_an_epoch_go_on_to_the_next(tmp_path):
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "a.jsonl").write_bytes(b'{"text": "x"}\n\n' * 100)  # reader 1 of 2 gets the empty lines
-    source = source_of(tmp_path, **settings)
-    with pytest.raises(ConfigError, match=r"^data\.num_readers = .*data\.split.*empty lines of \.jsonl") as error:
-        samples_of(source, range(4))
+    (tmp_path / "data" / "a.jsonl").write_bytes(b'{"text": "x"}\n\n' * 3)  # empty lines count as records
+    source = source_of(tmp_path, num_readers=16, split="1,0,0")
+    assert all(source[index][0].tolist() == [120, EOD] * 4 for index in range(32))
+    with pytest.raises(ConfigError, match=r"^data\.paths = .*have no text for training; .*data\.split") as error:
+        source_of(tmp_path, num_readers=16, split="1e-30,1,0")[0]
     assert "\n" not in str(error.value)
 
 
@@ -419,32 +451,29 @@ def test_a_dataset_of_the_hub_is_streamed_by_its_files(tmp_path, monkeypatch, wa
     again = source_of(tmp_path, paths=["org/name:big@main"], cache="hub")
     assert samples_of(again, range(890, 900)) == {index: expected[index] for index in range(890, 900)}
     assert again.fingerprint == hub.fingerprint != local.fingerprint
-    with pytest.raises(ConfigError, match='shard 0": has no column "body"; it has id, text'):
+    with pytest.raises(ConfigError, match=r'shard \d": has no column "body"; it has id, text'):
         source_of(tmp_path, paths=["org/name"], text_key="body")[0]
 
 
-def test_notes_of_a_file_that_was_changed_in_place_are_not_used(tmp_path):
+def test_the_state_of_a_file_that_was_changed_in_place_is_not_used(tmp_path):
     """Its fingerprint looks at pieces of the file only, so it may be the same."""
     path, texts = tmp_path / "data" / "a.jsonl", [f"{number:06}" * 9 for number in range(3000)]
     path.parent.mkdir()
     write_jsonl(path, texts)
     changes = {"paths": [str(path)], "num_readers": 1, "split": "1,0,0"}
     source = source_of(tmp_path, **changes)
-    fingerprint = source.fingerprint
-    samples_of(source, range(2000))
-    middle = texts[1000:1100]
-    write_jsonl(path, [*texts[:1000], *reversed(middle), *texts[1100:]])
+    samples_of(source, range(1500))
+    write_jsonl(path, [*texts[:1000], *reversed(texts[1000:1100]), *texts[1100:]])
     again = source_of(tmp_path, **changes)
-    vars(again)["fingerprint"] = fingerprint
-    fresh = source_of(tmp_path, cache="other", **changes)
-    assert samples_of(again, range(1500, 1510)) == samples_of(fresh, range(1500, 1510))
-    assert again._bookmark_folder != source._bookmark_folder
+    vars(again)["fingerprint"] = source.fingerprint
+    again.load_state_dict(source.state_dict())
+    assert samples_of(again, range(1500, 1510)) == samples_of(source_of(tmp_path, **changes), range(1500, 1510))
+    assert again.state_dict().keys() != source.state_dict().keys()
 
 
 def test_validation_on_readers_without_samples_is_refused_at_the_start(tmp_path):
     (tmp_path / "data").mkdir()
-    write_jsonl(tmp_path / "data" / "a.jsonl", ["few"] * 2)
-    write_jsonl(tmp_path / "data" / "b.jsonl", texts_of(0, 400))
+    write_jsonl(tmp_path / "data" / "a.jsonl", ["abcdefgh" * 9] * 8)
     settings = {
         "job": {"dump_folder": str(tmp_path / "run")},
         "data": {"dataset": "hf", "paths": [str(tmp_path / "data")], "num_readers": 2, "split": "8,2,0"},
@@ -457,3 +486,26 @@ def test_validation_on_readers_without_samples_is_refused_at_the_start(tmp_path)
     settings["evaluation"]["steps"] = 2
     config = JobConfig.model_validate(settings)
     assert len(open_data(config, model_config(config.model))["validation"]) == UNKNOWN_LENGTH
+
+
+def test_skipped_records_are_no_documents(folder, capfd):
+    """So the samples are a function of the data alone, also where another process goes on at a bookmark."""
+    lines = (folder / "data" / "0.jsonl").read_bytes().splitlines()
+    for bad in (b"{", b'{"id": 1}', b'{"text": "\xff"}', b'{"text": "\\ud800"}', b"[1]"):
+        lines.insert(3, bad)
+    (folder / "data" / "0.jsonl").write_bytes(b"\n".join(lines))
+    write_parquet(folder / "data" / "5.parquet", [*texts_of(5), None])
+    skipping = {"bad_lines": "skip", "split": "1,0,0"}
+    source = source_of(folder, **skipping)
+    indices = range(3 * 256)
+    expected = {n: sample.tolist() for n, sample in enumerate(map(defined_of(source).__getitem__, indices))}
+    assert samples_of(source, indices) == expected
+    told = capfd.readouterr().err
+    assert f"skipped {folder}/data/0.jsonl:8: the line is not JSON" in told
+    assert f"skipped {folder}/data/5.parquet:61: the row has no text" in told
+    assert re.search(r"reader \d of 3 skipped .* \(\d of [\d,]+ records so far\)", told)
+    assert samples_of(source_of(folder, **skipping), indices[::-7]) == {n: expected[n] for n in indices[::-7]}
+    stopping = source_of(folder, split="1,0,0")
+    stopping.load_state_dict(source.state_dict())  # whose bookmarks do not lead past bad records
+    with pytest.raises(ConfigError, match=r'set data.bad_lines to "skip"'):
+        stopping[3 * 512]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, T5ForConditionalGeneration
 
 from tests.unit.hugging_face_cases import random_model, reference_of, save_checkpoint, t5_config
@@ -30,7 +31,7 @@ def test_greedy_generation_equals_transformers(mlp: str, tied: bool) -> None:
         prompt = torch.randint(2, 101, (1, length), generator=torch.Generator().manual_seed(length))
         limits: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "decoder_start_token_id": START}
         expected = theirs.generate(prompt, eos_token_id=NO_END, pad_token_id=START, **limits)[0, 1:].tolist()
-        ours = generate(model, [START], NEW_TOKENS, temperature=0, eod_id=NO_END, encoder_tokens=prompt[0].tolist())
+        ours = generate(model, [START], NEW_TOKENS, temperature=0, stop_ids={NO_END}, encoder_tokens=prompt[0].tolist())
         assert expected[: len(ours)] == ours and expected[len(ours) :] in ([], [NO_END])
         written.append(tuple(ours))
     assert len(set(written)) == 3 and max(len(set(tokens)) for tokens in written) > 3
@@ -55,6 +56,7 @@ def test_an_exported_byte_model_writes_what_generate_py_prints(tmp_path: Path) -
     prompt = "def <extra_id_0>(é):\n    <extra_id_1>"
     inputs = tokenizer(prompt, return_tensors="pt")
     assert inputs.input_ids[0].tolist() == [*encode_with_sentinels(ours, prompt), 256]
+    assert encode_with_sentinels(again, prompt) == encode_with_sentinels(ours, prompt)
     expected = theirs.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)[0, 1:].tolist()
 
     shown = tmp_path / "generated.json"
@@ -73,3 +75,24 @@ def test_sentinels_in_text() -> None:
     assert ids == [97, 259, 98, 358, 260] and decode_with_sentinels(tokenizer, ids) == text
     for plain in ("<extra_id_100>", "<extra_id_>", "<extra_id_0", ""):
         assert encode_with_sentinels(tokenizer, plain) == list(plain.encode())
+
+
+def test_spans_keep_their_spaces(tmp_path: Path) -> None:
+    """As transformers decodes the whole, where it does not leave out the sentinels."""
+    special = ["<pad>", "</s>", "<unk>", *(f"<extra_id_{number}>" for number in range(3))]
+    t5, llama = Tokenizer(models.Unigram()), Tokenizer(models.BPE(unk_token="<unk>"))
+    t5.pre_tokenizer, t5.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    learns = trainers.UnigramTrainer(vocab_size=40, special_tokens=special, unk_token="<unk>", show_progress=False)
+    t5.train_from_iterator(["the cat sat on the mat"] * 3, learns)
+    llama.pre_tokenizer = pre_tokenizers.Metaspace()
+    strip = decoders.Strip(" ", 1, 0)
+    llama.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), strip])
+    llama.train_from_iterator(
+        ["the cat sat on the mat"] * 3, trainers.BpeTrainer(vocab_size=60, special_tokens=special, show_progress=False)
+    )
+    for number, made in enumerate((t5, llama)):
+        made.save(str(tmp_path / f"{number}.json"))
+        tokenizer = build_tokenizer(str(tmp_path / f"{number}.json"))
+        text = "<extra_id_0> cat sat<extra_id_1> on the<extra_id_2> mat"
+        ids = [tokenizer.pad_id or 0, *encode_with_sentinels(tokenizer, text), tokenizer.eod_id]
+        assert decode_with_sentinels(tokenizer, ids) == text

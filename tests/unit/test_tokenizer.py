@@ -5,7 +5,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from titan_like.config import ConfigError
-from titan_like.config.schema import Model
+from titan_like.config.schema import DEFAULT_TOKENS, Model
 from titan_like.data.preprocess import Job, tokenize_files
 from titan_like.data.tokenizer import build_tokenizer, tokenizer_files
 from titan_like.hugging_face.tokenizer import write_tokenizer
@@ -131,7 +131,7 @@ def test_bad_tokenizers_are_refused_with_their_cure(tokenizer_json, gpt2_files, 
     for bad, words in {
         "nowhere.json": ["no such file", "nowhere.json", '"byte"'],
         str(broken): ["not a Hugging Face tokenizer.json"],
-        tokenizer_json(["?", "to"]): ["no end-of-document token", "<|endoftext|>"],
+        tokenizer_json(["?", "to"]): ["which of its tokens ends a document", "data.eod_token"],
         vocab_and_merges.partition(",")[0]: ["must name two files", "gpt2:vocab.json,merges.txt"],
         "gpt2:a.json,b.txt": ["no such file as a.json"],
         f"gpt2:{broken},{broken}": ["not GPT-2's vocab.json and merges.txt"],
@@ -222,10 +222,13 @@ def test_a_name_of_the_hub_is_its_tokenizer_json(tokenizer_json, tmp_path, monke
     assert build_tokenizer("org/name").encode("to be").tolist() == [1, 2]
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)  # no longer needed
     assert tokenizer_files("org/name") == [path]
-    assert asked[-2:] == [("org/name", "tokenizer.json", False), ("org/name", "tokenizer.json", True)]
-    tokenized = tokenize_files(Job([path], "org/name"), tmp_path / "out")
+    mains = [call for call in asked if call[1] == "tokenizer.json"]
+    assert mains[-2:] == [("org/name", "tokenizer.json", False), ("org/name", "tokenizer.json", True)]
+    assert {("org/name", "tokenizer_config.json", False), ("org/name", "generation_config.json", False)} <= {*asked}
+    (tmp_path / "a.txt").write_text("to be")
+    tokenized = tokenize_files(Job([tmp_path / "a.txt"], "org/name"), tmp_path / "out")
     assert tokenized.documents == 1
     exported = tmp_path / "exported"
     exported.mkdir()
-    write_tokenizer("org/name", model_config(Model()), exported)
+    write_tokenizer("org/name", DEFAULT_TOKENS, model_config(Model()), exported)
     assert (exported / "tokenizer.json").read_bytes() == path.read_bytes()

@@ -244,7 +244,6 @@ BUGS: list[tuple[Prepare, list[str], str]] = [
     (data.long_conversations_are_dropped, ["chats"], "train"),
     (data.sentinels_are_in_reverse, ["spans"], "train, read by 1 ranks"),
     (data.the_end_hides_tokens, ["words of bytes"], "train, read by 1 ranks"),
-    (data.every_piece_is_a_word, ["words of bytes", "pairs of word pieces"], "train, read by 1 ranks"),
 ]
 
 

@@ -14,6 +14,7 @@ from tests.unit.test_console import RATES, UNKNOWN_PEAK
 from tests.unit.test_console import record as record_of_console
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
+from titan_like.metrics.run_files import lacks_validation
 from titan_like.metrics.writers import JsonLinesWriter, TensorBoardWriter, WandbWriter, build_writers, check_wandb
 
 CONTRACT_KEYS = [
@@ -31,14 +32,18 @@ def record(step, **changes):
 
 RECORDS = [
     record(1),
-    record(2, num_zeros=3.0, loss_scale=65536.0, validation_loss=2.5),
+    record(2, num_zeros=3.0, loss_scale=65536.0),
     record(3, throughput=UNKNOWN_PEAK, loss=math.nan, grad_norm=math.inf, nan=1),
 ]
 
 
+def write(writer, item):
+    writer.write(item.step, item.as_dict())
+
+
 def write_all(writer, records=RECORDS):
     for item in records:
-        writer.write(item)
+        write(writer, item)
     writer.close()
 
 
@@ -53,11 +58,11 @@ def test_metrics_jsonl_has_the_contract_s_keys_in_order_and_null_for_what_json_l
     write_all(JsonLinesWriter(tmp_path / "metrics.jsonl", 0, "ours"))
     first, second, third = read_lines(tmp_path / "metrics.jsonl")
     assert list(first) == CONTRACT_KEYS
-    assert list(second) == [*CONTRACT_KEYS, "num_zeros", "loss_scale", "validation_loss"]
+    assert list(second) == [*CONTRACT_KEYS, "num_zeros", "loss_scale"]
     assert list(third) == CONTRACT_KEYS
     given = vars(RECORDS[0]) | vars(RATES)
     assert first == {key: given[key] for key in CONTRACT_KEYS}
-    assert [second[key] for key in ("num_zeros", "loss_scale", "validation_loss")] == [3.0, 65536.0, 2.5]
+    assert [second[key] for key in ("num_zeros", "loss_scale")] == [3.0, 65536.0]
     assert [key for key, value in third.items() if value is None] == [
         "loss",
         "grad_norm",
@@ -71,9 +76,32 @@ def test_metrics_jsonl_has_the_contract_s_keys_in_order_and_null_for_what_json_l
 def test_each_line_is_in_the_file_when_write_returns(tmp_path):
     writer = JsonLinesWriter(tmp_path / "metrics.jsonl", 0, "ours")
     for step in (1, 2):
-        writer.write(record(step))
+        write(writer, record(step))
         assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == list(range(1, step + 1))
     writer.close()
+
+
+def test_a_validation_adds_to_its_step_s_line(tmp_path):
+    path, added = tmp_path / "metrics.jsonl", {"validation_loss": 2.5, "text/perplexity": math.inf}
+    writer = JsonLinesWriter(path, 0, "ours")
+    write(writer, record(1))
+    (before,) = read_lines(path)
+    assert [lacks_validation(path, *of) for of in (("ours", 1), ("ours", 2), ("others", 1))] == [True, False, False]
+    writer.close()
+    writer = JsonLinesWriter(path, 1, "ours")  # a resumed run makes up for it
+    writer.write(1, added)
+    write(writer, record(2))
+    writer.close()
+    assert read_lines(path)[0] == before | added | {"text/perplexity": None}
+    assert [line["step"] for line in read_lines(path)] == [1, 2]
+    assert not lacks_validation(path, "ours", 1)
+    board = TensorBoardWriter(tmp_path / "board", 0)
+    write(board, record(1))
+    board.write(1, {"validation_loss": 2.5})
+    board.close()
+    events = EventAccumulator(str(tmp_path / "board")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("validation_loss")] == [(1, 2.5)]
+    assert len(events.Scalars("loss")) == 1
 
 
 @pytest.mark.parametrize("start", [0, 2, 5, 9])
@@ -159,19 +187,21 @@ class FullDisk:
 def test_lines_wait_until_a_full_disk_has_room(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     writer = JsonLinesWriter(path, 0, "ours")
-    writer.write(record(1))
+    write(writer, record(1))
     file = writer._file
     writer._file = FullDisk(file, room=10)
-    writer.write(record(2))
-    writer.write(record(3))
+    write(writer, record(2))
+    write(writer, record(3))
     assert [line["step"] for line in read_lines(path)] == [1]
     assert capsys.readouterr().out == (
         f"{path} cannot be written (No space left on device); its lines wait until it can\n"
     )
+    writer.write(3, {"validation_loss": 2.5})
     writer._file = file
-    writer.write(record(4))
+    write(writer, record(4))
     writer.close()
     assert [line["step"] for line in read_lines(path)] == [1, 2, 3, 4]
+    assert [line["step"] for line in read_lines(path) if "validation_loss" in line] == [3]
 
 
 def test_a_disk_that_is_full_at_the_start_keeps_each_run_s_file(tmp_path, monkeypatch, capsys):
@@ -185,12 +215,12 @@ def test_a_disk_that_is_full_at_the_start_keeps_each_run_s_file(tmp_path, monkey
     with monkeypatch.context() as full:
         full.setattr(Path, "write_bytes", no_room)
         writer = JsonLinesWriter(path, 0, "second")
-        writer.write(record(1))
+        write(writer, record(1))
         assert path.read_text() == first and [found.name for found in tmp_path.glob("*.jsonl")] == ["metrics.jsonl"]
     assert capsys.readouterr().out == (
         f"{path} cannot be written (No space left on device); its lines wait until it can\n"
     )
-    writer.write(record(2))
+    write(writer, record(2))
     write_all(writer, [record(3)])
     assert (tmp_path / "metrics.1.jsonl").read_text() == first
     assert [line["step"] for line in read_lines(path)] == [1, 2, 3]
@@ -201,10 +231,10 @@ def test_a_disk_that_is_full_at_the_start_keeps_each_run_s_file(tmp_path, monkey
 def test_lines_that_a_full_disk_keeps_out_are_counted_at_the_end(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     writer = JsonLinesWriter(path, 0, "ours")
-    writer.write(record(1))
+    write(writer, record(1))
     writer._file = FullDisk(writer._file, room=10)
     for step in (2, 3, 4):
-        writer.write(record(step))
+        write(writer, record(step))
     writer._file.room = path.stat().st_size + 10  # one line and a bit
     writer.close()
     assert [line["step"] for line in read_lines(path)] == [1, 2]
@@ -228,10 +258,10 @@ def test_a_full_disk_ends_tensorboard_s_files_with_one_line(tmp_path, monkeypatc
     def no_room(*_):
         raise OSError(28, "No space left on device")
 
-    writer.write(record(1))
+    write(writer, record(1))
     monkeypatch.setattr(RecordWriter, "write", no_room)
     for step in range(2, 9):
-        writer.write(record(step))
+        write(writer, record(step))
     monkeypatch.setattr(RecordWriter, "write", written)
     write_all(writer, [record(9)])
     out, err = capfd.readouterr()

@@ -24,6 +24,7 @@ from titan_like.config.errors import ConfigError, first_line
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
 from titan_like.models.parts import one_of_each
+from titan_like.optim.schedule import check_decay, schedule_length
 from titan_like.optim.state_size import optimizer_state
 
 
@@ -85,10 +86,10 @@ def _of_model(state: RunState, config: JobConfig, model: TransformerConfig) -> l
     return [family, *((f"model.overrides.{k}", v, saved[k]) for k, v in shape.items() if k not in _MAY_CHANGE)]
 
 
-def check_readable(folder: Path, steps: list[int], cure: str) -> None:
+def check_readable(folder: Path, steps: list[int], cure: str) -> RunState | None:
     """Refuse a folder in which no checkpoint's `run.json` can be read. One readable file is enough.
 
-    ``cure`` is what the user can do about it.
+    ``cure`` is what the user can do about it. Returns what the newest readable file says; None if others are damaged.
 
     Raises:
         ConfigError: what is wrong with the newest of ``steps``.
@@ -96,15 +97,15 @@ def check_readable(folder: Path, steps: list[int], cure: str) -> None:
     problem = None
     for step in reversed(steps):
         try:
-            read_run_state(checkpoint_path(folder, step))
-            return
+            return read_run_state(checkpoint_path(folder, step))
         except UnreadableError as error:
             problem = problem or f"{checkpoint_path(folder, step)} cannot be loaded ({first_line(error)})"
         except Exception:  # whatever a damaged file raises
-            return
+            return None
     if problem is not None:
         others = ", nor any other there" if len(steps) > 1 else ""
         raise ConfigError("checkpoint.folder", str(folder), f"{problem}{others}; {cure}")
+    return None
 
 
 def check_writable(key: str, folder: Path, make: bool) -> None:
@@ -133,7 +134,8 @@ def check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path,
     Returns whether there is a checkpoint to resume from.
 
     Raises:
-        ConfigError: the folder cannot be used, or its checkpoints are of another run.
+        ConfigError: the folder cannot be used, its checkpoints are of another run, or the learning rate's decay does
+            not fit the run that goes on from there.
     """
     check_writable("checkpoint.folder", folder, make)
     problem = lock_problem(folder)
@@ -144,7 +146,9 @@ def check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path,
         there = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
         raise ConfigError("checkpoint.load_step", wanted, f"no such checkpoint in {folder}; {there}")
     cure = "move it away to start anew, or name another folder"
-    check_readable(folder, steps if wanted is None else [wanted], cure)
+    state = check_readable(folder, steps if wanted is None else [wanted], cure)
+    so_far = state.come_to(config.training) if state else ()
+    check_decay(config.lr_scheduler, schedule_length(config.training, *so_far))
     for step in steps[-1:] if wanted is None else [wanted]:
         check_same_run(checkpoint_path(folder, step), config, model)
     return bool(steps)

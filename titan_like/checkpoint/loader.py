@@ -25,6 +25,7 @@ from titan_like.checkpoint.step_folders import (
     sweep,
 )
 from titan_like.config.errors import ConfigError, RunError, first_line
+from titan_like.config.schema import Data, TokenOptions
 from titan_like.models.hugging_face import family_module
 from titan_like.models.registry import config_class
 from titan_like.optim.optimizer import FusedAdamW
@@ -32,6 +33,7 @@ from titan_like.optim.shards import ShardedOptimizer
 from titan_like.parallel.model import ParallelModel
 
 _BUFFERS = "buffers."
+_SAYS_TOKENS = ("tokenizer", *TokenOptions._fields)
 
 
 def model_tensors(model: ParallelModel | nn.Module) -> dict[str, torch.Tensor]:
@@ -53,15 +55,6 @@ def optimizer_tensors(model: ParallelModel | nn.Module, optimizer: torch.optim.O
         for name, parameter in _by_name(model).items()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
-
-
-def rng_tensors() -> dict[str, torch.Tensor]:
-    """State of this rank's random generators."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    states = {f"rng.cpu.rank{rank}": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states[f"rng.cuda.rank{rank}"] = torch.cuda.get_rng_state()
-    return states
 
 
 def _by_name(model: ParallelModel | nn.Module) -> dict[str, nn.Parameter]:
@@ -143,11 +136,10 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     may_lack: tuple[str, ...] = (),
 ) -> RunState:
-    """Load a checkpoint into the model, the optimizer and this rank's random generators, in any layout.
+    """Load a checkpoint into the model and the optimizer, in any layout.
 
-    Random generators are restored if the checkpoint has the state of this rank. Without an optimizer only weights and
-    buffers are loaded. Weights of the modules ``may_lack``, and buffers, stay as they are if the checkpoint does not
-    have them.
+    Without an optimizer only weights and buffers are loaded. Weights of the modules ``may_lack``, and buffers, stay as
+    they are if the checkpoint does not have them.
 
     Raises:
         Exception: of any type, on every rank, if a file is damaged.
@@ -164,19 +156,12 @@ def load_checkpoint(
         if any(name.startswith("optimizer.") for name in stored):  # before the first update there is no state
             materialise_optimizer_state(optimizer)
         tensors |= optimizer_tensors(model, optimizer)
-        tensors |= {name: tensor for name, tensor in rng_tensors().items() if name in stored}
     try:
         dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     except CheckpointException as error:  # a BaseException, raised on every rank
         raise RuntimeError(first_failure(error)) from error
     if isinstance(model, ParallelModel):
         _update_copies(model, optimizer)
-    if optimizer is not None:
-        for name, state in tensors.items():
-            if name.startswith("rng.cpu."):
-                torch.set_rng_state(state)
-            elif name.startswith("rng.cuda."):
-                torch.cuda.set_rng_state(state)
     return run
 
 
@@ -262,9 +247,8 @@ class CheckpointWeights:
         try:
             self.run = read_run_state(path)
             self.family: str = self.run.config["model"]["family"]
-            self.tokenizer: str = self.run.config["data"]["tokenizer"]
-            if not isinstance(self.tokenizer, str):
-                raise TypeError("run.json names no tokenizer")
+            data = {name: value for name, value in self.run.config["data"].items() if name in _SAYS_TOKENS}
+            self.data = Data.model_validate(data)  # as far as it says which tokens a text becomes
             self.model = config_class(self.family).model_validate(self.run.model)
             self._reader = TensorReader(path)
             self._stored = self._reader.read_metadata().state_dict_metadata

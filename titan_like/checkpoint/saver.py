@@ -81,6 +81,7 @@ class Saver:
         self._group = background_group() if section.enable else None
         self._save: _Save | None = None
         self._copies: Tensors = {}
+        self.files: dict[str, bytes] = {}  # that rank 0 adds to each checkpoint, by name
 
     def save(self, tensors: Tensors, run: RunState) -> None:
         """Write a checkpoint, or start to; `finish` reports the outcome. The previous save must be finished."""
@@ -182,7 +183,7 @@ class Saver:
         if problem is None:
             # After skipped steps the weights may be ruined, so do not remove older checkpoints for this one.
             keep = self.keep_latest if run.consecutive_skips == 0 else 0
-            problem = self._on_first_rank(partial(complete_checkpoint, self.folder, run, keep))
+            problem = self._on_first_rank(partial(complete_checkpoint, self.folder, run, keep, self.files))
         if problem is not None:
             self._on_first_rank(partial(shutil.rmtree, unfinished, ignore_errors=True))
         return problem

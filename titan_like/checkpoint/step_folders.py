@@ -15,7 +15,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,7 +25,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from titan_like.config.errors import first_problem
 from titan_like.config.paths import writing_problem
-from titan_like.config.schema import JobConfig
+from titan_like.config.schema import JobConfig, Training
 from titan_like.data.batch_size import total_steps
 from titan_like.data.unfinished import remove, removed_unless_renamed
 
@@ -68,8 +68,16 @@ class RunState:
     recent_losses: list[float] = field(default_factory=list)  # the window that loss spikes are detected with
     consecutive_skips: _Count = 0
     data: str = ""  # fingerprint of the training tokens
+    readers: dict[str, list[_Count]] = field(default_factory=dict)  # where a stream's readers go on
     versions: dict[str, str] = field(default_factory=dict)  # of the libraries that wrote it
     run_id: str = ""  # the same in every checkpoint of a run, however often it was resumed
+    schedule_batch_size: _Count = 0  # with which the run began; older versions do not have it
+
+    def come_to(self, training: Training) -> tuple[int, int, int]:
+        """The steps and samples so far, and the batch size in which the schedule of a run that goes on counts."""
+        began, then = self.schedule_batch_size, self.config["training"].get("global_batch_size")
+        batch_size = (began or then if self.consumed_samples else None) or training.global_batch_size
+        return self.step, self.consumed_samples, batch_size
 
 
 def checkpoint_folder(config: JobConfig) -> Path:
@@ -150,12 +158,15 @@ def begin_checkpoint(folder: Path, step: int) -> None:
     unfinished_path(folder, step).mkdir(exist_ok=True)
 
 
-def complete_checkpoint(folder: Path, run: RunState, keep_latest: int) -> None:
-    """Give a checkpoint whose tensors are on disk its final name. One process calls it.
+def complete_checkpoint(folder: Path, run: RunState, keep_latest: int, files: dict[str, bytes]) -> None:
+    """Give a checkpoint whose tensors are on disk its final name, after adding ``files``. One process calls it.
 
     If ``keep_latest`` is above 0, only this checkpoint and the newest before it are kept, that many in total.
     """
     final, unfinished = checkpoint_path(folder, run.step), unfinished_path(folder, run.step)
+    for name, content in files.items():
+        (unfinished / name).write_bytes(content)
+        flush(unfinished / name)
     write_run_state(unfinished, run)
     flush(unfinished)
     if final.exists():  # a run that went back passes this step again
@@ -231,9 +242,13 @@ def is_resumable(config: JobConfig) -> tuple[bool, str]:
         return False, "not resumable: checkpoint.enable is false"
     if config.checkpoint.load_step is not None:
         return False, f"not resumable: every start goes back to checkpoint.load_step = {config.checkpoint.load_step}"
-    folder, total = checkpoint_folder(config), total_steps(config.training)
+    folder, so_far = checkpoint_folder(config), (0, 0)
+    newest = max(complete_steps(folder), default=0)
+    with suppress(OSError, ValueError):
+        so_far = read_run_state(checkpoint_path(folder, newest)).come_to(config.training)[:2]
+    total = total_steps(config.training, *so_far)
     # Looked up by name, because the listing of a network file system may lag behind.
-    newest = total if checkpoint_path(folder, total).is_dir() else max(complete_steps(folder), default=0)
+    newest = total if checkpoint_path(folder, total).is_dir() else newest
     if newest >= total:
         return False, f"finished: a checkpoint of step {newest} of {total} is in {folder}"
     if newest == 0:

@@ -152,7 +152,7 @@ def score(
         Task → figure → value, and what the harness returns if it is asked for.
     """
     from titan_like.checkpoint.inference import load_parallel_model
-    from titan_like.data.tokenizer import build_tokenizer, check_vocabulary
+    from titan_like.data.tokenizer import check_vocabulary, tokenizer_of
     from titan_like.evaluate.scoring import Scorer
     from titan_like.evaluate.tasks import open_tasks, run_tasks
     from titan_like.parallel.mesh import build_mesh
@@ -166,12 +166,13 @@ def score(
     check_meeting()
     config, shape, layout = resolve_for_inference(config, world_size)
     check_sequence(config, shape, layout)
-    tokenizer = build_tokenizer(config.data.tokenizer)
+    tokenizer = tokenizer_of(config.data)
     check_vocabulary(config.data.tokenizer, tokenizer, shape.vocab_size)
     tasks = open_tasks(key, specs, tokenizer, windows)
     names = options.lm_eval.split(",") if options.lm_eval else []
     if names:
         from titan_like.evaluate.harness import CheckpointLM, find_tasks, run_harness
+        from titan_like.evaluate.sampling import stop_ids
 
         names, manager = find_tasks(names, options.lm_eval_folder)
     device = select_device(config.training.dtype)
@@ -182,7 +183,7 @@ def score(
         results = run_tasks(tasks, Scorer(config, model, mesh, device), progress)
         if not names:
             return results, {}
-        harness_model = CheckpointLM(config, model, mesh, device, tokenizer)
+        harness_model = CheckpointLM(config, model, mesh, device, tokenizer, stop_ids(tokenizer, path))
         return results, run_harness(harness_model, names, manager, options.num_fewshot, options.limit)
 
 

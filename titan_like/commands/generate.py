@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Container
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,24 +79,28 @@ def main(argv: list[str]) -> int:
     from titan_like.checkpoint.inference import find_checkpoint
     from titan_like.data.chat import read_template
     from titan_like.data.span_corruption import decode_with_sentinels, encode_with_sentinels, padding_of
-    from titan_like.data.tokenizer import build_tokenizer
+    from titan_like.data.tokenizer import tokenizer_of
+    from titan_like.evaluate.sampling import stop_ids
     from titan_like.models.registry import model_config
 
     model = model_config(config.model)
     if model.objective != "span_corruption":
         check_predicts_next_token(config, model)
     path = find_checkpoint(config)
-    tokenizer = build_tokenizer(config.data.tokenizer)
+    tokenizer = tokenizer_of(config.data)
+    ends = stop_ids(tokenizer, path)
     if model.is_causal:
-        prompt = tokenizer.encode(options.prompt).tolist() or [tokenizer.eod_id]
-        if config.data.dataset == "conversations" and read_template(config.data.tokenizer) is None:
-            prompt = [*tokenizer.first_ids, *prompt]  # as it was trained
-        tokens = sample(config, path, prompt, tokenizer.eod_id, options)
-        answer = options.prompt + (continuation := tokenizer.decode(tokens))
+        prompt, first = tokenizer.encode(options.prompt, parses_special=True).tolist(), tokenizer.first_ids
+        by_template = config.data.dataset == "conversations" and read_template(config.data.tokenizer) is not None
+        if not by_template and prompt[: len(first)] != first:
+            prompt = [*first, *prompt]
+        prompt = prompt or [tokenizer.eod_id]
+        tokens = sample(config, path, prompt, ends, options)
+        answer = options.prompt + (continuation := tokenizer.decode_after(prompt, tokens))
     else:
         prompt = [*encode_with_sentinels(tokenizer, options.prompt), tokenizer.eod_id][-model.max_seq_len :]
         start = [padding_of(config.data.tokenizer, tokenizer)]
-        tokens = sample(config, path, start, tokenizer.eod_id, options, prompt)
+        tokens = sample(config, path, start, ends, options, prompt)
         answer = continuation = decode_with_sentinels(tokenizer, tokens)
     if os.environ.get("RANK", "0") != "0":
         return 0
@@ -111,11 +116,11 @@ def sample(
     config: JobConfig,
     path: Path,
     prompt: list[int],
-    eod_id: int,
+    ends: Container[int],
     options: argparse.Namespace,
     encoder_tokens: list[int] | None = None,
 ) -> list[int]:
-    """Generate tokens after the prompt, in one process or, under torchrun, in the run's layout."""
+    """Tokens after the prompt, until one of ``ends``; in one process or, under torchrun, in the run's layout."""
     import torch
 
     from titan_like.checkpoint.inference import ParallelInference, load_for_inference, load_parallel_model
@@ -136,7 +141,7 @@ def sample(
             top_k=options.top_k,
             top_p=options.top_p,
             seed=options.seed,
-            eod_id=eod_id,
+            stop_ids=ends,
             prefix_lm=config.data.prefix_lm,
             encoder_tokens=encoder_tokens,
         )

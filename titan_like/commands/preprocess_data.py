@@ -21,6 +21,7 @@ from titan_like.config import ConfigError
 from titan_like.config.errors import cure_of_writing
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, check_output_file, path_option, tokenizer_option, write_output_file
+from titan_like.config.schema import Data, TokenOptions
 from titan_like.data.files import find_files
 from titan_like.data.indexed import prefix_of
 from titan_like.data.preprocess import Job, tokenize_files
@@ -42,13 +43,18 @@ def build_parser() -> argparse.ArgumentParser:
         default="byte",
         help='as data.tokenizer: "byte" (the default), a tokenizer.json, gpt2:…, or a name of the hub',
     )
+    for name in ("bos", "eod_token", "split_special_tokens"):
+        about = Data.model_fields[name]
+        choices = {"bos": ["auto", "always", "never"], "split_special_tokens": ["true", "false"]}.get(name)
+        default = str(about.default).lower() if choices else about.default
+        parser.add_argument(f"--{name}", choices=choices, default=default, help=f"as data.{name}: {about.description}")
     parser.add_argument("--text_key", default="text", help='key or column of the text (default: "text")')
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenize (default: 1)")
     parser.add_argument(
         "--append_eod", choices=["true", "false"], default="true", help="end each document with the token for that"
     )
     parser.add_argument(
-        "--bad_records", choices=["fail", "skip"], default="fail", help="what to do with records without text"
+        "--bad_lines", choices=["stop", "skip"], default="stop", help="as data.bad_lines: what to do with bad records"
     )
     parser.add_argument("--json", type=path_option, metavar="PATH", help="file to write the counts to")
     return parser
@@ -82,34 +88,36 @@ def main(argv: list[str]) -> int:
     for path in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx")):
         if os.path.exists(path) and not (is_interrupted and path.suffix == ".bin"):
             raise ConfigError("--output", str(prefix), f"{path} exists; remove it or name another place")
-    build_tokenizer(options.tokenizer, "--tokenizer")
+    tokens = TokenOptions(options.bos, options.eod_token, options.split_special_tokens == "true")
+    build_tokenizer(options.tokenizer, "--tokenizer", tokens)
     files = find_files(options.input, "--input")
     job = Job(
         files,
         options.tokenizer,
         options.text_key,
+        tokens,
         ends_documents=options.append_eod == "true",
-        skips_bad_records=options.bad_records == "skip",
+        bad_lines=options.bad_lines,
         key="--input",
         tokenizer_key="--tokenizer",
-        cure="correct it, set --text_key, or leave such records out with --bad_records skip",
+        cure="correct it, set --text_key, or leave such records out with --bad_lines skip",
     )
     began = time.monotonic()
     try:
         done = tokenize_files(job, prefix, options.workers)
     except ConfigError as error:
         if error.key == job.key and unfinished.exists():
-            kept = "which keeps what is done, if you change anything but --bad_records and --workers"
+            kept = "which keeps what is done, if you change anything but --bad_lines and --workers"
             error.args = (f"{error}; delete {unfinished}, {kept}",)
         raise
     except OSError as error:
         cure = cure_of_writing(error, "and the same command goes on where it was")
         raise ConfigError("--output", str(prefix), f"cannot be written ({error.strerror}); {cure}") from None
     seconds = time.monotonic() - began
-    skipped = f", {done.bad_records:,} bad records skipped" if done.bad_records else ""
+    skipped = f", {done.bad_lines:,} bad records skipped" if done.bad_lines else ""
     print(f"{done.documents:,} documents, {done.tokens:,} tokens in {prefix}.bin and .idx{skipped} ({seconds:.1f} s)")
     if options.json:
-        counts = {"documents": done.documents, "tokens": done.tokens, "bad_records": done.bad_records}
+        counts = {"documents": done.documents, "tokens": done.tokens, "bad_lines": done.bad_lines}
         write_output_file("--json", options.json, json.dumps(counts | {"seconds": seconds}) + "\n")
     return 0
 

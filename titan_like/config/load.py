@@ -10,11 +10,11 @@ import os
 import sys
 import textwrap
 import time
-import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Annotated, Any, NoReturn, TextIO, get_args, get_origin
 
+import tomli
 from pydantic import BaseModel, ValidationError
 
 from titan_like.config.errors import ConfigError, RunError, all_of, problem_of, shortened
@@ -284,8 +284,8 @@ def _file_settings(path: Any) -> dict[str, Any]:
 
 def _parse_value(dotted: str, text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, KeyError):
+        return tomli.loads(f"value = {text}")["value"]
+    except (tomli.TOMLDecodeError, KeyError):
         return text
     except RecursionError:
         problem = "brackets are nested too deeply; at most some hundred levels can be read"

@@ -6,10 +6,10 @@ import difflib
 import os
 import re
 import stat
-import tomllib
 from pathlib import Path
 from typing import Any
 
+import tomli
 import tomli_w
 
 from titan_like.config.errors import ConfigError
@@ -129,8 +129,8 @@ def read_toml(path: str, key: str = "job.config_file") -> dict[str, Any]:
     """
     text = _read_settings(path, key)
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        return tomli.loads(text)
+    except tomli.TOMLDecodeError as error:
         problem = f"not valid TOML ({error}); {_cure(text, str(error))}"
     except RecursionError:
         problem = "brackets are nested too deeply; at most some hundred levels can be read"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -67,6 +67,17 @@ class Model(Section):
     overrides: dict[str, Any] = Field({}, description="fields of the flavor to override")
 
 
+class TokenOptions(NamedTuple):
+    """What else than the tokenizer decides the tokens that a text becomes; the fields of `[data]` of the same names."""
+
+    bos: str = "auto"
+    eod_token: str = ""
+    split_special_tokens: bool = True
+
+
+DEFAULT_TOKENS = TokenOptions()
+
+
 class Data(Section):
     """The dataset, its tokenizer and its splits."""
 
@@ -74,7 +85,7 @@ class Data(Section):
         "stdlib",
         description="stdlib: the source files of the Python standard library; text: the files named by paths; indexed: "
         "Megatron-LM's .bin and .idx files; hf: files or a Hugging Face dataset, tokenized as the run reads them; "
-        "conversations: .jsonl files of messages or of prompts and answers, to fine-tune on the answers "
+        "conversations: records of messages or of prompts and answers, to fine-tune on the answers "
         "(docs/fine_tuning.md); race: the folder of RACE, for bert with sentence_head choice; or a dataset of your own "
         "package (docs/data.md)",
         examples=["stdlib", "text", "indexed", "hf", "conversations", "race"],
@@ -87,11 +98,28 @@ class Data(Section):
     )
     options: dict[str, Any] = Field({}, description="settings of a dataset of your own package")
     text_key: Text = Field("text", description="key or column of the text in documents of JSONL, parquet and arrow")
+    bad_lines: Literal["stop", "skip"] = Field(
+        "stop",
+        description="text, hf and conversations: stop at a record that cannot be learned, or skip and count it",
+    )
     split: Text = Field("969,30,1", description="weights of the train, validation and test splits")
     tokenizer: TokenizerText = Field(
         "byte",
-        description='"byte", the path of a Hugging Face tokenizer.json, "gpt2:vocab.json,merges.txt", or the name of a '
-        "repository of the Hugging Face hub that has one",
+        description='"byte", the path of a Hugging Face tokenizer.json or of its folder, "gpt2:vocab.json,merges.txt", '
+        "or the name of a repository of the Hugging Face hub that has one",
+    )
+    bos: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="whether documents, prompts and evaluated texts begin with the tokenizer's bos_token; auto: with "
+        "what the tokenizer itself puts before a text",
+    )
+    eod_token: Text = Field(
+        "", description="token that ends every document (default: eos_token of tokenizer_config.json)"
+    )
+    split_special_tokens: bool = Field(
+        True,
+        description="whether special tokens such as <|endoftext|> that are written in a document are text; if false, "
+        "they become those tokens",
     )
     reset_position_ids: bool = Field(False, description="count positions from 0 in each document of a sample")
     reset_attention_mask: bool = Field(False, description="let tokens attend to their own document only")
@@ -108,7 +136,9 @@ class Data(Section):
     mlm_probability: float = Field(
         0.15, gt=0, le=1, description="share of the tokens that a model of masked tokens, such as bert, has to name"
     )
-    mlm_whole_words: bool = Field(False, description="mask whole words, by the tokenizer's marks, instead of tokens")
+    mlm_whole_words: bool = Field(
+        False, description="mask whole words, as the tokenizer divides text, instead of tokens"
+    )
     mlm_max_ngram: int = Field(
         1,
         ge=1,
@@ -130,6 +160,11 @@ class Data(Section):
     num_workers: int = Field(
         0, ge=0, le=1024, description="data loader processes per rank; 0 loads in a background thread"
     )
+
+    @property
+    def token_options(self) -> TokenOptions:
+        """What else than the tokenizer decides the tokens that a text becomes."""
+        return TokenOptions(self.bos, self.eod_token, self.split_special_tokens)
 
     @property
     def tells_documents_apart(self) -> bool:
@@ -228,7 +263,11 @@ class Optimizer(Section):
 class LRScheduler(Section):
     """The learning rate over the run."""
 
-    warmup_steps: StepCount = Field(0, description="steps of linear warm-up from 0")
+    warmup_steps: StepCount = Field(
+        0,
+        description="steps of linear warm-up from 0; for a length in samples or tokens, a step of this section is a "
+        "batch of the size with which the run began",
+    )
     decay: Literal["cosine", "linear", "constant", "inverse_sqrt", "wsd"] = Field(
         "cosine", description="shape of the decay after warm-up; wsd: constant, then linear at the end of the run"
     )

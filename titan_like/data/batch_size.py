@@ -73,8 +73,8 @@ def rampup_batch_sizes(training: Training) -> list[int]:
     return [*range(start, training.global_batch_size, increment), training.global_batch_size]
 
 
-def _rampup(training: Training) -> Iterator[tuple[int, int]]:
-    """Yield each batch size of the ramp-up, ascending, with the number of steps that have it.
+def _rampup(training: Training, consumed: int) -> Iterator[tuple[int, int]]:
+    """Yield each batch size that the ramp-up has after ``consumed`` samples, ascending, with its number of steps.
 
     The batch grows to start + k · increment once ⌈k · samples / increments⌉ samples are consumed. A step that begins
     earlier still has the previous size, and may consume enough samples to skip a size.
@@ -83,7 +83,6 @@ def _rampup(training: Training) -> Iterator[tuple[int, int]]:
         return
     start, increment, ramp_samples = training.batch_size_rampup
     increments = (training.global_batch_size - start) // increment
-    consumed = 0
     while increments and consumed < ramp_samples:
         number = consumed * increments // ramp_samples
         size = start + increment * number
@@ -93,24 +92,27 @@ def _rampup(training: Training) -> Iterator[tuple[int, int]]:
         consumed += steps * size
 
 
-def total_steps(training: Training) -> int:
-    """Number of optimizer steps in the run: ``steps``, or as many full batches as ``samples`` or ``tokens`` allow."""
+def total_steps(training: Training, step: int = 0, consumed: int = 0) -> int:
+    """Number of optimizer steps in the whole run, which has taken ``step`` steps and ``consumed`` samples so far.
+
+    It is ``steps``, or as many full batches more as ``samples`` or ``tokens`` allow, whatever batches came before.
+    """
     if training.steps is not None:
         return training.steps
-    left = training.samples if training.samples is not None else (training.tokens or 0) // training.seq_len
-    done = 0
-    for size, steps in _rampup(training):
+    total = training.samples if training.samples is not None else (training.tokens or 0) // training.seq_len
+    left = max(0, total - consumed)
+    for size, steps in _rampup(training, consumed):
         if steps * size > left:
-            return done + left // size
+            return step + left // size
         left -= steps * size
-        done += steps
-    return done + left // training.global_batch_size
+        step += steps
+    return step + left // training.global_batch_size
 
 
-def total_samples(training: Training) -> int:
-    """Number of samples that the run consumes."""
-    left, consumed = total_steps(training), 0
-    for size, steps in _rampup(training):
+def total_samples(training: Training, step: int = 0, consumed: int = 0) -> int:
+    """Number of samples in the whole run, given as in `total_steps`."""
+    left = max(0, total_steps(training, step, consumed) - step)
+    for size, steps in _rampup(training, consumed):
         if steps >= left:
             return consumed + left * size
         left -= steps

@@ -2,23 +2,33 @@
 
 One number is the whole cursor: how many samples the run has consumed. Microbatch k of the stream starts at sample
 k·(micro_batch_size·ranks), and each rank takes a consecutive part of it.
+
+torchdata's `StatefulDataLoader` reads the samples. It brings the state of datasets that have one out of its worker
+processes. The order is the cursor's alone, so its own state, which needs the same number of workers, is not used.
 """
 
 from __future__ import annotations
 
 import queue
+import re
 import threading
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import active_children
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import Dataset, Sampler, default_collate
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_like.config.errors import ConfigError, RunError
+from titan_like.data.masks import MaskedSamples
+from titan_like.data.source import Source
+
+State = dict[str, list[int]]  # of a dataset; see `titan_like.data.source.Source.state_dict`
 
 
 @dataclass
@@ -53,6 +63,22 @@ class _Batches(Dataset[torch.Tensor]):
         except (ConfigError, RunError) as error:
             return error
 
+    def state_dict(self) -> State | None:
+        return self.dataset.state_dict() if isinstance(self.dataset, MaskedSamples | Source) else None
+
+    def load_state_dict(self, state: State) -> None:
+        """Torchdata asks only classes with this method for their state."""
+        raise NotImplementedError("a dataset is given its state before it is copied to worker processes")
+
+
+def merge_states(states: Iterable[Mapping[str, list[int]] | None]) -> State:
+    """The state of all copies of a dataset: the furthest of each name."""
+    merged: State = {}
+    for state in states:
+        for name, numbers in (state or {}).items():
+            merged[name] = max(numbers, merged.get(name, numbers))
+    return merged
+
 
 def _collate(samples: list[torch.Tensor] | ConfigError | RunError) -> torch.Tensor | ConfigError | RunError:
     return default_collate(samples) if isinstance(samples, list) else samples
@@ -72,19 +98,32 @@ class BackgroundLoader:
         num_workers: int,
         device: torch.device,
         depth: int = 8,
+        repeats: bool = False,
     ) -> None:
+        """With ``repeats``, worker processes outlive the pass over the sampler's batches, for another `start`."""
         self._device = device  # the target of later copies, which are faster from pinned memory if it is a GPU
-        loader = DataLoader(
-            _Batches(dataset),
-            batch_sampler=sampler,
-            collate_fn=_collate,
-            num_workers=num_workers,
-            pin_memory=device.type == "cuda",
-            generator=torch.Generator(),  # the loader draws a seed, which must not advance dropout's generator
-        )
-        self._queue: queue.Queue[torch.Tensor | BaseException | None] = queue.Queue(maxsize=depth)
+        self._depth, self._repeats = depth, repeats
+        self.state: State = {}  # of the dataset, after the microbatches that have been taken
+        batches = _Batches(dataset)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata on newer torch
+            self._loader: StatefulDataLoader | None = StatefulDataLoader(
+                batches,
+                batch_sampler=sampler,
+                collate_fn=_collate,
+                num_workers=num_workers,
+                pin_memory=device.type == "cuda",
+                persistent_workers=repeats and num_workers > 0,
+                snapshot_every_n_steps=0 if batches.state_dict() is None else 1,
+                generator=torch.Generator(),  # the loader draws a seed, which must not advance dropout's generator
+            )
+        self.start()
+
+    def start(self) -> None:
+        """Begin a pass over the sampler's batches."""
+        self._queue: queue.Queue[tuple[torch.Tensor, State] | BaseException | None] = queue.Queue(maxsize=self._depth)
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._fill, args=(loader,), name="data-loader", daemon=True)
+        self._thread = threading.Thread(target=self._fill, args=(self._loader,), name="data-loader", daemon=True)
         self._thread.start()
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -92,34 +131,41 @@ class BackgroundLoader:
 
     def __next__(self) -> torch.Tensor:
         item = self._queue.get()
-        if isinstance(item, torch.Tensor):
-            return item
+        if isinstance(item, tuple):
+            batch, self.state = item
+            return batch
         self._queue.put(item)  # the thread has ended, so the next call must find the same answer
         raise StopIteration if item is None else item
 
     def close(self) -> None:
-        """Stop loading and end the thread. Worker processes end with the loader, which only the thread holds."""
+        """End the pass, its thread and, unless it ``repeats``, the worker processes; else they end with this object."""
         self._stopped.set()
         with suppress(queue.Empty):  # free a slot, for which the thread may be waiting
             self._queue.get_nowait()
         self._thread.join(timeout=10)
+        if not self._repeats:
+            self._loader = None
 
-    def _fill(self, loader: DataLoader) -> None:
-        others = active_children()
+    def _fill(self, loader: StatefulDataLoader) -> None:
         workers: list[BaseProcess] = []
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # threads start on GPU 0, where pinning would create a context
-            batches = iter(loader)
-            workers = [process for process in active_children() if process not in others]
+            try:
+                batches = iter(loader)  # waits for the processes to be ready
+            except RuntimeError as error:
+                pid = re.search(r"pid\(s\) (\d+)", str(error))
+                raise _lost(pid[1], "has died") if pid else error from None
+            workers = getattr(batches, "_workers", workers)
             for batch in batches:
-                if not self._put(batch) or not isinstance(batch, torch.Tensor):
+                is_read = isinstance(batch, torch.Tensor)
+                if not self._put((batch, _state_of(loader)) if is_read else batch) or not is_read:
                     return
             self._put(None)
         except BaseException as error:  # raised again in the thread that waits for the batch
             self._put(_death_among(workers) or error)
 
-    def _put(self, item: torch.Tensor | BaseException | None) -> bool:
+    def _put(self, item: tuple[torch.Tensor, State] | BaseException | None) -> bool:
         """Wait for a free slot, but not beyond `close`. Returns whether the item was taken."""
         while not self._stopped.is_set():
             try:
@@ -130,6 +176,15 @@ class BackgroundLoader:
         return False
 
 
+def _state_of(loader: StatefulDataLoader) -> State:
+    """The state of the dataset in all worker processes, after the last batch."""
+    if not loader.snapshot_every_n_steps:
+        return {}
+    state: dict[str, Any] = loader.state_dict()
+    copies = state["_snapshot"]["_worker_snapshots"].values() if loader.num_workers else [state]
+    return merge_states(copy["dataset_state"] for copy in copies)
+
+
 def _death_among(workers: list[BaseProcess]) -> RunError | None:
     """What to raise if one of the processes has died; None if all of them live."""
     # A dying process closes its connections, which is an error here, shortly before its death can be seen.
@@ -138,10 +193,13 @@ def _death_among(workers: list[BaseProcess]) -> RunError | None:
         if worker.sentinel in dead:
             worker.join()
             code = worker.exitcode or 0
-            cause = f"ended with exit code {code}" if code >= 0 else f"was killed by signal {-code}"
-            return RunError(
-                f"a data loader process (pid {worker.pid}) {cause}, perhaps for lack of memory or of room in /dev/shm; "
-                "the same command resumes from the last checkpoint; lower data.num_workers if it happens again",
-                of_this_process=True,
-            )
+            return _lost(worker.pid, f"ended with exit code {code}" if code >= 0 else f"was killed by signal {-code}")
     return None
+
+
+def _lost(pid: object, what: str) -> RunError:
+    return RunError(
+        f"a data loader process (pid {pid}) {what}, perhaps for lack of memory or of room in /dev/shm; "
+        "the same command resumes from the last checkpoint; lower data.num_workers if it happens again",
+        of_this_process=True,
+    )

@@ -34,8 +34,9 @@ def find_cut(tokenizer: Tokenizer, text: str) -> int | None:
     is_cut = (len(text) // 4 < begins) & (begins < ends) & (begins < len(text) * 3 // 4)
     is_cut[1:] &= np.maximum.accumulate(ends)[:-1] <= begins[1:]  # not within a character of several tokens
     if isinstance(tokenizer.tokenizer.model, models.Unigram):
-        words = tokenizer.tokenizer.encode(text, add_special_tokens=False).word_ids
-        is_cut[1:] &= [word != before for before, word in pairwise(words)]
+        encoded = tokenizer.tokenizer.encode(text, add_special_tokens=False)
+        tokens = pairwise(zip(encoded.word_ids, encoded.offsets, strict=True))
+        is_cut &= np.isin(begins, [place for (before, _), (word, (place, _)) in tokens if word != before])
     if len(first) < len(stretch) or not is_cut.any():
         return None
     others = [set(map(tuple, _window(tokenizer, text, shift).tolist())) for shift in _SHIFTS[1:]]

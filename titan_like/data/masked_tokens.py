@@ -17,6 +17,7 @@ from titan_like.config.schema import Data
 from titan_like.data.permutation import sample_generator
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.tokenizer import Tokenizer, check_ids
+from titan_like.data.words import Words
 
 _MASKED, _RANDOM = 0.8, 0.1  # shares of the chosen tokens; the others stay
 
@@ -31,7 +32,7 @@ class MaskedTokens:
     section: Data
     mask_id: int
     ordinary: np.ndarray  # int64 [n], the tokens that may be chosen, and from which random replacements are drawn
-    joins: np.ndarray | None  # bool [2, vocab], see `Tokenizer.word_joins`; None: every token is a word
+    words: Words | None  # None: every token is a word
 
     def apply(self, sample: torch.Tensor, seed: int, index: int) -> torch.Tensor:
         """A sample of next-token prediction, int64 [2, seq], as one of masked tokens: int64 [2, seq].
@@ -52,47 +53,50 @@ class MaskedTokens:
         """bool [seq]: `data.mlm_probability` of the tokens that can be chosen, at least one if there is any."""
         count = int(can_be.sum())
         left = max(1, round(count * self.section.mlm_probability)) if count else 0
-        begins = np.flatnonzero(self._word_begins(inputs))
+        begins = self._begins(inputs, can_be, left)
         ends = np.append(begins[1:], len(inputs))
-        blocked = np.concatenate(([0], np.cumsum(~can_be)))  # tokens before each position that cannot be chosen
         # Words are tried in random order until enough tokens are chosen. Each draws a length n with weight 1/n, and the
         # longest span of at most n words that fits is taken.
         lengths = np.arange(1, self.section.mlm_max_ngram + 1)
         steps = np.cumsum(1 / lengths) / np.sum(1 / lengths)
-        order = random.random(len(begins)).argsort(kind="stable")
+        order = random.random(len(begins)).argsort(kind="stable").tolist()
         drawn = lengths[np.minimum(np.searchsorted(steps, random.random(len(begins)), "right"), len(lengths) - 1)]
-        chosen = np.zeros(len(inputs), dtype=bool)
-        for word in order.tolist():
+        free = can_be.copy()
+        for word in order:
             if left == 0:
                 break
             for length in range(min(drawn[word], len(begins) - word), 0, -1):  # a shorter one where this does not fit
                 begin, end = begins[word], ends[word + length - 1]
-                if end - begin <= left and blocked[begin] == blocked[end] and not chosen[begin:end].any():
-                    chosen[begin:end] = True
+                if end - begin <= left and free[begin:end].all():
+                    free[begin:end] = False
                     left -= int(end - begin)
                     break
-        return chosen
+        if left:  # every other word is longer, so the first tokens of one are taken
+            begin = next(begin for begin in begins[order] if free[begin])
+            free[begin : begin + left] = False
+        return can_be & ~free
 
-    def _word_begins(self, inputs: np.ndarray) -> np.ndarray:
-        """Whether a word begins at each token: bool [seq]."""
-        begins = np.ones(len(inputs), dtype=bool)
-        if self.joins is not None:
-            begins[1:] = ~(self.joins[0, inputs[1:]] & self.joins[1, inputs[:-1]])
-        return begins
+    def _begins(self, inputs: np.ndarray, can_be: np.ndarray, most: int) -> np.ndarray:
+        """Where words begin: int64 [words]. Those of more than ``most`` tokens, which could never be chosen, such as
+        Chinese without spaces or long addresses, are cut into characters. So are words at tokens that cannot be chosen.
+        """
+        if self.words is None:
+            return np.arange(len(inputs))
+        begins, characters = self.words(inputs)
+        begins[1:] |= can_be[1:] != can_be[:-1]
+        word = np.cumsum(begins) - 1
+        return np.flatnonzero(begins | characters & (np.bincount(word)[word] > most))
 
 
 def masked_tokens_of(section: Data, tokenizer: Tokenizer, vocab_size: int) -> MaskedTokens:
     """Masked language modelling as [data] and its tokenizer set it, for a model of ``vocab_size`` tokens.
 
     Raises:
-        ConfigError: the tokenizer has no mask token, or one that the model lacks.
+        ConfigError: the tokenizer has no mask token, or one that the model lacks; or it does not tell words.
     """
     if tokenizer.mask_id is None:
         problem = "has no mask token, which a model of masked tokens needs; use a tokenizer with [MASK] or <mask>"
         raise ConfigError("data.tokenizer", section.tokenizer, problem)
     check_ids(section.tokenizer, f"its mask token is {tokenizer.mask_id}", tokenizer.mask_id, vocab_size)
     ordinary = np.setdiff1d(np.arange(tokenizer.vocab_size), list(tokenizer.special_ids))
-    joins = None
-    if section.mlm_whole_words:
-        joins = np.pad(tokenizer.word_joins(), ((0, 0), (0, vocab_size - tokenizer.vocab_size)))
-    return MaskedTokens(section, tokenizer.mask_id, ordinary, joins)
+    return MaskedTokens(section, tokenizer.mask_id, ordinary, tokenizer.words if section.mlm_whole_words else None)

@@ -20,9 +20,9 @@ from torch.utils.data import Dataset
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data.masked_tokens import MaskedTokens, masked_tokens_of
 from titan_like.data.sentence_pairs import PairTokens, Samples, SentencePairs, pair_tokens_of
-from titan_like.data.source import IGNORED_LABEL
+from titan_like.data.source import IGNORED_LABEL, Source
 from titan_like.data.span_corruption import SpanCorruption, span_corruption_of
-from titan_like.data.tokenizer import Tokenizer, build_tokenizer
+from titan_like.data.tokenizer import Tokenizer, tokenizer_of
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.transformer import ModelInputs
@@ -36,7 +36,7 @@ class Masks:
     from batches.
 
     The rows of a sample are inputs and labels; then positions, if they are reset; then the first key that each query
-    sees and the end of these keys, unless attention is causal.
+    sees and the end of these keys, unless attention is causal; then 1 for padding, where the dataset tells documents.
     """
 
     section: Data
@@ -52,7 +52,7 @@ class Masks:
         return self.section.reset_attention_mask or self.section.prefix_lm
 
     def add_rows(self, sample: torch.Tensor, index: int) -> torch.Tensor:
-        """A dataset's sample, int64 [2 or 3, raw], which is number ``index`` of the run → [2 to 5, seq]."""
+        """A dataset's sample, int64 [2 or 3, raw], which is number ``index`` of the run → [2 to 6, seq]."""
         section = self.section
         made = sample[:2] if self.objective is None else self.objective.apply(sample, self.seed, index)
         inputs, labels = made
@@ -76,6 +76,8 @@ class Masks:
             rows += [first, torch.maximum(order + 1, prefix_end)]
         elif section.reset_attention_mask:
             rows += [first, order + 1]
+        if len(sample) == 3:
+            rows.append(padding_mask_of(sample))
         return torch.stack(rows)
 
     def split_rows(self, batch: torch.Tensor) -> tuple[ModelInputs, torch.Tensor]:
@@ -88,9 +90,10 @@ class Masks:
             types, seen = self.pair_tokens.types_and_visible(inputs)
             return ModelInputs(inputs, visible=seen, token_types=types), labels
         positions = others.pop(0) if self.section.reset_position_ids else None
-        visible = VisibleKeys(others[0], others[1]) if self.has_intervals else None
+        visible = VisibleKeys(others.pop(0), others.pop(0)) if self.has_intervals else None
+        padding = others[0].bool() if others else None
         encoder_len = self.objective.encoder_len if isinstance(self.objective, SpanCorruption) else None
-        return ModelInputs(inputs, positions, visible, encoder_len), labels[:, encoder_len:]
+        return ModelInputs(inputs, positions, visible, encoder_len, padding_mask=padding), labels[:, encoder_len:]
 
 
 class MaskedSamples(Dataset[torch.Tensor]):
@@ -105,6 +108,10 @@ class MaskedSamples(Dataset[torch.Tensor]):
         sample = self.samples[index] if pairs is None else pairs.make(self.samples, index, self.masks.seed)
         return self.masks.add_rows(sample, index)
 
+    def state_dict(self) -> dict[str, list[int]] | None:
+        """That of the dataset; see `titan_like.data.source.Source.state_dict`."""
+        return self.samples.state_dict() if isinstance(self.samples, Source) else None
+
 
 def masks_of(config: JobConfig, model: TransformerConfig, tokenizer: Tokenizer | None = None) -> Masks:
     """What the run's objective and [data] ask for. The run's tokenizer, if none is given, is built only if needed.
@@ -115,7 +122,7 @@ def masks_of(config: JobConfig, model: TransformerConfig, tokenizer: Tokenizer |
     section, seed = config.data, config.job.seed
     if model.is_causal and not section.tells_documents_apart:
         return Masks(section, None, seed)
-    tokenizer = tokenizer or build_tokenizer(section.tokenizer)
+    tokenizer = tokenizer or tokenizer_of(section)
     eod_id = tokenizer.eod_id if section.tells_documents_apart else None
     objective: MaskedTokens | SpanCorruption | None = None
     if model.objective == "span_corruption":
@@ -135,6 +142,16 @@ def document_starts(inputs: torch.Tensor, eod_id: int) -> torch.Tensor:
     starts = torch.arange(len(inputs))
     starts[1:] *= inputs[:-1] == eod_id  # 0 where no document begins
     return starts.cummax(0).values
+
+
+def padding_mask_of(sample: torch.Tensor) -> torch.Tensor:
+    """1 where padding fills up a sample that tells documents, int64 [3, seq], else 0: int64 [seq].
+
+    Padding is a last document without labels that repeats one token.
+    """
+    inputs, labels, starts = sample
+    is_last, is_text = starts == starts[-1], (labels != IGNORED_LABEL) | (inputs != inputs[-1])
+    return (is_last & ~(is_last & is_text).any()).long()
 
 
 def prefix_ends(first: torch.Tensor, seed: int, index: int) -> torch.Tensor:

@@ -24,10 +24,10 @@ from titan_like.config.schema import Data
 from titan_like.data.chat import read_template
 from titan_like.data.files import find_files
 from titan_like.data.indexed import FormatError, IndexedDataset, StoredTokens
-from titan_like.data.preprocess import Job, tell, tokenize_files
+from titan_like.data.preprocess import SKIP, Job, tell, tokenize_files
 from titan_like.data.raw_text import KNOWN_ENDINGS, RECORD_ENDINGS, kind_of
 from titan_like.data.source import SPLITS, DataRequest, Source
-from titan_like.data.tokenizer import build_tokenizer, check_vocabulary
+from titan_like.data.tokenizer import check_vocabulary, tokenizer_of
 from titan_like.data.unfinished import removed_unless_renamed
 
 _LOOKED_AT = 64  # documents at the beginning of a dataset
@@ -116,7 +116,7 @@ class TextSource(PackedDataset):
         """
         section = request.section
         weights = split_weights(section.split)  # checked before the text is tokenized, which may take hours
-        tokenizer = build_tokenizer(section.tokenizer)
+        tokenizer = tokenizer_of(section)
         check_vocabulary(section.tokenizer, tokenizer, request.vocab_size)
         super().__init__(request, _split_of(open_corpus(section, request.cache_folder), weights, request))
 
@@ -143,7 +143,7 @@ class IndexedSource(PackedDataset):
         if dataset.dtype.kind == "f":
             raise ConfigError("data.paths", path, f"its tokens are {dataset.dtype.name}; only whole numbers are tokens")
         if request.section.tells_documents_apart:
-            _check_ends(dataset, path, build_tokenizer(request.section.tokenizer).eod_id)
+            _check_ends(dataset, path, tokenizer_of(request.section).eod_id)
         super().__init__(request, _split_of(dataset, weights, request))
         self.path = path
 
@@ -218,24 +218,23 @@ def open_corpus(section: Data, cache_folder: Path) -> IndexedDataset:
 def corpus_job(section: Data) -> Job:
     """What is to be tokenized; raises what `corpus_files` raises."""
     # Nobody can be asked to correct the standard library, so files of it that are not UTF-8 are left out.
-    is_stdlib, files = section.dataset == "stdlib", corpus_files(section)
+    bad_lines, files = "skip" if section.dataset == "stdlib" else section.bad_lines, corpus_files(section)
     if section.dataset != "conversations":
-        return Job(files, section.tokenizer, section.text_key, skips_bad_records=is_stdlib)
+        return Job(files, section.tokenizer, section.text_key, section.token_options, bad_lines=bad_lines)
     chat = read_template(section.tokenizer)
     template = f"{chat.chat_template} {chat.special_tokens_map}" if chat else ""
-    return Job(files, section.tokenizer, cure="correct or remove it", template=template)
+    tokens, cure = section.token_options, f"correct or remove it, or {SKIP}"
+    return Job(files, section.tokenizer, token_options=tokens, bad_lines=bad_lines, cure=cure, template=template)
 
 
 def corpus_folder(job: Job, cache_folder: Path) -> Path:
-    """Where the tokens are once they have been made."""
-    return cache_folder / job.fingerprint()
+    """Where the tokens are once they have been made. Those that may lack bad lines have a folder of their own."""
+    return cache_folder / (job.fingerprint() + "-skip" * (job.bad_lines == "skip"))
 
 
 def _build(job: Job, folder: Path) -> None:
     began = time.monotonic()
-    done = tokenize_files(
-        job, folder / "tokens", report=lambda line: None if line.startswith("skipped") else tell(line)
-    )
+    done = tokenize_files(job, folder / "tokens")
     seconds = time.monotonic() - began
     tell(f"tokenized {len(job.files)} files into {done.tokens:,} tokens in {seconds:.1f} s")
 
@@ -268,7 +267,7 @@ def _match_paths(patterns: list[str], dataset: str) -> list[Path]:
     holds_chats = dataset == "conversations"
     files = find_files(patterns, "data.paths", RECORD_ENDINGS if holds_chats else KNOWN_ENDINGS)
     for path in files if holds_chats else ():
-        if kind_of(path) not in ("jsonl", "array"):
-            problem = "conversations are lines of .jsonl files; write it as one"
+        if kind_of(path) == "text":
+            problem = f"conversations are records of {', '.join(RECORD_ENDINGS[:3])} files; write it as one"
             raise ConfigError("data.paths", str(path), problem)
     return files

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -27,14 +27,17 @@ from typing import IO
 import numpy as np
 
 from titan_like.config.errors import ConfigError, RunError
+from titan_like.config.schema import DEFAULT_TOKENS, TokenOptions
 from titan_like.data.chat import Chat, build_chat
+from titan_like.data.chat_records import RECORD_KEYS
 from titan_like.data.indexed import DTYPES, token_dtype, write_index
 from titan_like.data.long_text import encode_piece, encode_texts, find_cut
 from titan_like.data.raw_text import BadRecord, Piece, UnreadableError, read_pieces, texts_of
 from titan_like.data.tokenizer import build_tokenizer, tokenizer_files
 
 _SECONDS_BETWEEN_REPORTS = 5.0
-_MOST_NAMED = 100  # bad records
+_MOST_NAMED = 100  # bad lines
+SKIP = 'set data.bad_lines to "skip"'
 _FORMAT = 4  # of what is stored; another number tokenizes everything again
 
 
@@ -45,16 +48,19 @@ class Job:
     files: list[Path]
     tokenizer: str  # a value of `data.tokenizer`
     text_key: str = "text"
+    token_options: TokenOptions = DEFAULT_TOKENS
     ends_documents: bool = True  # whether the end-of-document token follows each
-    skips_bad_records: bool = False  # else the first ends the job
+    bad_lines: str = "stop"  # or "skip", as `data.bad_lines`
     key: str = "data.paths"  # setting to blame for a file
     tokenizer_key: str = "data.tokenizer"
-    cure: str = "correct it or set data.text_key"  # of a record without text
+    cure: str = f"correct it, set data.text_key, or {SKIP}"  # of a bad line
     template: str | None = None  # of records that are conversations, whose chat template this is, or "" for none
 
     def fingerprint(self) -> str:
         """A digest of the input: the files' paths, sizes and times of change, the tokenizer, and how files are read."""
+        tokenizer = build_tokenizer(self.tokenizer, self.tokenizer_key, self.token_options)
         parts: list[object] = [_FORMAT, self.tokenizer, self.text_key, self.ends_documents]
+        parts += [*self.token_options, tokenizer.first_ids, tokenizer.eod_id]
         parts += [] if self.template is None else [self.template]
         for path in (*self.files, *tokenizer_files(self.tokenizer, self.tokenizer_key)):
             stat = path.stat()
@@ -73,7 +79,7 @@ class Progress:
     documents: int = 0
     tokens: int = 0
     open_document: int = 0  # tokens of a document of which more is to come
-    bad_records: int = 0
+    bad_lines: int = 0
 
 
 def tokenize_files(
@@ -85,10 +91,10 @@ def tokenize_files(
         job: the input.
         prefix: path of the dataset without an ending.
         num_workers: processes that tokenize; 0 does it in this one.
-        report: is given a line every few seconds, and one for each bad record.
+        report: is given a line every few seconds, one for each of the first bad lines, and at the end their number.
 
     Raises:
-        ConfigError: a file that cannot be read, a bad record unless they are skipped, an unfinished job of other input
+        ConfigError: a file that cannot be read, a bad line unless they are skipped, an unfinished job of other input
             in the same place, or no document at all.
         RunError: a process died.
         OSError: the dataset cannot be written.
@@ -102,7 +108,7 @@ def tokenize_files(
     tokens, index = folder / "tokens.bin", folder / "index"
     if tokens.exists() or not index.exists():  # else an interruption came after the tokens had been moved
         try:
-            vocab_size = build_tokenizer(job.tokenizer, job.tokenizer_key).vocab_size
+            vocab_size = build_tokenizer(job.tokenizer, job.tokenizer_key, job.token_options).vocab_size
             dtype = token_dtype(vocab_size) if job.template is None else DTYPES[4]  # signed, see `Chat.encode`
             with _Output(folder, dtype, progress) as output:
                 _write_tokens(job, output, num_workers, report or tell)
@@ -130,7 +136,7 @@ def _read_progress(folder: Path, job: Job) -> Progress:
         found = Progress(**json.loads((folder / "progress.json").read_text()))
     except (OSError, ValueError, TypeError):
         return Progress(job.fingerprint())
-    if found.fingerprint != job.fingerprint():
+    if found.fingerprint != job.fingerprint() or (found.bad_lines and job.bad_lines == "stop"):
         problem = "an interrupted job with other input or settings is there; repeat that one, or delete the folder"
         raise ConfigError("--output", str(folder), problem)
     return found
@@ -197,10 +203,10 @@ def _write_tokens(job: Job, output: _Output, num_workers: int, report: Callable[
         path = job.files[number]
         for record, problem in bad:
             place = str(path) if piece.kind == "text" else f"{path}:{record}"
-            if not job.skips_bad_records:
+            if job.bad_lines == "stop":
                 raise ConfigError(job.key, place, problem if piece.kind == "text" else f"{problem}; {job.cure}")
-            progress.bad_records += 1
-            if progress.bad_records <= _MOST_NAMED:
+            progress.bad_lines += 1
+            if progress.bad_lines <= _MOST_NAMED:
                 report(f"skipped {place}: {problem}")
         if bad and progress.open_document:  # of a long text whose next piece is bad
             output.add(np.empty(0, output.dtype), [0], is_whole=True)
@@ -217,25 +223,27 @@ def _write_tokens(job: Job, output: _Output, num_workers: int, report: Callable[
             output.save()
             where = f"file {number + 1} of {len(sizes)}, {progress.tokens:,} tokens, {rate:,.0f} tokens/s{left}"
             report(f"tokenizing: {done:.1%}, {where}")
+    if progress.bad_lines:
+        report(f"skipped {progress.bad_lines:,} of {progress.bad_lines + progress.documents:,} records")
 
 
-Result = tuple[np.ndarray, list[int], list[tuple[int, str]]]  # tokens; documents' lengths; bad records, and why
+Result = tuple[np.ndarray, list[int], list[tuple[int, str]]]  # tokens; documents' lengths; bad lines, and why
 
 
 def _tokenized(
     job: Job, progress: Progress, num_workers: int, dtype: np.dtype
 ) -> Iterator[tuple[int, Piece, float, Result]]:
     """Yield the number of a file, a piece of it, the share of it read so far, and the piece's tokens, in file order."""
-    settings = job.tokenizer, job.tokenizer_key, job.text_key, job.ends_documents, job.template, dtype.str
     if num_workers == 0:
         pieces = _pieces(job, progress)
-        yield from ((number, piece, share, _tokenize(piece, *settings)) for number, piece, share in pieces)
+        yield from ((number, piece, share, _tokenize(piece, job, dtype.str)) for number, piece, share in pieces)
         return
+    work = replace(job, files=[])  # which may be many, and workers need none
     with ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker) as pool:
         waiting: deque[tuple[int, Piece, float, Future[Result]]] = deque()
         try:
             for number, piece, share in _pieces(job, progress):
-                waiting.append((number, piece, share, pool.submit(_tokenize, piece, *settings)))
+                waiting.append((number, piece, share, pool.submit(_tokenize, piece, work, dtype.str)))
                 if len(waiting) > 2 * num_workers:
                     *place, future = waiting.popleft()
                     yield *place, future.result()  # type: ignore[misc]
@@ -253,26 +261,25 @@ def _tokenized(
 
 def _pieces(job: Job, progress: Progress) -> Iterator[tuple[int, Piece, float]]:
     start, record = progress.end, progress.record
-    cut = partial(find_cut, build_tokenizer(job.tokenizer, job.tokenizer_key))
+    cut = partial(find_cut, build_tokenizer(job.tokenizer, job.tokenizer_key, job.token_options))
     for number in range(progress.file, len(job.files)):
         try:
-            for piece, share in read_pieces(job.files[number], job.text_key, start, record, cut):
+            key = job.text_key if job.template is None else RECORD_KEYS
+            for piece, share in read_pieces(job.files[number], key, start, record, cut):
                 yield number, piece, share
         except UnreadableError as error:
             raise ConfigError(job.key, str(job.files[number]), str(error)) from None
         start, record = 0, 1
 
 
-def _tokenize(
-    piece: Piece, tokenizer: str, key: str, text_key: str, ends_documents: bool, template: str | None, dtype: str
-) -> Result:
+def _tokenize(piece: Piece, job: Job, dtype: str) -> Result:
     """Tokenize a piece, in this process or in a worker."""
-    if template is not None:
-        return _tokenize_conversations(piece, build_chat(tokenizer, template))
+    if job.template is not None:
+        return _tokenize_conversations(piece, build_chat(job.tokenizer, job.token_options, job.template))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the work already
-    built = build_tokenizer(tokenizer, key)  # which each process keeps
+    built = build_tokenizer(job.tokenizer, job.tokenizer_key, job.token_options)  # which each process keeps
     texts, bad = [], []
-    for record, text in texts_of(piece, text_key):
+    for record, text in texts_of(piece, job.text_key):
         if isinstance(text, BadRecord):
             bad.append((record, str(text)))
         else:
@@ -282,16 +289,16 @@ def _tokenize(
         part = encode_piece(built, before, texts[0], after)
         encoded = [] if part is None else [part]
         if part is None:
-            bad.append(
-                (piece.first_record, "repeats itself so far that it cannot be cut; divide it, or write it as .jsonl")
-            )
+            problem = "repeats itself so far that it cannot be cut; divide it, or write it as .jsonl"
+            bad.append((piece.first_record, problem))
     else:
         encoded = encode_texts(built, texts)
-    end = np.array([built.eod_id] if ends_documents and piece.is_whole else [], dtype)
+    first = np.array(built.first_ids if piece.begins_document else [], dtype)
+    end = np.array([built.eod_id] if job.ends_documents and piece.is_whole else [], dtype)
     parts: list[np.ndarray] = []
     for tokens in encoded:
-        parts += [tokens.astype(dtype), end]
-    lengths = [len(tokens) + len(end) for tokens in parts[::2]]
+        parts += [first, tokens.astype(dtype), end]
+    lengths = [len(first) + len(tokens) + len(end) for tokens in parts[1::3]]
     return np.concatenate(parts) if parts else np.empty(0, dtype), lengths, bad
 
 

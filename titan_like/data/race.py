@@ -26,7 +26,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from titan_like.config.errors import ConfigError
 from titan_like.data.sentence_pairs import ADDED, PairTokens, pair_tokens_of
 from titan_like.data.source import IGNORED_LABEL, DataRequest, Source, epoch_order
-from titan_like.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
+from titan_like.data.tokenizer import Tokenizer, check_vocabulary, tokenizer_of
 from titan_like.models.config import NUM_OPTIONS
 
 MOST_OF_QUESTION = 128  # tokens of a question with an option
@@ -125,7 +125,7 @@ class RaceSource(Source):
         if len(section.paths) != 1:
             problem = 'dataset "race" needs one folder, in which train, dev and test are'
             raise ConfigError("data.paths", section.paths, problem)
-        tokenizer = build_tokenizer(section.tokenizer)
+        tokenizer = tokenizer_of(section)
         check_vocabulary(section.tokenizer, tokenizer, request.vocab_size)
         self._around = pair_tokens_of(section.tokenizer, tokenizer, request.vocab_size)
         folder = Path(section.paths[0]) / FOLDERS[request.split]

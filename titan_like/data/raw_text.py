@@ -48,6 +48,7 @@ _OBJECT = re.compile(rb'\{\s*"(?:[^"\\]|\\.)*"\s*:')  # the beginning of a JSON 
 _BEFORE_ELEMENT, _END_OF_ARRAY = re.compile(r"\s*[\[,]?\s*"), re.compile(r"\s*(\[\s*)?\]\s*")
 _CONTINUATION = bytes(range(0x80, 0xC0))  # bytes inside a character
 _ROWS = 256  # of a parquet or arrow file in a piece
+Key = str | tuple[str, ...]
 
 FindCut = Callable[[str], int | None]  # a place in the text, or None
 
@@ -69,7 +70,7 @@ class Piece:
     """A part of a file."""
 
     kind: str  # "jsonl", "rows" or "text"
-    content: bytes | list[str | None]  # whole lines, or elements of an array; rows of a parquet or arrow file; text
+    content: bytes | list[Any]  # whole lines, or elements of an array; rows: texts, dicts or None; text
     first_record: int  # line or row of the file with which it begins, from 1
     num_records: int
     end: int  # where to go on: bytes, uncompressed, or rows or elements of an array
@@ -80,6 +81,11 @@ class Piece:
     def is_whole(self) -> bool:
         """Whether the document ends with the piece."""
         return not self.after
+
+    @property
+    def begins_document(self) -> bool:
+        """Whether a document, and not the rest of one, begins with the piece."""
+        return not self.before
 
 
 def ending_of(path: Path) -> str:
@@ -108,7 +114,7 @@ def kind_of(path: Path) -> str:
             return kind
     first, newline, rest = text.partition(b"\n")
     if (text.startswith(b"[") and ending in JSON_ENDINGS) or re.match(rb'\[\s*\{\s*"', text):
-        return "jsonl" if rest.lstrip().startswith(b"[") and _is_json(first) else "array"
+        return "jsonl" if rest.strip() and _is_json(first) else "array"
     if ending in JSON_ENDINGS[:3] or (_OBJECT.match(text) and (not newline or _is_json(first))):
         return "jsonl"
     if ending == ".json" or _OBJECT.match(text):
@@ -131,11 +137,12 @@ def _is_json(line: bytes) -> bool:
 
 
 def read_pieces(
-    path: Path, key: str, start: int = 0, first_record: int = 1, find_cut: FindCut | None = None
+    path: Path, key: Key, start: int = 0, first_record: int = 1, find_cut: FindCut | None = None
 ) -> Iterator[tuple[Piece, float]]:
     """The pieces of a file from ``start`` on, each with the share of the file that has been read by then.
 
     ``start`` is 0 or a `Piece.end`, and ``first_record`` the number of the record there. ``key`` is of a row's text.
+    With several keys a row becomes a dict, without nulls: Arrow fills up each struct with the fields of the others.
     ``find_cut`` says where a long text may be cut, as `long_text.find_cut` does; without it, anywhere.
 
     Raises:
@@ -292,16 +299,17 @@ def _cut_in_text(content: bytes, start: int, find_cut: FindCut | None) -> int | 
     return None
 
 
-def _read_rows(path: Path, kind: str, key: str, start: int) -> Iterator[tuple[Piece, float]]:
+def _read_rows(path: Path, kind: str, key: Key, start: int) -> Iterator[tuple[Piece, float]]:
     try:
         import pyarrow
     except ImportError:
         raise UnreadableError("needs the package pyarrow; install titan_like[data]") from None
     try:
         batches = _parquet_batches(path, key, start) if kind == "parquet" else _arrow_batches(path, key)
-        for first, column, share in batches:
-            for at in range(max(0, start - first), len(column), _ROWS):
-                rows = column.slice(at, _ROWS).to_pylist()
+        for first, batch, share in batches:
+            values = batch.column(0) if isinstance(key, str) else batch
+            for at in range(max(0, start - first), len(batch), _ROWS):
+                rows = list(map(_without_nulls, values.slice(at, _ROWS).to_pylist()))
                 end = first + at + len(rows)
                 yield Piece("rows", rows, end - len(rows) + 1, len(rows), end), share
     except (pyarrow.ArrowException, OSError) as error:
@@ -311,23 +319,29 @@ def _read_rows(path: Path, kind: str, key: str, start: int) -> Iterator[tuple[Pi
         raise UnreadableError(f"is damaged ({first_line(error)}); copy or write it again") from None
 
 
-def _parquet_batches(path: Path, key: str, start: int) -> Iterator[tuple[int, Any, float]]:
-    """First row, column of text and share of the file read, for each batch from that of row ``start`` on."""
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return list(map(_without_nulls, value)) if isinstance(value, list) else value
+
+
+def _parquet_batches(path: Path, key: Key, start: int) -> Iterator[tuple[int, Any, float]]:
+    """First row, columns and share of the file read, for each batch from that of row ``start`` on."""
     from pyarrow import OSFile
     from pyarrow.parquet import ParquetFile
 
     # Encoded, since pyarrow refuses a name that is not UTF-8; buffered, since a row group may be a gigabyte.
     with OSFile(os.fsencode(path)) as content, ParquetFile(content, buffer_size=_PIECE) as file:
-        _check_column(file.schema_arrow, key)
+        columns = _columns(file.schema_arrow, key)
         groups, at = list(range(file.num_row_groups)), 0
         while groups and at + file.metadata.row_group(groups[0]).num_rows <= start:
             at += file.metadata.row_group(groups.pop(0)).num_rows
-        for batch in file.iter_batches(batch_size=_ROWS, row_groups=groups, columns=[key]):
-            yield at, batch.column(0), (at + len(batch)) / file.metadata.num_rows
+        for batch in file.iter_batches(batch_size=_ROWS, row_groups=groups, columns=columns):
+            yield at, batch, (at + len(batch)) / file.metadata.num_rows
             at += len(batch)
 
 
-def _arrow_batches(path: Path, key: str) -> Iterator[tuple[int, Any, float]]:
+def _arrow_batches(path: Path, key: Key) -> Iterator[tuple[int, Any, float]]:
     """The same from the beginning of a file in either of Arrow's IPC formats. Hugging Face datasets are saved as its
     stream format, in which the place of a row is not known.
     """
@@ -342,21 +356,27 @@ def _arrow_batches(path: Path, key: str) -> Iterator[tuple[int, Any, float]]:
             file.seek(0)
             reader = ipc.open_stream(file)
             batches = iter(reader)
-        _check_column(reader.schema, key)
+        columns = _columns(reader.schema, key)
         for batch in batches:
-            yield at, batch.column(key), file.tell() / size
+            yield at, batch.select(columns), file.tell() / size
             at += len(batch)
 
 
-def _check_column(schema: Any, key: str) -> None:
+def _columns(schema: Any, key: Key) -> list[str]:
+    """The columns to read."""
     from pyarrow import types
 
-    if key not in schema.names:
-        raise UnreadableError(f'has no column "{key}"; it has {", ".join(schema.names)}')
+    columns = [name for name in ([key] if isinstance(key, str) else key) if name in schema.names]
+    if not columns:
+        missing = f'no column "{key}"' if isinstance(key, str) else f"none of the columns {', '.join(key)}"
+        raise UnreadableError(f"has {missing}; it has {', '.join(schema.names)}")
+    if not isinstance(key, str):
+        return columns
     kind = schema.field(key).type
     values = kind.value_type if types.is_dictionary(kind) else kind
     if str(values) not in ("string", "large_string", "string_view"):
         raise UnreadableError(f'has no text in the column "{key}", but {kind}')
+    return columns
 
 
 def texts_of(

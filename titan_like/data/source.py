@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -66,6 +67,7 @@ class Source(Dataset[torch.Tensor], ABC):
         Returns:
             int64 [2, seq]: inputs and labels. A position without a label has `IGNORED_LABEL`. Or [3, seq], with the
             place where each token's document begins; otherwise a document begins after each end-of-document token.
+            A last document without labels that repeats one token is padding.
         """
 
     def drawn(self, num_samples: int) -> dict[str, float]:
@@ -75,6 +77,15 @@ class Source(Dataset[torch.Tensor], ABC):
     def described(self, micro_batch_size: int, num_ranks: int) -> str | None:
         """A line for the log of a run that begins, on ``num_ranks`` data-parallel processes. Nothing by default."""
         return None
+
+    def state_dict(self) -> dict[str, list[int]] | None:
+        """What a checkpoint keeps so that a resumed run need not read again what it has read: by name, numbers that
+        grow as reading goes on. It never decides which samples come. None: there is nothing to keep.
+        """
+        return None
+
+    def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
+        """Take over what `state_dict` gave in all processes of a run, before the first sample is read."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """Sample ``index`` of the run: int64 [2 or 3, seq].

@@ -116,7 +116,7 @@ def padding_of(spec: str, tokenizer: Tokenizer) -> int:
 def encode_with_sentinels(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids of a text in which ``<extra_id_0>``, ``<extra_id_1>`` and so on stand for sentinels."""
     if not isinstance(tokenizer, ByteTokenizer):
-        return tokenizer.encode(text).tolist()  # its sentinels are among its own special tokens
+        return tokenizer.encode(text, parses_special=True).tolist()  # its sentinels are among its own special tokens
     ids = list[int]()
     for part in re.split(r"(<extra_id_\d+>)", text):
         number = int(part[10:-1]) if re.fullmatch(r"<extra_id_\d{1,9}>", part) else -1
@@ -127,11 +127,9 @@ def encode_with_sentinels(tokenizer: Tokenizer, text: str) -> list[int]:
 
 def decode_with_sentinels(tokenizer: Tokenizer, ids: list[int]) -> str:
     """The text of token ids, with ``<extra_id_0>`` and so on for sentinels."""
-    text, piece = "", list[int]()
-    for token in ids:
-        if token in tokenizer.sentinel_ids:
-            text += f"{tokenizer.decode(piece)}<extra_id_{tokenizer.sentinel_ids.index(token)}>"
-            piece = []
-        else:
-            piece.append(token)
-    return text + tokenizer.decode(piece)
+    names = {token: f"<extra_id_{number}>" for number, token in enumerate(tokenizer.sentinel_ids)}
+    if isinstance(tokenizer, ByteTokenizer):
+        return tokenizer.decode([byte for i in ids for byte in (names[i].encode() if i in names else [i])])
+    # All at once: decoded alone, a span would lose the space that it begins with.
+    written = [token for token in ids if token in names or token not in tokenizer.special_ids]
+    return tokenizer.tokenizer.decode(written, skip_special_tokens=False)

@@ -1,7 +1,11 @@
 """Records that are read and tokenized while the run goes on: `data.dataset` "hf".
 
-A fixed number R of virtual readers, whatever the layout, shares the shards. Sample i of the run is sample i div R of
-reader i mod R, so it is a function of i alone.
+A fixed number R of virtual readers, whatever the layout, shares the records of every shard. Sample i of the run is
+sample i div R of reader i mod R, so it is a function of i alone.
+
+Of any R consecutive records of a shard, from a multiple of R on, each reader takes one. So all have the same share of
+every shard, whatever its size, and come to the end of an epoch together. In the next epoch a reader takes what another
+one took before: in R epochs it reads every record once.
 """
 
 from __future__ import annotations
@@ -10,9 +14,8 @@ import hashlib
 import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 from weakref import finalize
 
@@ -25,12 +28,13 @@ from titan_like.data.packed import BY_RECORD, WHOLE, split_range, split_weights
 from titan_like.data.permutation import Permutation
 from titan_like.data.shards import find_shards
 from titan_like.data.source import IGNORED_LABEL, SPLITS, UNKNOWN_LENGTH, DataRequest, Source
-from titan_like.data.stream_reader import Bookmarks, Documents, Part, Reader
-from titan_like.data.tokenizer import build_tokenizer, check_vocabulary, tokenizer_files
+from titan_like.data.stream_reader import Bookmark, Documents, Part, Place, Reader
+from titan_like.data.tokenizer import check_vocabulary, tokenizer_files, tokenizer_of
 
 # Fractions of 2⁶⁴ by which a record's place among the splits advances with its number and with its shard's. They are
 # those of the golden ratio and of √2, so that any stretch of records, and any set of short shards, is divided fairly.
 _BY_SHARD = 0x6A09E667F3BCC909
+_DEALING = "each of R records in turn"  # in the fingerprint: another way of dealing out records is another stream
 
 
 def tokenized_times(section: Data, micro_batch_size: int, num_ranks: int) -> int:
@@ -56,9 +60,12 @@ class StreamSource(Source):
         super().__init__(request)
         section = request.section
         self._weights = split_weights(section.split)
-        self.tokenizer = build_tokenizer(section.tokenizer)
+        self.tokenizer = tokenizer_of(section)
         check_vocabulary(section.tokenizer, self.tokenizer, request.vocab_size)
         self.shards, self._content = find_shards(section.paths)
+        # A file that is changed in place may have the same fingerprint. Its bookmarks would give other samples.
+        self._changed_at = [shard.changed_at for shard in self.shards]
+        self._bookmarks: dict[str, list[int]] = {}  # where each reader goes on
         self._begin()
 
     def _begin(self) -> None:
@@ -110,7 +117,9 @@ class StreamSource(Source):
     def fingerprint(self) -> str:
         """Digest of the shards' names, sizes and samples of their content, and of all that decides their order."""
         section = self.request.section
-        settings = (self._content, section.num_readers, self._weights, self.request.split, section.text_key)
+        decided = section.num_readers, self._weights, self.request.split, section.text_key
+        tokens = section.token_options, self.tokenizer.first_ids, self.tokenizer.eod_id
+        settings = (_DEALING, self._content, *decided, tokens)
         digest = hashlib.blake2b(repr(settings).encode(), digest_size=16)
         for path in tokenizer_files(section.tokenizer):
             digest.update(path.read_bytes())
@@ -122,52 +131,65 @@ class StreamSource(Source):
             self._begin()
         sample, number = divmod(index, self.request.section.num_readers)
         with self._lock:
-            if number not in self._readers:
-                self._readers[number] = self._open(number)
-            return self._readers[number].sample(sample)
+            reader = self._readers.get(number) or self._open(number)
+            window = reader.sample(sample)
+            mark = reader.bookmark
+            self._bookmarks[f"{self._state_key}/{number}"] = [mark.sample, mark.offset, *vars(mark.place).values()]
+            return window
 
     def _open(self, number: int) -> Reader:
-        request, parts = self.request, self._parts(number)
-        is_train = request.split == "train"
+        request, num_shards = self.request, len(self.shards)
+        is_train, num_readers = request.split == "train", request.section.num_readers
 
-        def order(epoch: int) -> list[Part]:
-            if not is_train:
-                return parts
-            shuffled = Permutation(len(parts), "stream", request.seed, request.part, number, epoch)
-            return [parts[shuffled(place)] for place in range(len(parts))]
+        def part(epoch: int, place: int) -> Part:
+            if is_train:
+                shard = Permutation(num_shards, "stream", request.seed, request.part, number, epoch)(place)
+            else:
+                shard = (place + number * num_shards // num_readers) % num_shards
+            return self._part(shard, number, epoch)
 
-        section, epochs = request.section, None if is_train else 1
-        documents = Documents(number, section.num_readers, order, epochs, section.text_key, self.tokenizer)
-        return Reader(documents, request.seq_len, Bookmarks(self._bookmark_folder / f"reader-{number}.jsonl"))
+        documents = Documents(number, request.section, num_shards, part, None if is_train else 1, self.tokenizer)
+        sample, offset, *place = self._bookmarks.get(f"{self._state_key}/{number}", [0, 0])
+        self._readers[number] = Reader(documents, request.seq_len, Bookmark(sample, offset, Place(*place)))
+        return self._readers[number]
+
+    def state_dict(self) -> dict[str, list[int]]:
+        """Where readers go on, as far as this process knows."""
+        return dict(self._bookmarks)
+
+    def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
+        """Let readers begin where those of any layout were. What is of other data or of another order is ignored."""
+        self._bookmarks |= {key: mark for key, mark in state.items() if key.startswith(f"{self._state_key}/")}
+        self._readers.clear()
 
     @cached_property
-    def _bookmark_folder(self) -> Path:
-        # A file that was changed in place may have the same fingerprint. Its notes would give other samples.
-        changed = [shard.changed_at for shard in self.shards]
-        key = repr((self.fingerprint, changed, self.request.seed, self.request.part, self.request.seq_len)).encode()
-        return self.request.cache_folder / f"stream-{hashlib.blake2b(key, digest_size=8).hexdigest()}"
+    def _state_key(self) -> str:
+        request = self.request
+        order = request.seed, request.part, request.seq_len, request.section.bad_lines
+        key = repr((self.fingerprint, self._changed_at, *order))
+        return hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
 
-    def _parts(self, reader: int) -> list[Part]:
-        """What a reader reads. As many shards as possible are dealt out whole.
+    def _part(self, shard: int, reader: int, epoch: int) -> Part:
+        num_readers, split = self.request.section.num_readers, split_range(self._weights, self.request.split)
+        # Blocks of records, and of shards, are turned against each other, so that nothing with a period (long and short
+        # documents in turn) and no remainder (shards of few records) falls to the same readers again and again.
+        turn = (reader - epoch - shard - int(self._turns(np.array([shard // num_readers], np.uint64))[0])) % num_readers
 
-        Groups of readers share the rest: each reader takes every k-th record. So all have the same share of the data.
-        """
-        num_shards, num_readers = len(self.shards), self.request.section.num_readers
-        rest = num_shards % num_readers
-        dealt = num_shards - rest
-        parts = [self._part(shard, 1, 0) for shard in range(reader, dealt, num_readers)]
-        groups = math.gcd(rest, num_readers)
-        shared = range(dealt + reader % groups, num_shards, groups) if rest else ()
-        return parts + [self._part(shard, num_readers // groups, reader // groups) for shard in shared]
+        def wanted(first: int, stop: int) -> set[int]:
+            if not split:
+                return set()
+            blocks = np.arange((first - 1) // num_readers, (stop - 2) // num_readers + 1, dtype=np.uint64)
+            numbers = blocks * num_readers + (turn + num_readers - self._turns(blocks)) % num_readers  # from 0
+            among_splits = numbers * BY_RECORD + shard * _BY_SHARD % WHOLE
+            chosen = (numbers >= first - 1) & (numbers < stop - 1)
+            chosen &= (among_splits >= split[0]) & (among_splits <= split[-1])
+            return set((numbers[chosen] + 1).tolist())
 
-    def _part(self, shard: int, modulus: int, remainder: int) -> Part:
-        wanted = split_range(self._weights, self.request.split)
+        return Part(self.shards[shard], wanted)
 
-        def is_wanted(record: int) -> bool:
-            number = record - 1
-            return number % modulus == remainder and (number * BY_RECORD + shard * _BY_SHARD) % WHOLE in wanted
-
-        return Part(self.shards[shard], is_wanted)
+    def _turns(self, blocks: np.ndarray) -> np.ndarray:
+        """By how many readers each block is turned, uint64: fractions of R that advance evenly with its number."""
+        return (blocks * _BY_SHARD >> 32) * self.request.section.num_readers >> 32
 
 
 class BlendedStream(BlendedSource):
@@ -202,6 +224,15 @@ class BlendedStream(BlendedSource):
     def described(self, micro_batch_size: int, num_ranks: int) -> str | None:
         """As of a single stream, since all have the same readers."""
         return self.sources[0].described(micro_batch_size, num_ranks)
+
+    def state_dict(self) -> dict[str, list[int]]:
+        """Where the readers of all sources go on."""
+        return {key: mark for source in self.sources for key, mark in (source.state_dict() or {}).items()}
+
+    def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
+        """As of a single stream."""
+        for source in self.sources:
+            source.load_state_dict(state)
 
     def drawn(self, num_samples: int) -> dict[str, float]:
         """Samples of each source after ``num_samples``, by ``samples/NAME``. The length of an epoch is unknown."""

@@ -1,34 +1,29 @@
-"""One of the virtual readers of a stream: its documents, tokenized, its samples, and where some of them begin.
+"""One of the virtual readers of a stream: its documents, tokenized, and its samples.
 
-Bookmarks are a cache. Each is a pure function of the data, so a file that is lost, torn or written by several processes
-at once costs time but never gives other samples.
+A bookmark is where a sample begins. It is a pure function of the data, so a reader that begins at one gives the same
+samples as a reader that has read everything before it.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
-import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
-from pathlib import Path
 
 import numpy as np
 
 from titan_like.config.errors import ConfigError, RunError
+from titan_like.config.schema import Data
 from titan_like.data.long_text import encode_texts
+from titan_like.data.preprocess import SKIP, tell
 from titan_like.data.raw_text import BadRecord, Piece, ReadFailure, UnreadableError, texts_of
 from titan_like.data.shards import Shard
 from titan_like.data.tokenizer import Tokenizer
 
-INTERVAL = 64  # samples of a reader from one bookmark to the next; at most as many are read again after a restart
-_LONGEST_LINE = 512  # bytes
 _TRIES = 5
+_MOST_NAMED = 8  # bad records of a reader
 _BATCH = 1 << 16  # characters that are tokenized together
 
 
@@ -52,117 +47,59 @@ class Bookmark:
     place: Place = Place()
 
 
-class Bookmarks:
-    """The bookmarks of one reader, one line each, in a file that appears with the first of them."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def nearest(self, sample: int) -> Bookmark:
-        """The last bookmark that is not after ``sample``; the beginning of the stream if there is none."""
-        found = Bookmark()
-        with suppress(OSError):
-            for line in self.path.read_bytes().splitlines():
-                bookmark = _parsed(line)
-                if bookmark is not None and found.sample < bookmark.sample <= sample:
-                    found = bookmark
-        return found
-
-    def add(self, bookmark: Bookmark) -> None:
-        """Append a bookmark, unless the file already reaches that far. One that cannot be written is dropped."""
-        with suppress(OSError):
-            end = self._end()
-            last = _parsed(end.rpartition(b"\n")[2])
-            if last is not None and last.sample >= bookmark.sample:
-                return
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            numbers = [bookmark.sample, bookmark.offset, *astuple(bookmark.place)]
-            # The line break comes first, so that a torn line before this one does not spoil it. A single write keeps
-            # processes that append at the same time from mixing their lines.
-            line = f"\n{json.dumps([*numbers, _checksum(numbers)])}".encode()
-            file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-            try:
-                os.write(file, line)
-            finally:
-                os.close(file)
-
-    def _end(self) -> bytes:
-        with suppress(FileNotFoundError), open(self.path, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _LONGEST_LINE))
-            return file.read()
-        return b""
-
-
-def _parsed(line: bytes) -> Bookmark | None:
-    """The bookmark that a line holds; None if the line is torn."""
-    try:
-        *numbers, checksum = map(int, json.loads(line))
-        if checksum != _checksum(numbers):
-            return None
-        sample, offset, *place = numbers
-        return Bookmark(sample, offset, Place(*place))
-    except (ValueError, TypeError):
-        return None
-
-
-def _checksum(numbers: list[int]) -> int:
-    return zlib.crc32(repr(numbers).encode())
-
-
 @dataclass(frozen=True)
 class Part:
     """The records of a shard that a reader reads."""
 
     shard: Shard
-    is_wanted: Callable[[int], bool]  # given the number of a record, from 1
+    wanted: Callable[[int, int], set[int]]  # those of records first … stop - 1, which count from 1
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a reader, each with the end-of-document token."""
+    """The documents of a reader, each between what begins and what ends a document."""
 
     reader: int
-    num_readers: int
-    order: Callable[[int], list[Part]]  # of an epoch
+    section: Data
+    num_shards: int
+    part: Callable[[int, int], Part]  # given an epoch and a place in its order of the shards
     num_epochs: int | None  # None never ends
-    text_key: str
     tokenizer: Tokenizer
+    _counts: Counter[str] = field(default_factory=Counter)  # of records that this process has read, and of bad ones
 
     def from_place(self, place: Place) -> Iterator[tuple[Place, np.ndarray]]:
         """Each document from ``place`` on, int64 [tokens].
 
         Raises:
-            ConfigError: a shard is damaged, or a record has no text; or there is no document in a whole epoch.
+            ConfigError: a shard is damaged, or a record has no text; or there is no text in the whole split.
             RunError: a shard could not be read, several times in a row.
         """
+        num_empty = 0  # epochs in a row; after one for each reader, this one has seen all records of the split
         for epoch in count(place.epoch) if self.num_epochs is None else range(place.epoch, self.num_epochs):
-            is_empty = epoch > place.epoch or place == Place()
-            for number, part in enumerate(self.order(epoch)):
-                if epoch > place.epoch or number > place.shard:
-                    begin = Place(epoch, number)
-                elif number == place.shard:
-                    begin = place
-                else:
-                    continue
-                for document in self._of_part(part, begin):
-                    is_empty = False
+            num_empty += 1
+            for number in range(place.shard if epoch == place.epoch else 0, self.num_shards):
+                begin = place if (epoch, number) == (place.epoch, place.shard) else Place(epoch, number)
+                for document in self._of_part(self.part(epoch, number), begin):
+                    num_empty = 0
                     yield document
-            if is_empty and self.num_epochs is None:
-                problem = (
-                    f"reader {self.reader} finds no text in its part of the data; lower this, give more data, raise"
-                )
-                problem += " the share of training in data.split, or remove empty lines of .jsonl files, which count"
-                raise ConfigError("data.num_readers", self.num_readers, problem)
+            if num_empty > self.section.num_readers and self.num_epochs is None:
+                problem = "have no text for training; give more, or raise the share of training in data.split"
+                raise ConfigError("data.paths", self.section.paths, problem)
 
     def _of_part(self, part: Part, begin: Place) -> Iterator[tuple[Place, np.ndarray]]:
         for start, piece in self._pieces(part.shard, begin):
             place = replace(begin, start=start, first_record=piece.first_record)
             batch: list[tuple[int, str]] = []
             size = 0
-            for record, text in texts_of(piece, self.text_key, lambda n: n >= begin.record and part.is_wanted(n)):
+            wanted = part.wanted(max(piece.first_record, begin.record), piece.first_record + piece.num_records)
+            for record, text in texts_of(piece, self.section.text_key, wanted.__contains__):
+                self._counts["read"] += 1
                 if isinstance(text, BadRecord):
+                    if self.section.bad_lines == "skip":
+                        self._count_bad(f"{part.shard.name}:{record}: {text}")
+                        continue
                     yield from self._tokenized(batch, place)
-                    problem = f"{text}; correct it or set data.text_key"
+                    problem = f"{text}; correct it, set data.text_key, or {SKIP}"
                     raise ConfigError("data.paths", f"{part.shard.name}:{record}", problem)
                 batch.append((record, text))
                 size += len(text)
@@ -171,32 +108,40 @@ class Documents:
                     batch, size = [], 0
             yield from self._tokenized(batch, place)
 
+    def _count_bad(self, problem: str) -> None:
+        """Count a bad record. The first ones are named, and then one whenever their number has doubled."""
+        self._counts["bad"] += 1
+        bad, read = self._counts["bad"], self._counts["read"]
+        if bad <= _MOST_NAMED or bad.bit_count() == 1:
+            tell(
+                f"reader {self.reader} of {self.section.num_readers} skipped {problem} "
+                f"({bad:,} of {read:,} records so far)"
+            )
+
     def _tokenized(self, batch: list[tuple[int, str]], place: Place) -> Iterator[tuple[Place, np.ndarray]]:
-        end = [self.tokenizer.eod_id]
+        first, end = self.tokenizer.first_ids, [self.tokenizer.eod_id]
         encoded = encode_texts(self.tokenizer, [text for _, text in batch])
         for (record, _), tokens in zip(batch, encoded, strict=True):
-            yield replace(place, record=record), np.append(tokens, end)
+            yield replace(place, record=record), np.concatenate((first, tokens, end)).astype(np.int64)
 
     def _pieces(self, shard: Shard, place: Place) -> Iterator[tuple[int, Piece]]:
         """The shard's pieces from that of ``place`` on, each with its start. Tries again when reading fails."""
         start, record, tries = place.start, place.first_record, 0
         while True:
             try:
-                for piece in shard.pieces(self.text_key, start, record):
+                for piece in shard.pieces(self.section.text_key, start, record):
                     yield start, piece
                     start, record, tries = piece.end, piece.first_record + piece.num_records, 0
                 return
             except ReadFailure as failure:
                 tries += 1
-                where = f"reader {self.reader} of {self.num_readers}: {shard.name} {failure}"
+                where = f"reader {self.reader} of {self.section.num_readers}: {shard.name} {failure}"
                 if tries == _TRIES:
                     problem = f"{where} from record {record} on, {_TRIES} times in a row"
                     problem += "; the same command resumes from the last checkpoint"
                     raise RunError(problem, of_this_process=True) from None
                 wait = 2 ** (tries - 1)
-                print(
-                    f"{where}; trying again in {wait} s ({tries} of {_TRIES} tries failed)", file=sys.stderr, flush=True
-                )
+                tell(f"{where}; trying again in {wait} s ({tries} of {_TRIES} tries failed)")
                 time.sleep(wait)
             except UnreadableError as error:
                 raise ConfigError(
@@ -206,15 +151,21 @@ class Documents:
 
 class Reader:
     """The samples of one reader: windows of seq_len + 1 tokens over its documents, each beginning with the last token
-    of the one before. Reading them in order costs nothing extra; any other goes on from the nearest bookmark.
+    of the one before. Reading them in order costs nothing extra; a sample before the last one is found by reading
+    again from ``start``, or from the beginning if it is before that.
     """
 
-    def __init__(self, documents: Documents, seq_len: int, bookmarks: Bookmarks) -> None:
-        self._all, self._seq_len, self._bookmarks = documents, seq_len, bookmarks
+    def __init__(self, documents: Documents, seq_len: int, start: Bookmark) -> None:
+        self._all, self._seq_len, self._start = documents, seq_len, start
         self._documents: Iterator[tuple[Place, np.ndarray]] | None = None
         self._held: deque[tuple[Place, np.ndarray]] = deque()  # documents from that with which the next sample begins
         self._offset = 0  # tokens of the first that come before it
         self._next = 0  # number of the next sample
+
+    @property
+    def bookmark(self) -> Bookmark:
+        """Where the next sample begins."""
+        return Bookmark(self._next, self._offset, self._held[0][0]) if self._held else self._start
 
     def sample(self, number: int) -> np.ndarray | None:
         """Window ``number``, int64 [seq_len + 1], or None if the data ends before.
@@ -223,9 +174,12 @@ class Reader:
             ConfigError: the data is damaged.
             RunError: it could not be read, several times in a row.
         """
+        if self._documents is None or number < self._next:
+            start = self._start if self._start.sample <= number else Bookmark()
+            self._next, self._offset = start.sample, start.offset
+            self._held.clear()
+            self._documents = self._all.from_place(start.place)
         try:
-            if self._documents is None or not 0 <= number - self._next < INTERVAL:
-                self._go_near(number)
             window = self._read()
             while window is not None and self._next <= number:
                 window = self._read()
@@ -233,13 +187,6 @@ class Reader:
         except BaseException:
             self._documents = None  # it has ended with the error, not with the data
             raise
-
-    def _go_near(self, number: int) -> None:
-        bookmark = self._bookmarks.nearest(number)
-        if self._documents is None or number < self._next or bookmark.sample > self._next:
-            self._next, self._offset = bookmark.sample, bookmark.offset
-            self._held.clear()
-            self._documents = self._all.from_place(bookmark.place)
 
     def _read(self) -> np.ndarray | None:
         """Read the next window, int64 [seq_len + 1], and move past it. None if the data ends before."""
@@ -251,8 +198,6 @@ class Reader:
                 return None
             self._held.append(document)
             missing -= len(document[1])
-        if self._next and self._next % INTERVAL == 0:
-            self._bookmarks.add(Bookmark(self._next, self._offset, self._held[0][0]))
         parts, wanted, offset = [], self._seq_len + 1, self._offset
         for _, tokens in self._held:
             parts.append(tokens[offset : offset + wanted])

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import lru_cache, partial
-from itertools import count
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
+from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as HFTokenizer
-from tokenizers import decoders, models, pre_tokenizers
 
 from titan_like.config.errors import ConfigError, first_line
 from titan_like.config.paths import file_problem
+from titan_like.config.schema import DEFAULT_TOKENS, Data, TokenOptions
+from titan_like.data.special_tokens import COMPANIONS, TOKENIZER_FILE, TOKENIZER_FILES, SpecialTokens
+from titan_like.data.words import Words, words_of
 
-_KEY = "data.tokenizer"
+_KEY, _BOS_KEY, _EOD_KEY = "data.tokenizer", "data.bos", "data.eod_token"
 _MOST_TOKENS = 2**31  # datasets hold ids as int32
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_CHOICES = 'give "byte", the path of a tokenizer.json, "gpt2:vocab.json,merges.txt", or a name of the Hugging Face hub'
-_MASKS = ("[MASK]", "<mask>")
-_PADS = ("<pad>", "[PAD]")
-_PAIR = (("[CLS]", "<s>"), ("[SEP]", "</s>"), ("[PAD]", "<pad>"))
-_OTHER_SPECIAL = ("[CLS]", "[UNK]", "<s>", "<unk>")
-_NOT_IN_WORDS = "\u2581ĠĊĉč"  # marks of white space in SentencePiece and byte-level vocabularies
-_END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+_CHOICES = (
+    'give "byte", a tokenizer.json or its folder, "gpt2:vocab.json,merges.txt", or a name of the Hugging Face hub'
+)
 
 
 class ByteTokenizer:
@@ -39,105 +37,167 @@ class ByteTokenizer:
 
     vocab_size = 257
     eod_id = 256  # the end-of-document token, which follows every document
-    first_ids: ClassVar[list[int]] = []  # which Hugging Face's put before every text, such as Llama's <s>
+    stop_ids = frozenset({256})  # tokens that end a generated text
+    first_ids: ClassVar[list[int]] = []  # what begins every document, such as Llama's <s>; see `data.bos`
     mask_id: int | None = 257  # hides another token in masked language modelling
     pad_id: int | None = 258  # fills an encoder-decoder's targets, and begins the decoder's input
     sentinel_ids: ClassVar = list(range(259, 359))  # which stand for spans in span corruption
     pair_ids: tuple[int, int, int] | None = (258, 259, 260)  # around two sentences: [CLS], [SEP] and [PAD]
     special_ids = frozenset({256})  # tokens that no text becomes, such as the end of a document
 
-    def encode(self, text: str) -> np.ndarray:
-        """One token per byte: int64 [bytes]."""
+    def encode(self, text: str, parses_special: bool = False) -> np.ndarray:
+        """One token per byte: int64 [bytes]. No text becomes a special token."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
 
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
         """One token per byte of each text."""
         return list(map(self.encode, texts))
 
+    def encode_with_places(self, text: str, parses_special: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Token ids as `encode` returns them, and the characters where each begins and ends: int64 [tokens] each."""
+        begins = np.repeat(np.arange(len(text)), [len(character.encode("utf-8")) for character in text])
+        return self.encode(text), begins, begins + 1
+
     def decode(self, ids: list[int]) -> str:
         """Text of the bytes, without end-of-document tokens. Invalid UTF-8 becomes replacement characters."""
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
-    def word_joins(self) -> np.ndarray:
-        """bool [2, 257]. A token continues the word of the one before it if the first row holds for the token and the
-        second for the one before it. A word is a run of ASCII letters, digits and underscores, and of other bytes.
-        """
-        joins = np.array([byte >= 128 or _is_of_word(chr(byte)) for byte in range(256)] + [False])
-        return np.stack((joins, joins))
+    def decode_after(self, before: list[int], ids: list[int]) -> str:
+        """What `decode` writes for ``ids`` where they follow the tokens ``before``."""
+        return _less(self.decode([*before, *ids]), self.decode(before))
+
+    @cached_property
+    def words(self) -> Words:
+        """Words are runs of letters, digits and underscores; every other character is a word."""
+        divider = pre_tokenizers.Split(Regex(r"\w+|[\s\S]"), "isolated")
+        return Words([*(bytes([byte]) for byte in range(256)), b""], divider, np.arange(257) == ord(" "))
 
 
 class HuggingFaceTokenizer:
     """Wraps a tokenizer of the `tokenizers` library. Its attributes are those of `ByteTokenizer`."""
 
-    def __init__(self, tokenizer: HFTokenizer, eod_id: int, spec: str, key: str = _KEY) -> None:
-        """``spec`` is the value of the setting ``key``, which errors blame.
+    def __init__(
+        self, tokenizer: HFTokenizer, spec: str, options: TokenOptions, file: Path | None = None, key: str = _KEY
+    ) -> None:
+        """``file`` is its tokenizer.json. ``spec`` is the value of the setting ``key``, which errors blame.
 
         Raises:
-            ConfigError: it cannot encode, or has an id that is too large.
+            ConfigError: it cannot encode, has an id that is too large, no end-of-document token, or lacks a token that
+                the settings name.
         """
         self.tokenizer, self._spec, self._key = tokenizer, spec, key
-        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        if self.vocab_size > _MOST_TOKENS:
-            raise ConfigError(
-                key, spec, f"has the token id {self.vocab_size - 1}; ids must be below 2^31; give another"
-            )
-        self.eod_id = eod_id
         tokenizer.no_truncation()  # what transformers may have stored with it
         tokenizer.no_padding()
+        try:
+            special = SpecialTokens(tokenizer, file)
+        except ValueError as error:
+            raise ConfigError(key, self._spec, str(error)) from None
+        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        if self.vocab_size > _MOST_TOKENS:
+            problem = f"has the token id {self.vocab_size - 1}; ids must be below 2^31; give another"
+            raise ConfigError(key, self._spec, problem)
         with _without_panic_messages(), self._in_use():
             tokenizer.encode("")
             found = tokenizer.post_process(HFTokenizer(models.WordLevel({"a": 0}, "a")).encode("a"))
         # What the tokenizer puts before a text, whatever that is, and not what it puts after it.
-        self.first_ids = found.ids[: found.special_tokens_mask.index(0)]
-        self.mask_id, self.pad_id = (next(iter(_ids(tokenizer, names)), None) for names in (_MASKS, _PADS))
-        self.sentinel_ids = list(_ids(tokenizer, map("<extra_id_{}>".format, count()), stops=True))
-        self.pair_ids = _pair_ids(tokenizer)
-        added = [number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special]
-        named = _ids(tokenizer, (*_MASKS, *_PADS, *_OTHER_SPECIAL, *_END_OF_DOCUMENT))
-        self.special_ids = frozenset({*added, *named})
+        place = found.special_tokens_mask.index(0)
+        self.template_ids = found.ids[:place]
+        # [CLS] begins a sample and not a document.
+        by_itself = [] if self.template_ids[:1] == [special.sample_id] else self.template_ids
+        self.bos_id = next(iter(by_itself), None) if special.bos_id is None else special.bos_id
+        self.eod_id = self._end_of_document(options.eod_token, special.eos_id)
+        self.mask_id, self.pad_id = special.mask_id, special.pad_id
+        self.first_ids = self._first_ids(options.bos, by_itself)
+        # What the tokenizer itself puts after a text that begins so.
+        self.last_ids = found.ids[place + 1 :] if self.first_ids == self.template_ids else []
+        self.stop_ids = frozenset({self.eod_id, *special.end_ids})
+        self.sentinel_ids, self.pair_ids, self.special_ids = special.sentinel_ids, special.pair_ids, special.all_ids
+        self._parses_special = not options.split_special_tokens
+        controls = special.all_ids - {special.unk_id}
+        self._is_control = np.isin(np.arange(self.vocab_size), list(controls))
 
-    def encode(self, text: str) -> np.ndarray:
-        """Token ids, int64 [tokens], without the special tokens that the tokenizer's template would add."""
-        with self._in_use():
-            return np.asarray(self.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+    def _end_of_document(self, wanted: str, known: int | None) -> int:
+        number = self.tokenizer.token_to_id(wanted) if wanted else known
+        if number is None and wanted:
+            raise ConfigError(_EOD_KEY, wanted, f"is no token of {self._spec}; name one of its tokens")
+        if number is None:
+            cure = f"name the token that ends a document in {_EOD_KEY}"
+            raise ConfigError(self._key, self._spec, f"does not say which of its tokens ends a document; {cure}")
+        return number
 
-    def encode_all(self, texts: list[str]) -> list[np.ndarray]:
+    def _first_ids(self, bos: str, by_itself: list[int]) -> list[int]:
+        """What begins every document, where the tokenizer itself puts ``by_itself`` before a text."""
+        if bos != "always":
+            return by_itself if bos == "auto" else []
+        if self.bos_id is None:
+            raise ConfigError(_BOS_KEY, bos, f"{self._spec} has no bos_token; use auto or never")
+        # An end of document stands before the next document already.
+        return [] if self.bos_id == self.eod_id else by_itself or [self.bos_id]
+
+    def encode(self, text: str, parses_special: bool | None = None) -> np.ndarray:
+        """Token ids, int64 [tokens], without the special tokens that the tokenizer's template would add.
+
+        ``parses_special``: whether special tokens that are written in the text become those tokens, or stay text;
+        None does what `data.split_special_tokens` says.
+        """
+        return self.encode_all([text], parses_special)[0]
+
+    def encode_all(self, texts: list[str], parses_special: bool | None = None) -> list[np.ndarray]:
         """Token ids of several texts, each int64 [tokens]; faster than one by one."""
+        parses_special = self._parses_special if parses_special is None else parses_special
+        self.tokenizer.encode_special_tokens = not parses_special
         with self._in_use():
             encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.asarray(text.ids, dtype=np.int64) for text in encoded]
+        return [self._checked(text.ids, parses_special)[0] for text in encoded]
 
-    def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def encode_with_places(
+        self, text: str, parses_special: bool | None = None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Token ids as `encode` returns them, and the characters where each begins and ends: int64 [tokens] each."""
+        parses_special = self._parses_special if parses_special is None else parses_special
+        self.tokenizer.encode_special_tokens = not parses_special
         with self._in_use():
-            found = self.tokenizer.encode(text, add_special_tokens=False)
-        begins, ends = np.array(found.offsets, dtype=np.int64).reshape(-1, 2).T
-        return np.asarray(found.ids, dtype=np.int64), begins, ends
+            encoded = self.tokenizer.encode(text, add_special_tokens=False)
+        tokens, origins = self._checked(encoded.ids, parses_special)
+        begins, ends = np.array(encoded.offsets, dtype=np.int64).reshape(-1, 2)[origins].T
+        return tokens, begins, ends
 
-    def decode(self, ids: list[int]) -> str:
-        """Text without special tokens."""
+    def _checked(self, ids: list[int], parses_special: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids, and the index in ``ids`` that each comes from: int64 [tokens] each.
+
+        A Unigram vocabulary finds a special token in the text even where it should not. Its characters replace it.
+        """
+        tokens, origins = np.asarray(ids, dtype=np.int64), np.arange(len(ids))
+        if parses_special or not self._is_control[tokens].any():
+            return tokens, origins
+        parts = [self._characters(token) if self._is_control[token] else [token] for token in ids]
+        return np.concatenate(parts), np.repeat(origins, list(map(len, parts)))
+
+    def _characters(self, token: int) -> list[int]:
+        characters = str(self.tokenizer.id_to_token(token))
+        return [piece.id for character in characters for piece in self.tokenizer.model.tokenize(character)]
+
+    def decode(self, ids: list[int], skips_special: bool = True) -> str:
+        """Text of the tokens, by default without special tokens."""
         with self._in_use():
-            return self.tokenizer.decode(ids, skip_special_tokens=True)
+            return self.tokenizer.decode(ids, skip_special_tokens=skips_special)
+
+    def decode_after(self, before: list[int], ids: list[int]) -> str:
+        """What `decode` writes for ``ids`` where they follow the tokens ``before``."""
+        return _less(self.decode([*before, *ids]), self.decode(before))
 
     def _in_use(self) -> AbstractContextManager[None]:
         """Blames the tokenizer for whatever the library raises, such as for an unknown word without [UNK]."""
         return _blamed(self._key, self._spec, "cannot be used")
 
-    def word_joins(self) -> np.ndarray:
-        """Words by the pieces of the vocabulary: bool [2, vocab].
+    @cached_property
+    def words(self) -> Words:
+        """Words of the tokenizer's own pre-tokenization.
 
-        WordPiece marks pieces inside a word by ##. Other vocabularies mark the space before a word; there a letter,
-        digit or underscore continues a word after another.
+        Raises:
+            ConfigError: its tokens do not tell where words begin.
         """
-        joins = np.zeros((2, self.vocab_size), dtype=bool)
-        is_word_piece = isinstance(self.tokenizer.model, models.WordPiece)
-        for piece, number in self.tokenizer.get_vocab(with_added_tokens=True).items():
-            if number in self.special_ids or not piece:
-                continue
-            joins[:, number] = (
-                (piece.startswith("##"), True) if is_word_piece else (_is_of_word(piece[0]), _is_of_word(piece[-1]))
-            )
-        return joins
+        return words_of(self.tokenizer, self.special_ids, self._spec)
 
 
 Tokenizer = ByteTokenizer | HuggingFaceTokenizer
@@ -173,57 +233,45 @@ def _without_panic_messages() -> Iterator[None]:
         os.close(kept)
 
 
-def _ids(tokenizer: HFTokenizer, names: Iterable[str], stops: bool = False) -> Iterator[int]:
-    """The ids of those of the named tokens that a tokenizer has. With ``stops`` the first that it lacks is the end."""
-    for name in names:
-        number = tokenizer.token_to_id(name)
-        if number is not None:
-            yield number
-        elif stops:
-            return
+def _less(whole: str, beginning: str) -> str:
+    """A text without its beginning, whose last character may be incomplete."""
+    return whole[len(os.path.commonprefix((whole, beginning))) :]  # noqa: RUF071 (no paths)
 
 
-def _pair_ids(tokenizer: HFTokenizer) -> tuple[int, int, int] | None:
-    first, separator, padding = (next(iter(_ids(tokenizer, names)), None) for names in _PAIR)
-    if first is None or separator is None:
-        return None
-    return first, separator, first if padding is None else padding
+def tokenizer_of(section: Data) -> Tokenizer:
+    """The tokenizer of a run, as [data] sets it; raises what `build_tokenizer` raises."""
+    return build_tokenizer(section.tokenizer, options=section.token_options)
 
 
-def _is_of_word(character: str) -> bool:
-    return (character.isalnum() or character == "_") and character not in _NOT_IN_WORDS
-
-
-def build_tokenizer(spec: str, key: str = _KEY) -> Tokenizer:
-    """Build the tokenizer that a value of `data.tokenizer` names. ``key`` is the setting that errors blame.
+def build_tokenizer(spec: str, key: str = _KEY, options: TokenOptions = DEFAULT_TOKENS) -> Tokenizer:
+    """Build the tokenizer that ``spec``, a value of `data.tokenizer`, names. ``key`` is the setting that errors blame.
 
     A process keeps the last one, unless its files change: a large one takes half a second to read, and every source of
     a blend needs it.
 
     Raises:
-        ConfigError: a file is missing or is not a tokenizer, or the tokenizer has no end-of-document token.
+        ConfigError: a file is missing or is not a tokenizer, the tokenizer has no end-of-document token, or it lacks a
+            token that the settings name.
     """
     files = tuple(tokenizer_files(spec, key))
-    return _build(spec, key, files, tuple(path.stat().st_mtime_ns for path in files if os.path.isfile(path)))
+    looked_at = (*files, *(files[0].with_name(name) for name in COMPANIONS)) if len(files) == 1 else files
+    changed = tuple(path.stat().st_mtime_ns for path in looked_at if os.path.isfile(path))
+    return _build(spec, key, options, files, changed)
 
 
 @lru_cache(maxsize=1)
-def _build(spec: str, key: str, files: tuple[Path, ...], changed: tuple[int, ...]) -> Tokenizer:
-    return ByteTokenizer() if spec == "byte" else HuggingFaceTokenizer(*_read(spec, key, files), spec, key)
-
-
-def _read(spec: str, key: str, files: Sequence[Path]) -> tuple[HFTokenizer, int]:
+def _build(spec: str, key: str, options: TokenOptions, files: tuple[Path, ...], changed: tuple[int, ...]) -> Tokenizer:
+    if spec == "byte":
+        if options.eod_token or options.bos == "always":
+            name, value = (_EOD_KEY, options.eod_token) if options.eod_token else (_BOS_KEY, options.bos)
+            raise ConfigError(name, value, 'is for Hugging Face tokenizers; leave it out with data.tokenizer = "byte"')
+        return ByteTokenizer()
     if spec.startswith("gpt2:"):
-        tokenizer = _read_gpt2(spec, files, key)
-    else:
-        _require_file(files[0], spec, key, _CHOICES)
-        with _without_panic_messages(), _blamed(key, spec, "not a Hugging Face tokenizer.json"):
-            tokenizer = HFTokenizer.from_file(str(files[0]))
-    for token in _END_OF_DOCUMENT:
-        eod_id = tokenizer.token_to_id(token)
-        if eod_id is not None:
-            return tokenizer, eod_id
-    raise ConfigError(key, spec, f"has no end-of-document token; add one of {', '.join(_END_OF_DOCUMENT)}")
+        return HuggingFaceTokenizer(_read_gpt2(spec, files, key), spec, options, key=key)
+    _require_file(files[0], spec, key, _CHOICES)
+    with _without_panic_messages(), _blamed(key, spec, "not a Hugging Face tokenizer.json"):
+        tokenizer = HFTokenizer.from_file(str(files[0]))
+    return HuggingFaceTokenizer(tokenizer, spec, options, files[0], key)
 
 
 def check_vocabulary(spec: str, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -263,11 +311,18 @@ def tokenizer_files(spec: str, key: str = _KEY) -> list[Path]:
     if spec.startswith("gpt2:"):
         return [Path(part) for part in spec.removeprefix("gpt2:").split(",")]
     if not is_on_hub(spec):
-        return [Path(spec)]
+        return [Path(spec, TOKENIZER_FILE) if os.path.isdir(spec) else Path(spec)]
     from huggingface_hub import hf_hub_download  # which the package tokenizers brings
 
-    fetch = partial(hf_hub_download, filename="tokenizer.json")
-    return [from_hub(spec, fetch, key, "no such file, nor can the Hugging Face hub give its tokenizer.json", _CHOICES)]
+    def fetch(name: str, **options: Any) -> str:
+        file: str = hf_hub_download(name, TOKENIZER_FILE, **options)
+        for companion in {*COMPANIONS, *TOKENIZER_FILES} - {TOKENIZER_FILE}:
+            with suppress(Exception):  # a repository may lack it
+                hf_hub_download(name, companion, **options)
+        return file
+
+    problem = f"no such file, nor can the Hugging Face hub give its {TOKENIZER_FILE}"
+    return [from_hub(spec, fetch, key, problem, _CHOICES)]
 
 
 def from_hub(name: str, fetch: Callable[..., str], key: str, problem: str, cure: str) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,17 +13,19 @@ import yaml
 from jinja2 import TemplateError  # which lm_eval brings
 from lm_eval import evaluator
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.checkpoint.inference import ParallelInference
 from titan_like.config.errors import ConfigError, RunError, first_line
-from titan_like.config.schema import JobConfig
-from titan_like.data.tokenizer import Tokenizer
+from titan_like.config.schema import DEFAULT_TOKENS, JobConfig
+from titan_like.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from titan_like.evaluate.sampling import generate
 from titan_like.evaluate.scoring import Scorer
 from titan_like.evaluate.task import ending_window
+from titan_like.hugging_face.tokenizer import byte_tokenizer
 from titan_like.parallel.model import ParallelModel
 
 if TYPE_CHECKING:
@@ -121,6 +123,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 _MAX_NEW_TOKENS = 256  # the harness's own default
+_SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
+_NEUTRAL = (None, False, 1)  # such as num_beams = 1
 
 
 class CheckpointLM(TemplateLM):
@@ -131,14 +135,23 @@ class CheckpointLM(TemplateLM):
     """
 
     def __init__(
-        self, config: JobConfig, model: ParallelModel, mesh: DeviceMesh, device: torch.device, tokenizer: Tokenizer
+        self,
+        config: JobConfig,
+        model: ParallelModel,
+        mesh: DeviceMesh,
+        device: torch.device,
+        tokenizer: Tokenizer,
+        stop_ids: Container[int],
     ) -> None:
-        """``model`` comes from `titan_like.checkpoint.inference.load_parallel_model`."""
+        """``model`` comes from `titan_like.checkpoint.inference.load_parallel_model`. ``stop_ids`` end a text."""
         super().__init__()
         self._scorer = Scorer(config, model, mesh, device)
         self._inference = ParallelInference(config, model, mesh, device, config.training.seq_len)
-        self._tokenizer, self._seq_len, self._device = tokenizer, config.training.seq_len, device
-        self._prefix_lm = config.data.prefix_lm
+        self._seq_len, self._device = config.training.seq_len, device
+        if isinstance(tokenizer, ByteTokenizer):
+            tokenizer = HuggingFaceTokenizer(byte_tokenizer(), "byte", DEFAULT_TOKENS)
+        self._tokenizer = tokenizer
+        self._prefix_lm, self._stop_ids = config.data.prefix_lm, stop_ids
 
     @property
     def eot_token_id(self) -> int:
@@ -148,13 +161,20 @@ class CheckpointLM(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """What stands before a text without context."""
-        return [*self._tokenizer.first_ids, self.eot_token_id][0]
+        return self.eot_token_id if self._tokenizer.bos_id is None else self._tokenizer.bos_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_kwargs: Any) -> list[int]:
-        """Token ids of a text, by default with the tokens that the tokenizer puts before every text."""
-        tokens, first = self._tokenizer.encode(string).tolist(), self._tokenizer.first_ids
-        is_there = tokens[: len(first)] == first
-        return tokens if is_there or add_special_tokens is False else [*first, *tokens]
+        """Token ids of a text, in which special tokens count as such.
+
+        By default with what the tokenizer puts around every text, unless the text begins with that itself.
+        """
+        tokens = self._tokenizer.encode(string, parses_special=True).tolist()
+        if add_special_tokens is None:
+            add_special_tokens = not string.startswith(self._written(self.prefix_token_id))
+        return [*self._tokenizer.first_ids, *tokens, *self._tokenizer.last_ids] if add_special_tokens else tokens
+
+    def _written(self, token: int) -> str:
+        return self._tokenizer.decode([token], skips_special=False)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_kwargs: Any
@@ -188,26 +208,35 @@ class CheckpointLM(TemplateLM):
         return [self._continue(*request.args) for request in requests]
 
     def _continue(self, context: str, settings: dict[str, Any]) -> str:
-        until = settings.get("until") or []
-        stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
-        most = settings.get("max_gen_toks", _MAX_NEW_TOKENS)
+        settings = normalize_gen_kwargs(settings | {"until": settings.get("until") or []}, _MAX_NEW_TOKENS)
+        stops = handle_stop_sequences(settings.pop("until"), self._written(self.eot_token_id))
+        most = settings.pop("max_gen_toks")
         if most >= self._seq_len:
             raise RunError(f"a task generates {most} tokens, which leaves no context in training.seq_len; raise that")
-        samples = settings.get("do_sample", settings.get("temperature", 0) > 0)
+        others = {name: value for name, value in settings.items() if name not in _SAMPLING and value not in _NEUTRAL}
+        if others:
+            told = ", ".join(f"{name} = {value}" for name, value in others.items())
+            raise RunError(f"a task sets {told} in generation_kwargs, which is not supported; take it out")
+        # The harness looks for a stop sequence in its number of tokens and two more.
+        sizes = {stop: len(self.tok_encode(stop, add_special_tokens=False)) + 2 for stop in stops}
+
+        def is_complete(new: list[int]) -> bool:
+            ends = (stop in self._tokenizer.decode(new[-size:], skips_special=False) for stop, size in sizes.items())
+            return new[-1] in self._stop_ids or any(ends)
+
         tokens = generate(
             self._inference,
             (self.tok_encode(context) or [self.prefix_token_id])[-(self._seq_len - most) :],
             most,
             device=self._device,
-            temperature=settings.get("temperature", 1.0) if samples else 0.0,
+            temperature=settings.get("temperature", 1.0) if settings["do_sample"] else 0.0,
             top_k=settings.get("top_k", 0),
             top_p=settings.get("top_p", 1.0),
-            eod_id=self.eot_token_id,
             prefix_lm=self._prefix_lm,
-            is_complete=lambda new: any(stop in self._tokenizer.decode(new) for stop in stops),
+            is_complete=is_complete,
         )
-        text = self._tokenizer.decode(tokens)
-        return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
+        text: str = postprocess_generated_text(self._tokenizer.decode(tokens), stops, None)
+        return text
 
 
 def run_harness(

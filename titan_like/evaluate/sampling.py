@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from pathlib import Path
 
 import torch
 
 from titan_like.checkpoint.inference import ParallelInference
+from titan_like.config.errors import ConfigError
+from titan_like.data.special_tokens import end_ids
+from titan_like.data.tokenizer import Tokenizer
 from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.transformer import Transformer
 
@@ -15,19 +19,32 @@ def filter_logits(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tenso
     """Mask logits [batch, vocab] with -inf for top-k and nucleus sampling (arXiv 1904.09751).
 
     Keeps the ``top_k`` largest logits (0 keeps all), and among those the smallest set whose probabilities sum to
-    ``top_p``.
+    ``top_p``. Of equal logits those of the lowest tokens come first.
     """
+    if not top_k and top_p >= 1.0:
+        return logits
+    ordered, order = logits.sort(descending=True, stable=True)
     if top_k:
-        smallest_kept = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
+        ordered[..., top_k:] = float("-inf")
     if top_p < 1.0:
-        ordered, order = logits.sort(descending=True)
         probabilities = ordered.softmax(-1)
         # A token stays while the more probable ones sum to less than top_p.
         dropped = probabilities.cumsum(-1) - probabilities >= top_p
         dropped[..., 0] = False  # also if top_p is 0 in float32
-        logits = logits.masked_fill(dropped.scatter(-1, order, dropped), float("-inf"))
-    return logits
+        ordered = ordered.masked_fill(dropped, float("-inf"))
+    return ordered.scatter(-1, order, ordered)
+
+
+def stop_ids(tokenizer: Tokenizer, path: Path) -> frozenset[int]:
+    """The tokens that end a text: the tokenizer's, and those that the files in the checkpoint's folder ``path`` name.
+
+    Raises:
+        ConfigError: such a file is invalid.
+    """
+    try:
+        return tokenizer.stop_ids | frozenset(end_ids(path))
+    except ValueError as error:
+        raise ConfigError("checkpoint.folder", str(path), f"{error}; correct it") from None
 
 
 @torch.no_grad()
@@ -41,12 +58,12 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
-    eod_id: int | None = None,
+    stop_ids: Container[int] = (),
     prefix_lm: bool = False,
     encoder_tokens: list[int] | None = None,
     is_complete: Callable[[list[int]], bool] | None = None,
 ) -> list[int]:
-    """Sample tokens after a prompt, until ``max_new_tokens`` or the end of the document.
+    """Sample tokens after a prompt, until ``max_new_tokens`` or one of ``stop_ids``, which is not returned.
 
     ``is_complete`` is called with all new tokens after each of them, and ends the text if it returns true.
     Temperature 0 takes the most probable token. The model sees at most the last max_seq_len tokens. With ``prefix_lm``
@@ -72,7 +89,7 @@ def generate(
         else:
             probabilities = filter_logits(logits / temperature, top_k, top_p).softmax(-1)
             following = torch.multinomial(probabilities, 1, generator=generator)
-        if following.item() == eod_id:
+        if following.item() in stop_ids:
             break
         tokens = torch.cat((tokens, following), dim=1)
         if is_complete is not None and is_complete(tokens[0, len(prompt) :].tolist()):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from titan_like.config.schema import JobConfig
 from titan_like.data.sentence_pairs import PairTokens, pair_tokens_of
 from titan_like.data.source import IGNORED_LABEL
-from titan_like.data.tokenizer import build_tokenizer
+from titan_like.data.tokenizer import tokenizer_of
 from titan_like.evaluate.task import Score, Window
 from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.transformer import ModelInputs
@@ -97,10 +97,10 @@ class Scorer:
     @cached_property
     def _around(self) -> PairTokens | None:
         """The tokens around two sentences, for a model that scores the options of questions."""
-        shape, spec = self.model.stages[0].module.config, self.config.data.tokenizer
+        shape, section = self.model.stages[0].module.config, self.config.data
         if "choice" not in shape.predictions:
             return None
-        return pair_tokens_of(spec, build_tokenizer(spec), shape.vocab_size)
+        return pair_tokens_of(section.tokenizer, tokenizer_of(section), shape.vocab_size)
 
     @property
     def num_actions(self) -> int:

@@ -34,14 +34,14 @@ class Score(NamedTuple):
     num_right: int  # targets that are the most probable token given all tokens before
 
 
-def sliding_windows(tokens: np.ndarray, seq_len: int, stride: int) -> list[Window]:
+def sliding_windows(tokens: np.ndarray, seq_len: int, stride: int, num_given: int = 1) -> list[Window]:
     """Cut a text [tokens] into windows of ``seq_len`` inputs, each ``stride`` tokens after the one before.
 
-    Every token except the first is scored once. Tokens of the first window see everything before them; later ones see
-    at least the ``seq_len - stride`` inputs before the newly scored tokens. A stride of ``seq_len`` gives disjoint
-    windows.
+    Every token after the first ``num_given`` is scored once. Tokens of the first window see everything before them;
+    later ones see at least the ``seq_len - stride`` inputs before the newly scored tokens. A stride of ``seq_len``
+    gives disjoint windows.
     """
-    windows, scored = [], 1  # nothing predicts the first token
+    windows, scored = [], num_given
     for start in range(0, len(tokens), stride):
         end = min(start + seq_len + 1, len(tokens))
         if end > scored:
@@ -101,7 +101,7 @@ def read_text(path: Path) -> str:
     try:
         if kind_of(path) != "text":
             raise TaskError("holds records, not text; write the text alone")
-        content = b"".join(bytes(piece.content) for piece, _ in read_pieces(path, _KEY))  # type: ignore[arg-type]
+        content = b"".join(bytes(piece.content) for piece, _ in read_pieces(path, _KEY))
         return content.decode("utf-8").removeprefix("\ufeff")
     except UnreadableError as error:
         raise TaskError(str(error)) from None

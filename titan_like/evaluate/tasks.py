@@ -17,7 +17,7 @@ from titan_like.config.paths import expanded, file_problem
 from titan_like.config.schema import JobConfig
 from titan_like.data.race import RaceError, read_questions
 from titan_like.data.sentence_pairs import PairTokens
-from titan_like.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
+from titan_like.data.tokenizer import Tokenizer, check_vocabulary, tokenizer_of
 from titan_like.evaluate.scoring import Progress, Scorer
 from titan_like.evaluate.task import (
     Score,
@@ -37,27 +37,34 @@ def text_task(name: str, text: str, tokenizer: Tokenizer, settings: TextSettings
     """The perplexity of a text under a sliding window.
 
     Raises:
-        TaskError: the text has fewer than two tokens.
+        TaskError: no token can be scored.
     """
-    tokens = tokenizer.encode(text)
-    check_long_enough(len(tokens))
+    windows, num_scored = text_windows(text, tokenizer, settings)
     num_bytes = len(text.encode("utf-8"))
 
     def results(scores: Sequence[Score]) -> dict[str, float]:
         loss = -math.fsum(score.log_probability for score in scores)  # nats
-        return text_results(loss, len(tokens) - 1) | {"bits_per_byte": loss / math.log(2) / num_bytes}
+        return text_results(loss, num_scored) | {"bits_per_byte": loss / math.log(2) / num_bytes}
 
-    return Task(name, sliding_windows(tokens, settings.seq_len, settings.stride), results)
+    return Task(name, windows, results)
 
 
-def check_long_enough(num_tokens: int) -> None:
-    """Check that a text has a token to score.
+def text_windows(text: str, tokenizer: Tokenizer, settings: TextSettings) -> tuple[list[Window], int]:
+    """The windows of a text and the number of scored tokens.
+
+    A text begins as documents do in training. What begins it is not scored; without that the first token is not.
 
     Raises:
-        TaskError: it has fewer than two tokens.
+        TaskError: no token can be scored.
     """
-    if num_tokens < 2:
-        raise TaskError("has fewer than two tokens, so that none can be scored; name a longer text")
+    first = tokenizer.first_ids
+    tokens, num_given = np.concatenate((first, tokenizer.encode(text))).astype(np.int64), max(1, len(first))
+    if len(tokens) <= num_given:
+        raise TaskError(_TOO_SHORT)
+    return sliding_windows(tokens, settings.seq_len, settings.stride, num_given), len(tokens) - num_given
+
+
+_TOO_SHORT = "has fewer than two tokens, so that none can be scored; name a longer text"
 
 
 def text_results(loss: float, num_tokens: int) -> dict[str, float]:
@@ -143,17 +150,19 @@ def wikitext_task(name: str, text: str, tokenizer: Tokenizer, settings: TextSett
     of that text by the number of words that were there before.
 
     Raises:
-        TaskError: the text has fewer than two tokens.
+        TaskError: the text has fewer than two words, or no token can be scored.
     """
-    tokens, num_words = tokenizer.encode(detokenize(text)), count_words(text)
-    check_long_enough(min(len(tokens), num_words))
+    num_words = count_words(text)
+    if num_words < 2:
+        raise TaskError(_TOO_SHORT)
+    windows, num_scored = text_windows(detokenize(text), tokenizer, settings)
 
     def results(scores: Sequence[Score]) -> dict[str, float]:
         loss = -math.fsum(score.log_probability for score in scores)  # nats
         by_word = {"words": num_words, "word_perplexity": exponential(loss / (num_words - 1))}
-        return by_word | text_results(loss, len(tokens) - 1)
+        return by_word | text_results(loss, num_scored)
 
-    return Task(name, sliding_windows(tokens, settings.seq_len, settings.stride), results)
+    return Task(name, windows, results)
 
 
 def lambada_task(name: str, passages: Sequence[tuple[int, str]], tokenizer: Tokenizer, settings: TextSettings) -> Task:
@@ -168,13 +177,8 @@ def lambada_task(name: str, passages: Sequence[tuple[int, str]], tokenizer: Toke
     pairs = [split_passage(number, passage) for number, passage in passages]
     if not pairs:
         raise TaskError("has no passages; write one a line")
-    contexts = tokenizer.encode_all([context for context, _ in pairs])
-    words = tokenizer.encode_all([word for _, word in pairs])
     try:
-        windows = [
-            ending_window(context.tolist(), word.tolist(), settings.seq_len)
-            for context, word in zip(contexts, words, strict=True)
-        ]
+        windows = [ending_window(*split_tokens(*pair, tokenizer), settings.seq_len) for pair in pairs]
     except ValueError as error:
         raise TaskError(f"has a last word that does not fit: {error}; raise training.seq_len") from None
 
@@ -209,6 +213,17 @@ def split_passage(number: int, passage: str) -> tuple[str, str]:
     if len(words) < 2:
         raise TaskError(f"has fewer than two words in line {number}; a passage needs a context and a last word")
     return passage.rstrip().removesuffix(words[-1]).strip(), f" {words[-1]}"
+
+
+def split_tokens(context: str, target: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The tokens of a context, which begins as documents do, and of a target that follows it.
+
+    Both are tokenized as one text, because a tokenizer may write a word after others in another way than one that
+    begins a text. A token across the border is the target's.
+    """
+    tokens, _, ends = tokenizer.encode_with_places(context + target)
+    border = int(np.append(ends > len(context), True).argmax())
+    return [*tokenizer.first_ids, *tokens[:border].tolist()] or [tokenizer.eod_id], tokens[border:].tolist()
 
 
 def race_task(name: str, folder: Path, tokenizer: Tokenizer, settings: TextSettings) -> Task:
@@ -326,7 +341,7 @@ def validation_tasks(config: JobConfig, model: TransformerConfig) -> list[Task]:
     if not config.evaluation.datasets:
         return []
     check_predictions("evaluation.datasets", config.evaluation.datasets, config.model.family, model.predictions)
-    tokenizer = build_tokenizer(config.data.tokenizer)
+    tokenizer = tokenizer_of(config.data)
     check_vocabulary(config.data.tokenizer, tokenizer, model.vocab_size)
     settings = TextSettings.of(config.training.seq_len)
     return open_tasks("evaluation.datasets", config.evaluation.datasets, tokenizer, settings)

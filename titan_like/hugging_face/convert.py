@@ -6,7 +6,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
@@ -25,50 +25,25 @@ from titan_like.checkpoint.saver import DurableFiles
 from titan_like.checkpoint.step_folders import RunState, checkpoint_path, write_durably, write_run_state, written_aside
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.paths import to_toml
-from titan_like.config.schema import Data, JobConfig, Model
+from titan_like.config.schema import DEFAULT_TOKENS, Data, JobConfig, Model
+from titan_like.data.special_tokens import (
+    GENERATION_FILE,
+    ORIGIN_FILE,
+    TOKENIZER_FILE,
+    TOKENIZER_FILES,
+    end_ids,
+    read_json,
+)
 from titan_like.hugging_face.folder import (
     CONFIG_FILE,
-    DTYPES,
     INDEX_FILE,
     WEIGHTS_FILE,
     HuggingFaceFolder,
     TensorSlices,
 )
-from titan_like.hugging_face.tokenizer import (
-    GENERATION_FILE,
-    TOKENIZER_FILE,
-    TOKENIZER_FILES,
-    copy_files,
-    write_tokenizer,
-)
+from titan_like.hugging_face.origin import Origin, read_origin
+from titan_like.hugging_face.tokenizer import copy_files, write_tokenizer
 from titan_like.models.hugging_face import RefusedError, Stored, architecture_of, family_module, fill_part, to_tensors
-
-ORIGIN_FILE = "hugging_face.json"
-
-
-@dataclass(frozen=True)
-class Origin:
-    """config.json and the types of the original tensors; empty for a checkpoint that a run saved."""
-
-    fields: dict[str, Any] = field(default_factory=dict)  # config.json
-    dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # of each tensor, by its name in transformers' class
-
-
-def read_origin(path: Path) -> Origin:
-    """Read the origin from a checkpoint's folder.
-
-    Raises:
-        RunError: the file is damaged.
-    """
-    if not (path / ORIGIN_FILE).exists():
-        return Origin()
-    try:
-        content = json.loads((path / ORIGIN_FILE).read_text(encoding="utf-8"))
-        dtypes = {name: DTYPES[dtype] for name, dtype in content["dtypes"].items() if dtype in DTYPES}
-        return Origin(dict(content["config"]), dtypes)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise RunError(f"{path / ORIGIN_FILE} is damaged ({error})") from None
-
 
 NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -266,11 +241,7 @@ def to_hugging_face(
     names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]  # as transformers' are
     names = names if count > 1 else [WEIGHTS_FILE]
     with written_aside(output) as aside:
-        tokens: dict[str, int] = {}
-        if tokenizer is None and origin.fields:
-            copy_files(weights.path, aside, (*TOKENIZER_FILES, GENERATION_FILE))
-        elif tokenizer != NO_TOKENIZER:
-            tokens = write_tokenizer(tokenizer or weights.tokenizer, weights.model, aside)
+        tokens = _write_tokens(weights, origin, tokenizer, aside)
         config = _config(origin, fields, tokens, specs[0].dtype, architecture_of(weights.model, fields["model_type"]))
         write_durably(aside / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         values = _values(weights, specs)
@@ -279,6 +250,32 @@ def to_hugging_face(
         if count > 1:
             write_durably(aside / INDEX_FILE, _index(names, shards))
     return [output / name for name in names]
+
+
+def _write_tokens(weights: CheckpointWeights, origin: Origin, tokenizer: str | None, folder: Path) -> dict[str, Any]:
+    """Write the tokenizer and generation_config.json; returns what config.json says of special tokens in their place.
+
+    What a source says of special tokens stays, except where the run's [data] says something else.
+    """
+    options = weights.data.token_options
+    if tokenizer == NO_TOKENIZER:
+        return {}
+    stored = _tokenizer_of(weights.path, weights.path)
+    if tokenizer is not None or not origin.fields:
+        return write_tokenizer(tokenizer or stored or weights.data.tokenizer, options, weights.model, folder)
+    copy_files(weights.path, folder, (*TOKENIZER_FILES, GENERATION_FILE))
+    if stored is None or options == DEFAULT_TOKENS:
+        return {}
+    eod_id = write_tokenizer(stored, options, weights.model, folder)["eos_token_id"]
+    ends = end_ids(weights.path)
+    if not options.eod_token or eod_id in ends:
+        return {}
+    tokens = {"eos_token_id": [*ends, eod_id]}
+    if (folder / GENERATION_FILE).is_file():
+        write_durably(
+            folder / GENERATION_FILE, json.dumps(read_json(folder / GENERATION_FILE) | tokens, indent=2) + "\n"
+        )
+    return tokens
 
 
 def _values(weights: CheckpointWeights, specs: list[TensorSpec]) -> Iterator[torch.Tensor]:
@@ -292,7 +289,7 @@ def _values(weights: CheckpointWeights, specs: list[TensorSpec]) -> Iterator[tor
 
 
 def _config(
-    origin: Origin, fields: dict[str, Any], tokens: dict[str, int], dtype: torch.dtype, architecture: str
+    origin: Origin, fields: dict[str, Any], tokens: dict[str, Any], dtype: torch.dtype, architecture: str
 ) -> dict[str, Any]:
     """config.json: fields that describe the model, and any others that an imported checkpoint came with."""
     others = {"bos_token_id": None, "eos_token_id": None, **origin.fields}

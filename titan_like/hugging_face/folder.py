@@ -34,7 +34,7 @@ from titan_like.models.hugging_face import (
     head_prefixes,
 )
 
-_PATTERNS = ["*.json", "*.safetensors", "*.model"]
+_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt"]
 
 
 def local_folder(name: str, key: str) -> Path:

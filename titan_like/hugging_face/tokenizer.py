@@ -7,37 +7,28 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer as HFTokenizer
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from titan_like.checkpoint.step_folders import write_durably
 from titan_like.config.errors import ConfigError
-from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer, tokenizer_files
+from titan_like.config.schema import TokenOptions
+from titan_like.data.special_tokens import ABOUT_FILE, TOKENIZER_FILE, TOKENIZER_FILES, read_json
+from titan_like.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, tokenizer_files
+from titan_like.data.words import byte_characters
 from titan_like.models.config import TransformerConfig
 
 _KEY = "--tokenizer"
-TOKENIZER_FILE = "tokenizer.json"
-ABOUT_FILE = "tokenizer_config.json"
-GENERATION_FILE = "generation_config.json"
-TOKENIZER_FILES = (  # files that transformers may look for
-    TOKENIZER_FILE,
-    ABOUT_FILE,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
 _PAIR = ("[CLS]", "[SEP]", "[PAD]")
 
 
-def write_tokenizer(spec: str, model: TransformerConfig, folder: Path) -> dict[str, int]:
+def write_tokenizer(spec: str, options: TokenOptions, model: TransformerConfig, folder: Path) -> dict[str, int]:
     """Write the tokenizer that a value of `data.tokenizer` names; returns what config.json says of its special tokens.
 
     Raises:
         ConfigError: its files are missing or invalid, or it has more tokens than the model.
     """
-    ours = build_tokenizer(spec, _KEY)
+    ours = build_tokenizer(spec, _KEY, options)
     if ours.vocab_size > model.vocab_size:
         problem = (
             f"has {ours.vocab_size} tokens, but the model has {model.vocab_size}; name the one it was trained with"
@@ -46,22 +37,38 @@ def write_tokenizer(spec: str, model: TransformerConfig, folder: Path) -> dict[s
     eod_id, tokenizer = ours.eod_id, byte_tokenizer() if isinstance(ours, ByteTokenizer) else ours.tokenizer
     if spec == "byte":
         _add_tokens_of(model, tokenizer)
-    ids = {"bos_token_id": eod_id, "eos_token_id": eod_id}  # in training, a document begins after the end of another
+    # Where nothing else begins a document, the end of another does.
+    bos_id = eod_id if isinstance(ours, ByteTokenizer) or ours.bos_id is None else ours.bos_id
+    ids = {"bos_token_id": bos_id, "eos_token_id": eod_id}
     if model.objective == "span_corruption" and ours.pad_id is not None:
         ids |= {"pad_token_id": ours.pad_id, "decoder_start_token_id": ours.pad_id}
     files = tokenizer_files(spec, _KEY)
     if len(files) != 1:  # no tokenizer.json
         write_durably(folder / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
-    elif files[0].name == TOKENIZER_FILE and files[0].with_name(ABOUT_FILE).is_file():
-        copy_files(files[0].parent, folder, TOKENIZER_FILES)  # written by transformers, so it is complete
-        return ids
     else:  # copied, because this version of the library might write it differently
         shutil.copyfile(files[0], folder / TOKENIZER_FILE)
-    eod = tokenizer.id_to_token(eod_id)
+    if len(files) == 1 and files[0].name == TOKENIZER_FILE and files[0].with_name(ABOUT_FILE).is_file():
+        copy_files(files[0].parent, folder, TOKENIZER_FILES)  # written by transformers, so it is complete
+        about = read_json(folder / ABOUT_FILE)
+        trained = {"eos_token": tokenizer.id_to_token(eod_id)} if options.eod_token else {}
+        if bos_id != eod_id and not about.get("bos_token"):  # what the tokenizer itself puts before a text
+            trained["bos_token"] = tokenizer.id_to_token(bos_id)
+        if trained:
+            write_durably(folder / ABOUT_FILE, json.dumps(about | trained, indent=2, ensure_ascii=False) + "\n")
+    else:
+        about = _about(ours, tokenizer, bos_id, model)
+        write_durably(folder / ABOUT_FILE, json.dumps(about, indent=2, ensure_ascii=False) + "\n")
+    if model.is_causal:
+        _begin_as_trained(ours, folder)
+    return ids
+
+
+def _about(ours: Tokenizer, tokenizer: HFTokenizer, bos_id: int, model: TransformerConfig) -> dict[str, object]:
+    """tokenizer_config.json of a tokenizer that has none."""
     about: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # works for any tokenizer.json
-        "bos_token": eod,
-        "eos_token": eod,
+        "bos_token": tokenizer.id_to_token(bos_id),
+        "eos_token": tokenizer.id_to_token(ours.eod_id),
         "model_max_length": model.max_seq_len,
         "clean_up_tokenization_spaces": False,
     }
@@ -77,11 +84,25 @@ def write_tokenizer(spec: str, model: TransformerConfig, folder: Path) -> dict[s
             f"{name}_token": tokenizer.id_to_token(number)
             for name, number in zip(("cls", "sep", "pad"), ours.pair_ids, strict=True)
         }
+    return about
+
+
+def _begin_as_trained(ours: Tokenizer, folder: Path) -> None:
+    """Let a written tokenizer put before a text what the model's documents began with."""
+    if isinstance(ours, ByteTokenizer) or ours.first_ids == ours.template_ids:
+        return
+    tokenizer = HFTokenizer.from_file(str(folder / TOKENIZER_FILE))
+    first = [(str(tokenizer.id_to_token(number)), number) for number in ours.first_ids]
+    names = "".join(f"{name} " for name, _ in first)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{names}$A", pair=f"{names}$A {names}$B", special_tokens=first
+    )
+    write_durably(folder / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
+    about = read_json(folder / ABOUT_FILE) | {"add_bos_token": bool(first)}
     write_durably(folder / ABOUT_FILE, json.dumps(about, indent=2, ensure_ascii=False) + "\n")
-    return ids
 
 
-def _add_tokens_of(model: TransformerConfig, tokenizer: Tokenizer) -> None:
+def _add_tokens_of(model: TransformerConfig, tokenizer: HFTokenizer) -> None:
     """Add to `byte_tokenizer` the tokens that `ByteTokenizer` has for the model's objective."""
     ours = ByteTokenizer()
     names = [] if model.is_causal else ["<mask>"]
@@ -110,19 +131,12 @@ def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
             shutil.copyfile(source / name, target / name)
 
 
-def byte_tokenizer() -> Tokenizer:
+def byte_tokenizer() -> HFTokenizer:
     """`ByteTokenizer` as a tokenizer of the `tokenizers` library: byte-pair encoding without merges."""
-    vocab = {character: byte for byte, character in enumerate(_byte_characters())}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    vocab = {character: byte for byte, character in enumerate(byte_characters())}
+    tokenizer = HFTokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>"])
     assert tokenizer.token_to_id("<|endoftext|>") == ByteTokenizer.eod_id
     return tokenizer
-
-
-def _byte_characters() -> list[str]:
-    """The character for each byte in GPT-2's vocabulary: the byte itself if printable, else one from 256 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from statistics import median_low
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from titan_like.metrics.record import StepRecord
 
@@ -104,14 +104,14 @@ def format_duration(seconds: float) -> str:
 class Console:
     """Prints for the whole job, so only one process may have ``enabled``."""
 
-    def __init__(self, enabled: bool, total_steps: int) -> None:
-        self._enabled, self._total_steps = enabled, total_steps
-        self._step, self._step_times = 0, deque[float](maxlen=_RECENT_STEPS)
+    def __init__(self, enabled: bool, total_steps: int, total_samples: int) -> None:
+        self._enabled, self._total_samples = enabled, total_samples
+        self._consumed_samples, self._seconds_per_sample = 0, deque[float](maxlen=_RECENT_STEPS)
         self._progress: Progress | None = None
         if enabled and sys.stdout.isatty():
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._progress = Progress(*columns)
-            self._task = self._progress.add_task("training", total=total_steps)
+            steps = TextColumn(f"{{task.fields[step]}}/{total_steps}")
+            self._progress = Progress(TextColumn("{task.description}"), BarColumn(), steps, TimeRemainingColumn())
+            self._task = self._progress.add_task("training", total=total_samples, step=0)
             self._progress.start()
 
     def print(self, text: str) -> None:
@@ -125,20 +125,20 @@ class Console:
 
     def add(self, record: StepRecord) -> None:
         """Record a finished step and advance the progress bar."""
-        self._step = record.step
-        self._step_times.append(record.step_time_s)
+        self._consumed_samples = record.consumed_samples
+        self._seconds_per_sample.append(record.step_time_s / record.global_batch_size)
         if self._progress is not None:
-            self._progress.update(self._task, completed=record.step)
+            self._progress.update(self._task, completed=record.consumed_samples, step=record.step)
 
     def seconds_left(self) -> float | None:
-        """Time for the remaining steps at the median time of recent ones; None if a progress bar shows it.
+        """Time for the remaining samples at the median time of recent ones; None if a progress bar shows it.
 
-        A median ignores stalls and the first step, which compiles. It is the lower median, because after two steps the
-        ordinary one would be the mean with the first.
+        A ramp-up changes the time of a step, not of a sample. A median ignores stalls and the first step, which
+        compiles. It is the lower one, because after two steps the ordinary one would be the mean with the first.
         """
-        if self._progress is not None or not self._step_times:
+        if self._progress is not None or not self._seconds_per_sample:
             return None
-        return (self._total_steps - self._step) * median_low(self._step_times)
+        return max(self._total_samples - self._consumed_samples, 0) * median_low(self._seconds_per_sample)
 
     def close(self) -> None:
         """Remove the progress bar."""

@@ -7,12 +7,12 @@ define its own device.
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Annotated, Any
 
+import tomli
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from titan_like.config.errors import ConfigError, field_error
@@ -70,7 +70,7 @@ def builtin_devices() -> dict[str, Device]:
 @cache
 def _tables() -> dict[str, dict[str, Any]]:
     text = resources.files("titan_like.metrics").joinpath("devices.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
+    return tomli.loads(text)
 
 
 def device_from(name: str, table: dict[str, Any]) -> Device:

@@ -4,7 +4,8 @@
   peak. It counts the whole forward pass of a recomputed layer; torch skips that layer's last matrix product if nothing
   after it needs the result.
 - ``model``: without recomputation, with the full attention matrix. It gives MFU as defined in arXiv 2204.02311.
-- ``causal``: without recomputation, with the half of the attention matrix that a causal mask leaves.
+- ``causal``: without recomputation, with the half of the attention matrix that a causal mask leaves. Where samples have
+  masks of their own (documents, prefixes, padding), with the pairs of a query and a key that those leave.
 
 A rate per token counts the tokens of `training.seq_len`. The layers of a decoder also work on ``decoder_seq_len``
 positions of each sample.
@@ -111,10 +112,18 @@ class ThroughputMeter:
     peak_tflops: float | None
     decoder_seq_len: int = 0
 
-    def measure(self, tokens: int, seconds: float) -> Throughput:
-        """Rates of a step that took ``seconds`` for ``tokens`` tokens on all devices together."""
+    def measure(self, tokens: int, seconds: float, num_pairs: float = 0) -> Throughput:
+        """Rates of a step that took ``seconds`` for ``tokens`` tokens on all devices together.
+
+        ``num_pairs`` counts the keys that all queries of the step see, if its samples have masks of their own.
+        """
         per_device = tokens / seconds / self.num_devices / 1e12
         sizes, decoder = (self.model, self.seq_len), self.decoder_seq_len
+        full = model_flops_per_token(*sizes, decoder_seq_len=decoder)
+        causal = model_flops_per_token(*sizes, causal=True, decoder_seq_len=decoder)
+        if num_pairs:  # forward and backward of QKᵀ and PV: 3 · 2 · 2 for each element and pair
+            per_key = 12 * self.model.attention_size * self.model.num_layers
+            causal = full - per_key * (self.seq_len - num_pairs / tokens)
 
         def utilisation(flops_per_token: float) -> float | None:
             return None if self.peak_tflops is None else flops_per_token * per_device / self.peak_tflops
@@ -122,7 +131,7 @@ class ThroughputMeter:
         return Throughput(
             tokens_per_second=tokens / seconds,
             tflops_per_device=megatron_flops_per_token(*sizes, self.recompute, decoder) * per_device,
-            mfu_model=utilisation(model_flops_per_token(*sizes, decoder_seq_len=decoder)),
-            mfu_causal=utilisation(model_flops_per_token(*sizes, causal=True, decoder_seq_len=decoder)),
+            mfu_model=utilisation(full),
+            mfu_causal=utilisation(causal),
             hfu=utilisation(hardware_flops_per_token(*sizes, self.recompute, decoder)),
         )

@@ -11,7 +11,7 @@ from titan_like.metrics.flops import Throughput
 
 @dataclass
 class StepRecord:
-    """One line of metrics.jsonl. Times in seconds, memory in bytes, loss in nats per token."""
+    """A line of metrics.jsonl before a validation. Times in seconds, memory in bytes, loss in nats per token."""
 
     step: int
     loss: float
@@ -29,10 +29,7 @@ class StepRecord:
     spike: int | None = None  # only with spike detection: 1 if the update was skipped because of a loss spike
     num_zeros: float | None = None  # gradient elements that are exactly 0, on logged steps
     loss_scale: float | None = None  # float16 only
-    validation_loss: float | None = None  # on steps followed by a validation
-    evaluation: dict[str, float] = field(default_factory=dict)  # TASK/FIGURE, on steps followed by a validation
     losses: dict[str, float] = field(default_factory=dict)  # see `named_losses`
-    validation_losses: dict[str, float] = field(default_factory=dict)  # the same of a validation, as validation_NAME
     experts: dict[str, float] = field(default_factory=dict)  # `titan_like.parallel.expert_balance.FIGURES`
     sources: dict[str, float] = field(default_factory=dict)  # of a blend: samples and epochs, on logged steps
     profile: dict[str, float] = field(default_factory=dict)  # figures by name, on steps with a timeline
@@ -42,7 +39,7 @@ class StepRecord:
         flat: dict[str, Any] = {}
         for key, value in asdict(self).items():
             flat |= value if isinstance(value, dict) else {key: value}
-        optional = ("spike", "num_zeros", "loss_scale", "validation_loss")
+        optional = ("spike", "num_zeros", "loss_scale")
         return {key: value for key, value in flat.items() if value is not None or key not in optional}
 
 

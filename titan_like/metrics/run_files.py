@@ -24,6 +24,12 @@ def run_ids(folder: Path) -> dict[str, str]:
         return {}
 
 
+def lacks_validation(path: Path, run_id: str, step: int) -> bool:
+    """Whether ``path`` is the run's file and has a line of ``step`` without a validation's figures."""
+    is_own = run_ids(path.parent).get(path.name) == run_id and path.exists()
+    return is_own and any(number == step and "validation_loss" not in json.loads(line) for number, line in _lines(path))
+
+
 def own_file(path: Path, start_step: int, run_id: str, goes_back: bool = False) -> None:
     """Let ``path`` be the file of a run that begins after ``start_step``, with its lines up to there, or no file.
 

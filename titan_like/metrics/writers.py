@@ -8,7 +8,7 @@ import netrc
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -17,7 +17,6 @@ from urllib.parse import urlparse
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig, Metrics
-from titan_like.metrics.record import StepRecord
 from titan_like.metrics.run_files import METRICS_FILE, own_file
 
 
@@ -55,16 +54,31 @@ class JsonLinesWriter:
     def __init__(self, path: Path, start_step: int, run_id: str, goes_back: bool = False) -> None:
         self._path, self._of_run = path, (start_step, run_id, goes_back)
         self._file: FileIO | None = None  # None as long as it cannot be opened
-        self._size = 0
+        self._size, self._step = 0, start_step  # of the last line
         self._waiting = b""  # lines that could not be written yet
         self._is_waiting = False
         self._append(b"")
 
-    def write(self, record: StepRecord) -> None:
-        """Append the step. A line that cannot be written is kept and written with a later one."""
-        values = record.as_dict()
-        values |= {key: None for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
-        self._append(f"{json.dumps(values)}\n".encode())
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Append the step, or add to the last line if that is the step's.
+
+        A line that cannot be written is kept and written with a later one.
+        """
+        finite = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in values.items()}
+        line = f"{json.dumps(finite)}\n".encode()
+        if step == self._step:
+            line = b", " + line[1:]
+            self._reopen_last_line()
+        self._step = step
+        self._append(line)
+
+    def _reopen_last_line(self) -> None:
+        """Take away the end of the last line, a brace and a newline."""
+        if self._file is not None and not self._waiting:
+            with suppress(OSError):
+                self._file.truncate(self._size - 2)
+                self._size -= 2
+        self._waiting = self._waiting[:-2]
 
     def close(self) -> None:
         """Write the waiting lines and close the file. A line on stderr says how many could not be written."""
@@ -119,13 +133,13 @@ class TensorBoardWriter:
         with self._until_it_fails():
             self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
 
-    def write(self, record: StepRecord) -> None:
-        """Record every number of the step."""
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Record numbers of the step."""
         if self._writer is not None:
             with self._until_it_fails():
-                for key, value in record.as_dict().items():
+                for key, value in values.items():
                     if value is not None:
-                        self._writer.add_scalar(key, value, record.step)
+                        self._writer.add_scalar(key, value, step)
 
     def close(self) -> None:
         """Flush to disk."""
@@ -173,16 +187,18 @@ class WandbWriter:
             config=config.model_dump(mode="json"),
         )
 
-    def write(self, record: StepRecord) -> None:
-        """Log the step."""
-        self._run.log({key: value for key, value in record.as_dict().items() if value is not None}, step=record.step)
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Log values of the step."""
+        self._run.log({key: value for key, value in values.items() if value is not None}, step=step)
 
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
 
 
-Writer = JsonLinesWriter | TensorBoardWriter | WandbWriter  # each receives every step once, in order
+Writer = (
+    JsonLinesWriter | TensorBoardWriter | WandbWriter
+)  # each receives the steps in order; a validation adds values to the last
 
 
 def _wandb_key_configured() -> bool:

@@ -7,12 +7,12 @@ docs/families.md describes each of them. The registry refers to a family by its 
 from __future__ import annotations
 
 import difflib
-import tomllib
 from functools import cache
 from importlib import resources
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
+import tomli
 from pydantic import ValidationError
 
 from titan_like.config.entry_points import find_entry, load_entry
@@ -65,7 +65,7 @@ def flavors(family: str) -> dict[str, dict[str, Any]]:
     """
     package = config_class(family).__module__.rpartition(".")[0]
     try:
-        return tomllib.loads(resources.files(package).joinpath("flavors.toml").read_text(encoding="utf-8"))
+        return tomli.loads(resources.files(package).joinpath("flavors.toml").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         problem = f"the flavors.toml of {package} cannot be read ({first_line(error)}); correct the package"
         raise ConfigError("model.family", family, problem) from error

@@ -25,6 +25,14 @@ class ModelInputs(NamedTuple):
     token_types: torch.Tensor | None = None  # int64 [batch, seq]; None: the first type, or the model knows none
     labels: torch.Tensor | None = None  # int64 [batch, seq] of what is predicted; None: the model returns logits
     loss_factors: torch.Tensor | None = None  # [predictions], at least float32; given with labels
+    padding_mask: torch.Tensor | None = None  # bool [batch, seq], True where tokens fill a sample up; None: nowhere
+
+    @property
+    def num_tokens(self) -> torch.Tensor:
+        """How many tokens are not padding: int64, a scalar."""
+        if self.padding_mask is None:
+            return self.tokens.new_full((), self.tokens.numel())
+        return (~self.padding_mask).sum()
 
 
 class TiedOutput(nn.Module):
@@ -146,6 +154,7 @@ class Transformer(nn.Module):
         token_types: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         loss_factors: torch.Tensor | None = None,
+        padding_mask: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """tokens [batch, seq] → what `predict` returns: logits [batch, seq, padded vocab] in most families.
 
@@ -154,7 +163,7 @@ class Transformer(nn.Module):
         A stage that is not the first takes hidden states [batch, seq, hidden]. One that is not the last returns them.
         ``positions``, [batch, seq], default to 0 … seq - 1, and ``visible`` to causal attention, or to all keys in a
         bidirectional model. Layers get ``visible`` as their last argument, if it is given, and `embed` gets
-        ``token_types``, [batch, seq].
+        ``token_types``, [batch, seq]. ``padding_mask``, [batch, seq], goes to the layers that say they take it.
 
         With ``encoder_len`` the first tokens are an encoder's, and predictions are those of the others.
         """
@@ -169,7 +178,8 @@ class Transformer(nn.Module):
         if visible is not None:
             inputs = (*inputs, visible)
         for layer in self.layers.values():
-            x = layer(x, *inputs)
+            takes_mask = padding_mask is not None and getattr(layer, "takes_padding_mask", False)
+            x = layer(x, *inputs, **({"padding_mask": padding_mask} if takes_mask else {}))
         if self.is_last and encoder_len is not None:
             x = x[:, encoder_len // self.sequence_shards :]
         if not self.is_last:

@@ -1,27 +1,43 @@
-"""The learning rate as a pure function of the step."""
+"""The learning rate as a pure function of how far a run has come.
+
+The schedule of a run whose length is in steps counts its steps. If the length is in samples or tokens, it counts
+samples, as Megatron-LM's does, in batches of the size with which the run began: so another batch size, or a ramp-up,
+changes neither where the run is in its schedule nor what `warmup_steps` and `decay_steps` mean.
+"""
 
 from __future__ import annotations
 
 import math
 
 from titan_like.config.errors import ConfigError
-from titan_like.config.schema import LRScheduler
+from titan_like.config.schema import LRScheduler, Training
+from titan_like.data.batch_size import total_samples, total_steps
 
 
-def check_decay(section: LRScheduler, total_steps: int) -> None:
-    """Raise a `ConfigError` if the decay does not fit a run of ``total_steps``."""
+def schedule_step(training: Training, step: int, samples: int, batch_size: int) -> float:
+    """The schedule's step at the end of a step, when ``samples`` are consumed. The run began with ``batch_size``."""
+    return step if training.steps is not None else samples / batch_size
+
+
+def schedule_length(training: Training, step: int = 0, consumed: int = 0, batch_size: int | None = None) -> float:
+    """The `schedule_step` with which a run ends that has taken ``step`` steps and ``consumed`` samples so far."""
+    now = training, step, consumed
+    return schedule_step(training, total_steps(*now), total_samples(*now), batch_size or training.global_batch_size)
+
+
+def check_decay(section: LRScheduler, total_steps: float) -> None:
+    """Raise a `ConfigError` if the decay does not fit a schedule of ``total_steps``."""
     warmup = warmup_steps(section, total_steps)
     if section.decay in ("cosine", "linear") and (section.decay_steps or total_steps) < warmup:
-        problem = f"the decay ends before the warm-up of {warmup} steps; use a larger number"
+        problem = f"the decay ends before the warm-up of {warmup:.12g} steps; use a larger number"
         raise ConfigError("lr_scheduler.decay_steps", section.decay_steps, problem)
-    length = wsd_decay_steps(section, total_steps)
-    if section.decay == "wsd" and length > total_steps:
-        problem = f"the final decay is longer than the run of {total_steps} steps; use at most {total_steps}"
+    if section.decay == "wsd" and section.decay_steps is not None and section.decay_steps > total_steps:
+        problem = f"the final decay is longer than the run of {total_steps:.12g} steps; use at most {int(total_steps)}"
         raise ConfigError("lr_scheduler.decay_steps", section.decay_steps, problem)
 
 
-def lr_factor(section: LRScheduler, step: int, total_steps: int) -> float:
-    """Learning rate at a step, counted from 1, as a fraction of the peak.
+def lr_factor(section: LRScheduler, step: float, total_steps: float) -> float:
+    """Learning rate at a `schedule_step`, counted from 1, as a fraction of the peak.
 
     Warm-up rises linearly and reaches 1 at its last step. Then:
 
@@ -37,7 +53,7 @@ def lr_factor(section: LRScheduler, step: int, total_steps: int) -> float:
     if section.decay == "constant":
         return 1.0
     if section.decay == "inverse_sqrt":
-        return max(floor, math.sqrt(max(warmup, 1) / step))
+        return max(floor, math.sqrt(min(1.0, max(warmup, 1) / step)))
     if section.decay == "wsd":
         length = wsd_decay_steps(section, total_steps)
         progress = (step - (total_steps - length)) / length
@@ -49,20 +65,21 @@ def lr_factor(section: LRScheduler, step: int, total_steps: int) -> float:
     return floor + (1 - floor) * falling
 
 
-def warmup_steps(section: LRScheduler, total_steps: int) -> int:
+def warmup_steps(section: LRScheduler, total_steps: float) -> float:
     """Number of steps in the warm-up: as configured, but at most the run, without wsd's final decay."""
     decay = wsd_decay_steps(section, total_steps) if section.decay == "wsd" else 0
     return min(section.warmup_steps, max(0, total_steps - decay))
 
 
-def describe_warmup(section: LRScheduler, total_steps: int) -> str | None:
+def describe_warmup(section: LRScheduler, total_steps: float) -> str | None:
     """A line for the log if the run is too short for the configured warm-up."""
     warmup = warmup_steps(section, total_steps)
     if warmup == section.warmup_steps:
         return None
-    return f"lr_scheduler.warmup_steps = {section.warmup_steps} is too long for this run; the warm-up takes {warmup}"
+    told = f"lr_scheduler.warmup_steps = {section.warmup_steps} is too long for this run"
+    return f"{told}; the warm-up takes {warmup:.12g}"
 
 
-def wsd_decay_steps(section: LRScheduler, total_steps: int) -> int:
+def wsd_decay_steps(section: LRScheduler, total_steps: float) -> float:
     """Number of steps in wsd's final decay: as configured, or a tenth of the run."""
     return section.decay_steps or max(1, total_steps // 10)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from importlib.metadata import version
 
 import torch
 
+from titan_like import __version__
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
 from titan_like.torch_private import compiler_cache
@@ -22,7 +22,7 @@ class CompileCache:
         shapes = training.seq_len, training.decoder_seq_len, training.micro_batch_size, training.dtype
         split = parallelism.tensor_parallel_degree, parallelism.sequence_parallel
         data = config.data.reset_attention_mask, config.data.prefix_lm
-        versions = torch.__version__, version("titan_like")
+        versions = torch.__version__, __version__
         applied = config.activation_checkpoint, config.float8
         known = (versions, name, model.model_dump_json(), shapes, split, data, applied)
         self.folder = compiler_cache()

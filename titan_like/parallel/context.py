@@ -58,20 +58,20 @@ class Slices:
         return inputs, labels
 
     def _cut(self, inputs: ModelInputs, labels: torch.Tensor) -> tuple[ModelInputs, torch.Tensor]:
-        tokens, positions, visible, encoder_len, types, *others = inputs
+        tokens, positions, visible, encoder_len, types, _, _, padding = inputs
         length, device, first = tokens.shape[1], tokens.device, encoder_len or 0
         encoder = places_of(first, self.size, self.rank).to(device)
         rest = places_of(length - first, self.size, self.rank).to(device)
         places = torch.cat((encoder, rest + first))
         if visible is not None and self.method != "ulysses":
             visible = VisibleKeys(visible.first[:, places], visible.end[:, places])
-        cut = ModelInputs(
-            tokens[:, places],
-            torch.cat((encoder, rest)) if positions is None else positions[:, places],
-            visible,
-            None if encoder_len is None else first // self.size,
-            None if types is None else types[..., places],
-            *others,
+        cut = inputs._replace(
+            tokens=tokens[:, places],
+            positions=torch.cat((encoder, rest)) if positions is None else positions[:, places],
+            visible=visible,
+            encoder_len=None if encoder_len is None else first // self.size,
+            token_types=None if types is None else types[..., places],
+            padding_mask=None if padding is None else padding[:, places],
         )
         return cut, labels[:, rest]
 

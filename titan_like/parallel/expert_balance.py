@@ -51,8 +51,8 @@ class ExpertBalance:
     loss_sums: torch.Tensor
     loss_factor: torch.Tensor
 
-    def begin(self, loss_scale: torch.Tensor | float, num_tokens: int) -> None:
-        """Before a step's passes. ``num_tokens`` are those of the global batch, all of which are routed."""
+    def begin(self, loss_scale: torch.Tensor | float, num_tokens: torch.Tensor | float) -> None:
+        """Before a step's passes. ``num_tokens`` are those of the global batch that are not padding."""
         if self.routers:
             self.loss_factor.fill_(loss_scale / num_tokens)
 
@@ -83,7 +83,7 @@ class ExpertBalance:
         if self.token_group.size() > 1:
             dist.all_reduce(counts, group=self.token_group)
             dist.all_reduce(sums, group=self.token_group)
-        total = counts.sum(1, keepdim=True)  # tokens × k, or a multiple of it where layers are recomputed
+        total = counts.sum(1, keepdim=True)  # real tokens × k, or a multiple of it where layers are recomputed
         load, means = counts.double() / total, sums.double() * config.experts_per_token / total
         self.load.copy_(torch.where(skip, self.load, load.to(self.load.dtype)))
         if config.balance == "bias":

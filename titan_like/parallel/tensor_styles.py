@@ -153,9 +153,11 @@ class RouterStyle(ReplicatedLinear):
 
     partial_gradients = ("weight",)
 
-    def forward(self, module: Any, group: Group, x: torch.Tensor) -> Any:
-        """[tokens of this rank, hidden] → what the router decides about them."""
-        return module.whole.forward(module, x, local(module.weight))
+    def forward(self, module: Any, group: Group, x: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
+        """[tokens of this rank, hidden] and the padding of all ranks' tokens → what the router decides about them."""
+        if padding_mask is not None and self.sequence_parallel:
+            padding_mask = padding_mask.chunk(group.size, dim=1)[group.rank]
+        return module.whole.forward(module, x, padding_mask, local(module.weight))
 
 
 class PooledLinear(ReplicatedLinear):

@@ -31,12 +31,12 @@ from titan_like.data.masks import masks_of
 from titan_like.data.open_source import open_data
 from titan_like.data.packed import corpus_files, corpus_folder, corpus_job, split_weights
 from titan_like.data.registry import DATASETS
-from titan_like.data.tokenizer import build_tokenizer, check_vocabulary, is_on_hub, tokenizer_files
+from titan_like.data.tokenizer import check_vocabulary, is_on_hub, tokenizer_files, tokenizer_of
 from titan_like.evaluate.tasks import check_tasks
 from titan_like.metrics.hardware import peak_tflops
 from titan_like.models.config import TransformerConfig
 from titan_like.optim.optimizer import build_optimizer
-from titan_like.optim.schedule import describe_warmup
+from titan_like.optim.schedule import describe_warmup, schedule_length
 from titan_like.optim.shards import ShardedOptimizer
 from titan_like.parallel.apply import build_parallel_model
 from titan_like.parallel.layout import method_of
@@ -120,7 +120,7 @@ def dry_run(config: JobConfig) -> DryRun:
     model, layout = settings.model, settings.layout
     _check_gpu_type(config)
     data = describe_data(config, model)
-    warmup = describe_warmup(config.lr_scheduler, total_steps(config.training))
+    warmup = describe_warmup(config.lr_scheduler, schedule_length(config.training))
     notes = [*([warmup] if warmup else []), *_check_this_machine(config, model)]
     notes += [method_of(config, model).told] if layout.context > 1 else []
     # The process's part of the model, as the real recipe builds it.
@@ -276,7 +276,7 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> str:
     spec = section.tokenizer
     named = [Path(spec)] if is_on_hub(spec) else tokenizer_files(spec)
     if section.tokenizer.startswith("gpt2:") and len(named) != 2:
-        build_tokenizer(section.tokenizer)  # raises ConfigError
+        tokenizer_of(section)  # raises ConfigError
     absent = [str(path) for path in named if file_problem(path) == "does not exist"]
     if section.dataset != "stdlib":
         absent += [name for source in sources for name in source.paths if _is_absent(name, section.dataset)]
@@ -284,7 +284,7 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> str:
         return f"not looked at: {', '.join(absent)} {'is' if len(absent) == 1 else 'are'} not on this machine"
     if section.dataset == "indexed":
         return _counted(config, model)
-    check_vocabulary(section.tokenizer, build_tokenizer(section.tokenizer), model.vocab_size)
+    check_vocabulary(section.tokenizer, tokenizer_of(section), model.vocab_size)
     masks_of(config, model)  # raises ConfigError where a token is missing
     if section.dataset == "hf":
         open_data(config, model)  # reads the first sample

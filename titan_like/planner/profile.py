@@ -11,13 +11,13 @@ means that the model is wrong. The others follow from how the software works or 
 from __future__ import annotations
 
 import json
-import tomllib
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, cached_property, lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
+import tomli
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
@@ -331,7 +331,7 @@ def builtin_profiles() -> dict[str, Profile]:
     folder = resources.files("titan_like.planner").joinpath("profiles")
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
     return {
-        file.name[:-5]: profile_from(file.name[:-5], tomllib.loads(file.read_text(encoding="utf-8"))) for file in files
+        file.name[:-5]: profile_from(file.name[:-5], tomli.loads(file.read_text(encoding="utf-8"))) for file in files
     }
 
 

@@ -32,8 +32,11 @@ def number_of_processes() -> int:
     """World size of this process's job, from torchrun's variables; 1 without them.
 
     Raises:
-        ConfigError: variables are not numbers, or contradict each other; one line for each.
+        ConfigError: variables are not numbers, or contradict each other; one line for each. Or there are none, and srun
+            or mpirun has started several processes.
     """
+    if "WORLD_SIZE" not in os.environ:
+        _check_launcher()
     errors: list[ConfigError] = []
     found = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "GROUP_WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0}
     for name, default in (found | {"MASTER_PORT": 29500}).items():
@@ -53,6 +56,23 @@ def number_of_processes() -> int:
     if errors:
         raise all_of(errors)
     return world_size
+
+
+def _check_launcher() -> None:
+    """Refuse to be one of several processes of srun or mpirun, each of which would be a job of its own.
+
+    An `sbatch` script runs once, whatever SLURM_NTASKS says, and `srun --pty` gives the terminal to one task.
+    """
+    variables, counts = os.environ, {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
+    is_task = variables.get("SLURM_PROCID", "0") != "0" or {"SLURM_STEP_ID", "SLURM_LAUNCH_NODE_IPADDR"} & {*variables}
+    if is_task and "SLURM_PTY_PORT" not in variables:
+        counts["SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in variables else "SLURM_NTASKS"] = "srun"
+    for name, launcher in counts.items():
+        if variables.get(name, "1") not in ("", "1"):
+            cure = "start one torchrun a machine, or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+            given = " (the first three from SLURM_PROCID, SLURM_LOCALID and SLURM_NTASKS)" if launcher == "srun" else ""
+            problem = f"{launcher} has started as many processes, which only meet through torchrun's variables; {cure}"
+            raise ConfigError(f"environment variable {name}", variables[name], problem + given)
 
 
 def check_meeting() -> None:

@@ -68,7 +68,7 @@ class LossWatch:
         appended = torch.cat((self._recent[1:], loss.double().reshape(1)))
         self._recent = torch.where(skipped, self._recent, appended)
 
-    def count(self, step: int, loss: float, skipped: bool) -> None:
+    def count(self, step: int, loss: float, skipped: bool, has_labels: bool = True) -> None:
         """Count, on the host, consecutive steps without an update.
 
         Raises:
@@ -77,7 +77,9 @@ class LossWatch:
         self.consecutive_skips = self.consecutive_skips + 1 if skipped else 0
         most = self.section.max_consecutive_skips
         if self.consecutive_skips >= most:
+            cause = f"last loss {loss:.6g}" if has_labels else f"the batch of step {step} has no labels"
+            cure = "lower optimizer.lr or look at the data" if has_labels else "look at the data"
             raise RunError(
-                f"{most} steps in a row up to step {step} had no usable gradients (last loss {loss:.6g}) and "
-                "health.max_consecutive_skips allows no more; lower optimizer.lr or look at the data"
+                f"{most} steps in a row up to step {step} had no usable gradients ({cause}) and "
+                f"health.max_consecutive_skips allows no more; {cure}"
             )

@@ -30,7 +30,7 @@ def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
     text = config.checkpoint.initial_load_path
     if text is None:
         return
-    path = local_folder(text, _KEY)
+    path = initial_folder(text)
     may_differ = model.not_in_weights
     if is_checkpoint(path):
         if problem := unreadable(path):
@@ -58,9 +58,14 @@ def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
             raise ConfigError(f"model.overrides.{name}", value, problem)
 
 
+def initial_folder(path: str) -> Path:
+    """The folder that `checkpoint.initial_load_path` names; one of the hub is downloaded, once."""
+    return local_folder(path, _KEY)
+
+
 def load_initial_weights(path: str, model: ParallelModel) -> None:
     """Read weights into a model in any layout. Every rank reads its part; a `RunError` says if files are damaged."""
-    folder = local_folder(path, _KEY)
+    folder = initial_folder(path)
     try:
         if is_checkpoint(folder):
             agree(unreadable(folder))  # all ranks fail together, or some would wait for the others in the load

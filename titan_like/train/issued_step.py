@@ -21,7 +21,9 @@ class StepValues(NamedTuple):
     num_zeros: float  # gradient elements that are exactly 0; NaN if they were not counted
     stop_signal: float  # the largest signal number that any rank has received, or 0
     is_saving: float  # 1 if any rank is still writing a checkpoint
-    terms: list[float]  # the loss of each of the model's predictions, and `FIGURES` of its experts, if it has any
+    num_labels: float  # labels of the global batch for the prediction that has the fewest
+    # Loss of each prediction; keys that all queries see together (0 if samples have no masks); `FIGURES` of experts
+    terms: list[float]
 
 
 _SINGLE_VALUES = len(StepValues._fields) - 1
@@ -39,7 +41,7 @@ class IssuedStep:
     data_time_s: float
     began: Stamp
     ended: Stamp
-    values: torch.Tensor  # `StepValues` as float64 [7 + terms], in the host's memory once `ended` has passed
+    values: torch.Tensor  # `StepValues` as float64 [8 + terms], in the host's memory once `ended` has passed
 
     def read(self) -> tuple[StepValues, float]:
         """Wait for the device, and return the step's numbers and its duration in seconds."""

@@ -18,7 +18,7 @@ from titan_like.metrics.writers import check_wandb
 from titan_like.models.config import NUM_OPTIONS, TransformerConfig
 from titan_like.models.registry import model_config
 from titan_like.optim.registry import check_optimizer
-from titan_like.optim.schedule import check_decay
+from titan_like.optim.schedule import check_decay, schedule_length
 from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.parallel.schedules.tables import stages_per_rank
 from titan_like.train.environment import number_of_processes
@@ -75,7 +75,7 @@ def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Lay
         yield error
         return  # the other rules need batch sizes
     rules: list[Callable[[], object]] = [
-        lambda: check_decay(config.lr_scheduler, check_length(config.training)),
+        lambda: _check_length(config),
         lambda: check_optimizer(config.optimizer),
         lambda: find_dataset(config.data),
         lambda: _check_precision(config),
@@ -166,6 +166,12 @@ def resolve_for_inference(config: JobConfig, world_size: int) -> tuple[JobConfig
 def _check_gpu(name: str | None) -> None:
     if name is not None:
         find_device(name)  # raises if it is unknown
+
+
+def _check_length(config: JobConfig) -> None:
+    check_length(config.training)
+    if not config.checkpoint.enable:  # else `check_checkpoints` knows with which batch size the run began
+        check_decay(config.lr_scheduler, schedule_length(config.training))
 
 
 def _check_batches(config: JobConfig, layout: Layout) -> None:

@@ -8,7 +8,6 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -18,7 +17,6 @@ from titan_like.checkpoint.step_folders import checkpoint_folder, lock_path
 from titan_like.config.errors import ConfigError, first_line
 from titan_like.config.paths import writing_problem
 from titan_like.config.schema import JobConfig
-from titan_like.data.batch_size import total_steps
 from titan_like.data.masks import Masks, masks_of
 from titan_like.data.open_source import open_data
 from titan_like.data.source import Source
@@ -77,11 +75,6 @@ class Run(Settings):
     datasets: dict[str, Source]  # "train" and "validation"
     masks: Masks
     tasks: list[Task] = field(default_factory=list)  # scored at each validation
-
-    @cached_property
-    def total_steps(self) -> int:
-        """Optimizer steps of the whole run."""
-        return total_steps(self.config.training)
 
     @property
     def checkpoint_folder(self) -> Path:

@@ -7,8 +7,9 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from itertools import islice
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,18 +20,17 @@ from titan_like.data.batch_size import global_batch_size_at
 from titan_like.data.lengths import sample_length
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.masks import MaskedSamples
-from titan_like.evaluate.scoring import Scorer
-from titan_like.evaluate.tasks import run_tasks
-from titan_like.metrics.console import format_log_line, format_sources, format_validation, parameters_told
+from titan_like.metrics.console import format_log_line, format_sources, parameters_told
 from titan_like.metrics.flops import ThroughputMeter
 from titan_like.metrics.hardware import device_name, peak_memory_bytes, peak_tflops
 from titan_like.metrics.profiling import StepProfiler
 from titan_like.metrics.record import StepRecord, named_losses
-from titan_like.metrics.writers import Writer, build_writers
+from titan_like.metrics.run_files import METRICS_FILE, lacks_validation
+from titan_like.metrics.writers import build_writers
 from titan_like.models.layers.cross_entropy import num_labels
 from titan_like.models.transformer import ModelInputs
 from titan_like.optim.optimizer import update
-from titan_like.optim.schedule import describe_warmup, lr_factor
+from titan_like.optim.schedule import describe_warmup, lr_factor, schedule_step
 from titan_like.parallel.compile_cache import CompileCache
 from titan_like.parallel.expert_balance import FIGURES
 from titan_like.parallel.layout import method_of
@@ -38,40 +38,44 @@ from titan_like.parallel.model import ModelOutput, sum_gradients_of_copies
 from titan_like.parallel.tensor import sum_partial_gradients
 from titan_like.train.issued_step import IssuedStep, copy_to_host, stamp
 from titan_like.train.setup import Run
-from titan_like.train.signals import StopSignals
-from titan_like.train.training_state import TrainingState
+from titan_like.train.training_state import seed_step
+from titan_like.train.validation import NO_LABELS, ValidatedState
 
 _MOST_REWINDS = 3  # to the same checkpoint
 
 Remark = Callable[[StepRecord], str | None]
 
 
-class Trainer(TrainingState):
+class Trainer(ValidatedState):
     """Trains one model on this process's part of the data. Needs a process group (see `titan_like.train.job`)."""
 
     def __init__(self, run: Run, remark: Remark | None = None) -> None:
         """``remark`` is called with the record of every step, and the text that it returns is printed."""
         super().__init__(run)
         config = self.config
-        self.signals = StopSignals()  # inactive until the caller replaces it by one that handles signals
-        self.stop_signal = 0  # the signal that any rank had received by the last step that was read
+        self.has_labels = True  # whether the last step that was read had labels for each of the model's predictions
         self.save_is_due = False
         self.rewinds: Counter[int] = Counter()  # step of a checkpoint → how often the run went back to it
         self.unlogged: list[StepRecord] = []  # steps since the last log line
-        self.validation_losses: list[float] = []  # of the last validation, by prediction
         self.console.print(f" {describe_run(run)}")
-        if told := describe_warmup(config.lr_scheduler, run.total_steps):
+        if told := describe_warmup(config.lr_scheduler, self.schedule_length):
             self.console.print(f" {told}")
+        if config.training.steps is None and self.schedule_batch_size != config.training.global_batch_size:
+            told = f"steps of {self.schedule_batch_size} samples, the batch size with which the run began"
+            self.console.print(f" lr_scheduler counts {told}")
         if told := run.datasets["train"].described(config.training.micro_batch_size, self.dp_size):
             self.console.print(f" {told}")
         self.compile_cache = CompileCache(config, run.model, run.device) if config.compile.enable else None
         if self.compile_cache is not None and (told := self.compile_cache.describe_work()):
             self.console.print(f" {told}")
         self.profiler = StepProfiler(config, self.mesh, self.pipeline, run.device, self.console.print)
+        # A signal or a failure may have ended the validation after the checkpoint's step.
+        validates, metrics = self.step > 0 and self._validates(), Path(config.job.dump_folder, METRICS_FILE)
+        misses = validates and dist.get_rank() == 0 and lacks_validation(metrics, self.run_id, self.step)
+        self.misses_validation = validates and self._largest(misses) > 0
         # TensorBoard would drop what other files have of later steps, and reads files by the clock in their names.
-        writes = dist.get_rank() == 0 and self.step < run.total_steps
-        self.writers: list[Writer] = build_writers(config, self.step, self.run_id) if writes else []
-        self.scorer = Scorer(config, self.model, self.mesh, run.device, one_length=config.compile.enable)
+        writes = dist.get_rank() == 0 and (self.step < self.total_steps or self.misses_validation)
+        self.writers = build_writers(config, self.step, self.run_id) if writes else []
         self.remark = remark
         peak_name = config.cluster.gpu or device_name(run.device)
         peak = peak_tflops(peak_name, config.training.dtype)
@@ -86,12 +90,19 @@ class Trainer(TrainingState):
         Raises:
             RunError: the run cannot continue; all ranks raise it together.
         """
-        total, data = self.run.total_steps, self._load_data()
-        if self.step >= total:
-            self.console.print(f" nothing to train: the checkpoint is at step {self.step} of {total}")
+        data = self._load_data()
+        if self.step >= self.total_steps:
+            told = f"the checkpoint is at step {self.step} of {self.total_steps}"
+            if (training := self.config.training).steps is None:
+                told += (
+                    f": after {self.consumed_samples} samples less than a batch of {training.global_batch_size} is left"
+                )
+            self.console.print(f" nothing to train: {told}")
         unread: IssuedStep | None = None
         try:
-            while self.step < total and not self.stop_signal:
+            if self.misses_validation:
+                self._log_validation()
+            while self.step < self.total_steps and not self.stop_signal:
                 self.profiler.begin(self.step + 1)
                 issued = self.train_step(data)
                 self.signals.can_save = True
@@ -105,19 +116,17 @@ class Trainer(TrainingState):
                 record, unread = self.read_step(issued), None
                 self.profiler.end(record)
                 if record.spike and self._rewinds and self._rewind(record):
-                    data.close()
-                    data = self._load_data()
-                    continue
-                is_last = self.step == total or self.stop_signal > 0
-                if self._validates():
-                    record.validation_loss, record.evaluation = self.validate(), self.evaluate()
-                    named = named_losses(self.run.model.predictions, self.validation_losses)
-                    record.validation_losses = {f"validation_{name}": value for name, value in named.items()}
-                    line = format_validation(self.step, record.validation_loss, named, record.evaluation)
-                    self.console.print(line)
+                    continue  # with the samples that come next
+                is_last = self.step == self.total_steps or self.stop_signal > 0
                 self._log_step(record, is_last)
                 self._save_if_due(is_last)
-            if self.stop_signal and self.step < total:
+                if self._validates():
+                    self._log_validation()
+                    if self.stop_signal:
+                        self.finish_save()
+                        if self.step not in self.saved_steps:
+                            self._save_if_due(is_last=True)
+            if self.stop_signal and self.step < self.total_steps:
                 self.console.print(f" stopped by {signal.Signals(self.stop_signal).name} after step {self.step}")
         except RunError:  # all ranks raise it together, so a save in progress can still complete
             with suppress(SaveError):
@@ -125,6 +134,7 @@ class Trainer(TrainingState):
             raise
         finally:
             data.close()
+            self.validation_data = None  # ends its processes
             self.console.close()
             for writer in self.writers:
                 writer.close()
@@ -136,6 +146,7 @@ class Trainer(TrainingState):
         """
         config, device = self.config, self.run.device
         began, started = stamp(device), time.perf_counter()
+        seed_step(config.job.seed, self.step + 1, self.dropout_stream)
         batch_size = global_batch_size_at(config.training, self.consumed_samples)
         num_microbatches = batch_size // (config.training.micro_batch_size * self.dp_size)
         batches = [batch.to(device, non_blocking=True) for batch in islice(data, num_microbatches)]
@@ -146,9 +157,7 @@ class Trainer(TrainingState):
         # only need to be summed.
         inputs, labels = zip(*map(self._split_rows, batches), strict=True)
         predictions = self.run.model.predictions
-        num_each = torch.stack([num_labels(microbatch, predictions) for microbatch in labels]).sum(0)
-        if self.token_group.size() > 1:
-            dist.all_reduce(num_each, group=self.token_group)
+        num_each, num_tokens, num_pairs = self._count(inputs, labels)
         factors = self.loss_scale / num_each.to(self.loss_dtype)
         losses = torch.zeros(len(predictions), device=device, dtype=self.loss_dtype)
 
@@ -157,7 +166,7 @@ class Trainer(TrainingState):
             losses.add_(output.detach())
             return output.sum()
 
-        self.experts.begin(self.loss_scale, batch_size * config.training.seq_len)
+        self.experts.begin(self.loss_scale, num_tokens)
         self.pipeline.forward_backward(self._with_labels(inputs, labels, factors), add_loss)
         self._complete_gradients()
         self.profiler.mark("gradient reduction")
@@ -169,15 +178,18 @@ class Trainer(TrainingState):
 
         # The device decides whether to skip the update. The host learns of it when it reads the step.
         finite, spike = grad_norm.isfinite(), self.losses.is_spike(loss)
-        lr = config.optimizer.lr * lr_factor(config.lr_scheduler, self.step + 1, self.run.total_steps)
+        consumed = self.consumed_samples + batch_size
+        reached = schedule_step(config.training, self.step + 1, consumed, self.schedule_batch_size)
+        lr = config.optimizer.lr * lr_factor(config.lr_scheduler, reached, self.schedule_length)
         self.saver.before_update()
         experts = self.experts.finish(skip=~finite | spike)
-        values = self._values_to_read(torch.cat((losses.double(), experts)), losses.sum(), grad_norm, spike)
+        terms = torch.cat((num_each.amin(0, keepdim=True), losses.double(), num_pairs[None], experts))
+        values = self._values_to_read(terms, losses.sum(), grad_norm, spike)
         self._update(grad_norm, lr, skip=~finite | spike)
         self.optimizer.zero_grad(set_to_none=True)
         self.losses.add(loss, ~finite | spike)
         if self.scaler is not None:
-            self.scaler.update(overflowed=~finite)
+            self.scaler.update(overflowed=~finite & (num_each > 0).all())
         self.profiler.mark("optimizer")
 
         self.step += 1
@@ -186,16 +198,22 @@ class Trainer(TrainingState):
         counts = self.step, lr, batch_size, self.consumed_samples, self.consumed_tokens
         return IssuedStep(*counts, data_time, began, stamp(device), values)
 
-    def _split_rows(self, batch: torch.Tensor) -> tuple[ModelInputs, torch.Tensor]:
-        """A microbatch [micro_batch, rows, seq] → the model's inputs and labels, of this process's slice."""
-        return self.slices.take(*self.run.masks.split_rows(batch))
-
-    def _with_labels(
-        self, inputs: Sequence[ModelInputs], labels: Sequence[torch.Tensor], factors: torch.Tensor
-    ) -> list[ModelInputs]:
-        """Let the model compute losses. ``labels`` of each microbatch are [micro_batch, seq], factors [predictions]."""
-        pairs = zip(inputs, labels, strict=True)
-        return [one._replace(labels=own, loss_factors=factors) for one, own in pairs]
+    def _count(
+        self, inputs: Sequence[ModelInputs], labels: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Count the global batch, in float64: its labels of each prediction [predictions], its tokens that are not
+        padding, and the pairs of a query and a key that document masks leave (0 if samples have no masks).
+        """
+        num_each = torch.stack([num_labels(microbatch, self.run.model.predictions) for microbatch in labels]).sum(0)
+        pairs = [(seen.end - seen.first).sum() for part in inputs if (seen := part.visible) is not None]
+        num_tokens = torch.stack([microbatch.num_tokens for microbatch in inputs]).sum()
+        num_pairs = torch.stack(pairs).sum() if pairs else torch.zeros_like(num_tokens)
+        counts = torch.cat((num_each, num_tokens[None], num_pairs[None]))
+        if self.token_group.size() > 1:
+            dist.all_reduce(counts, group=self.token_group)
+        *_, num_tokens, num_pairs = counts.double()
+        whole_masks = self.slices.size if self.slices.method == "ulysses" else 1  # each rank has those of its samples
+        return counts[:-2].double(), num_tokens, num_pairs / whole_masks
 
     def _update(self, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
         """Unscale and clip the gradients and update the weights, unless ``skip``.
@@ -211,14 +229,14 @@ class Trainer(TrainingState):
     def _values_to_read(
         self, terms: torch.Tensor, loss: torch.Tensor, grad_norm: torch.Tensor, spike: torch.Tensor
     ) -> torch.Tensor:
-        """Start copying this step's `StepValues` to the host: float64 [7 + terms]."""
+        """Start copying this step's `StepValues` to the host: float64 [8 + terms]."""
         # Signals and saves in progress are seen by single ranks. This all-reduce tells all ranks, in the same step.
         noticed = torch.zeros(2, device=loss.device, dtype=torch.float64)
         noticed[0].fill_(self.signals.received)
         noticed[1].fill_(self.saver.is_writing)
         if dist.get_world_size() > 1:
             dist.all_reduce(noticed, op=dist.ReduceOp.MAX)
-        if self._logs(self.step + 1) or self.step + 1 == self.run.total_steps:
+        if self._logs(self.step + 1) or self.step + 1 == self.total_steps:
             num_zeros = self.gradients_counted.count_zeros()
         else:
             num_zeros = torch.full_like(loss, math.nan)
@@ -234,14 +252,21 @@ class Trainer(TrainingState):
         """
         config, predictions = self.config, self.run.model.predictions
         values, seconds = issued.read()
+        tokens, num_pairs = issued.global_batch_size * config.training.seq_len, values.terms[len(predictions)]
         finite, scales_loss = math.isfinite(values.grad_norm), self.scaler is not None
         # With a loss scale, infinite gradients of a finite loss only mean that the scale was too large.
         overflowed = scales_loss and not finite and math.isfinite(values.loss)
         self.skipped_steps += not finite or bool(values.spike)
+        self.has_labels = values.num_labels > 0
+        numbers = f"{values.loss:.6g} and its gradient norm {values.grad_norm:.6g}"
+        problem = f"the loss of step {issued.step} is {numbers}; lower optimizer.lr"
+        if not self.has_labels:
+            samples = f"the {issued.global_batch_size} samples of step {issued.step}"
+            problem = f"{samples} {NO_LABELS}; look at the data or raise training.global_batch_size"
         if not finite and not overflowed and not config.health.skip_nonfinite:
-            numbers = f"{values.loss:.6g} and its gradient norm {values.grad_norm:.6g}"
-            cure = "lower optimizer.lr, or set health.skip_nonfinite to skip such steps"
-            raise RunError(f"the loss of step {issued.step} is {numbers}; {cure}")
+            raise RunError(f"{problem}, or set health.skip_nonfinite to skip such steps")
+        if not self.has_labels and self.losses.consecutive_skips == 0:
+            self.console.print(f" {problem}; the step is skipped")
         self.stop_signal = int(values.stop_signal)
         if not values.is_saving:
             self.finish_save()
@@ -251,7 +276,7 @@ class Trainer(TrainingState):
             step=issued.step,
             loss=values.loss,
             losses=named_losses(predictions, values.terms[: len(predictions)]),
-            experts=dict(zip(FIGURES, values.terms[len(predictions) :], strict=False)),
+            experts=dict(zip(FIGURES, values.terms[len(predictions) + 1 :], strict=False)),
             grad_norm=values.grad_norm,
             lr=issued.lr,
             consumed_samples=issued.consumed_samples,
@@ -259,7 +284,7 @@ class Trainer(TrainingState):
             global_batch_size=issued.global_batch_size,
             step_time_s=seconds,
             data_time_s=issued.data_time_s,
-            throughput=self.meter.measure(issued.global_batch_size * config.training.seq_len, seconds),
+            throughput=self.meter.measure(tokens, seconds, num_pairs),
             peak_memory_bytes=peak_memory_bytes(self.run.device),
             skipped=int(overflowed),
             nan=int(not finite and not overflowed),
@@ -283,13 +308,9 @@ class Trainer(TrainingState):
         step, config = self.step, self.config
         self.save_is_due = self.save_is_due or step % config.checkpoint.interval == 0
         saves = config.checkpoint.enable and self.save_is_due
-        ends = step == self.run.total_steps
+        ends = step == self.total_steps
         is_looked_at = self._logs(step) or self._validates() or self.profiler.looks_at(step)
         return ends or saves or is_looked_at or self._rewinds
-
-    def _validates(self) -> bool:
-        interval = self.config.evaluation.interval
-        return interval > 0 and (self.step % interval == 0 or self.step == self.run.total_steps)
 
     @property
     def _rewinds(self) -> bool:
@@ -302,13 +323,14 @@ class Trainer(TrainingState):
         if logs and dist.get_rank() == 0:
             record.sources = self.run.datasets["train"].drawn(record.consumed_samples)
         for writer in self.writers:
-            writer.write(record)
-        self.losses.count(record.step, record.loss, skipped=bool(record.skipped or record.nan or record.spike))
+            writer.write(record.step, record.as_dict())
+        is_skipped = bool(record.skipped or record.nan or record.spike)
+        self.losses.count(record.step, record.loss, is_skipped, self.has_labels)
         self.console.add(record)
         self.unlogged.append(record)
         if logs:
             seq_len, seconds_left = self.config.training.seq_len, self.console.seconds_left()
-            self.console.print(format_log_line(self.unlogged, self.run.total_steps, seq_len, seconds_left))
+            self.console.print(format_log_line(self.unlogged, self.total_steps, seq_len, seconds_left))
             self.unlogged.clear()
             if record.sources:
                 self.console.print(format_sources(record.sources))
@@ -323,53 +345,6 @@ class Trainer(TrainingState):
         if self.config.checkpoint.enable and (is_last or (self.save_is_due and is_good)):
             self.save(is_last)
             self.save_is_due = False
-
-    @torch.no_grad()
-    def validate(self) -> float:
-        """Mean loss, in nats per token, over the first `evaluation.steps` global batches of the validation split."""
-        config = self.config
-        dataset = self.run.datasets["validation"]
-        unit = config.training.micro_batch_size * self.dp_size
-        wanted = min(len(dataset), config.evaluation.steps * config.training.global_batch_size)
-        sampler = GlobalSampler(
-            0, config.training.micro_batch_size, self.dp_rank, self.dp_size, last_sample=-(-wanted // unit) * unit
-        )
-        data = BackgroundLoader(
-            MaskedSamples(dataset, self.run.masks), sampler, config.data.num_workers, self.run.device
-        )
-        predictions = self.run.model.predictions
-        # For each prediction the summed loss, and the number of labels.
-        total = torch.zeros(2, len(predictions), device=self.run.device, dtype=self.loss_dtype)
-        ones = torch.ones_like(total[0])
-        self.model.train(False)
-        microbatches = config.training.global_batch_size // unit
-        with closing(data):
-            while batches := [batch.to(self.run.device, non_blocking=True) for batch in islice(data, microbatches)]:
-                inputs, labels = zip(*map(self._split_rows, batches), strict=True)
-
-                def add_loss(
-                    output: ModelOutput, microbatch: int, labels: Sequence[torch.Tensor] = labels
-                ) -> torch.Tensor:
-                    assert isinstance(output, torch.Tensor)
-                    total[0] += output
-                    total[1] += num_labels(labels[microbatch], predictions)
-                    return total[0].sum()
-
-                self.pipeline.forward(self._with_labels(inputs, labels, ones), add_loss)
-        self.model.train()
-        self.model.free_gathered_parameters()
-        self._sum_over_samples(total)
-        self.validation_losses = (total[0] / total[1]).tolist()
-        return sum(self.validation_losses)
-
-    def evaluate(self) -> dict[str, float]:
-        """Score the tasks of `evaluation.datasets`: TASK/FIGURE → value, without counts, which never change."""
-        return {
-            f"{task}/{figure}": value
-            for task, figures in run_tasks(self.run.tasks, self.scorer).items()
-            for figure, value in figures.items()
-            if isinstance(value, float)
-        }
 
     def _rewind(self, record: StepRecord) -> bool:
         """Go back to the newest checkpoint and continue with the samples after the bad step's.
@@ -394,6 +369,9 @@ class Trainer(TrainingState):
         # Resuming has reset the counters to the checkpoint's. The data cursor stays where it was, past the bad samples.
         left_out = range(self.consumed_samples, consumed[0])
         (self.consumed_samples, self.consumed_tokens), self.losses.consecutive_skips = consumed, skips
+        self.find_end()
+        if self.step == self.total_steps:  # no batch is left, and the next start must not take those samples again
+            self.save(is_last=True)
         self.losses.count(record.step, record.loss, skipped=True)
         for writer in self.writers:
             writer.close()
@@ -408,14 +386,8 @@ class Trainer(TrainingState):
         config = self.config
         sampler = GlobalSampler(self.consumed_samples, config.training.micro_batch_size, self.dp_rank, self.dp_size)
         samples = MaskedSamples(self.run.datasets["train"], self.run.masks)
-        return BackgroundLoader(samples, sampler, config.data.num_workers, self.run.device)
-
-    def _sum_over_samples(self, value: torch.Tensor) -> None:
-        """Sum in place over samples, their slices and stages. Only the last stage's ranks have values but zero."""
-        if self.token_group.size() > 1:
-            dist.all_reduce(value, group=self.token_group)
-        if self.pp_group.size() > 1:
-            dist.all_reduce(value, group=self.pp_group)
+        self.data = BackgroundLoader(samples, sampler, config.data.num_workers, self.run.device)
+        return self.data
 
     def _complete_gradients(self) -> None:
         """Sum the gradients that are still partial after data parallelism: those of norms and biases under sequence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -15,22 +16,26 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_like.checkpoint.loader import model_tensors, optimizer_tensors, resume, rng_tensors
+from titan_like.checkpoint.loader import agree, model_tensors, optimizer_tensors, resume
 from titan_like.checkpoint.saver import SaveError, Saver
-from titan_like.checkpoint.step_folders import RunState, folder_of_settings
-from titan_like.config.errors import RunError
+from titan_like.checkpoint.step_folders import RunState, checkpoint_path, folder_of_settings
+from titan_like.config.errors import RunError, first_line
 from titan_like.config.schema import Parallelism
+from titan_like.data.batch_size import total_samples, total_steps
+from titan_like.data.loader import BackgroundLoader, merge_states
 from titan_like.data.masks import MASK_SETTINGS
+from titan_like.hugging_face.origin import origin_files
 from titan_like.metrics.console import Console
 from titan_like.metrics.run_files import run_ids
 from titan_like.optim.optimizer import Gradients, LossScaler, build_optimizer
+from titan_like.optim.schedule import schedule_length
 from titan_like.parallel.apply import build_pipeline
 from titan_like.parallel.context import slices_of
 from titan_like.parallel.expert_balance import ExpertBalance
 from titan_like.parallel.mesh import build_mesh, data_parallel_mesh
 from titan_like.parallel.tensor import partial_parameters
 from titan_like.train.health import LossWatch
-from titan_like.train.initial_weights import load_initial_weights
+from titan_like.train.initial_weights import initial_folder, load_initial_weights
 from titan_like.train.setup import Run
 
 
@@ -57,6 +62,15 @@ def seed_everything(seed: int, stream: int, deterministic: bool) -> None:
         torch.backends.cudnn.benchmark = False
 
 
+def seed_step(seed: int, step: int, stream: int) -> None:
+    """Seed torch's generators for the dropout of one step, from these numbers alone.
+
+    No checkpoint then holds random state: a run that goes on in any layout draws what it would have drawn there.
+    """
+    digest = hashlib.sha256(f"dropout/{seed}/{step}/{stream}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
 class TrainingState:
     """This process's part of a run's state, either new or from a checkpoint. Needs a process group."""
 
@@ -76,7 +90,8 @@ class TrainingState:
         self.slices = slices_of(config, run.model, mesh)
         self.pp_group = mesh.get_group("pp")
 
-        seed_everything(config.job.seed, dropout_stream(mesh, config.parallelism), config.job.deterministic)
+        self.dropout_stream = dropout_stream(mesh, config.parallelism)
+        seed_everything(config.job.seed, self.dropout_stream, config.job.deterministic)
         self.pipeline = build_pipeline(config, run.model, mesh, run.device)
         self.model = self.pipeline.model
         self.experts = ExpertBalance(self.model, mesh)
@@ -88,16 +103,39 @@ class TrainingState:
         self.scaler = LossScaler(run.device) if config.training.dtype == "float16" else None
         self.run_id = uuid.uuid4().hex[:8]  # replaced by the run's own if it resumes; that of rank 0 counts
         self.step = self.consumed_samples = self.consumed_tokens = self.skipped_steps = 0
+        self.schedule_batch_size = config.training.global_batch_size  # with which the run began
         self.losses = LossWatch(config.health, run.device)
         self.saver = Saver(run.checkpoint_folder, config.checkpoint)
         self.saved_steps: set[int] = set()  # saved by this process since it started
+        self.data: BackgroundLoader | None = None  # of this process's part of the training samples
         is_new = not (
             config.checkpoint.enable and self._resume(lambda step: config.checkpoint.load_step in (None, step))
         )
         if is_new and config.checkpoint.initial_load_path is not None:
             load_initial_weights(config.checkpoint.initial_load_path, self.model)
+        if config.checkpoint.enable:
+            agree(self._keep_origin(is_new))
         self.start_step = self.step
-        self.console = Console(dist.get_rank() == 0, run.total_steps)
+        self.find_end()
+        now = config.training, self.step, self.consumed_samples
+        self.console = Console(dist.get_rank() == 0, self.total_steps, total_samples(*now))
+
+    def find_end(self) -> None:
+        """Work out where the run ends from what it has consumed, whatever batch sizes led here."""
+        now = self.config.training, self.step, self.consumed_samples
+        self.total_steps = total_steps(*now)
+        self.schedule_length = schedule_length(*now, self.schedule_batch_size)
+
+    def _keep_origin(self, is_new: bool) -> str | None:
+        """Let checkpoints hold what this run's source says besides weights. Returns the reason if that fails."""
+        initial = self.config.checkpoint.initial_load_path
+        begins_with = None if initial is None else initial_folder(initial)
+        source = begins_with if is_new else checkpoint_path(self.run.checkpoint_folder, self.step)
+        try:
+            self.saver.files = origin_files(source, self.config.data) if dist.get_rank() == 0 else {}
+        except (OSError, ValueError) as error:
+            return first_line(error)
+        return None
 
     def save(self, is_last: bool = False) -> None:
         """Save a checkpoint. With `checkpoint.async` it only starts here, unless it is the last one."""
@@ -114,13 +152,23 @@ class TrainingState:
             recent_losses=self.losses.recent,
             consecutive_skips=self.losses.consecutive_skips,
             data=self.run.datasets["train"].fingerprint,
+            readers=self._readers(),
             versions={name: version(name) for name in ("torch", "safetensors")},
             run_id=self.run_id,
+            schedule_batch_size=self.schedule_batch_size,
         )
-        tensors = model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer) | rng_tensors()
-        self.saver.save(tensors, state)
+        self.saver.save(model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer), state)
         if is_last or not self.config.checkpoint.async_:
             self.finish_save(is_last)
+
+    def _readers(self) -> dict[str, list[int]]:
+        """Where the dataset's readers go on, of all ranks."""
+        source, state = self.run.datasets["train"], self.data.state if self.data is not None else {}
+        if source.state_dict() is None:
+            return {}
+        states: list[dict[str, list[int]]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(states, state)
+        return merge_states(states)
 
     def finish_save(self, is_last: bool = False) -> None:
         """Wait for a save that is in progress, if any, and print its outcome.
@@ -163,7 +211,9 @@ class TrainingState:
                 print(f"data.{key} was {value} up to step {state.step}", flush=True)
         if self._is_same_run(state):
             self.run_id = state.run_id or self.run_id
-        self.step, self.consumed_samples = state.step, state.consumed_samples
+        self.step, self.consumed_samples, self.schedule_batch_size = state.come_to(self.config.training)
+        if self.data is None:  # a run that goes back reads on from where it is
+            self.run.datasets["train"].load_state_dict(state.readers)
         self.consumed_tokens, self.skipped_steps = state.consumed_tokens, state.skipped_steps
         device = self.run.device
         if self.scaler is not None:

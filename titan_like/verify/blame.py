@@ -102,6 +102,14 @@ def on_one_process(config: JobConfig) -> JobConfig:
     return config
 
 
+def other_layout(config: JobConfig, most: int) -> JobConfig:
+    """One process or, where the layout has one data-parallel rank, 2 or 3 of up to ``most`` that share the batches."""
+    alone = on_one_process(config)
+    microbatches, has_one = num_microbatches(alone.training, layout_of(alone)), layout_of(config).data_parallel == 1
+    shared = [ranks for ranks in (2, 3) if has_one and ranks <= most and microbatches % ranks == 0]
+    return _with(alone, shard=min(shared, default=1))
+
+
 def find_fault(config: JobConfig, symptom: str, outcome_of: Callable[[JobConfig], str]) -> Blame:
     """Leave out one axis after the other, for good if the difference stays. At fault are those that have to stay.
 

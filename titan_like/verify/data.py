@@ -19,7 +19,7 @@ from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data import blend, raw_text, shards, stream_reader
 from titan_like.data.blend import shares_of
-from titan_like.data.loader import BackgroundLoader, GlobalSampler
+from titan_like.data.loader import BackgroundLoader, GlobalSampler, State, merge_states
 from titan_like.data.masks import MaskedSamples
 from titan_like.data.packed import corpus_folder, corpus_job
 from titan_like.models.registry import model_config
@@ -34,7 +34,7 @@ _PART = 16  # samples that each of them reads
 _WINDOW = _PART * len(_RELAY)
 _MOST_TEXT = 16 << 20  # bytes that are tokenized for this
 _SMALL = [
-    *((blend, "BLOCK", 24), (stream_reader, "INTERVAL", 2), (stream_reader, "_BATCH", 256)),
+    *((blend, "BLOCK", 24), (stream_reader, "_BATCH", 256)),
     *((raw_text, "_PIECE", 1 << 14), (raw_text, "_CHUNK", 1 << 12), (raw_text, "_ROWS", 5), (shards, "_ROWS", 5)),
 ]
 
@@ -79,7 +79,7 @@ def _has_tokens(config: JobConfig) -> bool:
 
 @contextmanager
 def short_blocks() -> Iterator[None]:
-    """Make blends' blocks, files' pieces and the ways between bookmarks short."""
+    """Make blends' blocks and files' pieces short."""
     with ExitStack() as stack:
         for module, name, value in _SMALL:
             stack.enter_context(patch.object(module, name, value))
@@ -97,7 +97,7 @@ def compare_with_definition(config: JobConfig) -> Found:
     """
     model, section, covered = model_config(config.model), config.data, list[str]()
     (sources, masks), micro_batch = open_run_data(config, model), min(2, config.training.micro_batch_size)
-    ids = ids_of_tokenizer(section.tokenizer) if section.tells_documents_apart or not model.is_causal else TokenIds()
+    ids = ids_of_tokenizer(section) if section.tells_documents_apart or not model.is_causal else TokenIds()
     for split in ("train", "validation"):
         source, defined = sources[split], define(config, split)
         if len(source) != len(defined):
@@ -110,9 +110,15 @@ def compare_with_definition(config: JobConfig) -> Found:
         for start in sorted({0, max(0, defined.epoch_end - _WINDOW // 2)}) if len(source) else ():
             covered.append(f"{start}–{start + _WINDOW - 1} of {split}")
             parts = [(start + _PART * number, _PART, *ranks) for number, ranks in enumerate(_RELAY)]
+            state: State = {}
             for first, size, ranks, workers in [(start, _WINDOW, 1, 0), *parts]:
-                copies = [MaskedSamples(pickle.loads(stored), masks) for _ in range(ranks)]
-                found = dict(enumerate(read(copies, first, size, micro_batch, workers), start=first))
+                copies = [pickle.loads(stored) for _ in range(ranks)]
+                for copy in copies:
+                    copy.load_state_dict(state)
+                masked = [MaskedSamples(copy, masks) for copy in copies]
+                samples, reached = read(masked, first, size, micro_batch, workers)
+                state = reached if size < _WINDOW else {}
+                found = dict(enumerate(samples, start=first))
                 due = range(first, first + size)
                 wrong = [i for i in sorted({*due, *found}) if not (i in found and torch.equal(found[i], wanted(i)))]
                 if wrong or len(found) > size:
@@ -121,11 +127,17 @@ def compare_with_definition(config: JobConfig) -> Found:
     return Found(f"samples {', '.join(covered)}")
 
 
-def read(copies: list[MaskedSamples], first: int, size: int, micro_batch: int, workers: int) -> list[torch.Tensor]:
-    """The samples, int64 [rows, seq], that ranks with a copy of the data each take, in the order of the stream."""
-    taken = list[list[torch.Tensor]]()
+def read(
+    copies: list[MaskedSamples], first: int, size: int, micro_batch: int, workers: int
+) -> tuple[list[torch.Tensor], State]:
+    """The samples, int64 [rows, seq], that ranks with a copy of the data each take, in the order of the stream, and the
+    state of the data after them.
+    """
+    taken, states = list[list[torch.Tensor]](), list[State]()
     for rank, samples in enumerate(copies):  # one after the other: a fork beside running threads may hang
         sampler = GlobalSampler(first, micro_batch, rank, len(copies), first + size)
         with closing(BackgroundLoader(samples, sampler, workers, torch.device("cpu"))) as loader:
             taken.append(list(loader))
-    return [sample for turn in zip_longest(*taken) for batch in turn if batch is not None for sample in batch]
+            states.append(loader.state)
+    ordered = [sample for turn in zip_longest(*taken) for batch in turn if batch is not None for sample in batch]
+    return ordered, merge_states(states)

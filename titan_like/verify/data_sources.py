@@ -7,9 +7,9 @@ lists of files, and what reads an index, parquet or arrow. A dataset of the user
 from __future__ import annotations
 
 import json
-import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache, partial
 from itertools import count, pairwise
 from pathlib import Path
@@ -27,7 +27,7 @@ from titan_like.data.packed import corpus_folder, corpus_job
 from titan_like.data.permutation import Permutation
 from titan_like.data.registry import find_dataset
 from titan_like.data.source import SPLITS, UNKNOWN_LENGTH, DataRequest, Source
-from titan_like.data.tokenizer import build_tokenizer
+from titan_like.data.tokenizer import tokenizer_of
 from titan_like.models.registry import model_config
 from titan_like.verify.samples import IGNORED
 from titan_like.verify.token_ids import ids_of_tokenizer
@@ -125,7 +125,7 @@ def _bounds(dataset: IndexedDataset, weights: list[float]) -> list[int]:
 def _race(request: DataRequest) -> Defined:
     """[CLS] question with an option [SEP] passage [SEP], padded, for each of four options."""
     section, size = request.section, request.seq_len
-    ids, tokenizer = ids_of_tokenizer(section.tokenizer), build_tokenizer(section.tokenizer)
+    ids, tokenizer = ids_of_tokenizer(section), tokenizer_of(section)
     rows = list[tuple[str, str, int]]()  # question with an option, passage, and of the first option the answer
     for file in sorted(Path(section.paths[0], "train" if request.split == "train" else "dev").rglob("*.txt")):
         for record in map(json.loads, filter(str.strip, file.read_text(encoding="utf-8").split("\n"))):
@@ -152,7 +152,7 @@ def _conversations(request: DataRequest) -> Defined:
     """
     section, size, split = request.section, request.seq_len, SPLITS.index(request.split)
     dataset = IndexedDataset(corpus_folder(corpus_job(section), request.cache_folder) / "tokens")
-    weights, filling = [*map(float, section.split.split(","))], ids_of_tokenizer(section.tokenizer).end_of_document
+    weights, filling = [*map(float, section.split.split(","))], ids_of_tokenizer(section).end_of_document
     low, high = (sum(weights[:end]) / sum(weights) for end in (split, split + 1))
     samples, room = list[list[tuple[int, list[int]]]](), np.full(len(dataset), size)
     drawn = [n * 0x9E3779B97F4A7C15 % 2**64 / 2**64 for n in range(len(dataset))]
@@ -225,7 +225,7 @@ def _blend(request: DataRequest, parts: list[Defined], weights: list[float]) -> 
 def _stream(request: DataRequest) -> Defined:
     """Windows over all documents of a reader, one after the other."""
     section, seq_len, readers = request.section, request.seq_len, request.section.num_readers
-    end, tokenizer = ids_of_tokenizer(section.tokenizer).end_of_document, build_tokenizer(section.tokenizer)
+    end, tokenizer = ids_of_tokenizer(section).end_of_document, tokenizer_of(section)
     found, held = shards.find_shards(section.paths)[0], dict[int, list[int]]()
     documents = [_documents(request, found, reader) for reader in range(readers)]
 
@@ -236,7 +236,7 @@ def _stream(request: DataRequest) -> Defined:
             document = next(documents[reader], None)
             if document is None:
                 return _without_labels(_window([end] * (seq_len + 1)))
-            tokens += [*tokenizer.encode(document).tolist(), end]
+            tokens += [*tokenizer.first_ids, *tokenizer.encode(document).tolist(), end]
         return _window(tokens[begin : begin + seq_len + 1])
 
     has_weight = float(section.split.split(",")[SPLITS.index(request.split)]) > 0
@@ -245,30 +245,37 @@ def _stream(request: DataRequest) -> Defined:
 
 
 def _documents(request: DataRequest, found: list[shards.Shard], reader: int) -> Iterator[str]:
-    """A reader's documents. It has every R-th shard, and takes turns with others in those that are then left."""
+    """A reader's documents. Of R records, and of as many shards of one record, each reader has one, in turn.
+
+    Each block of R of either is turned by √2 times its number, as a fraction of R, and every epoch by one reader.
+    """
     section, is_train, split = request.section, request.split == "train", SPLITS.index(request.split)
-    readers, rest = section.num_readers, len(found) % section.num_readers
-    groups, dealt = math.gcd(rest, readers), len(found) - rest
-    shared = range(dealt + reader % groups, len(found), groups)
-    mine = [(shard, 1, 0) for shard in range(reader, dealt, readers)]
-    mine += [(shard, readers // groups, reader // groups) for shard in shared]
+    readers, size = section.num_readers, len(found)
     weights = [float(weight) for weight in section.split.split(",")]
     low, high = (sum(weights[:end]) / sum(weights) for end in (split, split + 1))
+
+    def owner(number: int) -> int:
+        return number + ((number // readers * 0x6A09E667F3BCC909 % 2**64 >> 32) * readers >> 32)
+
     for epoch in count() if is_train else range(1):
-        order = Permutation(len(mine), "stream", request.seed, request.part, reader, epoch)
-        for place in range(len(mine)):
-            shard, modulus, turn = mine[order(place) if is_train else place]
+        order = Permutation(size, "stream", request.seed, request.part, reader, epoch)
+        for place in range(size):
+            shard = order(place) if is_train else (place + reader * size // readers) % size
             for record, text in _records(found[shard], section.text_key):
                 among_splits = (record * 0x9E3779B97F4A7C15 + shard * 0x6A09E667F3BCC909) % 2**64 / 2**64
-                if record % modulus == turn and low <= among_splits < high:
+                if (owner(record) + owner(shard) + epoch - reader) % readers == 0 and low <= among_splits < high:
                     yield text
 
 
 def _records(shard: shards.Shard, key: str) -> Iterator[tuple[int, str]]:
-    """The number of each record that is not an empty line, from 0, and its text."""
+    """The number of each record that has a text, from 0, and the text."""
     if shard.name.endswith(".jsonl") and raw_text.kind_of(Path(shard.name)) == "jsonl":
-        with open(shard.name, encoding="utf-8-sig", newline="\n") as lines:
-            yield from ((number, json.loads(line)[key]) for number, line in enumerate(lines) if line.strip())
+        with open(shard.name, encoding="utf-8-sig", errors="surrogateescape", newline="\n") as lines:
+            for number, line in enumerate(lines):
+                with suppress(ValueError, LookupError, TypeError, RecursionError):
+                    text = json.loads(line)[key]
+                    (line + text).encode()
+                    yield number, text
     else:
         for piece in shard.pieces(key, 0, 1):
-            yield from ((number - 1, str(text)) for number, text in raw_text.texts_of(piece, key))
+            yield from ((n - 1, text) for n, text in raw_text.texts_of(piece, key) if isinstance(text, str))

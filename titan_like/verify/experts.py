@@ -87,7 +87,9 @@ class PlainExperts:
                 self.bias[name] = [0.0] * self.config.num_experts
         self.forget()
 
-    def _forward(self, name: str, mlp: SparseMLP, x: torch.Tensor) -> torch.Tensor:
+    def _forward(
+        self, name: str, mlp: SparseMLP, x: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """[batch, seq, hidden] → the same shape."""
         config, tokens = self.config, x.flatten(0, 1)
         exact = torch.promote_types(x.dtype, torch.float32)
@@ -107,7 +109,8 @@ class PlainExperts:
             weights = weights / weights.sum(1, keepdim=True)
         weights = weights * config.routed_scaling
         if mlp.training:
-            self._note(name, logits, scores, chosen)
+            is_real = slice(None) if padding_mask is None else ~padding_mask.flatten()
+            self._note(name, logits[is_real], scores[is_real], chosen[is_real])
         copies = tokens[:, None].expand(-1, config.experts_per_token, -1)  # one for each choice
         results = torch.zeros_like(copies)
         for expert in range(config.num_experts):
@@ -144,7 +147,7 @@ class PlainExperts:
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in zip(FIGURES, found, strict=True)}
 
     def loss_of_piece(self, num_tokens: int) -> torch.Tensor | float:
-        """The losses of the last forward pass, over the ``num_tokens`` of the global batch."""
+        """The losses of the last forward pass, over the ``num_tokens`` of the global batch that are not padding."""
         losses, self.losses = self.losses, []
         return sum(losses) / num_tokens
 

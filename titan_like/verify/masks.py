@@ -35,7 +35,8 @@ def described(samples: Samples, indices: Iterable[int], config: JobConfig) -> to
 
     Of span corruption, [n, 3, seq]: inputs, labels, and 1 at the encoder's positions. If [data] asks for masks,
     [n, 3 + seq, seq]: inputs, labels, positions, and for each query the keys that it sees. If samples are pairs of
-    sentences, [n, 4 + seq, seq]: with the types of the tokens after the positions.
+    sentences, [n, 4 + seq, seq]: with the types of the tokens after the positions. If samples tell documents,
+    [n, 5 + seq, seq]: with each token's first key and 1 for padding after the positions.
     """
     model = model_config(config.model)
     ids = ids_of_samples(model.vocab_size)
@@ -46,20 +47,20 @@ def described(samples: Samples, indices: Iterable[int], config: JobConfig) -> to
             return _with_types(sample, ids.separator)
         if not has_masks(config.data):
             return sample
-        *rows, first, end = _with_masks(sample, index, config, ids)
-        keys = torch.arange(len(end))
+        inputs, labels, positions, first, end, *padding = _with_masks(sample, index, config, ids)
+        rows, keys = [inputs, labels, positions, *([first, *padding] if padding else [])], torch.arange(len(end))
         return torch.cat((torch.stack(rows), (first[:, None] <= keys) & (keys < end[:, None])))
 
     return torch.stack([describe(index) for index in indices])
 
 
 def rows_of(samples: Samples, config: JobConfig, ids: TokenIds, index: int) -> torch.Tensor:
-    """Sample ``index`` of the run in the rows that the trainer reads, int64 [2 to 5, seq]."""
+    """Sample ``index`` of the run in the rows that the trainer reads, int64 [2 to 6, seq]."""
     sample, section = _of_objective(samples, config, ids, index), config.data
     if not has_masks(section):
         return sample[:2]
     has_intervals = section.reset_attention_mask or section.prefix_lm
-    rows = [0, 1, *[2] * section.reset_position_ids, *[3, 4] * has_intervals]
+    rows = [0, 1, *[2] * section.reset_position_ids, *[3, 4] * has_intervals, *[5] * (len(sample) == 3)]
     return _with_masks(sample, index, config, ids)[rows]
 
 
@@ -78,8 +79,8 @@ def _of_objective(samples: Samples, config: JobConfig, ids: TokenIds, index: int
 def model_arguments(batch: torch.Tensor) -> tuple[torch.Tensor | int | None, ...]:
     """What a model takes of samples from `described`.
 
-    Tokens; or tokens, positions, bool [n, 1, seq, seq] and for pairs None and types; or tokens, two times None and the
-    encoder's length.
+    Tokens; or tokens, positions, bool [n, 1, seq, seq] and for pairs None and types, or four times None and bool [n,
+    seq], the padding; or tokens, two times None and the encoder's length.
     """
     rows, seq_len = batch.shape[1:]
     if rows == 2:
@@ -87,7 +88,14 @@ def model_arguments(batch: torch.Tensor) -> tuple[torch.Tensor | int | None, ...
     if rows == 3:
         return batch[:, 0], None, None, int(batch[0, 2].sum())
     types = (None, batch[:, 3]) if rows == 4 + seq_len else ()
-    return batch[:, 0], batch[:, 2], batch[:, None, -seq_len:].bool(), *types
+    padding = (None, None, None, None, batch[:, 4].bool()) if rows == 5 + seq_len else ()
+    return batch[:, 0], batch[:, 2], batch[:, None, -seq_len:].bool(), *types, *padding
+
+
+def num_tokens(batch: torch.Tensor) -> int:
+    """The tokens of samples from `described` that are not padding."""
+    samples, rows, seq_len = batch.shape
+    return samples * seq_len - (int(batch[:, 4].sum()) if rows == 5 + seq_len else 0)
 
 
 def take_definitions(model: Transformer, config: JobConfig, in_pairs: bool = False) -> None:
@@ -239,18 +247,20 @@ def _with_masked_tokens(
     """int64 [2, seq] → [2, seq]. The label of a chosen token is the token; the class of a pair is the first label.
 
     Words are tried in random order. Of n-grams of a drawn length, the longest is taken that has no token which cannot
-    be chosen or has been, and not more than are still to be chosen.
+    be chosen or has been, and not more than are still to be chosen. If no word is short enough in the end, the first
+    tokens of one are taken. Words that are too long from the beginning are cut into characters.
     """
     section, random = config.data, _generator(b"masked tokens", config.job.seed, index)
     (tokens, given), ordinary = sample.tolist(), set(ids.ordinary)
     free = {t for t, token in enumerate(tokens) if token in ordinary and given[t] != IGNORED}
     left, chosen = max(1, round(len(free) * section.mlm_probability)) if free else 0, set[int]()
-    words = list[list[int]]()
-    for t, token in enumerate(tokens):
-        if section.mlm_whole_words and t > 0 and token in ids.continuing and tokens[t - 1] in ids.continued:
-            words[-1].append(t)
-        else:
-            words.append([t])
+    words, most = [[t] for t in range(len(tokens))], left
+    if section.mlm_whole_words:
+        begins, characters = ids.words(np.array(tokens))
+        borders = [t for t in range(1, len(tokens)) if begins[t] or (t in free) != (t - 1 in free)]
+        words = [list(range(*ends)) for ends in pairwise([0, *borders, len(tokens)])]
+        borders += [t for word in words if len(word) > most for t in word[1:] if characters[t]]
+        words = [list(range(*ends)) for ends in pairwise([0, *sorted(borders), len(tokens)])]
     weights = [1 / n for n in range(1, section.mlm_max_ngram + 1)]
     order, lengths = _by_rank(random.random(len(words))), random.random(len(words)) * sum(weights)
     for word in order:
@@ -262,6 +272,7 @@ def _with_masked_tokens(
                 free -= span
                 left -= len(span)
                 break
+    chosen.update(next((words[word] for word in order if words[word][0] in free), [])[:left])
     labels = [token if t in chosen else IGNORED for t, token in enumerate(tokens)]
     if keeps_class:
         labels[0] = given[0]
@@ -328,11 +339,14 @@ def _with_types(sample: torch.Tensor, separator: int) -> torch.Tensor:
 def _with_masks(sample: torch.Tensor, index: int, config: JobConfig, ids: TokenIds) -> torch.Tensor:
     """int64 [2 or 3, seq] → [5, seq]: inputs, labels, positions, and of each query the first key and the keys' end.
 
-    Tokens of a segment see each other: those of its prefix all of them, and all of them earlier ones.
+    Tokens of a segment see each other: those of its prefix all of them, and all of them earlier ones. Of samples that
+    tell documents, [6, seq]: with 1 for the last document's tokens if they are all the same, and have no labels.
     """
     (inputs, labels, *given), section, order = sample.tolist(), config.data, range(sample.shape[1])
     begins = [t * (t > 0 and inputs[t - 1] == ids.end_of_document) for t in order]
     documents = given[0] if given else list(accumulate(begins, max))  # where each token's begins
+    tail = {t for t in order if documents[t] == documents[-1]}
+    is_filled = {(inputs[t], labels[t]) for t in tail} == {(inputs[-1], IGNORED)}
     positions = [t - documents[t] if section.reset_position_ids else t for t in order]
     segments = documents if section.reset_attention_mask else [0 for _ in order]
     prefix_ends = {begin: begin for begin in segments}
@@ -343,4 +357,5 @@ def _with_masks(sample: torch.Tensor, index: int, config: JobConfig, ids: TokenI
         if crosses or (section.prefix_lm_loss == "targets" and t + 1 < prefix_ends[segments[t]]):
             labels[t] = IGNORED
     ends = [max(t + 1, prefix_ends[segments[t]]) for t in order]
-    return torch.tensor([inputs, labels, positions, segments, ends])
+    padding = [[int(is_filled and t in tail) for t in order]] if given else []
+    return torch.tensor([inputs, labels, positions, segments, ends, *padding])

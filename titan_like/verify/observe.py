@@ -49,9 +49,10 @@ from titan_like.verify.half import (
     watched_sums,
 )
 from titan_like.verify.places import Cut, Outputs, Place, allowances, differing, up_to_the_loss
-from titan_like.verify.plain_training import EPS, FLOAT16_SCALE, LARGE, learning_rate, train
+from titan_like.verify.plain_training import EPS, FLOAT16_SCALE, LARGE, rate_of, train
 from titan_like.verify.processes import Member
 from titan_like.verify.reference import BLOCK_ELEMENTS, FEW, MARGIN
+from titan_like.verify.resumed import check_other_batches
 from titan_like.verify.samples import batches, masks_of_run, training_samples, validation_samples
 from titan_like.verify.schedule import schedule_problem
 from titan_like.verify.shrink import Small
@@ -75,7 +76,7 @@ class ObservedTrainer(WatchedTrainer):
         self.small, self.bad_steps, self.num_steps = small, small.bad_steps, small.num_steps
         self.last_step = last_step or small.num_steps
         self.batches = batches(small.config, self.num_steps)
-        self.updates = UpdateCheck(self, report)
+        self.updates = UpdateCheck(self, small, report)
         self._compare = partial(report.compare, reference, self.dtype)
         shares = run.layout.context * run.layout.tensor  # neighbouring ranks see the same samples
         report.data_rank = report.rank // shares % run.layout.data_parallel
@@ -124,7 +125,7 @@ class ObservedTrainer(WatchedTrainer):
         batch, config = self.batches[step], self.config
         counted = (found.global_batch_size, found.consumed_samples, found.consumed_tokens)
         equal(Key(step, Row.BATCH), counted, (len(batch), batch.stop, batch.stop * config.training.seq_len))
-        rate = learning_rate(config, step, self.run.total_steps)
+        rate = rate_of(self.small, step)
         told = f"{found.lr:.9g}, not {rate:.9g}"
         self.report.add(Key(step, Row.RATE), abs(found.lr - rate) / config.optimizer.lr, 1e-9, told)
         self._compare_losses(step, Row.LOSS, found.loss, found.losses)
@@ -235,6 +236,9 @@ class ObservedTrainer(WatchedTrainer):
         if self.dtype not in HALF:  # those save at the end
             super()._save_if_due(is_last)
 
+    def _leave_if_stopped(self) -> None:
+        pass  # the signal of the last step ends the loop alone
+
     def validate(self) -> float:
         """Validate and compare the loss."""
         loss = super().validate()
@@ -304,7 +308,7 @@ class ObservedTrainer(WatchedTrainer):
 
     def _check_end(self) -> None:
         """Let the loop end by itself, which a signal has done so far, and check that it takes the run's last step."""
-        total = self.run.total_steps
+        total = self.total_steps
         self.writers, self.step, self.stop_signal, self.signals.received = [], total - 1, 0, 0
         self.train()
         self.report.equal(Key(0, Row.SCHEDULE), f"it ends after step {self.step}", f"it ends after step {total}")
@@ -347,9 +351,11 @@ def compare_longer(member: Member, reference: Reference, config: JobConfig, repo
 
 def observe_leg(
     member: Member, reference: Reference, config: JobConfig, load_step: int | None, start: int, last_step: int,
-    most: int, folder: Path,
+    most: int, folder: Path, is_last: bool = False,
 ) -> Report:  # fmt: skip
     """One leg of a relay: resume, and save after every step up to ``last_step``.
+
+    The relay's last leg also goes on with other batches and with dropout.
 
     It resumes from ``start`` because that is ``load_step``, or without one because no later checkpoint is left. It
     removes checkpoints before its latest ``most`` unless those legs that follow need them.
@@ -364,6 +370,8 @@ def observe_leg(
         if step > start:
             shutil.rmtree(checkpoint_path(run.checkpoint_folder, step))
             there.remove(step)
+    if is_last:
+        check_other_batches(report, run, reference.small, start)
     trainer = ObservedTrainer(run, reference, report, last_step)
     told = f"resumed from step {trainer.step}, not {start}"
     report.exact(Key(0, Row.CHECKPOINTS), None if trainer.step == start else told)

@@ -25,7 +25,7 @@ from titan_like.optim.registry import RULES, find_rule
 from titan_like.verify.compare import EXACT, SINGLE, Key, Row
 from titan_like.verify.experts import PlainExperts, starve_an_expert
 from titan_like.verify.float8 import take_float8
-from titan_like.verify.masks import described, model_arguments, take_definitions
+from titan_like.verify.masks import described, model_arguments, num_tokens, take_definitions
 from titan_like.verify.matrix_optimizers import PlainAdafactor, PlainMuon
 from titan_like.verify.places import Outputs
 from titan_like.verify.samples import IGNORED, batches, training_samples, validation_samples
@@ -132,7 +132,7 @@ def train(
                 gradient.mul_(factor)
             if step <= last:
                 trace.keep(step, Row.FIGURES, experts.figures())
-            set_learning_rate(optimizer, config, step, small.total)
+            set_learning_rate(optimizer, small, step)
             optimizer.step()
             experts.update()
         optimizer.zero_grad()
@@ -179,7 +179,7 @@ def add_gradients(
     for piece in pieces:
         losses = summed_losses(model, piece, dtype)
         means = torch.stack([loss / count for loss, count in zip(losses, counts, strict=True)])
-        balance = 0.0 if experts is None else experts.loss_of_piece(sum(p.shape[0] * p.shape[2] for p in pieces))
+        balance = 0.0 if experts is None else experts.loss_of_piece(sum(map(num_tokens, pieces)))
         ((means.sum() + balance) * scale).backward()
         total += means.detach().double().cpu()
     return total.tolist()
@@ -241,14 +241,22 @@ def clip_factor(max_norm: float, grad_norm: float) -> float:
     return min(1.0, max_norm / (grad_norm + 1e-6)) if max_norm else 1.0
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, config: JobConfig, step: int, total: int) -> None:
-    """Set an optimizer's learning rate for a step of a run of ``total`` steps."""
+def set_learning_rate(optimizer: torch.optim.Optimizer, small: Small, step: int) -> None:
+    """Set an optimizer's learning rate for a step."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(config, step, total)
+        group["lr"] = rate_of(small, step)
 
 
-def learning_rate(config: JobConfig, step: int, total: int) -> float:
-    """The learning rate of a step, counted from 1, in a run of ``total`` steps."""
+def rate_of(small: Small, step: int) -> float:
+    """The learning rate of a step, counted from 1. If the run's length is not in steps, it is a function of samples."""
+    training, batch = small.config.training, small.config.training.global_batch_size
+    if training.steps is not None:
+        return learning_rate(small.config, step, small.total)
+    return learning_rate(small.config, batches(small.config, step)[step].stop / batch, small.samples / batch)
+
+
+def learning_rate(config: JobConfig, step: float, total: float) -> float:
+    """The learning rate of a step, counted from 1, of a schedule of ``total`` steps."""
     section = config.lr_scheduler
     peak, floor = config.optimizer.lr, section.min_lr_ratio
     length = (section.decay_steps or max(1, total // 10)) if section.decay == "wsd" else 0  # of the final decay
@@ -258,7 +266,7 @@ def learning_rate(config: JobConfig, step: int, total: int) -> float:
     if section.decay == "constant":
         return peak
     if section.decay == "inverse_sqrt":
-        return peak * max(floor, math.sqrt(max(warmup, 1) / step))
+        return peak * max(floor, min(1.0, math.sqrt(max(warmup, 1) / step)))
     if section.decay == "wsd":
         done = max(0.0, (step - (total - length)) / length)
     else:

@@ -26,7 +26,7 @@ from titan_like.models.registry import model_config
 from titan_like.train.layout_rules import is_sparse
 from titan_like.verify.compare import EXACT, HALF, SINGLE, Key, Reference, Row, distance
 from titan_like.verify.float8 import TIPPED
-from titan_like.verify.plain_training import EPS, Trace, clip_factor, learning_rate, norm, train
+from titan_like.verify.plain_training import EPS, Trace, clip_factor, norm, rate_of, train
 from titan_like.verify.processes import Member
 from titan_like.verify.shrink import Small
 
@@ -214,6 +214,6 @@ def tipped(small: Small, dtype: str, draws: list[tuple[Trace, float]], exact: Tr
                 clipping = clip_factor(small.max_norm(step), whole)
                 of_size = MARGIN * error / math.sqrt(wanted.numel()) * clipping / (wanted.abs() * clipping + eps)
                 share = torch.maximum(share, ((seen != 0) | cancelled) * of_size.clamp(max=1))
-                moved += 2 * rate_share * learning_rate(config, step, small.total)
+                moved += 2 * rate_share * rate_of(small, step)
             distances[Key(step, Row.WEIGHT, name)] = moved * norm(share)
     return distances

@@ -35,6 +35,8 @@ _EMPTY_BATCH = 2  # index of the global batch in which one data-parallel rank ha
 class Samples(Dataset[torch.Tensor]):
     """Sample i, int64 [2, seq] (inputs and labels), is a function of the seed and i alone.
 
+    With ``has_padding``, [3, seq]: with the place where each token's document begins. The last one is then padding.
+
     An index past the end gives a sample without labels, as validation expects.
     """
 
@@ -46,6 +48,7 @@ class Samples(Dataset[torch.Tensor]):
     outer: frozenset[int] = frozenset()  # samples with labels in the first and the last piece alone
     pieces: int = 1  # of each sequence
     has_documents: bool = False  # whether samples are made of several documents
+    has_padding: bool = False  # whether samples tell documents and are filled up, as conversations are
     has_options: bool = False  # whether samples are the options of multiple-choice questions
 
     def __len__(self) -> int:
@@ -67,6 +70,11 @@ class Samples(Dataset[torch.Tensor]):
             labels.fill_(IGNORED)
         if index in self.outer:
             labels[self.seq_len // self.pieces : -(self.seq_len // self.pieces)] = IGNORED
+        if self.has_padding:
+            size, begins = self.seq_len - index % 4 * self.seq_len // 6, tokens[:-1].roll(1) == END_OF_DOCUMENT
+            starts = torch.where(begins, positions, 0).cummax(0).values
+            inputs[size:], labels[size:], starts[size:] = END_OF_DOCUMENT, IGNORED, size
+            return torch.stack((inputs, labels, starts))
         return self._option(inputs, labels, index) if self.has_options else torch.stack((inputs, labels))
 
     def _option(self, tokens: torch.Tensor, labels: torch.Tensor, index: int) -> torch.Tensor:
@@ -90,6 +98,12 @@ class Samples(Dataset[torch.Tensor]):
 
     def described(self, micro_batch_size: int, num_ranks: int) -> None:
         """Nothing: there is nothing to say of them."""
+
+    def state_dict(self) -> None:
+        """Nothing: they are not read from anywhere."""
+
+    def load_state_dict(self, state: object) -> None:
+        """Nothing to load."""
 
 
 def batches(config: JobConfig, last: int) -> dict[int, range]:
@@ -139,17 +153,17 @@ def _kind_of(config: JobConfig) -> dict[str, Any]:
         "seq_len": sample_length(config, model).raw,
         "vocab_size": model.vocab_size,
         "has_documents": has_masks(config.data),
+        "has_padding": config.data.dataset == "conversations",
         "has_options": "choice" in model.predictions,
     }
 
 
 def masks_of_run(config: JobConfig) -> Masks:
-    """What the trainer adds to these samples, with tokens from this module. A third of the tokens are in no word.
+    """What the trainer adds to these samples, with tokens from this module.
 
     The last tokens of the vocabulary are the sentinels, from the end, as in T5's.
     """
     model = model_config(config.model)
-    joins = np.arange(model.vocab_size) % 3 > 0
     tokenizer = SimpleNamespace(
         vocab_size=model.vocab_size,
         eod_id=END_OF_DOCUMENT,
@@ -158,9 +172,15 @@ def masks_of_run(config: JobConfig) -> Masks:
         pair_ids=(FIRST, SEPARATOR, PADDING),
         sentinel_ids=range(model.vocab_size - 1, PADDING, -1),
         special_ids={END_OF_DOCUMENT, MASK, FIRST, SEPARATOR, PADDING},
-        word_joins=lambda: np.stack((joins, joins)),
+        words=words_of_samples,
     )
     return masks_of(config, model, cast(Tokenizer, tokenizer))
+
+
+def words_of_samples(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where words and characters begin. A third of the tokens are words of their own, and runs of others are words."""
+    joins = tokens % 3 > 0
+    return np.append(True, ~(joins[1:] & joins[:-1])), np.ones(len(tokens), dtype=bool)
 
 
 def has_masks(section: Data) -> bool:

@@ -6,7 +6,7 @@ import math
 
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import global_batch_size_at, total_steps
-from titan_like.optim.schedule import lr_factor
+from titan_like.optim.schedule import lr_factor, schedule_length
 from titan_like.verify.plain_training import learning_rate
 from titan_like.verify.samples import batch_size
 
@@ -29,10 +29,11 @@ def schedule_problem(config: JobConfig) -> str | None:
     wanted_total = training.steps or steps + (samples - consumed) // batch_size(training, consumed)
     if steps < _MOST_RAMPING and total != wanted_total:
         return f"the run has {total} steps, not {wanted_total}"
+    end = schedule_length(training)  # the small run shows how far each step takes its schedule
     for number in range(_POINTS):
-        step = 1 + number * (total - 1) // (_POINTS - 1)
-        rate = learning_rate(config, step, total)
-        found = config.optimizer.lr * lr_factor(config.lr_scheduler, step, total)
+        step = 1 + number * max(0, end - 1) // (_POINTS - 1)
+        rate = learning_rate(config, step, end)
+        found = config.optimizer.lr * lr_factor(config.lr_scheduler, step, end)
         if not math.isclose(found, rate, rel_tol=1e-9, abs_tol=1e-12 * config.optimizer.lr):
-            return f"in step {step} of {total} it is {found:.6g}, not {rate:.6g}"
+            return f"in step {step:.12g} of {end:.12g} it is {found:.6g}, not {rate:.6g}"
     return None

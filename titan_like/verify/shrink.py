@@ -55,6 +55,7 @@ class Small:
     num_steps: int  # bad ones included
     bad_steps: dict[int, bool]
     total: int  # steps of the whole run, which ends earlier
+    samples: int  # of the whole run
     dropout: float | None  # rate in the dropout run; None: there is none
     longer: dict[str, Any]  # settings that make sequences longer, for one batch; empty: they have their own length
     limits: list[str]  # the sizes that are smaller than the original's
@@ -218,7 +219,7 @@ def shrink(
     two_layers = 2 * min(kind.parameters for kind in model.parts.kinds) // layout.tensor
     element = {"float64": 8, "float32": 4}.get(training.dtype, 2)
     unit_bytes = LAYER_UNIT_BYTES if element * two_layers <= LAYER_UNIT_BYTES else 0
-    return Small(config, small, num_steps, bad_steps, total, dropout, longer, limits, unit_bytes)
+    return Small(config, small, num_steps, bad_steps, total, samples, dropout, longer, limits, unit_bytes)
 
 
 def in_layout(config: JobConfig, layout: Layout) -> JobConfig:

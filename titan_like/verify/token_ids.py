@@ -1,21 +1,15 @@
-"""Ids of special tokens, and which tokens continue a word: chosen for small samples, and those of a run's tokenizer."""
+"""Ids of special tokens, and where words begin: chosen for small samples, and those of a run's tokenizer."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from itertools import chain, count, takewhile
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tokenizers import models
+import numpy as np
 
-from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer
-from titan_like.verify.samples import END_OF_DOCUMENT, FIRST, MASK, PAD, PADDING, SEPARATOR
-
-# Names of the first six of `TokenIds`. The first name that a vocabulary has counts.
-_NAMES = (
-    *(("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]"), ("[MASK]", "<mask>"), ("<pad>", "[PAD]")),
-    *(("[CLS]", "<s>"), ("[SEP]", "</s>"), ("[PAD]", "<pad>", "[CLS]", "<s>")),
-)
+from titan_like.config.schema import Data
+from titan_like.data.tokenizer import ByteTokenizer, tokenizer_of
+from titan_like.verify.samples import END_OF_DOCUMENT, FIRST, MASK, PAD, PADDING, SEPARATOR, words_of_samples
 
 
 class TokenIds(NamedTuple):
@@ -29,37 +23,24 @@ class TokenIds(NamedTuple):
     padding: int = -1
     sentinels: Sequence[int] = ()
     ordinary: Sequence[int] = ()  # can be masked, and replace others
-    continuing: Container[int] = ()  # continue the word of the token before them,
-    continued: Container[int] = ()  # if that is one of these
+    words: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]] = words_of_samples  # where they and characters begin
 
 
 def ids_of_samples(vocab_size: int) -> TokenIds:
     """Those of the small samples. The last tokens of the vocabulary are sentinels; a third are in no word."""
     named = (END_OF_DOCUMENT, MASK, PAD, FIRST, SEPARATOR, PADDING)
     ordinary = [token for token in range(vocab_size) if token not in named]
-    in_words = {token for token in range(vocab_size) if token % 3}
-    return TokenIds(*named, range(vocab_size - 1, PADDING, -1), ordinary, in_words, in_words)
+    return TokenIds(*named, range(vocab_size - 1, PADDING, -1), ordinary, words_of_samples)
 
 
-def ids_of_tokenizer(spec: str) -> TokenIds:
-    """Those of the tokenizer that `data.tokenizer` names, by the pieces of its vocabulary."""
-
-    def is_of_word(character: str) -> bool:  # a letter, digit or underscore, and no vocabulary's mark of white space
-        return (character.isalnum() or character == "_") and character not in "\u2581ĠĊĉč"
-
-    tokenizer = build_tokenizer(spec)
+def ids_of_tokenizer(section: Data) -> TokenIds:
+    """Those of the tokenizer that [data] names."""
+    tokenizer = tokenizer_of(section)
     if isinstance(tokenizer, ByteTokenizer):
-        in_words = {byte for byte in range(256) if byte >= 128 or is_of_word(chr(byte))}
-        return TokenIds(256, 257, 258, 258, 259, 260, range(259, 359), range(256), in_words, in_words)
-    library, vocab = tokenizer.tokenizer, tokenizer.tokenizer.get_vocab(with_added_tokens=True)
-    named = (next((vocab[name] for name in names if name in vocab), -1) for names in _NAMES)
-    end, mask, pad, first, separator, padding = named
-    special = {vocab.get(name) for name in (*chain(*_NAMES), "[UNK]", "<unk>")}
-    special |= {number for number, token in library.get_added_tokens_decoder().items() if token.special}
-    pieces = {number: piece for piece, number in vocab.items() if piece and number not in special}
-    begins, ends = ({n for n, piece in pieces.items() if is_of_word(piece[at])} for at in (0, -1))
-    if isinstance(library.model, models.WordPiece):
-        begins, ends = {n for n, piece in pieces.items() if piece.startswith("##")}, set(pieces)
-    sentinels = [vocab[name] for name in takewhile(vocab.__contains__, map("<extra_id_{}>".format, count()))]
-    ordinary = [number for number in range(max(vocab.values()) + 1) if number not in special]
-    return TokenIds(end, mask, pad, first, separator, padding, sentinels, ordinary, begins, ends)
+        byte_ids = (256, 257, 258, 258, 259, 260, range(259, 359), range(256))
+        return TokenIds(*byte_ids, lambda tokens: tokenizer.words(tokens))
+    named = (tokenizer.eod_id, tokenizer.mask_id, tokenizer.pad_id, *(tokenizer.pair_ids or (None, None, None)))
+    end, mask, pad, first, separator, padding = (-1 if number is None else number for number in named)
+    ordinary = [number for number in range(tokenizer.vocab_size) if number not in tokenizer.special_ids]
+    ids = (end, mask, pad, first, separator, padding, tokenizer.sentinel_ids, ordinary)
+    return TokenIds(*ids, lambda tokens: tokenizer.words(tokens))

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import SINGLE, Key, Report, Row, distance
 from titan_like.verify.places import local
-from titan_like.verify.plain_training import EPS, build_optimizer, clip_factor, learning_rate, norm, set_learning_rate
+from titan_like.verify.plain_training import EPS, build_optimizer, clip_factor, norm, rate_of, set_learning_rate
+from titan_like.verify.shrink import Small
 
 # What float32 may lose in moments and bias corrections, as a share of the learning rate or of the update.
 _LOST = {torch.float32: 1e-4, torch.float64: 1e-11}
@@ -30,8 +31,8 @@ _ELEMENTWISE = ("adamw", "sgd")  # their update of an element depends on that el
 class UpdateCheck:
     """Repeats a trainer's updates, starting from its weights and optimizer state at construction."""
 
-    def __init__(self, trainer: Trainer, report: Report) -> None:
-        self.trainer, self.report = trainer, report
+    def __init__(self, trainer: Trainer, small: Small, report: Report) -> None:
+        self.trainer, self.small, self.report = trainer, small, report
         self.master = torch.promote_types(getattr(torch, trainer.config.training.dtype), torch.float32)
         self.is_gathered = trainer.config.optimizer.name not in _ELEMENTWISE
         self.parameters = [(name, p, nn.Parameter(self._double(p))) for name, p in trainer.model.named_parameters()]
@@ -53,7 +54,7 @@ class UpdateCheck:
         """
         unclipped, before = iter(gradients), [copy.detach().clone() for _, _, copy in self.parameters]
         if is_good:
-            set_learning_rate(self.optimizer, self.trainer.config, step, self.trainer.run.total_steps)
+            set_learning_rate(self.optimizer, self.small, step)
             self.optimizer.step()
         factor = clip_factor(self.trainer.config.training.max_norm, grad_norm)
         for (name, parameter, copy), old in zip(self.parameters, before, strict=True):
@@ -79,8 +80,7 @@ class UpdateCheck:
 
     def _check_update(self, key: Key, old: torch.Tensor, found: torch.Tensor, expected: torch.Tensor) -> None:
         rounding = _WEIGHT_ROUNDINGS * torch.finfo(self.master).eps * norm(old)
-        rate = learning_rate(self.trainer.config, key.step, self.trainer.run.total_steps)
-        lost = _LOST[self.master] * max(rate * math.sqrt(old.numel()), distance(expected, old))
+        lost = _LOST[self.master] * max(rate_of(self.small, key.step) * math.sqrt(old.numel()), distance(expected, old))
         size = max(distance(expected, old), rounding, 1e-30)
         self.report.add(key, distance(found, expected) / size, (rounding + lost) / size)
 

@@ -15,14 +15,14 @@ import torch
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.parallel.layout import Layout
-from titan_like.verify.blame import DIFFERENT, FAILS, ONE_PROCESS, SAME, UNDECIDED, Blame, find_fault, on_one_process
+from titan_like.verify.blame import DIFFERENT, FAILS, ONE_PROCESS, SAME, UNDECIDED, Blame, find_fault, other_layout
 from titan_like.verify.compare import DATA, DROPOUT, EXACT, HALF, RESUME, SINGLE, Check, Reference, Report, Row, combine
 from titan_like.verify.data import check_data
 from titan_like.verify.observe import compare_places, observe, observe_leg
 from titan_like.verify.places import first_place
 from titan_like.verify.processes import DONE, FAILED, Group, Outcome, Prepare
 from titan_like.verify.reference import compute_reference
-from titan_like.verify.shrink import Small, check_numbers, layout_of, resolve, shrink
+from titan_like.verify.shrink import MOST_PROCESSES, Small, check_numbers, layout_of, resolve, shrink
 
 Progress = Callable[[str], None]
 _COMPILING = 900.0  # seconds that compilation may take
@@ -133,7 +133,7 @@ class Verifier:
         problem = f"reading it fails: {made.reason}" if made.result is None else made.result.problem
         verdict.checks.append(Check(DATA, 0, Row.DATA, "", float(bool(problem)), detail=problem or made.result.covered))
         if problem:
-            told = "the dataset, its loader or its bookmarks, whatever the model and the layout"
+            told = "the dataset, its loader or the state of its readers, whatever the model and the layout"
             verdict.outcome, verdict.blame = DIFFERENT, Blame(DATA, told, {})
 
     def check(self, config: JobConfig, kinds: list[str], checks: list[Check]) -> None:
@@ -162,11 +162,11 @@ class Verifier:
                 break
 
     def _relay(self, config: JobConfig) -> list[tuple[Any, ...]]:
-        """The layout, the layout again, one process, and the layout once more resume from each other's checkpoints.
+        """The layout, the layout again, another one, and the first once more resume from each other's checkpoints.
 
         The next two resume from a checkpoint after which the first trains on, and which is not the first that it saves.
         A good step follows on the first of them, if there are as many: what is saved in the background must not see it.
-        One process repeats a step whose update is skipped. The first and the last choose a checkpoint themselves.
+        The other layout repeats a step whose update is skipped. The first and the last choose a checkpoint themselves.
         """
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         skipped, last = max(self.small.bad_steps), self.small.num_steps
@@ -175,9 +175,14 @@ class Verifier:
         return [
             (observe_leg, config, None, 0, skipped + 1, most, folder),
             (observe_leg, config, start, start, last, most, folder),
-            (observe_leg, on_one_process(config), skipped - 1, skipped - 1, skipped, most, folder),
-            (observe_leg, config, None, skipped, last, most, folder),
+            (observe_leg, other_layout(config, self.most), skipped - 1, skipped - 1, skipped, most, folder),
+            (observe_leg, config, None, skipped, last, most, folder, True),
         ]
+
+    @property
+    def most(self) -> int:
+        """Processes that may run at once."""
+        return torch.cuda.device_count() if self.on_gpus else MOST_PROCESSES
 
     def _start(self, function: Callable, processes: int, *arguments: Any) -> Any:
         return self.start(function, processes, *arguments, on_gpus=self.on_gpus, prepare=self.prepare)
@@ -246,8 +251,8 @@ class Verifier:
         if first.kind != RESUME and first.row not in (Row.DROPOUT_RESUMED, Row.RESUMED):
             return blame
         axis = RESUME if blame.axis == ONE_PROCESS else blame.axis
-        if axis == RESUME:  # unless the relay's leg on one process, which has more microbatches, is wrong by itself
-            alone = on_one_process(config)
+        if axis == RESUME:  # unless the relay's leg in another layout, with other microbatches, is wrong by itself
+            alone = other_layout(config, self.most)
             outcome = outcome_of(alone, EXACT)
             if outcome in (DIFFERENT, FAILS):
                 return find_fault(alone, outcome, partial(outcome_of, kind=EXACT))

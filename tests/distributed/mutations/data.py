@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,17 +20,21 @@ from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.packed import PackedDataset
 from titan_like.data.permutation import Permutation
 from titan_like.data.sentence_pairs import PairTokens
-from titan_like.data.stream_reader import Documents, Place, Reader
-from titan_like.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from titan_like.data.stream_reader import Bookmark, Documents, Place, Reader
+from titan_like.data.tokenizer import ByteTokenizer
 
 
-@bug(Reader, "_read")
-def a_sample_is_skipped_at_each_bookmark(original: Any, self: Reader) -> np.ndarray | None:
-    """A reader reads past a sample after it has written down where it is."""
-    if self._next and self._next % stream_reader.INTERVAL == 0:
-        original(self)
-        self._next -= 1
-    return original(self)
+def bookmarks_with(change: Callable[[Bookmark], Bookmark]) -> Any:
+    """A bug: readers write down another place than that where they are."""
+    original = Reader.bookmark.fget
+    return patch.object(Reader, "bookmark", property(lambda self: change(original(self))))
+
+
+@contextmanager
+def a_sample_is_skipped_at_each_bookmark() -> Iterator[None]:
+    """A reader that begins at a bookmark gives the sample there for the one before it."""
+    with bookmarks_with(lambda mark: replace(mark, sample=max(0, mark.sample - 1))):
+        yield
 
 
 @bug(stream_reader, "texts_of")
@@ -48,11 +52,11 @@ def bookmarks_are_a_document_late(original: Any, self: Documents, place: Place) 
     return documents
 
 
-@bug(Reader, "_go_near")
-def bookmarks_forget_the_tokens_before(original: Any, self: Reader, number: int) -> None:
+@contextmanager
+def bookmarks_forget_the_tokens_before() -> Iterator[None]:
     """A reader that begins at a bookmark begins with the first token of the document there."""
-    original(self, number)
-    self._offset = 0
+    with bookmarks_with(lambda mark: replace(mark, offset=0)):
+        yield
 
 
 @contextmanager
@@ -229,20 +233,6 @@ def sentinels_are_in_reverse() -> Iterator[None]:
 def the_end_hides_tokens() -> Iterator[None]:
     """The end of a document stands in the place of masked tokens."""
     with patch.object(ByteTokenizer, "mask_id", ByteTokenizer.eod_id):
-        yield
-
-
-@contextmanager
-def every_piece_is_a_word() -> Iterator[None]:
-    """Pieces that continue a word begin another."""
-
-    def word_joins(self: Any) -> np.ndarray:
-        return np.zeros((2, self.vocab_size), dtype=bool)
-
-    bytes_alone, others = (
-        patch.object(kind, "word_joins", word_joins) for kind in (ByteTokenizer, HuggingFaceTokenizer)
-    )
-    with bytes_alone, others:
         yield
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,9 +18,9 @@ from tests.distributed.mutations import bug
 from titan_like.models.transformer import Transformer
 from titan_like.parallel import activation_checkpoint, apply, tensor_styles
 from titan_like.parallel.model import ParallelModel
-from titan_like.train import training_state
+from titan_like.train import trainer, training_state
 from titan_like.train.trainer import Trainer
-from titan_like.train.training_state import dropout_stream, seed_everything
+from titan_like.train.training_state import dropout_stream
 
 _DROPOUT = F.dropout
 
@@ -107,10 +109,57 @@ def compiled_layers_never_drop(original: Any, forward: Any, **options: Any) -> A
     return original(forward, **options)
 
 
-@bug(training_state, "seed_everything")
-def seed_ignored(_: Any, _seed: int, *others: Any) -> None:
+@bug(trainer, "seed_step")
+def seed_ignored(original: Any, _seed: int, *others: Any) -> None:
     """Dropout is drawn from the same random numbers whatever the seed is."""
-    seed_everything(1234, *others)
+    original(1234, *others)
+
+
+@bug(trainer, "seed_step")
+def seeds_of_steps_and_ranks_added_up(_: Any, seed: int, step: int, stream: int) -> None:
+    """One rank draws in a step what its neighbour draws in the next, or with the next seed."""
+    torch.manual_seed(seed + step + stream)
+
+
+@bug(trainer, "seed_step")
+def same_dropout_in_every_step(original: Any, seed: int, _step: int, stream: int) -> None:
+    """Every step draws what the first drew."""
+    original(seed, 1, stream)
+
+
+@contextmanager
+def random_state_restored_by_rank() -> Iterator[None]:
+    """Generators are seeded once. Checkpoints hold their state by global rank, and it is restored by that number."""
+    save, resume = Trainer.save, Trainer._resume
+
+    def file(self: Trainer) -> Path:
+        return self.run.checkpoint_folder / f"rng-{self.step}-{dist.get_rank()}.pt"
+
+    def save_too(self: Trainer, is_last: bool = False) -> None:
+        save(self, is_last)
+        torch.save(torch.get_rng_state(), file(self))
+
+    def restore_too(self: Trainer, is_usable: Any) -> bool:
+        resumed = resume(self, is_usable)
+        if resumed and file(self).exists():
+            torch.set_rng_state(torch.load(file(self), weights_only=True))
+        return resumed
+
+    with (
+        patch.object(trainer, "seed_step", lambda *_: None),
+        patch.object(Trainer, "save", save_too),
+        patch.object(Trainer, "_resume", restore_too),
+    ):
+        yield
+
+
+@bug(Trainer, "_resume")
+def resumed_ranks_share_no_dropout(original: Any, self: Trainer, is_usable: Any) -> bool:
+    """In a resumed run each process draws its own dropout, also where tensor ranks hold the same activations."""
+    resumed = original(self, is_usable)
+    if resumed:
+        self.dropout_stream = dist.get_rank()
+    return resumed
 
 
 @contextmanager
@@ -118,20 +167,12 @@ def seed_of_each_trainer() -> Iterator[None]:
     """A second run with the same seed draws other dropout."""
     runs = [0]
 
-    def seed_anew(seed: int, *others: Any) -> None:
+    def stream_anew(*given: Any) -> int:
         runs[0] += 1
-        seed_everything(seed + 1000 * runs[0], *others)
+        return dropout_stream(*given) + 1000 * runs[0]
 
-    with patch.object(training_state, "seed_everything", seed_anew):
+    with patch.object(training_state, "dropout_stream", stream_anew):
         yield
-
-
-@bug(Trainer, "validate")
-def validation_seeds_dropout_anew(original: Any, self: Trainer) -> float:
-    """After each validation dropout draws what it drew at the start."""
-    loss = original(self)
-    seed_everything(self.config.job.seed, dropout_stream(self.mesh, self.config.parallelism), False)
-    return loss
 
 
 @contextmanager

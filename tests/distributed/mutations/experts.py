@@ -32,9 +32,9 @@ def weights_not_renormalised() -> Iterator[None]:
 
 
 @bug(Router, "forward")
-def bias_in_the_weights(original: Any, self: Router, x: torch.Tensor) -> Routing:
+def bias_in_the_weights(original: Any, self: Router, *arguments: Any) -> Routing:
     """What is added to the scores for the choice is part of the weights too."""
-    found = original(self, x)
+    found = original(self, *arguments)
     assert self.bias is not None
     counts, chosen = found.ends.diff(prepend=found.ends.new_zeros(1)), torch.empty_like(found.order)
     chosen[found.order] = torch.arange(len(counts)).repeat_interleave(counts)
@@ -105,10 +105,10 @@ def loads_forgotten_when_resumed(original: Any, model: Any) -> dict[str, torch.T
 
 
 @bug(SparseMLP, "forward")
-def shared_experts_twice(original: Any, self: SparseMLP, x: torch.Tensor) -> torch.Tensor:
+def shared_experts_twice(original: Any, self: SparseMLP, x: torch.Tensor, **named: Any) -> torch.Tensor:
     """The result of the shared experts is added twice."""
     assert self.shared is not None
-    return original(self, x) + self.shared(x)
+    return original(self, x, **named) + self.shared(x)
 
 
 @contextmanager
@@ -128,7 +128,7 @@ def balance_times_microbatches(original: Any, self: WholeModel, inputs: Any, los
 
 
 @bug(ExpertBalance, "begin")
-def later_stages_without_balance(original: Any, self: ExpertBalance, loss_scale: Any, num_tokens: int) -> None:
+def later_stages_without_balance(original: Any, self: ExpertBalance, loss_scale: Any, num_tokens: Any) -> None:
     """Only the first pipeline stage's layers have an auxiliary loss."""
     is_first = self.pp_group.rank() == 0
     original(self, loss_scale if is_first else 0.0, num_tokens)
@@ -173,6 +173,12 @@ def routers_not_summed_over_tensor_ranks() -> Iterator[None]:
         yield
 
 
+@bug(tensor_styles.RouterStyle, "forward")
+def padding_of_the_first_rank(original: Any, self: Any, module: Any, group: Any, *inputs: Any) -> Any:
+    """Every tensor-parallel rank takes the first rank's part of the padding for its own."""
+    return original(self, module, SimpleNamespace(size=group.size, rank=0), *inputs)
+
+
 @bug(DataParallel, "__init__")
 def experts_not_summed(original: Any, self: DataParallel, *arguments: Any) -> None:
     """The ranks that hold the same experts do not sum their gradients."""
@@ -207,7 +213,7 @@ def balance_times_expert_ranks() -> Iterator[None]:
     """The auxiliary loss is multiplied by the ranks that share experts."""
     original = ExpertBalance.begin
 
-    def begin(self: ExpertBalance, loss_scale: Any, num_tokens: int) -> None:
+    def begin(self: ExpertBalance, loss_scale: Any, num_tokens: Any) -> None:
         original(self, loss_scale * (1 if self.expert_mesh is None else self.expert_mesh["ep"].size()), num_tokens)
 
     init = ExpertBalance.__init__

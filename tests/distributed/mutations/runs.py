@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +18,7 @@ from tests.distributed.mutations import bug
 from titan_like.checkpoint import loader, saver
 from titan_like.checkpoint.saver import Saver
 from titan_like.checkpoint.step_folders import RunState, checkpoint_path, complete_steps
+from titan_like.config.schema import Training
 from titan_like.parallel.pipeline import Pipeline
 from titan_like.train import trainer, training_state
 from titan_like.train.trainer import Trainer
@@ -173,10 +173,9 @@ def replicas_draw_the_same_samples(original: Any, self: Trainer) -> Any:
 @bug(Trainer, "train")
 def loop_ends_a_step_early(original: Any, self: Trainer) -> None:
     """A run that no signal ends leaves out its last step."""
-    run, self.run = self.run, replace(self.run)
-    vars(self.run)["total_steps"] = run.total_steps - 1
+    self.total_steps -= 1
     original(self)
-    self.run = run
+    self.total_steps += 1
 
 
 @bug(Trainer, "_load_data")
@@ -233,3 +232,21 @@ def numbers_of_the_next_step() -> Iterator[None]:
 
     with patch.object(trainer, "copy_to_host", copy_to_host):
         yield
+
+
+@bug(training_state, "total_steps")
+def length_as_if_todays_batches_had_always_held(original: Any, training: Training, *_: int) -> int:
+    """A resumed run derives its last step from the settings alone."""
+    return original(training)
+
+
+@bug(RunState, "come_to")
+def schedule_counts_todays_batches(original: Any, self: RunState, training: Training) -> tuple[int, int, int]:
+    """A resumed run takes its schedule's steps for batches of today's size."""
+    return *original(self, training)[:2], training.global_batch_size
+
+
+@bug(trainer, "schedule_step")
+def schedule_counts_steps_whatever_their_batches(_: Any, _training: Training, step: int, *_others: int) -> float:
+    """The schedule counts optimizer steps, also where the length is in samples."""
+    return step

@@ -45,7 +45,7 @@ class Router(nn.Module):
     bias: torch.Tensor | None  # [E], added to the scores for the choice alone
     counts: torch.Tensor  # int64 [E], tokens sent to each expert in this step
     loss_sums: torch.Tensor  # [2], of the auxiliary loss and of the squared logarithms, over these tokens
-    loss_factor: torch.Tensor  # [], the loss scale over the number of tokens in the global batch
+    loss_factor: torch.Tensor  # [], the loss scale over the number of tokens in the global batch, without padding
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -68,8 +68,14 @@ class Router(nn.Module):
             if buffer is not None:
                 buffer.zero_()
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> Routing:
-        """[n, hidden] → which experts its tokens are sent to. ``weight``, if given, is used in place of its own."""
+    def forward(
+        self, x: torch.Tensor, padding_mask: torch.Tensor | None = None, weight: torch.Tensor | None = None
+    ) -> Routing:
+        """[n, hidden] → which experts its tokens are sent to.
+
+        ``padding_mask``, bool [batch, seq] with n elements, is True for padding, which is routed but never counted.
+        ``weight``, if given, is used in place of the router's own.
+        """
         config, dtype = self.config, torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(dtype), (self.weight if weight is None else weight).to(dtype))
         scores = logits.softmax(1) if config.router_score == "softmax" else logits.sigmoid()
@@ -82,25 +88,29 @@ class Router(nn.Module):
         by_expert, order = experts.flatten().sort(stable=True)
         numbers = torch.arange(config.num_experts, device=x.device)
         ends = torch.searchsorted(by_expert, numbers, right=True)
-        if self.training:
-            weights = self._with_losses(weights, logits, scores, ends)
-        return Routing(weights, order, ends.to(torch.int32))
+        routing = Routing(weights, order, ends.to(torch.int32))
+        return self._with_losses(routing, logits, scores, padding_mask) if self.training else routing
 
     def _with_losses(
-        self, weights: torch.Tensor, logits: torch.Tensor, scores: torch.Tensor, ends: torch.Tensor
-    ) -> torch.Tensor:
-        """Count the choice, and return the weights, whose backward pass also computes the losses' gradients."""
-        config = self.config
+        self, routing: Routing, logits: torch.Tensor, scores: torch.Tensor, padding_mask: torch.Tensor | None
+    ) -> Routing:
+        """Count the choice, and let the backward pass of the weights also compute the losses' gradients."""
+        config, ends = self.config, routing.ends
         shares = scores if config.router_score == "softmax" else scores / scores.sum(1, keepdim=True)
+        squares = logits.logsumexp(1).square()
+        if padding_mask is not None:
+            is_padding = padding_mask.flatten()
+            shares, squares = shares.masked_fill(is_padding[:, None], 0), squares.masked_fill(is_padding, 0)
+            ends = F.pad((~is_padding)[routing.order // config.experts_per_token].cumsum(0), (1, 0))[ends]
         balance = config.num_experts * (shares.sum(0) @ self.load.to(shares.dtype))
-        z = logits.logsumexp(1).square().sum()
+        z = squares.sum()
         with torch.no_grad():
             self.counts.add_(ends.diff(prepend=ends.new_zeros(1)))
             self.loss_sums.add_(torch.stack((balance, z)))
         loss = config.z_loss_coefficient * z
         if config.balance == "auxiliary":
             loss = loss + config.balance_coefficient * balance
-        return _AddLoss.apply(weights, loss, self.loss_factor)
+        return routing._replace(weights=_AddLoss.apply(routing.weights, loss, self.loss_factor))
 
 
 class _AddLoss(torch.autograd.Function):
@@ -221,10 +231,10 @@ class SparseMLP(nn.Module):
         shared = config.num_shared_experts * config.expert_ffn_hidden_size
         self.shared = SwiGLUMLP(config.hidden_size, shared) if shared else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, seq, hidden] → [batch, seq, hidden]."""
+    def forward(self, x: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """[batch, seq, hidden] → [batch, seq, hidden]. ``padding_mask`` is that of `Router.forward`."""
         tokens = x.flatten(0, 1)
-        weights, order, ends = self.router(tokens)
+        weights, order, ends = self.router(tokens, padding_mask)
         inverse = inverse_of(order)
         rows = self.experts(_ByExpert.apply(tokens, order, inverse), ends)
         chosen = permuted(rows, inverse, order).view(*weights.shape, -1)  # [n, k, hidden]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -16,6 +18,8 @@ from titan_like.models.transformer import Transformer
 class LlamaLayer(nn.Module):
     """Pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
+    takes_padding_mask = False  # true of experts, which do not count padding
+
     def __init__(self, config: LlamaConfig, attention: SelfAttention, mlp: nn.Module) -> None:
         super().__init__()
         hidden = config.hidden_size
@@ -25,14 +29,14 @@ class LlamaLayer(nn.Module):
         self.mlp = mlp
 
     def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, visible: VisibleKeys | None = None
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, visible: VisibleKeys | None = None, **of_mlp: Any
     ) -> torch.Tensor:
         """[batch, seq, hidden] → [batch, seq, hidden]; cos and sin are [seq, head_dim / 2], or with a batch before.
 
-        Causal without ``visible``.
+        Causal without ``visible``. The MLP takes further inputs.
         """
         x = x + self.attention(self.attention_norm(x), (cos, sin), visible)
-        return x + self.mlp(self.mlp_norm(x))
+        return x + self.mlp(self.mlp_norm(x), **of_mlp)
 
 
 class Llama(Transformer):

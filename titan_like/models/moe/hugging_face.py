@@ -67,7 +67,6 @@ _FIELDS = (  # ours, theirs, default (None: config.json must have the field)
     ("init_std", "initializer_range", 0.02),
     ("tied_embeddings", "tie_word_embeddings", False),
     ("experts_per_token", "num_experts_per_tok", None),
-    ("balance_coefficient", "router_aux_loss_coef", 0.001),
 )
 
 
@@ -136,6 +135,8 @@ def to_fields(config: MoEConfig) -> dict[str, Any]:
     model_type = _model_type(config)
     one, num_dense = _CLASSES[model_type], config.num_dense_layers
     heads = config.hidden_size // config.num_attention_heads
+    coefficient = config.balance_coefficient if config.balance == "auxiliary" else 0.0
+    coefficient *= (config.num_layers - num_dense) / config.experts_per_token  # as in `from_fields`
     lacks = {
         "num_shared_experts": bool(config.num_shared_experts),
         "num_dense_layers": num_dense > 0 and model_type != "qwen3_moe",
@@ -160,6 +161,7 @@ def to_fields(config: MoEConfig) -> dict[str, Any]:
         "rope_scaling": None,
         "output_router_logits": False,
         **written_fields(config, _FIELDS, one.name),
+        "router_aux_loss_coef": float(f"{coefficient:.12g}"),  # without the rounding of both conversions
         one.experts: config.num_experts,
         one.width: config.expert_ffn_hidden_size,
     }
@@ -179,9 +181,11 @@ def from_fields(fields: Fields) -> TransformerConfig:
     fields.must_be("hidden_act", "silu", "swish")
     fields.must_be("attention_bias", False)
     fields.must_be("attention_dropout", 0.0, 0)
+    fields.must_be("router_jitter_noise", 0.0, 0)
     fields.must_be("sliding_window", None)
     fields.must_be("clip_qkv", None)
     found = read_fields(MoEConfig, _FIELDS, fields)
+    coefficient = fields.number("router_aux_loss_coef", {"olmoe": 0.01}.get(model_type, 0.001))
     experts = "num_local_experts"  # for all three classes in transformers 5
     found |= {
         "qk_norm": one.qk_norm,
@@ -190,7 +194,7 @@ def from_fields(fields: Fields) -> TransformerConfig:
         "head_size": fields.integer("head_dim", found["hidden_size"] // found["num_attention_heads"]),
         "norm_eps": fields.number("rms_norm_eps", one.eps),
         "renormalize": model_type == "mixtral" or fields.flag("norm_topk_prob", False),
-        "balance": "auxiliary" if found["balance_coefficient"] else "none",
+        "balance": "auxiliary" if coefficient else "none",
     }
     if model_type == "qwen3_moe":
         fields.must_be("decoder_sparse_step", 1)
@@ -202,4 +206,8 @@ def from_fields(fields: Fields) -> TransformerConfig:
     rope.must_be("rope_type" if "rope_type" in rope.values else "type", "default")
     theta = {"mixtral": 1_000_000.0}.get(model_type, 10_000.0)
     found["rope_theta"] = rope.number("rope_theta", fields.number("rope_theta", theta))
+    # transformers' loss pools the tokens of all layers, with loads that sum to k. Ours is a sum over layers, with loads
+    # that sum to 1. If layers route alike, it is layers / k times as large.
+    num_sparse = max(1, found["num_layers"] - found.get("num_dense_layers", 0))
+    found["balance_coefficient"] = coefficient * found["experts_per_token"] / num_sparse
     return validated(MoEConfig, found)

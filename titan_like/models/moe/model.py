@@ -33,7 +33,9 @@ class MoE(Llama):
         )
         is_dense = number < config.num_dense_layers
         mlp: nn.Module = SwiGLUMLP(hidden, config.ffn_hidden_size) if is_dense else SparseMLP(config)
-        return LlamaLayer(config, attention, mlp)
+        layer = LlamaLayer(config, attention, mlp)
+        layer.takes_padding_mask = not is_dense
+        return layer
 
     def init_weights(self, seed: int) -> None:
         """As in every family; all experts count as equally loaded, and biases in their choice are 0."""

@@ -1,0 +1,155 @@
+"""Validation during training: the mean loss of held-out samples, and tasks. A signal ends it between two batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+
+from titan_like.data.loader import BackgroundLoader, GlobalSampler
+from titan_like.data.masks import MaskedSamples
+from titan_like.evaluate.scoring import Scorer
+from titan_like.evaluate.tasks import run_tasks
+from titan_like.metrics.console import format_validation
+from titan_like.metrics.record import named_losses
+from titan_like.metrics.writers import Writer
+from titan_like.models.layers.cross_entropy import num_labels
+from titan_like.models.transformer import ModelInputs
+from titan_like.parallel.model import ModelOutput
+from titan_like.train.setup import Run
+from titan_like.train.signals import StopSignals
+from titan_like.train.training_state import TrainingState
+
+NO_LABELS = "have no labels: all of their tokens are special tokens, padding or prompts"
+
+
+class Stopped(Exception):  # noqa: N818  # it is no error
+    """A signal asks the run to stop in the middle of a validation. All ranks raise it together."""
+
+
+class ValidatedState(TrainingState):
+    """A run's state, and how well its model does on held-out samples and on tasks."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.signals = StopSignals()  # inactive until the caller replaces it by one that handles signals
+        self.stop_signal = 0  # the signal that any rank had received when ranks last told each other
+        self.validation_losses: list[float] = []  # of the last validation, by prediction
+        self.validation_data: BackgroundLoader | None = None  # its processes are started once
+        self.scorer = Scorer(self.config, self.model, self.mesh, run.device, one_length=self.config.compile.enable)
+        self.writers: list[Writer] = []
+
+    def _validates(self) -> bool:
+        interval = self.config.evaluation.interval
+        return interval > 0 and (self.step % interval == 0 or self.step == self.total_steps)
+
+    def _log_validation(self) -> None:
+        """Validate and add the figures to what is logged about the step. A signal that asks to stop ends this."""
+        try:
+            self._leave_if_stopped()
+            loss, evaluation = self.validate(), self.evaluate()
+        except Stopped:
+            self.model.train()
+            self.model.free_gathered_parameters()
+            self.console.print(f" a signal leaves the validation at iteration {self.step} to the resumed run")
+            return
+        named = named_losses(self.run.model.predictions, self.validation_losses)
+        self.console.print(format_validation(self.step, loss, named, evaluation))
+        values = {"validation_loss": loss, **{f"validation_{name}": term for name, term in named.items()}}
+        for writer in self.writers:
+            writer.write(self.step, values | evaluation)
+
+    def _leave_if_stopped(self) -> None:
+        """Raise `Stopped` if any rank has received a signal. All ranks call it between two batches of a validation."""
+        self.stop_signal = self._largest(self.signals.received)
+        if self.stop_signal:
+            raise Stopped
+
+    def _largest(self, number: int) -> int:
+        """The largest of all ranks' numbers. This waits for the device."""
+        numbers = torch.tensor([number], device=self.run.device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        return int(numbers.item())
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss, in nats per token, over the first `evaluation.steps` global batches of the validation split.
+
+        Raises:
+            Stopped: a rank has received a signal that asks to stop.
+        """
+        config = self.config
+        dataset = self.run.datasets["validation"]
+        unit = config.training.micro_batch_size * self.dp_size
+        wanted = min(len(dataset), config.evaluation.steps * config.training.global_batch_size)
+        if self.validation_data is None:
+            sampler = GlobalSampler(
+                0, config.training.micro_batch_size, self.dp_rank, self.dp_size, last_sample=-(-wanted // unit) * unit
+            )
+            samples, workers = MaskedSamples(dataset, self.run.masks), config.data.num_workers
+            self.validation_data = BackgroundLoader(samples, sampler, workers, self.run.device, repeats=True)
+        else:
+            self.validation_data.start()
+        data = self.validation_data
+        predictions = self.run.model.predictions
+        # For each prediction the summed loss, and the number of labels.
+        total = torch.zeros(2, len(predictions), device=self.run.device, dtype=self.loss_dtype)
+        ones = torch.ones_like(total[0])
+        self.model.train(False)
+        microbatches = config.training.global_batch_size // unit
+        with closing(data):
+            while batches := [batch.to(self.run.device, non_blocking=True) for batch in islice(data, microbatches)]:
+                self._leave_if_stopped()
+                inputs, labels = zip(*map(self._split_rows, batches), strict=True)
+
+                def add_loss(
+                    output: ModelOutput, microbatch: int, labels: Sequence[torch.Tensor] = labels
+                ) -> torch.Tensor:
+                    assert isinstance(output, torch.Tensor)
+                    total[0] += output
+                    total[1] += num_labels(labels[microbatch], predictions)
+                    return total[0].sum()
+
+                self.pipeline.forward(self._with_labels(inputs, labels, ones), add_loss)
+        self.model.train()
+        self.model.free_gathered_parameters()
+        self._sum_over_samples(total)
+        self.validation_losses = (total[0] / total[1]).tolist()
+        if 0 in total[1].tolist():
+            self.console.print(f" the samples for validation {NO_LABELS}")
+        return sum(self.validation_losses)
+
+    def evaluate(self) -> dict[str, float]:
+        """Score the tasks of `evaluation.datasets`: TASK/FIGURE → value, without counts, which never change.
+
+        Raises `Stopped` as `validate` does.
+        """
+        results = run_tasks(self.run.tasks, self.scorer, lambda _task: lambda _done, _all: self._leave_if_stopped())
+        return {
+            f"{task}/{figure}": value
+            for task, figures in results.items()
+            for figure, value in figures.items()
+            if isinstance(value, float)
+        }
+
+    def _split_rows(self, batch: torch.Tensor) -> tuple[ModelInputs, torch.Tensor]:
+        """A microbatch [micro_batch, rows, seq] → the model's inputs and labels, of this process's slice."""
+        return self.slices.take(*self.run.masks.split_rows(batch))
+
+    def _with_labels(
+        self, inputs: Sequence[ModelInputs], labels: Sequence[torch.Tensor], factors: torch.Tensor
+    ) -> list[ModelInputs]:
+        """Let the model compute losses. ``labels`` of each microbatch are [micro_batch, seq], factors [predictions]."""
+        pairs = zip(inputs, labels, strict=True)
+        return [one._replace(labels=own, loss_factors=factors) for one, own in pairs]
+
+    def _sum_over_samples(self, value: torch.Tensor) -> None:
+        """Sum in place over samples, their slices and stages. Only the last stage's ranks have values but zero."""
+        if self.token_group.size() > 1:
+            dist.all_reduce(value, group=self.token_group)
+        if self.pp_group.size() > 1:
+            dist.all_reduce(value, group=self.pp_group)

@@ -1,0 +1,62 @@
+"""Check a run that goes on with dropout and other batches, in another layout than the one that saved its checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any
+
+from titan_like.train.setup import Run
+from titan_like.verify.compare import Key, Report, Row
+from titan_like.verify.dropout import RATE, Recorder, changed_run
+from titan_like.verify.plain_training import learning_rate
+from titan_like.verify.samples import batches
+from titan_like.verify.shrink import FLAVOR, Small
+from titan_like.verify.watch import WatchedTrainer, digest
+
+
+def check_other_batches(report: Report, run: Run, small: Small, start: int) -> None:
+    """Resume from step ``start`` with twice the batch and without a ramp-up, and take a step.
+
+    The length, the samples and the learning rate must follow from the samples consumed, whatever their batches were.
+    Dropout must be what this layout drops in that step without a stop.
+    """
+    training, micro_batch = run.config.training, run.config.training.micro_batch_size
+    began, size = training.global_batch_size, 2 * training.global_batch_size
+    consumed, steps, step = batches(small.config, start)[start].stop, 4, start + 1
+    length = {"samples": consumed + steps * size + size // 2}  # a length in steps would not change with the batch
+    if training.tokens is not None:
+        length = {"tokens": length["samples"] * training.seq_len}
+    values: dict[str, Any] = {"training.global_batch_size": size, "training.batch_size_rampup": None}
+    values |= {f"training.{key}": length.get(key) for key in ("steps", "samples", "tokens")}
+    values |= {"compile.enable": False}  # compiled layers do not call what is watched
+    if small.dropout is not None:
+        fields = {"dropout": max(small.dropout, RATE)}
+        flavors = {FLAVOR: run.config.model.flavors[FLAVOR] | fields}
+        values |= {"model.flavors": flavors}
+        run = replace(run, model=run.model.model_copy(update=fields))
+    resumed = WatchedTrainer(changed_run(run, values), known_samples=(start + 2) * size)
+    told = (resumed.total_steps, resumed.consumed_samples)
+    report.equal(Key(step, Row.OTHER_BATCHES, "last step, samples so far"), told, (start + steps, consumed))
+    recorder = Recorder.of(resumed)
+    with recorder.installed():
+        (record,) = resumed.steps_alone(1)
+    own = range(consumed + resumed.dp_rank * micro_batch, consumed + size, resumed.dp_size * micro_batch)
+    samples = [[*range(first, first + micro_batch)] for first in own]
+    report.equal(Key(step, Row.OTHER_BATCHES, "samples"), resumed.drawn, samples)
+    counts = (record.global_batch_size, record.consumed_samples)
+    report.equal(Key(step, Row.OTHER_BATCHES, "batch size, samples"), counts, (size, consumed + size))
+    rate = learning_rate(small.config, (consumed + size) / began, (consumed + steps * size) / began)
+    difference = abs(record.lr - rate) / run.config.optimizer.lr
+    report.add(Key(step, Row.OTHER_BATCHES, "rate"), difference, 1e-9, f"{record.lr:.9g}, not {rate:.9g}")
+    if small.dropout is None:
+        return
+    straight = WatchedTrainer(changed_run(run, values | {"checkpoint.enable": False}))
+    straight.steps_alone(start)
+    wanted = Recorder.of(straight)
+    with wanted.installed():
+        straight.steps_alone(1)
+    for draw, other in zip_longest(recorder.draws, wanted.draws):
+        same = draw and other and (draw.where, digest(draw.kept)) == (other.where, digest(other.kept))
+        site = (draw or other).where.site
+        report.exact(Key(step, Row.DROPOUT_RESUMED, site), None if same else "a run that never stopped drops others")
