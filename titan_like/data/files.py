@@ -14,6 +14,7 @@ import re
 import sys
 from collections import Counter
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,13 @@ def find_files(paths: list[str], key: str, endings: tuple[str, ...] = KNOWN_ENDI
         named = named_paths(name)
         if not named:
             raise ConfigError(key, name, "no such file or folder, and no file matches it as a glob pattern")
-        # A pattern passes over what is neither, unless it matches nothing else.
-        for path in [path for path in named if os.path.isfile(path) or os.path.isdir(path)] or named[:1]:
-            files |= dict.fromkeys(_files_of_folder(path, key, endings) if os.path.isdir(path) else [path])
+        # A pattern passes over what is neither, and over folders without such files, unless it matches nothing else.
+        kept = [path for path in named if os.path.isfile(path) or os.path.isdir(path)] or named[:1]
+        found = [_files_of_folder(path, key, endings) if os.path.isdir(path) else [path] for path in kept]
+        if not any(found):
+            none = f"is a folder, not a file, and no file in the folder ends with {', '.join(endings)}"
+            raise ConfigError(key, str(kept[0]), none)
+        files |= dict.fromkeys(chain(*found))
     for path in files:
         problem = _problem(path)
         if problem is not None:
@@ -77,8 +82,6 @@ def _files_of_folder(folder: Path, key: str, endings: tuple[str, ...]) -> list[P
     if chosen is None:
         data = {name: ending_of(Path(name)) for name in names if not _METADATA.fullmatch(Path(name).name)}
         chosen = _of_training(folder, key, {name: ending for name, ending in data.items() if ending in endings})
-    if not chosen:
-        raise ConfigError(key, str(folder), f"no file in the folder ends with {', '.join(endings)}")
     _report(str(folder), tuple(chosen), tuple(sorted({*names} - {*chosen})))
     return [folder / name for name in chosen]
 
@@ -181,7 +184,7 @@ def _splits_of_readme(folder: Path, key: str, names: list[str]) -> dict[str, lis
 @cache
 def _report(folder: str, chosen: tuple[str, ...], left: tuple[str, ...]) -> None:
     """Say once, on the first process, which files of a folder are read and which are left, if any are."""
-    if left and os.environ.get("RANK", "0") == "0":
+    if chosen and left and os.environ.get("RANK", "0") == "0":
         read, unread = (", ".join(names[:_MOST_NAMED]) + ", …" * (len(names) > _MOST_NAMED) for names in (chosen, left))
         line = f"{folder}: reads {len(chosen)} of {len(chosen) + len(left)} files ({read}) and leaves {unread}"
         print(line, file=sys.stderr, flush=True)
