@@ -92,7 +92,7 @@ class Data(Section):
     )
     paths: PathList = Field(
         [],
-        description="files, folders or glob patterns of text, JSON lines, parquet, …, indexed datasets without .bin and "
+        description="files, folders or glob patterns of text, JSON, parquet, …, indexed datasets without .bin and "
         '.idx, or for hf also names such as "org/name:config"; weights and paths in turn make a blend: '
         '[0.7, "web", 0.3, "books"]',
     )
