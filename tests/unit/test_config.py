@@ -314,6 +314,31 @@ def test_paths_are_expanded(key, monkeypatch):
         assert message.startswith(f'{key} = "{text}"') and words in message
 
 
+@pytest.mark.parametrize(
+    ("words", "paths"),
+    [
+        (["2023", "2024"], ["2023", "2024"]),
+        (["1", "2023"], ["1", "2023"]),  # a dataset 1.bin is there
+        (["2022", "2024"], None),  # which may be a misspelt path
+        (["0.7", "2023", "0.3", "b"], [0.7, "2023", 0.3, "b"]),
+        (["3", "a", "2023", "b"], None),
+        (["2023", "a"], None),
+        (["a", "2023"], ["a", "2023"]),
+        (["2023"], ["2023"]),
+        (['["2023", "2024"]'], ["2023", "2024"]),
+        (['[2023, "2024"]'], [2023.0, "2024"]),
+    ],
+)
+def test_an_existing_path_is_not_taken_for_a_weight(words, paths, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("2023", "2024", "1.bin"):
+        (tmp_path / name).mkdir()
+    if paths is None:
+        assert "may be a weight or a path; write a TOML list" in problem_of("--data.paths", *words)
+    else:
+        assert load_config(["--data.paths", *words]).data.paths == paths
+
+
 def test_lists_of_paths_and_the_file_itself_are_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("TEXTS", "/texts")

@@ -123,6 +123,8 @@ def write_records(path: Path, texts: list[str], key: str = "text") -> Path:
     lines = "".join(json.dumps({key: text}) + "\n" for text in texts)
     if path.suffix == ".parquet":
         pytest.importorskip("pyarrow.parquet").write_table(pytest.importorskip("pyarrow").table({key: texts}), path)
+    elif path.stem == "array":
+        path.write_text(json.dumps([{key: text} for text in texts], indent=1))
     elif path.suffix == ".gz":
         path.write_bytes(gzip.compress(lines.encode()))
     else:
@@ -130,7 +132,7 @@ def write_records(path: Path, texts: list[str], key: str = "text") -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt", "a.jsonl.gz", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt", "a.jsonl.gz", "a.parquet", "array.json"])
 def test_lambada_is_read_in_every_format(tmp_path: Path, name: str) -> None:
     assert read_passages(write_records(tmp_path / name, PASSAGES)) == list(enumerate(PASSAGES, start=1))
     with pytest.raises(TaskError, match=r'(under|column) "text"'):
@@ -207,15 +209,15 @@ BAD: dict[str, tuple[str | bytes | None, str]] = {
     "text=$NO_SUCH_VARIABLE/a": (None, "the path names the environment variable NO_SUCH_VARIABLE, which is not set"),
     "wikitext103=FILE": (b"ab\xff", "FILE is not valid UTF-8 at byte 2; convert"),
     "lambada=FILE": ("a bcdefghijklmnop", "raise training.seq_len"),
-    "text=./FILE": (b"PAR1\x00\xff", r"FILE is not valid UTF-8 at byte 5; .* name it as what it is \(.parquet"),
-    "text=.//FILE": ("ab".encode("utf-16"), "FILE is not valid UTF-8 at byte 0; convert the file"),
-    "lambada=./FILE": ('[{"text": "a b"},\n {"text": "c d"}]', "FILE is one JSON array; write an object"),
+    "text=./FILE": (b"PAR1\x00\xff", "FILE holds records, not text; write the text alone"),
+    "text=.//FILE": ("ab".encode("utf-16"), "FILE holds no text, JSON, parquet or arrow; convert it to UTF-8 text"),
+    "lambada=./FILE": ('[{"text": "a b"},\n {"text": "c d"', r"FILE is damaged JSON \("),
     "lambada=.//FILE": (
         '{"text": "a b"}\n{"text": "\\ud800 c"}',
         r"because of line 2 \(.* half a surrogate pair\); correct",
     ),
     "lambada=.///FILE": ('{"text": "a b"}\n{"text": 3}', r'because of line 2 \(the line has no text under "text"\)'),
-    "text=./array.json": ('[{"text": "a b"}]', "array.json holds JSON, not text; write one document per line"),
+    "text=./array.json": ('[{"text": "a b"}]', "array.json holds records, not text; write the text alone"),
     "wikitext103=./FILE": ('{"txt": "a b"}', "because of line 1"),
 }
 

@@ -10,6 +10,7 @@ import pytest
 
 from titan_like.config import ConfigError
 from titan_like.config.schema import Data
+from titan_like.data.blend import Share, shares_of
 from titan_like.data.indexed import DTYPES, FormatError, IndexedDataset, IndexedWriter, token_dtype
 from titan_like.data.open_source import open_source
 from titan_like.data.source import IGNORED_LABEL, DataRequest
@@ -31,7 +32,7 @@ def corpus(prefix: Path, first_token: int, documents: int, length: int = 40) -> 
     return str(write(prefix, [[[first_token + number % 50] * length] for number in range(documents)]))
 
 
-def request(paths: list[str], part: str = "train", split: str = "969,30,1") -> DataRequest:
+def request(paths: list[str | float], part: str = "train", split: str = "969,30,1") -> DataRequest:
     section = Data(dataset="indexed", paths=paths, split=split)
     return DataRequest(section, part, SEQ_LEN, seed=0, vocab_size=300, cache_folder=Path("unused"))
 
@@ -152,7 +153,7 @@ def test_samples_are_windows_over_the_documents_of_a_split(tmp_path: Path) -> No
 
 def test_a_blend_draws_from_its_sources_in_proportion(tmp_path: Path) -> None:
     paths = [corpus(tmp_path / "a", 0, 300), corpus(tmp_path / "b", 100, 100), corpus(tmp_path / "c", 200, 50)]
-    blend = open_source(request(["0.5", paths[0], "0.25", paths[1], "0.25", paths[2]], split="100,0,0"))
+    blend = open_source(request([0.5, paths[0], 0.25, paths[1], 0.25, paths[2]], split="100,0,0"))
     found = [int(blend[index][0, 0]) // 100 for index in range(8192)]
     assert [found.count(number) for number in range(3)] == [4096, 2048, 2048]
     for name, samples, length in zip("abc", (4096, 2048, 2048), (1499, 499, 249), strict=True):
@@ -162,20 +163,21 @@ def test_a_blend_draws_from_its_sources_in_proportion(tmp_path: Path) -> None:
 
 
 def test_a_source_without_validation_samples_leaves_its_share_to_the_others(tmp_path: Path) -> None:
-    paths = ["1", corpus(tmp_path / "a", 0, 300), "1", str(write(tmp_path / "b", [[[1] * 100]]))]
+    paths = [1, corpus(tmp_path / "a", 0, 300), 1, str(write(tmp_path / "b", [[[1] * 100]]))]
     blend = open_source(request(paths, "validation", split="969,31,0"))
     assert blend.paths == [paths[1]]
     assert len(blend) == len(blend.sources[0])
 
 
 REFUSED = {
-    "a weight that is none": (["0.5", "A", "half", "B"], 'data.paths = "half": weights and paths must come in turn'),
-    "a weight of 0": (["0", "A", "1", "B"], 'data.paths = "0": .* give a positive number'),
-    "an infinite weight": (["inf", "A", "1", "B"], 'data.paths = "inf": .* give a positive number'),
-    "a weight too many": (["0.5", "A", "0.5"], "the last weight has no path"),
-    "a tiny weight": (["1", "A", "1e-9", "B"], "weight 1e-09 is below one sample in 16,777,216; leave that source out"),
-    "an empty source": (["1", "A", "1", "E"], r"the training split of .*E has 0 tokens"),
-    "a source named twice": (["1", "A", "3", "A"], "A.*is named twice; give it once"),
+    "a weight that is none": ([0.5, "A", "half", "B"], 'data.paths = "half": weights and paths must come in turn'),
+    "a weight of 0": ([0, "A", 1, "B"], "data.paths = 0.0: .* give a positive number"),
+    "a huge weight": ([1e101, "A", 1, "B"], r"data.paths = 1e\+101: .* give a positive number"),
+    "a number for a path": ([2023, 2024], 'data.paths = 2024.0: .* write a path in quotes: "2024"'),
+    "a weight too many": ([0.5, "A", 0.5], "the last weight has no path"),
+    "a tiny weight": ([1, "A", 1e-9, "B"], "weight 1e-09 is below one sample in 16,777,216; leave that source out"),
+    "an empty source": ([1, "A", 1, "E"], r"the training split of .*E has 0 tokens"),
+    "a source named twice": ([1, "A", 3, "A"], "A.*is named twice; give it once"),
     "no path": ([], 'dataset "indexed" needs the paths'),
     "fractions": (["F"], "its tokens are float32; only whole numbers are tokens"),
     "another vocabulary": (["V"], "holds the token 400, but the model's vocab_size is 300"),
@@ -183,7 +185,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
-def test_bad_sources_are_one_sentence(case: tuple[list[str], str], tmp_path: Path) -> None:
+def test_bad_sources_are_one_sentence(case: tuple[list[str | float], str], tmp_path: Path) -> None:
     corpus(tmp_path / "A", 0, 20)
     corpus(tmp_path / "B", 0, 20)
     write(tmp_path / "E", [])
@@ -191,10 +193,13 @@ def test_bad_sources_are_one_sentence(case: tuple[list[str], str], tmp_path: Pat
     write(tmp_path / "V", [[[400] * 100]])
     paths, problem = case
     with pytest.raises(ConfigError, match=problem):
-        open_source(request([str(tmp_path / path) if path.isalpha() and path.isupper() else path for path in paths]))
+        open_source(request([str(tmp_path / path) if str(path).isupper() else path for path in paths]))
 
 
-def test_weights_may_be_numbers_in_toml() -> None:
-    assert Data(paths=[0.7, "/a", 3, "/b"]).paths == ["0.7", "/a", "3", "/b"]
-    with pytest.raises(ValueError, match="valid string"):
-        Data(paths=[True, "/a"])
+def test_numbers_are_weights_and_strings_are_paths() -> None:
+    assert Data(paths=[0.7, "/a", 3, "/b"]).paths == [0.7, "/a", 3.0, "/b"]
+    assert Data(paths=["2023", "2024"]).paths == ["2023", "2024"]
+    assert shares_of(Data(paths=["2023", "2024"]).paths, one_source_each=False) == [Share(None, ["2023", "2024"])]
+    for unfit in (True, float("nan"), float("inf"), None):
+        with pytest.raises(ValueError, match="should be paths in quotes"):
+            Data(paths=[unfit, "/a"])

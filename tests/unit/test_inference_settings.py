@@ -119,7 +119,7 @@ def test_results_never_replace_what_is_read_or_belongs_to_a_run(tmp_path: Path) 
     os.link(tmp_path / "tokenizer.json", tmp_path / "linked.json")
     (tmp_path / "link.json").symlink_to("text.txt")
     tree: dict[str, Any] = {"job": {"config_file": str(tmp_path / "run.toml")}}
-    tree["data"] = {"tokenizer": f"gpt2:{tmp_path}/tokenizer.json,b", "paths": ["0.5", str(tmp_path / "text.txt")]}
+    tree["data"] = {"tokenizer": f"gpt2:{tmp_path}/tokenizer.json,b", "paths": [0.5, str(tmp_path / "text.txt")]}
     options = generate.build_parser().parse_args(["--json", str(tmp_path / "old.json")])
     for path in ("run.toml", "text.txt", "tokenizer.json", "linked.json", "link.json"):
         with pytest.raises(ConfigError, match="is a file that this command reads; name another one"):

@@ -308,6 +308,7 @@ def test_the_command_line(byte_pairs: str, tmp_path: Path) -> None:
     refused = run(*options)
     assert refused.returncode == 2
     assert refused.stderr.startswith(
+        f"{corpus}: reads 2 of 3 files (a.jsonl, more/b.txt) and leaves picture.png\n"
         f'error: --input = "{corpus}/a.jsonl:3": the line has no text under "text"; correct'
     )
     assert not output.with_name("corpus.unfinished").exists()
@@ -335,7 +336,7 @@ def test_unfit_options_are_refused_before_any_work(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "empty.txt").touch()
-    (tmp_path / "array.json").write_text('[{"text": "a"}]')
+    (tmp_path / "object.json").write_text('{\n  "text": "a"\n}')
     (tmp_path / "file").touch()
     (tmp_path / "pp").mkdir()
     for unfit, words in {
@@ -347,7 +348,7 @@ def test_unfit_options_are_refused_before_any_work(tmp_path: Path, monkeypatch: 
         ("--json", "pp"): "not a file in a folder that you may write to",
         ("--input", "empty.txt"): "the file is empty; remove it",
         ("--input", "."): "the file is empty; remove it",
-        ("--input", "array.json"): "holds JSON, not text; write one document per line as .jsonl",
+        ("--input", "object.json"): "holds neither a JSON array nor a JSON object on each line; write it so",
         ("--output", "file/out"): "cannot be written (Not a directory); name a place that you may write to",
         ("--input", "$NOWHERE/x"): "names the environment variable NOWHERE, which is not set",
         ("--input", ""): "is empty; name a path",

@@ -190,7 +190,7 @@ def test_a_source_goes_on_from_its_state_in_any_layout(folder, monkeypatch):
 
 
 def test_a_blend_goes_on_from_its_state(folder):
-    section = {"paths": ["3", str(folder / "data" / "0.jsonl"), "1", str(folder / "data" / "[1-4].*")]}
+    section = {"paths": [3, str(folder / "data" / "0.jsonl"), 1, str(folder / "data" / "[1-4].*")]}
     request = replace(source_of(folder).request, section=source_of(folder).request.section.model_copy(update=section))
     blend, again = open_source(request), open_source(request)
     expected = samples_of(blend, range(500))
@@ -249,7 +249,7 @@ def test_validation_is_in_order_and_has_no_labels_after_its_end(folder):
 
 
 def test_streams_are_blended_by_weights(folder):
-    paths = ["3", str(folder / "data" / "0.jsonl"), "1", str(folder / "data" / "[1-4].*")]
+    paths = [3, str(folder / "data" / "0.jsonl"), 1, str(folder / "data" / "[1-4].*")]
     section = Data(dataset="hf", paths=paths, num_readers=2, split="8,1,1")
     request = replace(source_of(folder).request, section=section)
     blend = open_source(request)

@@ -225,7 +225,8 @@ def test_a_name_of_the_hub_is_its_tokenizer_json(tokenizer_json, tmp_path, monke
     mains = [call for call in asked if call[1] == "tokenizer.json"]
     assert mains[-2:] == [("org/name", "tokenizer.json", False), ("org/name", "tokenizer.json", True)]
     assert {("org/name", "tokenizer_config.json", False), ("org/name", "generation_config.json", False)} <= {*asked}
-    tokenized = tokenize_files(Job([path], "org/name"), tmp_path / "out")
+    (tmp_path / "a.txt").write_text("to be")
+    tokenized = tokenize_files(Job([tmp_path / "a.txt"], "org/name"), tmp_path / "out")
     assert tokenized.documents == 1
     exported = tmp_path / "exported"
     exported.mkdir()

@@ -2,9 +2,10 @@
 
 python scripts/preprocess_data.py --input corpus/ more.jsonl.gz --output data/corpus --tokenizer t.json --workers 8
 
-Reads .jsonl (one document a line), .parquet and .arrow (one a row) and text (one a file). .jsonl and text may be
-compressed (.gz, .zst). If it is interrupted, the same command continues where it stopped. Megatron-LM can read the
-result.
+Reads JSON lines (one document a line), JSON arrays (one an element), parquet and arrow (one a row) and text (one a
+file). All but parquet and arrow may be compressed (.gz, .bz2, .xz, .zst). A folder means what Hugging Face's
+load_dataset(folder, split="train") or load_from_disk reads of it. If the job is interrupted, the same command continues
+where it stopped. Megatron-LM can read the result.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from titan_like.config.errors import cure_of_writing
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, check_output_file, path_option, tokenizer_option, write_output_file
 from titan_like.config.schema import Data, TokenOptions
+from titan_like.data.files import find_files
 from titan_like.data.indexed import prefix_of
 from titan_like.data.preprocess import Job, tokenize_files
-from titan_like.data.raw_text import KNOWN_ENDINGS, files_below, named_paths, text_problem
 from titan_like.data.tokenizer import build_tokenizer
 
 
@@ -89,7 +90,7 @@ def main(argv: list[str]) -> int:
             raise ConfigError("--output", str(prefix), f"{path} exists; remove it or name another place")
     tokens = TokenOptions(options.bos, options.eod_token, options.split_special_tokens == "true")
     build_tokenizer(options.tokenizer, "--tokenizer", tokens)
-    files = input_files(options.input)
+    files = find_files(options.input, "--input")
     job = Job(
         files,
         options.tokenizer,
@@ -119,29 +120,6 @@ def main(argv: list[str]) -> int:
         counts = {"documents": done.documents, "tokens": done.tokens, "bad_lines": done.bad_lines}
         write_output_file("--json", options.json, json.dumps(counts | {"seconds": seconds}) + "\n")
     return 0
-
-
-def input_files(patterns: list[str]) -> list[Path]:
-    """The files that --input names. A folder stands for all files in it whose endings say that they hold text.
-
-    Raises:
-        ConfigError: a path does not exist, cannot be read, is empty or is JSON, or a folder has no such files.
-    """
-    files: dict[Path, None] = {}
-    for pattern in patterns:
-        found = named_paths(pattern)
-        if not found:
-            raise ConfigError("--input", pattern, "no such file, and no file matches it as a glob pattern")
-        for path in found:
-            inside = files_below(path, KNOWN_ENDINGS, "--input") if os.path.isdir(path) else [path]
-            if not inside:
-                raise ConfigError("--input", str(path), f"no file in the folder ends with {', '.join(KNOWN_ENDINGS)}")
-            files |= dict.fromkeys(inside)
-    for path in files:
-        problem = text_problem(path)
-        if problem is not None:
-            raise ConfigError("--input", str(path), problem)
-    return list(files)
 
 
 run = partial(run_command, main)

@@ -221,8 +221,31 @@ def _parse_values(dotted: str, values: list[str]) -> Any:
     wants_text = annotation is not None and "str" in str(annotation) and "int" not in str(annotation)
     if annotation is not None and "None" in str(annotation) and values in (["none"], ["null"]):
         return None
+    if values and wants_text and "float" in str(annotation) and not any(value.startswith("[") for value in values):
+        return _weights_and_paths(dotted, values)
     parsed = [value if wants_text and not value.startswith("[") else _parse_value(dotted, value) for value in values]
     return True if not parsed else parsed[0] if len(parsed) == 1 else parsed
+
+
+def _weights_and_paths(dotted: str, words: list[str]) -> Any:
+    """Words in which weights and paths may come in turn. A number that is there as a path is never taken for a weight.
+
+    Raises:
+        ConfigError: a number may be either.
+    """
+    values = [_parse_value(dotted, word) for word in words]
+    is_number = [isinstance(value, int | float) and not isinstance(value, bool) for value in values]
+    is_there = [any(os.path.lexists(word + ending) for ending in ("", ".bin", ".idx")) for word in words]
+    if len(words) < 2 or not is_number[0] or (all(is_number) and all(is_there)):
+        return words[0] if len(words) == 1 else words
+    for place in range(0, len(words), 2):
+        if is_number[place] and (is_there[place] or (len(words) == 2 and is_number[1])):
+            cure = 'write a TOML list, with weights as numbers and paths in quotes: \'[0.7, "2023", 0.3, "2024"]\''
+            raise ConfigError(dotted, words[place], f"may be a weight or a path; {cure}")
+    return [
+        value if number and not place % 2 else words[place]
+        for place, (value, number) in enumerate(zip(values, is_number, strict=True))
+    ]
 
 
 def _grouped(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[ConfigError]]:

@@ -92,8 +92,8 @@ class Data(Section):
     )
     paths: PathList = Field(
         [],
-        description="text files or glob patterns (.jsonl: one document per line), indexed datasets without .bin and "
-        '.idx, or for hf also folders and names such as "org/name:config"; weights and paths in turn make a blend: '
+        description="files, folders or glob patterns of text, JSON, parquet, …, indexed datasets without .bin and "
+        '.idx, or for hf also names such as "org/name:config"; weights and paths in turn make a blend: '
         '[0.7, "web", 0.3, "books"]',
     )
     options: dict[str, Any] = Field({}, description="settings of a dataset of your own package")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -27,12 +27,16 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str | int | float) else value
 
 
-def _as_texts(value: Any) -> Any:
-    """A list in which weights may stand as numbers."""
+def _as_paths(value: Any) -> Any:
+    """A list of paths, in which weights may stand as numbers."""
     values = _as_list(value)
     if not isinstance(values, list):
         return values
-    return [str(item) if isinstance(item, int | float) and not isinstance(item, bool) else item for item in values]
+    for item in values:
+        is_weight = isinstance(item, int | float) and not isinstance(item, bool) and abs(item) < float("inf")
+        if not (is_weight or isinstance(item, str)):
+            raise ValueError("should be paths in quotes, with or without a finite number before each as its weight")
+    return [expanded(item) if isinstance(item, str) else item for item in values]
 
 
 def expanded_tokenizer(spec: str) -> str:
@@ -78,7 +82,10 @@ PathText = Annotated[str, AfterValidator(expanded)]
 TokenizerText = Annotated[str, AfterValidator(expanded_tokenizer)]
 OptionalPath = Annotated[str | None, AfterValidator(lambda path: None if path is None else expanded(path))]
 TextList = Annotated[list[Text], BeforeValidator(_as_list)]
-PathList = Annotated[list[str], BeforeValidator(_as_texts), AfterValidator(lambda paths: list(map(expanded, paths)))]
+if TYPE_CHECKING:
+    PathList = list[Any]  # paths alone, once `shares_of` has told weights from paths
+else:
+    PathList = Annotated[list[str | float], BeforeValidator(_as_paths)]
 StepList = Annotated[list[StepNumber], BeforeValidator(_as_list)]
 
 

@@ -29,33 +29,31 @@ class Share:
     paths: list[str]
 
 
-def shares_of(paths: list[str], one_source_each: bool) -> list[Share]:
-    """Weights and paths in turn, as in ``["0.7", "web", "0.3", "books"]``, as a list of sources.
+def shares_of(paths: Sequence[str | float], one_source_each: bool) -> list[Share]:
+    """Weights and paths in turn, as in ``[0.7, "web", 0.3, "books"]``, as a list of sources.
 
     Without weights each path is a source, if ``one_source_each``; else all are one.
 
     Raises:
         ConfigError: some weights are missing, or not positive numbers.
     """
-    found = [_number(text) for text in paths[::2]]
-    if len(paths) < 2 or found[0] is None:
-        return [Share(None, [path]) for path in paths] if one_source_each and len(paths) > 1 else [Share(None, paths)]
+    names = [path for path in paths if isinstance(path, str)]
+    if len(names) == len(paths):
+        return [Share(None, [path]) for path in names] if one_source_each and len(paths) > 1 else [Share(None, names)]
     if len(paths) % 2:
         raise ConfigError("data.paths", paths, "weights and paths must come in turn, and the last weight has no path")
-    weights = []
-    for text, weight in zip(paths[::2], found, strict=True):
-        if weight is None or not 0 < weight <= _LARGEST:
+    shares = []
+    for weight, path in zip(paths[::2], paths[1::2], strict=True):
+        if isinstance(weight, str) or not 0 < weight <= _LARGEST:
             problem = "weights and paths must come in turn, and this stands for a weight; give a positive number"
-            raise ConfigError("data.paths", text, f"{problem} of at most {_LARGEST:g}")
-        weights.append(weight)
-    return [Share(weight, [path]) for weight, path in zip(weights, paths[1::2], strict=True)]
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
+            raise ConfigError("data.paths", weight, f"{problem} of at most {_LARGEST:g}")
+        if not isinstance(path, str):
+            problem = (
+                f'weights and paths must come in turn, and this stands for a path; write a path in quotes: "{path:g}"'
+            )
+            raise ConfigError("data.paths", path, problem)
+        shares.append(Share(weight, [path]))
+    return shares
 
 
 class Blend:

@@ -22,9 +22,10 @@ from filelock import FileLock
 from titan_like.config.errors import ConfigError, cure_of_writing
 from titan_like.config.schema import Data
 from titan_like.data.chat import read_template
+from titan_like.data.files import find_files
 from titan_like.data.indexed import FormatError, IndexedDataset, StoredTokens
 from titan_like.data.preprocess import SKIP, Job, tell, tokenize_files
-from titan_like.data.raw_text import RECORD_ENDINGS, kind_of, named_paths, text_problem
+from titan_like.data.raw_text import KNOWN_ENDINGS, RECORD_ENDINGS, kind_of
 from titan_like.data.source import SPLITS, DataRequest, Source
 from titan_like.data.tokenizer import check_vocabulary, tokenizer_of
 from titan_like.data.unfinished import removed_unless_renamed
@@ -260,20 +261,13 @@ def corpus_files(section: Data) -> list[Path]:
 
 
 def _match_paths(patterns: list[str], dataset: str) -> list[Path]:
-    """The files that paths and glob patterns match, each once. Refuses files that cannot be text."""
+    """The files that paths, folders and glob patterns mean. Refuses files that cannot be read."""
     if not patterns:
         raise ConfigError("data.paths", None, f'dataset "{dataset}" needs files; give paths or glob patterns')
-    found: dict[Path, None] = {}
-    for pattern in patterns:
-        matches = named_paths(pattern)
-        if not matches:
-            raise ConfigError("data.paths", pattern, "no such file, and no file matches it as a glob pattern")
-        # A pattern passes over what is not a file, unless it matches nothing else.
-        found |= dict.fromkeys([path for path in matches if os.path.isfile(path)] or matches[:1])
-    for path in found:
-        problem = text_problem(path)
-        if dataset == "conversations" and os.path.isfile(path) and kind_of(path) == "text":
-            problem = f"conversations are records of {', '.join(RECORD_ENDINGS)} files; write it as one"
-        if problem is not None:
+    holds_chats = dataset == "conversations"
+    files = find_files(patterns, "data.paths", RECORD_ENDINGS if holds_chats else KNOWN_ENDINGS)
+    for path in files if holds_chats else ():
+        if kind_of(path) == "text":
+            problem = f"conversations are records of {', '.join(RECORD_ENDINGS[:3])} files; write it as one"
             raise ConfigError("data.paths", str(path), problem)
-    return list(found)
+    return files

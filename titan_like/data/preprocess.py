@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import IO
@@ -30,6 +31,7 @@ from titan_like.config.schema import DEFAULT_TOKENS, TokenOptions
 from titan_like.data.chat import Chat, build_chat
 from titan_like.data.chat_records import RECORD_KEYS
 from titan_like.data.indexed import DTYPES, token_dtype, write_index
+from titan_like.data.long_text import encode_piece, encode_texts, find_cut
 from titan_like.data.raw_text import BadRecord, Piece, UnreadableError, read_pieces, texts_of
 from titan_like.data.tokenizer import build_tokenizer, tokenizer_files
 
@@ -259,10 +261,11 @@ def _tokenized(
 
 def _pieces(job: Job, progress: Progress) -> Iterator[tuple[int, Piece, float]]:
     start, record = progress.end, progress.record
+    cut = partial(find_cut, build_tokenizer(job.tokenizer, job.tokenizer_key, job.token_options))
     for number in range(progress.file, len(job.files)):
         try:
             key = job.text_key if job.template is None else RECORD_KEYS
-            for piece, share in read_pieces(job.files[number], key, start, record):
+            for piece, share in read_pieces(job.files[number], key, start, record, cut):
                 yield number, piece, share
         except UnreadableError as error:
             raise ConfigError(job.key, str(job.files[number]), str(error)) from None
@@ -281,10 +284,19 @@ def _tokenize(piece: Piece, job: Job, dtype: str) -> Result:
             bad.append((record, str(text)))
         else:
             texts.append(text)
+    if texts and (piece.before or piece.after):
+        before, after = (part.decode(errors="ignore") for part in (piece.before, piece.after))
+        part = encode_piece(built, before, texts[0], after)
+        encoded = [] if part is None else [part]
+        if part is None:
+            problem = "repeats itself so far that it cannot be cut; divide it, or write it as .jsonl"
+            bad.append((piece.first_record, problem))
+    else:
+        encoded = encode_texts(built, texts)
     first = np.array(built.first_ids if piece.begins_document else [], dtype)
     end = np.array([built.eod_id] if job.ends_documents and piece.is_whole else [], dtype)
     parts: list[np.ndarray] = []
-    for tokens in built.encode_all(texts):
+    for tokens in encoded:
         parts += [first, tokens.astype(dtype), end]
     lengths = [len(first) + len(tokens) + len(end) for tokens in parts[1::3]]
     return np.concatenate(parts) if parts else np.empty(0, dtype), lengths, bad

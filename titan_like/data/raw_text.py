@@ -1,42 +1,56 @@
-"""Files of text as pieces of about a megabyte, each of which can be tokenized alone.
+"""Files of documents as pieces of about a megabyte, each of which can be tokenized alone.
 
-| ending | documents |
-|---|---|
-| ``.jsonl`` | one a line, under a key |
-| ``.parquet``, ``.arrow`` | one a row, in a column of that name (needs pyarrow) |
-| anything else | the file is one |
+| kind | documents | told by |
+|---|---|---|
+| jsonl | one a line, under a key | a first line that is a JSON object, or an ending in `JSON_ENDINGS` |
+| array | one an element of a JSON array, under a key | ``[{"`` at the beginning, or ``[`` and such an ending |
+| parquet, arrow | one a row, in a column of that name (needs pyarrow) | the magic number or the ending |
+| text | the file is one | UTF-8 that is none of these |
 
-The first and the last may also end in ``.gz`` or ``.zst`` (the latter needs zstandard).
+All but parquet and arrow may be compressed by gzip, bzip2, xz or Zstandard (which needs zstandard).
 """
 
 from __future__ import annotations
 
+import bz2
 import codecs
-import glob
 import gzip
 import json
+import lzma
 import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from titan_like.config.errors import ConfigError, first_line
-from titan_like.config.paths import file_problem
+from titan_like.config.errors import first_line
 
-RECORD_ENDINGS = (".jsonl", ".parquet", ".arrow")
+JSON_ENDINGS = (".jsonl", ".ndjson", ".jsonlines", ".json")
+RECORD_ENDINGS = (".jsonl", ".parquet", ".arrow", *JSON_ENDINGS[1:])
 KNOWN_ENDINGS = (*RECORD_ENDINGS, ".txt", ".text", ".md")
+_TABLES = (".csv", ".tsv")
 _PIECE = 1 << 20  # bytes
 _CHUNK = 1 << 18  # bytes that are read at a time
-_LONG_DOCUMENT = 1 << 20  # bytes of one text file above which it is cut; a tokenizer takes 140 bytes of memory a byte
-# Where a long document is cut: before a space between two letters. Tokenizers that split at spaces look no further.
-_CUT = re.compile(rb"[A-Za-z](?= [A-Za-z])")
-_COMPRESSED = (".gz", ".zst")
+_LONG_DOCUMENT = 1 << 19  # bytes of one text file above which it is cut; a tokenizer takes 200 bytes of memory a byte
+_HEAD = 1 << 16  # bytes at the beginning that tell a file's kind
+_WINDOW, _CONTEXT = 1 << 13, 1 << 12  # bytes in the middle of which a long text is cut, and on either side of a piece
+_COMPRESSED = {
+    ".gz": b"\x1f\x8b",
+    ".bz2": b"BZh",
+    ".xz": b"\xfd7zXZ\0",
+    ".zst": b"\x28\xb5\x2f\xfd",
+}  # and magic numbers
+_OBJECT = re.compile(rb'\{\s*"(?:[^"\\]|\\.)*"\s*:')  # the beginning of a JSON object
+_BEFORE_ELEMENT, _END_OF_ARRAY = re.compile(r"\s*[\[,]?\s*"), re.compile(r"\s*(\[\s*)?\]\s*")
+_CONTINUATION = bytes(range(0x80, 0xC0))  # bytes inside a character
 _ROWS = 256  # of a parquet or arrow file in a piece
 Key = str | tuple[str, ...]
+
+FindCut = Callable[[str], int | None]  # a place in the text, or None
 
 
 class UnreadableError(ValueError):
@@ -56,117 +70,138 @@ class Piece:
     """A part of a file."""
 
     kind: str  # "jsonl", "rows" or "text"
-    content: bytes | list[Any]  # whole lines; rows of a parquet or arrow file: texts, dicts or None; text
+    content: bytes | list[Any]  # whole lines, or elements of an array; rows: texts, dicts or None; text
     first_record: int  # line or row of the file with which it begins, from 1
     num_records: int
-    end: int  # where to go on: bytes, uncompressed, or rows
-    is_whole: bool = True  # whether the document ends with the piece; text only
+    end: int  # where to go on: bytes, uncompressed, or rows or elements of an array
+    before: bytes = b""  # text around the piece, which is tokenized with it; empty at the ends of a document
+    after: bytes = b""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the document ends with the piece."""
+        return not self.after
 
     @property
     def begins_document(self) -> bool:
         """Whether a document, and not the rest of one, begins with the piece."""
-        return self.kind != "text" or self.end == len(self.content)
+        return not self.before
 
 
 def ending_of(path: Path) -> str:
-    """The file's ending without that of its compression: .jsonl for a.jsonl.gz."""
-    return path.with_suffix("").suffix if path.suffix in _COMPRESSED else path.suffix
+    """The file's ending in lower case, without that of its compression: .jsonl for a.JSONL.gz."""
+    is_compressed = path.suffix.lower() in _COMPRESSED
+    return (path.with_suffix("") if is_compressed else path).suffix.lower()
 
 
 def kind_of(path: Path) -> str:
-    """ "jsonl", "rows" or "text", by the file's ending."""
-    return {".jsonl": "jsonl", ".parquet": "rows", ".arrow": "rows"}.get(ending_of(path), "text")
-
-
-def files_below(folder: str | Path, endings: tuple[str, ...], key: str) -> list[Path]:
-    """The files with one of these endings in a folder and its subfolders, sorted. Links are followed, but each folder
-    is entered once. The endings are without that of the compression.
+    """ "jsonl", "array", "parquet", "arrow" or "text", by the file's content and its ending.
 
     Raises:
-        ConfigError: a link is broken, or a folder cannot be read; ``key`` is the setting to blame.
+        UnreadableError: it is of no such kind, or cannot be read.
     """
-
-    def refuse(error: OSError) -> None:
-        raise ConfigError(key, error.filename, f"cannot be read ({error.strerror}); make the folder readable")
-
-    files, entered = [], {os.path.realpath(folder)}
-    for parent, subfolders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        subfolders.sort()
-        for name in list(subfolders):
-            real = os.path.realpath(Path(parent, name))
-            if real in entered:
-                subfolders.remove(name)
-            entered.add(real)
-        for path in (Path(parent, name) for name in names):
-            if not path.exists():
-                raise ConfigError(key, str(path), f"is a link to {os.readlink(path)}, which does not exist; remove it")
-            if ending_of(path) in endings and path.is_file():
-                files.append(path)
-    return sorted(files)
-
-
-def named_paths(text: str) -> list[Path]:
-    """What a path or a glob pattern names, sorted. A path that cannot be looked at is taken to be there."""
-    if os.path.lexists(text) or file_problem(Path(text)) != "does not exist":
-        return [Path(text)]
-    return sorted(map(Path, glob.glob(text, recursive=True)))
-
-
-def text_problem(path: Path) -> str | None:
-    """Why a file cannot be tokenized, and what to do; None if it may hold text."""
-    problem = file_problem(path)
-    if problem is not None:
-        cure = "name the files in it, such as *.txt" if problem.startswith("is a folder") else "name files of text"
-        return f"{problem}; {cure}"
-    if path.stat().st_size == 0:
-        return "the file is empty; remove it or give one with text"
-    return json_problem(path)
+    with _readable(), open(path, "rb") as file:
+        compression, head = _compression(path, file), b""
+        for chunk in _content(path, file, 0):
+            head += chunk
+            if len(head) >= _HEAD:
+                break
+    ending, text = ending_of(path), head.removeprefix(codecs.BOM_UTF8).lstrip()
+    for kind, magic in (("parquet", b"PAR1"), ("arrow", b"ARROW1")):
+        if head.startswith(magic) or (ending == f".{kind}" and not head.startswith((b"PAR1", b"ARROW1"))):
+            if compression:
+                raise UnreadableError(f"is a compressed {kind} file; decompress it")
+            return kind
+    first, newline, rest = text.partition(b"\n")
+    if (text.startswith(b"[") and ending in JSON_ENDINGS) or re.match(rb'\[\s*\{\s*"', text):
+        return "jsonl" if rest.strip() and _is_json(first) else "array"
+    if ending in JSON_ENDINGS[:3] or (_OBJECT.match(text) and (not newline or _is_json(first))):
+        return "jsonl"
+    if ending == ".json" or _OBJECT.match(text):
+        raise UnreadableError("holds neither a JSON array nor a JSON object on each line; write it so (jq -c .)")
+    if ending in _TABLES:
+        raise UnreadableError(
+            f"is a table ({ending}); write it as .jsonl or .parquet, or name it .txt to take it as text"
+        )
+    if text.startswith(b"%PDF") or b"\0" in head:
+        raise UnreadableError("holds no text, JSON, parquet or arrow; convert it to UTF-8 text or leave it out")
+    return "text"
 
 
-def json_problem(path: Path) -> str | None:
-    """What to do about a .json file that begins as JSON, as the predicate of a sentence; None for any other file."""
-    if path.suffix != ".json":
-        return None
-    with open(path, "rb") as file:
-        if file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1] not in (b"[", b"{"):
-            return None
-    cure = "write one document per line as .jsonl (for an array: jq -c '.[]')"
-    return f"holds JSON, not text; {cure}, or name the file .txt to take it as it is"
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
-def read_pieces(path: Path, key: Key, start: int = 0, first_record: int = 1) -> Iterator[tuple[Piece, float]]:
+def read_pieces(
+    path: Path, key: Key, start: int = 0, first_record: int = 1, find_cut: FindCut | None = None
+) -> Iterator[tuple[Piece, float]]:
     """The pieces of a file from ``start`` on, each with the share of the file that has been read by then.
 
     ``start`` is 0 or a `Piece.end`, and ``first_record`` the number of the record there. ``key`` is of a row's text.
     With several keys a row becomes a dict, without nulls: Arrow fills up each struct with the fields of the others.
+    ``find_cut`` says where a long text may be cut, as `long_text.find_cut` does; without it, anywhere.
 
     Raises:
-        UnreadableError: the file is damaged, ends early, or lacks the column, or a package to read it is missing.
+        UnreadableError: the file is of no kind that can be read, is damaged, ends early, or lacks the column, or a
+            package to read it is missing.
         ReadFailure: the operating system failed to read it.
     """
-    try:
-        if kind_of(path) == "rows":
-            yield from _read_rows(path, key, start)
+    kind = kind_of(path)
+    with _readable():
+        if kind in ("parquet", "arrow"):
+            yield from _read_rows(path, kind, key, start)
             return
-        size = max(path.stat().st_size, 1)
+        size, before = max(path.stat().st_size, 1), min(start, _CONTEXT) if kind == "text" else 0
         with open(path, "rb") as file:
-            for piece in _cut(_content(path, file, start), kind_of(path), start, first_record):
+            if kind == "array":  # places in it are those in its elements, one a line
+                chunks = _from(start, _elements(_content(path, file, 0)))
+            else:
+                chunks = _content(path, file, start - before)
+            for piece in _cut(chunks, "text" if kind == "text" else "jsonl", start, first_record, before, find_cut):
                 yield piece, min(1.0, file.tell() / size)
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    """Turn what reading raises into the two errors of this module."""
+    try:
+        yield
     except EOFError:
         raise UnreadableError("ends in the middle of compressed data; copy or compress it again") from None
-    except (gzip.BadGzipFile, zlib.error) as error:
+    except (OSError, zlib.error, lzma.LZMAError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise ReadFailure(f"cannot be read ({first_line(error)})") from None
+        # The errors of gzip and bz2 have no errno.
         raise UnreadableError(f"cannot be read ({first_line(error)}); copy or compress it again") from None
-    except OSError as error:
-        raise ReadFailure(f"cannot be read ({first_line(error)})") from None
+
+
+def _compression(path: Path, file: IO[bytes]) -> str | None:
+    """The ending that stands for a file's compression; None if it has none."""
+    ending, head = path.suffix.lower(), file.read(6)
+    file.seek(0)
+    return ending if ending in _COMPRESSED else next((e for e, m in _COMPRESSED.items() if head.startswith(m)), None)
 
 
 def _content(path: Path, file: IO[bytes], start: int) -> Iterator[bytes]:
     """The uncompressed content from byte ``start`` on, in chunks."""
-    if path.suffix not in _COMPRESSED:
+    compression = _compression(path, file)
+    if compression is None:
         file.seek(start)
         yield from iter(partial(file.read, _CHUNK), b"")
         return
-    chunks = _zstandard(file) if path.suffix == ".zst" else iter(partial(gzip.GzipFile(fileobj=file).read, _CHUNK), b"")
+    if compression == ".zst":
+        chunks = _zstandard(file)
+    else:
+        openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+        chunks = iter(partial(openers[compression](file).read, _CHUNK), b"")
+    yield from _from(start, chunks)
+
+
+def _from(start: int, chunks: Iterable[bytes]) -> Iterator[bytes]:
     for chunk in chunks:
         yield chunk[start:]
         start = max(0, start - len(chunk))
@@ -191,48 +226,87 @@ def _zstandard(file: IO[bytes]) -> Iterator[bytes]:
         raise EOFError
 
 
-def _cut(chunks: Iterable[bytes], kind: str, at: int, record: int) -> Iterator[Piece]:
+def _elements(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """The elements of a JSON array, each as a line of JSON."""
+    decode = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode  # bytes that are no UTF-8 stay
+    decoder, text, at = json.JSONDecoder(), "", 0
+    while True:
+        try:
+            begin = _BEFORE_ELEMENT.match(text, at).end()  # type: ignore[union-attr]
+            _, end = decoder.raw_decode(text, begin)
+        except (ValueError, RecursionError) as error:
+            chunk, place = next(chunks, None), getattr(error, "pos", 0)
+            if chunk is None and _END_OF_ARRAY.fullmatch(text, at):
+                return
+            if chunk is None or not (place > len(text) - 16 or text[place] in '"]'):  # else it is only cut off
+                raise UnreadableError(f"is damaged JSON ({first_line(error)}); correct it") from None
+            text, at = text[at:] + decode(chunk), 0
+        else:
+            yield text[begin:end].replace("\n", " ").encode("utf-8", "surrogateescape") + b"\n"
+            at = end
+
+
+def _cut(
+    chunks: Iterable[bytes], kind: str, at: int, record: int, before: int = 0, find_cut: FindCut | None = None
+) -> Iterator[Piece]:
+    """``before`` bytes come before the first piece."""
     held: list[bytes] = []  # joined only when it is cut: a line may be far longer than a piece
     size = lines_end = 0  # of what is held, in bytes
+    is_text = kind == "text"
+    searched, limit = 0, _LONG_DOCUMENT if is_text else _PIECE
     for chunk in chunks:
         newline = chunk.rfind(b"\n")
         if newline >= 0:
             lines_end = size + newline + 1
         held.append(chunk)
         size += len(chunk)
-        if size < (_PIECE if kind == "jsonl" else _LONG_DOCUMENT) or (kind == "jsonl" and not lines_end):
+        if size - before < limit or not (is_text or lines_end):
             continue
         content = b"".join(held)
-        cut = lines_end if kind == "jsonl" else _cut_in_text(content)
-        content, held, at, size, lines_end = content[:cut], [content[cut:]], at + cut, size - cut, 0
-        lines = content.count(b"\n") if kind == "jsonl" else 0
-        yield Piece(kind, content, record, lines, at, is_whole=kind == "jsonl")
+        cut = _cut_in_text(content, before + max(searched, limit - _WINDOW), find_cut) if is_text else lines_end
+        if cut is None:
+            held, searched, limit = [content], size - before - _WINDOW, limit * 5 // 4
+            continue
+        lines, around, kept = content.count(b"\n", 0, cut), tuple[bytes, ...](), cut
+        if is_text:
+            lines, around, kept = 0, (content[:before], content[cut : cut + _CONTEXT]), max(0, cut - _CONTEXT)
+        at += cut - before
+        yield Piece(kind, content[before:cut], record, lines, at, *around)
         record += lines
+        held, size, before, lines_end = [content[kept:]], size - kept, cut - kept, 0
+        searched, limit = 0, _LONG_DOCUMENT if is_text else _PIECE
     content = b"".join(held)
-    if content or (kind == "text" and at == 0):  # an empty file is a document, the end of one is not
-        yield Piece(kind, content, record, 1 + content.count(b"\n") if kind == "jsonl" else 1, at + size)
+    if size > before or (is_text and at == 0):  # an empty file is a document, the end of one is not
+        lines = 1 if is_text else 1 + content.count(b"\n")
+        yield Piece(kind, content[before:], record, lines, at + size - before, content[:before])
 
 
-def _cut_in_text(text: bytes) -> int:
-    """Bytes of a long text after which it is cut: near its end, between words or else lines or else characters. Never
-    all of it, as only what remains can end the document.
+def _cut_in_text(content: bytes, start: int, find_cut: FindCut | None) -> int | None:
+    """Bytes of a long text after which it is cut, more than ``start`` and never all, since only what remains can end
+    the document; None if it cannot be cut there.
     """
-    start = len(text) - (1 << 16)
-    between_words = [found.end() for found in _CUT.finditer(text, start, len(text) - 8)]
-    if between_words:
-        return between_words[-1]
-    line = text.rfind(b"\n", max(0, start), len(text) - 1) + 1
-    return line or next((at for at in range(len(text) - 1, 0, -1) if text[at] & 0xC0 != 0x80), len(text) - 1)
+    start = max(0, start)
+    for begin in range(start, max(start + 1, len(content) - _WINDOW + 1), _WINDOW // 2):
+        end = min(begin + _WINDOW, len(content))
+        window = content[begin:end].lstrip(_CONTINUATION)
+        try:
+            text, _ = codecs.utf_8_decode(window, "strict", False)
+        except UnicodeDecodeError:  # the piece is refused anyway
+            return (begin + end) // 2
+        cut = find_cut(text) if find_cut else len(text) // 2
+        if cut:
+            return end - len(window) + len(text[:cut].encode())
+    return None
 
 
-def _read_rows(path: Path, key: Key, start: int) -> Iterator[tuple[Piece, float]]:
+def _read_rows(path: Path, kind: str, key: Key, start: int) -> Iterator[tuple[Piece, float]]:
     try:
         import pyarrow
     except ImportError:
         raise UnreadableError("needs the package pyarrow; install titan_like[data]") from None
-    is_parquet = ending_of(path) == ".parquet"
     try:
-        for first, batch, share in _parquet_batches(path, key, start) if is_parquet else _arrow_batches(path, key):
+        batches = _parquet_batches(path, key, start) if kind == "parquet" else _arrow_batches(path, key)
+        for first, batch, share in batches:
             values = batch.column(0) if isinstance(key, str) else batch
             for at in range(max(0, start - first), len(batch), _ROWS):
                 rows = list(map(_without_nulls, values.slice(at, _ROWS).to_pylist()))

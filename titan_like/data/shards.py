@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,15 +12,14 @@ from typing import Any
 import numpy as np
 
 from titan_like.config.errors import ConfigError, first_line
-from titan_like.config.paths import file_problem
+from titan_like.data.files import find_files, named_paths
 from titan_like.data.raw_text import (
     RECORD_ENDINGS,
     Piece,
     ReadFailure,
     UnreadableError,
     ending_of,
-    files_below,
-    named_paths,
+    kind_of,
     read_pieces,
 )
 
@@ -33,7 +31,7 @@ _HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[\w.-]+
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A file of JSON lines, parquet or arrow."""
+    """A file of JSON lines, a JSON array, parquet or arrow."""
 
     path: Path
 
@@ -119,26 +117,16 @@ def find_shards(paths: list[str]) -> tuple[list[Shard], str]:
 
 def _files_of(path: str) -> list[Path] | None:
     """The files that a path or glob pattern names, in order; None if it is the name of a dataset on the hub."""
-    if os.path.isdir(path):
-        files = files_below(path, RECORD_ENDINGS, "data.paths")
-        if not files:
-            raise ConfigError("data.paths", path, f"no file in the folder ends with {', '.join(RECORD_ENDINGS)}")
-    else:
-        files = named_paths(path)
-    if not files and _HUB_NAME.fullmatch(path) and ending_of(Path(path)) not in RECORD_ENDINGS:
-        return None
-    if not files:
+    if not named_paths(path):
+        if _HUB_NAME.fullmatch(path) and ending_of(Path(path)) not in RECORD_ENDINGS:
+            return None
         problem = "no such file or folder, and no file matches it as a glob pattern; a name of the Hugging Face hub "
         raise ConfigError("data.paths", path, problem + "would be like org/name, org/name:config or org/name@revision")
+    files = find_files([path], "data.paths", RECORD_ENDINGS)
     for file in files:
-        unfit = file_problem(file)
-        if unfit is not None:
-            raise ConfigError("data.paths", str(file), f"{unfit}; name files of records")
-        if ending_of(file) not in RECORD_ENDINGS:
-            problem = f"its ending is none of {', '.join(RECORD_ENDINGS)} (.jsonl may also end in .gz or .zst); rename"
-            raise ConfigError("data.paths", str(file), f"{problem} or convert it")
-        if file.stat().st_size == 0:
-            raise ConfigError("data.paths", str(file), "the file is empty; remove it or give one with text")
+        if kind_of(file) == "text":
+            problem = 'holds text; a stream reads JSON lines, JSON arrays, parquet and arrow; set data.dataset = "text"'
+            raise ConfigError("data.paths", str(file), problem)
     return files
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from titan_like.data.raw_text import (
-    RECORD_ENDINGS,
     BadRecord,
     Piece,
     UnreadableError,
-    ending_of,
-    json_problem,
+    kind_of,
     read_pieces,
     texts_of,
 )
@@ -99,45 +95,36 @@ def read_text(path: Path) -> str:
     """The text of a file, without a byte-order mark.
 
     Raises:
-        TaskError: the file is not UTF-8, or is JSON.
+        TaskError: the file is not UTF-8, or holds something else than text.
         OSError: it cannot be read.
     """
-    problem = json_problem(path)
-    if problem is not None:
-        raise TaskError(problem)
     try:
-        return path.read_bytes().decode("utf-8").removeprefix("\ufeff")
+        if kind_of(path) != "text":
+            raise TaskError("holds records, not text; write the text alone")
+        content = b"".join(bytes(piece.content) for piece, _ in read_pieces(path, _KEY))
+        return content.decode("utf-8").removeprefix("\ufeff")
+    except UnreadableError as error:
+        raise TaskError(str(error)) from None
     except UnicodeDecodeError as error:
-        problem = f"is not valid UTF-8 at byte {error.start}"
-        raise TaskError(f"{problem}; convert the file, or name it as what it is (.parquet, .arrow)") from None
+        raise TaskError(f"is not valid UTF-8 at byte {error.start}; convert the file") from None
 
 
 def read_records(path: Path) -> list[tuple[int, str]] | None:
     """The texts of a file of records, with their numbers in the file from 1. None if the file is ordinary text.
 
     Records are the rows of a parquet or arrow file, with their text in the column "text", or the lines of a file of
-    JSON objects, with their text under "text".
+    JSON objects or the elements of a JSON array, with their text under "text".
 
     Raises:
         TaskError: the file is damaged, or a record has no text.
         OSError: the file cannot be read.
     """
     try:
-        pieces = _pieces(path)
-        return None if pieces is None else [record for piece in pieces for record in _records(piece)]
+        if kind_of(path) == "text":
+            return None
+        return [record for piece, _ in read_pieces(path, _KEY) for record in _records(piece)]
     except UnreadableError as error:
         raise TaskError(str(error)) from None
-
-
-def _pieces(path: Path) -> Iterator[Piece] | None:
-    if ending_of(path) in RECORD_ENDINGS:
-        return (piece for piece, _ in read_pieces(path, _KEY))
-    content = path.read_bytes()
-    text = content.removeprefix(codecs.BOM_UTF8).lstrip()
-    if text.startswith(b"[") and _is_json(text):
-        raise TaskError('is one JSON array; write an object such as {"text": "…"} on each line instead')
-    # Files of JSON lines are published with several endings.
-    return iter([Piece("jsonl", content, 1, 0, len(content))]) if text.startswith(b"{") else None
 
 
 def _records(piece: Piece) -> Iterator[tuple[int, str]]:
@@ -146,11 +133,3 @@ def _records(piece: Piece) -> Iterator[tuple[int, str]]:
         if isinstance(text, BadRecord):
             raise TaskError(f"cannot be used because of {unit} {number} ({text}); correct it")
         yield number, text
-
-
-def _is_json(text: bytes) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True

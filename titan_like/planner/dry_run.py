@@ -25,11 +25,11 @@ from titan_like.config.paths import file_problem
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import total_samples, total_steps
 from titan_like.data.blend import shares_of
+from titan_like.data.files import named_paths
 from titan_like.data.indexed import prefix_of
 from titan_like.data.masks import masks_of
 from titan_like.data.open_source import open_data
 from titan_like.data.packed import corpus_files, corpus_folder, corpus_job, split_weights
-from titan_like.data.raw_text import named_paths
 from titan_like.data.registry import DATASETS
 from titan_like.data.tokenizer import check_vocabulary, is_on_hub, tokenizer_files, tokenizer_of
 from titan_like.evaluate.tasks import check_tasks

@@ -54,11 +54,8 @@ def define(config: JobConfig, split: str) -> Defined:
     """A split of the run's data: one source, or a blend of those whose weights and paths come in turn."""
     section, model = config.data, model_config(config.model)
     folder, seq_len = Path(config.job.dump_folder, "data_cache"), sample_length(config, model).raw
-    try:
-        weights = [float(text) for text in section.paths[::2]] if len(section.paths) > 1 else []
-    except ValueError:
-        weights = []
-    paths = [[path] for path in (section.paths[1::2] if weights else section.paths)]
+    weights = [weight for weight in section.paths if not isinstance(weight, str)]
+    paths = [[path] for path in section.paths if isinstance(path, str)]
     paths = paths if weights or section.dataset == "indexed" else [section.paths]
     makers = {"text": _windows, "stdlib": _windows, "indexed": _windows, "hf": _stream, "race": _race}
     makers |= {"conversations": _conversations}
@@ -272,7 +269,7 @@ def _documents(request: DataRequest, found: list[shards.Shard], reader: int) -> 
 
 def _records(shard: shards.Shard, key: str) -> Iterator[tuple[int, str]]:
     """The number of each record that has a text, from 0, and the text."""
-    if shard.name.endswith(".jsonl"):
+    if shard.name.endswith(".jsonl") and raw_text.kind_of(Path(shard.name)) == "jsonl":
         with open(shard.name, encoding="utf-8-sig", errors="surrogateescape", newline="\n") as lines:
             for number, line in enumerate(lines):
                 with suppress(ValueError, LookupError, TypeError, RecursionError):

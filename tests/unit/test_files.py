@@ -1,0 +1,241 @@
+"""Which files a path means, and of which kind each is: by their content, and of folders what `datasets` reads."""
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from titan_like.config import ConfigError
+from titan_like.config.schema import Data
+from titan_like.data import files as data_files
+from titan_like.data import raw_text
+from titan_like.data.files import find_files
+from titan_like.data.packed import corpus_files
+from titan_like.data.raw_text import RECORD_ENDINGS, kind_of, read_pieces, texts_of
+from titan_like.data.shards import find_shards
+
+datasets = pytest.importorskip("datasets")
+
+TEXTS = [f"line {number}\n" + "é漢" * (number % 5) for number in range(200)]
+RECORDS = [{"id": number, "text": text, "more": {"a": [1, "]"]}} for number, text in enumerate(TEXTS)]
+LINES = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in RECORDS).encode()
+ARRAY, PRETTY = json.dumps(RECORDS).encode(), json.dumps(RECORDS, indent=2, ensure_ascii=False).encode()
+ZSTD = zstandard.ZstdCompressor().compress
+SAME = {
+    **dict.fromkeys(("a.jsonl", "a.json", "a.ndjson", "a.jsonlines", "a.JSONL", "a.txt", "part-0001"), LINES),
+    "a.json.gz": gzip.compress(LINES),
+    "a.jsonl.zst": ZSTD(LINES),
+    "a.ndjson.bz2": bz2.compress(LINES),
+    "A.JSON.XZ": lzma.compress(LINES),
+    "gzip.jsonl": gzip.compress(LINES),
+    "zstd": ZSTD(PRETTY),
+    "b.json": ARRAY,
+    "c.json": b"\xef\xbb\xbf" + PRETTY,
+    "d.jsonl": PRETTY.replace(b"\n", b"\r\n"),
+    "e.json.gz": gzip.compress(PRETTY),
+    "f.txt": ARRAY,
+}
+
+
+def texts_in(path: Path, start: int = 0, record: int = 1) -> list[object]:
+    return [text for piece, _ in read_pieces(path, "text", start, record) for _, text in texts_of(piece, "text")]
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_records_are_known_by_their_content(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raw_text, "_PIECE", 1 << 10)
+    monkeypatch.setattr(raw_text, "_CHUNK", 1 << 9)
+    (tmp_path / name).write_bytes(SAME[name])
+    assert texts_in(tmp_path / name) == TEXTS
+    pieces = [piece for piece, _ in read_pieces(tmp_path / name, "text")]
+    middle = pieces[len(pieces) // 2]
+    rest = texts_in(tmp_path / name, middle.end, middle.first_record + middle.num_records)
+    assert rest == TEXTS[len(TEXTS) - len(rest) :] and len(rest) < 150
+    assert find_files([str(tmp_path / name)], "data.paths") == [tmp_path / name]
+
+
+UNFIT = {
+    "a.pdf": (b"%PDF-1.4\nabc", "holds no text, JSON, parquet or arrow; convert it"),
+    "a.docx": (b"PK\x03\x04\x14\x00\x06", "holds no text"),
+    "a.npy": (b"\x93NUMPY\x01\x00v", "holds no text"),
+    "a.png": (b"\x89PNG\r\n\x1a\n\x00\x00", "holds no text"),
+    "a.CSV": (b"text,id\na,1\n", r"is a table \(.csv\); write it as .jsonl or .parquet, or name it .txt"),
+    "a.tsv.gz": (gzip.compress(b"a\tb\n"), r"is a table \(.tsv\)"),
+    "a.json": (b'{\n "data": []\n}', "holds neither a JSON array nor a JSON object on each line"),
+    "a.ipynb": (b'{\n "cells": []\n}', "holds neither a JSON array"),
+    "text.json": (b"hello", "holds neither a JSON array"),
+    "utf-16.txt": ("hello".encode("utf-16"), ".*; convert it to UTF-8 text"),
+    "a.parquet.gz": (gzip.compress(b"PAR1"), "is a compressed parquet file; decompress it"),
+    "a.gz": (gzip.compress(LINES)[:300], "ends in the middle of compressed data"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_what_holds_no_documents_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    content, problem = UNFIT[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=rf'^--input = "{tmp_path}/{name}": {problem}'):
+        find_files([str(tmp_path / name)], "--input")
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (PRETTY[:3000], "Unterminated|Expecting"),
+        (ARRAY + ARRAY, "Expecting value"),
+        (PRETTY[:3000] + b"@@" + PRETTY[3000:], "Expecting"),
+        (b'[{"text": ' + b"[" * 100_000 + b"]", "recursion"),
+        (b'[{"text": "a", "n": ' + b"1" * 5000 + b"}]", "4300 digits"),
+    ],
+)
+def test_a_damaged_array_is_one_sentence(content: bytes, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(raw_text.UnreadableError, match=rf"is damaged JSON \(.*({problem})"):
+        texts_in(tmp_path / "a.json")
+
+
+def test_text_stays_text(tmp_path: Path) -> None:
+    for content in ("[Verse 1]\nhello", "{braces}\n", "<html></html>", "", "[1] a note"):
+        (tmp_path / "a.txt").write_text(content)
+        assert (kind_of(tmp_path / "a.txt"), texts_in(tmp_path / "a.txt")) == ("text", [content])
+
+
+def write(folder: Path, *names: str) -> Path:
+    """Files of two rows, which say where they are from."""
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        dataset = datasets.Dataset.from_dict({"text": [f"{name} 1", f"{name} 2"]})
+        if path.suffix == ".parquet":
+            dataset.to_parquet(str(path))
+        elif path.suffix == ".arrow":
+            with datasets.arrow_writer.ArrowWriter(path=str(path)) as writer:
+                writer.write_table(dataset.data.table)
+        elif path.suffix in (".json", ".jsonl"):
+            path.write_text("".join(json.dumps(row) + "\n" for row in dataset))
+        else:
+            path.write_text(f"{name}\n")
+    return folder
+
+
+README = """---
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: {}
+  - split: test
+    path: b*
+---
+"""
+FOLDERS = {
+    "shards": (
+        "data/train-00000-of-00002.parquet",
+        "data/train-00001-of-00002.parquet",
+        "data/test-00000-of-00001.parquet",
+    ),
+    "plain shards": ("train-00000-of-00001.parquet", "test-00000-of-00001.parquet", "README.md", ".hidden.parquet"),
+    "a folder a split": ("train/a.jsonl", "train/deep/b.jsonl", "validation/c.jsonl", "extra.jsonl"),
+    "words in names": ("my_train_1.jsonl", "dev.jsonl", "eval-2.jsonl", "trainer.jsonl", "dataset_info.json"),
+    "one name": ("training.jsonl", "notes.jsonl"),
+    "no splits": ("a.parquet", "deep/b.parquet", "__cache__/c.parquet", "config.json"),
+    "two formats": ("train.jsonl", "train.parquet"),
+    "more of one format": ("train-1.json", "train-2.json", "train.parquet"),
+}
+
+
+def rows_of(paths: list[Path]) -> list[object]:
+    return sorted(text for path in paths for text in texts_in(path))
+
+
+@pytest.mark.parametrize("names", FOLDERS.values(), ids=FOLDERS)
+def test_a_folder_means_what_load_dataset_reads(
+    names: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(tmp_path / "corpus", *names)
+    expected = datasets.load_dataset(str(folder), split="train", cache_dir=str(tmp_path / "cache"))["text"]
+    found = find_files([str(folder)], "data.paths", RECORD_ENDINGS)
+    assert rows_of(found) == sorted(expected)
+    line = capsys.readouterr().err
+    assert f"{folder}: reads {len(found)} of " in line
+    read, left = line.split(" and leaves ")
+    for name in names:
+        assert name.startswith((".", "__")) or name in (read if folder / name in found else left)
+    sections = {name: Data(dataset=name, paths=[str(folder)]) for name in ("text", "hf")}
+    assert rows_of(corpus_files(sections["text"])) == sorted(expected)
+    assert rows_of([Path(shard.name) for shard in find_shards(sections["hf"].paths)[0]]) == sorted(expected)
+
+
+def test_readme_says_which_files_are_of_which_split(tmp_path: Path) -> None:
+    folder = write(tmp_path / "corpus", "a1.jsonl", "a2.jsonl", "b.jsonl", "train.jsonl")
+    for pattern in ("a*", "[a1.jsonl, a2.jsonl]"):
+        (folder / "README.md").write_text(README.format(f'"{pattern}"' if pattern == "a*" else pattern))
+        expected = datasets.load_dataset(str(folder), split="train", cache_dir=str(tmp_path / "cache"))["text"]
+        assert rows_of(find_files([str(folder)], "--input")) == sorted(expected)
+    (folder / "README.md").write_text("---\nconfigs:\n- config_name: en\n- config_name: de\n---\n")
+    with pytest.raises(ConfigError, match=r"has several configurations \(en, de\); name the files"):
+        find_files([str(folder)], "--input")
+    (folder / "README.md").write_text("# no front matter\n")
+    assert [path.name for path in find_files([str(folder)], "--input")] == ["train.jsonl"]
+
+
+def test_a_saved_folder_means_what_load_from_disk_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dataset = datasets.Dataset.from_dict({"text": [f"row {number}" for number in range(20)]})
+    dataset.save_to_disk(str(tmp_path / "one"), num_shards=2)
+    datasets.load_from_disk(str(tmp_path / "one")).map(lambda row: {"text": row["text"] + "!"})
+    assert list((tmp_path / "one").glob("cache-*.arrow"))
+    both = datasets.DatasetDict(train=dataset.select(range(12)), test=dataset.select(range(12, 20)))
+    both.save_to_disk(str(tmp_path / "both"))
+    for name, expected in {
+        "one": dataset["text"],
+        "both": both["train"]["text"],
+        "both/test": both["test"]["text"],
+    }.items():
+        found = find_files([str(tmp_path / name)], "data.paths", RECORD_ENDINGS)
+        assert rows_of(found) == sorted(expected)
+        read, left = capsys.readouterr().err.split(" and leaves ")
+        assert "-of-00002.arrow" in read if name == "one" else "data-00000-of-00001.arrow" in read
+        assert "state.json" in left and "cache-" not in read
+    os.rename(tmp_path / "one" / "state.json", tmp_path / "one" / "lost")  # still, a cache is no data
+    assert len(find_files([str(tmp_path / "one")], "data.paths", RECORD_ENDINGS)) == 2
+    (tmp_path / "one" / "state.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"state.json\": is damaged .* save it again"):
+        find_files([str(tmp_path / "one")], "data.paths")
+
+
+@pytest.mark.parametrize(
+    "names", [("test.jsonl", "dev.jsonl"), ("data/test-00000-of-00001.parquet",), ("test/a.jsonl",)]
+)
+def test_a_folder_without_training_data_is_refused(names: tuple[str, ...], tmp_path: Path) -> None:
+    folder = write(tmp_path / "corpus", *names)
+    with pytest.raises(ConfigError, match=r"has no split named train, but .*test"):
+        find_files([str(folder)], "data.paths", RECORD_ENDINGS)
+    datasets.DatasetDict(test=datasets.Dataset.from_dict({"text": ["a"]})).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(ConfigError, match=r"saved\": has no split named train, but test"):
+        find_files([str(tmp_path / "saved")], "data.paths", RECORD_ENDINGS)
+
+
+def test_folders_of_text_and_patterns(tmp_path: Path) -> None:
+    folder = write(tmp_path / "docs", "evaluation.md", "README.md", "deep/a.txt", "b.rst")
+    assert [path.name for path in find_files([str(folder)], "--input")] == ["README.md", "a.txt", "evaluation.md"]
+    write(folder, "rows.jsonl")  # which README.md describes
+    assert [path.name for path in find_files([str(folder)], "--input")] == ["a.txt", "rows.jsonl"]
+    write(tmp_path / "wiki", "train.txt", "test.txt")
+    assert [path.name for path in find_files([str(tmp_path / "wiki")], "--input")] == ["train.txt"]
+    named = find_files([str(folder / "*.md"), str(tmp_path / "*"), str(folder / "b.rst")], "--input")
+    assert sorted(path.name for path in named) == [
+        "README.md",
+        "a.txt",
+        "b.rst",
+        "evaluation.md",
+        "rows.jsonl",
+        "train.txt",
+    ]
+    with pytest.raises(ConfigError, match=r"no file in the folder ends with \.jsonl, \.parquet, \.arrow"):
+        find_files([str(write(tmp_path / "none", "a.csv"))], "--input")
+    assert data_files.named_paths(str(tmp_path / "no*such")) == []

@@ -1,0 +1,190 @@
+"""Which files a path in a setting means: the file, those that a glob pattern matches, or those of a folder.
+
+A folder means what Hugging Face's `datasets` reads of it: what ``load_from_disk`` does, if ``save_to_disk`` wrote it,
+else what ``load_dataset(folder, split="train")`` does. If neither names nor README.md tell splits apart, files of all
+formats are read, and not only those of the most frequent one.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+import sys
+from collections import Counter
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from titan_like.config.errors import ConfigError, first_line
+from titan_like.config.paths import file_problem
+from titan_like.data.raw_text import JSON_ENDINGS, KNOWN_ENDINGS, RECORD_ENDINGS, UnreadableError, ending_of, kind_of
+
+_WORDS = {"train": "train|training", "validation": "validation|valid|dev|val", "test": "test|testing|eval|evaluation"}
+_SPLITS = {split: re.compile(rf"(.*[-._ 0-9])?({words})([-._ 0-9].*)?") for split, words in _WORDS.items()}
+_SHARD = re.compile(r"data/(.+)-\d{5}-of-\d{5}.*\..*")
+_METADATA = re.compile(r"\..*|(config|dataset_infos?|dataset_dict|state)\.json|cache-[0-9a-f]+(_.*)?\.arrow")
+_MOST_NAMED = 6  # files in a line of the log
+
+
+def find_files(paths: list[str], key: str, endings: tuple[str, ...] = KNOWN_ENDINGS) -> list[Path]:
+    """The files that paths mean, each once. ``endings`` are those of files in folders, without that of compression.
+
+    Raises:
+        ConfigError: a path means no file, or one that cannot be read; ``key`` is the setting to blame.
+    """
+    files: dict[Path, None] = {}
+    for name in paths:
+        named = named_paths(name)
+        if not named:
+            raise ConfigError(key, name, "no such file or folder, and no file matches it as a glob pattern")
+        # A pattern passes over what is neither, and over folders without such files, unless it matches nothing else.
+        kept = [path for path in named if os.path.isfile(path) or os.path.isdir(path)] or named[:1]
+        found = [_files_of_folder(path, key, endings) if os.path.isdir(path) else [path] for path in kept]
+        if not any(found):
+            none = f"is a folder, not a file, and no file in the folder ends with {', '.join(endings)}"
+            raise ConfigError(key, str(kept[0]), none)
+        files |= dict.fromkeys(chain(*found))
+    for path in files:
+        problem = _problem(path)
+        if problem is not None:
+            raise ConfigError(key, str(path), problem)
+    return list(files)
+
+
+def named_paths(text: str) -> list[Path]:
+    """What a path or a glob pattern names, sorted. A path that cannot be looked at is taken to be there."""
+    if os.path.lexists(text) or file_problem(Path(text)) != "does not exist":
+        return [Path(text)]
+    return sorted(map(Path, glob.glob(text, recursive=True)))
+
+
+def _problem(path: Path) -> str | None:
+    problem = file_problem(path)
+    if problem is not None:
+        return f"{problem}; name files of text or records"
+    if path.stat().st_size == 0:
+        return "the file is empty; remove it or give one with text"
+    try:
+        kind_of(path)
+    except UnreadableError as error:
+        return str(error)
+    return None
+
+
+def _files_of_folder(folder: Path, key: str, endings: tuple[str, ...]) -> list[Path]:
+    names = _names_below(folder, key)
+    chosen = _saved(folder, key)
+    if chosen is None:
+        data = {name: ending_of(Path(name)) for name in names if not _METADATA.fullmatch(Path(name).name)}
+        chosen = _of_training(folder, key, {name: ending for name, ending in data.items() if ending in endings})
+    _report(str(folder), tuple(chosen), tuple(sorted({*names} - {*chosen})))
+    return [folder / name for name in chosen]
+
+
+def _names_below(folder: Path, key: str) -> list[str]:
+    """The files in a folder and its subfolders, sorted. Links are followed, but each folder is entered once."""
+
+    def refuse(error: OSError) -> None:
+        raise ConfigError(key, error.filename, f"cannot be read ({error.strerror}); make the folder readable")
+
+    files, entered = [], {os.path.realpath(folder)}
+    for parent, subfolders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        subfolders.sort()
+        for name in list(subfolders):
+            real = os.path.realpath(Path(parent, name))
+            if real in entered or name.startswith((".", "__")):
+                subfolders.remove(name)
+            entered.add(real)
+        for path in (Path(parent, name) for name in names):
+            if not path.exists():
+                raise ConfigError(key, str(path), f"is a link to {os.readlink(path)}, which does not exist; remove it")
+            if path.is_file():
+                files.append(path.relative_to(folder))
+    return list(map(str, sorted(files)))
+
+
+def _saved(folder: Path, key: str) -> list[str] | None:
+    """What ``save_to_disk`` wrote of a dataset, or of the training split of several; None if it did not."""
+    for name, entry in (("dataset_dict.json", "splits"), ("state.json", "_data_files")):
+        if not (folder / name).is_file():
+            continue
+        try:
+            found: Any = json.loads((folder / name).read_bytes())[entry]
+            if entry == "_data_files":
+                return [file["filename"] for file in found]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(key, str(folder / name), f"is damaged ({first_line(error)}); save it again") from None
+        _require_train(folder, key, found)
+        return [f"train/{file}" for file in _saved(folder / "train", key) or ()]
+    return None
+
+
+def _require_train(folder: Path, key: str, splits: list[str]) -> None:
+    if "train" not in splits:
+        problem = f"has no split named train, but {', '.join(sorted(splits))}; name the files or the folder of one"
+        raise ConfigError(key, str(folder), problem)
+
+
+def _of_training(folder: Path, key: str, endings: dict[str, str]) -> list[str]:
+    """What ``load_dataset`` takes for the training split, given files with their endings."""
+    has_records = not set(RECORD_ENDINGS).isdisjoint(endings.values())
+    names = [name for name in endings if not has_records or endings[name] != ".md"]  # which describes the records
+    by_split = _splits_of_readme(folder, key, names) or _splits_of_names(names)
+    if not by_split or (not has_records and "train" not in by_split):
+        return names
+    _require_train(folder, key, list(by_split))
+    # Of several formats, which may hold the same rows, the most frequent.
+    counts = Counter(endings[name] for name in by_split["train"])
+    order = [".parquet", ".arrow", *JSON_ENDINGS, *endings.values()]
+    most = max(counts, key=lambda ending: (counts[ending], -order.index(ending)), default="")
+    kept = JSON_ENDINGS if most in JSON_ENDINGS else (most,)
+    return [name for name in by_split["train"] if endings[name] in kept]
+
+
+def _splits_of_names(names: list[str]) -> dict[str, list[str]]:
+    """Files by the split that their names tell, else those of their folders; empty if they tell none."""
+    shards = [(match[1], name) for name in names if (match := _SHARD.fullmatch(name))]
+    for part in (slice(-1), slice(-1, None)) if not shards else ():
+        parts = {name: Path(name).parts[part] for name in names}
+        shards = [(s, name) for s, words in _SPLITS.items() for name in names if any(map(words.fullmatch, parts[name]))]
+        if shards:
+            break
+    return {split: [name for of, name in shards if of == split] for split, _ in shards}
+
+
+def _splits_of_readme(folder: Path, key: str, names: list[str]) -> dict[str, list[str]] | None:
+    """Files by split, as the head of README.md says; None if it says nothing."""
+    try:
+        configs = yaml.safe_load((folder / "README.md").read_text(encoding="utf-8").split("---")[1])["configs"]
+        chosen = [one for one in configs if len(configs) == 1 or one["config_name"] == "default" or one.get("default")]
+        if len(chosen) != 1:
+            problem = f"has several configurations ({', '.join(one['config_name'] for one in configs)})"
+            raise ConfigError(key, str(folder), f"{problem}; name the files or the folder of one")
+        stated = chosen[0]["data_files"]
+        if not (isinstance(stated, list) and isinstance(stated[0], dict)):
+            stated = [{"split": "train", "path": stated}]
+        found = {}
+        for entry in stated:
+            patterns = [entry["path"]] if isinstance(entry["path"], str) else entry["path"]
+            places = [os.path.join(glob.escape(str(folder)), pattern) for pattern in patterns]
+            matched = {os.path.relpath(path, folder) for place in places for path in glob.glob(place, recursive=True)}
+            found[entry["split"]] = [name for name in names if name in matched]
+        return found
+    except ConfigError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, yaml.YAMLError):
+        return None
+
+
+@cache
+def _report(folder: str, chosen: tuple[str, ...], left: tuple[str, ...]) -> None:
+    """Say once, on the first process, which files of a folder are read and which are left, if any are."""
+    if chosen and left and os.environ.get("RANK", "0") == "0":
+        read, unread = (", ".join(names[:_MOST_NAMED]) + ", …" * (len(names) > _MOST_NAMED) for names in (chosen, left))
+        line = f"{folder}: reads {len(chosen)} of {len(chosen) + len(left)} files ({read}) and leaves {unread}"
+        print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,91 @@
+"""Tokenizes a long text in pieces. The tokens are those of the whole text.
+
+A text may be cut before a token that is the same wherever tokenization begins and ends. Each piece is tokenized with
+some of the text around it, whose tokens are dropped.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from tokenizers import models
+
+from titan_like.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+
+PIECE = 1 << 18  # characters that are tokenized at a time; a tokenizer takes some 200 bytes of memory for each
+CONTEXT = 1 << 11  # characters before and after a piece that are tokenized with it
+_AGREEING = 8  # tokens before and after a cut on which all windows agree
+# Characters that the windows leave out at both ends of the same text. Runs of equal digits, spaces or phrases become
+# tokens that depend on where a window begins.
+_SHIFTS = (0, 1, 2, 3, 5, 8, 13, 21, 34)
+
+
+def find_cut(tokenizer: Tokenizer, text: str) -> int | None:
+    """Where a longer text may be cut, given the 2 · CONTEXT characters ``text`` of it: a place in its middle half.
+
+    None if the tokens there depend on where tokenization begins. A Unigram model is cut between words only. Within one,
+    the rounding of all scores before decides between equally likely tokens, such as those of a dashed line.
+    """
+    if isinstance(tokenizer, ByteTokenizer):
+        return len(text) // 2
+    first, stretch = _window(tokenizer, text, 0), np.ones(2 * _AGREEING + 1)
+    _, begins, ends = first.T
+    is_cut = (len(text) // 4 < begins) & (begins < ends) & (begins < len(text) * 3 // 4)
+    is_cut[1:] &= np.maximum.accumulate(ends)[:-1] <= begins[1:]  # not within a character of several tokens
+    if isinstance(tokenizer.tokenizer.model, models.Unigram):
+        encoded = tokenizer.tokenizer.encode(text, add_special_tokens=False)
+        tokens = pairwise(zip(encoded.word_ids, encoded.offsets, strict=True))
+        is_cut &= np.isin(begins, [place for (before, _), (word, (place, _)) in tokens if word != before])
+    if len(first) < len(stretch) or not is_cut.any():
+        return None
+    others = [set(map(tuple, _window(tokenizer, text, shift).tolist())) for shift in _SHIFTS[1:]]
+    agree = [all(token in other for other in others) for token in map(tuple, first.tolist())]
+    places = begins[is_cut & (np.convolve(agree, stretch, "same") == len(stretch))]
+    return int(places[np.abs(places - len(text) // 2).argmin()]) if len(places) else None
+
+
+def _window(tokenizer: HuggingFaceTokenizer, text: str, shift: int) -> np.ndarray:
+    """The tokens of a text but for its ends: int64 [tokens, 3], each with the places where it begins and ends."""
+    ids, begins, ends = tokenizer.encode_with_places(text[shift : len(text) - shift])
+    return np.stack((ids, begins + shift, ends + shift), axis=1)
+
+
+def encode_piece(tokenizer: Tokenizer, before: str, text: str, after: str) -> np.ndarray | None:
+    """The tokens of a part of a text, int64 [tokens], between cuts that `find_cut` found. ``before`` and ``after`` are
+    CONTEXT characters around it, or empty at the ends of the whole text.
+
+    None if a cut is not between two tokens after all, because of repetitions over more than the context.
+    """
+    if isinstance(tokenizer, ByteTokenizer):
+        return tokenizer.encode(text)
+    ids, begins, ends = tokenizer.encode_with_places(before + text + after)
+    bounds = [0, len(ids)]
+    for side, at in enumerate((len(before), len(before) + len(text))):
+        if (before, after)[side]:
+            bounds[side] = int(((begins <= at) & (at < ends)).argmax())
+            if begins[bounds[side]] != at:
+                return None
+    return ids[slice(*bounds)]
+
+
+def encode_texts(tokenizer: Tokenizer, texts: list[str], piece: int = PIECE) -> list[np.ndarray]:
+    """The tokens of several texts, each int64 [tokens], those of long ones in pieces of ``piece`` characters."""
+    short = iter(tokenizer.encode_all([text for text in texts if len(text) <= piece]))
+    return [next(short) if len(text) <= piece else _encode_long(tokenizer, text, piece) for text in texts]
+
+
+def _encode_long(tokenizer: Tokenizer, text: str, piece: int) -> np.ndarray:
+    parts, begin, at = [], 0, piece
+    while begin < len(text):
+        window = text[at : at + 2 * CONTEXT]
+        cut = find_cut(tokenizer, window) if len(window) == 2 * CONTEXT else len(window)
+        at += CONTEXT if cut is None else cut
+        if cut is not None:
+            around = text[max(0, begin - CONTEXT) : begin], text[begin:at], text[at : at + CONTEXT]
+            tokens = encode_piece(tokenizer, *around)
+            if tokens is None:
+                return tokenizer.encode(text)
+            parts.append(tokens)
+            begin, at = at, at + piece
+    return np.concatenate(parts)
