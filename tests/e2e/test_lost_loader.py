@@ -66,3 +66,27 @@ def test_a_job_that_loses_a_loader_process_says_so_and_resumes_on_one_rank(tmp_p
     for key in ("loss", "consumed_samples", "samples/ast"):
         found, wanted = ([one[key] for one in records(folder)] for folder in (dump, tmp_path / "whole"))
         assert found == pytest.approx(wanted, rel=1e-4), key
+
+
+SLOW_SEED = """
+import sys, time, traceback
+import torch.cuda
+from titan_like.commands.train import run
+
+class Slow:
+    def __getattr__(self, name):
+        return getattr(traceback, name)
+    def format_stack(self):  # which torch calls under its lock when it seeds
+        time.sleep(0.5)
+        return traceback.format_stack()
+
+torch.cuda.traceback = Slow()
+run()
+"""
+
+
+def test_processes_are_not_forked_while_torch_seeds(tmp_path: Path, settings: list[str]) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_SEED)
+    options = [f"--job.dump_folder={tmp_path}/slow", "--data.num_workers=2", "--training.steps=3"]
+    out, err = Script(str(tmp_path / "slow.py"), [*settings, *options]).communicate(timeout=60)
+    assert "iteration        3/" in out, err

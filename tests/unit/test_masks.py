@@ -64,7 +64,7 @@ def test_a_last_document_of_one_token_without_labels_is_padding(
     real = 8 - len(end)
     starts = [0, 0, *[2] * (real - 2), *[real] * len(end)]
     sample = torch.tensor([[EOD] * real + end, [-100, -100, *[3] * (real - 2), *labels], starts])
-    for settings in ({"reset_position_ids": True}, {"reset_attention_mask": True}, {"eod_mask_loss": True}):
+    for settings in ({}, {"reset_position_ids": True}, {"reset_attention_mask": True}, {"eod_mask_loss": True}):
         masks = Masks(Data(**settings), EOD, SEED)
         inputs, _ = masks.split_rows(masks.add_rows(sample, 0)[None])
         assert inputs.padding_mask is not None

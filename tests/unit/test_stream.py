@@ -177,7 +177,7 @@ def test_a_source_goes_on_from_its_state_in_any_layout(folder, monkeypatch):
     for state, settings in product([{}, *states], [{}, {"paths": [str(folder / "data" / "*")]}]):
         source = source_of(folder, **settings)
         source.load_state_dict(json.loads(json.dumps(state)))
-        assert source.state_dict() == state
+        assert source.state_dict() == {}  # only what this process comes to
         read.clear()
         assert samples_of(source, range(last, last + 60)) == {n: expected[n] for n in range(last, last + 60)}
         whole = whole if state else sum(read)

@@ -265,8 +265,8 @@ class LRScheduler(Section):
 
     warmup_steps: StepCount = Field(
         0,
-        description="steps of linear warm-up from 0; for a length in samples or tokens, a step of this section is a "
-        "batch of the size with which the run began",
+        description="steps of linear warm-up from 0; for a length in samples or tokens, a step of this section is "
+        "global_batch_size samples, as they were when the run began",
     )
     decay: Literal["cosine", "linear", "constant", "inverse_sqrt", "wsd"] = Field(
         "cosine", description="shape of the decay after warm-up; wsd: constant, then linear at the end of the run"

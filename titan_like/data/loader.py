@@ -106,7 +106,8 @@ class BackgroundLoader:
         self.state: State = {}  # of the dataset, after the microbatches that have been taken
         batches = _Batches(dataset)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata on newer torch
+            # Of torchdata on newer torch, and of more workers than processors, which torch counts without containers.
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated|This DataLoader will create")
             self._loader: StatefulDataLoader | None = StatefulDataLoader(
                 batches,
                 batch_sampler=sampler,

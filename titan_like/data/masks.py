@@ -58,7 +58,8 @@ class Masks:
         inputs, labels = made
         if self.pairs is not None:
             labels[0] = sample[1, 0]  # the class of the pair
-        if not (section.reset_position_ids or self.has_intervals or section.eod_mask_loss):
+        tells_padding = len(sample) == 3 and self.objective is None
+        if not (section.reset_position_ids or self.has_intervals or section.eod_mask_loss or tells_padding):
             return made
         rows, order = [inputs, labels], torch.arange(len(inputs))
         starts = order * 0 if self.eod_id is None else document_starts(inputs, self.eod_id)

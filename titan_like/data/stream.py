@@ -65,7 +65,8 @@ class StreamSource(Source):
         self.shards, self._content = find_shards(section.paths)
         # A file that is changed in place may have the same fingerprint. Its bookmarks would give other samples.
         self._changed_at = [shard.changed_at for shard in self.shards]
-        self._bookmarks: dict[str, list[int]] = {}  # where each reader goes on
+        self._bookmarks: dict[str, list[int]] = {}  # where each reader that this process has used goes on
+        self._given: dict[str, list[int]] = {}  # where those of a run that is resumed go on
         self._begin()
 
     def _begin(self) -> None:
@@ -149,7 +150,7 @@ class StreamSource(Source):
             return self._part(shard, number, epoch)
 
         documents = Documents(number, request.section, num_shards, part, None if is_train else 1, self.tokenizer)
-        sample, offset, *place = self._bookmarks.get(f"{self._state_key}/{number}", [0, 0])
+        sample, offset, *place = self._given.get(f"{self._state_key}/{number}", [0, 0])
         self._readers[number] = Reader(documents, request.seq_len, Bookmark(sample, offset, Place(*place)))
         return self._readers[number]
 
@@ -159,7 +160,7 @@ class StreamSource(Source):
 
     def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
         """Let readers begin where those of any layout were. What is of other data or of another order is ignored."""
-        self._bookmarks |= {key: mark for key, mark in state.items() if key.startswith(f"{self._state_key}/")}
+        self._given = {key: mark for key, mark in state.items() if key.startswith(f"{self._state_key}/")}
         self._readers.clear()
 
     @cached_property

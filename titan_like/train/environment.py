@@ -63,7 +63,10 @@ def _check_launcher() -> None:
 
     An `sbatch` script runs once, whatever SLURM_NTASKS says, and `srun --pty` gives the terminal to one task.
     """
-    variables, counts = os.environ, {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
+    variables = os.environ
+    counts = dict.fromkeys(
+        ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE", "PALS_SIZE", "MV2_COMM_WORLD_SIZE"), "mpirun"
+    )
     is_task = variables.get("SLURM_PROCID", "0") != "0" or {"SLURM_STEP_ID", "SLURM_LAUNCH_NODE_IPADDR"} & {*variables}
     if is_task and "SLURM_PTY_PORT" not in variables:
         counts["SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in variables else "SLURM_NTASKS"] = "srun"

@@ -60,9 +60,11 @@ class Trainer(ValidatedState):
         self.console.print(f" {describe_run(run)}")
         if told := describe_warmup(config.lr_scheduler, self.schedule_length):
             self.console.print(f" {told}")
-        if config.training.steps is None and self.schedule_batch_size != config.training.global_batch_size:
-            told = f"steps of {self.schedule_batch_size} samples, the batch size with which the run began"
-            self.console.print(f" lr_scheduler counts {told}")
+        training = config.training
+        if training.steps is None and (
+            training.batch_size_rampup or self.schedule_batch_size != training.global_batch_size
+        ):
+            self.console.print(f" lr_scheduler counts steps of {self.schedule_batch_size} samples")
         if told := run.datasets["train"].described(config.training.micro_batch_size, self.dp_size):
             self.console.print(f" {told}")
         self.compile_cache = CompileCache(config, run.model, run.device) if config.compile.enable else None
@@ -94,9 +96,7 @@ class Trainer(ValidatedState):
         if self.step >= self.total_steps:
             told = f"the checkpoint is at step {self.step} of {self.total_steps}"
             if (training := self.config.training).steps is None:
-                told += (
-                    f": after {self.consumed_samples} samples less than a batch of {training.global_batch_size} is left"
-                )
+                told += f", {self.consumed_samples} samples; a batch of {training.global_batch_size} is not left"
             self.console.print(f" nothing to train: {told}")
         unread: IssuedStep | None = None
         try:
@@ -146,11 +146,12 @@ class Trainer(ValidatedState):
         """
         config, device = self.config, self.run.device
         began, started = stamp(device), time.perf_counter()
-        seed_step(config.job.seed, self.step + 1, self.dropout_stream)
         batch_size = global_batch_size_at(config.training, self.consumed_samples)
         num_microbatches = batch_size // (config.training.micro_batch_size * self.dp_size)
         batches = [batch.to(device, non_blocking=True) for batch in islice(data, num_microbatches)]
         data_time = time.perf_counter() - started
+        # Not before there is a batch: torch seeds under a lock, with which worker processes must not be forked.
+        seed_step(config.job.seed, self.step + 1, self.dropout_stream)
 
         # The loss is the mean over the valid tokens of the global batch, or a sum of such means, one for each of the
         # model's predictions. Counting the labels first lets every microbatch divide by the same numbers, so gradients

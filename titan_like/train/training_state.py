@@ -108,6 +108,7 @@ class TrainingState:
         self.saver = Saver(run.checkpoint_folder, config.checkpoint)
         self.saved_steps: set[int] = set()  # saved by this process since it started
         self.data: BackgroundLoader | None = None  # of this process's part of the training samples
+        self.readers: dict[str, list[int]] = {}  # where the dataset's readers went on when this process resumed
         is_new = not (
             config.checkpoint.enable and self._resume(lambda step: config.checkpoint.load_step in (None, step))
         )
@@ -168,7 +169,7 @@ class TrainingState:
             return {}
         states: list[dict[str, list[int]]] = [{}] * dist.get_world_size()
         dist.all_gather_object(states, state)
-        return merge_states(states)
+        return merge_states([self.readers, *states])
 
     def finish_save(self, is_last: bool = False) -> None:
         """Wait for a save that is in progress, if any, and print its outcome.
@@ -203,9 +204,10 @@ class TrainingState:
         if state.data and state.data != self.run.datasets["train"].fingerprint:
             problem = f"the checkpoint of step {state.step} in {self.run.checkpoint_folder} was trained on other data"
             changed = "".join(f" (data.{key} was {value})" for key, value in self._changed_data(state))
-            raise RunError(
-                f"{problem} than [data] now gives{changed}; restore it, or set checkpoint.folder to a new one"
-            )
+            cure = "restore it, or set checkpoint.folder to a new one"
+            if not state.schedule_batch_size:  # CHANGELOG.md says what makes tokens and order others
+                cure = "an earlier version began this run: finish it with that one, or restore its data"
+            raise RunError(f"{problem} than [data] now gives{changed}; {cure}")
         for key, value in self._changed_data(state):
             if key in MASK_SETTINGS and dist.get_rank() == 0:
                 print(f"data.{key} was {value} up to step {state.step}", flush=True)
@@ -213,7 +215,8 @@ class TrainingState:
             self.run_id = state.run_id or self.run_id
         self.step, self.consumed_samples, self.schedule_batch_size = state.come_to(self.config.training)
         if self.data is None:  # a run that goes back reads on from where it is
-            self.run.datasets["train"].load_state_dict(state.readers)
+            self.readers = state.readers
+            self.run.datasets["train"].load_state_dict(self.readers)
         self.consumed_tokens, self.skipped_steps = state.consumed_tokens, state.skipped_steps
         device = self.run.device
         if self.scaler is not None:
