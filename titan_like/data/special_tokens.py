@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Iterator
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HFTokenizer
@@ -21,12 +21,12 @@ ABOUT_FILE = "tokenizer_config.json"
 GENERATION_FILE = "generation_config.json"
 CONFIG_FILE = "config.json"
 ORIGIN_FILE = "hugging_face.json"  # in a checkpoint: the config.json that it came with, under "config"
-_MAP_FILE = "special_tokens_map.json"
+MAP_FILE = "special_tokens_map.json"
 _ADDED_FILE = "added_tokens.json"
 _SAY_ENDS = (GENERATION_FILE, CONFIG_FILE, ORIGIN_FILE)
-COMPANIONS = (ABOUT_FILE, _MAP_FILE, _ADDED_FILE, *_SAY_ENDS)
+COMPANIONS = (ABOUT_FILE, MAP_FILE, _ADDED_FILE, *_SAY_ENDS)
 TOKENIZER_FILES = (  # of a tokenizer alone; transformers may look for any of them
-    *(TOKENIZER_FILE, ABOUT_FILE, _MAP_FILE, _ADDED_FILE, "tokenizer.model", "vocab.json", "merges.txt"),
+    *(TOKENIZER_FILE, ABOUT_FILE, MAP_FILE, _ADDED_FILE, "tokenizer.model", "vocab.json", "merges.txt"),
     "chat_template.jinja",
 )
 TEMPLATES_FOLDER = "additional_chat_templates"  # with any number of NAME.jinja
@@ -76,6 +76,7 @@ class SpecialTokens:
         _add(tokenizer, numbered, named)
         names = {role: _text(value) for role, value in roles.items()}
         self._tokenizer, self._names = tokenizer, names
+        self.names_eos = bool(names.get("eos"))  # whether its own files do
         self.bos_id, self.mask_id, self.pad_id = self._id("bos"), self._id("mask"), self._id("pad")
         self.unk_id, self.cls_id, self.sep_id = self._id("unk"), self._id("cls"), self._id("sep")
         self.sample_id = None if self.bos_id is not None else tokenizer.token_to_id(names.get("cls") or "[CLS]")
@@ -83,7 +84,7 @@ class SpecialTokens:
         self.end_ids = [] if folder is None else end_ids(folder)
         # The tokenizer's own word counts before the model's, and both before a well-known name.
         ends = (number for number in self.end_ids if tokenizer.id_to_token(number) is not None)
-        ids = ([self._id("eos")] if names.get("eos") else []), ends, _ids(tokenizer, _WELL_KNOWN["eos"])
+        ids = ([self._id("eos")] if self.names_eos else []), ends, _ids(tokenizer, _WELL_KNOWN["eos"])
         self.eos_id = next(chain(*ids), None)
         added = [number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special]
         known = _ids(tokenizer, (name for names in _WELL_KNOWN.values() for name in names))
@@ -133,7 +134,7 @@ def read_about(folder: Path) -> dict[str, Any]:
         ValueError: a file is invalid; the message is the predicate of a sentence.
     """
     about = read_json(folder / ABOUT_FILE)
-    return about if "added_tokens_decoder" in about else about | read_json(folder / _MAP_FILE)
+    return about if "added_tokens_decoder" in about else about | read_json(folder / MAP_FILE)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -153,7 +154,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _is_id(number: object) -> bool:
+def _is_id(number: object) -> TypeGuard[int]:
     return type(number) is int and 0 <= number < 2**31
 
 
