@@ -29,9 +29,10 @@ TOKENIZER_FILES = (  # of a tokenizer alone; transformers may look for any of th
     *(TOKENIZER_FILE, ABOUT_FILE, MAP_FILE, _ADDED_FILE, "tokenizer.model", "vocab.json", "merges.txt"),
     "chat_template.jinja",
 )
-TEMPLATES_FOLDER = "additional_chat_templates"  # with any number of NAME.jinja
+TEMPLATES = "additional_chat_templates/*.jinja"
+# Last the one that proves, in a cache, that all have been asked for.
+HUB_FILES = (*sorted({*COMPANIONS, *TOKENIZER_FILES} - {TOKENIZER_FILE, ABOUT_FILE}), ABOUT_FILE)
 
-_TEMPLATES = f"{TEMPLATES_FOLDER}/*.jinja"
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # in the order in which transformers adds their tokens
 
@@ -70,9 +71,8 @@ class SpecialTokens:
         if not all(map(_is_id, older.values())):
             raise ValueError(f"has an {_ADDED_FILE} with a value that is no token id")
         special, listed = {token.content for token in named}, _added(tokenizer)
-        numbered |= {
-            number: AddedToken(text, special=text in special) for text, number in older.items() if text not in listed
-        }
+        lacking = {text: number for text, number in older.items() if text not in listed}
+        numbered |= {number: AddedToken(text, special=text in special) for text, number in lacking.items()}
         _add(tokenizer, numbered, named)
         names = {role: _text(value) for role, value in roles.items()}
         self._tokenizer, self._names = tokenizer, names
@@ -123,8 +123,8 @@ def end_ids(folder: Path) -> list[int]:
 
 def tokenizer_names(folder: Path) -> list[str]:
     """Those of a tokenizer's files that a folder has, relative to it."""
-    names = (*TOKENIZER_FILES, *sorted(f"{TEMPLATES_FOLDER}/{path.name}" for path in folder.glob(_TEMPLATES)))
-    return [name for name in names if (folder / name).is_file()]
+    paths = (*(folder / name for name in TOKENIZER_FILES), *sorted(folder.glob(TEMPLATES)))
+    return [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
 
 
 def read_about(folder: Path) -> dict[str, Any]:

@@ -19,18 +19,12 @@ from tokenizers import Tokenizer as HFTokenizer
 from titan_like.config.errors import ConfigError, first_line
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import DEFAULT_TOKENS, Data, TokenOptions
-from titan_like.data.special_tokens import (
-    ABOUT_FILE,
-    COMPANIONS,
-    TEMPLATES_FOLDER,
-    TOKENIZER_FILE,
-    TOKENIZER_FILES,
-    SpecialTokens,
-)
+from titan_like.data.special_tokens import ABOUT_FILE, COMPANIONS, HUB_FILES, TEMPLATES, TOKENIZER_FILE, SpecialTokens
 from titan_like.data.words import Words, words_of
 
 _KEY, _BOS_KEY, _EOD_KEY = "data.tokenizer", "data.bos", "data.eod_token"
 _MOST_TOKENS = 2**31  # datasets hold ids as int32
+_FALLBACK_BYTE = re.compile("<0x([0-9A-F]{2})>")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _CHOICES = (
     'give "byte", a tokenizer.json or its folder, "gpt2:vocab.json,merges.txt", or a name of the Hugging Face hub'
@@ -203,15 +197,11 @@ class HuggingFaceTokenizer:
         return text + self.decode_after([*before, *ids[: len(added)]], ids[len(added) :])
 
     def _run(self, ids: Iterable[int]) -> bytes:
-        """The bytes that the first tokens stand for, up to one that is no byte."""
-        return bytes(takewhile(lambda byte: byte is not None, map(self._fallback_bytes.get, ids)))  # type: ignore[arg-type]
-
-    @cached_property
-    def _fallback_bytes(self) -> dict[int, int]:
-        """The byte that each token of a byte fallback stands for."""
-        known = {self.tokenizer.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
-        falls_back = getattr(self.tokenizer.model, "byte_fallback", False)
-        return {number: byte for number, byte in known.items() if number is not None} if falls_back else {}
+        """The bytes that the first tokens stand for in a byte fallback, up to one that is no byte."""
+        if "ByteFallback" not in str(self.tokenizer.decoder):
+            return b""
+        found = (_FALLBACK_BYTE.fullmatch(str(self.tokenizer.id_to_token(token))) for token in ids)
+        return bytes(int(match[1], 16) for match in takewhile(bool, found) if match)
 
     @cached_property
     def digest(self) -> str:
@@ -349,16 +339,14 @@ def tokenizer_files(spec: str, key: str = _KEY) -> list[Path]:
 
     def fetch(name: str, **options: Any) -> str:
         file: str = hf_hub_download(name, TOKENIZER_FILE, **options)
-        # Last the one that proves, in the cache, that all have been asked for.
-        for companion in (*{*COMPANIONS, *TOKENIZER_FILES} - {ABOUT_FILE}, ABOUT_FILE) if not options else ():
+        for companion in () if options else HUB_FILES:
             try:
                 hf_hub_download(name, companion)
-            except LocalEntryNotFoundError:  # the network fails
-                raise
-            except (EntryNotFoundError, FileNotFoundError):  # the repository lacks it
-                pass
+            except (EntryNotFoundError, FileNotFoundError) as error:  # a repository may lack it
+                if isinstance(error, LocalEntryNotFoundError):  # of the network
+                    raise
         with suppress(Exception):  # most repositories have none
-            snapshot_download(name, allow_patterns=f"{TEMPLATES_FOLDER}/*.jinja", **options)
+            snapshot_download(name, allow_patterns=TEMPLATES, **options)
         return str(Path(file).parent)
 
     problem = f"no such file, nor can the Hugging Face hub give its {TOKENIZER_FILE}"

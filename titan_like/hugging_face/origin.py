@@ -94,14 +94,11 @@ def _read_tokenizer(own: list[Path]) -> dict[str, bytes]:
 def _end_as_trained(files: dict[str, bytes], tokenizer: dict[str, bytes], ends: list[int], section: Data) -> None:
     """Let the files say what ends a document of the run, where those of the tokenizer's own folder no longer do."""
     ours = tokenizer_of(section)
-    if not isinstance(ours, HuggingFaceTokenizer):
-        return
+    assert isinstance(ours, HuggingFaceTokenizer)  # it has files
     if TOKENIZER_FILE in tokenizer and not ours.names_eos:
         about = json.loads(tokenizer.get(ABOUT_FILE, b"{}")) | {"eos_token": ours.tokenizer.id_to_token(ours.eod_id)}
         tokenizer[ABOUT_FILE] = json.dumps(about, indent=2, ensure_ascii=False).encode()
-    if ours.eod_id in ends or ORIGIN_FILE not in files:
-        return
-    for name in {GENERATION_FILE, ORIGIN_FILE} & files.keys():
+    for name in () if ours.eod_id in ends else files.keys() & {GENERATION_FILE, ORIGIN_FILE}:
         content = json.loads(files[name])
         (content["config"] if name == ORIGIN_FILE else content)["eos_token_id"] = [*ends, ours.eod_id]
         files[name] = json.dumps(content, indent=2).encode()

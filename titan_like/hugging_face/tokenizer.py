@@ -26,6 +26,7 @@ from titan_like.data.words import byte_characters
 from titan_like.models.config import TransformerConfig
 
 _KEY = "--tokenizer"
+_ANY_CLASS = "PreTrainedTokenizerFast"  # works for any tokenizer.json, and keeps its template
 _PAIR = ("[CLS]", "[SEP]", "[PAD]")
 
 
@@ -74,7 +75,7 @@ def write_tokenizer(spec: str, options: TokenOptions, model: TransformerConfig, 
 def _about(ours: Tokenizer, tokenizer: HFTokenizer, bos_id: int, model: TransformerConfig) -> dict[str, object]:
     """What tokenizer_config.json says of a tokenizer whose folder does not."""
     about: dict[str, object] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # works for any tokenizer.json
+        "tokenizer_class": _ANY_CLASS,
         "bos_token": tokenizer.id_to_token(bos_id),
         "eos_token": tokenizer.id_to_token(ours.eod_id),
         "model_max_length": model.max_seq_len,
@@ -106,9 +107,7 @@ def _begin_as_trained(ours: Tokenizer, folder: Path) -> None:
         single=f"{names}$A", pair=f"{names}$A {names}$B", special_tokens=first
     )
     write_durably(folder / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
-    # A class of a model would put its own template in place of this one.
-    own = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": bool(first)}
-    about = read_json(folder / ABOUT_FILE) | own
+    about = read_json(folder / ABOUT_FILE) | {"add_bos_token": bool(first), "tokenizer_class": _ANY_CLASS}
     write_durably(folder / ABOUT_FILE, json.dumps(about, indent=2, ensure_ascii=False) + "\n")
 
 
