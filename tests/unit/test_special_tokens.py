@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from tests.unit.hugging_face_cases import llama_config, random_model, save_checkpoint
 from tests.unit.tokenizer_cases import save_kind
 from titan_like.checkpoint.loader import CheckpointWeights
+from titan_like.checkpoint.step_folders import RunState, complete_checkpoint, unfinished_path
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Data, TokenOptions
 from titan_like.data.indexed import IndexedDataset
 from titan_like.data.preprocess import Job, tokenize_files
+from titan_like.data.source import DataRequest
 from titan_like.data.special_tokens import end_ids
+from titan_like.data.stream import StreamSource
 from titan_like.data.tokenizer import build_tokenizer
 from titan_like.hugging_face.convert import from_hugging_face, to_hugging_face
 from titan_like.hugging_face.folder import open_hugging_face
 from titan_like.hugging_face.origin import origin_files
 
 KINDS = ("spm", "l3", "chatml")
+FAST = {"tokenizer_class": "PreTrainedTokenizerFast"}
 DEEPSEEK = "<｜end▁of▁sentence｜>"
 TEXTS = ["", "the cat", " two  spaces ", "def\tadd", "17+25=", "typed <s> </s> <|im_end|> <|eot_id|> <|endoftext|>"]
 
@@ -164,11 +172,181 @@ def test_what_a_source_says_survives_saves(tmp_path: Path) -> None:
             assert (out / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("files", "names"),
+    [
+        ({"tokenizer_config.json": {"eos_token": "</s>", "additional_special_tokens": ["b"]}}, ["b", "</s>"]),
+        ({"tokenizer_config.json": {"mask_token": "b", "eos_token": "<n>", "pad_token": "<m>"}}, ["b", "<n>", "<m>"]),
+        ({"tokenizer_config.json": {"added_tokens_decoder": {"1": {"content": "</s>", "special": True}}}}, ["</s>"]),
+        ({"tokenizer_config.json": {"eos_token": "<n>"}, "added_tokens.json": {"<m>": 3, "<n>": 4}}, ["<m>", "<n>"]),
+    ],
+)
+def test_named_tokens_are_added_as_transformers_does(tmp_path: Path, files: dict[str, Any], names: list[str]) -> None:
+    _save_words(tmp_path, ["a", "</s>", "b"])
+    _save_json(tmp_path, files | {"tokenizer_config.json": FAST | files["tokenizer_config.json"]})
+    ours = build_tokenizer(str(tmp_path)).tokenizer.get_added_tokens_decoder()
+    assert repr(ours) == repr(_theirs(tmp_path)._tokenizer.get_added_tokens_decoder())
+    assert sorted(token.content for token in ours.values()) == sorted(names)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "problem"),
+    [
+        ("generation_config.json", {"eos_token_id": [-1, True, 2**40]}, None),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"303": "<x>"}}, "tokenizer_config"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "<x>"}}}, "tokenizer_config"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"-1": {"content": "<x>"}}}, "tokenizer_config"),
+        ("tokenizer_config.json", {"added_tokens_decoder": [1]}, "tokenizer_config"),
+        ("tokenizer_config.json", {"extra_special_tokens": 5}, "tokenizer_config"),
+        ("added_tokens.json", {"<x>": "3"}, "added_tokens"),
+    ],
+)
+def test_odd_companions_are_left_out_or_named(tmp_path: Path, file: str, content: Any, problem: str | None) -> None:
+    _save_words(tmp_path, ["a", "</s>"])
+    _save_json(tmp_path, {file: content})
+    if problem is None:
+        assert build_tokenizer(str(tmp_path)).stop_ids == {1}
+        return
+    with pytest.raises(ConfigError, match=rf"{problem}\.json"):
+        build_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("bos", ["auto", "always"])
+def test_an_end_of_document_does_not_begin_one_too(tmp_path: Path, bos: str) -> None:
+    _save_words(tmp_path, ["a", "</s>"], "</s> $A")
+    _save_json(tmp_path, {"tokenizer_config.json": FAST | {"bos_token": "</s>", "eos_token": "</s>"}})
+    assert build_tokenizer(str(tmp_path), options=TokenOptions(bos=bos)).first_ids == []
+    out = _export(tmp_path, {"tokenizer": str(tmp_path), "bos": bos})
+    assert _theirs(out)("a").input_ids == [0]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"generation_config.json": {"eos_token_id": [302, 299]}},
+        {"config.json": {"model_type": "llama", "eos_token_id": 302}},
+        {"special_tokens_map.json": {"eos_token": "<|eot_id|>"}},
+    ],
+)
+@pytest.mark.parametrize("bare", [False, True])
+def test_checkpoint_and_export_end_documents_as_training_did(tmp_path: Path, files: dict[str, Any], bare: bool) -> None:
+    spec = save_kind(tmp_path / "tokenizer", "l3")
+    _save_json(spec.parent, files | {"tokenizer_config.json": {"bos_token": "<|begin_of_text|>"}})
+    if bare:
+        (spec.parent / "tokenizer_config.json").unlink()
+    out = _export(tmp_path, {"tokenizer": str(spec)})
+    trained, stored = build_tokenizer(str(spec)).eod_id, build_tokenizer(str(tmp_path / "run" / "step-1")).eod_id
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    assert (
+        302 == trained == stored == theirs.eos_token_id == json.loads((out / "config.json").read_text())["eos_token_id"]
+    )
+    assert theirs("the cat").input_ids[0] == 298 and type(theirs).__name__ != "LlamaTokenizer"
+
+
+def test_a_class_of_transformers_does_not_replace_what_texts_begin_with(tmp_path: Path) -> None:
+    spec = save_kind(tmp_path / "tokenizer", "spm", tokenizer_class="CodeLlamaTokenizer")
+    out = _export(tmp_path, {"tokenizer": str(spec), "bos": "never"})
+    ours = build_tokenizer(str(spec)).encode("the cat").tolist()
+    assert transformers.AutoTokenizer.from_pretrained(out)("the cat").input_ids == ours
+
+
+def test_a_run_with_its_own_tokenizer_adds_its_end(tmp_path: Path) -> None:
+    """To the ends that its source has; a resume adds nothing more."""
+    source, own = save_kind(tmp_path / "source", "l3", eos_token="<|end_of_text|>"), save_kind(tmp_path / "own", "l3")
+    _save_json(source.parent, {"generation_config.json": {"eos_token_id": 299, "top_k": 5}})
+    _save_json(source.parent, {"config.json": {"eos_token_id": 299}})
+    assert (
+        json.loads(origin_files(source.parent, Data(tokenizer=str(source)))["generation_config.json"])["eos_token_id"]
+        == 299
+    )
+    folder = source.parent
+    for name in ("one", "two"):
+        out = _export(tmp_path / name, {"tokenizer": str(own)}, folder)
+        folder = tmp_path / name / "run" / "step-1"
+        assert end_ids(folder) == end_ids(out) == [299, 302] and build_tokenizer(str(folder)).eod_id == 302
+        assert json.loads((out / "config.json").read_text())["eos_token_id"] == [299, 302]
+        assert json.loads((out / "generation_config.json").read_text())["top_k"] == 5
+
+
+def test_more_chat_templates_go_along(tmp_path: Path) -> None:
+    spec = save_kind(tmp_path / "tokenizer", "chatml")
+    (spec.parent / "additional_chat_templates").mkdir()
+    (spec.parent / "additional_chat_templates" / "tool_use.jinja").write_text("TOOLS")
+    out = _export(tmp_path, {"tokenizer": str(spec)})
+    assert _theirs(out).chat_template["tool_use"] == "TOOLS"
+
+
+def test_tokens_of_the_folder_change_what_is_tokenized_already(tmp_path: Path) -> None:
+    spec = save_kind(tmp_path, "chatml")
+    (tmp_path / "a.jsonl").write_text('{"text": "a<tool>b"}')
+    section = Data(dataset="hf", paths=[str(tmp_path / "a.jsonl")], tokenizer=str(spec), split="1,0,0")
+    request = DataRequest(section, "train", 8, 1, 512, tmp_path)
+    before = Job([tmp_path / "a.jsonl"], str(spec)).fingerprint(), StreamSource(request).fingerprint
+    save_kind(tmp_path, "chatml", added_tokens_decoder={"301": {"content": "<tool>"}})
+    after = Job([tmp_path / "a.jsonl"], str(spec)).fingerprint(), StreamSource(request).fingerprint
+    assert before[0] != after[0] and before[1] != after[1]
+
+
+@pytest.mark.parametrize("kind", ["spm", "l3"])
+def test_bytes_after_a_prompt_do_not_repeat_it(tmp_path: Path, kind: str) -> None:
+    ours = build_tokenizer(str(save_kind(tmp_path, kind)))
+    prompt, (first, *others), word = (
+        ours.encode(text).tolist() for text in ("日本", "語", "the" if kind == "spm" else " the")
+    )
+    first, others = (first, others) if kind == "l3" else (others[-3], others[-2:])
+    for before, ids, text in (
+        (prompt, [first], "\ufffd"),
+        (prompt, [first, *others], "語"),
+        ([*prompt, first], others, "語"),
+        (prompt, [first, *word], "\ufffd the"),
+    ):
+        assert ours.decode_after(before, ids) == text
+
+
+def test_a_hub_cache_without_what_explains_its_tokenizer_is_completed(tmp_path: Path, monkeypatch: Any) -> None:
+    cache, remote, online = tmp_path / "cache", save_kind(tmp_path / "hub", "chatml").parent, [False]
+    shutil.copytree(remote, cache)
+    (cache / "tokenizer_config.json").unlink()
+
+    def download(name: str, file: str, local_files_only: bool = False) -> str:
+        if not local_files_only and not online[0]:
+            raise LocalEntryNotFoundError("no network")
+        if not local_files_only and (remote / file).exists():
+            shutil.copy(remote / file, cache)
+        elif not (cache / file).exists():
+            raise LocalEntryNotFoundError(file) if local_files_only else EntryNotFoundError(file)
+        return str(cache / file)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(cache))
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
+    eods = []
+    for online[0] in (False, True, False):
+        eods.append(build_tokenizer("org/name").eod_id)
+    assert eods == [298, 300, 300]
+
+
+def _export(folder: Path, data: dict[str, Any], source: Path | None = None) -> Path:
+    """What a run with random weights, or from ``source``, exports; its checkpoint is ``folder``/run/step-1."""
+    path = save_checkpoint(folder / "run", random_model(llama_config(vocab_size=512)).float(), data=data)
+    os.rename(path, unfinished_path(folder / "run", 1))
+    run = RunState(**json.loads((unfinished_path(folder / "run", 1) / "run.json").read_text()))
+    complete_checkpoint(folder / "run", run, 0, origin_files(source, Data(**data)))
+    to_hugging_face(CheckpointWeights(path), folder / "hf", None, 10**9, None)
+    return folder / "hf"
+
+
 def _theirs(folder: Path) -> Any:
     return transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
 
 
-def _save_words(folder: Path, words: list[str]) -> None:
+def _save_json(folder: Path, files: dict[str, Any]) -> None:
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+
+
+def _save_words(folder: Path, words: list[str], template: str = "$A") -> None:
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(template, f"{template} $B", [("</s>", 1)])
     tokenizer.save(str(folder / "tokenizer.json"))

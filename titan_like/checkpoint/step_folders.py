@@ -165,8 +165,10 @@ def complete_checkpoint(folder: Path, run: RunState, keep_latest: int, files: di
     """
     final, unfinished = checkpoint_path(folder, run.step), unfinished_path(folder, run.step)
     for name, content in files.items():
+        (unfinished / name).parent.mkdir(exist_ok=True)
         (unfinished / name).write_bytes(content)
         flush(unfinished / name)
+        flush((unfinished / name).parent)
     write_run_state(unfinished, run)
     flush(unfinished)
     if final.exists():  # a run that went back passes this step again

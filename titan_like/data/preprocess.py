@@ -33,7 +33,7 @@ from titan_like.data.chat_records import RECORD_KEYS
 from titan_like.data.indexed import DTYPES, token_dtype, write_index
 from titan_like.data.long_text import encode_piece, encode_texts, find_cut
 from titan_like.data.raw_text import BadRecord, Piece, UnreadableError, read_pieces, texts_of
-from titan_like.data.tokenizer import build_tokenizer, tokenizer_files
+from titan_like.data.tokenizer import build_tokenizer
 
 _SECONDS_BETWEEN_REPORTS = 5.0
 _MOST_NAMED = 100  # bad lines
@@ -60,9 +60,9 @@ class Job:
         """A digest of the input: the files' paths, sizes and times of change, the tokenizer, and how files are read."""
         tokenizer = build_tokenizer(self.tokenizer, self.tokenizer_key, self.token_options)
         parts: list[object] = [_FORMAT, self.tokenizer, self.text_key, self.ends_documents]
-        parts += [*self.token_options, tokenizer.first_ids, tokenizer.eod_id]
+        parts += [*self.token_options, tokenizer.first_ids, tokenizer.eod_id, tokenizer.digest]
         parts += [] if self.template is None else [self.template]
-        for path in (*self.files, *tokenizer_files(self.tokenizer, self.tokenizer_key)):
+        for path in self.files:
             stat = path.stat()
             parts.append(f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}")
         return hashlib.sha256(os.fsencode("\n".join(map(str, parts)))).hexdigest()[:16]

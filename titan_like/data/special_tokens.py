@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Iterator
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HFTokenizer
@@ -21,13 +21,20 @@ ABOUT_FILE = "tokenizer_config.json"
 GENERATION_FILE = "generation_config.json"
 CONFIG_FILE = "config.json"
 ORIGIN_FILE = "hugging_face.json"  # in a checkpoint: the config.json that it came with, under "config"
-_MAP_FILE = "special_tokens_map.json"
+MAP_FILE = "special_tokens_map.json"
+_ADDED_FILE = "added_tokens.json"
 _SAY_ENDS = (GENERATION_FILE, CONFIG_FILE, ORIGIN_FILE)
-COMPANIONS = (ABOUT_FILE, _MAP_FILE, *_SAY_ENDS)
+COMPANIONS = (ABOUT_FILE, MAP_FILE, _ADDED_FILE, *_SAY_ENDS)
 TOKENIZER_FILES = (  # of a tokenizer alone; transformers may look for any of them
-    *(TOKENIZER_FILE, ABOUT_FILE, _MAP_FILE, "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt"),
+    *(TOKENIZER_FILE, ABOUT_FILE, MAP_FILE, _ADDED_FILE, "tokenizer.model", "vocab.json", "merges.txt"),
     "chat_template.jinja",
 )
+TEMPLATES = "additional_chat_templates/*.jinja"
+# Last the one that proves, in a cache, that all have been asked for.
+HUB_FILES = (*sorted({*COMPANIONS, *TOKENIZER_FILES} - {TOKENIZER_FILE, ABOUT_FILE}), ABOUT_FILE)
+
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # in the order in which transformers adds their tokens
 
 _WELL_KNOWN = {
     "eos": ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]"),
@@ -48,25 +55,36 @@ class SpecialTokens:
         Raises:
             ValueError: a file next to it is invalid; the message is the predicate of a sentence.
         """
-        read = {name: dict[str, Any]() for name in COMPANIONS}
-        if file is not None and file.name == TOKENIZER_FILE:
-            read = {name: read_json(file.with_name(name)) for name in COMPANIONS}
-        about = read[ABOUT_FILE]
-        if "added_tokens_decoder" not in about:  # transformers reads the older file only then
-            about = about | read[_MAP_FILE]
-        names = {key.removesuffix("_token"): _text(value) for key, value in about.items() if key.endswith("_token")}
-        others = about.get("extra_special_tokens") or about.get("additional_special_tokens") or ()
-        texts = map(_text, others.values() if isinstance(others, dict) else others)
-        _add(tokenizer, about.get("added_tokens_decoder") or {}, [name for name in (*names.values(), *texts) if name])
+        folder = file.parent if file is not None and file.name == TOKENIZER_FILE else None
+        about = {} if folder is None else read_about(folder)
+        older = {} if folder is None or "added_tokens_decoder" in about else read_json(folder / _ADDED_FILE)
+        try:
+            roles = {key.removesuffix("_token"): value for key, value in about.items() if key.endswith("_token")}
+            roles = {role: roles.pop(role) for role in _ROLES if role in roles} | roles
+            others = about.get("extra_special_tokens") or about.get("additional_special_tokens") or []
+            others = [*roles.values(), *(others.values() if isinstance(others, dict) else others)]
+            named = [_token(value, special=True) for value in others if _text(value)]
+            decoder = (about.get("added_tokens_decoder") or {}).items()
+            numbered = {int(number): _token(fields) for number, fields in decoder if fields["content"]}
+        except (AttributeError, TypeError, ValueError, KeyError) as error:
+            raise ValueError(f"has a {ABOUT_FILE} whose special tokens cannot be read ({error})") from None
+        if not all(map(_is_id, older.values())):
+            raise ValueError(f"has an {_ADDED_FILE} with a value that is no token id")
+        special, listed = {token.content for token in named}, _added(tokenizer)
+        lacking = {text: number for text, number in older.items() if text not in listed}
+        numbered |= {number: AddedToken(text, special=text in special) for text, number in lacking.items()}
+        _add(tokenizer, numbered, named)
+        names = {role: _text(value) for role, value in roles.items()}
         self._tokenizer, self._names = tokenizer, names
+        self.names_eos = bool(names.get("eos"))  # whether its own files do
         self.bos_id, self.mask_id, self.pad_id = self._id("bos"), self._id("mask"), self._id("pad")
         self.unk_id, self.cls_id, self.sep_id = self._id("unk"), self._id("cls"), self._id("sep")
         self.sample_id = None if self.bos_id is not None else tokenizer.token_to_id(names.get("cls") or "[CLS]")
         self.sentinel_ids = list(_ids(tokenizer, map("<extra_id_{}>".format, count()), stops=True))
-        self.end_ids = _end_ids(read)
+        self.end_ids = [] if folder is None else end_ids(folder)
         # The tokenizer's own word counts before the model's, and both before a well-known name.
         ends = (number for number in self.end_ids if tokenizer.id_to_token(number) is not None)
-        ids = ([self._id("eos")] if names.get("eos") else []), ends, _ids(tokenizer, _WELL_KNOWN["eos"])
+        ids = ([self._id("eos")] if self.names_eos else []), ends, _ids(tokenizer, _WELL_KNOWN["eos"])
         self.eos_id = next(chain(*ids), None)
         added = [number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special]
         known = _ids(tokenizer, (name for names in _WELL_KNOWN.values() for name in names))
@@ -93,7 +111,30 @@ def end_ids(folder: Path) -> list[int]:
     Raises:
         ValueError: a file is invalid; the message is the predicate of a sentence.
     """
-    return _end_ids({name: read_json(folder / name) for name in _SAY_ENDS})
+    for name in _SAY_ENDS:
+        content = read_json(folder / name)
+        fields = content.get("config") if name == ORIGIN_FILE else content
+        given = fields.get("eos_token_id") if isinstance(fields, dict) else None
+        ids = [number for number in (given if isinstance(given, list) else [given]) if _is_id(number)]
+        if ids:
+            return ids
+    return []
+
+
+def tokenizer_names(folder: Path) -> list[str]:
+    """Those of a tokenizer's files that a folder has, relative to it."""
+    paths = (*(folder / name for name in TOKENIZER_FILES), *sorted(folder.glob(TEMPLATES)))
+    return [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, with special_tokens_map.json where transformers still reads that; empty without both.
+
+    Raises:
+        ValueError: a file is invalid; the message is the predicate of a sentence.
+    """
+    about = read_json(folder / ABOUT_FILE)
+    return about if "added_tokens_decoder" in about else about | read_json(folder / MAP_FILE)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -113,15 +154,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _end_ids(read: dict[str, dict[str, Any]]) -> list[int]:
-    """`eos_token_id`, one or several, of the first file that has it."""
-    for name in _SAY_ENDS:
-        fields = read[name].get("config", {}) if name == ORIGIN_FILE else read[name]
-        given = fields.get("eos_token_id") if isinstance(fields, dict) else None
-        ids = [number for number in (given if isinstance(given, list) else [given]) if isinstance(number, int)]
-        if ids:
-            return ids
-    return []
+def _is_id(number: object) -> TypeGuard[int]:
+    return type(number) is int and 0 <= number < 2**31
 
 
 def _text(value: object) -> str | None:
@@ -129,18 +163,32 @@ def _text(value: object) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def _add(tokenizer: HFTokenizer, numbered: dict[str, Any], names: Iterable[str]) -> None:
-    """Add tokens that tokenizer.json lacks, as transformers does: first the numbered ones, then the named ones."""
-    for number, fields in sorted(numbered.items(), key=lambda item: int(item[0])):
-        text = _text(fields)
-        if text and tokenizer.token_to_id(text) is None:
-            options = {key: bool(value) for key, value in fields.items() if key not in ("content", "__type")}
-            tokenizer.add_tokens([AddedToken(text, **options)])
-        if text and tokenizer.token_to_id(text) != int(number):
+def _token(value: Any, special: bool = False) -> AddedToken:
+    fields = value if isinstance(value, dict) else {"content": value}
+    flags = {"special": special} | {name: bool(fields[name]) for name in _FLAGS if name in fields}
+    return AddedToken(fields["content"], **flags)
+
+
+def _added(tokenizer: HFTokenizer) -> dict[str, AddedToken]:
+    return {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+
+
+def _add(tokenizer: HFTokenizer, numbered: dict[int, AddedToken], named: list[AddedToken]) -> None:
+    """Add tokens as transformers does: numbered ones that tokenizer.json lacks or describes otherwise, then named ones.
+
+    One that is in the vocabulary of the model keeps its id; it becomes a special token.
+    """
+    listed = _added(tokenizer)
+    for number, token in sorted(numbered.items()):
+        text = token.content
+        if repr(token) != repr(listed.get(text)):
+            tokenizer.add_tokens([token])
+        if tokenizer.token_to_id(text) != number:
             where = f"token {number} {text!r}, which is {tokenizer.token_to_id(text)} in {TOKENIZER_FILE}"
-            raise ValueError(f"has a {ABOUT_FILE} with the {where}; correct one of them")
-    missing = dict.fromkeys(name for name in names if tokenizer.token_to_id(name) is None)
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in missing])
+            raise ValueError(f"has a {ABOUT_FILE} or {_ADDED_FILE} with the {where}; correct one of them")
+    listed = _added(tokenizer)
+    missing = {token.content: token for token in reversed(named) if token.content not in listed}
+    tokenizer.add_tokens(list(reversed(missing.values())))
 
 
 def _ids(tokenizer: HFTokenizer, names: Iterable[str], stops: bool = False) -> Iterator[int]:

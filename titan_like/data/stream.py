@@ -29,7 +29,7 @@ from titan_like.data.permutation import Permutation
 from titan_like.data.shards import find_shards
 from titan_like.data.source import IGNORED_LABEL, SPLITS, UNKNOWN_LENGTH, DataRequest, Source
 from titan_like.data.stream_reader import Bookmark, Documents, Part, Place, Reader
-from titan_like.data.tokenizer import check_vocabulary, tokenizer_files, tokenizer_of
+from titan_like.data.tokenizer import check_vocabulary, tokenizer_of
 
 # Fractions of 2⁶⁴ by which a record's place among the splits advances with its number and with its shard's. They are
 # those of the golden ratio and of √2, so that any stretch of records, and any set of short shards, is divided fairly.
@@ -119,12 +119,9 @@ class StreamSource(Source):
         """Digest of the shards' names, sizes and samples of their content, and of all that decides their order."""
         section = self.request.section
         decided = section.num_readers, self._weights, self.request.split, section.text_key
-        tokens = section.token_options, self.tokenizer.first_ids, self.tokenizer.eod_id
+        tokens = section.token_options, self.tokenizer.first_ids, self.tokenizer.eod_id, self.tokenizer.digest
         settings = (_DEALING, self._content, *decided, tokens)
-        digest = hashlib.blake2b(repr(settings).encode(), digest_size=16)
-        for path in tokenizer_files(section.tokenizer):
-            digest.update(path.read_bytes())
-        return digest.hexdigest()
+        return hashlib.blake2b(repr(settings).encode(), digest_size=16).hexdigest()
 
     def _window(self, index: int) -> np.ndarray | None:
         if self._process != os.getpid():  # a copy in a worker of the loader must not move its parent's open files

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property, lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,11 +19,12 @@ from tokenizers import Tokenizer as HFTokenizer
 from titan_like.config.errors import ConfigError, first_line
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import DEFAULT_TOKENS, Data, TokenOptions
-from titan_like.data.special_tokens import COMPANIONS, TOKENIZER_FILE, TOKENIZER_FILES, SpecialTokens
+from titan_like.data.special_tokens import ABOUT_FILE, COMPANIONS, HUB_FILES, TEMPLATES, TOKENIZER_FILE, SpecialTokens
 from titan_like.data.words import Words, words_of
 
 _KEY, _BOS_KEY, _EOD_KEY = "data.tokenizer", "data.bos", "data.eod_token"
 _MOST_TOKENS = 2**31  # datasets hold ids as int32
+_FALLBACK_BYTE = re.compile("<0x([0-9A-F]{2})>")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _CHOICES = (
     'give "byte", a tokenizer.json or its folder, "gpt2:vocab.json,merges.txt", or a name of the Hugging Face hub'
@@ -44,6 +47,7 @@ class ByteTokenizer:
     sentinel_ids: ClassVar = list(range(259, 359))  # which stand for spans in span corruption
     pair_ids: tuple[int, int, int] | None = (258, 259, 260)  # around two sentences: [CLS], [SEP] and [PAD]
     special_ids = frozenset({256})  # tokens that no text becomes, such as the end of a document
+    digest = "byte"  # of all that decides which tokens a text becomes
 
     def encode(self, text: str, parses_special: bool = False) -> np.ndarray:
         """One token per byte: int64 [bytes]. No text becomes a special token."""
@@ -106,8 +110,10 @@ class HuggingFaceTokenizer:
         by_itself = [] if self.template_ids[:1] == [special.sample_id] else self.template_ids
         self.bos_id = next(iter(by_itself), None) if special.bos_id is None else special.bos_id
         self.eod_id = self._end_of_document(options.eod_token, special.eos_id)
-        self.mask_id, self.pad_id = special.mask_id, special.pad_id
-        self.first_ids = self._first_ids(options.bos, by_itself)
+        self.mask_id, self.pad_id, self.names_eos = special.mask_id, special.pad_id, special.names_eos
+        first_ids = self._first_ids(options.bos, by_itself)
+        # An end of document stands before the next document already.
+        self.first_ids = first_ids[1:] if first_ids[:1] == [self.eod_id] else first_ids
         # What the tokenizer itself puts after a text that begins so.
         self.last_ids = found.ids[place + 1 :] if self.first_ids == self.template_ids else []
         self.stop_ids = frozenset({self.eod_id, *special.end_ids})
@@ -131,8 +137,7 @@ class HuggingFaceTokenizer:
             return by_itself if bos == "auto" else []
         if self.bos_id is None:
             raise ConfigError(_BOS_KEY, bos, f"{self._spec} has no bos_token; use auto or never")
-        # An end of document stands before the next document already.
-        return [] if self.bos_id == self.eod_id else by_itself or [self.bos_id]
+        return by_itself or [self.bos_id]
 
     def encode(self, text: str, parses_special: bool | None = None) -> np.ndarray:
         """Token ids, int64 [tokens], without the special tokens that the tokenizer's template would add.
@@ -184,7 +189,24 @@ class HuggingFaceTokenizer:
 
     def decode_after(self, before: list[int], ids: list[int]) -> str:
         """What `decode` writes for ``ids`` where they follow the tokens ``before``."""
-        return _less(self.decode([*before, *ids]), self.decode(before))
+        # One incomplete character makes the library replace every byte of an uninterrupted run.
+        kept, added = self._run(reversed(before))[::-1], self._run(ids)
+        if not kept or not added:
+            return _less(self.decode([*before, *ids]), self.decode(before))
+        text = _less((kept + added).decode(errors="replace"), kept.decode(errors="replace"))
+        return text + self.decode_after([*before, *ids[: len(added)]], ids[len(added) :])
+
+    def _run(self, ids: Iterable[int]) -> bytes:
+        """The bytes that the first tokens stand for in a byte fallback, up to one that is no byte."""
+        if "ByteFallback" not in str(self.tokenizer.decoder):
+            return b""
+        found = (_FALLBACK_BYTE.fullmatch(str(self.tokenizer.id_to_token(token))) for token in ids)
+        return bytes(int(match[1], 16) for match in takewhile(bool, found) if match)
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of all that decides which tokens a text becomes, with the tokens that only the folder names."""
+        return hashlib.blake2b(self.tokenizer.to_str().encode(), digest_size=16).hexdigest()
 
     def _in_use(self) -> AbstractContextManager[None]:
         """Blames the tokenizer for whatever the library raises, such as for an unknown word without [UNK]."""
@@ -312,33 +334,46 @@ def tokenizer_files(spec: str, key: str = _KEY) -> list[Path]:
         return [Path(part) for part in spec.removeprefix("gpt2:").split(",")]
     if not is_on_hub(spec):
         return [Path(spec, TOKENIZER_FILE) if os.path.isdir(spec) else Path(spec)]
-    from huggingface_hub import hf_hub_download  # which the package tokenizers brings
+    from huggingface_hub import hf_hub_download, snapshot_download  # which the package tokenizers brings
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     def fetch(name: str, **options: Any) -> str:
         file: str = hf_hub_download(name, TOKENIZER_FILE, **options)
-        for companion in {*COMPANIONS, *TOKENIZER_FILES} - {TOKENIZER_FILE}:
-            with suppress(Exception):  # a repository may lack it
-                hf_hub_download(name, companion, **options)
-        return file
+        for companion in () if options else HUB_FILES:
+            try:
+                hf_hub_download(name, companion)
+            except (EntryNotFoundError, FileNotFoundError) as error:  # a repository may lack it
+                if isinstance(error, LocalEntryNotFoundError):  # of the network
+                    raise
+        with suppress(Exception):  # most repositories have none
+            snapshot_download(name, allow_patterns=TEMPLATES, **options)
+        return str(Path(file).parent)
 
     problem = f"no such file, nor can the Hugging Face hub give its {TOKENIZER_FILE}"
-    return [from_hub(spec, fetch, key, problem, _CHOICES)]
+    return [from_hub(spec, fetch, ABOUT_FILE, key, problem, _CHOICES) / TOKENIZER_FILE]
 
 
-def from_hub(name: str, fetch: Callable[..., str], key: str, problem: str, cure: str) -> Path:
-    """What ``fetch`` downloads of a repository to the hub's cache of this machine. What is there already is used.
+def from_hub(name: str, fetch: Callable[..., str], needed: str, key: str, problem: str, cure: str) -> Path:
+    """The folder in the hub's cache of this machine to which ``fetch`` downloads parts of a repository.
+
+    If ``needed`` is there already, the network is not used. Without a network, what is there has to do.
 
     Raises:
         ConfigError: ``problem``, for setting ``key``: the hub does not have it, or cannot be reached.
     """
     from huggingface_hub import HfApi
 
+    cached = None
     with suppress(Exception):
-        return Path(fetch(name, local_files_only=True))
+        cached = Path(fetch(name, local_files_only=True))
+    if cached is not None and (cached / needed).is_file():
+        return cached
     try:
         HfApi().model_info(name, timeout=30)  # fails at once, where a download would be tried for half a minute
         return Path(fetch(name))
     except Exception as error:  # of the network, or the hub's answer
+        if cached is not None:
+            return cached
         raise ConfigError(key, name, f"{problem} ({first_line(error)}); {cure}") from None
 
 

@@ -30,9 +30,7 @@ from titan_like.data.special_tokens import (
     GENERATION_FILE,
     ORIGIN_FILE,
     TOKENIZER_FILE,
-    TOKENIZER_FILES,
-    end_ids,
-    read_json,
+    tokenizer_names,
 )
 from titan_like.hugging_face.folder import (
     CONFIG_FILE,
@@ -116,7 +114,7 @@ def from_hugging_face(source: HuggingFaceFolder, output: Path, most_chunk_bytes:
     """
     final = checkpoint_path(output, 0)
     with written_aside(final) as aside:
-        copy_files(source.path, aside, (*TOKENIZER_FILES, GENERATION_FILE))
+        copy_files(source.path, aside, (*tokenizer_names(source.path), GENERATION_FILE))
         planner = _Planner(source, most_chunk_bytes)
         # One file per piece, because torch keeps all pieces of a file in memory until it is written.
         writer = FileSystemWriter(aside, single_file_per_rank=False, sync_files=False)
@@ -263,19 +261,10 @@ def _write_tokens(weights: CheckpointWeights, origin: Origin, tokenizer: str | N
     stored = _tokenizer_of(weights.path, weights.path)
     if tokenizer is not None or not origin.fields:
         return write_tokenizer(tokenizer or stored or weights.data.tokenizer, options, weights.model, folder)
-    copy_files(weights.path, folder, (*TOKENIZER_FILES, GENERATION_FILE))
-    if stored is None or options == DEFAULT_TOKENS:
-        return {}
-    eod_id = write_tokenizer(stored, options, weights.model, folder)["eos_token_id"]
-    ends = end_ids(weights.path)
-    if not options.eod_token or eod_id in ends:
-        return {}
-    tokens = {"eos_token_id": [*ends, eod_id]}
-    if (folder / GENERATION_FILE).is_file():
-        write_durably(
-            folder / GENERATION_FILE, json.dumps(read_json(folder / GENERATION_FILE) | tokens, indent=2) + "\n"
-        )
-    return tokens
+    copy_files(weights.path, folder, (*tokenizer_names(weights.path), GENERATION_FILE))
+    if stored is not None and options != DEFAULT_TOKENS:
+        write_tokenizer(stored, options, weights.model, folder)
+    return {}
 
 
 def _values(weights: CheckpointWeights, specs: list[TensorSpec]) -> Iterator[torch.Tensor]:

@@ -51,7 +51,7 @@ def local_folder(name: str, key: str) -> Path:
 
     fetch = partial(snapshot_download, allow_patterns=_PATTERNS)
     problem = "no such folder, nor can the Hugging Face hub give it"
-    return from_hub(name, fetch, key, problem, "name a folder that is there")
+    return from_hub(name, fetch, CONFIG_FILE, key, problem, "name a folder that is there")
 
 
 CONFIG_FILE = "config.json"

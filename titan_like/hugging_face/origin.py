@@ -7,6 +7,7 @@ generation_config.json and the tokenizer's files under their own names.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +17,16 @@ import torch
 
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import Data
-from titan_like.data.special_tokens import GENERATION_FILE, ORIGIN_FILE, TOKENIZER_FILE, TOKENIZER_FILES, read_json
-from titan_like.data.tokenizer import tokenizer_files
+from titan_like.data.special_tokens import (
+    ABOUT_FILE,
+    GENERATION_FILE,
+    ORIGIN_FILE,
+    TOKENIZER_FILE,
+    end_ids,
+    read_json,
+    tokenizer_names,
+)
+from titan_like.data.tokenizer import HuggingFaceTokenizer, tokenizer_files, tokenizer_of
 from titan_like.hugging_face.folder import CONFIG_FILE, DTYPES, is_hugging_face
 
 
@@ -50,15 +59,16 @@ def origin_files(source: Path | None, section: Data) -> dict[str, bytes]:
 
     Args:
         source: the checkpoint or Hugging Face folder from which the run goes on, or None.
-        section: the run's [data], whose tokenizer replaces that of the source.
+        section: the run's [data], whose tokenizer replaces that of the source. What it learns to end documents with is
+            then one of the ids that end a text.
 
     Raises:
         OSError: a file cannot be read.
         ValueError: config.json is invalid.
     """
-    files = dict[str, bytes]()
+    files, tokenizer = dict[str, bytes](), dict[str, bytes]()
     if source is not None:
-        files = _read(source, (*TOKENIZER_FILES, GENERATION_FILE, ORIGIN_FILE))
+        files, tokenizer = _read(source, (GENERATION_FILE, ORIGIN_FILE)), _read(source, tokenizer_names(source))
         if is_hugging_face(source):
             content = {"config": read_json(source / CONFIG_FILE), "dtypes": {}}
             files[ORIGIN_FILE] = json.dumps(content, indent=2).encode()
@@ -68,12 +78,31 @@ def origin_files(source: Path | None, section: Data) -> dict[str, bytes]:
     with suppress(ConfigError):  # data that is tokenized already needs no tokenizer
         own = [path for path in tokenizer_files(section.tokenizer) if path.is_file()]
         if own:
-            files = {name: content for name, content in files.items() if name not in TOKENIZER_FILES}
-            files |= _read(own[0].parent, TOKENIZER_FILES) if own[0].name == TOKENIZER_FILE else {}
-            names = (TOKENIZER_FILE,) if len(own) == 1 else ("vocab.json", "merges.txt")
-            files |= {name: path.read_bytes() for name, path in zip(names, own, strict=True)}
-    return files
+            theirs, tokenizer = tokenizer, _read_tokenizer(own)
+            names = {TOKENIZER_FILE, ABOUT_FILE, *(path.name for path in own)}
+            if section.eod_token or any(theirs.get(name) != tokenizer.get(name) for name in names):
+                _end_as_trained(files, tokenizer, [] if source is None else end_ids(source), section)
+    return files | tokenizer
 
 
-def _read(folder: Path, names: tuple[str, ...]) -> dict[str, bytes]:
+def _read_tokenizer(own: list[Path]) -> dict[str, bytes]:
+    files = _read(own[0].parent, tokenizer_names(own[0].parent)) if own[0].name == TOKENIZER_FILE else {}
+    names = (TOKENIZER_FILE,) if len(own) == 1 else ("vocab.json", "merges.txt")
+    return files | {name: path.read_bytes() for name, path in zip(names, own, strict=True)}
+
+
+def _end_as_trained(files: dict[str, bytes], tokenizer: dict[str, bytes], ends: list[int], section: Data) -> None:
+    """Let the files say what ends a document of the run, where those of the tokenizer's own folder no longer do."""
+    ours = tokenizer_of(section)
+    assert isinstance(ours, HuggingFaceTokenizer)  # it has files
+    if TOKENIZER_FILE in tokenizer and not ours.names_eos:
+        about = json.loads(tokenizer.get(ABOUT_FILE, b"{}")) | {"eos_token": ours.tokenizer.id_to_token(ours.eod_id)}
+        tokenizer[ABOUT_FILE] = json.dumps(about, indent=2, ensure_ascii=False).encode()
+    for name in () if ours.eod_id in ends else files.keys() & {GENERATION_FILE, ORIGIN_FILE}:
+        content = json.loads(files[name])
+        (content["config"] if name == ORIGIN_FILE else content)["eos_token_id"] = [*ends, ours.eod_id]
+        files[name] = json.dumps(content, indent=2).encode()
+
+
+def _read(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}

@@ -13,12 +13,20 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from titan_like.checkpoint.step_folders import write_durably
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import TokenOptions
-from titan_like.data.special_tokens import ABOUT_FILE, TOKENIZER_FILE, TOKENIZER_FILES, read_json
+from titan_like.data.special_tokens import (
+    ABOUT_FILE,
+    MAP_FILE,
+    TOKENIZER_FILE,
+    read_about,
+    read_json,
+    tokenizer_names,
+)
 from titan_like.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, tokenizer_files
 from titan_like.data.words import byte_characters
 from titan_like.models.config import TransformerConfig
 
 _KEY = "--tokenizer"
+_ANY_CLASS = "PreTrainedTokenizerFast"  # works for any tokenizer.json, and keeps its template
 _PAIR = ("[CLS]", "[SEP]", "[PAD]")
 
 
@@ -47,26 +55,27 @@ def write_tokenizer(spec: str, options: TokenOptions, model: TransformerConfig, 
         write_durably(folder / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
     else:  # copied, because this version of the library might write it differently
         shutil.copyfile(files[0], folder / TOKENIZER_FILE)
-    if len(files) == 1 and files[0].name == TOKENIZER_FILE and files[0].with_name(ABOUT_FILE).is_file():
-        copy_files(files[0].parent, folder, TOKENIZER_FILES)  # written by transformers, so it is complete
-        about = read_json(folder / ABOUT_FILE)
-        trained = {"eos_token": tokenizer.id_to_token(eod_id)} if options.eod_token else {}
-        if bos_id != eod_id and not about.get("bos_token"):  # what the tokenizer itself puts before a text
-            trained["bos_token"] = tokenizer.id_to_token(bos_id)
-        if trained:
-            write_durably(folder / ABOUT_FILE, json.dumps(about | trained, indent=2, ensure_ascii=False) + "\n")
-    else:
-        about = _about(ours, tokenizer, bos_id, model)
-        write_durably(folder / ABOUT_FILE, json.dumps(about, indent=2, ensure_ascii=False) + "\n")
+    if len(files) == 1 and files[0].name == TOKENIZER_FILE:
+        copy_files(files[0].parent, folder, tokenizer_names(files[0].parent))
+    about = read_about(folder)
+    # With its class the file was written by transformers, so it is complete.
+    full = about if "tokenizer_class" in about else _about(ours, tokenizer, bos_id, model) | about
+    if options.eod_token or not about.get("eos_token"):
+        full = full | {"eos_token": tokenizer.id_to_token(eod_id)}
+    if bos_id != eod_id and not about.get("bos_token"):  # what the tokenizer itself puts before a text
+        full = full | {"bos_token": tokenizer.id_to_token(bos_id)}
+    if full != about:
+        write_durably(folder / ABOUT_FILE, json.dumps(full, indent=2, ensure_ascii=False) + "\n")
+        (folder / MAP_FILE).unlink(missing_ok=True)  # what it says is there, and might be outdated
     if model.is_causal:
         _begin_as_trained(ours, folder)
     return ids
 
 
 def _about(ours: Tokenizer, tokenizer: HFTokenizer, bos_id: int, model: TransformerConfig) -> dict[str, object]:
-    """tokenizer_config.json of a tokenizer that has none."""
+    """What tokenizer_config.json says of a tokenizer whose folder does not."""
     about: dict[str, object] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # works for any tokenizer.json
+        "tokenizer_class": _ANY_CLASS,
         "bos_token": tokenizer.id_to_token(bos_id),
         "eos_token": tokenizer.id_to_token(ours.eod_id),
         "model_max_length": model.max_seq_len,
@@ -98,7 +107,7 @@ def _begin_as_trained(ours: Tokenizer, folder: Path) -> None:
         single=f"{names}$A", pair=f"{names}$A {names}$B", special_tokens=first
     )
     write_durably(folder / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
-    about = read_json(folder / ABOUT_FILE) | {"add_bos_token": bool(first)}
+    about = read_json(folder / ABOUT_FILE) | {"add_bos_token": bool(first), "tokenizer_class": _ANY_CLASS}
     write_durably(folder / ABOUT_FILE, json.dumps(about, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -128,6 +137,7 @@ def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
     """Copy those of the named files that exist."""
     for name in names:
         if (source / name).is_file():
+            (target / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, target / name)
 
 
