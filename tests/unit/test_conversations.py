@@ -280,6 +280,25 @@ def test_every_form_of_a_record_is_the_same_conversation(tmp_path: Path) -> None
         assert chat.encode(texts).tolist() == chat.encode({"messages": [USER, ANSWER]}).tolist()
 
 
+def test_what_a_template_writes_at_the_end_of_every_text_hides_no_answer(tmp_path: Path) -> None:
+    end = "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+    chat = Chat(str(save_tokenizer(tmp_path, CHATML + end)))
+    turns = [USER, ANSWER, USER, ANSWER]
+    tokens = chat.encode({"messages": turns})
+    assert [token if token >= 0 else ~token for token in tokens.tolist()] == chat.template.apply_chat_template(
+        turns, return_dict=False
+    )
+    first, last = learned(chat, {"messages": turns})
+    assert first == f"{ANSWER['content']}<|im_end|>" and last.startswith(first) and last.endswith("</s>")
+
+
+def test_lists_as_json_text_and_null_keys_are_read(tmp_path: Path) -> None:
+    chat = Chat(str(save_tokenizer(tmp_path, CHATML)))
+    expected = chat.encode({"messages": [USER, ANSWER]}).tolist()
+    assert chat.encode({"messages": None, "conversations": [USER, ANSWER]}).tolist() == expected
+    assert chat.encode({"prompt": json.dumps([USER]), "completion": json.dumps([ANSWER])}).tolist() == expected
+
+
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_answers_in_a_prompt_are_not_learned(tmp_path: Path, template: str) -> None:
     chat = Chat(str(save_tokenizer(tmp_path, template)))

@@ -11,6 +11,7 @@ included, after the prompt that it would give the model at this place. It ends w
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
@@ -98,7 +99,7 @@ class Chat:
             text = _FIXED_DATE + text if "strftime_now" in text else text
             known: Any = {"tools": tools, "chat_template": text, **self.template.special_tokens_map}
             write: Callable[..., Any] = partial(render_jinja_template, **known)
-            prompts, throughs = list[str](), list[str]()
+            prompts, throughs, said = list[str](), list[str](), list[list[str]]()
             if _MARKS_ANSWERS.search(text):
                 wanted = [messages, messages[:num_given]] if num_given else [messages]
                 (whole, *_), (marked, *given) = write(wanted, return_assistant_tokens_mask=True)
@@ -113,10 +114,14 @@ class Chat:
             raise BadRecord(f"the chat template refuses the record ({first_line(error)})") from None
         if any(str(m["content"]) in whole for m in messages if m.get("content") and isinstance(m["content"], list)):
             raise BadRecord('the chat template takes no "content" that is a list of parts')
-        if not all(map(whole.startswith, [*prompts, *throughs])):
-            problem = "the chat template writes the beginning of the conversation in another way once more follows, so"
-            raise BadRecord(f"{problem} its answers cannot be found; mark them in the template by {{% generation %}}")
         tokens, begins, ends = self.tokenizer.encode_with_places(whole, parses_special=True)
+        borders = [_border(whole, through, begins, ends) for through in throughs]
+        tails = (through[border:] for through, border in zip(throughs, borders, strict=True))
+        if not all(map(whole.startswith, prompts)) or not all(map(whole.endswith, tails)):
+            problem = "the chat template writes the beginning of the conversation in another way once more follows"
+            problem = problem if all(said) else "the record has an answer without text"
+            raise BadRecord(f"{problem}, so answers cannot be found; mark them in the template by {{% generation %}}")
+        spans = [(*span[:2], border) for span, border in zip(spans, borders, strict=True)] if borders else spans
         can_end = np.isin(tokens, list(self.tokenizer.special_ids - {self.template.unk_token_id}))
         is_answer = np.zeros(len(tokens), dtype=bool)
         for begin, said_end, end in spans:
@@ -140,6 +145,16 @@ def _prompt(write: Callable[..., Any], messages: list[dict[str, Any]], through: 
             return before + header
     (prompt,), _ = write([messages], add_generation_prompt=True)
     return prompt
+
+
+def _border(whole: str, through: str, begins: np.ndarray, ends: np.ndarray) -> int:
+    """Where the text ``through`` a message ends in the whole text, of tokens from ``begins`` to ``ends``. Some
+    templates end every text with a token, which is not there once more follows.
+    """
+    if whole.startswith(through):
+        return len(through)
+    shared = len(os.path.commonprefix((whole, through)))  # noqa: RUF071 (no paths)
+    return int(begins[(begins < shared) & (shared < ends)].min(initial=shared))  # not within the next message's header
 
 
 def _span(prompt: str, said: list[str], through: str) -> tuple[int, int, int]:

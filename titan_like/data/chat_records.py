@@ -41,6 +41,10 @@ def read_conversation(record: Any) -> Conversation:
         BadRecord: the record has none of the forms above.
     """
     texts, num_given = None, 0
+    if isinstance(record, dict):
+        record = {key: value for key, value in record.items() if value is not None}
+        lists = [_json_messages(record.get(key)) for key in ("prompt", "completion")]
+        record |= dict(zip(("prompt", "completion"), lists, strict=True)) if all(lists) else {}
     match record:
         case {"messages": messages} | {"conversations": messages}:
             pass
@@ -87,3 +91,12 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     if not isinstance(message.get("content"), str | list | None):
         raise BadRecord(f'the "content" of message {number} is neither text nor a list of parts')
     return {key: value for key, value in message.items() if value is not None}
+
+
+def _json_messages(text: object) -> list[Any]:
+    """The messages that a JSON text holds; empty if it is another text."""
+    with suppress(ValueError, RecursionError):
+        value = json.loads(text) if isinstance(text, str) and text.lstrip().startswith("[") else None
+        if isinstance(value, list) and all(isinstance(one, dict) and {"role", "from"} & one.keys() for one in value):
+            return value
+    return []
