@@ -216,10 +216,10 @@ def test_a_dataset_of_one_s_own_defines_itself(
 
 # Each bug with kinds of data that show it, and the word that says where: sample 0 on one rank is right, for example.
 BUGS: list[tuple[Prepare, list[str], str]] = [
-    (data.a_sample_is_skipped_at_each_bookmark, ["stream", "one reader", "blend of streams"], "1 ranks with 0 workers"),
+    (data.a_sample_is_skipped_at_each_bookmark, ["stream", "one reader", "blend of streams"], "1 ranks with 2 workers"),
     (data.the_last_record_of_a_piece_is_lost, ["one reader", "stream"], "1 ranks with 0 workers"),
-    (data.bookmarks_are_a_document_late, ["stream", "one reader", "blend of streams"], "4 ranks with 0 workers"),
-    (data.bookmarks_forget_the_tokens_before, ["stream", "blend of streams"], "4 ranks with 0 workers"),
+    (data.bookmarks_are_a_document_late, ["stream", "one reader", "blend of streams"], "1 ranks with 2 workers"),
+    (data.bookmarks_forget_the_tokens_before, ["stream", "blend of streams"], "1 ranks with 2 workers"),
     (data.a_blend_restarts_its_sources_in_each_block, ["blend", "blend of texts", "blend of streams"], "0 workers"),
     (data.epochs_have_the_first_one_s_order, ["indexed", "text", "blend", "stream"], "1 ranks with 0 workers"),
     (data.an_epoch_lacks_its_last_sample, ["indexed", "text"], "samples, and should be"),
