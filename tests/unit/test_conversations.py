@@ -280,23 +280,37 @@ def test_every_form_of_a_record_is_the_same_conversation(tmp_path: Path) -> None
         assert chat.encode(texts).tolist() == chat.encode({"messages": [USER, ANSWER]}).tolist()
 
 
-def test_what_a_template_writes_at_the_end_of_every_text_hides_no_answer(tmp_path: Path) -> None:
-    end = "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
-    chat = Chat(str(save_tokenizer(tmp_path, CHATML + end)))
-    turns = [USER, ANSWER, USER, ANSWER]
-    tokens = chat.encode({"messages": turns})
-    assert [token if token >= 0 else ~token for token in tokens.tolist()] == chat.template.apply_chat_template(
-        turns, return_dict=False
-    )
-    first, last = learned(chat, {"messages": turns})
-    assert first == f"{ANSWER['content']}<|im_end|>" and last.startswith(first) and last.endswith("</s>")
+END = "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "end"),
+    [
+        (CHATML + END, "b<|im_end|>", "\n</s>"),
+        (CHATML + "{{ eos_token }}", "b<|im_end|>", "\n</s>"),  # also of a prompt
+        (TOOLS + END, "b<|im_end|>", "\n</s>"),  # which writes no prompt without messages
+        (TEMPLATES["llama"].replace(" </s>", "") + "</s>", " b", "</s>"),
+    ],
+)
+def test_what_a_template_writes_at_the_end_of_every_text_hides_no_answer(
+    tmp_path: Path, template: str, answer: str, end: str
+) -> None:
+    chat = Chat(str(save_tokenizer(tmp_path, template)))
+    for turns in ([USER, ANSWER, USER, ANSWER], [ANSWER, USER, ANSWER]):
+        expected = chat.template.apply_chat_template(turns, return_dict=False)
+        assert [token if token >= 0 else ~token for token in chat.encode({"messages": turns})] == expected
+        assert learned(chat, {"messages": turns}) == [answer, answer + end]
+    assert learned(chat, {"messages": [USER, ANSWER, USER]}) == [answer]
 
 
 def test_lists_as_json_text_and_null_keys_are_read(tmp_path: Path) -> None:
     chat = Chat(str(save_tokenizer(tmp_path, CHATML)))
     expected = chat.encode({"messages": [USER, ANSWER]}).tolist()
     assert chat.encode({"messages": None, "conversations": [USER, ANSWER]}).tolist() == expected
-    assert chat.encode({"prompt": json.dumps([USER]), "completion": json.dumps([ANSWER])}).tolist() == expected
+    for prompt in (json.dumps([USER]), [USER]):
+        assert chat.encode({"prompt": prompt, "completion": json.dumps([ANSWER])}).tolist() == expected
+    assert learned(chat, {"prompt": "[]", "completion": json.dumps([ANSWER])}) == ["b<|im_end|>"]
+    assert learned(chat, {"prompt": "[]", "completion": "[]"}) == ["[]<|im_end|>"]  # texts
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
@@ -393,6 +407,18 @@ CUT = '{"messages": [{"role": "user", "content": "a"}'
             MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", ""),
             json.dumps({"messages": [USER, ANSWER, USER, ANSWER]}),
             "writes the beginning of the conversation in another way once more follows",
+        ),
+        # As Qwen3's: thoughts before the last answer alone.
+        (
+            CHATML.replace("\n{{", "\n{{ '<think></think>' if loop.last and message.role == 'assistant' }}{{"),
+            json.dumps({"messages": [USER, ANSWER, USER, ANSWER]}),
+            "writes the beginning of the conversation in another way once more follows",
+        ),
+        # As Qwen2.5's: an answer's line begins with its text.
+        (
+            CHATML.replace("\n{{ message.content }}", "{{ '\\n' + message.content if message.content }}"),
+            json.dumps({"messages": [USER, ANSWER, USER, ANSWER | {"content": ""}]}),
+            "the record has an answer without text",
         ),
     ],
 )

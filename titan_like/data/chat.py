@@ -109,20 +109,24 @@ class Chat:
                 (whole, *throughs), _ = write([messages, *(messages[: number + 1] for number in answers)])
                 prompts = [_prompt(write, messages[:number], throughs[0]) for number in answers]
                 said = [list(_said([messages[n].get("content"), messages[n].get("tool_calls")])) for n in answers]
-                spans = list(map(_span, prompts, said, throughs))
         except Exception as error:  # a template may raise anything
             raise BadRecord(f"the chat template refuses the record ({first_line(error)})") from None
         if any(str(m["content"]) in whole for m in messages if m.get("content") and isinstance(m["content"], list)):
             raise BadRecord('the chat template takes no "content" that is a list of parts')
         tokens, begins, ends = self.tokenizer.encode_with_places(whole, parses_special=True)
-        borders = [_border(whole, through, begins, ends) for through in throughs]
-        tails = (through[border:] for through, border in zip(throughs, borders, strict=True))
-        if not all(map(whole.startswith, prompts)) or not all(map(whole.endswith, tails)):
-            problem = "the chat template writes the beginning of the conversation in another way once more follows"
-            problem = problem if all(said) else "the record has an answer without text"
-            raise BadRecord(f"{problem}, so answers cannot be found; mark them in the template by {{% generation %}}")
-        spans = [(*span[:2], border) for span, border in zip(spans, borders, strict=True)] if borders else spans
-        can_end = np.isin(tokens, list(self.tokenizer.special_ids - {self.template.unk_token_id}))
+        is_special = np.isin(tokens, list(self.tokenizer.special_ids))
+        if throughs:
+            cut = partial(_without_end, whole, begins, ends, is_special)
+            prompts, throughs = list(map(cut, prompts)), list(map(cut, throughs))
+            spans = list(map(_span, prompts, said, throughs))
+        for prompt, texts, through in zip(prompts, said, throughs, strict=True):
+            if not whole.startswith(prompt) or not whole.startswith(through):
+                problem = "the chat template writes the beginning of the conversation in another way once more follows"
+                problem = problem if texts else "the record has an answer without text"
+                raise BadRecord(
+                    f"{problem}, so answers cannot be found; mark them in the template by {{% generation %}}"
+                )
+        can_end = is_special & (tokens != self.template.unk_token_id)
         is_answer = np.zeros(len(tokens), dtype=bool)
         for begin, said_end, end in spans:
             # A token across a border is the answer's, unless it is a header's that takes in the white space after it.
@@ -140,21 +144,24 @@ def _prompt(write: Callable[..., Any], messages: list[dict[str, Any]], through: 
     if not messages:
         other = [{"role": "user", "content": "a"}]
         (written,), (asked,) = (write([other], add_generation_prompt=asks)[0] for asks in (False, True))
-        before, header, _ = through.partition(asked.removeprefix(written) or through)
+        shared = len(os.path.commonprefix((asked, written)))  # noqa: RUF071 (no paths)
+        before, header, _ = through.partition(asked[shared:] or through)
         if header not in ("", through):
             return before + header
     (prompt,), _ = write([messages], add_generation_prompt=True)
     return prompt
 
 
-def _border(whole: str, through: str, begins: np.ndarray, ends: np.ndarray) -> int:
-    """Where the text ``through`` a message ends in the whole text, of tokens from ``begins`` to ``ends``. Some
-    templates end every text with a token, which is not there once more follows.
+def _without_end(whole: str, begins: np.ndarray, ends: np.ndarray, is_special: np.ndarray, text: str) -> str:
+    """A ``text`` of the first messages without what the template writes at the end of every text, but not where more
+    follows: special tokens and white space, which end the whole text too.
     """
-    if whole.startswith(through):
-        return len(through)
-    shared = len(os.path.commonprefix((whole, through)))  # noqa: RUF071 (no paths)
-    return int(begins[(begins < shared) & (shared < ends)].min(initial=shared))  # not within the next message's header
+    if whole.startswith(text):
+        return text
+    is_blank = np.array([not whole[begin:end].strip() for begin, end in zip(begins, ends, strict=True)])
+    last, first = begins[is_special].max(initial=0), ends[~(is_special | is_blank)].max(initial=0)
+    bodies = (text.removesuffix(whole[at:]) for at in range(last, first - 1, -1))
+    return next(filter(whole.startswith, bodies), text)
 
 
 def _span(prompt: str, said: list[str], through: str) -> tuple[int, int, int]:

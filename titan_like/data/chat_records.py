@@ -44,7 +44,8 @@ def read_conversation(record: Any) -> Conversation:
     if isinstance(record, dict):
         record = {key: value for key, value in record.items() if value is not None}
         lists = [_json_messages(record.get(key)) for key in ("prompt", "completion")]
-        record |= dict(zip(("prompt", "completion"), lists, strict=True)) if all(lists) else {}
+        if any(lists) and None not in lists:
+            record |= dict(zip(("prompt", "completion"), lists, strict=True))
     match record:
         case {"messages": messages} | {"conversations": messages}:
             pass
@@ -93,10 +94,10 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     return {key: value for key, value in message.items() if value is not None}
 
 
-def _json_messages(text: object) -> list[Any]:
-    """The messages that a JSON text holds; empty if it is another text."""
+def _json_messages(value: Any) -> list[Any] | None:
+    """The list of messages that is given, perhaps as JSON text; None for any other value."""
     with suppress(ValueError, RecursionError):
-        value = json.loads(text) if isinstance(text, str) and text.lstrip().startswith("[") else None
-        if isinstance(value, list) and all(isinstance(one, dict) and {"role", "from"} & one.keys() for one in value):
-            return value
-    return []
+        value = json.loads(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
+    if isinstance(value, list) and all(isinstance(one, dict) and {"role", "from"} & one.keys() for one in value):
+        return value
+    return None
