@@ -154,3 +154,19 @@ def test_no_cut_where_tokens_depend_on_the_beginning(tmp_path: Path) -> None:
     assert encode_piece(built, text[:inside], text[inside:], "") is None
     repeated = "7" * 100_000
     assert encode_texts(built, [repeated], piece=5000)[0].tolist() == built.encode(repeated).tolist()
+
+
+def test_digits_in_groups_of_three_keep_their_groups(tmp_path: Path) -> None:
+    """Where most groups are single digits, many tokens in a row are the same in other groups too."""
+    tokenizer, draw = Tokenizer(models.BPE()), random.Random(0)
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(DIGITS, "isolated"), bytes_])
+    digits = "".join(draw.choices("0123456789", k=120_000))
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280, show_progress=False, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"]
+    )
+    tokenizer.train_from_iterator([digits[:3000]], trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ours = build_tokenizer(str(tmp_path))
+    assert encode_texts(ours, [digits], 8192)[0].tolist() == ours.encode(digits).tolist()

@@ -160,11 +160,15 @@ def _splits_of_names(names: list[str]) -> dict[str, list[str]]:
 def _splits_of_readme(folder: Path, key: str, names: list[str]) -> dict[str, list[str]] | None:
     """Files by split, as the head of README.md says; None if it says nothing."""
     try:
-        configs = yaml.safe_load((folder / "README.md").read_text(encoding="utf-8").split("---")[1])["configs"]
+        text = (folder / "README.md").read_text(encoding="utf-8-sig")
+        head = re.match(r"---[ \t]*\n(.*?)\n---", text, re.DOTALL)
+        configs = yaml.safe_load(head[1] if head else "")["configs"]
         chosen = [one for one in configs if len(configs) == 1 or one["config_name"] == "default" or one.get("default")]
         if len(chosen) != 1:
             problem = f"has several configurations ({', '.join(one['config_name'] for one in configs)})"
             raise ConfigError(key, str(folder), f"{problem}; name the files or the folder of one")
+        if inside := chosen[0].get("data_dir"):
+            raise ConfigError(key, str(folder), f"its README.md reads the folder {inside} in it; name that folder")
         stated = chosen[0]["data_files"]
         if not (isinstance(stated, list) and isinstance(stated[0], dict)):
             stated = [{"split": "train", "path": stated}]

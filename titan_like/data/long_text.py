@@ -30,13 +30,11 @@ def find_cut(tokenizer: Tokenizer, text: str) -> int | None:
     if isinstance(tokenizer, ByteTokenizer):
         return len(text) // 2
     first, stretch = _window(tokenizer, text, 0), np.ones(2 * _AGREEING + 1)
-    _, begins, ends = first.T
+    _, begins, ends, begins_word = first.T
     is_cut = (len(text) // 4 < begins) & (begins < ends) & (begins < len(text) * 3 // 4)
     is_cut[1:] &= np.maximum.accumulate(ends)[:-1] <= begins[1:]  # not within a character of several tokens
     if isinstance(tokenizer.tokenizer.model, models.Unigram):
-        encoded = tokenizer.tokenizer.encode(text, add_special_tokens=False)
-        tokens = pairwise(zip(encoded.word_ids, encoded.offsets, strict=True))
-        is_cut &= np.isin(begins, [place for (before, _), (word, (place, _)) in tokens if word != before])
+        is_cut &= begins_word == 1
     if len(first) < len(stretch) or not is_cut.any():
         return None
     others = [set(map(tuple, _window(tokenizer, text, shift).tolist())) for shift in _SHIFTS[1:]]
@@ -46,9 +44,14 @@ def find_cut(tokenizer: Tokenizer, text: str) -> int | None:
 
 
 def _window(tokenizer: HuggingFaceTokenizer, text: str, shift: int) -> np.ndarray:
-    """The tokens of a text but for its ends: int64 [tokens, 3], each with the places where it begins and ends."""
+    """The tokens of a text except its ends: int64 [tokens, 4], each with the places where it begins and ends, and
+    whether the pre-tokenizer divides the text there. Digits in groups of three may be the same tokens in other groups.
+    """
     ids, begins, ends = tokenizer.encode_with_places(text[shift : len(text) - shift])
-    return np.stack((ids, begins + shift, ends + shift), axis=1)
+    encoded = tokenizer.tokenizer.encode(text[shift : len(text) - shift], add_special_tokens=False)
+    tokens = pairwise(zip(encoded.word_ids, encoded.offsets, strict=True))
+    words = [place for (before, _), (word, (place, _)) in tokens if word != before]
+    return np.stack((ids, begins + shift, ends + shift, np.isin(begins, words)), axis=1)
 
 
 def encode_piece(tokenizer: Tokenizer, before: str, text: str, after: str) -> np.ndarray | None:
