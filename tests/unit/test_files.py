@@ -180,6 +180,11 @@ def test_readme_says_which_files_are_of_which_split(tmp_path: Path) -> None:
     (folder / "README.md").write_text("---\nconfigs:\n- config_name: en\n- config_name: de\n---\n")
     with pytest.raises(ConfigError, match=r"has several configurations \(en, de\); name the files"):
         find_files([str(folder)], "--input")
+    (folder / "README.md").write_text("---\npretty_name: a---b\nconfigs:\n- data_files: b.jsonl\n---\n")
+    assert [path.name for path in find_files([str(folder)], "--input")] == ["b.jsonl"]
+    (folder / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_dir: en\n---\n")
+    with pytest.raises(ConfigError, match=r"its README\.md reads the folder en in it; name that folder"):
+        find_files([str(folder)], "--input")
     (folder / "README.md").write_text("# no front matter\n")
     assert [path.name for path in find_files([str(folder)], "--input")] == ["train.jsonl"]
 
