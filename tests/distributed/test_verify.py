@@ -114,7 +114,7 @@ QUICK: list[tuple[list[str], list[str]]] = [
     ([*MOE, *ZERO_3, *Z_LOSS, *BFLOAT16[:2]], [EXACT, "bfloat16"]),
 ]
 SAME: list[tuple[list[str], list[str]]] = [
-    ([*RAMPUP[:4], *ZERO_3], [EXACT, DROPOUT, RESUME]),
+    ([*RAMPUP[:4], *ZERO_3, *DOCUMENTS], [EXACT, DROPOUT, RESUME]),
     (BFLOAT16, ["bfloat16"]),
     ([*GATHER, *SEQUENCE, *LLAMA_MASKS], [EXACT]),
     ([*T5, *PIPELINE], [EXACT, DROPOUT, RESUME]),

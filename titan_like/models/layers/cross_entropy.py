@@ -129,13 +129,13 @@ class _ChunkedLoss(torch.autograd.Function):
             if bias is not None:
                 logits += bias
             total += _loss(logits, label, factor, vocabulary, with_gradient)
-            if not with_gradient:
-                continue
-            torch.mm(logits, weight, out=part_gradient)  # the logits are their own gradient now
-            weight_gradient = _add_product(weight_gradient, logits, part, several)
-            if bias is not None:
-                summed = logits.sum(0, dtype=total.dtype)
-                bias_gradient = summed if bias_gradient is None else bias_gradient + summed
+            if with_gradient:
+                torch.mm(logits, weight, out=part_gradient)  # the logits are their own gradient now
+                weight_gradient = _add_product(weight_gradient, logits, part, several)
+                if bias is not None:
+                    summed = logits.sum(0, dtype=total.dtype)
+                    bias_gradient = summed if bias_gradient is None else bias_gradient + summed
+            del logits  # before those of the next chunk
         ctx.save_for_backward(x_gradient, weight_gradient, bias_gradient)
         ctx.dtype = x.dtype
         return total
@@ -159,7 +159,8 @@ def _add_product(total: torch.Tensor | None, gradient: torch.Tensor, x: torch.Te
         total = x.new_zeros(gradient.shape[1], x.shape[1], dtype=_accumulator(x))
     if total.dtype == x.dtype:
         return total.addmm_(gradient.t(), x)
-    columns = max(1, PRODUCT // x.shape[1])  # at once, so that the product in the half type takes little memory
+    # At once, so that the product in the half type takes little memory; in steps that GPUs' fast kernels are made for.
+    columns = max(128, PRODUCT // x.shape[1] // 128 * 128)
     for part, own in zip(total.split(columns), gradient.split(columns, 1), strict=True):
         part += own.t() @ x
     return total
