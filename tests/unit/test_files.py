@@ -69,6 +69,8 @@ UNFIT = {
     "a.json": (b'{\n "data": []\n}', "holds neither a JSON array nor a JSON object on each line"),
     "a.ipynb": (b'{\n "cells": []\n}', "holds neither a JSON array"),
     "text.json": (b"hello", "holds neither a JSON array"),
+    "pretty.txt": (b'{\n "text": "a"\n}\n', "holds neither a JSON array"),
+    "utf-16.jsonl": (LINES.decode().encode("utf-16"), "holds no text, .*; convert it to UTF-8 text"),
     "utf-16.txt": ("hello".encode("utf-16"), ".*; convert it to UTF-8 text"),
     "a.parquet.gz": (gzip.compress(b"PAR1"), "is a compressed parquet file; decompress it"),
     "a.gz": (gzip.compress(LINES)[:300], "ends in the middle of compressed data"),
@@ -87,7 +89,8 @@ def test_what_holds_no_documents_is_refused_by_name(name: str, tmp_path: Path) -
     ("content", "problem"),
     [
         (PRETTY[:3000], "Unterminated|Expecting"),
-        (ARRAY + ARRAY, "Expecting value"),
+        (ARRAY + ARRAY, "Expecting ','"),
+        (b'[{"text": "a"} {"text": "b"}]', "Expecting ','"),
         (PRETTY[:3000] + b"@@" + PRETTY[3000:], "Expecting"),
         (b'[{"text": ' + b"[" * 100_000 + b"]", "recursion"),
         (b'[{"text": "a", "n": ' + b"1" * 5000 + b"}]", "4300 digits"),
@@ -100,7 +103,13 @@ def test_a_damaged_array_is_one_sentence(content: bytes, problem: str, tmp_path:
 
 
 def test_text_stays_text(tmp_path: Path) -> None:
-    for content in ("[Verse 1]\nhello", "{braces}\n", "<html></html>", "", "[1] a note"):
+    code = (
+        '[{"role": role} for role in roles]',
+        '{"a": x for x in y}\n',
+        '{"a": 1,\n "b": 2}["a"]',
+        '{"a": 1}.get(b)\n',
+    )
+    for content in ("[Verse 1]\nhello", "{braces}\n", "<html></html>", "", "[1] a note", "BZh is how it begins", *code):
         (tmp_path / "a.txt").write_text(content)
         assert (kind_of(tmp_path / "a.txt"), texts_in(tmp_path / "a.txt")) == ("text", [content])
 

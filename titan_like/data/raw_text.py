@@ -3,7 +3,7 @@
 | kind | documents | told by |
 |---|---|---|
 | jsonl | one a line, under a key | a first line that is a JSON object, or an ending in `JSON_ENDINGS` |
-| array | one an element of a JSON array, under a key | ``[{"`` at the beginning, or ``[`` and such an ending |
+| array | one an element of a JSON array, under a key | ``[`` and a JSON object first, or ``[`` and such an ending |
 | parquet, arrow | one a row, in a column of that name (needs pyarrow) | the magic number or the ending |
 | text | the file is one | UTF-8 that is none of these |
 
@@ -39,13 +39,13 @@ _LONG_DOCUMENT = 1 << 19  # bytes of one text file above which it is cut; a toke
 _HEAD = 1 << 16  # bytes at the beginning that tell a file's kind
 _WINDOW, _CONTEXT = 1 << 13, 1 << 12  # bytes in the middle of which a long text is cut, and on either side of a piece
 _COMPRESSED = {
-    ".gz": b"\x1f\x8b",
-    ".bz2": b"BZh",
-    ".xz": b"\xfd7zXZ\0",
-    ".zst": b"\x28\xb5\x2f\xfd",
-}  # and magic numbers
+    ".gz": rb"\x1f\x8b",
+    ".bz2": rb"BZh[1-9](1AY&SY|\x17rE8P\x90)",
+    ".xz": rb"\xfd7zXZ\x00",
+    ".zst": rb"\x28\xb5\x2f\xfd",
+}  # and patterns of magic numbers
 _OBJECT = re.compile(rb'\{\s*"(?:[^"\\]|\\.)*"\s*:')  # the beginning of a JSON object
-_BEFORE_ELEMENT, _END_OF_ARRAY = re.compile(r"\s*[\[,]?\s*"), re.compile(r"\s*(\[\s*)?\]\s*")
+_SPACE, _END_OF_ARRAY = re.compile(r"\s*"), re.compile(r"\s*(\[\s*)?\]\s*")
 _CONTINUATION = bytes(range(0x80, 0xC0))  # bytes inside a character
 _ROWS = 256  # of a parquet or arrow file in a piece
 Key = str | tuple[str, ...]
@@ -112,20 +112,40 @@ def kind_of(path: Path) -> str:
             if compression:
                 raise UnreadableError(f"is a compressed {kind} file; decompress it")
             return kind
+    if text.startswith(b"%PDF") or b"\0" in (text[:4] if ending in JSON_ENDINGS else head):
+        raise UnreadableError("holds no text, JSON, parquet or arrow; convert it to UTF-8 text or leave it out")
     first, newline, rest = text.partition(b"\n")
-    if (text.startswith(b"[") and ending in JSON_ENDINGS) or re.match(rb'\[\s*\{\s*"', text):
-        return "jsonl" if rest.strip() and _is_json(first) else "array"
-    if ending in JSON_ENDINGS[:3] or (_OBJECT.match(text) and (not newline or _is_json(first))):
-        return "jsonl"
-    if ending == ".json" or _OBJECT.match(text):
+    if ending in JSON_ENDINGS or _begins_with_objects(text.decode("utf-8", "replace"), len(head) >= _HEAD):
+        if text.startswith(b"["):
+            return "jsonl" if rest.strip() and _is_json(first) else "array"
+        if ending in JSON_ENDINGS[:3] or (_OBJECT.match(text) and (not newline or _is_json(first))):
+            return "jsonl"
         raise UnreadableError("holds neither a JSON array nor a JSON object on each line; write it so (jq -c .)")
     if ending in _TABLES:
         raise UnreadableError(
             f"is a table ({ending}); write it as .jsonl or .parquet, or name it .txt to take it as text"
         )
-    if text.startswith(b"%PDF") or b"\0" in head:
-        raise UnreadableError("holds no text, JSON, parquet or arrow; convert it to UTF-8 text or leave it out")
     return "text"
+
+
+def _begins_with_objects(text: str, is_cut: bool) -> bool:
+    """Whether the beginning of a file is a JSON object, or an array's first, and not code that only looks like one."""
+    start = re.match(r'(\[\s*)?(?=\{\s*")', text)
+    if start is None:
+        return False
+    try:
+        _, end = json.JSONDecoder().raw_decode(text, start.end())
+    except RecursionError:
+        return True
+    except ValueError as error:
+        return is_cut and _may_go_on(text, error)
+    return text[end:].lstrip()[:1] in (("", ",", "]") if start[1] else ("", "{"))
+
+
+def _may_go_on(text: str, error: Exception) -> bool:
+    """Whether JSON is wrong only because its text is cut off."""
+    place = getattr(error, "pos", 0)
+    return place > len(text) - 16 or text[place] in '"]'
 
 
 def _is_json(line: bytes) -> bool:
@@ -181,9 +201,13 @@ def _readable() -> Iterator[None]:
 
 def _compression(path: Path, file: IO[bytes]) -> str | None:
     """The ending that stands for a file's compression; None if it has none."""
-    ending, head = path.suffix.lower(), file.read(6)
+    ending, head = path.suffix.lower(), file.read(10)
     file.seek(0)
-    return ending if ending in _COMPRESSED else next((e for e, m in _COMPRESSED.items() if head.startswith(m)), None)
+    return (
+        ending
+        if ending in _COMPRESSED
+        else next((e for e, magic in _COMPRESSED.items() if re.match(magic, head)), None)
+    )
 
 
 def _content(path: Path, file: IO[bytes], start: int) -> Iterator[bytes]:
@@ -229,21 +253,24 @@ def _zstandard(file: IO[bytes]) -> Iterator[bytes]:
 def _elements(chunks: Iterator[bytes]) -> Iterator[bytes]:
     """The elements of a JSON array, each as a line of JSON."""
     decode = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode  # bytes that are no UTF-8 stay
-    decoder, text, at = json.JSONDecoder(), "", 0
+    decoder, text, at, before = json.JSONDecoder(), "", 0, "["
     while True:
         try:
-            begin = _BEFORE_ELEMENT.match(text, at).end()  # type: ignore[union-attr]
+            begin = _SPACE.match(text, at).end()  # type: ignore[union-attr]
+            if text[begin : begin + 1] != before:
+                raise json.JSONDecodeError(f"Expecting '{before}'", text, begin)
+            begin = _SPACE.match(text, begin + 1).end()  # type: ignore[union-attr]
             _, end = decoder.raw_decode(text, begin)
         except (ValueError, RecursionError) as error:
-            chunk, place = next(chunks, None), getattr(error, "pos", 0)
+            chunk = next(chunks, None)
             if chunk is None and _END_OF_ARRAY.fullmatch(text, at):
                 return
-            if chunk is None or not (place > len(text) - 16 or text[place] in '"]'):  # else it is only cut off
+            if chunk is None or not _may_go_on(text, error):
                 raise UnreadableError(f"is damaged JSON ({first_line(error)}); correct it") from None
             text, at = text[at:] + decode(chunk), 0
         else:
             yield text[begin:end].replace("\n", " ").encode("utf-8", "surrogateescape") + b"\n"
-            at = end
+            at, before = end, ","
 
 
 def _cut(
