@@ -4,8 +4,8 @@ python scripts/preprocess_data.py --input corpus/ more.jsonl.gz --output data/co
 
 Reads JSON lines (one document a line), JSON arrays (one an element), parquet and arrow (one a row) and text (one a
 file). All but parquet and arrow may be compressed (.gz, .bz2, .xz, .zst). A folder means what Hugging Face's
-load_dataset(folder, split="train") or load_from_disk reads of it. If the job is interrupted, the same command continues
-where it stopped. Megatron-LM can read the result.
+load_dataset(folder, split="train") or load_from_disk reads of it, or all files if nothing tells splits apart. If the
+job is interrupted, the same command continues where it stopped. Megatron-LM can read the result.
 """
 
 from __future__ import annotations

@@ -41,7 +41,10 @@ def shares_of(paths: Sequence[str | float], one_source_each: bool) -> list[Share
     if len(names) == len(paths):
         return [Share(None, [path]) for path in names] if one_source_each and len(paths) > 1 else [Share(None, names)]
     if len(paths) % 2:
-        raise ConfigError("data.paths", paths, "weights and paths must come in turn, and the last weight has no path")
+        problem = (
+            "weights and paths must come in turn, and the last weight has no path; put quotes around a path of digits"
+        )
+        raise ConfigError("data.paths", paths, problem)
     shares = []
     for weight, path in zip(paths[::2], paths[1::2], strict=True):
         if isinstance(weight, str) or not 0 < weight <= _LARGEST:
