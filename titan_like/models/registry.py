@@ -117,7 +117,7 @@ def build_model(config: TransformerConfig, family: str) -> Transformer:
     Raises:
         ConfigError: there is no such family, its package has no module `model`, or its model names parts that it lacks.
     """
-    model = config_class(family).family_module("model").build(config)
+    model = config.family_module("model").build(config)
     _check_names(model, family)
     return model
 

@@ -6,6 +6,7 @@ data parallelism, allocation of this process's part, initialisation.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -73,18 +74,30 @@ def build_parallel_model(
     config: JobConfig, model_config: TransformerConfig, mesh: DeviceMesh, device: torch.device
 ) -> ParallelModel:
     """Build this process's stages, allocated but not yet initialised."""
-    ranks, size = pipeline_shape(config).ranks, config.parallelism.context_parallel_degree
+    ranks, here = pipeline_shape(config).ranks, mesh["pp"].get_local_rank()
+    splits = split_layers(layers_per_stage(config, model_config, len(ranks)))
+    local_splits = {index: splits[index] for index, rank in enumerate(ranks) if rank == here}
+    stages, expert_mesh = build_stages(config, model_config, mesh, device, local_splits)
+    return ParallelModel(stages, holders_of_copies(model_config, splits), expert_mesh)
+
+
+def build_stages(
+    config: JobConfig,
+    model_config: TransformerConfig,
+    mesh: DeviceMesh,
+    device: torch.device,
+    splits: Mapping[int, StageLayers],
+) -> tuple[list[Stage], DeviceMesh | None]:
+    """Build some stages, by their number in the pipeline, and the mesh that splits experts, if they need their own."""
+    size = config.parallelism.context_parallel_degree
     context = context_group(size, mesh) if size > 1 else None
     has_own_mesh = isinstance(model_config, MoEConfig) and Layout.of(config.parallelism).splits_experts
     expert_mesh = build_expert_mesh(mesh, config.parallelism.expert_parallel_degree) if has_own_mesh else None
-    here = mesh["pp"].get_local_rank()
-    splits = split_layers(layers_per_stage(config, model_config, len(ranks)))
     stages = [
-        build_stage(config, model_config, mesh, device, index, splits[index], context, expert_mesh)
-        for index, rank in enumerate(ranks)
-        if rank == here
+        build_stage(config, model_config, mesh, device, index, split, context, expert_mesh)
+        for index, split in splits.items()
     ]
-    return ParallelModel(stages, holders_of_copies(model_config, splits), expert_mesh)
+    return stages, expert_mesh
 
 
 def build_stage(

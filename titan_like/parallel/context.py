@@ -86,7 +86,7 @@ def slices_of(config: JobConfig, model: TransformerConfig, mesh: DeviceMesh) -> 
 def context_group(size: int, mesh: DeviceMesh) -> Group:
     """The group of the ``size`` processes that share this one's sequences. All processes of the job call it."""
     ranks = torch.arange(dist.get_world_size()).view(-1, size, mesh["tp"].size()).transpose(1, 2)
-    group, _ = dist.new_subgroups_by_enumeration(ranks.reshape(-1, size).tolist())
+    group, _ = dist.new_subgroups_by_enumeration(ranks.reshape(-1, size).tolist(), group_desc="cp")
     assert group is not None
     return Group(group.group_name, group.size(), group.rank())
 

@@ -190,14 +190,10 @@ def shares_nothing(mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> bool:
     return all(sharers is None or sharers.size == 1 for sharers in sharers_of(mesh, expert_mesh))
 
 
-def _wrap(
-    model: Transformer,
-    of_all: Sharers,
-    of_experts: Sharers | None,
-    zero_stage: int,
-    policy: MixedPrecisionPolicy,
-    dtype: torch.dtype,
-) -> None:
+def units_of(
+    model: Transformer, of_all: Sharers, of_experts: Sharers | None, dtype: torch.dtype
+) -> list[tuple[list[nn.Module], Sharers]]:
+    """FSDP2's units of communication and who shares each. A parameter is in the first unit with its module."""
     units: list[tuple[list[nn.Module], Sharers]] = []
     # Only the first layer's input needs an untied table: as a unit of its own it is freed right after use.
     if model.is_first and not model.config.tied_embeddings:
@@ -207,6 +203,18 @@ def _wrap(
             units.append((experts, of_experts))
         units.append((layers, of_all))
     units.append(([model], of_all))
+    return units
+
+
+def _wrap(
+    model: Transformer,
+    of_all: Sharers,
+    of_experts: Sharers | None,
+    zero_stage: int,
+    policy: MixedPrecisionPolicy,
+    dtype: torch.dtype,
+) -> None:
+    units = units_of(model, of_all, of_experts, dtype)
     for unit, sharers in units:
         if zero_stage == 0:
             replicate_modules(unit, sharers.as_one(), policy)

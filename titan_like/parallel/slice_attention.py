@@ -63,8 +63,7 @@ def slice_attention(
     return _attention(q, keys, first, end, is_causal, scale, group.name, group.size, group.rank, travels)[0]
 
 
-@torch.library.custom_op("titan_like::slice_attention", mutates_args=())
-def _attention(
+def attend_to_slices(
     q: torch.Tensor,
     keys: torch.Tensor,
     first: torch.Tensor | None,
@@ -86,8 +85,7 @@ def _attention(
     return output.to(q.dtype), denominator
 
 
-@torch.library.custom_op("titan_like::slice_attention_backward", mutates_args=())
-def _attention_gradients(
+def attend_to_slices_backward(
     gradient: torch.Tensor,
     q: torch.Tensor,
     keys: torch.Tensor,
@@ -115,6 +113,13 @@ def _attention_gradients(
                 total += found
     of_keys = _exchange(of_keys, name, size, rank) if travels else of_keys
     return of_q.to(q.dtype), of_keys.to(keys.dtype)
+
+
+# Operators of their own, because a compiler could not trace the messages. The planner runs the functions themselves.
+_attention = torch.library.custom_op("titan_like::slice_attention", attend_to_slices, mutates_args=())
+_attention_gradients = torch.library.custom_op(
+    "titan_like::slice_attention_backward", attend_to_slices_backward, mutates_args=()
+)
 
 
 def _passing(block: torch.Tensor, name: str, size: int, rank: int) -> Iterator[tuple[int, torch.Tensor]]:

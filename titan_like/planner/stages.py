@@ -1,0 +1,138 @@
+"""Pipeline stages as sequences of traced segments, and who shares their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+from titan_like.parallel.split import units_of_layers
+from titan_like.planner.trace import TraceKey, trace
+from titan_like.planner.trace.program import Parameter, Program, Segment
+from titan_like.planner.workload import BYTES, Workload, element_bytes, pipeline_of, stored_dtype
+
+
+class Unit(NamedTuple):
+    """Parameters of one process that data parallelism gathers and reduces together."""
+
+    name: str  # its first module; "" is the root
+    sharers: str  # mesh dimension over which ZeRO shards them
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def elements(self) -> int:
+        """Of all parameters, before ZeRO shards them."""
+        return sum(parameter.elements for parameter in self.parameters)
+
+
+class StageProgram(NamedTuple):
+    """One pipeline stage on one process."""
+
+    segments: tuple[Segment, ...]  # in the order of the forward pass, one for each layer
+    first_layer: int  # position of the first layer among the segments
+    num_layers: int
+    units: tuple[Unit, ...]  # in the order of the forward pass, the root last
+    is_first: bool
+    is_last: bool
+    message: int  # bytes of the hidden states between two stages
+
+    @property
+    def layers(self) -> tuple[Segment, ...]:
+        """The layers' segments."""
+        return self.segments[self.first_layer : self.first_layer + self.num_layers]
+
+
+class Sharding(NamedTuple):
+    """How data parallelism keeps parameters, gradients and optimizer state."""
+
+    zero_stage: int  # 0 if no other process has the same weights
+    holders: dict[str, int]  # by mesh dimension over which ZeRO would shard: processes with the same weights
+    shards: dict[str, int]  # of these, the processes over which it does
+    replicate: int
+    wrapped: bool  # FSDP2, or its `replicate`, gathers or casts weights before use
+    copied: bool  # the model computes with `ComputeCopies`
+    compute: int  # bytes of an element in the forward and backward pass
+    reduce: int  # in sums of gradients over processes
+    master: int  # of master weights, and of sums over microbatches
+
+
+def sharding_of(work: Workload, reduce_bytes: int = BYTES["float32"]) -> Sharding:
+    """A run's sharding. ``reduce_bytes``: of an element in `training.reduce_dtype`."""
+    sizes = {"dp_shard": work.shard * work.context, "expert_shard": work.expert_shards}
+    holders = {name: work.replicate * size for name, size in sizes.items()}
+    shared = max(holders.values() if work.shares_experts else [holders["dp_shard"]]) > 1
+    compute, zero = element_bytes(work.dtype), work.zero_stage if shared else 0
+    master = max(compute, BYTES["float32"])
+    in_half = compute < master
+    shards = sizes if zero else dict.fromkeys(sizes, 1)
+    wrapped = shared and (in_half or zero > 0)
+    reduce = reduce_bytes if in_half else master
+    return Sharding(zero, holders, shards, work.replicate, wrapped, in_half and not shared, compute, reduce, master)
+
+
+def shard_rows(rows: int, shards: int, rank: int = 0) -> int:
+    """Rows of a parameter on one of ``shards`` processes, as `torch.chunk` divides them."""
+    largest = -(-rows // shards)
+    return max(0, min(largest, rows - rank * largest))
+
+
+def stages_of_rank(work: Workload, rank: int) -> dict[int, StageProgram]:
+    """The stages of a pipeline rank by their number."""
+    pipeline, key, found = pipeline_of(work), TraceKey.of(work), {}
+    before = _layers_before(pipeline.stages)
+    for stage, owner in enumerate(pipeline.ranks):
+        if owner == rank:
+            ends = stage == 0, stage == len(pipeline.ranks) - 1
+            found[stage] = stage_program(key, pipeline.stages[stage], before[stage], work.recompute_every, *ends)
+    return found
+
+
+def stage_program(
+    key: TraceKey, counts: tuple[int, ...], before: int, every: int, is_first: bool, is_last: bool
+) -> StageProgram:
+    """A stage with so many layers of each kind, of which every n-th of the model is recomputed.
+
+    ``before``: layers of earlier stages.
+    """
+    return _stage_program(key, counts, before % every if key.recompute != "none" else 0, every, is_first, is_last)
+
+
+@lru_cache(maxsize=65536)
+def _stage_program(
+    key: TraceKey, counts: tuple[int, ...], before: int, every: int, is_first: bool, is_last: bool
+) -> StageProgram:
+    program = trace(key)
+    plain = program if key.recompute == "none" or every == 1 else trace(key._replace(recompute="none"))
+    kinds = [kind for kind, count in enumerate(counts) for _ in range(count)]
+    layers = [(plain if (before + n) % every else program).layers[kind] for n, kind in enumerate(kinds)]
+    segments = [*[program.entry] * is_first, program.inputs, *layers, *[program.head] * is_last]
+    units = tuple(_units(program, kinds, BYTES[stored_dtype(key.dtype)], is_first, is_last))
+    return StageProgram(
+        tuple(segments), is_first + 1, len(layers), units, is_first, is_last, program.entry.output
+    )  # fmt: skip
+
+
+def _units(program: Program, kinds: list[int], element: int, is_first: bool, is_last: bool) -> Iterator[Unit]:
+    """Units of communication. The names of layers are those of their kinds."""
+    entry = program.entry.parameters if is_first else []
+    own = {parameter.unit: parameter.sharers for parameter in entry if parameter.unit}
+    for name, sharers in own.items():  # a table that is freed right after use
+        yield Unit(name, sharers, tuple(parameter for parameter in entry if parameter.unit == name))
+    layers = iter([program.layers[kind].parameters for kind in kinds])
+    sizes = [element * sum(p.elements for p in program.layers[kind].parameters) for kind in kinds]
+    for count in units_of_layers(sizes):
+        members = [parameter for _ in range(count) for parameter in next(layers)]
+        for sharers in dict.fromkeys(sorted({parameter.sharers for parameter in members}, reverse=True)):
+            yield Unit("layers", sharers, tuple(parameter for parameter in members if parameter.sharers == sharers))
+    root = [parameter for parameter in entry if not parameter.unit]
+    root += [parameter for parameter in program.inputs.parameters if {*parameter.kinds} & {*kinds}]
+    root += program.head.parameters if is_last else []
+    if root:
+        yield Unit("", root[0].sharers, tuple(root))
+
+
+@lru_cache(maxsize=4096)
+def _layers_before(counts: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    """For each stage the layers of all earlier stages."""
+    return tuple(accumulate(map(sum, counts), initial=0))[:-1]

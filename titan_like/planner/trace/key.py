@@ -1,0 +1,104 @@
+"""What a trace depends on, and the traces on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import titan_like
+from titan_like.models.config import TransformerConfig
+from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
+from titan_like.planner.trace.program import Program
+from titan_like.planner.workload import Workload, stored_dtype
+
+
+class TraceKey(NamedTuple):
+    """What a traced microbatch depends on: no depth, data parallelism, ZeRO stage, schedule, batch or hardware."""
+
+    model: TransformerConfig  # with one layer of each kind
+    seq_len: int
+    decoder_seq_len: int
+    micro_batch_size: int
+    dtype: str
+    recompute: str
+    tensor: int = 1
+    sequence_parallel: bool = False
+    context: int = 1
+    context_method: str = "all_gather"
+    expert: int = 1
+    pipelined: bool = False  # the two ends are in different stages
+    splits_backward: bool = False
+
+    @classmethod
+    def of(cls, work: Workload) -> TraceKey:
+        """The key of a run's recomputed layers, or of all if there are none."""
+        splits = work.schedule in SPLIT_BACKWARD and work.pipeline > 1 and not work.compiled
+        return cls(
+            _one_of_each(work.model, work.dropout), work.seq_len, work.decoder_seq_len, work.micro_batch_size,
+            stored_dtype(work.dtype), work.recompute, work.tensor, work.sequence_parallel and work.tensor > 1,
+            work.context, work.context_method if work.context > 1 else "all_gather", work.expert, work.pipeline > 1,
+            splits,
+        )  # fmt: skip
+
+    @property
+    def file_name(self) -> str:
+        """The name under which the trace is kept. It changes with the code that the trace runs, and with torch."""
+        kind, rest = type(self.model), self._replace(model=None)  # type: ignore[arg-type]
+        described = f"{kind.__module__} {self.model.model_dump_json()} {tuple(rest)} {torch.__version__} {_code(kind)}"
+        return f"{hashlib.sha256(described.encode()).hexdigest()[:32]}.json"
+
+
+@lru_cache(maxsize=1024)
+def _one_of_each(model: TransformerConfig, dropout: bool) -> TransformerConfig:
+    """One object for all depths, so that keys are compared quickly."""
+    small = model.one_of_each()
+    changes = {} if dropout or not getattr(small, "dropout", 0) else {"dropout": 0.0}
+    return _known(small.model_copy(update=changes))
+
+
+@cache
+def _known(model: TransformerConfig) -> TransformerConfig:
+    return model
+
+
+@cache
+def _code(family: type[TransformerConfig]) -> str:
+    """Hash of the code that a trace of this family runs."""
+    root, package = Path(titan_like.__file__).parent, Path(inspect.getfile(family)).parent
+    folders = [root / "models", root / "parallel", root / "config", Path(__file__).parent]
+    files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
+    if not package.is_relative_to(root):
+        files += sorted(package.rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in [*files, root / "torch_private.py"])).hexdigest()
+
+
+def default_folder() -> Path:
+    """Where a user's traces are kept: titan_like/traces in XDG_CACHE_HOME, or in ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan_like" / "traces"
+
+
+def load(key: TraceKey, folder: Path) -> Program | None:
+    """A stored trace, if there is a whole one."""
+    try:
+        return Program.from_json(json.loads((folder / key.file_name).read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError):  # absent, or cut short
+        return None
+
+
+def save(key: TraceKey, program: Program, folder: Path) -> None:
+    """Store a trace under its final name at once. A folder that cannot be written costs the next run a second."""
+    file = folder / key.file_name
+    temporary = file.with_suffix(f".{os.getpid()}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(program.to_json()), encoding="utf-8")
+        os.replace(temporary, file)
+    except OSError:
+        temporary.unlink(missing_ok=True)

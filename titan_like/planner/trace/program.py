@@ -1,0 +1,180 @@
+"""A traced program: what one process computes, sends and keeps for one microbatch, as plain data.
+
+A model is traced in segments: the entry (everything before the layers), the inputs that all layers take (such as rotary
+tables), one layer of each kind, and the head with the loss. Depth, stages, schedules and data parallelism repeat and
+combine segments, which is arithmetic; nothing here depends on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+PASSES = ("forward", "backward", "weights")
+
+
+class Gemm(NamedTuple):
+    """``batch`` products [m, k] · [k, n]."""
+
+    m: int
+    n: int
+    k: int
+    batch: int
+    recomputed: bool  # by activation checkpointing
+    alignment: int  # elements, at most 16, of which the distance between rows of all three matrices is a multiple
+
+    @property
+    def flops(self) -> int:
+        """A multiply-add is 2."""
+        return 2 * self.m * self.n * self.k * self.batch
+
+
+class Attention(NamedTuple):
+    """One fused attention kernel."""
+
+    batch: int
+    heads: int  # of queries
+    queries: int
+    keys: int
+    head_dim: int
+    causal: bool
+    backward: bool
+    recomputed: bool
+
+    def flops(self, causal: bool = False) -> int:
+        """Of two products forward and four backward. ``causal`` counts the half that a causal mask leaves."""
+        products = 4 if self.backward else 2
+        whole = 2 * products * self.batch * self.heads * self.queries * self.keys * self.head_dim
+        return whole // 2 if causal and self.causal else whole
+
+
+class Collective(NamedTuple):
+    """All messages of one kind in one process group."""
+
+    kind: str  # all_reduce, all_gather, reduce_scatter, all_to_all, send, receive
+    group: str  # as the recipe calls it; `Program.groups` says where its ranks are
+    recomputed: bool
+
+
+class Moment(NamedTuple):
+    """One of the fullest moments of a pass."""
+
+    activations: int  # bytes above the level at the start of the segment's forward pass
+    gradients: int  # elements of parameters' gradients that the pass has produced so far
+
+
+@dataclass
+class Pass:
+    """What a pass over one segment does."""
+
+    gemms: dict[Gemm, int] = field(default_factory=dict)  # → how often
+    attention: dict[Attention, int] = field(default_factory=dict)
+    collectives: dict[Collective, tuple[int, int]] = field(default_factory=dict)  # → calls, bytes
+    # Bytes that all other operators read and write: each by itself, and with neighbours between two GEMMs or messages
+    # as one kernel. The second figure of each pair is the recomputed part.
+    eager_bytes: tuple[int, int] = (0, 0)
+    fused_bytes: tuple[int, int] = (0, 0)
+    launches: int = 0  # kernels, each operator by itself
+    fused_launches: int = 0
+    moments: list[Moment] = field(default_factory=list)  # those that no other one exceeds in both figures
+
+
+class Parameter(NamedTuple):
+    """A parameter on one process, before ZeRO shards it."""
+
+    name: str
+    shape: tuple[int, ...]
+    unit: str  # first module of its FSDP unit; "" is the root
+    sharers: str  # mesh dimension over which ZeRO shards it
+    deferred: bool  # the second part of a split backward pass computes its gradient
+    partial: bool  # sequence parallelism leaves its gradient partial
+    kinds: tuple[int, ...]  # of the layers that share it; empty for parameters of a single segment
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+@dataclass
+class Segment:
+    """A layer, or another part of the model."""
+
+    forward: Pass = field(default_factory=Pass)
+    backward: Pass = field(default_factory=Pass)
+    weights: Pass = field(default_factory=Pass)  # the second part of a split backward pass
+    kept: int = 0  # bytes that stay from the forward to the backward pass: the output too, but not the input
+    deferred: int = 0  # bytes that stay from the first to the second part of a split backward pass
+    output: int = 0  # bytes
+    parameters: list[Parameter] = field(default_factory=list)
+
+    @property
+    def passes(self) -> tuple[Pass, Pass, Pass]:
+        """In the order of `PASSES`."""
+        return self.forward, self.backward, self.weights
+
+
+@dataclass
+class Program:
+    """One microbatch on one process."""
+
+    entry: Segment
+    inputs: Segment  # what every stage computes for its layers before them
+    layers: list[Segment]  # one of each kind
+    head: Segment
+    groups: dict[str, tuple[int, int]]  # process group → number of ranks, distance between neighbours
+
+    def segments(self) -> list[Segment]:
+        """In the order of the forward pass."""
+        return [self.entry, self.inputs, *self.layers, self.head]
+
+    def to_json(self) -> dict[str, Any]:
+        """As lists, numbers and strings."""
+        return {"groups": self.groups, "segments": [_segment_to_json(segment) for segment in self.segments()]}
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> Program:
+        """The inverse of `to_json`."""
+        entry, inputs, *layers, head = (_segment_from_json(segment) for segment in tree["segments"])
+        return cls(entry, inputs, layers, head, {name: tuple(where) for name, where in tree["groups"].items()})
+
+
+def _segment_to_json(segment: Segment) -> dict[str, Any]:
+    tree = vars(segment) | {name: _pass_to_json(one) for name, one in zip(PASSES, segment.passes, strict=True)}
+    return tree
+
+
+def _segment_from_json(tree: dict[str, Any]) -> Segment:
+    passes = {name: _pass_from_json(tree[name]) for name in PASSES}
+    parameters = [Parameter(name, tuple(shape), *rest, tuple(kinds)) for name, shape, *rest, kinds in tree["parameters"]]
+    return Segment(**(tree | passes | {"parameters": parameters}))
+
+
+def _pass_to_json(one: Pass) -> dict[str, Any]:
+    counts = {name: [[*key, count] for key, count in getattr(one, name).items()] for name in ("gemms", "attention")}
+    return vars(one) | counts | {"collectives": [[*key, *amounts] for key, amounts in one.collectives.items()]}
+
+
+def _pass_from_json(tree: dict[str, Any]) -> Pass:
+    return Pass(
+        **tree
+        | {
+            "gemms": {Gemm(*key): count for *key, count in tree["gemms"]},
+            "attention": {Attention(*key): count for *key, count in tree["attention"]},
+            "collectives": {Collective(*key): (calls, size) for *key, calls, size in tree["collectives"]},
+            "eager_bytes": tuple(tree["eager_bytes"]),
+            "fused_bytes": tuple(tree["fused_bytes"]),
+            "moments": [Moment(*moment) for moment in tree["moments"]],
+        }
+    )
+
+
+def fullest(moments: Iterable[Moment]) -> Iterator[Moment]:
+    """The moments that no later one exceeds in activations, last first. Gradients only grow, so no other one counts."""
+    most = None
+    for moment in reversed(list(moments)):
+        if most is None or moment.activations > most:
+            most = moment.activations
+            yield moment

@@ -1,0 +1,288 @@
+"""Sorts every operator of a traced microbatch into its segment and pass, and follows the storages that are alive."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from math import gcd, prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titan_like.planner.trace.program import Attention, Collective, Gemm, Moment, Pass, Segment
+from titan_like.planner.trace.program import fullest as fullest_moments
+from titan_like.torch_private import process_group
+
+FORWARD, BACKWARD, WEIGHTS = range(3)  # passes, in the order of `Segment.passes`
+
+_GROUPED = {"_grouped_mm", "expert_product", "expert_weight_gradient"}  # with a matrix for each group of rows
+_GEMMS = {"mm", "addmm", "bmm", "baddbmm", "addmm_"} | _GROUPED
+_FREE = {"wait_tensor", "empty", "new_empty", "empty_like", "empty_strided", "detach", "lift_fresh"}
+# By the start of torch's name for them.
+_COLLECTIVES = {
+    "allreduce": "all_reduce", "all_reduce": "all_reduce", "all_gather": "all_gather", "_allgather": "all_gather",
+    "reduce_scatter": "reduce_scatter", "_reduce_scatter": "reduce_scatter", "all_to_all": "all_to_all",
+    "alltoall": "all_to_all", "send": "send", "recv": "receive",
+}  # fmt: skip
+_OUTSIDE = -1  # of all groups of fused operators: a GEMM or a message
+
+
+class Event(NamedTuple):
+    """A change of the memory in use, or the start of a pass."""
+
+    segment: int
+    which: int  # pass
+    storage: int  # its number; 0 if a pass starts
+    bytes: int  # more, or less
+    boundary: int = 0  # where a backward pass starts, the storage of the gradient that it starts from
+
+
+class FusedGroup(NamedTuple):
+    """Pointwise operators between two GEMMs or messages, which a compiler can make one kernel."""
+
+    owner: Pass
+    recomputed: bool
+    reads: dict[int, int]  # storage → bytes
+    writes: dict[int, int]
+
+
+class Recorder(TorchDispatchMode):
+    """Records what runs inside it. `enter` says which segment and pass that is."""
+
+    def __init__(self, segments: list[Segment], is_recomputing: Callable[[], bool] = lambda: False) -> None:
+        super().__init__()
+        self.segments, self.is_recomputing = segments, is_recomputing
+        self.groups: dict[str, tuple[int, int]] = {}  # as `Program.groups`
+        self.segment, self.which = 0, FORWARD
+        self.events: list[Event] = []
+        self._alive: dict[int, tuple[int, int]] = {}  # id of a storage → its number, its bytes
+        self._references: dict[int, weakref.ref] = {}
+        self._last_number = 0
+        self._gradients: dict[int, int] = {}  # storage of a parameter's gradient → elements
+        self._fused = [FusedGroup(segments[0].forward, False, {}, {})]
+        self._used_in: defaultdict[int, set[int]] = defaultdict(set)  # storage → fused groups
+
+    def enter(self, segment: int, which: int, gradient: torch.Tensor | None = None) -> None:
+        """Begin a pass over a segment, a backward pass from this gradient."""
+        self.segment, self.which = segment, which
+        self._end_fusion()
+        boundary = 0 if gradient is None else self.number_of(gradient)
+        self.events.append(Event(segment, which, 0, 0, boundary))
+
+    @property
+    def current(self) -> Pass:
+        """What is being recorded into."""
+        return self.segments[self.segment].passes[self.which]
+
+    # --- Memory -------------------------------------------------------------------------------------------------------
+
+    def number_of(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor's storage. A new storage adds to the memory in use."""
+        storage = local_part(tensor).untyped_storage()
+        if id(storage) not in self._alive:
+            self._add(storage, storage.nbytes())
+        return self._alive[id(storage)][0]
+
+    def ignore(self, tensor: torch.Tensor) -> None:
+        """Leave a parameter or buffer out of the memory in use."""
+        self._add(local_part(tensor).untyped_storage(), 0)
+
+    def resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Tell that a storage gets this many bytes, which no operator shows."""
+        if id(storage) in self._alive:
+            number, before = self._alive[id(storage)]
+            self._alive[id(storage)] = number, size
+            self.events.append(Event(self.segment, self.which, number, size - before))
+
+    def _add(self, storage: torch.UntypedStorage, size: int) -> None:
+        key, self._last_number = id(storage), self._last_number + 1
+        self._alive[key] = self._last_number, size
+        self._references[key] = weakref.ref(storage, lambda _: self._free(key))
+        self.events.append(Event(self.segment, self.which, self._last_number, size))
+
+    def _free(self, key: int) -> None:
+        number, size = self._alive.pop(key)
+        del self._references[key]
+        self.events.append(Event(self.segment, self.which, number, -size))
+
+    def is_gradient(self, gradient: torch.Tensor) -> None:
+        """Tell that this is a parameter's complete gradient. It does not count as an activation of its pass."""
+        self._gradients[self.number_of(gradient)] = local_part(gradient).numel()
+
+    # --- Operators ----------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = func._schema.name.partition("::")[2]
+        inputs = list(_tensors(args))
+        outputs = list(_tensors([result, *kwargs.values()]))
+        changes_inputs = func._schema.is_mutable
+        known = {self.number_of(tensor) for tensor in inputs}
+        written = {self.number_of(tensor): tensor for tensor in outputs}
+        is_message = "c10d" in func.namespace
+        is_view = not (changes_inputs or is_message) and written.keys() <= known
+        if name in _FREE or name.startswith("_foreach") or is_view:  # lists are data parallelism's own
+            return result
+        if changes_inputs and not outputs:
+            outputs = inputs[:1]
+        recomputed, current = self.is_recomputing(), self.current
+        current.launches += 1
+        if is_message:
+            self._collective(name, args, inputs, outputs, recomputed)
+        elif name in _GEMMS:
+            gemm = _gemm(name, inputs, recomputed)
+            current.gemms[gemm] = current.gemms.get(gemm, 0) + 1
+        elif "attention" in name:
+            core = _attention(name, args, inputs, recomputed)
+            current.attention[core] = current.attention.get(core, 0) + 1
+        else:
+            self._pointwise(inputs, outputs, recomputed)
+            return result
+        for tensor in inputs:
+            self._used_in[self.number_of(tensor)].add(_OUTSIDE)
+        current.fused_launches += 1
+        self._end_fusion()
+        return result
+
+    def _collective(
+        self, name: str, args: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor], recomputed: bool
+    ) -> None:
+        kind = next((kind for start, kind in _COLLECTIVES.items() if name.startswith(start)), name)
+        boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
+        group = process_group(args[-1]) if boxed is None else dist.ProcessGroup.unbox(boxed)
+        if group.size() == 1:
+            return
+        label, ranks = group.group_desc.removeprefix("mesh_"), dist.get_process_group_ranks(group)
+        self.groups[label] = group.size(), ranks[1] - ranks[0]
+        moved = outputs[:1] if kind == "all_gather" else inputs
+        moved = moved[1:] if name.startswith("_reduce_scatter_base") else moved  # whose first input is its result
+        size = sum(map(_bytes, moved))
+        key = Collective(kind, label, recomputed)
+        calls, total = self.current.collectives.get(key, (0, 0))
+        self.current.collectives[key] = calls + 1, total + size
+
+    def _pointwise(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], recomputed: bool) -> None:
+        if recomputed != self._fused[-1].recomputed:
+            self._end_fusion(recomputed)
+        group, number = self._fused[-1], len(self._fused) - 1
+        reads = {self.number_of(tensor): _bytes(tensor) for tensor in inputs}
+        writes = {self.number_of(tensor): _bytes(tensor) for tensor in outputs}
+        self.current.eager_bytes = _plus(
+            self.current.eager_bytes, sum(reads.values()) + sum(writes.values()), recomputed
+        )
+        for storage, size in reads.items():
+            if storage not in group.writes:
+                group.reads[storage] = max(size, group.reads.get(storage, 0))
+            self._used_in[storage].add(number)
+        group.writes.update(writes)
+
+    def _end_fusion(self, recomputed: bool = False) -> None:
+        if not (self._fused[-1].reads or self._fused[-1].writes):
+            self._fused.pop()
+        self._fused.append(FusedGroup(self.current, recomputed, {}, {}))
+
+    # --- Sums ---------------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Fill in what is known only at the end: memory, and what fused operators read and leave for others."""
+        self._levels()
+        for number, (owner, recomputed, reads, writes) in enumerate(self._fused):
+            if reads or writes:
+                left = sum(size for storage, size in writes.items() if self._used_in[storage] - {number})
+                owner.fused_bytes = _plus(owner.fused_bytes, sum(reads.values()) + left, recomputed)
+                owner.fused_launches += 1
+
+    def _levels(self) -> None:
+        """What each segment keeps, and the fullest moments of its passes.
+
+        Levels are relative to the start of a segment's forward pass. Gradients of parameters are counted apart, except
+        those that a forward pass makes, which are activations until its backward pass starts.
+        """
+        level = produced = carried = 0  # carried: bytes that backward passes of later segments leave
+        starts, created = [0] * len(self.segments), defaultdict[int, int](int)  # created: live bytes by segment
+        size_of, owner_of = dict[int, int](), dict[int, int]()  # storage → bytes, creating segment
+        early: dict[int, int] = {}
+        last = len(self.segments) - 1
+        # Gradients of what all layers take are one sum, however many layers add to it.
+        sums = {event.boundary for event in self.events if event.segment == 1}
+        for index, which, number, size, boundary in self.events:
+            segment, gradient = self.segments[index], self._gradients.get(number)
+            if number == 0:
+                produced = 0
+                if which == FORWARD:
+                    starts[index] = level
+                    if index:
+                        self.segments[index - 1].kept = level - starts[index - 1]
+                elif which == BACKWARD:
+                    if index == last:
+                        segment.kept = level - starts[index]
+                        level -= sum(early.values())
+                        produced = sum(self._gradients[one] for one in early)
+                    before, later = carried, sum(created[one] for one in range(index + 1, last + 1))
+                    carried = later - size_of.get(boundary, 0) * (owner_of.get(boundary, 0) > index)
+                    if index < last:
+                        self.segments[index + 1].deferred = max(0, carried - before)
+            elif gradient is not None and which == FORWARD:
+                level += size
+                early[number] = early.get(number, 0) + size
+            elif gradient is not None:
+                produced += gradient * (size > 0)
+            else:
+                level += size
+                owner = owner_of.setdefault(number, index)
+                created[owner] += size * (number not in sums)
+                size_of[number] = size_of.get(number, 0) + size
+            if which != WEIGHTS:
+                below = starts[index] + (carried if which == BACKWARD else 0)
+                segment.passes[which].moments.append(Moment(level - below, produced))
+        for segment in self.segments:
+            for one in segment.passes:
+                one.moments = list(fullest_moments(one.moments))
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
+    for value in values:
+        for one in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(one, torch.Tensor):
+                yield local_part(one)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _plus(total: tuple[int, int], size: int, recomputed: bool) -> tuple[int, int]:
+    return total[0] + size, total[1] + size * recomputed
+
+
+def _gemm(name: str, inputs: list[torch.Tensor], recomputed: bool) -> Gemm:
+    a, b = inputs[-2:] if name in ("addmm", "addmm_", "baddbmm") else inputs[:2]
+    (m, k), n, batch = a.shape[-2:], b.shape[-1], prod(a.shape[:-2])
+    if name in _GROUPED:
+        batch = len(inputs[2])
+        if a.ndim == b.ndim == 2:  # gradients of matrices, whose sums run over the rows of a group
+            m, k = (m, k) if name == "_grouped_mm" else (k, m)
+            k //= batch
+        else:
+            m, n = m // batch, b.shape[2] if b.shape[1] == k else b.shape[1]
+    # Fast kernels need rows of whole 16 bytes, so what counts are strides, not sizes.
+    alignment = gcd(16, n, *(max(matrix.stride()[-2:]) for matrix in (a, b)))
+    return Gemm(m, n, k, batch, recomputed, alignment)
+
+
+def _attention(name: str, args: Any, inputs: list[torch.Tensor], recomputed: bool) -> Attention:
+    backward = "backward" in name
+    q, k = inputs[backward : backward + 2]
+    causal = next((arg for arg in args if isinstance(arg, bool)), False)
+    batch, heads, queries, head_dim = q.shape
+    return Attention(batch, heads, queries, k.shape[-2], head_dim, causal, backward, recomputed)

@@ -1,0 +1,235 @@
+"""Runs the recipe on fake tensors for one microbatch: one layer of each kind and the two ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from titan_like.config.schema import JobConfig
+from titan_like.models import parts
+from titan_like.models.transformer import ModelInputs, Transformer, shared_modules
+from titan_like.parallel import apply as recipe
+from titan_like.parallel.context import Slices
+from titan_like.parallel.data import sharers_of, units_of
+from titan_like.parallel.layout import Layout
+from titan_like.parallel.mesh import build_mesh
+from titan_like.parallel.model import Stage
+from titan_like.parallel.schedules.tables import SCHEDULES
+from titan_like.parallel.split import StageLayers
+from titan_like.parallel.tensor import partial_parameters
+from titan_like.parallel.weight_gradients import Product
+from titan_like.planner.dry_run import fake_process_group
+from titan_like.planner.trace.key import TraceKey
+from titan_like.planner.trace.program import Parameter, Program, Segment
+from titan_like.planner.trace.recorder import BACKWARD, FORWARD, WEIGHTS, Recorder, local_part
+from titan_like.planner.trace.stand_ins import as_on_gpu
+
+_ENTRY, _INPUTS, _FIRST_LAYER = range(3)  # segments
+
+
+class _WithoutDataParallel:
+    """Stands in for `DataParallel`, which only repeats over parameters what a trace lists once."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+
+def run_trace(key: TraceKey) -> Program:
+    """Trace one microbatch on the first process of the smallest layout with the key's degrees."""
+    shard = key.expert // gcd(key.expert, key.context * key.tensor)
+    # With a second replica no group holds all ranks, so each has the name that the recipe gives it.
+    layout = Layout(1, 2, shard, key.context, key.tensor, key.expert)
+    mode, dtype, kinds = FakeTensorMode(allow_non_fake_inputs=True), getattr(torch, key.dtype), len(key.model.layer_counts)
+    every_schedule = SCHEDULES if key.splits_backward else ()
+    with (
+        fake_process_group(0, layout.num_processes),
+        as_on_gpu(mode, dtype) as recomputation,
+        mock.patch.object(recipe, "DataParallel", _WithoutDataParallel),
+        mock.patch.object(recipe, "shares_nothing", lambda *_: True),  # allocates whole parameters
+        mock.patch.object(recipe, "SPLIT_BACKWARD", every_schedule),
+    ):
+        splits = {0: StageLayers(range(kinds), True, not key.pipelined)}
+        if key.pipelined:
+            splits[1] = StageLayers(range(kinds, kinds), False, True)
+        mesh = build_mesh(layout, "cpu")
+        with parts._WithoutInit():
+            config = _config(key, layout)
+            stages, expert_mesh = recipe.build_stages(config, key.model, mesh, torch.device("cpu"), splits)
+        segments = [Segment() for _ in range(_FIRST_LAYER + kinds + 1)]
+        recorder = Recorder(segments, lambda: recomputation.depth > 0)
+        modules = [stage.module for stage in stages]
+        for tensor in (tensor for module in modules for tensor in (*module.parameters(), *module.buffers())):
+            recorder.ignore(tensor.data)
+        named = [(name, one, module) for module in modules for name, one in module.named_parameters()]
+        owners = {id(parameter): _segment_of(name, module, kinds) for name, parameter, module in named}
+        for _, parameter, _ in named:
+            parameter.register_post_accumulate_grad_hook(lambda one: _take(one, recorder))
+        _watch(modules, segments, recorder)
+        with mode, recorder:
+            deferred = _run(key, stages, recorder, owners)
+        recorder.finish()
+        _list_parameters(modules, mesh, expert_mesh, dtype, segments, deferred)
+    return Program(segments[_ENTRY], segments[_INPUTS], segments[_FIRST_LAYER:-1], segments[-1], recorder.groups)
+
+
+def _config(key: TraceKey, layout: Layout) -> JobConfig:
+    tree: dict[str, Any] = {
+        "training": {
+            "dtype": key.dtype,
+            "seq_len": key.seq_len,
+            "micro_batch_size": key.micro_batch_size,
+            "global_batch_size": key.micro_batch_size * layout.data_parallel,
+        },
+        "parallelism": {
+            "sequence_parallel": key.sequence_parallel,
+            "context_parallel_method": key.context_method,
+        },
+        "activation_checkpoint": {"mode": key.recompute},
+    }
+    for name, value in layout.settings().items():
+        section, setting = name.split(".")
+        tree[section][setting] = value
+    return JobConfig.model_validate(tree)
+
+
+def microbatch(key: TraceKey) -> ModelInputs:
+    """What the model takes for one microbatch on the first context-parallel rank: fake tensors."""
+    positions = key.seq_len + key.decoder_seq_len
+    tokens = torch.zeros(key.micro_batch_size, positions, dtype=torch.int64)
+    encoder_len = key.seq_len if key.decoder_seq_len else None
+    whole, labels = ModelInputs(tokens, encoder_len=encoder_len), tokens[:, encoder_len or 0 :].clone()
+    inputs, labels = Slices(key.context, 0, key.context_method).take(whole, labels)
+    return inputs._replace(labels=labels, loss_factors=torch.ones(len(key.model.predictions)))
+
+
+def _run(key: TraceKey, stages: Sequence[Stage], recorder: Recorder, owners: dict[int, int]) -> set[int]:
+    """One microbatch through all stages and back. Returns ids of the parameters whose gradients were deferred."""
+    tokens, *others = microbatch(key)
+    last, returned = len(recorder.segments) - 1, list[torch.Tensor]()
+    output = stages[0].module(tokens, *others)
+    if len(stages) > 1:
+        end, hidden = _Received.apply(output, returned), output.detach().requires_grad_()
+        del output
+        recorder.enter(last, FORWARD)
+        output = stages[1].module(hidden, *others)
+    loss = output.sum()
+    del output
+    recorder.enter(last, BACKWARD)
+    loss.backward()
+    del loss
+    if len(stages) > 1:
+        returned.append(hidden.grad)
+        del hidden
+        end.backward()
+    products: list[Product] = []
+    for stage in reversed(stages):
+        products += [] if stage.weight_gradients is None else stage.weight_gradients.take()
+    for product in products:
+        recorder.enter(owners[id(product.weight)], WEIGHTS)
+        product.add()
+        _take(product.weight, recorder)
+    return {id(product.weight) for product in products}
+
+
+class _Received(torch.autograd.Function):
+    """Begins the first stage's backward pass from the gradient that the second returns, and keeps nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, returned: list[torch.Tensor]) -> torch.Tensor:
+        ctx.returned = returned
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.returned.pop(), None
+
+
+def _take(parameter: torch.Tensor, recorder: Recorder) -> None:
+    """Let the recorder know a complete gradient, and free it. Deferred ones come later."""
+    if parameter.grad is not None:
+        recorder.is_gradient(parameter.grad)
+        parameter.grad = None
+
+
+def _watch(modules: Sequence[Transformer], segments: list[Segment], recorder: Recorder) -> None:
+    """Tell the recorder which segment runs."""
+
+    def end(index: int, output: torch.Tensor) -> None:
+        segments[index].output = local_part(output).nbytes
+        if output.requires_grad:
+            output.register_hook(lambda gradient: recorder.enter(index, BACKWARD, gradient))
+
+    first, last = modules[0], len(segments) - 1
+    embed, layer_inputs = first.embed, first.layer_inputs
+
+    def watched_embed(*args: Any) -> torch.Tensor:
+        recorder.enter(_ENTRY, FORWARD)
+        output = embed(*args)
+        end(_ENTRY, output)
+        return output
+
+    def watched_inputs(*args: Any) -> tuple[Any, ...]:
+        recorder.enter(_INPUTS, FORWARD)
+        found = layer_inputs(*args)
+        for tensor in pytree.tree_leaves(found):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda gradient: recorder.enter(_INPUTS, BACKWARD, gradient))
+        recorder.enter(_FIRST_LAYER, FORWARD)
+        return found
+
+    def after_layer(index: int) -> Any:
+        def hook(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+            end(index, output)
+            recorder.enter(index + 1, FORWARD)
+
+        return hook
+
+    first.embed, first.layer_inputs = watched_embed, watched_inputs  # type: ignore[method-assign]
+    for index, layer in enumerate(first.layers.values(), _FIRST_LAYER):
+        layer.register_forward_hook(after_layer(index))
+    for module in modules[1:]:  # without layers
+        module.layer_inputs = lambda *_: ()  # type: ignore[method-assign]
+
+
+def _segment_of(name: str, module: Transformer, num_kinds: int) -> int:
+    """The segment of a parameter. A table that is in use at both ends of a stage is the head's."""
+    first, _, rest = name.partition(".")
+    if first == "layers":
+        return _FIRST_LAYER + list(module.layers).index(rest.partition(".")[0])
+    if first in module.shared:
+        return _INPUTS
+    is_output = module.is_last and module.config.tied_embeddings and name == "embedding.weight"
+    return _ENTRY if first in module.entry and module.is_first and not is_output else _FIRST_LAYER + num_kinds
+
+
+def _list_parameters(
+    modules: Sequence[Transformer],
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None,
+    dtype: torch.dtype,
+    segments: list[Segment],
+    deferred: set[int],
+) -> None:
+    """Give each segment its parameters."""
+    num_kinds = len(modules[0].layers)
+    for module in modules:
+        names = {id(part): name for name, part in module.named_modules()}
+        units: dict[int, tuple[str, str]] = {}  # id of a parameter → its unit, who shares it
+        for unit, sharers in units_of(module, *sharers_of(mesh, expert_mesh), dtype):
+            for parameter in (parameter for part in unit for parameter in part.parameters()):
+                units.setdefault(id(parameter), (names[id(unit[0])], sharers.dimension))
+        partial = {id(parameter) for parameter in partial_parameters(module)}
+        uses = [shared_modules(layer) for layer in modules[0].layers.values()]
+        for name, parameter in module.named_parameters():
+            kinds = tuple(kind for kind, shared in enumerate(uses) if name.partition(".")[0] in shared)
+            shape, flags = tuple(local_part(parameter.data).shape), (id(parameter) in deferred, id(parameter) in partial)
+            row = Parameter(name, shape, *units[id(parameter)], *flags, kinds)
+            segments[_segment_of(name, module, num_kinds)].parameters.append(row)

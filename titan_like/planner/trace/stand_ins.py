@@ -1,0 +1,217 @@
+"""What a trace on fake CPU tensors replaces: operators that a GPU runs as one kernel, and what depends on data.
+
+A CPU computes RMSNorm in six operators and dropout with a tensor of factors, and the host of experts' processes waits
+for a router's loads, which fake tensors do not have. The stand-ins have the inputs, results, saved tensors and working
+memory of a GPU's kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from titan_like.models.layers import cross_entropy
+from titan_like.parallel import activation_checkpoint, experts, slice_attention
+from titan_like.parallel.collectives import Group
+from titan_like.torch_private import is_in_backward_pass
+
+
+def _operator(name: str, fake: Callable[..., Any], schema: str) -> Callable[..., Any]:
+    """An operator that exists on fake tensors alone."""
+    torch.library.define(f"titan_trace::{name}", schema)
+    torch.library.register_fake(f"titan_trace::{name}", fake)
+    return getattr(torch.ops.titan_trace, name)
+
+
+def _as_projected(x: torch.Tensor) -> torch.Tensor:
+    """Empty, [batch, heads, seq, head_dim] like x, in the order [batch, seq, heads, head_dim] of projections."""
+    batch, heads, seq, head_dim = x.shape
+    return x.new_empty(batch, seq, heads, head_dim).transpose(1, 2)
+
+
+_attention = _operator(
+    "attention",
+    lambda q, k, v, bias, causal: (_as_projected(q), q.new_empty(q.shape[:3], dtype=torch.float32)),
+    "(Tensor q, Tensor k, Tensor v, Tensor? bias, bool causal) -> (Tensor, Tensor)",
+)
+_attention_backward = _operator(
+    "attention_backward",
+    lambda gradient, q, k, v, bias, output, denominator, causal: (
+        *map(_as_projected, (q, k, v)),
+        q.new_empty(0 if bias is None else (q.shape[0], *bias.shape[1:])),
+    ),
+    "(Tensor gradient, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor output, Tensor denominator, bool causal)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
+_rms_norm = _operator(
+    "rms_norm",
+    lambda x, weight: (torch.empty_like(x), x.new_empty(x.shape[: x.ndim - weight.ndim], dtype=torch.float32)),
+    "(Tensor x, Tensor weight) -> (Tensor, Tensor)",
+)
+_rms_norm_backward = _operator(
+    "rms_norm_backward",
+    lambda gradient, x, weight, root: (torch.empty_like(x), torch.empty_like(weight)),
+    "(Tensor gradient, Tensor x, Tensor weight, Tensor root) -> (Tensor, Tensor)",
+)
+_loss_statistics = _operator(
+    "loss_statistics",
+    lambda logits, columns, size: logits.new_empty(
+        2, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32)
+    ),
+    "(Tensor logits, Tensor columns, int size) -> Tensor",
+)
+_loss_gradient = _operator(
+    "loss_gradient",
+    lambda logits, columns, denominator, scale, size: None,
+    "(Tensor(a!) logits, Tensor columns, Tensor denominator, Tensor scale, int size) -> ()",
+)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, bias: Any, causal: bool) -> torch.Tensor:
+        output, denominator = _attention(q, k, v, bias, causal)
+        ctx.save_for_backward(q, k, v, bias, output, denominator)
+        ctx.causal = causal
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        *found, of_bias = _attention_backward(gradient, *ctx.saved_tensors, ctx.causal)
+        return *found, of_bias.sum(0, keepdim=True) if ctx.needs_input_grad[3] else None, None
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        output, root = _rms_norm(x, weight)
+        ctx.save_for_backward(x, weight, root)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return _rms_norm_backward(gradient, *ctx.saved_tensors)
+
+
+class _SliceAttention(torch.autograd.Function):
+    """`slice_attention` without an operator around it, so that its kernels and messages are recorded."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, keys: Any, first: Any, end: Any, *settings: Any) -> tuple[torch.Tensor, ...]:
+        output, denominator = slice_attention.attend_to_slices(q, keys, first, end, *settings)
+        ctx.save_for_backward(q, keys, first, end, output, denominator)
+        ctx.settings = settings
+        ctx.mark_non_differentiable(denominator)
+        return output, denominator
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: None) -> tuple[torch.Tensor | None, ...]:
+        found = slice_attention.attend_to_slices_backward(gradient, *ctx.saved_tensors, *ctx.settings)
+        return *found, None, None, *[None] * len(ctx.settings)
+
+
+def _scaled_dot_product_attention(
+    q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, **_: Any
+) -> torch.Tensor:
+    return _Attention.apply(q, k, v, attn_mask, is_causal)
+
+
+def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    return torch.native_dropout(x, p, True)[0] if training and p else x
+
+
+class Recomputation:
+    """Stands in for `torch.utils.checkpoint.checkpoint`, and knows whether a forward pass is being repeated."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """As torch's."""
+
+        def run(*inputs: Any, **named: Any) -> Any:
+            is_repeated = is_in_backward_pass()
+            self.depth += is_repeated
+            try:
+                return function(*inputs, **named)
+            finally:
+                self.depth -= is_repeated
+
+        return checkpoint(run, *args, **options)
+
+
+class EqualLoads(experts.SplitExperts):
+    """Stands in for `SplitExperts`: every rank gets as many rows as it sends, from all ranks alike."""
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """As in the base class."""
+
+        def exchange_of(ends: torch.Tensor, group: Group, ends_on_host: bool) -> experts.Exchange:
+            counts = ends.diff(prepend=ends.new_zeros(1)).view(group.size, -1)
+            arriving = experts.all_to_all(counts, group)
+            sizes = [len(x) // group.size] * group.size
+            order = ends.new_empty(sum(sizes), dtype=torch.int64)
+            return experts.Exchange(sizes, sizes, order, arriving.sum(0).to(torch.int32))
+
+        with mock.patch.object(experts, "exchange_of", exchange_of):
+            return super().forward(x, ends)
+
+
+def _empty_on(mode: FakeTensorMode, dtype: torch.dtype | None) -> Callable[..., nn.Module]:
+    """`nn.Module.to_empty` on fake tensors, with parameters in ``dtype``, or in their own."""
+
+    def to_empty(module: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
+        new: dict[int, nn.Parameter] = {}
+        with mode:
+            for owner in module.modules():
+                for name, old in owner._parameters.items():
+                    if old is not None:
+                        if id(old) not in new:
+                            new[id(old)] = nn.Parameter(_empty_parameter(old, dtype or old.dtype))
+                        owner._parameters[name] = new[id(old)]
+                for name, buffer in owner._buffers.items():
+                    if buffer is not None:
+                        owner._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+        return module
+
+    return to_empty
+
+
+def _empty_parameter(old: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+    if not isinstance(old.data, DTensor):
+        return torch.empty(old.shape, dtype=dtype)
+    part = torch.empty(old.data.to_local().shape, dtype=dtype)
+    where = old.data.device_mesh, old.data.placements
+    return DTensor.from_local(part, *where, run_check=False, shape=old.shape, stride=old.data.stride())
+
+
+@contextmanager
+def as_on_gpu(mode: FakeTensorMode, dtype: torch.dtype | None = None) -> Iterator[Recomputation]:
+    """Let the recipe run on fake tensors as on a GPU. Parameters are allocated in ``dtype``, or in their own."""
+    recomputation = Recomputation()
+    replacements: list[tuple[Any, str, Any]] = [
+        (activation_checkpoint, "checkpoint", recomputation.checkpoint),
+        (nn.Module, "to_empty", _empty_on(mode, dtype)),
+        (experts, "SplitExperts", EqualLoads),
+        (slice_attention, "_attention", _SliceAttention.apply),
+        (F, "scaled_dot_product_attention", _scaled_dot_product_attention),
+        (F, "dropout", _dropout),
+        (F, "rms_norm", lambda x, shape, weight=None, eps=None: _RMSNorm.apply(x, weight)),
+        (cross_entropy, "_statistics", _loss_statistics),
+        (cross_entropy, "_write_gradient", _loss_gradient),
+        (cross_entropy, "BLOCK_BYTES", 1 << 60),  # a GPU takes a chunk's logits at once
+        (cross_entropy, "CHUNK_LOGITS", dict.fromkeys(cross_entropy.CHUNK_LOGITS, cross_entropy.CHUNK_LOGITS["cuda"])),
+    ]
+    with ExitStack() as stack:
+        for owner, name, new in replacements:
+            stack.enter_context(mock.patch.object(owner, name, new))
+        yield recomputation

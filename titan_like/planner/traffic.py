@@ -1,0 +1,205 @@
+"""What a process sends in a step, and what it computes, composed from a traced microbatch.
+
+The passes' own messages are those of the trace, repeated. What is added here is what one microbatch does not show: sums
+of gradients, gathers of weights, and messages between pipeline stages. Sums of single numbers, and of experts' loads,
+are left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from titan_like.parallel.schedules.communication import PipelineShape
+from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, Action
+from titan_like.planner.stages import Sharding, StageProgram, Unit, shard_rows, sharding_of, stages_of_rank
+from titan_like.planner.trace.program import Parameter, Pass
+from titan_like.planner.workload import Workload
+
+
+class Message(NamedTuple):
+    """Messages of one kind in one group; kinds are those of `Collective`."""
+
+    group: str  # as the recipe calls it
+    kind: str
+
+
+class Amount(NamedTuple):
+    """How often, and the bytes of all calls: of the result of an all-gather, of the input of all others."""
+
+    calls: int
+    bytes: int
+
+
+class Coordinates(NamedTuple):
+    """A process's position in the mesh."""
+
+    pipeline: int = 0
+    shards: dict[str, int] = {}  # by mesh dimension over which ZeRO shards; 0 if left out
+
+
+def step_traffic(work: Workload, at: Coordinates = Coordinates(), reduce_bytes: int = 4) -> dict[Message, Amount]:
+    """Everything that one process sends and receives in a step, as the first rank of tensor and expert parallelism."""
+    stages, sharding = stages_of_rank(work, at.pipeline), sharding_of(work, reduce_bytes)
+    steps = steps_as_run(work, at.pipeline)
+    calls: Counter[Message] = Counter()
+    sizes: Counter[Message] = Counter()
+
+    def add(group: str, kind: str, size: int, count: int = 1, total: int | None = None) -> None:
+        if count:
+            calls[Message(group, kind)] += count
+            sizes[Message(group, kind)] += size * count if total is None else total
+
+    for step in steps:
+        if step.kind.startswith(("SEND", "RECV")):
+            add("pp", "send" if step.kind.startswith("SEND") else "receive", stages[step.stage].message)
+    for number, stage in stages.items():
+        kinds = [step.kind for step in steps if step.stage == number and step.kind in ("F", "B", "I", "W")]
+        forwards, backwards = kinds.count("F"), sum(kind in "BI" for kind in kinds)
+        for segment in stage.segments:
+            for one, times in ((segment.forward, forwards), (segment.backward, backwards)):
+                for (kind, group, _), (count, size) in one.collectives.items():
+                    add(group, kind, 0, count * times, size * times)
+        for group, kind, size in _data_parallel(stage, kinds, sharding):
+            add(group, kind, size)
+    parameters = [parameter for stage in stages.values() for unit in stage.units for parameter in unit.parameters]
+    local = {p.name: sharding.master * _elements_here(p, sharding, at) for p in parameters}
+    partial = sum(sharding.master * _elements_here(p, sharding, at) for p in parameters if p.partial)
+    add("tp", "all_reduce", partial, 1 if partial else 0)
+    for name, holders in _copies(work, local).items():  # of tied and shared tables, by name
+        for kind in ("send", "receive"):
+            add("pp", kind, local[name], holders - 1)
+    return {message: Amount(calls[message], sizes[message]) for message in calls}
+
+
+def steps_as_run(work: Workload, rank: int) -> list[Action]:
+    """A pipeline rank's passes and messages in order, with backward passes in two parts where the trainer splits them.
+
+    Where it does not, a schedule's first part is the whole pass and its second part nothing.
+    """
+    splits = work.schedule in SPLIT_BACKWARD and work.pipeline > 1 and not work.compiled
+    shape = PipelineShape(work.schedule, work.pipeline, work.virtual_stages)
+    found = []
+    for step in shape.steps(rank, work.microbatches, backward=True):
+        if step.kind == "B" and splits:
+            found += [step._replace(kind="I"), step._replace(kind="W")]
+        elif step.kind == "I" and not splits:
+            found.append(step._replace(kind="B"))
+        elif step.kind != "W" or splits:
+            found.append(step)
+    return found
+
+
+def _elements_here(parameter: Parameter, sharding: Sharding, at: Coordinates) -> int:
+    rows, *_ = parameter.shape
+    shards = sharding.shards[parameter.sharers]
+    here = shard_rows(rows, shards, at.shards.get(parameter.sharers, 0) % shards)
+    return parameter.elements // rows * here
+
+
+def _copies(work: Workload, local: dict[str, int]) -> dict[str, int]:
+    """Of this process's parameters those that several pipeline ranks hold → how many do."""
+    held: Counter[str] = Counter()
+    outside = {name for name in local if not name.startswith("layers.")}
+    for rank in range(work.pipeline) if work.pipeline > 1 and outside else ():
+        stages = stages_of_rank(work, rank).values()
+        held.update({p.name for stage in stages for unit in stage.units for p in unit.parameters} & outside)
+    return {name: count for name, count in held.items() if count > 1}
+
+
+_Call = tuple[str, str, int]  # group, kind, bytes
+_WITH_REPLICAS = {"dp_shard": "dp", "expert_shard": "expert_dp"}  # groups over several dimensions of the mesh
+
+
+def _data_parallel(stage: StageProgram, passes: Sequence[str], sharding: Sharding) -> Iterator[_Call]:
+    """All-gathers of parameters and sums of gradients.
+
+    FSDP2 gathers a unit when a pass needs it and it is not gathered yet. ZeRO 3 frees all units but the root after each
+    pass, and the root after backward passes. Reductions sum the gradients that exist: after several first parts of
+    split backward passes, the first second part also has theirs, and the later ones have matrices alone.
+    """
+    units = [unit for unit in stage.units if sharding.holders[unit.sharers] > 1]
+    if not sharding.wrapped:
+        yield from _plain_sums(units, sharding)
+        return
+    last = max(i for i, kind in enumerate(passes) if kind in "BW")
+    zero, gathered, only_matrices = sharding.zero_stage, set[int](), False
+    for position, kind in enumerate(passes):
+        if kind in "FBI" and zero > 0:
+            for number, unit in enumerate(units):
+                if number not in gathered:
+                    yield from _call(unit.sharers, "all_gather", sharding.compute * _padded(unit, sharding), sharding)
+                if zero < 3 or (kind == "F" and not unit.name):
+                    gathered.add(number)
+                else:
+                    gathered.discard(number)
+        only_matrices = only_matrices and kind not in "BI"
+        if kind in "BW" and (zero >= 2 or position == last):
+            there = [_matrices(unit) for unit in units] if only_matrices else units
+            yield from _reductions(there, sharding, position == last)
+            only_matrices = sharding.replicate == 1  # with replicas, `DataParallel` adds zeros for missing gradients
+
+
+def _matrices(unit: Unit) -> Unit:
+    return unit._replace(parameters=tuple(parameter for parameter in unit.parameters if parameter.deferred))
+
+
+def _reductions(units: Iterable[Unit], sharding: Sharding, sums_replicas: bool) -> Iterator[_Call]:
+    for unit in units:
+        if not unit.parameters:
+            continue
+        whole = sharding.reduce * _padded(unit, sharding)
+        if not sharding.zero_stage:
+            yield _with_replicas(unit.sharers, sharding), "all_reduce", whole
+            continue
+        yield from _call(unit.sharers, "reduce_scatter", whole, sharding)
+        if sums_replicas and sharding.replicate > 1:
+            yield "dp_replicate", "all_reduce", whole // sharding.shards[unit.sharers]
+
+
+def _plain_sums(units: Sequence[Unit], sharding: Sharding) -> Iterator[_Call]:
+    """One all-reduce for each unit of layers, and one for all other parameters."""
+    layers = [unit for unit in units if unit.name == "layers"]
+    others = [parameter for unit in units if unit.name != "layers" for parameter in unit.parameters]
+    for unit in [*layers, Unit("", others[0].sharers, tuple(others))] if others else layers:
+        yield _with_replicas(unit.sharers, sharding), "all_reduce", sharding.master * unit.elements
+
+
+def _call(group: str, kind: str, size: int, sharding: Sharding) -> Iterator[_Call]:
+    if sharding.shards[group] > 1:
+        yield group, kind, size
+
+
+def _with_replicas(group: str, sharding: Sharding) -> str:
+    return group if sharding.replicate == 1 else _WITH_REPLICAS[group]
+
+
+def _padded(unit: Unit, sharding: Sharding) -> int:
+    """Elements of a unit's parameters with what fills up their last shard."""
+    shards = sharding.shards[unit.sharers]
+    return sum(shards * shard_rows(p.shape[0], shards) * (p.elements // p.shape[0]) for p in unit.parameters)
+
+
+def microbatch_flops(work: Workload, rank: int, recomputed: bool = False, causal: bool = False) -> int:
+    """FLOPs of GEMMs and attention in one microbatch on a process of a pipeline rank, forward and backward.
+
+    Args:
+        work: the run.
+        rank: pipeline rank.
+        recomputed: count what activation checkpointing repeats.
+        causal: count half of an attention matrix with a causal mask.
+    """
+    stages = stages_of_rank(work, rank).values()
+    passes = (one for stage in stages for segment in stage.segments for one in segment.passes)
+    return sum(pass_flops(one, recomputed, causal) for one in passes)
+
+
+def pass_flops(one: Pass, recomputed: bool, causal: bool) -> int:
+    """FLOPs of a pass; arguments are those of `microbatch_flops`."""
+    found = sum(count * gemm.flops for gemm, count in one.gemms.items() if recomputed or not gemm.recomputed)
+    return found + sum(
+        count * core.flops(causal) for core, count in one.attention.items() if recomputed or not core.recomputed
+    )
+
+
