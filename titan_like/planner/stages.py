@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -26,13 +27,15 @@ class Unit(NamedTuple):
         return sum(parameter.elements for parameter in self.parameters)
 
 
-class StageProgram(NamedTuple):
-    """One pipeline stage on one process."""
+@dataclass(frozen=True, eq=False)
+class StageProgram:
+    """One pipeline stage on one process. Runs with equal stages share the object, so it is compared by identity."""
 
     segments: tuple[Segment, ...]  # in the order of the forward pass, one for each layer
     first_layer: int  # position of the first layer among the segments
     num_layers: int
     units: tuple[Unit, ...]  # in the order of the forward pass, the root last
+    layers_per_unit: tuple[int, ...]
     is_first: bool
     is_last: bool
     message: int  # bytes of the hidden states between two stages
@@ -107,21 +110,21 @@ def _stage_program(
     kinds = [kind for kind, count in enumerate(counts) for _ in range(count)]
     layers = [(plain if (before + n) % every else program).layers[kind] for n, kind in enumerate(kinds)]
     segments = [*[program.entry] * is_first, program.inputs, *layers, *[program.head] * is_last]
-    units = tuple(_units(program, kinds, BYTES[stored_dtype(key.dtype)], is_first, is_last))
-    return StageProgram(
-        tuple(segments), is_first + 1, len(layers), units, is_first, is_last, program.entry.output
-    )  # fmt: skip
+    element = BYTES[stored_dtype(key.dtype)]
+    groups = units_of_layers([element * sum(p.elements for p in program.layers[kind].parameters) for kind in kinds])
+    units = tuple(_units(program, kinds, groups, is_first, is_last))
+    rest = tuple(groups), is_first, is_last, program.entry.output
+    return StageProgram(tuple(segments), is_first + 1, len(layers), units, *rest)
 
 
-def _units(program: Program, kinds: list[int], element: int, is_first: bool, is_last: bool) -> Iterator[Unit]:
+def _units(program: Program, kinds: list[int], groups: list[int], is_first: bool, is_last: bool) -> Iterator[Unit]:
     """Units of communication. The names of layers are those of their kinds."""
     entry = program.entry.parameters if is_first else []
     own = {parameter.unit: parameter.sharers for parameter in entry if parameter.unit}
     for name, sharers in own.items():  # a table that is freed right after use
         yield Unit(name, sharers, tuple(parameter for parameter in entry if parameter.unit == name))
     layers = iter([program.layers[kind].parameters for kind in kinds])
-    sizes = [element * sum(p.elements for p in program.layers[kind].parameters) for kind in kinds]
-    for count in units_of_layers(sizes):
+    for count in groups:
         members = [parameter for _ in range(count) for parameter in next(layers)]
         for sharers in dict.fromkeys(sorted({parameter.sharers for parameter in members}, reverse=True)):
             yield Unit("layers", sharers, tuple(parameter for parameter in members if parameter.sharers == sharers))

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from titan_like.parallel.schedules.communication import PipelineShape
-from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, Action
+from titan_like.planner.occupancy import splits_backward, steps_as_run
 from titan_like.planner.stages import Sharding, StageProgram, Unit, shard_rows, sharding_of, stages_of_rank
 from titan_like.planner.trace.program import Parameter, Pass
 from titan_like.planner.workload import Workload
@@ -42,7 +42,9 @@ class Coordinates(NamedTuple):
 def step_traffic(work: Workload, at: Coordinates = Coordinates(), reduce_bytes: int = 4) -> dict[Message, Amount]:
     """Everything that one process sends and receives in a step, as the first rank of tensor and expert parallelism."""
     stages, sharding = stages_of_rank(work, at.pipeline), sharding_of(work, reduce_bytes)
-    steps = steps_as_run(work, at.pipeline)
+    shape = PipelineShape(work.schedule, work.pipeline, work.virtual_stages)
+    splits = splits_backward(work.schedule, work.pipeline, work.compiled)
+    steps = steps_as_run(shape, at.pipeline, work.microbatches, splits)
     calls: Counter[Message] = Counter()
     sizes: Counter[Message] = Counter()
 
@@ -71,24 +73,6 @@ def step_traffic(work: Workload, at: Coordinates = Coordinates(), reduce_bytes: 
         for kind in ("send", "receive"):
             add("pp", kind, local[name], holders - 1)
     return {message: Amount(calls[message], sizes[message]) for message in calls}
-
-
-def steps_as_run(work: Workload, rank: int) -> list[Action]:
-    """A pipeline rank's passes and messages in order, with backward passes in two parts where the trainer splits them.
-
-    Where it does not, a schedule's first part is the whole pass and its second part nothing.
-    """
-    splits = work.schedule in SPLIT_BACKWARD and work.pipeline > 1 and not work.compiled
-    shape = PipelineShape(work.schedule, work.pipeline, work.virtual_stages)
-    found = []
-    for step in shape.steps(rank, work.microbatches, backward=True):
-        if step.kind == "B" and splits:
-            found += [step._replace(kind="I"), step._replace(kind="W")]
-        elif step.kind == "I" and not splits:
-            found.append(step._replace(kind="B"))
-        elif step.kind != "W" or splits:
-            found.append(step)
-    return found
 
 
 def _elements_here(parameter: Parameter, sharding: Sharding, at: Coordinates) -> int:

@@ -1,0 +1,151 @@
+"""What a pipeline rank holds at each moment of a schedule, as counts that do not depend on the model.
+
+A rank's memory is a sum over its stages: activations of microbatches between forward and backward pass, gathered
+weights, gradients in several states, and what the running pass needs. The schedule alone says how much of each there
+is. `occupancy` walks over the schedule's table once, and keeps the moments that may be the fullest; they are few,
+because a schedule repeats itself.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from titan_like.parallel.schedules.communication import MAX_PENDING_SENDS, PipelineShape
+from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, Action
+
+# What a stage has of gathered weights, after a forward and after a backward pass.
+NOT_GATHERED, AFTER_FORWARD, AFTER_BACKWARD = range(3)
+# What it has of gradients. Gradients of a split backward pass's first part may wait for the second part.
+NO_GRADIENTS, FIRST_PARTS, SUMS, SUMS_AND_FIRST_PARTS, FINISHED = range(5)
+
+
+class PassKind(NamedTuple):
+    """All that a stage's memory during a pass depends on, besides what it holds."""
+
+    stage: int  # position among the rank's stages
+    kind: str  # F, B, I or W
+    is_first: bool  # first forward pass of the step, or no gradients are summed up yet
+    is_last: bool  # the stage's last backward pass
+    gradients: int  # state of the stage's gradients before the pass
+
+
+class Occupancy(NamedTuple):
+    """The moments of one pipeline rank that may be the fullest."""
+
+    stages: tuple[int, ...]  # numbers in the pipeline
+    passes: tuple[PassKind, ...]
+    # [moments, columns]: for each stage, microbatches between forward and backward pass, between the two parts of a
+    # backward pass, 1 in the column of its gathered weights (2 columns) and of its gradients (4); then messages, and 1
+    # in the column of the pass that runs. A stage's own weights and gradients are part of the pass that it runs.
+    counts: np.ndarray
+
+    @staticmethod
+    def columns_of(stage: int) -> slice:
+        """Columns of the rank's n-th stage."""
+        return slice(8 * stage, 8 * stage + 8)
+
+
+def occupancy(
+    schedule: str, pipeline: int, virtual_stages: int, microbatches: int, rank: int, splits_backward: bool
+) -> Occupancy:
+    """The moments of a rank. More than three rounds of microbatches through the ranks repeat the same ones."""
+    few = microbatches
+    if schedule not in ("gpipe", "looped_bfs"):  # which hold all microbatches
+        few = min(microbatches, max(3 * pipeline, 3))
+        few += (microbatches - few) % pipeline if microbatches > few else 0
+    return _occupancy(PipelineShape(schedule, pipeline, virtual_stages), few, rank, splits_backward)
+
+
+def steps_as_run(shape: PipelineShape, rank: int, microbatches: int, splits_backward: bool) -> list[Action]:
+    """A rank's passes and messages in order, with all backward passes in two parts, or none.
+
+    Where the trainer does not split them, a schedule's first part is the whole pass and its second part nothing.
+    """
+    found = []
+    for step in shape.steps(rank, microbatches, backward=True):
+        if step.kind == "B" and splits_backward:
+            found += [step._replace(kind="I"), step._replace(kind="W")]
+        elif step.kind == "I" and not splits_backward:
+            found.append(step._replace(kind="B"))
+        elif step.kind != "W" or splits_backward:
+            found.append(step)
+    return found
+
+
+def splits_backward(schedule: str, pipeline: int, compiled: bool) -> bool:
+    """Whether backward passes run in two parts. A compiled layer's cannot be split."""
+    return schedule in SPLIT_BACKWARD and pipeline > 1 and not compiled
+
+
+@lru_cache(maxsize=4096)
+def _occupancy(shape: PipelineShape, microbatches: int, rank: int, splits: bool) -> Occupancy:
+    stages = tuple(stage for stage, owner in enumerate(shape.ranks) if owner == rank)
+    place, count, last_stage = {stage: n for n, stage in enumerate(stages)}, len(stages), len(shape.ranks) - 1
+    held, deferred = [0] * count, [0] * count
+    weights, gradients = [NOT_GATHERED] * count, [NO_GRADIENTS] * count
+    left = [microbatches] * count  # backward passes
+    arrived = sent = 0  # messages
+    # By pass and states of all stages → what is held, of which no other holds as much of everything.
+    moments: dict[tuple[PassKind, tuple[int, ...], tuple[int, ...]], list[tuple[int, ...]]] = {}
+    for kind, stage, _ in steps_as_run(shape, rank, microbatches, splits):
+        if kind.startswith(("SEND", "RECV")):
+            arrived += kind.startswith("RECV")
+            sent += kind.startswith("SEND")
+            continue
+        n = place[stage]
+        takes = stage != (0 if kind == "F" else last_stage) and kind != "W"  # a message
+        arrived -= takes
+        is_last = kind in "BW" and left[n] == 1
+        is_first = weights[n] == NOT_GATHERED if kind == "F" else gradients[n] in (NO_GRADIENTS, FIRST_PARTS)
+        one = PassKind(n, kind, is_first, is_last, gradients[n])
+        messages = arrived + min(sent, MAX_PENDING_SENDS)
+        others = [(w, g) if i != n else (0, 0) for i, (w, g) in enumerate(zip(weights, gradients, strict=True))]
+        key = one, tuple(w for w, _ in others), tuple(g for _, g in others)
+        _keep(moments.setdefault(key, []), (*held, *deferred, messages))
+        gives = stage != (last_stage if kind == "F" else 0) and kind != "W"
+        neighbour = stage + (1 if kind == "F" else -1)
+        arrived += gives and neighbour in place  # to a stage on the same rank
+        if kind == "F":
+            held[n], weights[n] = held[n] + 1, AFTER_FORWARD
+            continue
+        held[n] -= kind != "W"
+        deferred[n] += (kind == "I") - (kind == "W")
+        left[n] -= kind in "BW"
+        if kind != "W":
+            weights[n] = AFTER_BACKWARD
+        has_sums = kind in "BW" or gradients[n] in (SUMS, SUMS_AND_FIRST_PARTS)
+        gradients[n] = (SUMS_AND_FIRST_PARTS if deferred[n] else SUMS) if has_sums else FIRST_PARTS
+        if left[n] == 0:
+            gradients[n], weights[n] = FINISHED, NOT_GATHERED
+    return _as_matrix(stages, moments)
+
+
+def _keep(known: list[tuple[int, ...]], new: tuple[int, ...]) -> None:
+    """Add ``new`` to a list of moments of which none has as much of everything as another one."""
+    if not any(all(map(int.__ge__, one, new)) for one in known):
+        known[:] = [one for one in known if not all(map(int.__ge__, new, one))]
+        known.append(new)
+
+
+def _as_matrix(
+    stages: tuple[int, ...], moments: dict[tuple[PassKind, tuple[int, ...], tuple[int, ...]], list[tuple[int, ...]]]
+) -> Occupancy:
+    passes = tuple(dict.fromkeys(one for one, *_ in moments))
+    rows = []
+    for (one, weights, gradients), kept in moments.items():
+        for *held, messages in kept:
+            row = np.zeros(8 * len(stages) + 1 + len(passes))
+            for n in range(len(stages)):
+                columns = row[Occupancy.columns_of(n)]
+                columns[:2] = held[n], held[len(stages) + n]
+                if weights[n]:
+                    columns[1 + weights[n]] = 1
+                if gradients[n]:
+                    columns[3 + gradients[n]] = 1
+            row[8 * len(stages)] = messages
+            row[8 * len(stages) + 1 + passes.index(one)] = 1
+            rows.append(row)
+    return Occupancy(stages, passes, np.array(rows))

@@ -1,0 +1,75 @@
+"""One whole step of one process on fake tensors: the recipe with data parallelism and the pipeline.
+
+It takes seconds, so it checks the few layouts that a search ends with, and judges `step_memory`, which composes the
+same from a traced microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from titan_like.config.schema import JobConfig
+from titan_like.data.lengths import sample_length
+from titan_like.models import parts
+from titan_like.models.config import TransformerConfig
+from titan_like.parallel.apply import build_parallel_model, run_batches
+from titan_like.parallel.layout import Layout
+from titan_like.parallel.mesh import build_mesh
+from titan_like.planner.dry_run import built_optimizer, built_state, fake_process_group
+from titan_like.planner.predict import workload_of
+from titan_like.planner.trace.key import TraceKey
+from titan_like.planner.trace.program import Collective, Segment
+from titan_like.planner.trace.recorder import Recorder
+from titan_like.planner.trace.run import microbatch
+from titan_like.planner.trace.stand_ins import as_on_gpu
+
+
+class WholeStep(NamedTuple):
+    """What one process holds and sends."""
+
+    peak: int  # most bytes of tensors at once, optimizer state included
+    weights: int  # bytes of master weights
+    optimizer: int
+    collectives: dict[Collective, tuple[int, int]]  # → calls, bytes
+
+
+def whole_step(config: JobConfig, model: TransformerConfig, layout: Layout, rank: int) -> WholeStep:
+    """Run the forward and backward passes of one process's step."""
+    work, mode, device = workload_of(config, model, layout), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu")
+    with fake_process_group(rank, layout.num_processes), as_on_gpu(mode):
+        mesh = build_mesh(layout, "cpu")
+        with parts._WithoutInit():
+            parallel_model = build_parallel_model(config, model, mesh, device)
+        length = sample_length(config, model).positions
+        runner = run_batches(config, parallel_model, mesh, device, work.micro_batch_size, length)
+        recorder = Recorder([Segment()])
+        key = TraceKey.of(work)
+        with mode, recorder, _resizes_recorded(recorder):
+            for parameter in parallel_model.parameters():
+                recorder.number_of(parameter.data)
+            batches = [microbatch(key) for _ in range(work.microbatches)]
+            runner.forward_backward(batches, lambda losses, _: losses.sum())
+        with mode:
+            state = built_state(parallel_model, built_optimizer(config, parallel_model))
+    peak = max(accumulate(event.bytes for event in recorder.events))
+    return WholeStep(peak + state.optimizer, state.parameters, state.optimizer, recorder.current.collectives)
+
+
+@contextmanager
+def _resizes_recorded(recorder: Recorder) -> Iterator[None]:
+    """FSDP2 frees gathered weights by changing the size of their storage, which no operator shows."""
+    original = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        recorder.resize(storage, size)
+        return original(storage, size)
+
+    with mock.patch.object(torch.UntypedStorage, "resize_", resize):
+        yield
