@@ -57,7 +57,7 @@ class Usage(NamedTuple):
     activations: int
     gradients: int
     gathered: int
-    reduced: int = 0  # not bytes: elements of gradients that the pass has reduced, of which a process keeps its shard
+    reduced: int = 0  # not bytes: elements of gradients that the pass has reduced, whose shards exist besides
 
 
 def _fullest(moments: Iterable[Usage]) -> Iterator[Usage]:
@@ -87,8 +87,10 @@ class Placed(NamedTuple):
     segment: Segment
     before: int  # bytes that earlier segments keep
     later: int  # bytes that later segments leave to a second part of the backward pass, or to its end
-    elements: int
-    experts: int  # of these, those that are shared by other processes, whose gradients are reduced sooner
+    produced: int  # elements of gradients that its backward pass completes; a second part of the pass makes others
+    largest_parameter: int
+    last_parameter: int
+    experts: int  # elements that are shared by other processes, whose gradients are reduced sooner
     unit: int  # elements of its unit of communication; 0 outside layers
     largest: int  # of the unit's experts, or of its other elements
     ends_unit: bool  # whether the unit's gradients are complete after its backward pass
@@ -110,16 +112,20 @@ class StageMemory:
         self.elements = sum(parameter.elements for parameter in parameters)
         self.matrices = sum(parameter.elements for parameter in parameters if parameter.deferred)
         self.largest_parameter = max((parameter.elements for parameter in parameters), default=0)
-        sizes = {"": 0, "layers": 0}
+        sizes = {"": 0}
         for unit in stage.units:
             sizes[unit.name] = sizes.get(unit.name, 0) + unit.elements
         self.root = sizes.pop("")
-        in_layers = sizes.pop("layers")
+        sizes.pop("layers", 0)
         self.table = sum(sizes.values())  # in units before the layers
         self.placed = _placed(stage, self.table)
-        first_unit = next((part.unit for part in self.placed if part.unit), 0) if in_layers else 0
+        layers = [part for part in self.placed if part.unit]
+        # Where the root is empty, FSDP2 ends a backward pass with a gather of what the forward pass of the microbatch
+        # before ended with, which is needed only later.
+        is_gathered_early = self.root == 0 and (len(stage.layers_per_unit) > 1 or self.table)
+        self.prefetched = layers[-1].largest if layers and is_gathered_early else 0
         # FSDP2 reduces the root after the layers, and then the table, and keeps the last input.
-        self.last_reduced = self.table or self.root or first_unit
+        self.last_reduced = self.table or self.root or (layers[0].unit if layers else 0)
         self._moments: dict[tuple, list[Usage]] = {}  # by kind of pass
         self._usages: dict[tuple, Usage] = {}  # by kind of pass and shard
         self._states: dict[int, list[int]] = {}
@@ -130,7 +136,7 @@ class StageMemory:
             return 0
         if self.keeping.zero_stage < 3:
             return self.keeping.compute * self.elements
-        return self.keeping.compute * self.root if after == AFTER_FORWARD else 0
+        return self.keeping.compute * (self.root if after == AFTER_FORWARD else self.prefetched)
 
     def gradients(self, state: int, shard: int) -> int:
         """Bytes of gradients between passes. ``shard``: elements of this process's shard."""
@@ -171,10 +177,10 @@ class StageMemory:
             if key[0] not in self._moments:
                 moments = {"F": self._forward, "W": self._second_part}.get(one.kind, self._backward)(one)
                 self._moments[key[0]] = list(_fullest(moments))
-            factor, sums = self.keeping.master, self.keeping.master * shard * self._has_shards(one.gradients)
+            sums = self.keeping.master * shard * self._has_shards(one.gradients)
 
             def with_shard(moment: Usage) -> Usage:
-                reduced = 0 if sums else factor * moment.reduced * shard // self.elements
+                reduced = self.keeping.master * moment.reduced * shard // self.elements
                 return moment._replace(gradients=moment.gradients + sums + reduced, reduced=0)
 
             self._usages[key] = max(map(with_shard, self._moments[key[0]]), key=sum)
@@ -187,11 +193,12 @@ class StageMemory:
             unit, largest = (part.unit, part.largest) if part.unit else (0, 0)
             if part is self.placed[0] and self.table:
                 unit = largest = self.table
-            weights = 0
+            weights, is_last_unit = 0, part in self.placed[-2:]
             if keep.wrapped and keep.zero_stage == 3:
                 # The unit's weights and the buffer in which they arrived. The head has the last layer's buffer.
                 buffer = keep.compute * largest or buffer
-                weights = keep.compute * (self.root + unit) + buffer
+                early = self.prefetched if one.gradients != NO_GRADIENTS and not is_last_unit else 0
+                weights = keep.compute * (self.root + unit + early) + buffer
             elif keep.wrapped:
                 buffer = keep.compute * largest * (one.is_first and keep.buffered) or buffer
                 weights = keep.compute * self.elements + buffer
@@ -206,51 +213,69 @@ class StageMemory:
             held = self.received + part.before + part.later - self.held
             if part is not self.placed[-1] and not self.stage.is_last:
                 held += self.stage.message  # the gradient of the stage's output
-            weights = self._weights_during(part) - freed
+            weights = self._weights_during(part, one) - freed
+            if self.keeping.zero_stage == 3 and part.unit:  # its weights arrive
+                arriving = self.keeping.compute * (self.root + part.unit + part.largest)
+                yield Usage(held + part.segment.kept, gradients.during(part, 0), arriving, gradients.shards)
             for moment in part.segment.backward.moments:
                 during = gradients.during(part, moment.gradients)
-                yield Usage(held + moment.activations, during, weights, gradients.reduced)
+                yield Usage(held + moment.activations, during, weights, gradients.shards)
             gradients.produce(part)
-            if part.ends_unit:
+            if part.ends_unit:  # which frees the unit's weights first
+                unit = self.keeping.compute * part.unit
                 if one.is_last and one.kind == "B" and self.keeping.wrapped and self.keeping.zero_stage < 3:
-                    freed += self.keeping.compute * part.unit * (1 + part.repeats)
-                reduced = gradients.reduced
-                yield Usage(held + part.segment.output, gradients.complete(part.unit, part.repeats), weights, reduced)
-        weights = self._weights_at_end() - freed
-        for size in (self.root, self.table):
-            if size:
-                reduced = gradients.reduced
-                yield Usage(self.received + self.deferred - self.held, gradients.complete(size), weights, reduced)
+                    freed += unit * (1 + part.repeats)
+                weights -= unit * (self.keeping.wrapped and self.keeping.zero_stage == 3)
+                sizes = part.unit, part.largest_parameter, part.last_parameter
+                for during, reduced in gradients.complete(*sizes, part.repeats):
+                    yield Usage(held + part.segment.output, during, weights, reduced)
+        weights = self._weights_at_end(one) - freed
+        for unit in sorted((unit for unit in self.stage.units if unit.name != "layers"), key=lambda unit: unit.name):
+            size = unit.elements
+            weights -= self.keeping.compute * size * (self.keeping.wrapped and self.keeping.zero_stage == 3)
+            for during, reduced in gradients.complete(size, self.largest_parameter, unit.parameters[-1].elements):
+                yield Usage(self.received + self.deferred - self.held, during, weights, reduced)
 
     def _second_part(self, one: PassKind) -> Iterator[Usage]:
         """All products are computed before any is accumulated or reduced."""
         keep, (accumulated, retained) = self.keeping, self._accumulated(one.gradients)
         weights = self.gathered(AFTER_FORWARD) if keep.zero_stage < 3 else 0
         fresh = keep.compute * self.matrices
-        if not keep.wrapped and not keep.copied:
-            fresh = min(fresh, keep.compute * self.largest_parameter) if not one.is_first else fresh
+        if not (keep.wrapped or keep.copied or one.is_first):
+            fresh = min(fresh, keep.compute * self.largest_parameter)
         yield Usage(0, accumulated + retained + fresh, weights)
-        if keep.wrapped and (keep.zero_stage >= 2 or one.is_last):
-            unit = max(self.root, max((part.unit for part in self.placed), default=0))
-            converted = keep.reduce * unit if keep.zero_stage >= 2 or one.is_first else 0
-            rest = max(0, fresh - keep.compute * unit)
-            yield Usage(-self.deferred, accumulated + rest + converted + keep.reduce * unit, weights)
+        if not keep.wrapped:
+            return
+        # The products' inputs are freed. One unit after the other is converted, and reduced.
+        reduces = keep.zero_stage >= 2 or one.is_last
+        for unit in sorted(self.stage.units, key=lambda unit: unit.name == "layers"):
+            matrices = sum(parameter.elements for parameter in unit.parameters if parameter.deferred)
+            adds_in_place = keep.zero_stage < 2 and not one.is_first
+            accumulated += 0 if adds_in_place else keep.reduce * matrices
+            fresh -= keep.compute * matrices
+            gone = keep.reduce * unit.elements * reduces
+            yield Usage(-self.deferred, accumulated + fresh + gone, weights)
+            accumulated -= min(accumulated, gone)
 
-    def _weights_during(self, part: Placed) -> int:
+    def _weights_during(self, part: Placed, one: PassKind) -> int:
         keep = self.keeping
         if not keep.wrapped:
             return 0
         if keep.zero_stage < 3:
             return keep.compute * self.elements
-        if part.unit:  # and the buffer of its own, or of the unit that is gathered next
-            return keep.compute * (self.root + part.unit + max(part.largest, part.following))
-        return keep.compute * (self.root + self.table * (part is self.placed[0] and self.stage.is_first))
+        early = self.prefetched * (not one.is_last)
+        if part.unit:  # and the buffer of the unit that is gathered next
+            is_lowest = part.following == 0
+            return keep.compute * (self.root + part.unit + (early if is_lowest else part.following))
+        is_entry = part is self.placed[0] and self.stage.is_first
+        return keep.compute * (self.root + (self.table + early) * is_entry)
 
-    def _weights_at_end(self) -> int:
+    def _weights_at_end(self, one: PassKind) -> int:
         keep = self.keeping
         if not keep.wrapped:
             return 0
-        return keep.compute * (self.elements if keep.zero_stage < 3 else self.root + self.table)
+        early = self.prefetched * (not one.is_last)
+        return keep.compute * (self.elements if keep.zero_stage < 3 else self.root + self.table + early)
 
 
 class _Gradients:
@@ -261,7 +286,7 @@ class _Gradients:
         self.reduces = self.keeping.wrapped and one.kind == "B" and (self.keeping.zero_stage >= 2 or one.is_last)
         self.accumulated, self.retained = stage._accumulated(one.gradients)
         self.is_first = one.gradients == NO_GRADIENTS
-        self.splits = one.kind == "I"
+        self.has_shards = stage._has_shards(one.gradients)
         self.done = self.fresh = self.outside = 0  # elements: all so far, of the current unit, outside layers
         self.reduced = 0
 
@@ -269,6 +294,11 @@ class _Gradients:
     def of(cls, stage: StageMemory, one: PassKind) -> _Gradients:
         """Before the pass."""
         return (_CopiedGradients if stage.keeping.copied else cls)(stage, one)
+
+    @property
+    def shards(self) -> int:
+        """Elements of which this pass has made the first reduced gradients."""
+        return 0 if self.has_shards else self.reduced
 
     def during(self, part: Placed, produced: int) -> int:
         """While a segment's pass has produced so many elements."""
@@ -283,42 +313,49 @@ class _Gradients:
 
     def produce(self, part: Placed) -> None:
         """A segment's pass is over."""
-        elements = part.elements
-        self.done += elements * (1 + part.repeats)
+        self.done += part.produced * (1 + part.repeats)
         if part.unit:
-            self.fresh += elements
+            self.fresh += part.produced
         else:
-            self.outside += elements
+            self.outside += part.produced
 
-    def complete(self, unit: int, repeats: int = 0) -> int:
-        """The gradients of a unit of so many elements are accumulated or reduced; returns bytes at that moment.
+    def complete(self, unit: int, largest: int, last: int, repeats: int = 0) -> Iterator[tuple[int, int]]:
+        """The gradients of a unit of so many elements are accumulated or reduced; so are those of ``repeats`` like it.
 
-        So are those of ``repeats`` equal units before it.
+        ``largest`` and ``last`` are the unit's largest and last parameter. Yields bytes at moments of that, and the
+        elements of which reduced gradients exist besides.
         """
         keep = self.keeping
         if not keep.wrapped:
-            return self.accumulated + keep.master * self.done * self.is_first
-        fresh, whole = keep.compute * (self.fresh + self.outside), keep.reduce * unit
+            yield self.accumulated + keep.master * self.done * self.is_first, 0
+            return
+        fresh, whole, produced = keep.compute * (self.fresh + self.outside), keep.reduce * unit, self.fresh
         if not self.fresh:
-            self.outside = max(0, self.outside - unit)
+            produced = min(unit, self.outside)
+            self.outside -= produced
         self.fresh, rest = 0, keep.compute * self.outside
         if not self.reduces:
-            before, grows = self.accumulated + self.retained, whole * self.is_first
-            self.accumulated += grows * (1 + repeats)
-            return before + max(fresh, grows + rest)
-        self.retained, self.reduced = whole, self.reduced + unit * (1 + repeats)
-        if keep.zero_stage >= 2:
-            return self.accumulated + fresh + whole
-        had_sums = self.accumulated > 0  # to which fresh gradients are added in place
-        before = self.accumulated + (rest if had_sums else fresh) + whole
+            before, sums = self.accumulated + self.retained, keep.reduce * produced * self.is_first
+            self.accumulated += sums * (1 + repeats)
+            # One parameter after the other is converted, unless sums have the type of gradients.
+            converted = sums + keep.compute * min(produced, largest)
+            yield before + (fresh if keep.reduce == keep.compute else max(fresh, converted + rest)), self.shards
+            return
+        earlier, self.retained, self.reduced = self.shards, whole, self.reduced + unit * (1 + repeats)
+        had_sums = keep.zero_stage < 2 and self.accumulated > 0  # to which fresh gradients are added in place
+        yield self.accumulated + (rest if had_sums else fresh) + whole, earlier
         if keep.zero_stage:
-            self.accumulated -= min(self.accumulated, whole * (1 + repeats))
-            return before
+            if had_sums:
+                self.accumulated -= min(self.accumulated, whole)
+            # FSDP2 still has a reference to the last gradient when it allocates the result.
+            rest += (keep.reduce if had_sums else keep.compute) * last
+            yield self.accumulated + rest + whole, earlier + unit
+            self.accumulated -= min(self.accumulated, whole * repeats) if had_sums else 0
+            return
         # A sum over replicas has a result of the same size, and is divided once more.
-        during = self.accumulated - whole * had_sums + rest + 3 * whole
+        yield self.accumulated - whole * had_sums + rest + 3 * whole, 0
         self.accumulated += 0 if had_sums else whole * (1 + repeats)
         self.reduced = 0
-        return max(before, during)
 
 
 class _CopiedGradients(_Gradients):
@@ -339,9 +376,13 @@ class _CopiedGradients(_Gradients):
                 size = max(size, self.keeping.compute * (limit - before))
         return size + (self.keeping.master * taken if self.is_first else self.accumulated)
 
-    def complete(self, unit: int, repeats: int = 0) -> int:
-        """As in the base class."""
-        return 0
+    def complete(self, unit: int, largest: int, last: int, repeats: int = 0) -> Iterator[tuple[int, int]]:
+        """As in the base class. The rest is added up after the pass."""
+        taken = max((limit for limit in self.limits if limit <= self.done), default=0)
+        is_over = self.done == self.stage.elements
+        sums = self.done if is_over else taken
+        summed = self.keeping.master * sums if self.is_first else self.accumulated
+        yield self.keeping.compute * (self.done - taken) + summed, 0
 
 
 def _copied_units(stage: StageProgram, element: int) -> list[int]:
@@ -370,8 +411,10 @@ def _placed(stage: StageProgram, table: int) -> list[Placed]:
     later = list(accumulate((segment.deferred for segment in reversed(stage.segments)), initial=0))[-2::-1]
     placed = []
     for index, segment in enumerate(stage.segments):
-        layer, elements = index - stage.first_layer, sum(p.elements for p in segment.parameters if not p.kinds)
-        where = segment, before[index], later[index], elements
+        layer, largest_parameter = index - stage.first_layer, max((p.elements for p in segment.parameters), default=0)
+        produced = max((moment.gradients for moment in segment.backward.moments), default=0)
+        last_parameter = segment.parameters[-1].elements if segment.parameters else 0
+        where = segment, before[index], later[index], produced, largest_parameter, last_parameter
         if 0 <= layer < stage.num_layers:
             unit, largest, is_first = unit_sizes[layer]
             experts = sum(p.elements for p in segment.parameters if p.sharers != segment.parameters[0].sharers)
@@ -386,7 +429,7 @@ def _without_repeats(parts: Sequence[Placed]) -> Iterator[Placed]:
     repeats = 0
     for index, part in enumerate(parts):
         near = parts[max(0, index - 2) : index + 3]
-        if len(near) == 5 and all(one.segment is part.segment and one.unit == one.elements for one in near):
+        if len(near) == 5 and all(one.segment is part.segment and one.ends_unit for one in near):
             repeats += 1
         else:
             yield part._replace(repeats=repeats)

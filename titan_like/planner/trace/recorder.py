@@ -207,7 +207,7 @@ class Recorder(TorchDispatchMode):
         starts, created = [0] * len(self.segments), defaultdict[int, int](int)  # created: live bytes by segment
         size_of, owner_of = dict[int, int](), dict[int, int]()  # storage → bytes, creating segment
         early: dict[int, int] = {}
-        last = len(self.segments) - 1
+        last, previous = len(self.segments) - 1, self.segments[-1]
         # Gradients of what all layers take are one sum, however many layers add to it.
         sums = {event.boundary for event in self.events if event.segment == 1}
         for index, which, number, size, boundary in self.events:
@@ -226,7 +226,8 @@ class Recorder(TorchDispatchMode):
                     before, later = carried, sum(created[one] for one in range(index + 1, last + 1))
                     carried = later - size_of.get(boundary, 0) * (owner_of.get(boundary, 0) > index)
                     if index < last:
-                        self.segments[index + 1].deferred = max(0, carried - before)
+                        previous.deferred = max(0, carried - before)
+                    previous = segment
             elif gradient is not None and which == FORWARD:
                 level += size
                 early[number] = early.get(number, 0) + size
