@@ -124,8 +124,10 @@ class StageMemory:
         # before ended with, which is needed only later.
         is_gathered_early = self.root == 0 and (len(stage.layers_per_unit) > 1 or self.table)
         self.prefetched = layers[-1].largest if layers and is_gathered_early else 0
-        # FSDP2 reduces the root after the layers, and then the table, and keeps the last input.
-        self.last_reduced = self.table or self.root or (layers[0].unit if layers else 0)
+        # FSDP2 keeps the input of its last reduction. The root comes after the layers, and then the table; in the second
+        # part of a split backward pass all units come in the order of the forward pass.
+        lowest = layers[0].unit if layers else 0
+        self.last_reduced = layers[-1].unit if self.matrices else self.table or self.root or lowest
         self._moments: dict[tuple, list[Usage]] = {}  # by kind of pass
         self._usages: dict[tuple, Usage] = {}  # by kind of pass and shard
         self._states: dict[int, list[int]] = {}
@@ -256,6 +258,9 @@ class StageMemory:
             gone = keep.reduce * unit.elements * reduces
             yield Usage(-self.deferred, accumulated + fresh + gone, weights)
             accumulated -= min(accumulated, gone)
+            if reduces:
+                last = keep.reduce * unit.parameters[-1].elements  # as in `_Gradients.complete`
+                yield Usage(-self.deferred, accumulated + last + fresh + gone, weights, unit.elements)
 
     def _weights_during(self, part: Placed, one: PassKind) -> int:
         keep = self.keeping
