@@ -75,10 +75,20 @@ class Keeping(NamedTuple):
     zero_stage: int
     wrapped: bool
     copied: bool
-    buffered: bool  # gathers go through a buffer, because there are several shards
+    single: tuple[str, ...]  # of `Sharding.shards`, those with one shard: gathers need no buffer
     compute: int
     reduce: int
     master: int
+
+
+class Reduced(NamedTuple):
+    """A unit whose gradients are reduced, in elements before ZeRO shards them."""
+
+    elements: int = 0
+    largest_parameter: int = 0
+    last_parameter: int = 0
+    experts: int = 0  # those that other processes share, which are reduced first
+    experts_alone: bool = False  # whether no process shares them
 
 
 class Placed(NamedTuple):
@@ -88,14 +98,17 @@ class Placed(NamedTuple):
     before: int  # bytes that earlier segments keep
     later: int  # bytes that later segments leave to a second part of the backward pass, or to its end
     produced: int  # elements of gradients that its backward pass completes; a second part of the pass makes others
-    largest_parameter: int
-    last_parameter: int
-    experts: int  # elements that are shared by other processes, whose gradients are reduced sooner
-    unit: int  # elements of its unit of communication; 0 outside layers
-    largest: int  # of the unit's experts, or of its other elements
+    experts: int  # elements that other processes share, whose gradients are reduced sooner
+    reduced: Reduced  # its unit of communication; empty outside layers
+    largest: int  # of the unit's experts, or of its other elements, whichever are gathered through a buffer
     ends_unit: bool  # whether the unit's gradients are complete after its backward pass
     following: int  # elements of the unit that the backward pass gathers next
-    repeats: int  # equal layers before it whose moments lie between those of their neighbours
+    repeats: int = 0  # equal layers before it whose moments lie between those of their neighbours
+
+    @property
+    def unit(self) -> int:
+        """Elements of its unit of communication; 0 outside layers."""
+        return self.reduced.elements
 
 
 class StageMemory:
@@ -118,7 +131,9 @@ class StageMemory:
         self.root = sizes.pop("")
         sizes.pop("layers", 0)
         self.table = sum(sizes.values())  # in units before the layers
-        self.placed = _placed(stage, self.table)
+        tables = [unit for unit in stage.units if unit.name not in ("", "layers") and unit.sharers not in keeping.single]
+        self.buffered_table = sum(unit.elements for unit in tables)
+        self.placed = _placed(stage, self.table, keeping.single)
         layers = [part for part in self.placed if part.unit]
         # Where the root is empty, FSDP2 ends a backward pass with a gather of what the forward pass of the microbatch
         # before ended with, which is needed only later.
@@ -126,8 +141,8 @@ class StageMemory:
         self.prefetched = layers[-1].largest if layers and is_gathered_early else 0
         # FSDP2 keeps the input of its last reduction. The root comes after the layers, and then the table; in the second
         # part of a split backward pass all units come in the order of the forward pass.
-        lowest = layers[0].unit if layers else 0
-        self.last_reduced = layers[-1].unit if self.matrices else self.table or self.root or lowest
+        lowest, highest = ((layers[end].unit - layers[end].reduced.experts) if layers else 0 for end in (0, -1))
+        self.last_reduced = highest if self.matrices else self.table or self.root or lowest
         self._moments: dict[tuple, list[Usage]] = {}  # by kind of pass
         self._usages: dict[tuple, Usage] = {}  # by kind of pass and shard
         self._states: dict[int, list[int]] = {}
@@ -194,7 +209,7 @@ class StageMemory:
         for part in self.placed:
             unit, largest = (part.unit, part.largest) if part.unit else (0, 0)
             if part is self.placed[0] and self.table:
-                unit = largest = self.table
+                unit, largest = self.table, self.buffered_table
             weights, is_last_unit = 0, part in self.placed[-2:]
             if keep.wrapped and keep.zero_stage == 3:
                 # The unit's weights and the buffer in which they arrived. The head has the last layer's buffer.
@@ -202,7 +217,7 @@ class StageMemory:
                 early = self.prefetched if one.gradients != NO_GRADIENTS and not is_last_unit else 0
                 weights = keep.compute * (self.root + unit + early) + buffer
             elif keep.wrapped:
-                buffer = keep.compute * largest * (one.is_first and keep.buffered) or buffer
+                buffer = keep.compute * largest * one.is_first or buffer
                 weights = keep.compute * self.elements + buffer
             activations = max((moment.activations for moment in part.segment.forward.moments), default=0)
             yield Usage(self.received + part.before + activations, gradients, weights)
@@ -228,14 +243,14 @@ class StageMemory:
                 if one.is_last and one.kind == "B" and self.keeping.wrapped and self.keeping.zero_stage < 3:
                     freed += unit * (1 + part.repeats)
                 weights -= unit * (self.keeping.wrapped and self.keeping.zero_stage == 3)
-                sizes = part.unit, part.largest_parameter, part.last_parameter
-                for during, reduced in gradients.complete(*sizes, part.repeats):
+                for during, reduced in gradients.complete(part.reduced, part.repeats):
                     yield Usage(held + part.segment.output, during, weights, reduced)
         weights = self._weights_at_end(one) - freed
         for unit in sorted((unit for unit in self.stage.units if unit.name != "layers"), key=lambda unit: unit.name):
             size = unit.elements
             weights -= self.keeping.compute * size * (self.keeping.wrapped and self.keeping.zero_stage == 3)
-            for during, reduced in gradients.complete(size, self.largest_parameter, unit.parameters[-1].elements):
+            outside_layers = Reduced(size, self.largest_parameter, unit.parameters[-1].elements)
+            for during, reduced in gradients.complete(outside_layers):
                 yield Usage(self.received + self.deferred - self.held, during, weights, reduced)
 
     def _second_part(self, one: PassKind) -> Iterator[Usage]:
@@ -324,43 +339,46 @@ class _Gradients:
         else:
             self.outside += part.produced
 
-    def complete(self, unit: int, largest: int, last: int, repeats: int = 0) -> Iterator[tuple[int, int]]:
-        """The gradients of a unit of so many elements are accumulated or reduced; so are those of ``repeats`` like it.
+    def complete(self, unit: Reduced, repeats: int = 0) -> Iterator[tuple[int, int]]:
+        """The gradients of a unit are accumulated or reduced; so are those of ``repeats`` units like it.
 
-        ``largest`` and ``last`` are the unit's largest and last parameter. Yields bytes at moments of that, and the
-        elements of which reduced gradients exist besides.
+        Yields bytes at moments of that, and the elements of which reduced gradients exist besides.
         """
         keep = self.keeping
         if not keep.wrapped:
             yield self.accumulated + keep.master * self.done * self.is_first, 0
             return
-        fresh, whole, produced = keep.compute * (self.fresh + self.outside), keep.reduce * unit, self.fresh
-        if not self.fresh:
-            produced = min(unit, self.outside)
-            self.outside -= produced
+        produced = self.fresh or min(unit.elements, self.outside)
+        self.outside -= 0 if self.fresh else produced
         self.fresh, rest = 0, keep.compute * self.outside
         if not self.reduces:
             before, sums = self.accumulated + self.retained, keep.reduce * produced * self.is_first
             self.accumulated += sums * (1 + repeats)
             # One parameter after the other is converted, unless sums have the type of gradients.
-            converted = sums + keep.compute * min(produced, largest)
-            yield before + (fresh if keep.reduce == keep.compute else max(fresh, converted + rest)), self.shards
+            converted = sums + keep.compute * min(produced, unit.largest_parameter)
+            fresh = keep.compute * produced
+            yield before + rest + (fresh if keep.reduce == keep.compute else max(fresh, converted)), self.shards
             return
-        earlier, self.retained, self.reduced = self.shards, whole, self.reduced + unit * (1 + repeats)
         had_sums = keep.zero_stage < 2 and self.accumulated > 0  # to which fresh gradients are added in place
-        yield self.accumulated + (rest if had_sums else fresh) + whole, earlier
-        if keep.zero_stage:
+        parts = [(unit.experts, unit.experts_alone), (unit.elements - unit.experts, keep.zero_stage == 0)]
+        for size, alone in parts if unit.experts else parts[1:]:
+            whole, earlier, fresh = keep.reduce * size, self.shards, keep.compute * min(size, produced) * (not had_sums)
+            self.retained, self.reduced = whole, self.reduced + size
+            yield self.accumulated + rest + fresh + whole, earlier
             if had_sums:
                 self.accumulated -= min(self.accumulated, whole)
-            # FSDP2 still has a reference to the last gradient when it allocates the result.
-            rest += (keep.reduce if had_sums else keep.compute) * last
-            yield self.accumulated + rest + whole, earlier + unit
-            self.accumulated -= min(self.accumulated, whole * repeats) if had_sums else 0
-            return
-        # A sum over replicas has a result of the same size, and is divided once more.
-        yield self.accumulated - whole * had_sums + rest + 3 * whole, 0
-        self.accumulated += 0 if had_sums else whole * (1 + repeats)
-        self.reduced = 0
+            if alone:  # the result is as large, and is divided once more
+                yield self.accumulated + rest + 3 * whole, earlier
+                self.accumulated += whole * (keep.zero_stage == 0)
+            else:  # FSDP2 still has a reference to the last gradient when it allocates the result
+                last = (keep.reduce if had_sums else keep.compute) * unit.last_parameter
+                yield self.accumulated + rest + last + whole, earlier + size
+        self.reduced += unit.elements * repeats
+        if keep.zero_stage == 0:
+            self.reduced = 0
+            self.accumulated += keep.reduce * unit.elements * repeats * (not had_sums)
+        elif had_sums:
+            self.accumulated -= min(self.accumulated, keep.reduce * unit.elements * repeats)
 
 
 class _CopiedGradients(_Gradients):
@@ -381,7 +399,7 @@ class _CopiedGradients(_Gradients):
                 size = max(size, self.keeping.compute * (limit - before))
         return size + (self.keeping.master * taken if self.is_first else self.accumulated)
 
-    def complete(self, unit: int, largest: int, last: int, repeats: int = 0) -> Iterator[tuple[int, int]]:
+    def complete(self, unit: Reduced, repeats: int = 0) -> Iterator[tuple[int, int]]:
         """As in the base class. The rest is added up after the pass."""
         taken = max((limit for limit in self.limits if limit <= self.done), default=0)
         is_over = self.done == self.stage.elements
@@ -403,30 +421,36 @@ def _copied_units(stage: StageProgram, element: int) -> list[int]:
     return limits
 
 
-def _placed(stage: StageProgram, table: int) -> list[Placed]:
+def _placed(stage: StageProgram, table: int, single: tuple[str, ...]) -> list[Placed]:
     """A stage's segments. Of equal layers that are units by themselves, two at either end stand for all."""
-    unit_sizes: list[tuple[int, int, bool]] = []  # by layer: elements of its unit, the largest part, is it the first
+    units: list[tuple[Reduced, int]] = []  # by layer: its unit, and the largest part that is gathered through a buffer
     layers = iter(stage.layers)
     for count in stage.layers_per_unit:
+        members = [parameter for _ in range(count) for parameter in next(layers).parameters]
         parts: Counter[str] = Counter()
-        for parameter in (parameter for _ in range(count) for parameter in next(layers).parameters):
+        for parameter in members:
             parts[parameter.sharers] += parameter.elements
-        unit_sizes += [(parts.total(), max(parts.values()), n == 0) for n in range(count)]
+        others = members[0].sharers
+        experts = [name for name in parts if name != others]
+        alone = all(name in single for name in experts)
+        sizes = max(p.elements for p in members), members[-1].elements, sum(parts[name] for name in experts)
+        buffered = max((size for name, size in parts.items() if name not in single), default=0)
+        units += [(Reduced(parts.total(), *sizes, alone), buffered)] * count
+    firsts = set(accumulate(stage.layers_per_unit, initial=0))
     before = list(accumulate((segment.kept for segment in stage.segments), initial=0))
     later = list(accumulate((segment.deferred for segment in reversed(stage.segments)), initial=0))[-2::-1]
     placed = []
     for index, segment in enumerate(stage.segments):
-        layer, largest_parameter = index - stage.first_layer, max((p.elements for p in segment.parameters), default=0)
+        layer = index - stage.first_layer
         produced = max((moment.gradients for moment in segment.backward.moments), default=0)
-        last_parameter = segment.parameters[-1].elements if segment.parameters else 0
-        where = segment, before[index], later[index], produced, largest_parameter, last_parameter
+        where = segment, before[index], later[index], produced
         if 0 <= layer < stage.num_layers:
-            unit, largest, is_first = unit_sizes[layer]
-            experts = sum(p.elements for p in segment.parameters if p.sharers != segment.parameters[0].sharers)
-            following = unit_sizes[layer - 1][1] if layer else table
-            placed.append(Placed(*where, experts, unit, largest, is_first, following, 0))
+            unit, largest = units[layer]
+            experts_here = sum(p.elements for p in segment.parameters if p.sharers != segment.parameters[0].sharers)
+            following = units[layer - 1][1] if layer else table
+            placed.append(Placed(*where, experts_here, unit, largest, layer in firsts, following))
         else:
-            placed.append(Placed(*where, 0, 0, 0, False, 0, 0))
+            placed.append(Placed(*where, 0, Reduced(), 0, False, 0))
     return list(_without_repeats(placed))
 
 
@@ -479,9 +503,9 @@ def rank_memory(work: Workload, rank: int, reduce_bytes: int = 4) -> StepMemory:
 
 
 def _keeping(sharding: Sharding) -> Keeping:
-    buffered = max(sharding.shards.values()) > 1
+    single = tuple(name for name, shards in sharding.shards.items() if shards == 1)
     sizes = sharding.compute, sharding.reduce, sharding.master
-    return Keeping(sharding.zero_stage, sharding.wrapped, sharding.copied, buffered, *sizes)
+    return Keeping(sharding.zero_stage, sharding.wrapped, sharding.copied, single, *sizes)
 
 
 @lru_cache(maxsize=65536)

@@ -8,7 +8,7 @@ memory of a GPU's kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -74,6 +74,11 @@ _loss_gradient = _operator(
     lambda logits, columns, denominator, scale, size: None,
     "(Tensor(a!) logits, Tensor columns, Tensor denominator, Tensor scale, int size) -> ()",
 )
+
+
+def _merged_all_reduce(tensors: Any, group: Any, operation: Any, *options: Any) -> Any:
+    """The merged all-reduce of `titan_like.torch_private.coalesced`, which torch has no fake version of."""
+    return torch.ops.c10d.allreduce_(tensors, group, operation, None, *options)[1]
 
 
 class _Attention(torch.autograd.Function):
@@ -198,6 +203,8 @@ def _empty_parameter(old: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
 def as_on_gpu(mode: FakeTensorMode, dtype: torch.dtype | None = None) -> Iterator[Recomputation]:
     """Let the recipe run on fake tensors as on a GPU. Parameters are allocated in ``dtype``, or in their own."""
     recomputation = Recomputation()
+    with suppress(RuntimeError):  # registered already
+        torch.library.register_fake("c10d::allreduce_coalesced_", _merged_all_reduce)
     replacements: list[tuple[Any, str, Any]] = [
         (activation_checkpoint, "checkpoint", recomputation.checkpoint),
         (nn.Module, "to_empty", _empty_on(mode, dtype)),
