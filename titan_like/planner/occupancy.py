@@ -25,7 +25,6 @@ NO_GRADIENTS, FIRST_PARTS, SUMS, SUMS_AND_FIRST_PARTS, FINISHED = range(5)
 class PassKind(NamedTuple):
     """All that a stage's memory during a pass depends on, besides what it holds."""
 
-    stage: int  # position among the rank's stages
     kind: str  # F, B, I or W
     is_first: bool  # first forward pass of the step, or no gradients are summed up yet
     is_last: bool  # the stage's last backward pass
@@ -36,16 +35,21 @@ class Occupancy(NamedTuple):
     """The moments of one pipeline rank that may be the fullest."""
 
     stages: tuple[int, ...]  # numbers in the pipeline
-    passes: tuple[PassKind, ...]
+    passes: tuple[tuple[PassKind, ...], ...]  # of each stage
     # [moments, columns]: for each stage, microbatches between forward and backward pass, between the two parts of a
     # backward pass, 1 in the column of its gathered weights (2 columns) and of its gradients (4); then messages, and 1
-    # in the column of the pass that runs. A stage's own weights and gradients are part of the pass that it runs.
+    # in the column of the pass that runs, in the order of ``passes``. The weights and gradients of the stage that runs
+    # are part of the pass.
     counts: np.ndarray
 
     @staticmethod
     def columns_of(stage: int) -> slice:
         """Columns of the rank's n-th stage."""
         return slice(8 * stage, 8 * stage + 8)
+
+
+# By position of the stage, its pass and the states of all stages' weights and gradients → what is held then.
+_Moments = dict[tuple[int, PassKind, tuple[int, ...], tuple[int, ...]], list[tuple[int, ...]]]
 
 
 def occupancy(
@@ -88,8 +92,8 @@ def _occupancy(shape: PipelineShape, microbatches: int, rank: int, splits: bool)
     weights, gradients = [NOT_GATHERED] * count, [NO_GRADIENTS] * count
     left = [microbatches] * count  # backward passes
     arrived = sent = 0  # messages
-    # By pass and states of all stages → what is held, of which no other holds as much of everything.
-    moments: dict[tuple[PassKind, tuple[int, ...], tuple[int, ...]], list[tuple[int, ...]]] = {}
+    # Of what is held in the same states, only what no other moment has as much of in everything.
+    moments: _Moments = {}
     for kind, stage, _ in steps_as_run(shape, rank, microbatches, splits):
         if kind.startswith(("SEND", "RECV")):
             arrived += kind.startswith("RECV")
@@ -100,10 +104,10 @@ def _occupancy(shape: PipelineShape, microbatches: int, rank: int, splits: bool)
         arrived -= takes
         is_last = kind in "BW" and left[n] == 1
         is_first = weights[n] == NOT_GATHERED if kind == "F" else gradients[n] in (NO_GRADIENTS, FIRST_PARTS)
-        one = PassKind(n, kind, is_first, is_last, gradients[n])
+        one = PassKind(kind, is_first, is_last, gradients[n])
         messages = arrived + min(sent, MAX_PENDING_SENDS)
         others = [(w, g) if i != n else (0, 0) for i, (w, g) in enumerate(zip(weights, gradients, strict=True))]
-        key = one, tuple(w for w, _ in others), tuple(g for _, g in others)
+        key = n, one, tuple(w for w, _ in others), tuple(g for _, g in others)
         _keep(moments.setdefault(key, []), (*held, *deferred, messages))
         gives = stage != (last_stage if kind == "F" else 0) and kind != "W"
         neighbour = stage + (1 if kind == "F" else -1)
@@ -130,14 +134,13 @@ def _keep(known: list[tuple[int, ...]], new: tuple[int, ...]) -> None:
         known.append(new)
 
 
-def _as_matrix(
-    stages: tuple[int, ...], moments: dict[tuple[PassKind, tuple[int, ...], tuple[int, ...]], list[tuple[int, ...]]]
-) -> Occupancy:
-    passes = tuple(dict.fromkeys(one for one, *_ in moments))
+def _as_matrix(stages: tuple[int, ...], moments: _Moments) -> Occupancy:
+    passes = tuple(tuple({one: None for n, one, *_ in moments if n == stage}) for stage in range(len(stages)))
+    flat = [(n, one) for n, kinds in enumerate(passes) for one in kinds]
     rows = []
-    for (one, weights, gradients), kept in moments.items():
+    for (running, one, weights, gradients), kept in moments.items():
         for *held, messages in kept:
-            row = np.zeros(8 * len(stages) + 1 + len(passes))
+            row = np.zeros(8 * len(stages) + 1 + len(flat))
             for n in range(len(stages)):
                 columns = row[Occupancy.columns_of(n)]
                 columns[:2] = held[n], held[len(stages) + n]
@@ -146,6 +149,6 @@ def _as_matrix(
                 if gradients[n]:
                     columns[3 + gradients[n]] = 1
             row[8 * len(stages)] = messages
-            row[8 * len(stages) + 1 + passes.index(one)] = 1
+            row[8 * len(stages) + 1 + flat.index((running, one))] = 1
             rows.append(row)
     return Occupancy(stages, passes, np.array(rows))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -34,16 +34,30 @@ class StageProgram:
     segments: tuple[Segment, ...]  # in the order of the forward pass, one for each layer
     first_layer: int  # position of the first layer among the segments
     num_layers: int
-    units: tuple[Unit, ...]  # in the order of the forward pass, the root last
+    ends: tuple[Unit, ...]  # units outside layers: a table that is freed right after use, and the root
     layers_per_unit: tuple[int, ...]
     is_first: bool
     is_last: bool
     message: int  # bytes of the hidden states between two stages
+    sharers: str  # mesh dimension over which ZeRO shards what is no expert's
 
     @property
     def layers(self) -> tuple[Segment, ...]:
         """The layers' segments."""
         return self.segments[self.first_layer : self.first_layer + self.num_layers]
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """All units of communication, in the order of the forward pass, the root last."""
+        tables = [unit for unit in self.ends if unit.name]
+        layers = _layer_units(self.layers, self.layers_per_unit, self.sharers)
+        return *tables, *layers, *(unit for unit in self.ends if not unit.name)
+
+    @cached_property
+    def elements(self) -> int:
+        """Of all parameters, before ZeRO shards them."""
+        layers = sum(sum(segment.elements.values()) for segment in self.layers)
+        return layers + sum(unit.elements for unit in self.ends)
 
 
 class Sharding(NamedTuple):
@@ -82,52 +96,47 @@ def shard_rows(rows: int, shards: int, rank: int = 0) -> int:
 
 def stages_of_rank(work: Workload, rank: int) -> dict[int, StageProgram]:
     """The stages of a pipeline rank by their number."""
-    pipeline, key, found = pipeline_of(work), TraceKey.of(work), {}
-    before = _layers_before(pipeline.stages)
-    for stage, owner in enumerate(pipeline.ranks):
-        if owner == rank:
-            ends = stage == 0, stage == len(pipeline.ranks) - 1
-            found[stage] = stage_program(key, pipeline.stages[stage], before[stage], work.recompute_every, *ends)
-    return found
+    pipeline, key = pipeline_of(work), TraceKey.of(work)
+    every = 1 if work.recompute == "none" else work.recompute_every
+    return _stages_of_rank(key, pipeline.stages, pipeline.ranks, rank, every)
 
 
-def stage_program(
-    key: TraceKey, counts: tuple[int, ...], before: int, every: int, is_first: bool, is_last: bool
-) -> StageProgram:
-    """A stage with so many layers of each kind, of which every n-th of the model is recomputed.
-
-    ``before``: layers of earlier stages.
-    """
-    return _stage_program(key, counts, before % every if key.recompute != "none" else 0, every, is_first, is_last)
+@lru_cache(maxsize=65536)
+def _stages_of_rank(
+    key: TraceKey, stages: tuple[tuple[int, ...], ...], ranks: tuple[int, ...], rank: int, every: int
+) -> dict[int, StageProgram]:
+    before, last = list(accumulate(map(sum, stages), initial=0)), len(ranks) - 1
+    return {
+        stage: _stage_program(key, stages[stage], before[stage] % every, every, stage == 0, stage == last)
+        for stage, owner in enumerate(ranks)
+        if owner == rank
+    }
 
 
 @lru_cache(maxsize=65536)
 def _stage_program(
     key: TraceKey, counts: tuple[int, ...], before: int, every: int, is_first: bool, is_last: bool
 ) -> StageProgram:
+    """A stage with so many layers of each kind, of which every n-th of the model is recomputed.
+
+    ``before``: layers of earlier stages, modulo n.
+    """
     program = trace(key)
-    plain = program if key.recompute == "none" or every == 1 else trace(key._replace(recompute="none"))
+    plain = program if every == 1 else trace(key._replace(recompute="none"))
     kinds = [kind for kind, count in enumerate(counts) for _ in range(count)]
     layers = [(plain if (before + n) % every else program).layers[kind] for n, kind in enumerate(kinds)]
     segments = [*[program.entry] * is_first, program.inputs, *layers, *[program.head] * is_last]
     element = BYTES[stored_dtype(key.dtype)]
-    groups = units_of_layers([element * sum(p.elements for p in program.layers[kind].parameters) for kind in kinds])
-    units = tuple(_units(program, kinds, groups, is_first, is_last))
-    rest = tuple(groups), is_first, is_last, program.entry.output
-    return StageProgram(tuple(segments), is_first + 1, len(layers), units, *rest)
+    groups = units_of_layers([element * sum(program.layers[kind].elements.values()) for kind in kinds])
+    ends = tuple(_ends(program, kinds, is_first, is_last))
+    where = is_first + 1, len(layers), ends, tuple(groups), is_first, is_last
+    return StageProgram(tuple(segments), *where, program.entry.output, program.head.parameters[0].sharers)
 
 
-def _units(program: Program, kinds: list[int], groups: list[int], is_first: bool, is_last: bool) -> Iterator[Unit]:
-    """Units of communication. The names of layers are those of their kinds."""
+def _ends(program: Program, kinds: list[int], is_first: bool, is_last: bool) -> Iterator[Unit]:
     entry = program.entry.parameters if is_first else []
-    own = {parameter.unit: parameter.sharers for parameter in entry if parameter.unit}
-    for name, sharers in own.items():  # a table that is freed right after use
+    for name, sharers in {parameter.unit: parameter.sharers for parameter in entry if parameter.unit}.items():
         yield Unit(name, sharers, tuple(parameter for parameter in entry if parameter.unit == name))
-    layers = iter([program.layers[kind].parameters for kind in kinds])
-    for count in groups:
-        members = [parameter for _ in range(count) for parameter in next(layers)]
-        for sharers in dict.fromkeys(sorted({parameter.sharers for parameter in members}, reverse=True)):
-            yield Unit("layers", sharers, tuple(parameter for parameter in members if parameter.sharers == sharers))
     root = [parameter for parameter in entry if not parameter.unit]
     root += [parameter for parameter in program.inputs.parameters if {*parameter.kinds} & {*kinds}]
     root += program.head.parameters if is_last else []
@@ -135,7 +144,10 @@ def _units(program: Program, kinds: list[int], groups: list[int], is_first: bool
         yield Unit("", root[0].sharers, tuple(root))
 
 
-@lru_cache(maxsize=4096)
-def _layers_before(counts: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    """For each stage the layers of all earlier stages."""
-    return tuple(accumulate(map(sum, counts), initial=0))[:-1]
+def _layer_units(layers: Sequence[Segment], counts: Sequence[int], others: str) -> Iterator[Unit]:
+    """Of each group of layers, those that other processes share (experts) are a unit before the others."""
+    remaining = iter(layers)
+    for count in counts:
+        members = [parameter for _ in range(count) for parameter in next(remaining).parameters]
+        for sharers in [*{parameter.sharers: 0 for parameter in members if parameter.sharers != others}, others]:
+            yield Unit("layers", sharers, tuple(parameter for parameter in members if parameter.sharers == sharers))

@@ -7,8 +7,9 @@ combine segments, which is arithmetic; nothing here depends on them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -78,7 +79,7 @@ class Pass:
     fused_bytes: tuple[int, int] = (0, 0)
     launches: int = 0  # kernels, each operator by itself
     fused_launches: int = 0
-    moments: list[Moment] = field(default_factory=list)  # those that no other one exceeds in both figures
+    moments: list[Moment] = field(default_factory=list)  # those that may be the fullest
 
 
 class Parameter(NamedTuple):
@@ -98,9 +99,9 @@ class Parameter(NamedTuple):
         return prod(self.shape)
 
 
-@dataclass
+@dataclass(eq=False)
 class Segment:
-    """A layer, or another part of the model."""
+    """A layer, or another part of the model. Compared by identity, because stages share it."""
 
     forward: Pass = field(default_factory=Pass)
     backward: Pass = field(default_factory=Pass)
@@ -114,6 +115,34 @@ class Segment:
     def passes(self) -> tuple[Pass, Pass, Pass]:
         """In the order of `PASSES`."""
         return self.forward, self.backward, self.weights
+
+    @cached_property
+    def produced(self) -> int:
+        """Elements of the gradients that the backward pass completes."""
+        return max((moment.gradients for moment in self.backward.moments), default=0)
+
+    @cached_property
+    def matrices(self) -> int:
+        """Elements of parameters whose gradients a split backward pass defers."""
+        return sum(parameter.elements for parameter in self.parameters if parameter.deferred)
+
+    @cached_property
+    def largest_parameter(self) -> int:
+        """Elements of the largest parameter."""
+        return max((parameter.elements for parameter in self.parameters), default=0)
+
+    @cached_property
+    def forward_peak(self) -> int:
+        """Most bytes of activations in the forward pass."""
+        return max((moment.activations for moment in self.forward.moments), default=0)
+
+    @cached_property
+    def elements(self) -> dict[str, int]:
+        """Elements of parameters by the mesh dimension over which ZeRO shards them."""
+        found: dict[str, int] = {}
+        for parameter in self.parameters:
+            found[parameter.sharers] = found.get(parameter.sharers, 0) + parameter.elements
+        return found
 
 
 @dataclass
@@ -142,8 +171,8 @@ class Program:
 
 
 def _segment_to_json(segment: Segment) -> dict[str, Any]:
-    tree = vars(segment) | {name: _pass_to_json(one) for name, one in zip(PASSES, segment.passes, strict=True)}
-    return tree
+    tree = {one.name: getattr(segment, one.name) for one in fields(segment)}  # without what is cached
+    return tree | {name: _pass_to_json(one) for name, one in zip(PASSES, segment.passes, strict=True)}
 
 
 def _segment_from_json(tree: dict[str, Any]) -> Segment:
@@ -171,10 +200,17 @@ def _pass_from_json(tree: dict[str, Any]) -> Pass:
     )
 
 
-def fullest(moments: Iterable[Moment]) -> Iterator[Moment]:
-    """The moments that no later one exceeds in activations, last first. Gradients only grow, so no other one counts."""
-    most = None
-    for moment in reversed(list(moments)):
-        if most is None or moment.activations > most:
-            most = moment.activations
-            yield moment
+def fullest(moments: Iterable[Moment]) -> list[Moment]:
+    """The moments of which one is the fullest, however many bytes an element of a gradient takes."""
+    hull: list[Moment] = []
+    for moment in sorted(set(moments), key=lambda one: (one.gradients, -one.activations)):
+        while hull and hull[-1].activations <= moment.activations:
+            hull.pop()
+        # The last one is below the line from the one before it to the new one.
+        while len(hull) > 1 and (hull[-1].activations - hull[-2].activations) * (
+            moment.gradients - hull[-2].gradients
+        ) <= (moment.activations - hull[-2].activations) * (hull[-1].gradients - hull[-2].gradients):
+            hull.pop()
+        if not hull or moment.gradients > hull[-1].gradients:
+            hull.append(moment)
+    return hull

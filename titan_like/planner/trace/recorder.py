@@ -243,7 +243,7 @@ class Recorder(TorchDispatchMode):
                 segment.passes[which].moments.append(Moment(level - below, produced))
         for segment in self.segments:
             for one in segment.passes:
-                one.moments = list(fullest_moments(one.moments))
+                one.moments = fullest_moments(one.moments)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
