@@ -35,13 +35,20 @@ class Usage(NamedTuple):
     reduced: int = 0  # not bytes: elements of gradients that the pass has reduced, whose shards exist besides
 
 
-def _fullest(moments: Iterable[Usage]) -> Iterator[Usage]:
+def _fullest(moments: Iterable[tuple[int, int, int, int]]) -> list[Usage]:
     """Those of which no other one has as much of bytes and of reduced elements."""
-    most = -1
-    for one in sorted(moments, key=lambda moment: (sum(moment[:3]), moment.reduced), reverse=True):
-        if one.reduced > most:
-            most = one.reduced
-            yield one
+    most: dict[int, tuple[int, tuple[int, int, int, int]]] = {}  # by reduced elements
+    for moment in moments:
+        activations, gradients, gathered, reduced = moment
+        total, best = activations + gradients + gathered, most.get(reduced)
+        if best is None or total > best[0]:
+            most[reduced] = total, moment
+    found, least = list[Usage](), -1
+    for total, moment in sorted(most.values(), reverse=True):
+        if moment[3] > least:
+            least = moment[3]
+            found.append(Usage(*moment))
+    return found
 
 
 class Keeping(NamedTuple):
@@ -169,16 +176,15 @@ class StageMemory:
     def _usage(self, one: PassKind, shard: int) -> Usage:
         if one not in self._moments:
             moments = {"F": self._forward, "W": self._second_part}.get(one.kind, self._backward)(one)
-            self._moments[one] = list(_fullest(moments))
-        sums = self.keeping.master * shard * self._has_shards(one.gradients)
+            self._moments[one] = _fullest(moments)
+        sums, factor = self.keeping.master * shard * self._has_shards(one.gradients), self.keeping.master * shard
+        found = [
+            Usage(activations, gradients + sums + factor * reduced // self.elements, gathered)
+            for activations, gradients, gathered, reduced in self._moments[one]
+        ]
+        return max(found, key=sum)
 
-        def with_shard(moment: Usage) -> Usage:
-            reduced = self.keeping.master * moment.reduced * shard // self.elements
-            return moment._replace(gradients=moment.gradients + sums + reduced, reduced=0)
-
-        return max(map(with_shard, self._moments[one]), key=sum)
-
-    def _forward(self, one: PassKind) -> Iterator[Usage]:
+    def _forward(self, one: PassKind) -> Iterator[tuple[int, int, int, int]]:
         keep, gradients = self.keeping, sum(self._accumulated(one.gradients))
         buffer = 0
         for part in self.placed:
@@ -194,9 +200,9 @@ class StageMemory:
             elif keep.wrapped:
                 buffer = keep.compute * largest * one.is_first or buffer
                 weights = keep.compute * self.elements + buffer
-            yield Usage(self.received + part.before + part.segment.forward_peak, gradients, weights)
+            yield self.received + part.before + part.segment.forward_peak, gradients, weights, 0
 
-    def _backward(self, one: PassKind) -> Iterator[Usage]:
+    def _backward(self, one: PassKind) -> Iterator[tuple[int, int, int, int]]:
         """Segment by segment, from the last. Gradients are fresh, then accumulated or reduced."""
         gradients = _Gradients.of(self, one)
         freed = 0
@@ -204,13 +210,13 @@ class StageMemory:
             held = self.received + part.before + part.later - self.held
             if part is not self.placed[-1] and not self.stage.is_last:
                 held += self.stage.message  # the gradient of the stage's output
-            weights = self._weights_during(part, one) - freed
+            weights, shards = self._weights_during(part, one) - freed, gradients.shards
             if self.keeping.zero_stage == 3 and part.unit:  # its weights arrive
                 arriving = self.keeping.compute * (self.root + part.unit + part.largest)
-                yield Usage(held + part.segment.kept, gradients.during(part, 0), arriving, gradients.shards)
+                yield held + part.segment.kept, gradients.during(part, 0), arriving, shards
             for moment in part.segment.backward.moments:
                 during = gradients.during(part, moment.gradients)
-                yield Usage(held + moment.activations, during, weights, gradients.shards)
+                yield held + moment.activations, during, weights, shards
             gradients.produce(part)
             if part.ends_unit:  # which frees the unit's weights first
                 unit = self.keeping.compute * part.unit
@@ -218,23 +224,23 @@ class StageMemory:
                     freed += unit * (1 + part.repeats)
                 weights -= unit * (self.keeping.wrapped and self.keeping.zero_stage == 3)
                 for during, reduced in gradients.complete(part.reduced, part.repeats):
-                    yield Usage(held + part.segment.output, during, weights, reduced)
+                    yield held + part.segment.output, during, weights, reduced
         weights = self._weights_at_end(one) - freed
         for unit in sorted(self.stage.ends):  # the root first
             size = unit.elements
             weights -= self.keeping.compute * size * (self.keeping.wrapped and self.keeping.zero_stage == 3)
             outside_layers = Reduced(size, self.largest_parameter, unit.parameters[-1].elements)
             for during, reduced in gradients.complete(outside_layers):
-                yield Usage(self.received + self.deferred - self.held, during, weights, reduced)
+                yield self.received + self.deferred - self.held, during, weights, reduced
 
-    def _second_part(self, one: PassKind) -> Iterator[Usage]:
+    def _second_part(self, one: PassKind) -> Iterator[tuple[int, int, int, int]]:
         """All products are computed before any is accumulated or reduced."""
         keep, (accumulated, retained) = self.keeping, self._accumulated(one.gradients)
         weights = self.gathered(AFTER_FORWARD) if keep.zero_stage < 3 else 0
         fresh = keep.compute * self.matrices
         if not (keep.wrapped or keep.copied or one.is_first):
             fresh = min(fresh, keep.compute * self.largest_parameter)
-        yield Usage(0, accumulated + retained + fresh, weights)
+        yield 0, accumulated + retained + fresh, weights, 0
         if not keep.wrapped:
             return
         # The products' inputs are freed. One unit after the other is converted, and reduced.
@@ -245,11 +251,11 @@ class StageMemory:
             accumulated += 0 if adds_in_place else keep.reduce * matrices
             fresh -= keep.compute * matrices
             gone = keep.reduce * unit.elements * reduces
-            yield Usage(-self.deferred, accumulated + fresh + gone, weights)
+            yield -self.deferred, accumulated + fresh + gone, weights, 0
             accumulated -= min(accumulated, gone)
             if reduces:
                 last = keep.reduce * unit.parameters[-1].elements  # as in `_Gradients.complete`
-                yield Usage(-self.deferred, accumulated + last + fresh + gone, weights, unit.elements)
+                yield -self.deferred, accumulated + last + fresh + gone, weights, unit.elements
 
     def _weights_during(self, part: Placed, one: PassKind) -> int:
         keep = self.keeping
