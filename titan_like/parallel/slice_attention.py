@@ -75,6 +75,10 @@ def attend_to_slices(
     rank: int,
     travels: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """`slice_attention` without gradients: its result, and the logarithm of the softmax's denominators, [..., queries].
+
+    ``name``, ``size`` and ``rank`` are those of the group.
+    """
     dtype = _accumulator(q)
     output = interval_attention.empty_like(q).to(dtype).zero_()
     denominator = q.new_full(q.shape[:3], -math.inf, dtype=dtype)
@@ -100,6 +104,7 @@ def attend_to_slices_backward(
     rank: int,
     travels: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of q and of the keys and values, from that of the result of `attend_to_slices`."""
     of_q = torch.zeros_like(q, dtype=denominator.dtype)
     of_keys = torch.zeros_like(keys, dtype=denominator.dtype)
     for source, here in _passing(keys, name, size, rank) if travels else [(None, keys)]:

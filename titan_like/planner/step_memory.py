@@ -14,7 +14,8 @@ import numpy as np
 
 from titan_like.optim.state_size import OptimizerState
 from titan_like.planner.occupancy import Occupancy, occupancy, splits_backward
-from titan_like.planner.stage_memory import Keeping, StageMemory, Usage
+from titan_like.planner.pass_gradients import Keeping
+from titan_like.planner.stage_memory import StageMemory, Usage
 from titan_like.planner.stages import Sharding, StageProgram, shard_rows, sharding_of, stages_of_rank
 from titan_like.planner.trace.program import Parameter, Segment
 from titan_like.planner.workload import Workload, pipeline_of
@@ -101,8 +102,9 @@ def _parts(work: Workload, rank: int, sharding: Sharding) -> _RankMemory:
         copied += stage.elements
     values.append(programs[occupied.stages[0]].message)
     values += map(sum, usages)
-    constant = sharding.master * elements, sharding.master * state, sharding.compute * copied * sharding.copied
-    return _RankMemory(occupied, np.array(values, dtype=float), usages, tuple(map(round, constant)))
+    master, copies = sharding.master, sharding.compute * sharding.copied
+    constant = round(master * elements), round(master * state), round(copies * copied)
+    return _RankMemory(occupied, np.array(values, dtype=float), usages, constant)
 
 
 def _keeping(sharding: Sharding) -> Keeping:

@@ -8,7 +8,8 @@ are left out.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from titan_like.parallel.schedules.communication import PipelineShape
@@ -35,12 +36,15 @@ class Amount(NamedTuple):
 class Coordinates(NamedTuple):
     """A process's position in the mesh."""
 
-    pipeline: int = 0
-    shards: dict[str, int] = {}  # by mesh dimension over which ZeRO shards; 0 if left out
+    pipeline: int
+    shards: Mapping[str, int] = MappingProxyType({})  # by mesh dimension over which ZeRO shards; 0 if left out
 
 
-def step_traffic(work: Workload, at: Coordinates = Coordinates(), reduce_bytes: int = 4) -> dict[Message, Amount]:
-    """Everything that one process sends and receives in a step, as the first rank of tensor and expert parallelism."""
+def step_traffic(work: Workload, at: Coordinates, reduce_bytes: int = 4) -> dict[Message, Amount]:
+    """Everything that one process sends and receives in a step, as the first rank of tensor and expert parallelism.
+
+    ``reduce_bytes``: of an element in `training.reduce_dtype`.
+    """
     stages, sharding = stages_of_rank(work, at.pipeline), sharding_of(work, reduce_bytes)
     shape = PipelineShape(work.schedule, work.pipeline, work.virtual_stages)
     splits = splits_backward(work.schedule, work.pipeline, work.compiled)
@@ -185,5 +189,3 @@ def pass_flops(one: Pass, recomputed: bool, causal: bool) -> int:
     return found + sum(
         count * core.flops(causal) for core, count in one.attention.items() if recomputed or not core.recomputed
     )
-
-

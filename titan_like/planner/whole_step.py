@@ -42,7 +42,8 @@ class WholeStep(NamedTuple):
 
 def whole_step(config: JobConfig, model: TransformerConfig, layout: Layout, rank: int) -> WholeStep:
     """Run the forward and backward passes of one process's step."""
-    work, mode, device = workload_of(config, model, layout), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu")
+    work, device = workload_of(config, model, layout), torch.device("cpu")
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     with fake_process_group(rank, layout.num_processes), as_on_gpu(mode):
         mesh = build_mesh(layout, "cpu")
         with parts._WithoutInit():

@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import json
 import os
+from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -96,9 +97,10 @@ def save(key: TraceKey, program: Program, folder: Path) -> None:
     """Store a trace under its final name at once. A folder that cannot be written costs the next run a second."""
     file = folder / key.file_name
     temporary = file.with_suffix(f".{os.getpid()}")
-    try:
+    with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(program.to_json()), encoding="utf-8")
-        os.replace(temporary, file)
-    except OSError:
-        temporary.unlink(missing_ok=True)
+        try:
+            temporary.write_text(json.dumps(program.to_json()), encoding="utf-8")
+            os.replace(temporary, file)
+        finally:
+            temporary.unlink(missing_ok=True)

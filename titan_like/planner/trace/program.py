@@ -177,7 +177,10 @@ def _segment_to_json(segment: Segment) -> dict[str, Any]:
 
 def _segment_from_json(tree: dict[str, Any]) -> Segment:
     passes = {name: _pass_from_json(tree[name]) for name in PASSES}
-    parameters = [Parameter(name, tuple(shape), *rest, tuple(kinds)) for name, shape, *rest, kinds in tree["parameters"]]
+    parameters = [
+        Parameter(name, tuple(shape), unit, sharers, deferred, partial, tuple(kinds))
+        for name, shape, unit, sharers, deferred, partial, kinds in tree["parameters"]
+    ]
     return Segment(**(tree | passes | {"parameters": parameters}))
 
 

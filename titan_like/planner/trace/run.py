@@ -47,7 +47,11 @@ def run_trace(key: TraceKey) -> Program:
     shard = key.expert // gcd(key.expert, key.context * key.tensor)
     # With a second replica no group holds all ranks, so each has the name that the recipe gives it.
     layout = Layout(1, 2, shard, key.context, key.tensor, key.expert)
-    mode, dtype, kinds = FakeTensorMode(allow_non_fake_inputs=True), getattr(torch, key.dtype), len(key.model.layer_counts)
+    mode, dtype, kinds = (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        getattr(torch, key.dtype),
+        len(key.model.layer_counts),
+    )
     every_schedule = SCHEDULES if key.splits_backward else ()
     with (
         fake_process_group(0, layout.num_processes),
@@ -167,7 +171,7 @@ def _watch(modules: Sequence[Transformer], segments: list[Segment], recorder: Re
         if output.requires_grad:
             output.register_hook(lambda gradient: recorder.enter(index, BACKWARD, gradient))
 
-    first, last = modules[0], len(segments) - 1
+    first = modules[0]
     embed, layer_inputs = first.embed, first.layer_inputs
 
     def watched_embed(*args: Any) -> torch.Tensor:
@@ -192,7 +196,7 @@ def _watch(modules: Sequence[Transformer], segments: list[Segment], recorder: Re
 
         return hook
 
-    first.embed, first.layer_inputs = watched_embed, watched_inputs  # type: ignore[method-assign]
+    first.embed, first.layer_inputs = watched_embed, watched_inputs  # type: ignore[method-assign, assignment]
     for index, layer in enumerate(first.layers.values(), _FIRST_LAYER):
         layer.register_forward_hook(after_layer(index))
     for module in modules[1:]:  # without layers
@@ -200,14 +204,13 @@ def _watch(modules: Sequence[Transformer], segments: list[Segment], recorder: Re
 
 
 def _segment_of(name: str, module: Transformer, num_kinds: int) -> int:
-    """The segment of a parameter. A table that is in use at both ends of a stage is the head's."""
+    """The segment of a parameter. A table that is in use at both ends of a stage is the entry's."""
     first, _, rest = name.partition(".")
     if first == "layers":
         return _FIRST_LAYER + list(module.layers).index(rest.partition(".")[0])
     if first in module.shared:
         return _INPUTS
-    is_output = module.is_last and module.config.tied_embeddings and name == "embedding.weight"
-    return _ENTRY if first in module.entry and module.is_first and not is_output else _FIRST_LAYER + num_kinds
+    return _ENTRY if first in module.entry and module.is_first else _FIRST_LAYER + num_kinds
 
 
 def _list_parameters(
@@ -230,6 +233,9 @@ def _list_parameters(
         uses = [shared_modules(layer) for layer in modules[0].layers.values()]
         for name, parameter in module.named_parameters():
             kinds = tuple(kind for kind, shared in enumerate(uses) if name.partition(".")[0] in shared)
-            shape, flags = tuple(local_part(parameter.data).shape), (id(parameter) in deferred, id(parameter) in partial)
+            shape, flags = (
+                tuple(local_part(parameter.data).shape),
+                (id(parameter) in deferred, id(parameter) in partial),
+            )
             row = Parameter(name, shape, *units[id(parameter)], *flags, kinds)
             segments[_segment_of(name, module, num_kinds)].parameters.append(row)

@@ -125,8 +125,11 @@ class _SliceAttention(torch.autograd.Function):
 
 
 def _scaled_dot_product_attention(
-    q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, **_: Any
+    q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, **options: Any
 ) -> torch.Tensor:
+    is_grouped = q.shape[1] != k.shape[1]
+    if is_grouped and q.dtype not in (torch.bfloat16, torch.float16):  # for which GPUs have no fused kernel
+        return torch.ops.aten._scaled_dot_product_attention_math(q, k, v, attn_mask, dropout_p, is_causal, **options)[0]
     return _Attention.apply(q, k, v, attn_mask, is_causal)
 
 

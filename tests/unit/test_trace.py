@@ -1,0 +1,228 @@
+"""Traces of one microbatch, and what is composed from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.trace_memory import settings_of
+from titan_like.config.load import load_config
+from titan_like.config.schema import JobConfig
+from titan_like.metrics.flops import model_flops_per_token
+from titan_like.models.config import TransformerConfig
+from titan_like.models.registry import model_config
+from titan_like.parallel.layout import Layout, resolve_layout
+from titan_like.parallel.schedules.simulate import max_in_flight
+from titan_like.parallel.schedules.tables import SCHEDULES, schedule_table, stages_per_rank
+from titan_like.planner import trace as traces
+from titan_like.planner.occupancy import occupancy
+from titan_like.planner.predict import workload_of
+from titan_like.planner.step_memory import largest_bytes, rank_memory, step_memory
+from titan_like.planner.trace import run, trace
+from titan_like.planner.trace.key import TraceKey
+from titan_like.planner.trace.program import Moment, Program, fullest
+from titan_like.planner.traffic import Coordinates, microbatch_flops, step_traffic
+from titan_like.planner.whole_step import whole_step
+from titan_like.planner.workload import Workload
+
+Run = tuple[JobConfig, TransformerConfig, Layout]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Traces of these tests alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        where = tmp_path_factory.mktemp("traces")
+        patch.setattr(traces, "default_folder", lambda: where)
+        yield where
+
+
+def a_run(layout: str, dtype: str = "bfloat16", **overrides: Any) -> Run:
+    """A run in the words of benchmarks/trace_memory.py, with one to three layers a stage."""
+    family, flavor, seq_len, micro, microbatches, processes, *words = layout.split()
+    settings = {"training.dtype": dtype, "model.family": family, "model.flavor": flavor, "training.steps": 1}
+    settings |= {"training.seq_len": seq_len, "training.micro_batch_size": micro} | settings_of(words)
+    settings |= {f"model.overrides.{name}": value for name, value in overrides.items()}
+    degrees = ("tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree")
+    data_parallel = int(processes)
+    for degree in degrees:
+        data_parallel //= settings.get(f"parallelism.{degree}", 1)
+    settings["training.global_batch_size"] = int(micro) * int(microbatches) * data_parallel
+    config = load_config([f"--{key}={value}" for key, value in settings.items()])
+    return config, model_config(config.model), resolve_layout(config.parallelism, int(processes))
+
+
+def work_of(run: Run) -> Workload:
+    return workload_of(*run)
+
+
+# --- Keys and files ---------------------------------------------------------------------------------------------------
+
+
+def test_what_a_trace_does_not_depend_on_shares_one() -> None:
+    same = [
+        "llama debug 64 2 4 8 z3",
+        "llama debug 64 2 8 16 z1 hsdp2",
+        "llama debug 64 2 1 4 z0",
+    ]
+    assert len({TraceKey.of(work_of(a_run(layout))) for layout in same}) == 1
+    assert len({TraceKey.of(work_of(a_run(same[0], num_layers=layers))) for layers in (4, 8)}) == 1
+    others = ["llama debug 64 2 4 8 z3 pp2", "llama debug 64 2 4 8 tp2 sp", "llama debug 64 2 4 8 full"]
+    others += ["llama debug 128 2 4 8", "llama debug 64 1 4 8", "llama debug 64 2 4 8 pp2 zbv_zero_bubble"]
+    assert len({TraceKey.of(work_of(a_run(layout))) for layout in [*same, *others]}) == 7
+
+
+def test_a_trace_is_kept_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = TraceKey.of(work_of(a_run("moe debug 64 2 2 4 z2 ep2 tp2 sp full")))
+    program = trace(key, tmp_path)
+    (file,) = tmp_path.iterdir()
+    assert Program.from_json(json.loads(file.read_text())).to_json() == program.to_json()
+    traces.trace.cache_clear()
+    monkeypatch.setattr(run, "run_trace", None)
+    assert trace(key, tmp_path).to_json() == program.to_json()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"groups": {}}'])
+def test_a_damaged_file_is_traced_again(text: str, tmp_path: Path) -> None:
+    key = TraceKey.of(work_of(a_run("gpt debug 32 1 1 1")))
+    (tmp_path / key.file_name).write_text(text)
+    traces.trace.cache_clear()
+    program = trace(key, tmp_path)
+    assert json.loads((tmp_path / key.file_name).read_text()) == json.loads(json.dumps(program.to_json()))
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_but_time(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    traces.trace.cache_clear()
+    assert trace(TraceKey.of(work_of(a_run("gpt debug 32 1 1 1"))), tmp_path / "file" / "folder").layers
+
+
+def test_a_moment_is_left_out_only_where_another_one_is_always_fuller() -> None:
+    moments = [Moment(10, 0), Moment(9, 1), Moment(5, 2), Moment(4, 6), Moment(3, 6), Moment(1, 7)]
+    kept = fullest(moments)
+    for bytes_of_element in (0, 0.5, 1, 2, 4, 100):
+
+        def size(moment: Moment, each: float = bytes_of_element) -> float:
+            return moment.activations + each * moment.gradients
+
+        assert max(map(size, kept)) == max(map(size, moments))
+    assert kept == [Moment(10, 0), Moment(9, 1), Moment(4, 6), Moment(1, 7)]
+
+
+# --- What a step sends and computes -----------------------------------------------------------------------------------
+
+# Bytes that a process of rank 0 exchanges in all groups, and FLOPs of its microbatch. They were equal to formulas that
+# retold the model and the recipe, and are frozen: a change of either should be meant.
+GOLDEN = {
+    "llama llama3.1_8b 4096 1 3 8 z3": ({}, 0),
+    "llama llama3.1_8b 4096 1 4 8 z2 tp2 sp pp2": ({}, 0),
+    "llama llama3.1_8b 8192 1 2 8 cp4 ring full": ({}, 0),
+    "moe qwen3_30b_a3b 4096 1 2 8 z3 tp2 sp ep4": ({}, 0),
+    "gpt gpt2_1558m 1024 4 2 8 z1": ({}, 0),
+    "t5 v1.1_3b 512 4 4 8 tp2 pp2 nodrop": ({}, 0),
+}
+
+
+@pytest.mark.parametrize("layout", GOLDEN)
+def test_what_six_layouts_send_and_compute(layout: str) -> None:
+    work = work_of(a_run(layout, num_layers=4))
+    sent = {f"{group} {kind}": size for (group, kind), (_, size) in step_traffic(work, Coordinates(0)).items()}
+    assert (sent, microbatch_flops(work, 0)) == GOLDEN[layout]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "llama debug 64 2 2 4 z3 full",
+        "gpt debug 64 2 2 4 tp2 sp selective",
+        "moe debug 64 2 2 4 ep4 experts",
+        "bert debug 64 2 2 4 tp2 sp",
+        "t5 debug 64 2 2 4 pp2",
+        "llama debug 64 2 2 4 cp2 all_gather",
+        "llama debug 64 2 2 4 cp2 ring full",
+        "gpt debug 64 2 2 4 pp2 v2 interleaved_zero_bubble",
+    ],
+)
+def test_flops_are_those_of_the_formula(layout: str) -> None:
+    """Slices of a causal sequence skip what the mask hides, so their FLOPs are those with half the matrix."""
+    work = work_of(a_run(layout))
+    causal = work.context > 1
+    per_token = model_flops_per_token(work.model, work.seq_len, causal, work.decoder_seq_len)
+    found = sum(microbatch_flops(work, rank, causal=causal) for rank in range(work.pipeline))
+    assert found == per_token * work.tokens / work.tensor
+
+
+def test_recomputation_repeats_products() -> None:
+    plain, full = (work_of(a_run(f"llama debug 64 2 2 4 {words}")) for words in ("", "full"))
+    assert microbatch_flops(full, 0) == microbatch_flops(plain, 0)
+    assert microbatch_flops(full, 0, recomputed=True) > 1.2 * microbatch_flops(plain, 0)
+
+
+# --- Memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layout", "within"),
+    [
+        ("llama llama3.2_1b 1024 1 1 1", 0.002),
+        ("gpt debug 256 2 3 4 z0", 0.002),
+        ("llama llama3.2_1b 1024 1 2 4 z1 cp2 full", 0.005),
+        ("llama llama3.2_1b 1024 1 3 4 z2 tp2 sp selective", 0.005),
+        ("llama llama3.2_1b 1024 1 4 4 z3 pp2", 0.01),
+        ("llama llama3.2_1b 1024 1 4 4 z2 pp2 v2 interleaved_zero_bubble", 0.02),
+        ("moe debug 256 2 2 4 z3 ep2", 0.02),
+        ("t5 debug 256 2 2 4 z2 pp2", 0.02),
+    ],
+)
+def test_the_peak_is_that_of_the_whole_step(layout: str, within: float) -> None:
+    config, model, where = a_run(layout, num_layers=4)
+    work = workload_of(config, model, where)
+    for rank in range(work.pipeline):
+        whole = whole_step(config, model, where, rank * (where.num_processes // where.pipeline))
+        composed = rank_memory(work, rank)
+        assert composed.total == pytest.approx(whole.peak, rel=within)
+        assert (composed.weights, composed.optimizer) == (whole.weights, whole.optimizer)
+
+
+def test_what_a_whole_step_sends_is_what_is_composed() -> None:
+    config, model, where = a_run("moe debug 64 2 2 8 z3 ep2 tp2 sp hsdp2 full")
+    whole = whole_step(config, model, where, 0).collectives
+    sent: dict[tuple[str, str], tuple[int, int]] = {}
+    for (kind, group, _), (calls, size) in whole.items():
+        before = sent.get((group, kind), (0, 0))
+        sent[group, kind] = before[0] + calls, before[1] + size
+    composed = {
+        tuple(key): tuple(amount)
+        for key, amount in step_traffic(work_of((config, model, where)), Coordinates(0)).items()
+    }
+    del composed["tp", "all_reduce"]  # of partial gradients, after the passes
+    assert sent == composed
+
+
+def test_a_search_gets_the_largest_rank() -> None:
+    work = work_of(a_run("llama debug 64 2 8 8 z1 pp4"))
+    assert largest_bytes(work) == max(memory.total for memory in step_memory(work).values())
+
+
+@pytest.mark.parametrize(("schedule", "pipeline", "rounds"), [*product(SCHEDULES, (2, 4), (1, 2, 4))])
+def test_a_rank_holds_as_many_microbatches_as_its_table_says(schedule: str, pipeline: int, rounds: int) -> None:
+    virtual = {"interleaved_1f1b": 3, "looped_bfs": 2, "interleaved_zero_bubble": 2}.get(schedule, 1)
+    microbatches = rounds * pipeline
+    expected = max_in_flight(schedule_table(schedule, pipeline, virtual, microbatches))
+    stages = stages_per_rank(schedule, virtual)
+    for rank in range(pipeline):
+        found = occupancy(schedule, pipeline, virtual, microbatches, rank, splits_backward=True)
+        held = sum(found.counts[:, 8 * n] + found.counts[:, 8 * n + 1] for n in range(stages))
+        running = [one.kind for kinds in found.passes for one in kinds]
+        during = [running[row[8 * stages + 1 :].argmax()] == "F" for row in found.counts]
+        assert max(held + during) == expected[rank]
+
+
+def test_memory_does_not_depend_on_how_many_rounds_a_schedule_has() -> None:
+    few, many = (work_of(a_run(f"llama debug 64 2 {m} 4 pp4")) for m in (12, 64))
+    assert largest_bytes(few) == largest_bytes(many)

@@ -1,0 +1,182 @@
+"""Bytes of a stage's gradients while one backward pass runs.
+
+Gradients are fresh, in the type of computation, until their unit of communication is complete. Then they are added to
+sums over microbatches, or reduced over processes. FSDP2 keeps the input of a reduction until the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from titan_like.parallel.gradients import UNIT_BYTES
+from titan_like.planner.occupancy import NO_GRADIENTS, PassKind
+from titan_like.planner.stages import StageProgram
+from titan_like.planner.trace.program import Segment
+
+if TYPE_CHECKING:
+    from titan_like.planner.stage_memory import StageMemory
+
+
+class Keeping(NamedTuple):
+    """`Sharding` as far as the usage of a pass depends on it: not on the number of shards."""
+
+    zero_stage: int
+    wrapped: bool
+    copied: bool
+    single: tuple[str, ...]  # of `Sharding.shards`, those with one shard: gathers need no buffer
+    compute: int
+    reduce: int
+    master: int
+
+
+class Reduced(NamedTuple):
+    """A unit whose gradients are reduced, in elements before ZeRO shards them."""
+
+    elements: int = 0
+    largest_parameter: int = 0
+    last_parameter: int = 0
+    experts: int = 0  # those that other processes share, which are reduced first
+    experts_alone: bool = False  # whether no process shares them
+
+
+class Placed(NamedTuple):
+    """A segment in its stage. Elements are those of parameters before ZeRO shards them."""
+
+    segment: Segment
+    before: int  # bytes that earlier segments keep
+    later: int  # bytes that later segments leave to a second part of the backward pass, or to its end
+    experts: int  # elements that other processes share, whose gradients are reduced sooner
+    reduced: Reduced  # its unit of communication; empty outside layers
+    largest: int  # of the unit's experts, or of its other elements, whichever are gathered through a buffer
+    begins_unit: bool  # whether it is the first layer of its unit, after whose backward pass gradients are complete
+    following: int  # elements of the unit that the backward pass gathers next
+    repeats: int = 0  # equal layers before it whose moments lie between those of their neighbours
+
+    @property
+    def unit(self) -> int:
+        """Elements of its unit of communication; 0 outside layers."""
+        return self.reduced.elements
+
+
+class PassGradients:
+    """Bytes of a stage's gradients in the course of one backward pass."""
+
+    def __init__(self, stage: StageMemory, one: PassKind) -> None:
+        self.stage, self.keeping = stage, stage.keeping
+        self.reduces = self.keeping.wrapped and one.kind == "B" and (self.keeping.zero_stage >= 2 or one.is_last)
+        self.accumulated, self.retained = stage.accumulated(one.gradients)
+        self.is_first = one.gradients == NO_GRADIENTS
+        self.has_shards = stage.has_shards(one.gradients)
+        self.done = self.fresh = self.outside = 0  # elements: all so far, of the current unit, outside layers
+        self.reduced = 0
+
+    @classmethod
+    def of(cls, stage: StageMemory, one: PassKind) -> PassGradients:
+        """Before the pass."""
+        return (CopiedGradients if stage.keeping.copied else cls)(stage, one)
+
+    @property
+    def shards(self) -> int:
+        """Elements of which this pass has made the first reduced gradients."""
+        return 0 if self.has_shards else self.reduced
+
+    def during(self, part: Placed, produced: int) -> int:
+        """While a segment's pass has produced so many elements."""
+        keep = self.keeping
+        if not keep.wrapped:  # added in place to what there is
+            fresh = self.done + produced if self.is_first else min(produced, self.stage.largest_parameter)
+            return self.accumulated + keep.master * fresh
+        retained = self.retained
+        if self.reduces and 0 < part.experts < produced:
+            produced, retained = produced - part.experts, keep.reduce * part.experts
+        return self.accumulated + retained + keep.compute * (self.outside + self.fresh + produced)
+
+    def produce(self, part: Placed) -> None:
+        """A segment's pass is over."""
+        self.done += part.segment.produced * (1 + part.repeats)
+        if part.unit:
+            self.fresh += part.segment.produced
+        else:
+            self.outside += part.segment.produced
+
+    def complete(self, unit: Reduced, repeats: int = 0) -> Iterator[tuple[int, int]]:
+        """The gradients of a unit are accumulated or reduced; so are those of ``repeats`` units like it.
+
+        Yields bytes at moments of that, and the elements of which reduced gradients exist besides.
+        """
+        keep = self.keeping
+        if not keep.wrapped:
+            yield self.accumulated + keep.master * self.done * self.is_first, 0
+            return
+        produced = self.fresh or min(unit.elements, self.outside)
+        self.outside -= 0 if self.fresh else produced
+        self.fresh, rest = 0, keep.compute * self.outside
+        if not self.reduces:
+            before, sums = self.accumulated + self.retained, keep.reduce * produced * self.is_first
+            self.accumulated += sums * (1 + repeats)
+            # One parameter after the other is converted, unless sums have the type of gradients.
+            converted = sums + keep.compute * min(produced, unit.largest_parameter)
+            fresh = keep.compute * produced
+            yield before + rest + (fresh if keep.reduce == keep.compute else max(fresh, converted)), self.shards
+            return
+        had_sums = keep.zero_stage < 2 and self.accumulated > 0  # to which fresh gradients are added in place
+        parts = [(unit.experts, unit.experts_alone), (unit.elements - unit.experts, keep.zero_stage == 0)]
+        for size, alone in parts if unit.experts else parts[1:]:
+            whole, earlier, fresh = keep.reduce * size, self.shards, keep.compute * min(size, produced) * (not had_sums)
+            self.retained, self.reduced = whole, self.reduced + size
+            yield self.accumulated + rest + fresh + whole, earlier
+            if had_sums:
+                self.accumulated -= min(self.accumulated, whole)
+            if alone:  # the result is as large, and is divided once more
+                yield self.accumulated + rest + 3 * whole, earlier
+                self.accumulated += whole * (keep.zero_stage == 0)
+            else:  # FSDP2 still has a reference to the last gradient when it allocates the result
+                last = (keep.reduce if had_sums else keep.compute) * unit.last_parameter
+                yield self.accumulated + rest + last + whole, earlier + size
+        self.reduced += unit.elements * repeats
+        if keep.zero_stage == 0:
+            self.reduced = 0
+            self.accumulated += keep.reduce * unit.elements * repeats * (not had_sums)
+        elif had_sums:
+            self.accumulated -= min(self.accumulated, keep.reduce * unit.elements * repeats)
+
+
+class CopiedGradients(PassGradients):
+    """Those of `ComputeCopies`, which adds up units of at least `UNIT_BYTES`."""
+
+    def __init__(self, stage: StageMemory, one: PassKind) -> None:
+        super().__init__(stage, one)
+        self.limits = _copied_units(stage.stage, self.keeping.compute)
+
+    def during(self, part: Placed, produced: int) -> int:
+        """As in the base class."""
+        done = self.done + produced
+        taken = max((limit for limit in self.limits if limit <= done), default=0)
+        size = self.keeping.compute * (done - taken)
+        # When a unit is complete, its gradients and their sums exist.
+        for limit, before in zip(self.limits, [0, *self.limits], strict=False):
+            if self.done < limit <= done:
+                size = max(size, self.keeping.compute * (limit - before))
+        return size + (self.keeping.master * taken if self.is_first else self.accumulated)
+
+    def complete(self, unit: Reduced, repeats: int = 0) -> Iterator[tuple[int, int]]:
+        """As in the base class. The rest is added up after the pass."""
+        taken = max((limit for limit in self.limits if limit <= self.done), default=0)
+        is_over = self.done == self.stage.elements
+        sums = self.done if is_over else taken
+        summed = self.keeping.master * sums if self.is_first else self.accumulated
+        yield self.keeping.compute * (self.done - taken) + summed, 0
+
+
+def _copied_units(stage: StageProgram, element: int) -> list[int]:
+    """Numbers of elements, counted from the end of the stage, after which `ComputeCopies` adds gradients up."""
+    limits, size, done = [], 0, 0
+    for segment in reversed(stage.segments):
+        for parameter in reversed(segment.parameters):
+            if size >= UNIT_BYTES:
+                limits.append(done)
+                size = 0
+            size += element * parameter.elements
+            done += parameter.elements
+    return limits
