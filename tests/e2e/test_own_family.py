@@ -13,6 +13,14 @@ import pytest
 
 from tests.e2e.scripts import REPO, Script
 from titan_like.commands import verify
+from titan_like.config.load import load_config
+from titan_like.models.registry import model_config
+from titan_like.parallel.layout import resolve_layout
+from titan_like.planner import trace as traces
+from titan_like.planner.predict import workload_of
+from titan_like.planner.step_memory import rank_memory
+from titan_like.planner.traffic import microbatch_flops
+from titan_like.planner.whole_step import whole_step
 from titan_like.verify import verify as verify_module
 from titan_like.verify.compare import EXACT
 from titan_like.verify.verify import Verifier
@@ -109,6 +117,25 @@ def test_it_is_planned_and_run_dry(home: Path) -> None:
     found = json.loads((home / "dry.json").read_text())
     assert found["num_parameters"] == PARAMETERS
     assert found["state"]["num_parameters"] == 2 * (LAYER + 2 * HIDDEN) // 2 + HIDDEN * (VOCABULARY // 2 + 1)
+
+
+def test_it_is_traced(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step holds is that of the whole step of the recipe, and its products are those of the page's matrices."""
+    monkeypatch.syspath_prepend(home)
+    monkeypatch.setattr(traces, "default_folder", lambda: tmp_path)
+    seq_len, degrees = 256, ["tensor_parallel_degree=2", "pipeline_parallel_degree=2", "zero_stage=3"]
+    degrees.append("sequence_parallel=true")
+    options = [f"--job.config_file={home / 'primer.toml'}", *SMALL, *(f"--parallelism.{degree}" for degree in degrees)]
+    config = load_config([*options, "--training.global_batch_size=16", f"--training.seq_len={seq_len}"])
+    model, layout = model_config(config.model), resolve_layout(config.parallelism, 8)
+    work = workload_of(config, model, layout)
+    for rank in range(2):
+        assert rank_memory(work, rank).total == pytest.approx(
+            whole_step(config, model, layout, 4 * rank).peak, rel=0.03
+        )
+    layers, output, scores = 4 * (ATTENTION + MLP), VOCABULARY * HIDDEN, 4 * 2 * seq_len * HIDDEN
+    products = sum(microbatch_flops(work, rank) for rank in range(2))
+    assert products == 6 * work.tokens / 2 * (layers + output + scores)
 
 
 @pytest.mark.parametrize(

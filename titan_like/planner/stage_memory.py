@@ -248,16 +248,17 @@ def _placed(stage: StageProgram, single: tuple[str, ...]) -> list[Placed]:
 
     ``single`` is that of `Keeping`.
     """
-    units: list[tuple[Reduced, int]] = []  # by layer: its unit, and the largest part that is gathered through a buffer
-    first = 0
+    # By layer: its unit, the largest part that is gathered through a buffer, and that of the unit below.
+    units: list[tuple[Reduced, int, int]] = []
+    first, below = 0, sum([unit.elements for unit in stage.ends if unit.name])
     for count in stage.layers_per_unit:
-        units += [_unit(stage.layers[first : first + count], single, stage.sharers)] * count
-        first += count
+        unit, buffered = _unit(stage.layers[first : first + count], single, stage.sharers)
+        units += [(unit, buffered, below)] * count
+        first, below = first + count, buffered
     firsts = set(accumulate(stage.layers_per_unit, initial=0))
     segments = stage.segments
     before = list(accumulate([segment.kept for segment in segments], initial=0))
     later = list(accumulate([segment.deferred for segment in reversed(segments)], initial=0))[-2::-1]
-    table = sum([unit.elements for unit in stage.ends if unit.name])
     placed, repeats = [], 0
     for index, segment in enumerate(segments):
         layer = index - stage.first_layer
@@ -268,9 +269,8 @@ def _placed(stage: StageProgram, single: tuple[str, ...]) -> list[Placed]:
         if len(near) == 5 and all(one is segment for one in near) and {*range(layer - 2, layer + 3)} <= firsts:
             repeats += 1
             continue
-        unit, largest = units[layer]
+        unit, largest, following = units[layer]
         experts = sum([size for sharers, size in segment.elements.items() if sharers != stage.sharers])
-        following = units[layer - 1][1] if layer else table
         where = segment, before[index], later[index]
         placed.append(Placed(*where, experts, unit, largest, layer in firsts, following, repeats))
         repeats = 0
