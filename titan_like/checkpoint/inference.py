@@ -15,10 +15,11 @@ from titan_like.checkpoint.loader import load_checkpoint
 from titan_like.checkpoint.step_folders import RUN_FILE, checkpoint_folder, checkpoint_path, complete_steps
 from titan_like.config.errors import ConfigError, RunError, first_line
 from titan_like.config.schema import JobConfig
+from titan_like.data.batch import Batch
 from titan_like.models.config import TransformerConfig
-from titan_like.models.layers.visible import VisibleKeys
+from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.registry import build_model, model_config
-from titan_like.models.transformer import ModelInputs, Transformer
+from titan_like.models.transformer import Transformer
 from titan_like.parallel.apply import build_parallel_model, run_batches
 from titan_like.parallel.model import ParallelModel
 from titan_like.parallel.tensor import full_logits
@@ -132,8 +133,7 @@ class ParallelInference:
     def __call__(
         self,
         tokens: torch.Tensor,
-        positions: None = None,
-        visible: VisibleKeys | None = None,
+        document_mask: KeyRanges | None = None,
         encoder_len: int | None = None,
     ) -> torch.Tensor:
         """tokens [1, seq] → logits [1, 1, padded vocab] of the last token, the same on every process."""
@@ -141,15 +141,15 @@ class ParallelInference:
         # Messages between stages have a fixed shape, so pad; no token sees the padding.
         padding = 0, self._window - tokens.shape[1]
         padded = torch.nn.functional.pad(tokens, padding)
-        if visible is not None:
+        if document_mask is not None:
             order = torch.arange(self._window, device=tokens.device)[None]
-            end = torch.cat((visible.end, order[:, tokens.shape[1] :] + 1), 1)
-            visible = VisibleKeys(torch.nn.functional.pad(visible.first, padding), end)
+            end = torch.cat((document_mask.end, order[:, tokens.shape[1] :] + 1), 1)
+            document_mask = KeyRanges(torch.nn.functional.pad(document_mask.first, padding), end)
         found = torch.empty(1, 1, self.config.padded_vocab_size, device=tokens.device)
 
         def keep(logits: torch.Tensor, _: int) -> torch.Tensor:
             return found.copy_(full_logits(logits, slice(last, last + 1)))
 
-        self._pipeline.forward([ModelInputs(padded, None, visible, encoder_len)], keep)
+        self._pipeline.forward([Batch(padded, document_mask=document_mask, encoder_len=encoder_len)], keep)
         dist.broadcast(found, src=self._last_rank)
         return found

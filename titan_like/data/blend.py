@@ -10,9 +10,8 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-import torch
-
 from titan_like.config.errors import ConfigError
+from titan_like.data.batch import Batch
 from titan_like.data.permutation import Permutation
 from titan_like.data.source import DataRequest, Source
 
@@ -221,16 +220,16 @@ class BlendedSource(Source):
             return sum(lengths)
         return self._length_without_repetition
 
-    def sample(self, position: int) -> torch.Tensor:
-        """int64 [2, seq]."""
+    def sample(self, position: int) -> Batch:
+        """A sample of one of the sources."""
         if self.request.split == "train":
             number, index = self.blend.locate(position)
             return self.sources[number][index]
         number, index = self.blend.locate_in_order(position)
         return self.sources[number].sample(index)
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        """Sample ``index`` of the run: int64 [2, seq]."""
+    def __getitem__(self, index: int) -> Batch:
+        """Sample ``index`` of the run."""
         return self.sample(index) if self.request.split == "train" else super().__getitem__(index)
 
     @cached_property

@@ -59,8 +59,8 @@ class Chat:
     def __init__(self, spec: str, options: TokenOptions = DEFAULT_TOKENS) -> None:
         self.tokenizer, self.template = build_tokenizer(spec, options=options), read_template(spec)
 
-    def encode(self, record: Any) -> np.ndarray:
-        """The tokens of a record, int32 [tokens]: t if it is of an answer, and else -1 - t.
+    def encode(self, record: Any) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of a record and whether each is of an answer: int64 and bool [tokens].
 
         Raises:
             BadRecord: it is no conversation, has no answer, or the template does not fit it.
@@ -77,7 +77,7 @@ class Chat:
             raise BadRecord("the record holds text that cannot be tokenized, such as half a surrogate pair") from None
         if not is_answer[1:].any():
             raise BadRecord("the record has no answer")
-        return np.where(is_answer, tokens, ~tokens).astype(np.int32)
+        return tokens, is_answer
 
     def _by_texts(self, prompt: str, answer: str) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of a prompt with its answer and whether they are of the answer: int64 and bool [tokens]."""

@@ -56,12 +56,17 @@ class Job:
     cure: str = f"correct it, set data.text_key, or {SKIP}"  # of a bad line
     template: str | None = None  # of records that are conversations, whose chat template this is, or "" for none
 
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of a document: of a conversation its tokens, and where its answers begin and end, in turn."""
+        return 1 if self.template is None else 2
+
     def fingerprint(self) -> str:
         """A digest of the input: the files' paths, sizes and times of change, the tokenizer, and how files are read."""
         tokenizer = build_tokenizer(self.tokenizer, self.tokenizer_key, self.token_options)
         parts: list[object] = [_FORMAT, self.tokenizer, self.text_key, self.ends_documents]
         parts += [*self.token_options, tokenizer.first_ids, tokenizer.eod_id, tokenizer.digest]
-        parts += [] if self.template is None else [self.template]
+        parts += [] if self.template is None else [self.template, self.num_sequences]
         for path in self.files:
             stat = path.stat()
             parts.append(f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}")
@@ -76,7 +81,7 @@ class Progress:
     file: int = 0  # that is being read
     end: int = 0  # of the last piece of it that is written
     record: int = 1  # the next one of it
-    documents: int = 0
+    documents: int = 0  # of conversations, sequences
     tokens: int = 0
     open_document: int = 0  # tokens of a document of which more is to come
     bad_lines: int = 0
@@ -109,7 +114,7 @@ def tokenize_files(
     if tokens.exists() or not index.exists():  # else an interruption came after the tokens had been moved
         try:
             vocab_size = build_tokenizer(job.tokenizer, job.tokenizer_key, job.token_options).vocab_size
-            dtype = token_dtype(vocab_size) if job.template is None else DTYPES[4]  # signed, see `Chat.encode`
+            dtype = token_dtype(vocab_size) if job.template is None else DTYPES[4]  # borders may be large
             with _Output(folder, dtype, progress) as output:
                 _write_tokens(job, output, num_workers, report or tell)
             if progress.documents == 0:
@@ -119,7 +124,8 @@ def tokenize_files(
             if progress.documents == progress.open_document == 0:  # with the folder, the corrected job would be refused
                 shutil.rmtree(folder)
             raise
-        write_index(index, output.dtype, np.memmap(folder / "lengths.bin", "<i4", "r"), None)
+        lengths = np.memmap(folder / "lengths.bin", "<i4", "r")
+        write_index(index, output.dtype, lengths, range(0, len(lengths) + 1, job.num_sequences))
         os.replace(tokens, f"{prefix}.bin")
     os.replace(index, f"{prefix}.idx")
     shutil.rmtree(folder)
@@ -224,7 +230,8 @@ def _write_tokens(job: Job, output: _Output, num_workers: int, report: Callable[
             where = f"file {number + 1} of {len(sizes)}, {progress.tokens:,} tokens, {rate:,.0f} tokens/s{left}"
             report(f"tokenizing: {done:.1%}, {where}")
     if progress.bad_lines:
-        report(f"skipped {progress.bad_lines:,} of {progress.bad_lines + progress.documents:,} records")
+        records = progress.documents // job.num_sequences
+        report(f"skipped {progress.bad_lines:,} of {progress.bad_lines + records:,} records")
 
 
 Result = tuple[np.ndarray, list[int], list[tuple[int, str]]]  # tokens; documents' lengths; bad lines, and why
@@ -308,10 +315,11 @@ def _tokenize_conversations(piece: Piece, chat: Chat) -> Result:
         try:
             if isinstance(record, BadRecord):
                 raise record
-            parts.append(chat.encode(record))
+            tokens, is_answer = chat.encode(record)
+            parts += [tokens, np.flatnonzero(np.diff(is_answer, prepend=False, append=False))]
         except BadRecord as error:
             bad.append((number, str(error)))
-    return np.concatenate(parts), list(map(len, parts[1:])), bad
+    return np.concatenate(parts).astype(DTYPES[4]), list(map(len, parts[1:])), bad
 
 
 def _start_worker() -> None:

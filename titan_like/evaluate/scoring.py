@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titan_like.config.schema import JobConfig
+from titan_like.data.batch import Batch
 from titan_like.data.sentence_pairs import PairTokens, pair_tokens_of
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.tokenizer import tokenizer_of
 from titan_like.evaluate.task import Score, Window
-from titan_like.models.layers.visible import VisibleKeys
-from titan_like.models.transformer import ModelInputs
+from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.parallel.apply import run_batches
 from titan_like.parallel.collectives import Group, all_gather
 from titan_like.parallel.context import slices_of
@@ -149,22 +149,23 @@ class Scorer:
         rows = self.config.training.micro_batch_size
         inputs = torch.zeros(num_microbatches * rows, width, dtype=torch.int64)
         labels = torch.full_like(inputs, IGNORED_LABEL)
-        visible_end = torch.arange(1, width + 1).repeat(len(inputs), 1)
+        prefix_end = torch.arange(1, width + 1).repeat(len(inputs), 1)
         for row, (tokens, num_targets) in enumerate((window.tokens, window.num_targets) for window in windows):
             length = len(tokens) - 1
             inputs[row, :length] = torch.from_numpy(tokens[:-1])
             labels[row, length - num_targets : length] = torch.from_numpy(tokens[-num_targets:])
-            visible_end[row].clamp_(min=len(tokens) - num_targets)
-        parts = inputs.to(self.device).split(rows), visible_end.to(self.device).split(rows)
-        whole = zip(map(self._model_inputs, *parts), labels.to(self.device).split(rows), strict=True)
-        microbatches, targets = zip(*(self._slices.take(*pair) for pair in whole), strict=True)
+            prefix_end[row].clamp_(min=len(tokens) - num_targets)
+        parts = zip(*(x.to(self.device).split(rows) for x in (inputs, labels, prefix_end)), strict=True)
+        microbatches = [self._slices.take(self._batch(*part)) for part in parts]
         scores = torch.zeros(num_microbatches, rows, 2, dtype=torch.float64, device=self.device)
 
         def keep(logits: torch.Tensor, microbatch: int) -> torch.Tensor:
             if self._around is not None:
                 scores[microbatch, :, 0] = logits.flatten().double()
                 return logits.sum()
-            log_probability, is_right = token_scores(logits, targets[microbatch])
+            targets = microbatches[microbatch].labels
+            assert targets is not None
+            log_probability, is_right = token_scores(logits, targets)
             scores[microbatch, :, 0] = log_probability.double().sum(1)
             scores[microbatch, :, 1] = is_right.sum(1).double()
             return log_probability.sum()
@@ -172,18 +173,12 @@ class Scorer:
         self._pipeline(width).forward(microbatches, keep)
         return scores.flatten(0, 1)
 
-    def _model_inputs(self, inputs: torch.Tensor, prefix_visible_end: torch.Tensor) -> ModelInputs:
-        """The model's inputs for a microbatch of tokens [rows, width].
-
-        ``prefix_visible_end``, int64 [rows, width], is where the keys that each token sees in a prefix language model
-        end.
-        """
-        types, visible = None, None
+    def _batch(self, tokens: torch.Tensor, labels: torch.Tensor, prefix_end: torch.Tensor) -> Batch:
+        """A microbatch, int64 [rows, width] each; in a prefix language model a token sees the keys up to its end."""
         if self._around is not None:
-            types, visible = self._around.types_and_visible(inputs)
-        elif self.config.data.prefix_lm:
-            visible = VisibleKeys(torch.zeros_like(inputs), prefix_visible_end)
-        return ModelInputs(inputs, visible=visible, token_types=types)
+            return self._around.batch(tokens)
+        seen = KeyRanges(torch.zeros_like(tokens), prefix_end) if self.config.data.prefix_lm else None
+        return Batch(tokens, labels, document_mask=seen)
 
     def _pipeline(self, width: int) -> Pipeline | WholeModel:
         if width not in self._pipelines:

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache, partial
-from itertools import count, pairwise
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from titan_like.config.entry_points import load_entry
 from titan_like.config.schema import JobConfig
 from titan_like.data import blend, raw_text, shards
+from titan_like.data.batch import Batch
 from titan_like.data.indexed import IndexedDataset
 from titan_like.data.lengths import sample_length
 from titan_like.data.packed import corpus_folder, corpus_job
@@ -32,11 +33,11 @@ from titan_like.models.registry import model_config
 from titan_like.verify.samples import IGNORED
 from titan_like.verify.token_ids import ids_of_tokenizer
 
-Sample = Callable[[int], torch.Tensor]  # by its number: int64 [2, seq]
+Sample = Callable[[int], Batch]  # by its number
 
 
 class Defined:
-    """The samples of a split, int64 [2, seq] each, by their number in the run."""
+    """The samples of a split by their number in the run."""
 
     def __init__(self, sample: Sample, length: int, epoch_end: int | None = None) -> None:
         """``epoch_end``: where the first epoch ends, if not at the length."""
@@ -46,7 +47,7 @@ class Defined:
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> Batch:
         return self._sample(index)
 
 
@@ -70,7 +71,7 @@ def define(config: JobConfig, split: str) -> Defined:
 def _ordered(request: DataRequest, sample: Sample, length: int, together: int = 1) -> Defined:
     """``together`` positions at a time, each once an epoch; of held-out data in order, and then without labels."""
 
-    def get(index: int) -> torch.Tensor:
+    def get(index: int) -> Batch:
         if request.split == "train":
             (epoch, place), option = divmod(index // together, length // together), index % together
             order = Permutation(length // together, request.seed, request.part, epoch)
@@ -80,8 +81,9 @@ def _ordered(request: DataRequest, sample: Sample, length: int, together: int = 
     return Defined(get, length)
 
 
-def _without_labels(sample: torch.Tensor) -> torch.Tensor:
-    return torch.stack((sample[0], torch.full_like(sample[1], IGNORED), *sample[2:]))
+def _without_labels(sample: Batch) -> Batch:
+    of_tokens, of_sample = (None if x is None else x * 0 + IGNORED for x in (sample.labels, sample.sample_labels))
+    return sample._replace(labels=of_tokens, sample_labels=of_sample)
 
 
 def _own(request: DataRequest, is_alone: bool) -> Defined:
@@ -103,9 +105,10 @@ def _windows(request: DataRequest) -> Defined:
     return _ordered(request, lambda i: _window(tokens[i * size : (i + 1) * size + 1]), max(0, len(tokens) - 1) // size)
 
 
-def _window(tokens: Any) -> torch.Tensor:
-    """Inputs, and the same a token later."""
-    return torch.from_numpy(np.array([tokens[:-1], tokens[1:]], dtype=np.int64))
+def _window(tokens: Any) -> Batch:
+    """Tokens, and the same a token later."""
+    inputs, labels = torch.from_numpy(np.array([tokens[:-1], tokens[1:]], dtype=np.int64))
+    return Batch(inputs, labels)
 
 
 def _bounds(dataset: IndexedDataset, weights: list[float]) -> list[int]:
@@ -135,18 +138,18 @@ def _race(request: DataRequest) -> Defined:
                 labels = ["ABCD".index(answer), IGNORED, IGNORED, IGNORED]
                 rows += [(blank.replace("_", options[n]), record["article"], labels[n]) for n in range(4)]
 
-    def sample(position: int) -> torch.Tensor:
+    def sample(position: int) -> Batch:
         *texts, label = rows[position]
         one, two = (tokenizer.encode(" ".join(text.split())).tolist() for text in texts)
         one = one[: min(128, (size - 3) // 2)]
         row = [ids.first, *one, ids.separator, *two[: size - 3 - len(one)], ids.separator]
-        return torch.tensor([row + [ids.padding] * (size - len(row)), [label] + [IGNORED] * (size - 1)])
+        return Batch(torch.tensor(row + [ids.padding] * (size - len(row))), sample_labels=torch.tensor(label))
 
     return _ordered(request, sample, len(rows), together=4)
 
 
 def _conversations(request: DataRequest) -> Defined:
-    """Stored conversations, the longest first, each in the fullest sample with room for it. Below 0 is no answer.
+    """Stored conversations, the longest first, each in the fullest sample with room for it.
 
     Samples are in the order of the numbers that split the files' conversations, each by that of its first conversation.
     """
@@ -154,25 +157,36 @@ def _conversations(request: DataRequest) -> Defined:
     dataset = IndexedDataset(corpus_folder(corpus_job(section), request.cache_folder) / "tokens")
     weights, filling = [*map(float, section.split.split(","))], ids_of_tokenizer(section).end_of_document
     low, high = (sum(weights[:end]) / sum(weights) for end in (split, split + 1))
-    samples, room = list[list[tuple[int, list[int]]]](), np.full(len(dataset), size)
-    drawn = [n * 0x9E3779B97F4A7C15 % 2**64 / 2**64 for n in range(len(dataset))]
-    own = [(n, dataset[n][: size + 1].tolist()) for n, at in enumerate(drawn) if low <= at < high]
-    for n, tokens in sorted((one for one in own if max(one[1][1:]) >= 0), key=lambda one: -len(one[1])):
+    samples, room = list[list[tuple[int, list[int], list[int]]]](), np.full(len(dataset) // 2, size)
+    drawn = [n * 0x9E3779B97F4A7C15 % 2**64 / 2**64 for n in range(len(dataset) // 2)]
+    own = [(n, *_conversation(dataset, n, size + 1)) for n, at in enumerate(drawn) if low <= at < high]
+    learned = (one for one in own if set(one[2][1:]) != {IGNORED})
+    for n, tokens, labels in sorted(learned, key=lambda one: -len(one[1])):
         needed = len(tokens) - 1
         chosen = int(np.where(room >= needed, room, size + 1)[: len(samples) + 1].argmin())
         samples += [[]] * (chosen == len(samples))
-        samples[chosen] = [*samples[chosen], (n, tokens)]
+        samples[chosen] = [*samples[chosen], (n, tokens, labels)]
         room[chosen] -= needed
     samples.sort(key=lambda inside: drawn[min(inside)[0]])
 
-    def sample(position: int) -> torch.Tensor:
+    def sample(position: int) -> Batch:
         columns = list[tuple[int, int, int]]()
-        for _, tokens in samples[position]:
-            begin, pairs = len(columns), pairwise(tokens)
-            columns += [(max(now, -1 - now), after if after >= 0 else IGNORED, begin) for now, after in pairs]
-        return torch.tensor(columns + [(filling, IGNORED, len(columns))] * (size - len(columns))).T
+        for _, tokens, labels in samples[position]:
+            begin = len(columns)
+            columns += [(now, after, begin) for now, after in zip(tokens[:-1], labels[1:], strict=True)]
+        padding, filled = torch.arange(size) >= len(columns), [(filling, IGNORED, len(columns))] * (size - len(columns))
+        tokens_, labels_, starts = torch.tensor(columns + filled).T
+        return Batch(tokens_, labels_, document_starts=starts, padding_mask=padding)
 
     return _ordered(request, sample, len(samples))
+
+
+def _conversation(dataset: IndexedDataset, number: int, most: int) -> tuple[list[int], list[int]]:
+    """Tokens of a stored conversation, and the labels of those of its answers, whose borders follow it."""
+    tokens, borders = dataset[2 * number].tolist(), dataset[2 * number + 1].tolist()
+    answers = {at for begin, end in zip(borders[::2], borders[1::2], strict=True) for at in range(begin, end)}
+    labels = [token if at in answers else IGNORED for at, token in enumerate(tokens)]
+    return tokens[:most], labels[:most]
 
 
 def _blend(request: DataRequest, parts: list[Defined], weights: list[float]) -> Defined:
@@ -206,7 +220,7 @@ def _blend(request: DataRequest, parts: list[Defined], weights: list[float]) -> 
             before[source] += 1
         return [numbers[place] for place in turns]
 
-    def get(index: int) -> torch.Tensor:
+    def get(index: int) -> Batch:
         if not (is_train or is_stream) and index >= end:
             return _without_labels(get(0))
         number, reader = divmod(index, readers)
@@ -229,7 +243,7 @@ def _stream(request: DataRequest) -> Defined:
     found, held = shards.find_shards(section.paths)[0], dict[int, list[int]]()
     documents = [_documents(request, found, reader) for reader in range(readers)]
 
-    def get(index: int) -> torch.Tensor:
+    def get(index: int) -> Batch:
         number, reader = divmod(index, readers)
         tokens, begin = held.setdefault(reader, []), number * seq_len
         while len(tokens) <= begin + seq_len:
@@ -240,7 +254,7 @@ def _stream(request: DataRequest) -> Defined:
         return _window(tokens[begin : begin + seq_len + 1])
 
     has_weight = float(section.split.split(",")[SPLITS.index(request.split)]) > 0
-    has_any = request.split == "train" or (has_weight and any((get(i)[1] != IGNORED).any() for i in range(readers)))
+    has_any = request.split == "train" or (has_weight and any((get(i).labels != IGNORED).any() for i in range(readers)))
     return Defined(get, UNKNOWN_LENGTH if has_any else 0)
 
 

@@ -14,9 +14,11 @@ import torch
 from torch.utils.data import Dataset
 
 from titan_like.config.schema import Data, JobConfig, Training
+from titan_like.data.batch import Batch
 from titan_like.data.lengths import sample_length
 from titan_like.data.masks import Masks, masks_of
 from titan_like.data.packed import token_fingerprint
+from titan_like.data.sentence_pairs import PairTokens
 from titan_like.data.tokenizer import Tokenizer
 from titan_like.models.config import NUM_OPTIONS
 from titan_like.models.registry import model_config
@@ -32,10 +34,8 @@ _EMPTY_BATCH = 2  # index of the global batch in which one data-parallel rank ha
 
 
 @dataclass(frozen=True)
-class Samples(Dataset[torch.Tensor]):
-    """Sample i, int64 [2, seq] (inputs and labels), is a function of the seed and i alone.
-
-    With ``has_padding``, [3, seq]: with the place where each token's document begins. The last one is then padding.
+class Samples(Dataset[Batch]):
+    """Sample i is a function of the seed and i alone.
 
     An index past the end gives a sample without labels, as validation expects.
     """
@@ -54,7 +54,7 @@ class Samples(Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return self.size
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> Batch:
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + index) % 2**63)
         tokens = torch.randint(self.vocab_size, (self.seq_len + 1,), generator=generator)
         if self.has_documents:
@@ -74,23 +74,22 @@ class Samples(Dataset[torch.Tensor]):
             size, begins = self.seq_len - index % 4 * self.seq_len // 6, tokens[:-1].roll(1) == END_OF_DOCUMENT
             starts = torch.where(begins, positions, 0).cummax(0).values
             inputs[size:], labels[size:], starts[size:] = END_OF_DOCUMENT, IGNORED, size
-            return torch.stack((inputs, labels, starts))
-        return self._option(inputs, labels, index) if self.has_options else torch.stack((inputs, labels))
+            return Batch(inputs, labels, document_starts=starts, padding_mask=positions >= size)
+        return self._option(inputs, labels, index) if self.has_options else Batch(inputs, labels)
 
-    def _option(self, tokens: torch.Tensor, labels: torch.Tensor, index: int) -> torch.Tensor:
-        """One option of a question, two sentences of random tokens. The first option's first label is the answer."""
+    def _option(self, tokens: torch.Tensor, labels: torch.Tensor, index: int) -> Batch:
+        """One option of a question, two sentences of random tokens. The first option's label is the answer."""
         text = torch.where((tokens == FIRST) | (tokens == SEPARATOR), self.vocab_size - 1, tokens)
         length = self.seq_len - index % 3
         text[0], text[1 + index % (length - 3)], text[length - 1], text[length:] = FIRST, SEPARATOR, SEPARATOR, PADDING
-        answers = torch.full_like(labels, IGNORED)
-        if index % NUM_OPTIONS == 0 and (labels != IGNORED).any():
-            answers[0] = index // NUM_OPTIONS * 7 % NUM_OPTIONS
-        return torch.stack((text, answers))
+        has_answer = index % NUM_OPTIONS == 0 and bool((labels != IGNORED).any())
+        answer = torch.tensor(index // NUM_OPTIONS * 7 % NUM_OPTIONS if has_answer else IGNORED)
+        return PairTokens(FIRST, SEPARATOR, PADDING).batch(text, sample_labels=answer)
 
     @property
     def fingerprint(self) -> str:
         """Identifies this data in checkpoints."""
-        return token_fingerprint(torch.stack([self[index] for index in range(4)]).flatten().numpy())
+        return token_fingerprint(torch.cat([self[index].tokens for index in range(4)]).numpy())
 
     def drawn(self, num_samples: int) -> dict[str, float]:
         """Nothing: these samples are not a blend."""

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from titan_like.checkpoint.saver import Tensors
+from titan_like.data.batch import Batch, map_tensors
 from titan_like.data.loader import BackgroundLoader
 from titan_like.data.masks import MaskedSamples
 from titan_like.metrics.record import StepRecord
@@ -68,13 +69,13 @@ class WatchedTrainer(Trainer):
     def _load_data(self) -> BackgroundLoader:
         return cast(BackgroundLoader, self._watched(super()._load_data()))
 
-    def _watched(self, loader: BackgroundLoader) -> Iterator[torch.Tensor]:
+    def _watched(self, loader: BackgroundLoader) -> Iterator[Batch]:
         with closing(loader):
             for batch in loader:
-                self.drawn.append([self.known.get(digest(sample), -1) for sample in batch])
+                self.drawn.append([self.known.get(digest(sample), -1) for sample in samples_of(batch)])
                 yield batch
 
-    def train_step(self, data: Iterator[torch.Tensor]) -> IssuedStep:
+    def train_step(self, data: Iterator[Batch]) -> IssuedStep:
         """Take one step and record its samples."""
         self.drawn = []
         issued = super().train_step(data)
@@ -96,7 +97,15 @@ class WatchedTrainer(Trainer):
         return records
 
 
-def digest(tensor: torch.Tensor) -> str:
-    """A hash of a tensor's bytes: equal exactly for tensors that are equal bit for bit."""
-    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+def samples_of(batch: Batch) -> list[Batch]:
+    """The samples that a loader has collated."""
+    return [map_tensors(lambda x, n=n: x[n], batch) for n in range(len(batch.tokens))]  # type: ignore[misc]
+
+
+def digest(value: Any) -> str:
+    """A hash of a tensor's bytes, or of a sample's fields: equal exactly for those that are equal bit for bit."""
+    if isinstance(value, torch.Tensor):
+        data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    else:
+        data = repr(tuple(map(digest, value)) if isinstance(value, tuple) else value).encode()
     return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -13,6 +13,7 @@ import torch
 
 from tests.distributed.mutations import bug
 from titan_like.data import conversations, open_source, packed, race, source, stream, stream_reader
+from titan_like.data.batch import Batch
 from titan_like.data.blend import Blend, BlendedSource, Share
 from titan_like.data.conversations import ConversationSource
 from titan_like.data.indexed import IndexedDataset
@@ -236,19 +237,18 @@ def the_end_hides_tokens() -> Iterator[None]:
         yield
 
 
-@bug(ConversationSource, "_tokens")
-def questions_are_learned_too(original: Any, self: ConversationSource, number: int) -> np.ndarray:
+@bug(ConversationSource, "_read")
+def questions_are_learned_too(original: Any, self: ConversationSource, number: int) -> tuple[torch.Tensor, ...]:
     """Every token of a conversation is a label."""
-    marked = original(self, number)
-    return np.where(marked < 0, ~marked, marked)
+    tokens, is_answer = original(self, number)
+    return tokens, torch.ones_like(is_answer)
 
 
 @bug(ConversationSource, "sample")
-def conversations_are_one_document(original: Any, self: ConversationSource, position: int) -> torch.Tensor:
+def conversations_are_one_document(original: Any, self: ConversationSource, position: int) -> Batch:
     """The conversations of a sample see each other."""
     sample = original(self, position)
-    sample[2] = 0
-    return sample
+    return sample._replace(document_starts=torch.zeros_like(sample.document_starts))
 
 
 @bug(conversations, "pack")

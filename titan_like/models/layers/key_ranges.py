@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _BLOCK = 128  # queries, and keys, in a block of FlexAttention
 
 
-class VisibleKeys(NamedTuple):
+class KeyRanges(NamedTuple):
     """Query i sees the keys from ``first[i]`` up to, but not including, ``end[i]``, and always itself."""
 
     first: torch.Tensor  # int64 [batch, queries]
@@ -28,7 +28,7 @@ class VisibleKeys(NamedTuple):
         keys = torch.arange(self.first.shape[1], device=self.first.device)
         return ((keys >= self.first[..., None]) & (keys < self.end[..., None]))[:, None]
 
-    def with_blocks(self, num_keys: int | None = None) -> VisibleKeys:
+    def with_blocks(self, num_keys: int | None = None) -> KeyRanges:
         """The same intervals with their `BlockMask`, which one microbatch needs once, for all layers.
 
         ``num_keys`` differs from the number of queries where those are a slice of the sequence.
