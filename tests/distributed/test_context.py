@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.distributed.launch import base_config, collect, losses_of_layouts, plain_adamw
 from tests.distributed.layouts import pipeline, zero
 from titan_like.data.batch import Batch, collate
-from titan_like.data.masks import MaskedSamples
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.parallel.collectives import Group
@@ -168,7 +167,7 @@ def test_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, steps: int) 
     run = prepare_run(resolve_settings(base_config(tmp_path, settings), 1))
     theirs, section = theirs.double().train(), run.config.optimizer
     optimizer = plain_adamw(theirs, section)
-    samples, expected = MaskedSamples(run.datasets["train"], run.masks), []
+    samples, expected = run.masks.over(run.datasets["train"]), []
     for step in range(steps):
         inputs, labels, *_ = collate([samples[index] for index in range(4 * step, 4 * step + 4)])
         loss = F.cross_entropy(theirs(input_ids=inputs).logits.flatten(0, 1), labels.flatten(), ignore_index=-100)

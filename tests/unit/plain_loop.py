@@ -13,7 +13,6 @@ from tests.unit.hugging_face_cases import reference_of
 from titan_like.config import load_config
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch, collate
-from titan_like.data.masks import MaskedSamples
 from titan_like.models.registry import build_model
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import Run, prepare_run
@@ -76,7 +75,7 @@ def plain_losses(run: Run, theirs: nn.Module, terms_of: Callable[[Batch], list[t
         {"params": vectors, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps)
-    samples, found = MaskedSamples(run.datasets["train"], run.masks), []
+    samples, found = run.masks.over(run.datasets["train"]), []
     for step in range(STEPS):
         batch = collate([samples[index] for index in range(step * BATCH, (step + 1) * BATCH)])
         terms = terms_of(batch)

@@ -24,7 +24,6 @@ from titan_like.data import masks
 from titan_like.data.batch import Batch, collate
 from titan_like.data.lengths import raw_length, span_counts
 from titan_like.data.masked_tokens import MaskedTokens, masked_tokens_of
-from titan_like.data.masks import MaskedSamples
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.span_corruption import noise_mask
 from titan_like.data.tokenizer import ByteTokenizer
@@ -54,7 +53,7 @@ def are_as_described(objective: str, seed: int = 5) -> bool:
     config = load_config([*OBJECTIVES[objective], f"--job.seed={seed}"])
     small = shrink(config, resolve(config, None), 3).config
     samples = training_samples(small)
-    made, rows = MaskedSamples(samples, masks_of_run(small)), range(40)
+    made, rows = masks_of_run(small).over(samples), range(40)
     ids = ids_of_samples(model_config(small.model).vocab_size)
     return all(digest(made[index]) == digest(sample_of(samples, small, ids, index)) for index in rows)
 

@@ -34,7 +34,7 @@ INPUTS = [1, 2, EOD, 3, EOD, EOD, 4, 5, 6, 7]  # documents: 1 2 E | 3 E | E | 4 
 def rows(index: int = 0, **settings: object) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(labels, positions, mask [seq, seq]) of one sample."""
     samples = {index: Batch(*torch.tensor([INPUTS, [*INPUTS[1:], 8]]))}
-    made = Masks(Data(**settings), EOD, SEED).sample(samples, index)
+    made = Masks(Data(**settings), EOD, SEED).over(samples)[index]
     assert made.tokens.tolist() == INPUTS
     mask = None if made.document_mask is None else collate([made]).document_mask.mask()[0, 0]
     return made.labels, made.positions, mask
@@ -203,7 +203,7 @@ def test_packed_documents_equal_separate_ones(family: str) -> None:
         document[-1] = 256
     packed = torch.cat(documents)
     masks = Masks(Data(reset_position_ids=True, reset_attention_mask=True), 256, SEED)
-    batch = collate([masks.sample([Batch(packed, packed)], 0)])
+    batch = collate([masks.over([Batch(packed, packed)])[0]])
     together = model(batch.tokens, **model_fields(batch))[0, :, :256]
     weight = torch.randn(together.shape, generator=generator, dtype=torch.float64)
     (together * weight).sum().backward()
@@ -260,7 +260,7 @@ def memory(kind):
 
 pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
 before = memory("VmRSS")
-batch = collate([masks.sample([Batch(tokens, tokens)], 0)])
+batch = collate([masks.over([Batch(tokens, tokens)])[0]])
 core(q, k, v, batch.document_mask).sum().backward()
 print(memory("VmHWM") - before)
 """

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data.batch import Batch, collate
-from titan_like.data.masks import MaskedSamples, Masks, masks_of
+from titan_like.data.masks import Masks, masks_of
 from titan_like.data.open_source import open_data
 from titan_like.data.sentence_pairs import PairTokens, SentencePairs
 from titan_like.data.source import IGNORED_LABEL
@@ -126,7 +126,7 @@ def test_tokens_are_masked_within_pairs_and_the_rest_follows_from_the_inputs() -
         def __getitem__(self, index: int) -> Batch:
             return Batch(text, text)
 
-    batch = collate([MaskedSamples(Text(), masks)[index] for index in range(20)])
+    batch = collate([masks.over(Text())[index] for index in range(20)])
     before = collate([masks.pairs.make(Text(), index, 3) for index in range(20)])
     assert torch.equal(batch.sample_labels, before.sample_labels) and set(batch.sample_labels.tolist()) == {0, 1}
     chosen = batch.labels != IGNORED_LABEL

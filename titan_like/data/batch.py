@@ -9,8 +9,10 @@ the fields of `Batch` and more.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from titan_like.models.layers.cross_entropy import IGNORED_LABEL
@@ -49,6 +51,8 @@ def collate(samples: Sequence[B]) -> B:
 
     def stack(*values: Any) -> Any:
         first = values[0]
+        if len(set(map(type, values))) > 1:
+            raise ValueError("the samples of a batch have different fields")
         if isinstance(first, torch.Tensor):
             return torch.stack(values)
         return type(first)(*map(stack, *values)) if isinstance(first, tuple) else first
@@ -66,12 +70,15 @@ def model_fields(batch: Batch) -> dict[str, Any]:
     return {name: field for name, field in batch._asdict().items() if field is not None and name != "tokens"}
 
 
+def arrays_of(sample: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and labels of a sample, int64 [seq] each."""
+    assert sample.labels is not None
+    return sample.tokens.numpy(), sample.labels.numpy()
+
+
 def without_labels(sample: B) -> B:
-    """A sample, or a batch, that carries no loss."""
-
-    def ignored(labels: torch.Tensor | None) -> torch.Tensor | None:
-        return None if labels is None else torch.full_like(labels, IGNORED_LABEL)
-
+    """The same sample without loss."""
+    ignored = partial(map_tensors, lambda x: torch.full_like(x, IGNORED_LABEL))
     return sample._replace(labels=ignored(sample.labels), sample_labels=ignored(sample.sample_labels))
 
 

@@ -26,7 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.data.batch import Batch, collate
-from titan_like.data.masks import MaskedSamples
+from titan_like.data.masks import Masks
 from titan_like.data.source import Source
 
 State = dict[str, list[int]]  # of a dataset; see `titan_like.data.source.Source.state_dict`
@@ -65,7 +65,7 @@ class _Batches(Dataset[Batch]):
             return error
 
     def state_dict(self) -> State | None:
-        return self.dataset.state_dict() if isinstance(self.dataset, MaskedSamples | Source) else None
+        return self.dataset.state_dict() if isinstance(self.dataset, Masks | Source) else None
 
     def load_state_dict(self, state: State) -> None:
         """Torchdata asks only classes with this method for their state."""

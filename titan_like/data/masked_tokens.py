@@ -14,7 +14,7 @@ import torch
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Data
-from titan_like.data.batch import Batch
+from titan_like.data.batch import Batch, arrays_of
 from titan_like.data.permutation import sample_generator
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.tokenizer import Tokenizer, check_ids
@@ -40,8 +40,7 @@ class MaskedTokens:
 
         A position to which the dataset gives no label is not chosen.
         """
-        assert sample.labels is not None
-        inputs, given = sample.tokens.numpy(), sample.labels.numpy()
+        inputs, given = arrays_of(sample)
         random = sample_generator(b"masked tokens", seed, index)
         can_be = np.isin(inputs, self.ordinary) & (given != IGNORED_LABEL)
         chosen = self._choose(inputs, can_be, random)

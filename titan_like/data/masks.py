@@ -12,7 +12,7 @@ section 3.2.1). With `reset_attention_mask` each document of a sample has a pref
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.utils.data import Dataset
@@ -31,54 +31,45 @@ MASK_SETTINGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", 
 
 
 @dataclass(frozen=True)
-class Masks:
-    """What the objective and [data] ask for beyond causal language modelling: from a dataset's sample to the run's."""
+class Masks(Dataset[Batch]):
+    """A run's samples: a dataset's, with what the objective and [data] ask for beyond causal language modelling."""
 
     section: Data
     eod_id: int | None  # None if the section does not need it
     seed: int
     objective: MaskedTokens | SpanCorruption | None = None  # None: the labels are a dataset's, the next tokens
     pairs: SentencePairs | None = None  # of an objective over pairs of sentences
+    samples: Samples = ()  # the dataset's
 
-    def sample(self, samples: Samples, index: int) -> Batch:
-        """Sample ``index`` of the run, made of a dataset's ``samples``."""
+    def over(self, samples: Samples) -> Masks:
+        """The samples of a run on this dataset."""
+        return replace(self, samples=samples)
+
+    def __getitem__(self, index: int) -> Batch:
+        """Sample ``index`` of the run."""
+        section, samples = self.section, self.samples
         sample = samples[index] if self.pairs is None else self.pairs.make(samples, index, self.seed)
         if self.objective is not None:
             sample = self.objective.apply(sample, self.seed, index)
-        section, tokens, labels = self.section, sample.tokens, sample.labels
-        has_ranges = section.reset_attention_mask or section.prefix_lm
+        tokens, labels, starts = sample.tokens, sample.labels, sample.document_starts
+        sample, has_ranges = sample._replace(document_starts=None), section.reset_attention_mask or section.prefix_lm
         if labels is None or not (section.reset_position_ids or has_ranges or section.eod_mask_loss):
-            return sample._replace(document_starts=None)
-        order, starts = torch.arange(len(tokens)), sample.document_starts
-        eod_id = -1 if self.eod_id is None else self.eod_id  # no token
-        if starts is None:
-            starts = document_starts(tokens, eod_id)
+            return sample
+        order, eod_id = torch.arange(len(tokens)), -1 if self.eod_id is None else self.eod_id  # -1 is no token
+        starts = document_starts(tokens, eod_id) if starts is None else starts
         if section.eod_mask_loss:
             labels = labels.masked_fill(tokens == eod_id, IGNORED_LABEL)
-        first = starts if section.reset_attention_mask else torch.zeros_like(order)
-        end = order + 1
+        if section.reset_position_ids:
+            sample = sample._replace(positions=order - starts)
+        first, end = starts if section.reset_attention_mask else torch.zeros_like(order), order + 1
         if section.prefix_lm:
             prefix_end = prefix_ends(first, self.seed, index)
             if section.prefix_lm_loss == "targets":
                 labels = labels.masked_fill(end < prefix_end, IGNORED_LABEL)
             end = torch.maximum(end, prefix_end)
         return sample._replace(
-            labels=labels,
-            positions=order - starts if section.reset_position_ids else sample.positions,
-            document_mask=KeyRanges(first, end) if has_ranges else sample.document_mask,
-            document_starts=None,
+            labels=labels, document_mask=KeyRanges(first, end) if has_ranges else sample.document_mask
         )
-
-
-class MaskedSamples(Dataset[Batch]):
-    """The samples of a run: a dataset's, with what `Masks` makes of them."""
-
-    def __init__(self, samples: Samples, masks: Masks) -> None:
-        self.samples, self.masks = samples, masks
-
-    def __getitem__(self, index: int) -> Batch:
-        """Sample ``index`` of the run."""
-        return self.masks.sample(self.samples, index)
 
     def state_dict(self) -> dict[str, list[int]] | None:
         """That of the dataset; see `titan_like.data.source.Source.state_dict`."""

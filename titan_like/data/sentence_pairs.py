@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from titan_like.config.errors import ConfigError
-from titan_like.data.batch import Batch, without_labels
+from titan_like.data.batch import Batch, arrays_of, without_labels
 from titan_like.data.permutation import sample_generator
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.tokenizer import Tokenizer, check_ids
@@ -65,11 +65,6 @@ class PairTokens:
 _Arrays = tuple[np.ndarray, np.ndarray]
 
 
-def _arrays(sample: Batch) -> _Arrays:
-    assert sample.labels is not None
-    return sample.tokens.numpy(), sample.labels.numpy()
-
-
 @dataclass(frozen=True)
 class SentencePairs:
     """Makes pairs of sentences from windows of text."""
@@ -86,7 +81,7 @@ class SentencePairs:
         two tokens of text has no class.
         """
         random = sample_generator(b"sentence pairs", seed, index)
-        given = _arrays(samples[index])
+        given = arrays_of(samples[index])
         seq_len = len(given[0])
         text, has_label = self._text(given, seq_len - ADDED, random)
         cut = 1 + int(random.random() * (len(text) - 1))
@@ -133,7 +128,7 @@ class SentencePairs:
         """Tokens and labels of a sample other than ``given``, or ``given`` itself if there is no other."""
         drawn = int(random.random() * len(samples))
         for number in (drawn, drawn + 1):
-            other = _arrays(samples[number % len(samples)])
+            other = arrays_of(samples[number % len(samples)])
             if not np.array_equal(other[0], given[0]):
                 break
         return other

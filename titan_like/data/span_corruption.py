@@ -15,7 +15,7 @@ import torch
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
-from titan_like.data.batch import Batch
+from titan_like.data.batch import Batch, arrays_of
 from titan_like.data.lengths import SampleLength, sample_length, span_counts
 from titan_like.data.permutation import sample_generator
 from titan_like.data.source import IGNORED_LABEL
@@ -40,8 +40,7 @@ class SpanCorruption:
         whose token has no label in the dataset. For this rule a sentinel counts as the token after it, and the end
         token as the last token of the window.
         """
-        assert sample.labels is not None
-        tokens, given = sample.tokens.numpy(), sample.labels.numpy()
+        tokens, given = arrays_of(sample)
         is_noise = noise_mask(len(tokens), self.num_noise, len(self.sentinel_ids), seed, index)
         begins = is_noise.copy()
         begins[1:] &= ~is_noise[:-1]

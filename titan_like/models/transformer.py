@@ -14,6 +14,8 @@ from titan_like.models.layers.cross_entropy import TokenLoss
 from titan_like.models.layers.init import fill_normal
 from titan_like.models.layers.key_ranges import KeyRanges
 
+Labels = torch.Tensor | None
+
 
 class TiedOutput(nn.Module):
     """The output matrix of a model with tied embeddings (arXiv 1608.05859). It has no parameters of its own."""
@@ -133,23 +135,19 @@ class Transformer(nn.Module):
         encoder_len: int | None = None,
         token_types: torch.Tensor | None = None,
         padding_mask: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        sample_labels: torch.Tensor | None = None,
+        labels: Labels = None,
+        sample_labels: Labels = None,
         loss_factors: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """tokens [batch, seq] → what `predict` returns: logits [batch, seq, padded vocab] in most families.
 
-        With ``loss_factors``, [heads] → the losses of `loss`, [heads].
+        With ``loss_factors`` → the losses of `loss`, [heads].
 
-        The other arguments are the fields of a batch (`titan_like.data.batch.Batch`); a stage that is not the first
-        takes hidden states [batch, seq, hidden] in place of tokens, and one that is not the last returns them. A family
-        that needs a field of its own overrides this method and takes it as one more argument.
-
-        ``positions``, [batch, seq], default to 0 … seq - 1, and ``document_mask`` to causal attention, or to all keys
-        in a bidirectional model. Layers get ``document_mask`` as their last argument, if it is given, and `embed` gets
-        ``token_types``, [batch, seq]. ``padding_mask``, [batch, seq], goes to the layers that say they take it.
-
-        With ``encoder_len`` the first tokens are an encoder's, and predictions and losses are those of the others.
+        The arguments are the fields of a `titan_like.data.batch.Batch`; a family with a field of its own takes one
+        more. A stage that is not the first takes hidden states [batch, seq, hidden] in place of tokens. One that is not
+        the last returns them. Layers get ``document_mask`` as their last argument, if it is given, `embed` gets
+        ``token_types``, and ``padding_mask`` goes to the layers that say they take it. With ``encoder_len`` the first
+        tokens are an encoder's, and predictions and losses are those of the others.
         """
         if positions is None:
             seq_len = x.shape[1] * (1 if self.is_first else self.sequence_shards)
@@ -180,13 +178,7 @@ class Transformer(nn.Module):
             x = self.get_submodule(name)(x)
         return self.logits(x)
 
-    def loss(
-        self,
-        x: torch.Tensor,
-        factors: torch.Tensor,
-        labels: torch.Tensor | None,
-        sample_labels: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def loss(self, x: torch.Tensor, factors: torch.Tensor, labels: Labels, sample_labels: Labels) -> torch.Tensor:
         """Hidden states after the last layer → the summed loss of each head times its factor, [heads].
 
         ``labels``, [batch, seq], are those of tokens, and ``sample_labels``, [batch], those of whole samples.

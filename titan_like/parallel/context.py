@@ -50,25 +50,19 @@ class Slices:
         keys have in the whole sequence. `ulysses` puts sequences together again, so its masks stay whole. On a GPU
         masks get the blocks that FlexAttention takes, but those of a ring, which does not use it.
         """
-        length, on_gpu = batch.tokens.shape[1], batch.tokens.is_cuda
+        length, first, method = batch.tokens.shape[1], batch.encoder_len or 0, self.method
         if self.size > 1:
-            batch = self._cut(batch)
-        if batch.document_mask is not None and on_gpu and (self.size == 1 or self.method != "ring"):
+            encoder, rest = (places_of(n, self.size, self.rank) for n in (first, length - first))
+            local, whole = (torch.cat((encoder, x)).to(batch.tokens.device) for x in (rest, rest + first))
+            cut = map_tensors(lambda x: x[:, whole] if x.ndim > 1 else x, batch)
+            batch = cut._replace(
+                positions=local if batch.positions is None else cut.positions,
+                document_mask=batch.document_mask if method == "ulysses" else cut.document_mask,
+                encoder_len=None if batch.encoder_len is None else first // self.size,
+            )
+        if batch.document_mask is not None and batch.tokens.is_cuda and (self.size == 1 or method != "ring"):
             batch = batch._replace(document_mask=batch.document_mask.with_blocks(length))
         return batch
-
-    def _cut(self, batch: B) -> B:
-        length, first = batch.tokens.shape[1], batch.encoder_len or 0
-        encoder, rest = (places_of(n, self.size, self.rank) for n in (first, length - first))
-        positions, places = (
-            x.to(batch.tokens.device) for x in (torch.cat((encoder, rest)), torch.cat((encoder, rest + first)))
-        )
-        cut = map_tensors(lambda x: x[:, places] if x.ndim > 1 else x, batch)
-        return cut._replace(
-            positions=positions if batch.positions is None else cut.positions,
-            document_mask=batch.document_mask if self.method == "ulysses" else cut.document_mask,
-            encoder_len=None if batch.encoder_len is None else first // self.size,
-        )
 
 
 def slices_of(config: JobConfig, model: TransformerConfig, mesh: DeviceMesh) -> Slices:

@@ -20,7 +20,6 @@ from titan_like.data.batch import Batch, count_tokens, num_labels, to_device
 from titan_like.data.batch_size import global_batch_size_at
 from titan_like.data.lengths import sample_length
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
-from titan_like.data.masks import MaskedSamples
 from titan_like.metrics.console import format_log_line, format_sources, parameters_told
 from titan_like.metrics.flops import ThroughputMeter
 from titan_like.metrics.hardware import device_name, peak_memory_bytes, peak_tflops
@@ -383,7 +382,7 @@ class Trainer(ValidatedState):
     def _load_data(self) -> BackgroundLoader:
         config = self.config
         sampler = GlobalSampler(self.consumed_samples, config.training.micro_batch_size, self.dp_rank, self.dp_size)
-        samples = MaskedSamples(self.run.datasets["train"], self.run.masks)
+        samples = self.run.masks.over(self.run.datasets["train"])
         self.data = BackgroundLoader(samples, sampler, config.data.num_workers, self.run.device)
         return self.data
 

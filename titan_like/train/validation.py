@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from titan_like.data.batch import Batch, num_labels, to_device
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
-from titan_like.data.masks import MaskedSamples
 from titan_like.evaluate.scoring import Scorer
 from titan_like.evaluate.tasks import run_tasks
 from titan_like.metrics.console import format_validation
@@ -89,7 +88,7 @@ class ValidatedState(TrainingState):
             sampler = GlobalSampler(
                 0, config.training.micro_batch_size, self.dp_rank, self.dp_size, last_sample=-(-wanted // unit) * unit
             )
-            samples, workers = MaskedSamples(dataset, self.run.masks), config.data.num_workers
+            samples, workers = self.run.masks.over(dataset), config.data.num_workers
             self.validation_data = BackgroundLoader(samples, sampler, workers, self.run.device, repeats=True)
         else:
             self.validation_data.start()

@@ -21,7 +21,7 @@ from titan_like.data import blend, raw_text, shards, stream_reader
 from titan_like.data.batch import Batch
 from titan_like.data.blend import shares_of
 from titan_like.data.loader import BackgroundLoader, GlobalSampler, State, merge_states
-from titan_like.data.masks import MaskedSamples
+from titan_like.data.masks import Masks
 from titan_like.data.packed import corpus_folder, corpus_job
 from titan_like.models.registry import model_config
 from titan_like.train.setup import open_run_data
@@ -117,7 +117,7 @@ def compare_with_definition(config: JobConfig) -> Found:
                 copies = [pickle.loads(stored) for _ in range(ranks)]
                 for copy in copies:
                     copy.load_state_dict(state)
-                masked = [MaskedSamples(copy, masks) for copy in copies]
+                masked = list(map(masks.over, copies))
                 samples, reached = read(masked, first, size, micro_batch, workers)
                 state = reached if size < _WINDOW else {}
                 found = dict(enumerate(samples, start=first))
@@ -129,9 +129,7 @@ def compare_with_definition(config: JobConfig) -> Found:
     return Found(f"samples {', '.join(covered)}")
 
 
-def read(
-    copies: list[MaskedSamples], first: int, size: int, micro_batch: int, workers: int
-) -> tuple[list[Batch], State]:
+def read(copies: list[Masks], first: int, size: int, micro_batch: int, workers: int) -> tuple[list[Batch], State]:
     """The samples that ranks with a copy of the data each take, in the order of the stream, and the state of the data
     after them.
     """

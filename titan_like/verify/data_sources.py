@@ -30,7 +30,7 @@ from titan_like.data.registry import find_dataset
 from titan_like.data.source import SPLITS, UNKNOWN_LENGTH, DataRequest, Source
 from titan_like.data.tokenizer import tokenizer_of
 from titan_like.models.registry import model_config
-from titan_like.verify.samples import IGNORED
+from titan_like.verify.samples import IGNORED, lists_of
 from titan_like.verify.token_ids import ids_of_tokenizer
 
 Sample = Callable[[int], Batch]  # by its number
@@ -254,7 +254,9 @@ def _stream(request: DataRequest) -> Defined:
         return _window(tokens[begin : begin + seq_len + 1])
 
     has_weight = float(section.split.split(",")[SPLITS.index(request.split)]) > 0
-    has_any = request.split == "train" or (has_weight and any((get(i).labels != IGNORED).any() for i in range(readers)))
+    has_any = request.split == "train" or (
+        has_weight and any(set(lists_of(get(i))[1]) != {IGNORED} for i in range(readers))
+    )
     return Defined(get, UNKNOWN_LENGTH if has_any else 0)
 
 

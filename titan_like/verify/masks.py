@@ -27,7 +27,7 @@ from titan_like.models.llama.config import LlamaConfig
 from titan_like.models.llama.model import Llama
 from titan_like.models.registry import model_config
 from titan_like.models.transformer import Transformer, replace_forward
-from titan_like.verify.samples import IGNORED, has_masks
+from titan_like.verify.samples import IGNORED, has_masks, lists_of
 from titan_like.verify.token_ids import TokenIds, ids_of_samples
 
 _Mask = torch.Tensor | None
@@ -170,7 +170,7 @@ def _by_rank(values: np.ndarray) -> list[int]:
 
 def _without_spans(sample: Batch, index: int, config: JobConfig, ids: TokenIds) -> Batch:
     """[raw] → [seq]. Texts and spans alternate, and both are cut at random places into as many pieces."""
-    (tokens, given), section = _lists(sample), config.data
+    (tokens, given), section = lists_of(sample), config.data
     random = _generator(b"span corruption", config.job.seed, index)
     num_noise = max(1, round(len(tokens) * section.noise_density))
     num_spans = max(1, round(num_noise / section.mean_noise_span_length))
@@ -214,7 +214,7 @@ def _with_masked_tokens(sample: Batch, index: int, config: JobConfig, ids: Token
     tokens of one are taken. Words that are too long from the beginning are cut into characters.
     """
     section, random = config.data, _generator(b"masked tokens", config.job.seed, index)
-    (tokens, given), ordinary = _lists(sample), set(ids.ordinary)
+    (tokens, given), ordinary = lists_of(sample), set(ids.ordinary)
     free = {t for t, token in enumerate(tokens) if token in ordinary and given[t] != IGNORED}
     left, chosen = max(1, round(len(free) * section.mlm_probability)) if free else 0, set[int]()
     words, most = [[t] for t in range(len(tokens))], left
@@ -266,7 +266,7 @@ def _pair(samples: Samples, index: int, config: JobConfig, ids: TokenIds) -> Bat
         two = other[max(len(other) - len(two), int(len(other) > 1)) :]  # never a whole text of several tokens
     row = [(ids.first, False), *one, (ids.separator, False), *two, (ids.separator, False)]
     row += [(ids.padding, False)] * (size - len(row))
-    is_held_out = set(_lists(given)[1]) == {IGNORED}
+    is_held_out = set(lists_of(given)[1]) == {IGNORED}
     labels = [token if has_label and not is_held_out else IGNORED for token, has_label in row]
     kind = torch.tensor(IGNORED if len(text) < 2 or is_held_out else int(is_other))
     return Batch(torch.tensor([token for token, _ in row]), torch.tensor(labels), sample_labels=kind)
@@ -274,7 +274,7 @@ def _pair(samples: Samples, index: int, config: JobConfig, ids: TokenIds) -> Bat
 
 def _text_of(sample: Batch, most: int, random: np.random.Generator, ids: TokenIds) -> list[tuple[int, bool]]:
     """Tokens around a random one of a sample, up to the ends of its document, and who has a label."""
-    inputs, labels = _lists(sample)
+    inputs, labels = lists_of(sample)
     ends = [at for at, token in enumerate(inputs) if token in (ids.end_of_document, ids.first, ids.separator)]
     places = [at for at in range(len(inputs)) if at not in ends]
     if not places:
@@ -302,7 +302,7 @@ def _with_masks(sample: Batch, index: int, config: JobConfig, ids: TokenIds) -> 
 
     Tokens of a segment see each other: those of its prefix all of them, and all of them earlier ones.
     """
-    (inputs, labels), section, order = _lists(sample), config.data, range(len(sample.tokens))
+    (inputs, labels), section, order = lists_of(sample), config.data, range(len(sample.tokens))
     begins = [t * (t > 0 and inputs[t - 1] == ids.end_of_document) for t in order]
     given = sample.document_starts
     documents = list(accumulate(begins, max)) if given is None else given.tolist()  # where each token's begins
@@ -321,9 +321,3 @@ def _with_masks(sample: Batch, index: int, config: JobConfig, ids: TokenIds) -> 
         document_mask=KeyRanges(torch.tensor(segments), torch.tensor(ends)) if has_ranges else None,
         document_starts=None,
     )
-
-
-def _lists(sample: Batch) -> tuple[list[int], list[int]]:
-    """Tokens and labels."""
-    assert sample.labels is not None
-    return sample.tokens.tolist(), sample.labels.tolist()

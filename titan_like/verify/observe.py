@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -21,8 +21,6 @@ from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch, collate
 from titan_like.data.lengths import sample_length
-from titan_like.data.masks import MaskedSamples
-from titan_like.data.source import Source
 from titan_like.metrics.record import StepRecord, named_losses
 from titan_like.models.layers import cross_entropy, init, interval_attention
 from titan_like.models.layers.init import local_part
@@ -320,7 +318,7 @@ class ObservedTrainer(WatchedTrainer):
 
     def _microbatches(self, step: int) -> Iterator[Batch]:
         """This process's microbatches of a step, without a second loader, which would begin in mid-run."""
-        masked, size = MaskedSamples(self.run.datasets["train"], self.run.masks), self.config.training.micro_batch_size
+        masked, size = self.run.masks.over(self.run.datasets["train"]), self.config.training.micro_batch_size
         batch = batches(self.small.config, step)[step]
         for start in range(batch.start + self.dp_rank * size, batch.stop, self.dp_size * size):
             yield collate([masked[index] for index in range(start, start + size)])
@@ -441,12 +439,11 @@ def prepare_run(member: Member, reference: Reference, config: JobConfig, dtype: 
     settings = {"job.dump_folder": str(folder), "training.max_norm": plain.training.max_norm, "training.dtype": dtype}
     config = edit(config, settings | ({} if dtype in HALF else {"training.reduce_dtype": "float32"}))
     folder.mkdir(parents=True, exist_ok=True)
-    datasets = {"train": training_samples(plain), "validation": validation_samples(plain)}
     return Run(
         config=config,
         model=model_config(config.model),
         layout=resolve_layout(config.parallelism, member.world_size),
         device=torch.device(member.device),
-        datasets=cast(dict[str, Source], datasets),
+        datasets={"train": training_samples(plain), "validation": validation_samples(plain)},
         masks=masks_of_run(config),
     )

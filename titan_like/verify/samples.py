@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from titan_like.config.schema import Data, JobConfig, Training
 from titan_like.data.batch import Batch
@@ -19,6 +18,7 @@ from titan_like.data.lengths import sample_length
 from titan_like.data.masks import Masks, masks_of
 from titan_like.data.packed import token_fingerprint
 from titan_like.data.sentence_pairs import PairTokens
+from titan_like.data.source import Source
 from titan_like.data.tokenizer import Tokenizer
 from titan_like.models.config import NUM_OPTIONS
 from titan_like.models.registry import model_config
@@ -34,7 +34,7 @@ _EMPTY_BATCH = 2  # index of the global batch in which one data-parallel rank ha
 
 
 @dataclass(frozen=True)
-class Samples(Dataset[Batch]):
+class Samples(Source):
     """Sample i is a function of the seed and i alone.
 
     An index past the end gives a sample without labels, as validation expects.
@@ -53,6 +53,10 @@ class Samples(Dataset[Batch]):
 
     def __len__(self) -> int:
         return self.size
+
+    def sample(self, position: int) -> Batch:
+        """As below."""
+        return self[position]
 
     def __getitem__(self, index: int) -> Batch:
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + index) % 2**63)
@@ -90,19 +94,6 @@ class Samples(Dataset[Batch]):
     def fingerprint(self) -> str:
         """Identifies this data in checkpoints."""
         return token_fingerprint(torch.cat([self[index].tokens for index in range(4)]).numpy())
-
-    def drawn(self, num_samples: int) -> dict[str, float]:
-        """Nothing: these samples are not a blend."""
-        return {}
-
-    def described(self, micro_batch_size: int, num_ranks: int) -> None:
-        """Nothing: there is nothing to say of them."""
-
-    def state_dict(self) -> None:
-        """Nothing: they are not read from anywhere."""
-
-    def load_state_dict(self, state: object) -> None:
-        """Nothing to load."""
 
 
 def batches(config: JobConfig, last: int) -> dict[int, range]:
@@ -180,6 +171,12 @@ def words_of_samples(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Where words and characters begin. A third of the tokens are words of their own, and runs of others are words."""
     joins = tokens % 3 > 0
     return np.append(True, ~(joins[1:] & joins[:-1])), np.ones(len(tokens), dtype=bool)
+
+
+def lists_of(sample: Batch) -> tuple[list[int], list[int]]:
+    """Tokens and labels of a sample."""
+    assert sample.labels is not None
+    return sample.tokens.tolist(), sample.labels.tolist()
 
 
 def has_masks(section: Data) -> bool:

@@ -14,7 +14,6 @@ import torch
 from titan_like.checkpoint.saver import Tensors
 from titan_like.data.batch import Batch, map_tensors
 from titan_like.data.loader import BackgroundLoader
-from titan_like.data.masks import MaskedSamples
 from titan_like.metrics.record import StepRecord
 from titan_like.train.issued_step import IssuedStep
 from titan_like.train.setup import Run
@@ -32,7 +31,7 @@ class WatchedTrainer(Trainer):
         self._may_copy, self._steps_since_save = threading.Event(), 0
         if run.config.checkpoint.async_:
             self._delay_copies()
-        masked = MaskedSamples(run.datasets["train"], run.masks)
+        masked = run.masks.over(run.datasets["train"])
         self.known = {digest(masked[index]): index for index in range(known_samples)}
         self.drawn: list[list[int]] = []  # sample indices of each microbatch of this process
         self.gradients: list[tuple[str, torch.Tensor]] = []  # of this process, by parameter; DTensors if sharded

@@ -86,12 +86,11 @@ def an_epoch_lacks_its_last_sample() -> Iterator[None]:
         yield
 
 
-@bug(PackedDataset, "sample")
-def windows_overlap_by_a_token(_: Any, self: PackedDataset, position: int) -> Any:
+@bug(PackedDataset, "window")
+def windows_overlap_by_a_token(_: Any, self: PackedDataset, position: int) -> np.ndarray:
     """Windows begin with the last label's predecessor."""
     first = position * (self.request.seq_len - 1)
-    window = np.asarray(self.tokens[first : first + self.request.seq_len + 1], dtype=np.int64)
-    return source.torch.from_numpy(np.stack((window[:-1], window[1:])))
+    return self.tokens[first : first + self.request.seq_len + 1]
 
 
 @bug(GlobalSampler, "__iter__")
@@ -258,8 +257,8 @@ def the_last_of_equally_long_conversations_comes_first(original: Any, lengths: l
     return [[last - number for number in numbers] for numbers in original(lengths[::-1], size)]
 
 
-@bug(ConversationSource, "_tokens")
-def long_conversations_are_dropped(original: Any, self: ConversationSource, number: int) -> np.ndarray:
+@bug(ConversationSource, "_read")
+def long_conversations_are_dropped(original: Any, self: ConversationSource, number: int) -> tuple[torch.Tensor, ...]:
     """A conversation that is longer than a sample counts as one without an answer."""
-    is_long = self._stored.lengths[number] > self.request.seq_len + 1
-    return np.full(2, -1) if is_long else original(self, number)
+    is_long = self._lengths[number] > self.request.seq_len + 1
+    return (torch.zeros(2), torch.zeros(2)) if is_long else original(self, number)

@@ -13,7 +13,7 @@ from tests.distributed.mutations import bug
 from titan_like.data import masks
 from titan_like.data.batch import Batch
 from titan_like.data.masked_tokens import MaskedTokens
-from titan_like.data.masks import MaskedSamples, Masks
+from titan_like.data.masks import Masks
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.models.layers import interval_attention
 from titan_like.models.layers.attention import AttentionCore
@@ -88,10 +88,15 @@ def prefix_one_token_short(original: Any, first: torch.Tensor, seed: int, index:
     return torch.maximum(original(first, seed, index) - 1, first)
 
 
-@bug(Masks, "sample")
-def masks_drawn_by_each_process(original: Any, self: Masks, samples: Any, index: int) -> Batch:
+@bug(Masks, "__getitem__")
+def masks_drawn_by_each_process(original: Any, self: Masks, index: int) -> Batch:
     """Data-parallel processes draw prefixes and masked tokens from a seed of their own."""
-    return original(self, {index + (dist.get_rank() << 40): samples[index]}, index + (dist.get_rank() << 40))
+    return _numbered(original, self, index, index + (dist.get_rank() << 40))
+
+
+def _numbered(original: Any, masks: Masks, index: int, number: int) -> Batch:
+    """Sample ``index``, for which is drawn what sample ``number`` draws."""
+    return original(masks.over({number: masks.samples[index]}), number)  # type: ignore[arg-type]
 
 
 @bug(Slices, "take")
@@ -113,12 +118,12 @@ def validation_attends_causally(original: Any, self: Trainer) -> float:
 @bug(Trainer, "_load_data")
 def prefixes_drawn_from_the_start_when_resumed(original: Any, self: Trainer) -> Any:
     """A resumed run numbers its samples from 0 when it draws their prefixes."""
-    consumed = self.consumed_samples
+    consumed, get = self.consumed_samples, Masks.__getitem__
 
-    def sample(self: MaskedSamples, index: int) -> Batch:
-        return self.masks.sample({index - consumed: self.samples[index]}, index - consumed)  # type: ignore[arg-type]
+    def sample(masks: Masks, index: int) -> Batch:
+        return _numbered(get, masks, index, index - consumed)
 
-    MaskedSamples.__getitem__ = sample  # type: ignore[method-assign]
+    Masks.__getitem__ = sample  # type: ignore[method-assign]
     return original(self)
 
 

@@ -18,7 +18,7 @@ from titan_like.models.layers.attention import SelfAttention
 from titan_like.models.layers.cross_entropy import IGNORED_LABEL
 from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.layers.mlp import GeluMLP
-from titan_like.models.transformer import Transformer
+from titan_like.models.transformer import Labels, Transformer
 
 
 class BertLayer(nn.Module):
@@ -142,13 +142,7 @@ class Bert(Transformer):
         pooled = torch.tanh(self.pooler(self.first_token(x)))
         return self.pair(pooled) if "pair" in self.config.predictions else self.choice(self.pooled_dropout(pooled))
 
-    def loss(
-        self,
-        x: torch.Tensor,
-        factors: torch.Tensor,
-        labels: torch.Tensor | None,
-        sample_labels: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def loss(self, x: torch.Tensor, factors: torch.Tensor, labels: Labels, sample_labels: Labels) -> torch.Tensor:
         """As in the base class. The classes of a choice are the options of its question."""
         x, losses = self.norm(x), []
         for name, factor in zip(self.config.predictions, factors, strict=True):
