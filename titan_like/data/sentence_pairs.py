@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from titan_like.config.errors import ConfigError
-from titan_like.data.batch import Batch, arrays_of, without_labels
+from titan_like.data.batch import Batch, arrays_of, num_labels, without_labels
 from titan_like.data.permutation import sample_generator
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.tokenizer import Tokenizer, check_ids
@@ -62,9 +62,6 @@ class PairTokens:
         return Batch(tokens, labels, None, seen, types, padding_mask=order >= length, sample_labels=sample_labels)
 
 
-_Arrays = tuple[np.ndarray, np.ndarray]
-
-
 @dataclass(frozen=True)
 class SentencePairs:
     """Makes pairs of sentences from windows of text."""
@@ -81,8 +78,7 @@ class SentencePairs:
         two tokens of text has no class.
         """
         random = sample_generator(b"sentence pairs", seed, index)
-        given = arrays_of(samples[index])
-        seq_len = len(given[0])
+        given, seq_len = samples[index], len(samples[index].tokens)
         text, has_label = self._text(given, seq_len - ADDED, random)
         cut = 1 + int(random.random() * (len(text) - 1))
         (one, two), (label_one, label_two) = np.split(text, [cut]), np.split(has_label, [cut])
@@ -101,16 +97,14 @@ class SentencePairs:
         labels[: len(has_label)] = np.where(has_label, inputs[: len(has_label)], IGNORED_LABEL)
         label = torch.tensor(is_other if len(text) > 1 else IGNORED_LABEL, dtype=torch.int64)
         pair = self.tokens.batch(torch.from_numpy(inputs), torch.from_numpy(labels), label)
-        is_past_end = (given[1] == IGNORED_LABEL).all()  # of held-out data
-        return without_labels(pair) if is_past_end else pair
+        return pair if num_labels(given, ("tokens",)) else without_labels(pair)  # past the end of held-out data
 
-    def _text(self, sample: _Arrays, most: int, random: np.random.Generator) -> _Arrays:
+    def _text(self, sample: Batch, most: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """The text around a random token of a sample, up to ``most`` tokens of one document, and where it has a label.
 
-        ``sample`` has tokens and labels, int64 [seq]; both results, int64 and bool, are [tokens], with 0 to ``most``
-        tokens: none if the sample has no text.
+        Both results, int64 and bool, are [tokens], with 0 to ``most`` tokens: none if the sample has no text.
         """
-        inputs, labels = sample
+        inputs, labels = arrays_of(sample)
         is_text = ~np.isin(inputs, (self.eod_id, self.tokens.first, self.tokens.separator))
         places = np.flatnonzero(is_text)
         if len(places) == 0:
@@ -124,12 +118,12 @@ class SentencePairs:
         chosen = slice(begin, min(end, begin + most))
         return inputs[chosen], labels[chosen] != IGNORED_LABEL
 
-    def _other(self, samples: Samples, given: _Arrays, random: np.random.Generator) -> _Arrays:
-        """Tokens and labels of a sample other than ``given``, or ``given`` itself if there is no other."""
+    def _other(self, samples: Samples, given: Batch, random: np.random.Generator) -> Batch:
+        """A sample other than ``given``, or ``given`` itself if there is no other."""
         drawn = int(random.random() * len(samples))
         for number in (drawn, drawn + 1):
-            other = arrays_of(samples[number % len(samples)])
-            if not np.array_equal(other[0], given[0]):
+            other = samples[number % len(samples)]
+            if not torch.equal(other.tokens, given.tokens):
                 break
         return other
 

@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titan_like.config.schema import JobConfig
-from titan_like.data.batch import Batch
+from titan_like.data.batch import Batch, collate, to_device
 from titan_like.data.sentence_pairs import PairTokens, pair_tokens_of
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.tokenizer import tokenizer_of
@@ -147,16 +149,10 @@ class Scorer:
     def _score(self, windows: Sequence[Window], num_microbatches: int, width: int) -> torch.Tensor:
         """This rank's windows → float64 [num_microbatches · rows, 2]: zeros for padding, and outside the last stage."""
         rows = self.config.training.micro_batch_size
-        inputs = torch.zeros(num_microbatches * rows, width, dtype=torch.int64)
-        labels = torch.full_like(inputs, IGNORED_LABEL)
-        prefix_end = torch.arange(1, width + 1).repeat(len(inputs), 1)
-        for row, (tokens, num_targets) in enumerate((window.tokens, window.num_targets) for window in windows):
-            length = len(tokens) - 1
-            inputs[row, :length] = torch.from_numpy(tokens[:-1])
-            labels[row, length - num_targets : length] = torch.from_numpy(tokens[-num_targets:])
-            prefix_end[row].clamp_(min=len(tokens) - num_targets)
-        parts = zip(*(x.to(self.device).split(rows) for x in (inputs, labels, prefix_end)), strict=True)
-        microbatches = [self._slices.take(self._batch(*part)) for part in parts]
+        nothing = [Window(np.zeros(1, np.int64), 0)] * (num_microbatches * rows - len(windows))
+        samples = [self._sample(window, width) for window in (*windows, *nothing)]
+        batches = (collate(samples[at : at + rows]) for at in range(0, len(samples), rows))
+        microbatches = [self._slices.take(to_device(batch, self.device)) for batch in batches]
         scores = torch.zeros(num_microbatches, rows, 2, dtype=torch.float64, device=self.device)
 
         def keep(logits: torch.Tensor, microbatch: int) -> torch.Tensor:
@@ -173,12 +169,16 @@ class Scorer:
         self._pipeline(width).forward(microbatches, keep)
         return scores.flatten(0, 1)
 
-    def _batch(self, tokens: torch.Tensor, labels: torch.Tensor, prefix_end: torch.Tensor) -> Batch:
-        """A microbatch, int64 [rows, width] each; in a prefix language model a token sees the keys up to its end."""
+    def _sample(self, window: Window, width: int) -> Batch:
+        """A window in ``width`` positions. In a prefix language model the tokens before its targets see each other."""
+        tokens, length = torch.from_numpy(window.tokens), len(window.tokens) - 1
+        inputs, scored = F.pad(tokens[:-1], (0, width - length)), slice(length - window.num_targets, length)
         if self._around is not None:
-            return self._around.batch(tokens)
-        seen = KeyRanges(torch.zeros_like(tokens), prefix_end) if self.config.data.prefix_lm else None
-        return Batch(tokens, labels, document_mask=seen)
+            return self._around.batch(inputs)
+        labels, order = torch.full_like(inputs, IGNORED_LABEL), torch.arange(1, width + 1)
+        labels[scored] = tokens[1:][scored]
+        seen = KeyRanges(torch.zeros_like(inputs), order.clamp(min=scored.start + 1))
+        return Batch(inputs, labels, document_mask=seen if self.config.data.prefix_lm else None)
 
     def _pipeline(self, width: int) -> Pipeline | WholeModel:
         if width not in self._pipelines:

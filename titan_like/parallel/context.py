@@ -23,6 +23,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.data.batch import B, map_tensors
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.attention import AttentionCore
+from titan_like.models.layers.key_ranges import block_mask
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.collectives import Group, all_to_all, gathered
 from titan_like.parallel.layout import method_of
@@ -60,9 +61,10 @@ class Slices:
                 document_mask=batch.document_mask if method == "ulysses" else cut.document_mask,
                 encoder_len=None if batch.encoder_len is None else first // self.size,
             )
-        if batch.document_mask is not None and batch.tokens.is_cuda and (self.size == 1 or method != "ring"):
-            batch = batch._replace(document_mask=batch.document_mask.with_blocks(length))
-        return batch
+        mask = batch.document_mask
+        if mask is None or not mask.first.is_cuda or (self.size > 1 and method == "ring"):
+            return batch
+        return batch._replace(document_mask=mask._replace(blocks=block_mask(mask.first, mask.end, length)))
 
 
 def slices_of(config: JobConfig, model: TransformerConfig, mesh: DeviceMesh) -> Slices:

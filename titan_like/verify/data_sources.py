@@ -128,7 +128,7 @@ def _bounds(dataset: IndexedDataset, weights: list[float]) -> list[int]:
 def _race(request: DataRequest) -> Defined:
     """[CLS] question with an option [SEP] passage [SEP], padded, for each of four options."""
     section, size = request.section, request.seq_len
-    ids, tokenizer = ids_of_tokenizer(section), tokenizer_of(section)
+    (first, separator, padding), tokenizer = ids_of_tokenizer(section).pair_ids, tokenizer_of(section)
     rows = list[tuple[str, str, int]]()  # question with an option, passage, and of the first option the answer
     for file in sorted(Path(section.paths[0], "train" if request.split == "train" else "dev").rglob("*.txt")):
         for record in map(json.loads, filter(str.strip, file.read_text(encoding="utf-8").split("\n"))):
@@ -142,8 +142,8 @@ def _race(request: DataRequest) -> Defined:
         *texts, label = rows[position]
         one, two = (tokenizer.encode(" ".join(text.split())).tolist() for text in texts)
         one = one[: min(128, (size - 3) // 2)]
-        row = [ids.first, *one, ids.separator, *two[: size - 3 - len(one)], ids.separator]
-        return Batch(torch.tensor(row + [ids.padding] * (size - len(row))), sample_labels=torch.tensor(label))
+        row = [first, *one, separator, *two[: size - 3 - len(one)], separator]
+        return Batch(torch.tensor(row + [padding] * (size - len(row))), sample_labels=torch.tensor(label))
 
     return _ordered(request, sample, len(rows), together=4)
 
@@ -155,7 +155,7 @@ def _conversations(request: DataRequest) -> Defined:
     """
     section, size, split = request.section, request.seq_len, SPLITS.index(request.split)
     dataset = IndexedDataset(corpus_folder(corpus_job(section), request.cache_folder) / "tokens")
-    weights, filling = [*map(float, section.split.split(","))], ids_of_tokenizer(section).end_of_document
+    weights, filling = [*map(float, section.split.split(","))], ids_of_tokenizer(section).eod_id
     low, high = (sum(weights[:end]) / sum(weights) for end in (split, split + 1))
     samples, room = list[list[tuple[int, list[int], list[int]]]](), np.full(len(dataset) // 2, size)
     drawn = [n * 0x9E3779B97F4A7C15 % 2**64 / 2**64 for n in range(len(dataset) // 2)]
@@ -239,7 +239,7 @@ def _blend(request: DataRequest, parts: list[Defined], weights: list[float]) -> 
 def _stream(request: DataRequest) -> Defined:
     """Windows over all documents of a reader, one after the other."""
     section, seq_len, readers = request.section, request.seq_len, request.section.num_readers
-    end, tokenizer = ids_of_tokenizer(section).end_of_document, tokenizer_of(section)
+    end, tokenizer = ids_of_tokenizer(section).eod_id, tokenizer_of(section)
     found, held = shards.find_shards(section.paths)[0], dict[int, list[int]]()
     documents = [_documents(request, found, reader) for reader in range(readers)]
 

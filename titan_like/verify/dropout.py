@@ -39,8 +39,8 @@ from titan_like.verify.masks import described, take_definitions
 from titan_like.verify.places import joined, local
 from titan_like.verify.plain_training import FLOAT16_SCALE, add_gradients, mean_losses, norm, num_labels
 from titan_like.verify.reference import CANCELLED, FEW, FLOOR, MARGIN, NEGLIGIBLE, REPORTED, is_cancelled
-from titan_like.verify.samples import masks_of_run
 from titan_like.verify.shrink import FLAVOR, Small
+from titan_like.verify.token_ids import masks_of_run
 from titan_like.verify.watch import WatchedTrainer, digest
 
 RATE = 0.3  # at least: without the factor 1/(1 - rate), gradients differ by more than a half type's rounding
@@ -294,7 +294,7 @@ def _replay(
         everything = probabilities(q, k, v, *seen, **options)
         return (everything * mask(True, everything.shape)) @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
-    counts, loss = num_labels(model, pieces), 0.0
+    counts, loss = num_labels(pieces), 0.0
     with patch.object(F, "dropout", dropout), patch.object(F, "scaled_dot_product_attention", attention):
         for current, piece in zip(places, pieces, strict=True):  # noqa: B007 (mask() reads it)
             loss += sum(add_gradients(model, (piece,), counts, dtype))

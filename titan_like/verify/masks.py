@@ -59,7 +59,7 @@ def sample_of(samples: Samples, config: JobConfig, ids: TokenIds, index: int) ->
     if model.objective == "mlm" and "tokens" in model.predictions:
         sample = _with_masked_tokens(sample, index, config, ids)
     if model.predictions != ("tokens",):
-        return _with_types(sample, ids.separator)
+        return _with_types(sample, ids.pair_ids[1])
     return _with_masks(sample, index, config, ids)
 
 
@@ -187,7 +187,7 @@ def _without_spans(sample: Batch, index: int, config: JobConfig, ids: TokenIds) 
         targets.append(token)
         labels.append(IGNORED if label == IGNORED else token)
 
-    sentinels = iter(ids.sentinels)
+    sentinels = iter(ids.sentinel_ids)
     for t, token in enumerate(tokens):
         if is_noise[t] and not (t > 0 and is_noise[t - 1]):
             sentinel = next(sentinels)
@@ -197,11 +197,11 @@ def _without_spans(sample: Batch, index: int, config: JobConfig, ids: TokenIds) 
             write(token, given[t])
         else:
             inputs.append(token)
-    inputs.append(ids.end_of_document)
-    write(ids.end_of_document, given[-1])
+    inputs.append(ids.eod_id)
+    write(ids.eod_id, given[-1])
     while len(targets) < config.training.decoder_seq_len:
-        write(ids.pad, IGNORED)
-    decoder_inputs = [ids.pad, *targets[:-1]]
+        write(ids.pad_id, IGNORED)
+    decoder_inputs = [ids.pad_id, *targets[:-1]]
     both, all_labels = inputs + decoder_inputs, [IGNORED] * len(inputs) + labels
     return Batch(torch.tensor(both), torch.tensor(all_labels), encoder_len=len(inputs))
 
@@ -214,8 +214,9 @@ def _with_masked_tokens(sample: Batch, index: int, config: JobConfig, ids: Token
     tokens of one are taken. Words that are too long from the beginning are cut into characters.
     """
     section, random = config.data, _generator(b"masked tokens", config.job.seed, index)
-    (tokens, given), ordinary = lists_of(sample), set(ids.ordinary)
-    free = {t for t, token in enumerate(tokens) if token in ordinary and given[t] != IGNORED}
+    (tokens, given), ordinary = lists_of(sample), sorted(set(range(ids.vocab_size)).difference(ids.special_ids))
+    known = set(ordinary)
+    free = {t for t, token in enumerate(tokens) if token in known and given[t] != IGNORED}
     left, chosen = max(1, round(len(free) * section.mlm_probability)) if free else 0, set[int]()
     words, most = [[t] for t in range(len(tokens))], left
     if section.mlm_whole_words:
@@ -240,7 +241,7 @@ def _with_masked_tokens(sample: Batch, index: int, config: JobConfig, ids: Token
     kinds, others = random.random(len(tokens)).tolist(), random.random(len(tokens)).tolist()
     for t in chosen:
         if kinds[t] < 0.9:
-            tokens[t] = ids.mask if kinds[t] < 0.8 else ids.ordinary[int(others[t] * len(ids.ordinary))]
+            tokens[t] = ids.mask_id if kinds[t] < 0.8 else ordinary[int(others[t] * len(ordinary))]
     return sample._replace(tokens=torch.tensor(tokens), labels=torch.tensor(labels))
 
 
@@ -264,8 +265,9 @@ def _pair(samples: Samples, index: int, config: JobConfig, ids: TokenIds) -> Bat
         others = [samples[(drawn + more) % len(samples)] for more in (0, 1)]
         other = _text_of(others[torch.equal(others[0].tokens, given.tokens)], size - 3, random, ids)
         two = other[max(len(other) - len(two), int(len(other) > 1)) :]  # never a whole text of several tokens
-    row = [(ids.first, False), *one, (ids.separator, False), *two, (ids.separator, False)]
-    row += [(ids.padding, False)] * (size - len(row))
+    first, separator, padding = ((token, False) for token in ids.pair_ids)
+    row = [first, *one, separator, *two, separator]
+    row += [padding] * (size - len(row))
     is_held_out = set(lists_of(given)[1]) == {IGNORED}
     labels = [token if has_label and not is_held_out else IGNORED for token, has_label in row]
     kind = torch.tensor(IGNORED if len(text) < 2 or is_held_out else int(is_other))
@@ -275,7 +277,7 @@ def _pair(samples: Samples, index: int, config: JobConfig, ids: TokenIds) -> Bat
 def _text_of(sample: Batch, most: int, random: np.random.Generator, ids: TokenIds) -> list[tuple[int, bool]]:
     """Tokens around a random one of a sample, up to the ends of its document, and who has a label."""
     inputs, labels = lists_of(sample)
-    ends = [at for at, token in enumerate(inputs) if token in (ids.end_of_document, ids.first, ids.separator)]
+    ends = [at for at, token in enumerate(inputs) if token in (ids.eod_id, *ids.pair_ids[:2])]
     places = [at for at in range(len(inputs)) if at not in ends]
     if not places:
         return []
@@ -303,7 +305,7 @@ def _with_masks(sample: Batch, index: int, config: JobConfig, ids: TokenIds) -> 
     Tokens of a segment see each other: those of its prefix all of them, and all of them earlier ones.
     """
     (inputs, labels), section, order = lists_of(sample), config.data, range(len(sample.tokens))
-    begins = [t * (t > 0 and inputs[t - 1] == ids.end_of_document) for t in order]
+    begins = [t * (t > 0 and inputs[t - 1] == ids.eod_id) for t in order]
     given = sample.document_starts
     documents = list(accumulate(begins, max)) if given is None else given.tolist()  # where each token's begins
     segments = documents if section.reset_attention_mask else [0 for _ in order]
@@ -311,7 +313,7 @@ def _with_masks(sample: Batch, index: int, config: JobConfig, ids: TokenIds) -> 
     for begin, size in Counter(segments).items() if section.prefix_lm else ():
         prefix_ends[begin] += _prefix_length(size, config.job.seed, index, begin)
     for t in order:
-        crosses = section.eod_mask_loss and inputs[t] == ids.end_of_document
+        crosses = section.eod_mask_loss and inputs[t] == ids.eod_id
         if crosses or (section.prefix_lm_loss == "targets" and t + 1 < prefix_ends[segments[t]]):
             labels[t] = IGNORED
     ends, has_ranges = [max(t + 1, prefix_ends[segments[t]]) for t in order], section.prefix_lm or segments is documents

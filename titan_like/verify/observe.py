@@ -51,9 +51,10 @@ from titan_like.verify.plain_training import EPS, FLOAT16_SCALE, LARGE, rate_of,
 from titan_like.verify.processes import Member
 from titan_like.verify.reference import BLOCK_ELEMENTS, FEW, MARGIN
 from titan_like.verify.resumed import check_other_batches
-from titan_like.verify.samples import batches, masks_of_run, training_samples, validation_samples
+from titan_like.verify.samples import batches, training_samples, validation_samples
 from titan_like.verify.schedule import schedule_problem
 from titan_like.verify.shrink import Small
+from titan_like.verify.token_ids import masks_of_run
 from titan_like.verify.updates import UpdateCheck
 from titan_like.verify.watch import WatchedTrainer, digest
 

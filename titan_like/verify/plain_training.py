@@ -113,7 +113,7 @@ def train(
         if outputs is not None and step == outputs[0]:
             outputs[1].follow(model)
         pieces = split(to_device(described(samples, batch, config), device), piece)
-        counts = num_labels(model, pieces)
+        counts = num_labels(pieces)
         losses = add_gradients(model, pieces[::-1] if is_reversed else pieces, counts, compute_type, scale, experts)
         gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
         for gradient in gradients.values():
@@ -159,20 +159,18 @@ def split(batch: Batch, size: int) -> list[Batch]:
     return [map_tensors(lambda x, at=at: x[at : at + size], batch) for at in starts]  # type: ignore[misc]
 
 
-def labels_of(model: Transformer, batch: Batch) -> list[torch.Tensor]:
+def labels_of(batch: Batch) -> list[torch.Tensor]:
     """The labels of each of a model's predictions."""
-    assert batch.labels is not None
-    kind, labels = model.config.predictions, batch.labels[:, batch.encoder_len or 0 :]  # of a decoder's positions alone
-    if batch.sample_labels is None:
-        return [labels]
-    if kind == ("choice",):
-        return [batch.sample_labels.unflatten(0, (-1, NUM_OPTIONS))[:, 0]]
-    return [labels, batch.sample_labels]
+    of_tokens, of_samples = batch.labels, batch.sample_labels
+    if of_tokens is None:
+        return [] if of_samples is None else [of_samples.unflatten(0, (-1, NUM_OPTIONS))[:, 0]]
+    of_tokens = of_tokens[:, batch.encoder_len or 0 :]  # of a decoder's positions alone
+    return [of_tokens] if of_samples is None else [of_tokens, of_samples]
 
 
-def num_labels(model: Transformer, pieces: Sequence[Batch]) -> torch.Tensor:
+def num_labels(pieces: Sequence[Batch]) -> torch.Tensor:
     """Number of labels of each prediction: [predictions]."""
-    counts = [[(labels != IGNORED).sum() for labels in labels_of(model, piece)] for piece in pieces]
+    counts = [[(labels != IGNORED).sum() for labels in labels_of(piece)] for piece in pieces]
     return torch.tensor(counts).sum(0)
 
 
@@ -203,7 +201,7 @@ def summed_losses(model: Transformer, batch: Batch, compute_type: torch.dtype) -
     weights = {name: parameter.to(compute_type) for name, parameter in model.named_parameters()}
     found = torch.func.functional_call(model, weights, (batch.tokens,), model_fields(batch))
     outputs = list(found) if isinstance(found, tuple) else [found]
-    kind, labels = model.config.predictions, labels_of(model, batch)
+    kind, labels = model.config.predictions, labels_of(batch)
     if "tokens" in kind:
         outputs[0] = outputs[0][..., : model.config.vocab_size]  # whatever the model does to the padding
     if "choice" in kind:
@@ -223,7 +221,7 @@ def mean_losses(model: Transformer, batch: Batch, compute_type: torch.dtype, pie
     model.eval()
     parts = [torch.stack(summed_losses(model, part, compute_type)).double() for part in split(batch, piece)]
     model.train()
-    return (torch.stack(parts).sum(0).cpu() / num_labels(model, [batch])).tolist()
+    return (torch.stack(parts).sum(0).cpu() / num_labels([batch])).tolist()
 
 
 def build_optimizer(named: list[tuple[str, torch.nn.Parameter]], config: JobConfig) -> torch.optim.Optimizer:

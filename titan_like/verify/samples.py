@@ -6,8 +6,7 @@ On such samples a mean of means is not the mean over all tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,11 +14,9 @@ import torch
 from titan_like.config.schema import Data, JobConfig, Training
 from titan_like.data.batch import Batch
 from titan_like.data.lengths import sample_length
-from titan_like.data.masks import Masks, masks_of
 from titan_like.data.packed import token_fingerprint
 from titan_like.data.sentence_pairs import PairTokens
 from titan_like.data.source import Source
-from titan_like.data.tokenizer import Tokenizer
 from titan_like.models.config import NUM_OPTIONS
 from titan_like.models.registry import model_config
 from titan_like.verify.shrink import layout_of
@@ -146,25 +143,6 @@ def _kind_of(config: JobConfig) -> dict[str, Any]:
         "has_padding": config.data.dataset == "conversations",
         "has_options": "choice" in model.predictions,
     }
-
-
-def masks_of_run(config: JobConfig) -> Masks:
-    """What the trainer adds to these samples, with tokens from this module.
-
-    The last tokens of the vocabulary are the sentinels, from the end, as in T5's.
-    """
-    model = model_config(config.model)
-    tokenizer = SimpleNamespace(
-        vocab_size=model.vocab_size,
-        eod_id=END_OF_DOCUMENT,
-        mask_id=MASK,
-        pad_id=PAD,
-        pair_ids=(FIRST, SEPARATOR, PADDING),
-        sentinel_ids=range(model.vocab_size - 1, PADDING, -1),
-        special_ids={END_OF_DOCUMENT, MASK, FIRST, SEPARATOR, PADDING},
-        words=words_of_samples,
-    )
-    return masks_of(config, model, cast(Tokenizer, tokenizer))
 
 
 def words_of_samples(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
