@@ -39,9 +39,9 @@ class Batch(NamedTuple):
 B = TypeVar("B", bound=Batch)
 
 
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], fields: Any) -> Any:
-    """A batch, or a field, with ``function`` of each of its tensors."""
-    if isinstance(fields, torch.Tensor):
+def map_tensors(function: Callable[[Any], Any], fields: Any) -> Any:
+    """A batch, or a field, with ``function`` of each of its tensors, or NumPy arrays."""
+    if isinstance(fields, torch.Tensor | np.ndarray):
         return function(fields)
     return type(fields)(*(map_tensors(function, x) for x in fields)) if isinstance(fields, tuple) else fields
 

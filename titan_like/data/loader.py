@@ -16,16 +16,17 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, Sampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_like.config.errors import ConfigError, RunError
-from titan_like.data.batch import Batch, collate
+from titan_like.data.batch import Batch, collate, map_tensors
 from titan_like.data.masks import Masks
 from titan_like.data.source import Source
 
@@ -81,8 +82,20 @@ def merge_states(states: Iterable[Mapping[str, list[int]] | None]) -> State:
     return merged
 
 
-def _collate(samples: list[Batch] | ConfigError | RunError) -> Batch | ConfigError | RunError:
-    return collate(samples) if isinstance(samples, list) else samples
+class _Sent:
+    """A batch that leaves its process by value: a file descriptor for each tensor, as torch sends it, takes longer."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(map_tensors, torch.from_numpy), (map_tensors(torch.Tensor.numpy, self.batch),)
+
+
+def _collate(samples: list[Batch] | ConfigError | RunError) -> Batch | _Sent | ConfigError | RunError:
+    if not isinstance(samples, list):
+        return samples
+    return collate(samples) if get_worker_info() is None else _Sent(collate(samples))
 
 
 class BackgroundLoader:

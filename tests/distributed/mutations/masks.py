@@ -25,6 +25,8 @@ from titan_like.parallel.tensor_styles import PositionEmbedding
 from titan_like.torch_private import is_in_backward_pass
 from titan_like.train.trainer import Trainer
 
+_get_sample = Masks.__getitem__
+
 
 @bug(Transformer, "forward")
 def later_stages_attend_causally(
@@ -118,10 +120,10 @@ def validation_attends_causally(original: Any, self: Trainer) -> float:
 @bug(Trainer, "_load_data")
 def prefixes_drawn_from_the_start_when_resumed(original: Any, self: Trainer) -> Any:
     """A resumed run numbers its samples from 0 when it draws their prefixes."""
-    consumed, get = self.consumed_samples, Masks.__getitem__
+    consumed = self.consumed_samples
 
     def sample(masks: Masks, index: int) -> Batch:
-        return _numbered(get, masks, index, index - consumed)
+        return _numbered(_get_sample, masks, index, index - consumed)
 
     Masks.__getitem__ = sample  # type: ignore[method-assign]
     return original(self)
