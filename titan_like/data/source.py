@@ -41,8 +41,8 @@ class Source(Dataset[Batch], ABC):
     A subclass implements `__len__`, `sample` and `fingerprint`, and raises a `ConfigError` for what the user has to
     change. Batches are read through ``source[index]``, where ``index`` is the number of the sample in the whole run or
     evaluation. The implementation here maps it to a position for `sample`. A subclass with an order of its own, such as
-    a blend or a stream, overrides `__getitem__`. That must be a function of ``index`` alone, so that every layout reads
-    the same samples and a run can resume.
+    a stream, overrides `__getitem__`. That must be a function of ``index`` alone, so that every layout reads the same
+    samples and a run can resume. Without an order of positions it needs no `sample`.
     """
 
     def __init__(self, request: DataRequest) -> None:
@@ -60,12 +60,12 @@ class Source(Dataset[Batch], ABC):
         Outside training, a stream also gives samples past its end, without labels.
         """
 
-    @abstractmethod
     def sample(self, position: int) -> Batch:
         """The sample at ``position``, from 0 to ``len(self) - 1``: its tokens and labels, int64 [seq] each.
 
         All samples have the same fields. Without `document_starts`, a document begins after each end-of-document token.
         """
+        return self[position]
 
     def drawn(self, num_samples: int) -> dict[str, float]:
         """What the first samples of a run took from each part of a blend, by name, for logs. Nothing by default."""

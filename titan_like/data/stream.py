@@ -92,10 +92,6 @@ class StreamSource(Source):
         readers = range(self.request.section.num_readers)
         return self.request.split != "train" and all(self._window(index) is None for index in readers)
 
-    def sample(self, position: int) -> Batch:
-        """Sample ``position`` of the run."""
-        return self[position]
-
     def described(self, micro_batch_size: int, num_ranks: int) -> str:
         """How many readers there are, whether several processes tokenize the same samples, and what would avoid it."""
         section = self.request.section
@@ -206,10 +202,6 @@ class BlendedStream(BlendedSource):
     def __len__(self) -> int:
         """Unknown, or 0 if no source has a whole sample."""
         return UNKNOWN_LENGTH if self.sources else 0
-
-    def sample(self, position: int) -> Batch:
-        """Sample ``position`` of the run."""
-        return self[position]
 
     def __getitem__(self, index: int) -> Batch:
         """Sample ``index`` of the run, without labels if its source has come to the split's end."""

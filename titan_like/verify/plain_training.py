@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from titan_like.config.entry_points import load_entry
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
-from titan_like.data.batch import Batch, map_tensors, model_fields, to_device
+from titan_like.data.batch import Batch, model_fields, to_device
 from titan_like.models.config import NUM_OPTIONS
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
@@ -29,7 +29,7 @@ from titan_like.verify.float8 import take_float8
 from titan_like.verify.masks import described, take_definitions
 from titan_like.verify.matrix_optimizers import PlainAdafactor, PlainMuon
 from titan_like.verify.places import Outputs
-from titan_like.verify.samples import IGNORED, batches, training_samples, validation_samples
+from titan_like.verify.samples import IGNORED, batches, part_of, training_samples, validation_samples
 from titan_like.verify.shrink import Small
 
 EPS = {EXACT: 2.0**-52, SINGLE: 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
@@ -155,17 +155,14 @@ def train(
 
 def split(batch: Batch, size: int) -> list[Batch]:
     """Batches of at most ``size`` of a batch's samples."""
-    starts = range(0, len(batch.tokens), size)
-    return [map_tensors(lambda x, at=at: x[at : at + size], batch) for at in starts]  # type: ignore[misc]
+    return [part_of(batch, slice(at, at + size)) for at in range(0, len(batch.tokens), size)]
 
 
 def labels_of(batch: Batch) -> list[torch.Tensor]:
     """The labels of each of a model's predictions."""
-    of_tokens, of_samples = batch.labels, batch.sample_labels
-    if of_tokens is None:
-        return [] if of_samples is None else [of_samples.unflatten(0, (-1, NUM_OPTIONS))[:, 0]]
-    of_tokens = of_tokens[:, batch.encoder_len or 0 :]  # of a decoder's positions alone
-    return [of_tokens] if of_samples is None else [of_tokens, of_samples]
+    of_tokens = [] if batch.labels is None else [batch.labels[:, batch.encoder_len or 0 :]]  # of a decoder's positions
+    of_samples = [] if batch.sample_labels is None else [batch.sample_labels[:: 1 if of_tokens else NUM_OPTIONS]]
+    return of_tokens + of_samples
 
 
 def num_labels(pieces: Sequence[Batch]) -> torch.Tensor:

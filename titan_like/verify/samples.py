@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from titan_like.config.schema import Data, JobConfig, Training
-from titan_like.data.batch import Batch
+from titan_like.data.batch import Batch, map_tensors
 from titan_like.data.lengths import sample_length
 from titan_like.data.packed import token_fingerprint
 from titan_like.data.sentence_pairs import PairTokens
@@ -50,10 +50,6 @@ class Samples(Source):
 
     def __len__(self) -> int:
         return self.size
-
-    def sample(self, position: int) -> Batch:
-        """As below."""
-        return self[position]
 
     def __getitem__(self, index: int) -> Batch:
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + index) % 2**63)
@@ -149,6 +145,11 @@ def words_of_samples(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Where words and characters begin. A third of the tokens are words of their own, and runs of others are words."""
     joins = tokens % 3 > 0
     return np.append(True, ~(joins[1:] & joins[:-1])), np.ones(len(tokens), dtype=bool)
+
+
+def part_of(batch: Batch, which: int | slice) -> Batch:
+    """A sample of a batch, or several."""
+    return map_tensors(lambda x: x[which], batch)
 
 
 def lists_of(sample: Batch) -> tuple[list[int], list[int]]:

@@ -12,12 +12,13 @@ from typing import Any, cast
 import torch
 
 from titan_like.checkpoint.saver import Tensors
-from titan_like.data.batch import Batch, map_tensors
+from titan_like.data.batch import Batch
 from titan_like.data.loader import BackgroundLoader
 from titan_like.metrics.record import StepRecord
 from titan_like.train.issued_step import IssuedStep
 from titan_like.train.setup import Run
 from titan_like.train.trainer import Trainer
+from titan_like.verify.samples import part_of
 
 _COPY_SECONDS = 0.3  # that a save in the background waits for an update that waits for it
 
@@ -98,7 +99,7 @@ class WatchedTrainer(Trainer):
 
 def samples_of(batch: Batch) -> list[Batch]:
     """The samples that a loader has collated."""
-    return [map_tensors(lambda x, n=n: x[n], batch) for n in range(len(batch.tokens))]  # type: ignore[misc]
+    return [part_of(batch, number) for number in range(len(batch.tokens))]
 
 
 def digest(value: Any) -> str:

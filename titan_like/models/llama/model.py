@@ -29,19 +29,14 @@ class LlamaLayer(nn.Module):
         self.mlp = mlp
 
     def forward(
-        self,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        document_mask: KeyRanges | None = None,
-        **of_mlp: Any,
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, document_mask: KeyRanges | None = None, **mlp: Any
     ) -> torch.Tensor:
         """[batch, seq, hidden] → [batch, seq, hidden]; cos and sin are [seq, head_dim / 2], or with a batch before.
 
         Causal without ``document_mask``. The MLP takes further inputs.
         """
         x = x + self.attention(self.attention_norm(x), (cos, sin), document_mask)
-        return x + self.mlp(self.mlp_norm(x), **of_mlp)
+        return x + self.mlp(self.mlp_norm(x), **mlp)
 
 
 class Llama(Transformer):
