@@ -21,7 +21,8 @@ from titan_like.checkpoint.step_folders import (
     read_run_state,
 )
 from titan_like.config.errors import ConfigError, first_line
-from titan_like.config.schema import JobConfig
+from titan_like.config.schema import Data, JobConfig
+from titan_like.data.tokenizer import build_tokenizer, tokenizer_in
 from titan_like.models.config import TransformerConfig
 from titan_like.models.parts import one_of_each
 from titan_like.optim.schedule import check_decay, schedule_length
@@ -69,12 +70,24 @@ def check_same_run(path: Path, config: JobConfig, model: TransformerConfig, resu
     if resumes and state.step > 0:  # at step 0 there is no cursor and no optimizer state
         compared += [(f"{s}.{key}", now[s][key], then[s].get(key, now[s][key])) for s, key in _MUST_STAY]
     for key, value, saved in compared:
+        if key == "data.tokenizer" and value != saved and _is_copied(value, path, config.data):
+            continue
         if saved is PydanticUndefined:
             problem = f"{path / RUN_FILE} does not say what it was saved with; restore the file, or name another folder"
             raise OtherRunError(key, value, problem)
         if value != saved:
             then_text = "none" if saved is None else saved
             raise OtherRunError(key, value, f"{path} was saved with {then_text}; keep that, or name another folder")
+
+
+def _is_copied(spec: str, path: Path, section: Data) -> bool:
+    """Whether a tokenizer makes the same tokens of every text as the one that a checkpoint holds."""
+    try:
+        stored = tokenizer_in(path)
+        specs = () if stored is None else (spec, stored)
+        return len({build_tokenizer(one, options=section.token_options).digest for one in specs}) == 1
+    except ConfigError:
+        return False
 
 
 def _of_model(state: RunState, config: JobConfig, model: TransformerConfig) -> list[tuple[str, Any, Any]]:

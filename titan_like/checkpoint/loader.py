@@ -33,7 +33,7 @@ from titan_like.optim.shards import ShardedOptimizer
 from titan_like.parallel.model import ParallelModel
 
 _BUFFERS = "buffers."
-_SAYS_TOKENS = ("tokenizer", *TokenOptions._fields)
+_SAYS_TOKENS = ("dataset", "tokenizer", *TokenOptions._fields)
 
 
 def model_tensors(model: ParallelModel | nn.Module) -> dict[str, torch.Tensor]:

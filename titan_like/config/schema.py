@@ -167,6 +167,11 @@ class Data(Section):
         return TokenOptions(self.bos, self.eod_token, self.split_special_tokens)
 
     @property
+    def learns_bytes(self) -> bool:
+        """Whether the run's tokens are bytes. Data that is tokenized already may be of any tokenizer."""
+        return self.tokenizer == "byte" and self.dataset != "indexed"
+
+    @property
     def tells_documents_apart(self) -> bool:
         """Whether a setting depends on where the documents of a sample end."""
         return self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss

@@ -120,7 +120,9 @@ class Chat:
             begins[number] += len(written) - len(written.lstrip())
         can_end = is_special & (tokens != self.template.unk_token_id)
         if throughs:
-            cut = partial(_without_end, whole, begins, ends, is_special, can_end & (tokens != self.tokenizer.bos_id))
+            cut = partial(
+                _without_end, whole, begins, ends, is_special, can_end & (tokens != self.template.bos_token_id)
+            )
             prompts, throughs = list(map(cut, prompts)), list(map(cut, throughs))
             spans = list(map(_span, prompts, said, throughs))
         for prompt, texts, through in zip(prompts, said, throughs, strict=True):

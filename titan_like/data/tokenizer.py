@@ -353,6 +353,15 @@ def tokenizer_files(spec: str, key: str = _KEY) -> list[Path]:
     return [from_hub(spec, fetch, ABOUT_FILE, key, problem, _CHOICES) / TOKENIZER_FILE]
 
 
+def tokenizer_in(folder: Path, named: Path | None = None) -> str | None:
+    """The value of `data.tokenizer` that names the files in a folder, or copies of them in ``named``; None without."""
+    path = named or folder
+    if (folder / TOKENIZER_FILE).is_file():
+        return str(path / TOKENIZER_FILE)
+    files = [path / name for name in ("vocab.json", "merges.txt") if (folder / name).is_file()]
+    return f"gpt2:{files[0]},{files[1]}" if len(files) == 2 else None
+
+
 def from_hub(name: str, fetch: Callable[..., str], needed: str, key: str, problem: str, cure: str) -> Path:
     """The folder in the hub's cache of this machine to which ``fetch`` downloads parts of a repository.
 

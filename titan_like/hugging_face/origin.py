@@ -75,6 +75,8 @@ def origin_files(source: Path | None, section: Data) -> dict[str, bytes]:
         elif ORIGIN_FILE in files:  # the run's own weights have no original types
             content = {"config": read_origin(source).fields, "dtypes": {}}
             files[ORIGIN_FILE] = json.dumps(content, indent=2).encode()
+    if section.learns_bytes:
+        return {name: content for name, content in files.items() if name == ORIGIN_FILE}
     with suppress(ConfigError):  # data that is tokenized already needs no tokenizer
         own = [path for path in tokenizer_files(section.tokenizer) if path.is_file()]
         if own:
