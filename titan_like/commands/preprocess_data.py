@@ -84,9 +84,10 @@ def main(argv: list[str]) -> int:
     check_options(options)
     prefix = prefix_of(options.output)
     unfinished = Path(f"{prefix}.unfinished")
-    is_interrupted = os.path.exists(unfinished)  # perhaps after .bin was moved to its place
-    for path in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx")):
-        if os.path.exists(path) and not (is_interrupted and path.suffix == ".bin"):
+    is_interrupted = os.path.exists(unfinished)  # perhaps after .bin, or .idx too, was moved to its place
+    are_moved = is_interrupted and not any(os.path.exists(unfinished / name) for name in ("tokens.bin", "index"))
+    for path, is_moved in ((Path(f"{prefix}.bin"), is_interrupted), (Path(f"{prefix}.idx"), are_moved)):
+        if os.path.exists(path) and not is_moved:
             raise ConfigError("--output", str(prefix), f"{path} exists; remove it or name another place")
     tokens = TokenOptions(options.bos, options.eod_token, options.split_special_tokens == "true")
     build_tokenizer(options.tokenizer, "--tokenizer", tokens)
