@@ -105,9 +105,7 @@ def test_torch_module_gives_its_types_of_elements_only(tmp_path: Path, name: str
         TensorReader(tmp_path).read_metadata()
 
 
-@pytest.mark.parametrize(
-    "name", ["../other/__0_0.distcp", "/etc/passwd", "..", "a/../../b", "a\\b", "C:b", "", None, 5]
-)
+@pytest.mark.parametrize("name", ["../other/__0_0.distcp", "/etc/passwd", "..", "a/../../b", "", None, 5])
 def test_tensor_outside_of_the_folder_is_refused(tmp_path: Path, name: Any) -> None:
     for folder in ("this", "other"):
         save(tmp_path / folder, {"weight": torch.ones(2)})

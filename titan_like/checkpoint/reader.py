@@ -175,5 +175,5 @@ def _check_pieces(metadata: Metadata) -> None:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a name is a plain file name on every system, without a folder."""
-    return name not in ("", ".", "..") and not any(character in name for character in "/\\:\0")
+    """Whether a name is that of a file, without a folder."""
+    return name not in ("", ".", "..") and "/" not in name

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from titan_like.config import ConfigError
-from titan_like.config.errors import cure_of_writing
+from titan_like.config.errors import cure_of_writing, require
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, path_option, tokenizer_option
 
@@ -73,9 +73,8 @@ def to_hf(options: argparse.Namespace) -> int:
         ConfigError: an option is wrong, or the folder cannot be written.
         RunError: the checkpoint is damaged.
     """
-    if not 0 < options.max_shard_size <= _LARGEST_SHARD:
-        problem = f"must be a number of GB above 0 and at most {_LARGEST_SHARD:,.0f}"
-        raise ConfigError("--max_shard_size", options.max_shard_size, problem)
+    problem = f"must be a number of GB above 0 and at most {_LARGEST_SHARD:,.0f}"
+    require(0 < options.max_shard_size <= _LARGEST_SHARD, "--max_shard_size", options.max_shard_size, problem)
     output = Path(options.output)
     check_new(output)
 

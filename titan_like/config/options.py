@@ -96,7 +96,7 @@ def check_output_file(option: str, path: str | None, *sources: object) -> None:
     for text in _texts(sources):
         for piece in (text, *re.split("[=:,]", text)):  # NAME=PATH, gpt2:PATH,PATH
             file = os.path.expandvars(os.path.expanduser(piece))
-            if "\0" not in file and os.path.isfile(file) and os.path.samefile(file, path):
+            if os.path.isfile(file) and os.path.samefile(file, path):
                 raise ConfigError(option, path, "is a file that this command reads; name another one")
     _check_replaceable(option, path)
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import tomli
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from titan_like.config.errors import ConfigError, field_error
+from titan_like.config.errors import ConfigError, field_error, require
 
 # Slices (MIG; vGPU such as "GRID V100D-8Q" or "NVIDIA A10-24Q") and laptop GPUs have fewer units or lower clocks than
 # the device they are named after.
@@ -93,8 +93,7 @@ def check_device_table(key: str, table: Any) -> None:
     Raises:
         ConfigError: the first entry that is missing, unknown or wrong.
     """
-    if not isinstance(table, dict):
-        raise ConfigError(key, table, f"must be a table with {', '.join(_Table.model_fields)}")
+    require(isinstance(table, dict), key, table, f"must be a table with {', '.join(_Table.model_fields)}")
     try:
         _Table.model_validate(table)
     except ValidationError as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import require
 from titan_like.metrics.step_timeline import KINDS, StepTimeline
 
 if TYPE_CHECKING:
@@ -37,10 +37,8 @@ def check_picture(option: str, path: str | None) -> None:
     Raises:
         ConfigError: the file's name has another ending, or matplotlib is missing.
     """
-    if path is not None and Path(path).suffix not in (".png", ".svg"):
-        raise ConfigError(option, path, "name a .png or .svg file")
-    if path is not None and not can_draw():
-        raise ConfigError(option, path, "needs matplotlib: pip install 'titan_like[plot]'")
+    require(path is None or Path(path).suffix in (".png", ".svg"), option, path, "name a .png or .svg file")
+    require(path is None or can_draw(), option, path, "needs matplotlib: pip install 'titan_like[plot]'")
 
 
 def draw(steps: Sequence[tuple[str, StepTimeline]], path: Path, width: float = 12.0) -> None:

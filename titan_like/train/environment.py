@@ -7,7 +7,7 @@ import os
 import socket
 import time
 
-from titan_like.config.errors import ConfigError, all_of
+from titan_like.config.errors import ConfigError, all_of, require
 from titan_like.config.schema import JobConfig
 from titan_like.parallel.layout import FACTORS
 
@@ -142,10 +142,8 @@ def dry_run_world(config: JobConfig) -> int:
         key = "environment variable WORLD_SIZE"
     else:
         key, value = "parallelism.tensor_parallel_degree", config.parallelism.tensor_parallel_degree
-    if world_size > _MOST_DESCRIBED:
-        problem = f"makes a job of {world_size:,} processes; a dry run can describe at most {_MOST_DESCRIBED:,}"
-        raise ConfigError(key, value, problem)
-    if rank >= world_size:
-        problem = f"the job has {world_size} {'processes' if world_size > 1 else 'process'}"
-        raise ConfigError("job.dry_run_rank", rank, f"{problem}; use 0 to {world_size - 1}")
+    problem = f"makes a job of {world_size:,} processes; a dry run can describe at most {_MOST_DESCRIBED:,}"
+    require(world_size <= _MOST_DESCRIBED, key, value, problem)
+    problem = f"the job has {world_size} {'processes' if world_size > 1 else 'process'}"
+    require(rank < world_size, "job.dry_run_rank", rank, f"{problem}; use 0 to {world_size - 1}")
     return world_size
