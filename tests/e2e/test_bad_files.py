@@ -99,7 +99,6 @@ def test_what_is_in_a_folder_without_permission(monkeypatch, capfd, folder, case
 
 OPTIONS = {
     "large seed": (["--seed=18446744073709551616"], "--seed = 18446744073709551616: must be at least 0 and below 2.63"),
-    "seed of many digits": (["--seed=" + 5000 * "1"], '"--seed": invalid int value: .1{99,180}… .5,0.. characters'),
     "word for a seed": (["--seed=x"], "\"--seed\": invalid int value: 'x'"),
     "temperature": (["--temperature=inf"], "--temperature = inf"),
     "negative temperature": (["--temperature=-1"], "--temperature = -1.0: must be 0, or from 0.0001 to 10000"),
@@ -124,15 +123,8 @@ ENVIRONMENTS = {  # variables, words of each line
         [["MASTER_ADDR = (not set)", "a job of 2 processes"], ["MASTER_PORT = (not set)"]],
     ),
     "rank alone": ({"RANK": "3"} | MEETING, [["WORLD_SIZE = (not set)", "a process of RANK 3"]]),
-    "rank beyond": ({"WORLD_SIZE": "2", "RANK": "2"}, [["RANK = 2", "below WORLD_SIZE = 2", "from 0 to 1"]]),
-    "local rank beyond": (
-        {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "1"} | MEETING,
-        [["LOCAL_RANK = 1", "below LOCAL_WORLD_SIZE = 1"]],
-    ),
-    "words": (
-        {"WORLD_SIZE": "two", "RANK": "one", "LOCAL_RANK": "-1", "MASTER_PORT": "http"},
-        [['WORLD_SIZE = "two"'], ['RANK = "one"', "whole number"], ['LOCAL_RANK = "-1"'], ['PORT = "http"', "65535"]],
-    ),
+    "rank beyond": ({"WORLD_SIZE": "2", "RANK": "2"}, [['RANK = "2"', "at most 1"]]),
+    "words": ({"WORLD_SIZE": "two", "RANK": "one"}, [['WORLD_SIZE = "two"', "whole number"]]),
 }
 
 
@@ -162,23 +154,13 @@ def test_port_in_use_is_named(monkeypatch):
             meeting_place(timedelta(seconds=20))
 
 
-BILLION = "1000000000"
-SIZES = {  # settings, words
+SIZES = {
     "layers": (
-        [f"--model.overrides.num_layers={BILLION}"],
-        ["model.overrides.num_layers = 1000000000", "equal to 2048"],
-    ),
-    "width": (
-        [f"--model.overrides.hidden_size={BILLION}"],
-        ["model.overrides.hidden_size", "less than or equal to 1048576"],
-    ),
+        ["--model.overrides.num_layers=1000000000"],
+        ["num_layers = 1000000000", "equal to 2048"],
+    ),  # settings, words
     "forged line": (["--model.overrides.a\nerror: fake\x1b=3"], [r"a\nerror: fake\x1b = 3", "unknown field"]),
     "variable without a name": (["--job.dump_folder=${}/x"], ["${}/x", "names no environment variable"]),
-    "rows": (
-        [f"--model.overrides.vocab_multiple={BILLION}"],
-        ["model.overrides.vocab_multiple", "less than or equal to 1048576"],
-    ),
-    "positions": ([f"--model.overrides.max_seq_len={BILLION}"], ["model.overrides.max_seq_len", "134217728"]),
     "passes": (
         ["--training.micro_batch_size=1", "--training.global_batch_size=1048576"],
         ["training.global_batch_size = 1048576", "1,048,576 microbatches of 1 × 1 samples", "raise micro_batch_size"],

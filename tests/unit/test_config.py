@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_like.config import ConfigError, JobConfig, load_config
-from titan_like.config.load import json_schema
+from titan_like.config import ConfigError, JobConfig, load, load_config
+from titan_like.config.load import json_schema, run_command
 from titan_like.config.options import as_installed
 from titan_like.data.batch_size import total_steps
 from titan_like.parallel.layout import resolve_layout
@@ -224,6 +224,14 @@ def test_none_on_the_command_line_unsets_what_the_file_sets(tmp_path):
     argv = [f"--job.config_file={tmp_path}/run.toml", "--training.steps", "none", "--training.tokens=4096"]
     training = load_config(argv).training
     assert (training.steps, training.tokens) == (None, 4096)
+
+
+def test_a_file_that_cannot_be_opened_is_a_sentence_and_a_bug_a_traceback(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run_command(lambda _: open(tmp_path / "a.txt"))
+    assert (stop.value.code, capsys.readouterr().err) == (2, f"error: {tmp_path}/a.txt: No such file or directory\n")
+    with pytest.raises(FileNotFoundError):
+        run_command(lambda _: open(f"{load.__file__}.x"))
 
 
 WRONG = """

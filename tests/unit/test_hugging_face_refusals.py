@@ -204,9 +204,6 @@ def test_index_that_does_not_fit_the_files_is_refused(llama: Path) -> None:
     (llama / INDEX).write_text(kept)
     edit(llama / INDEX, lambda index: index["weight_map"].update({TABLE: sorted(llama.glob("*.safetensors"))[-1].name}))
     assert f"has the tensor {TABLE}, but it does not" in refusal(llama)
-    (llama / INDEX).write_text(kept)
-    edit(llama / INDEX, lambda index: index["weight_map"].pop(TABLE))
-    assert f"has the tensor {TABLE}, which {INDEX} does not name" in refusal(llama)
     (llama / INDEX).unlink()
     assert f"neither model.safetensors nor {INDEX}" in refusal(llama)
 
@@ -272,9 +269,6 @@ def test_tensors_that_are_not_the_model_s_are_refused(gpt: Path) -> None:
     assert "of type F64, but only F32, F16, BF16" in with_tensors(tensors | {name: tensors[name].double()})
     words = "the tensor transformer.h.0.extra does not belong to GPT2LMHeadModel"
     assert words in with_tensors(tensors | {"h.0.extra": torch.ones(1)})
-    assert "is in model.safetensors and again in" in with_tensors(
-        tensors | {name.removeprefix("transformer."): tensors[name].clone()}
-    )
     edit(gpt / "config.json", lambda config: config.update(tie_word_embeddings=False))
     assert "the tensor lm_head.weight is missing" in with_tensors(tensors)
 

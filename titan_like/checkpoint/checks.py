@@ -93,11 +93,7 @@ def newest_state(folder: Path, steps: list[int]) -> RunState | None:
 
 
 def check_writable(key: str, folder: Path, make: bool) -> None:
-    """Check that a folder can be written to. If ``make``, it is created.
-
-    Raises:
-        ConfigError: it cannot; ``key`` is the setting to blame.
-    """
+    """Refuse a folder that cannot be written to; ``key`` is the setting to blame. If ``make``, it is created."""
     try:
         if make:
             folder.mkdir(parents=True, exist_ok=True)
@@ -133,11 +129,7 @@ def check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path,
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """Check that the disk of a checkpoint folder has room for a checkpoint of ``needed`` bytes.
-
-    Raises:
-        ConfigError: it has not.
-    """
+    """Refuse a checkpoint folder whose disk has no room for a checkpoint of ``needed`` bytes."""
     free = shutil.disk_usage(folder).free + leftover_bytes(folder)
     problem = f"a checkpoint takes {needed / 2**30:.3g} GiB, but the disk has {free / 2**30:.3g} GiB left"
     require(free >= needed, "checkpoint.folder", str(folder), f"{problem}; make room, or name a folder on another disk")

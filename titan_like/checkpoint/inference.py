@@ -60,11 +60,7 @@ def _problem_without_checkpoints(folder: Path) -> str:
 
 
 def load_for_inference(config: JobConfig, path: Path, device: torch.device) -> Transformer:
-    """The whole model of a checkpoint in this process.
-
-    Raises:
-        RunError: the checkpoint is damaged.
-    """
+    """The whole model of a checkpoint in this process; a `RunError` if the checkpoint is damaged."""
     with torch.device("meta"):
         model = build_model(model_config(config.model), config.model.family)
     model.to_empty(device=device)

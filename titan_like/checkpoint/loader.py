@@ -256,11 +256,7 @@ class CheckpointWeights:
         self._check()
 
     def read(self, name: str) -> torch.Tensor:
-        """One full weight by its name in the model.
-
-        Raises:
-            RunError: its file is damaged.
-        """
+        """One full weight by its name in the model; a `RunError` if its file is damaged."""
         stored = self._stored[f"model.{name}"]
         assert isinstance(stored, TensorStorageMetadata)  # checked before
         try:

@@ -55,11 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def sizes_of(options: argparse.Namespace) -> list[int]:
-    """Bytes of the buffers to measure, ascending.
-
-    Raises:
-        ConfigError: an option is out of range.
-    """
+    """Bytes of the buffers to measure, ascending; a `ConfigError` if an option is out of range."""
     found = {}
     for name in ("smallest", "largest"):
         text = str(getattr(options, name)).lower()
@@ -78,11 +74,7 @@ def sizes_of(options: argparse.Namespace) -> list[int]:
 
 
 def main(argv: list[str]) -> int:
-    """Measure and print.
-
-    Raises:
-        ConfigError: an option or the layout is wrong, there is one process only, or too little memory.
-    """
+    """Measure and print."""
     options, given = build_parser().parse_known_args(argv)
     sizes, config, processes = sizes_of(options), load_config(given), number_of_processes()
     for name in ("json", "picture"):

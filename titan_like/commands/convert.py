@@ -67,12 +67,7 @@ def main(argv: list[str]) -> int:
 
 
 def to_hf(options: argparse.Namespace) -> int:
-    """Write a Hugging Face folder.
-
-    Raises:
-        ConfigError: an option is wrong, or the folder cannot be written.
-        RunError: the checkpoint is damaged.
-    """
+    """Write a Hugging Face folder."""
     problem = f"must be a number of GB above 0 and at most {_LARGEST_SHARD:,.0f}"
     require(0 < options.max_shard_size <= _LARGEST_SHARD, "--max_shard_size", options.max_shard_size, problem)
     output = Path(options.output)
@@ -94,12 +89,7 @@ def to_hf(options: argparse.Namespace) -> int:
 
 
 def from_hf(options: argparse.Namespace) -> int:
-    """Write a checkpoint, and print the settings for a run that starts from it.
-
-    Raises:
-        ConfigError: an option is wrong, or the checkpoint cannot be written.
-        RunError: the input is damaged.
-    """
+    """Write a checkpoint, and print the settings for a run that starts from it."""
     output = Path(options.output)
     check_new(output / "step-0")
 
@@ -117,11 +107,7 @@ def from_hf(options: argparse.Namespace) -> int:
 
 
 def check_new(output: Path) -> None:
-    """Check that a folder can be created.
-
-    Raises:
-        ConfigError: it exists and is not empty, or is in a folder that is not writable.
-    """
+    """Refuse a folder that exists and is not empty, or that cannot be created."""
     if os.path.islink(output) or (os.path.exists(output) and (not output.is_dir() or any(output.iterdir()))):
         raise ConfigError("--output", str(output), "already exists; name a new folder")
     there = next(path for path in output.absolute().parents if os.path.exists(path))

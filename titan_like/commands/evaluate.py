@@ -64,11 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Check the options.
-
-    Raises:
-        ConfigError: the first option that is wrong.
-    """
+    """Refuse the first option that is wrong."""
     require(options.stride is None or options.stride >= 1, "--stride", options.stride, "must be at least 1")
     require(options.lm_eval != "", "--lm_eval", "", "names no task; give names with commas between them")
     problem = 'the package lm_eval is not installed; run pip install "titan_like[lm-eval]"'
@@ -85,11 +81,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Load the model, score the tasks and print their results.
-
-    Raises:
-        ConfigError: an option or a setting is wrong, or there is nothing to evaluate.
-    """
+    """Load the model, score the tasks and print their results."""
     options, settings = build_parser().parse_known_args(argv)
     check_options(options)
     config = load_config(settings)

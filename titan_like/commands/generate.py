@@ -45,11 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Check the options.
-
-    Raises:
-        ConfigError: the first option that is out of range.
-    """
+    """Refuse the first option that is out of range."""
     if options.temperature != 0 and not 1e-4 <= options.temperature <= 1e4:
         raise ConfigError("--temperature", options.temperature, "must be 0, or from 0.0001 to 10000")
     require(0 < options.top_p <= 1, "--top_p", options.top_p, "must be above 0 and at most 1")
@@ -60,11 +56,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Load the model and print the prompt and its continuation.
-
-    Raises:
-        ConfigError: an option or a setting is wrong, or the model cannot generate text.
-    """
+    """Load the model and print the prompt and its continuation."""
     options, settings = build_parser().parse_known_args(argv)
     check_options(options)
     config = load_config(settings)

@@ -37,11 +37,7 @@ COMMANDS = ("predict", "search", "capacity", "duration", "simulate", "calibrate"
 
 
 def main(argv: list[str]) -> int:
-    """Run one of the commands, each a module of `titan_like.planner.commands`.
-
-    Raises:
-        ConfigError: the command, an option or a setting is wrong.
-    """
+    """Run one of the commands, each a module of `titan_like.planner.commands`."""
     if not argv or argv[0] in ("-h", "--help"):
         print(as_installed((__doc__ or "").rstrip()))
         return 0
@@ -65,11 +61,7 @@ def main(argv: list[str]) -> int:
 
 
 def check_files(options: argparse.Namespace, settings: list[str]) -> None:
-    """Refuse output files that would overwrite each other or an input, or that cannot be written.
-
-    Raises:
-        ConfigError: the first such file, or an empty name.
-    """
+    """Refuse output files that would overwrite each other or an input, or that cannot be written."""
     written: dict[str, str] = {}
     for name in ("out", "picture", "json"):
         path = getattr(options, name, None)

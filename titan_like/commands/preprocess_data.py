@@ -61,11 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Check the options that need no look at the input.
-
-    Raises:
-        ConfigError: the first option that is unfit.
-    """
+    """Refuse the first option that is unfit, without a look at the input."""
     require(1 <= options.workers <= 1024, "--workers", options.workers, "must be from 1 to 1024")
     if options.output.endswith("/") or os.path.isdir(prefix_of(options.output)):
         cure = f"name the dataset in it, such as {Path(options.output, 'corpus')}"
@@ -74,11 +70,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Tokenize what the command line names.
-
-    Raises:
-        ConfigError: an option is wrong, a file is unfit, or the disk is full.
-    """
+    """Tokenize what the command line names."""
     options = build_parser().parse_args(argv)
     check_options(options)
     prefix = prefix_of(options.output)

@@ -43,11 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check_options(options: argparse.Namespace) -> list[int]:
-    """Check the options; returns the numbers of processes.
-
-    Raises:
-        ConfigError: the first option that is out of range.
-    """
+    """Refuse the first option that is out of range; returns the numbers of processes."""
     if options.grid is not None and options.top is not None:
         raise ConfigError("--top", options.top, "the grid says what to measure; give --grid or --top")
     for name, least in (("top", 1), ("warmup", 0), ("steps", 1), ("timeout", 1), ("memory_gib", 0.1)):
@@ -61,11 +57,7 @@ def check_options(options: argparse.Namespace) -> list[int]:
 
 
 def main(argv: list[str]) -> int:
-    """Measure the layouts and print them, the fastest first.
-
-    Raises:
-        ConfigError: an option, a setting or the grid is wrong, or the folder holds another search.
-    """
+    """Measure the layouts and print them, the fastest first."""
     options, given = build_parser().parse_known_args(argv)
     counts, config = check_options(options), load_config(given)
 

@@ -34,11 +34,7 @@ def find_entry(key: str, name: str, group: str, built_in: Mapping[str, str]) -> 
 
 
 def load_entry(key: str, entry: EntryPoint) -> Any:
-    """Import the object.
-
-    Raises:
-        ConfigError: it cannot be imported.
-    """
+    """Import the object; a `ConfigError` if that fails."""
     try:
         return entry.load()
     except Exception as error:  # whatever the package raises on import

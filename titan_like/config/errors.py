@@ -28,10 +28,9 @@ class ConfigError(ValueError):
 
 
 def require(condition: object, key: str, value: object, cure: str) -> None:
-    """Refuse the setting ``key`` unless a rule of the configuration holds. ``cure``: what is wrong, and what to change.
+    """Refuse the setting ``key``, which is to raise a `ConfigError`, unless a rule of the configuration holds.
 
-    Raises:
-        ConfigError: the condition is false.
+    ``cure`` says what is wrong and what to change.
     """
     if not condition:
         raise ConfigError(key, value, cure)

@@ -166,9 +166,8 @@ def _end_process_group(code: int) -> None:
     if distributed.get_world_size() == 1:
         distributed.destroy_process_group()
         return
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # the reader of the pipe is gone
-            stream.flush()
+    with suppress(OSError):  # the reader of the pipe is gone
+        print(end="", flush=True)
     os._exit(code)
 
 
@@ -211,11 +210,7 @@ def _parse_values(dotted: str, values: list[str]) -> Any:
 
 
 def _weights_and_paths(dotted: str, words: list[str]) -> Any:
-    """Words in which weights and paths may come in turn. A number that is there as a path is never taken for a weight.
-
-    Raises:
-        ConfigError: a number may be either.
-    """
+    """Words in which weights and paths may come in turn. A number that may be either is refused."""
     values = [_parse_value(dotted, word) for word in words]
     is_number = [isinstance(value, int | float) and not isinstance(value, bool) for value in values]
     is_there = [any(os.path.lexists(word + ending) for ending in ("", ".bin", ".idx")) for word in words]
@@ -270,11 +265,7 @@ def _parse_value(dotted: str, text: str) -> Any:
 
 
 def _annotation_of(dotted: str, values: list[str]) -> Any:
-    """The type of a key in the schema; None for keys inside free tables.
-
-    Raises:
-        ConfigError: the key is not in the schema.
-    """
+    """The type of a key in the schema; None for keys inside free tables."""
     if any(dotted == table or dotted.startswith(table + ".") for table in _FREE_TABLES):
         return None
     section, _, key = dotted.partition(".")

@@ -53,11 +53,7 @@ class OptionParser(argparse.ArgumentParser):
         return as_installed(super().format_help())
 
     def error(self, message: str) -> NoReturn:
-        """Turn argparse's message into a ConfigError.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Turn argparse's message into a `ConfigError`, which is raised."""
         option, colon, problem = message.removeprefix("argument ").partition(": ")
         if not colon:  # about no option in particular
             option, problem = "", message

@@ -173,11 +173,7 @@ class CheckpointLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Score the second list of each request after the first: log-probability, and whether all are most probable.
-
-        Raises:
-            RunError: a text to score does not fit the window.
-        """
+        """Score the second list of each request after the first: log-probability, and whether all are most probable."""
         try:
             windows = [ending_window(context, target, self._seq_len) for _, context, target in requests]
         except ValueError as error:

@@ -298,11 +298,7 @@ def slides_windows(specs: Sequence[str]) -> bool:
 
 
 def check_predictions(key: str, specs: Sequence[str], family: str, predictions: Sequence[str]) -> None:
-    """Check that a model predicts what tasks written NAME=PATH score: next tokens, or answers for RACE.
-
-    Raises:
-        ConfigError: the first task that it cannot do.
-    """
+    """Refuse tasks written NAME=PATH that score what the model does not predict: next tokens, or answers for RACE."""
     for spec in specs:
         if (spec.partition("=")[0] in _OF_FOLDERS) != ("choice" in predictions):
             chooses = f"{family} with this head chooses answers; only {', '.join(_OF_FOLDERS)} is for it"

@@ -39,11 +39,7 @@ class Origin:
 
 
 def read_origin(path: Path) -> Origin:
-    """Read the origin from a checkpoint's folder.
-
-    Raises:
-        RunError: the file is damaged.
-    """
+    """Read the origin from a checkpoint's folder; a `RunError` if the file is damaged."""
     if not (path / ORIGIN_FILE).exists():
         return Origin()
     try:

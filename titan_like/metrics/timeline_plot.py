@@ -32,11 +32,7 @@ def can_draw() -> bool:
 
 
 def check_picture(option: str, path: str | None) -> None:
-    """Check that a picture can be drawn, if an option names one.
-
-    Raises:
-        ConfigError: the file's name has another ending, or matplotlib is missing.
-    """
+    """Refuse a file of another ending than .png or .svg, and any without matplotlib."""
     require(path is None or Path(path).suffix in (".png", ".svg"), option, path, "name a .png or .svg file")
     require(path is None or can_draw(), option, path, "needs matplotlib: pip install 'titan_like[plot]'")
 

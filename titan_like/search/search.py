@@ -144,14 +144,5 @@ class Search:
 
 
 def _read(path: Path, default: dict[str, Any]) -> dict[str, Any]:
-    """What a JSON file of the search holds.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return default
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError("--dump_folder", str(path.parent), f"{path.name} cannot be read ({error})") from None
+    """What a JSON file of the search holds."""
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else default

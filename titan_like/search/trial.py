@@ -64,11 +64,7 @@ class Place:
         return cls(program, per_node, None, tuple(hosts), job)
 
     def check(self, processes: int) -> None:
-        """Check that a job of this many processes can run here.
-
-        Raises:
-            ConfigError: it cannot.
-        """
+        """Refuse a job of this many processes if it cannot run here."""
         each, most = self.per_node or processes, (self.per_node or processes) * max(1, len(self.hosts))
         there = f"the Slurm job has {len(self.hosts)} nodes of {each}" if self.hosts else f"there are {each} GPUs"
         require(processes <= most, "--processes", processes, f"{there}; use at most {most}")

@@ -22,11 +22,7 @@ _KEY = "checkpoint.initial_load_path"
 
 
 def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
-    """Check that `checkpoint.initial_load_path` holds weights of this model, without reading tensors.
-
-    Raises:
-        ConfigError: it is neither a checkpoint nor a Hugging Face folder, is damaged, or holds another model.
-    """
+    """Refuse a `checkpoint.initial_load_path` without weights of this model. Reads no tensors."""
     text = config.checkpoint.initial_load_path
     if text is None:
         return

@@ -13,11 +13,7 @@ from titan_like.parallel.schedules.tables import check_schedule, stages_per_rank
 
 
 def check_sequence(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
-    """Check that the model takes sequences of this length and that the layout can split them.
-
-    Raises:
-        ConfigError: a length is above the model's maximum, not divisible, or too short for span corruption.
-    """
+    """Refuse a length that is above the model's maximum, that the layout cannot split, or too short for its spans."""
     length, tensor = sample_length(config, model), layout.tensor
     # With context parallelism each rank takes two pieces, one from each end, to balance the work of causal attention.
     pieces = 2 * layout.context if layout.context > 1 else 1
@@ -38,11 +34,7 @@ def is_sparse(model: TransformerConfig) -> bool:
 
 
 def check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
-    """Check that the tensor-parallel degree can split the model's matrices.
-
-    Raises:
-        ConfigError: the degree does not divide a size, or sequence parallelism is on with a degree of 1.
-    """
+    """Refuse a degree that does not divide the model's matrices, and sequence parallelism with a degree of 1."""
     sizes = {
         "num_attention_heads": model.num_attention_heads,
         "num_kv_heads": model.num_kv_heads,
@@ -61,11 +53,7 @@ def check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: L
 
 
 def check_pipeline(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
-    """Check that the schedule can run with this number of stages, layers and microbatches.
-
-    Raises:
-        ConfigError: the schedule, stages, layers or microbatches do not fit together.
-    """
+    """Refuse a schedule that cannot run with this number of stages, layers and microbatches."""
     check_stages(config, model, layout)
     if layout.pipeline == 1:
         return
@@ -105,11 +93,7 @@ def check_stages(config: JobConfig, model: TransformerConfig, layout: Layout) ->
 
 
 def check_expert_parallel(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
-    """Check that processes can share the model's experts.
-
-    Raises:
-        ConfigError: they cannot, or a layout of a model with experts is not supported.
-    """
+    """Refuse a degree that cannot share the model's experts, and layouts that experts do not support."""
     degree, key = layout.expert, "parallelism.expert_parallel_degree"
     if not isinstance(model, MoEConfig):
         require(degree <= 1, key, degree, f"{config.model.family} has no experts; use 1")
@@ -130,11 +114,7 @@ def check_expert_parallel(config: JobConfig, model: TransformerConfig, layout: L
 
 
 def check_context_parallel(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
-    """Check that processes can share the sequences of this model, in the way that is asked for.
-
-    Raises:
-        ConfigError: they cannot.
-    """
+    """Refuse context parallelism, or the method asked for, with a model that it cannot run."""
     degree, method = layout.context, config.parallelism.context_parallel_method
     if degree == 1:
         return

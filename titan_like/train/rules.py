@@ -58,11 +58,7 @@ class Settings:
 
 
 def check_rules(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
-    """Refuse settings that contradict each other.
-
-    Raises:
-        ConfigError: a rule is broken; the first one is reported.
-    """
+    """Refuse settings that contradict each other: raises the `ConfigError` of the first broken rule."""
     for error in broken_rules(config, model, layout):
         raise error
 
@@ -218,11 +214,7 @@ def _check_tasks(config: JobConfig, model: TransformerConfig) -> None:
 
 
 def check_predicts_next_token(config: JobConfig, model: TransformerConfig) -> None:
-    """Refuse a family with another objective, for a command that needs a model of the next token.
-
-    Raises:
-        ConfigError: it is not causal.
-    """
+    """Refuse a family that is not causal, for a command that needs a model of the next token."""
     problem = f"{_LEARNS[model.objective]} and continues no text; choose a causal family, such as gpt or llama"
     require(model.is_causal, "model.family", config.model.family, problem)
 

@@ -102,12 +102,7 @@ def open_run_data(config: JobConfig, model: TransformerConfig) -> tuple[dict[str
 
 
 def check_folders(config: JobConfig, model: TransformerConfig, make: bool) -> None:
-    """Check that the run can write to its folders, and can resume or start from what they hold.
-
-    Raises:
-        ConfigError: a folder cannot be created or written to, checkpoints are of another run, or initial weights are of
-            another model.
-    """
+    """Refuse folders that the run cannot write to, or whose checkpoints or initial weights are another model's."""
     check_writable("job.dump_folder", Path(config.job.dump_folder), make)
     resumes = False
     if config.checkpoint.enable:
