@@ -141,17 +141,6 @@ def test_pickle_that_changes_a_class_is_refused_and_changes_nothing(tmp_path: Pa
     assert Path("/a") / "b" == Path("/a/b")
 
 
-@pytest.mark.parametrize("kind", ["file", "link"])
-def test_sweep_removes_whatever_bears_the_name(tmp_path: Path, kind: str) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "mine").touch()
-    path = tmp_path / f"step-9{UNFINISHED}"
-    path.touch() if kind == "file" else path.symlink_to(elsewhere)
-    assert sweep(tmp_path) == [path.name]
-    assert not path.is_symlink() and not path.exists() and (elsewhere / "mine").exists()
-
-
 def test_only_names_that_a_save_gives_are_checkpoints(tmp_path: Path) -> None:
     for name in ("step-0", "step-10", "step-007", "step-00", "step-٣", "step--1", "step-", "step-4.old"):
         (tmp_path / name).mkdir()

@@ -21,7 +21,8 @@ from titan_like.config.errors import ConfigError, RunError, first_line
 from titan_like.torch_private import default_store
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
-# How the names of functions begin in which a process waits for others.
+# How the names of functions begin in which a process waits for others. A rank that is inside one of our functions that
+# calls any of these, and in no other of ours, counts as waiting.
 _WAITING = ("wait", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "tolist", "synchronize")
 _COMMUNICATION = ("gloo", "nccl", "connection", "socket", "store", "peer")
 _MOST_LOOKING = 64  # ranks that read the heartbeats of all others when a job is stuck
