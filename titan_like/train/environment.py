@@ -20,7 +20,8 @@ _MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def environment_number(name: str, default: int, least: int = 0, most: int = _LARGEST) -> int:
     """Read a whole number that torchrun sets; a `ConfigError` if it is none, or not from ``least`` to ``most``."""
     text = os.environ.get(name, str(default))
-    problem = f"must be a whole number of at least {least} and at most {most}; torchrun sets it"
+    above = f" and at most {most}" if most < _LARGEST - 1 else ""
+    problem = f"must be a whole number of at least {least}{above}; torchrun sets it"
     require(text.isdecimal() and least <= int(text) <= most, f"environment variable {name}", text, problem)
     return int(text)
 
