@@ -134,8 +134,6 @@ def _begins_with_objects(text: str, is_cut: bool) -> bool:
         return False
     try:
         _, end = json.JSONDecoder().raw_decode(text, start.end())
-    except RecursionError:
-        return True
     except ValueError as error:
         return is_cut and _may_go_on(text, error)
     return text[end:].lstrip()[:1] in (("", ",", "]") if start[1] else ("", "{"))
@@ -150,7 +148,7 @@ def _may_go_on(text: str, error: Exception) -> bool:
 def _is_json(line: bytes) -> bool:
     try:
         json.loads(line)
-    except (ValueError, RecursionError):
+    except ValueError:
         return False
     return True
 
@@ -260,7 +258,7 @@ def _elements(chunks: Iterator[bytes]) -> Iterator[bytes]:
                 raise json.JSONDecodeError(f"Expecting '{before}'", text, begin)
             begin = _SPACE.match(text, begin + 1).end()  # type: ignore[union-attr]
             _, end = decoder.raw_decode(text, begin)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             chunk = next(chunks, None)
             if chunk is None and _END_OF_ARRAY.fullmatch(text, at):
                 return
@@ -442,10 +440,6 @@ def _text_of_json(line: str, key: str | None) -> Any:
         record: Any = json.loads(line)
     except json.JSONDecodeError as error:
         raise BadRecord(f"the line is not JSON ({error.msg})") from None
-    except RecursionError:
-        raise BadRecord("its brackets are nested too deeply: at most some hundred levels can be read") from None
-    except ValueError:  # Python reads no integer of more than 4,300 digits
-        raise BadRecord("the line has a number with too many digits for Python") from None
     if key is None:
         return record
     if not isinstance(record, dict) or not isinstance(record.get(key), str):

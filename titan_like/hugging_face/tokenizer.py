@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from titan_like.checkpoint.step_folders import write_durably
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import require
 from titan_like.config.schema import TokenOptions
 from titan_like.data.special_tokens import (
     ABOUT_FILE,
@@ -44,11 +44,8 @@ def write_tokenizer(spec: str, options: TokenOptions, model: TransformerConfig, 
         ConfigError: its files are missing or invalid, or it has more tokens than the model.
     """
     ours = build_tokenizer(spec, _KEY, options)
-    if ours.vocab_size > model.vocab_size:
-        problem = (
-            f"has {ours.vocab_size} tokens, but the model has {model.vocab_size}; name the one it was trained with"
-        )
-        raise ConfigError(_KEY, spec, problem)
+    problem = f"has {ours.vocab_size} tokens, but the model has {model.vocab_size}; name the one it was trained with"
+    require(ours.vocab_size <= model.vocab_size, _KEY, spec, problem)
     eod_id, tokenizer = ours.eod_id, byte_tokenizer() if isinstance(ours, ByteTokenizer) else ours.tokenizer
     if spec == "byte":
         _add_tokens_of(model, tokenizer)
