@@ -306,6 +306,22 @@ def test_what_a_template_writes_at_the_end_of_every_text_hides_no_answer(
     assert learned(chat, {"messages": [USER, ANSWER, USER]}) == [answer]
 
 
+def test_the_last_answer_may_end_with_another_token(tmp_path: Path) -> None:
+    """As with gpt-oss, whose <|return|> stands in place of <|end|>."""
+    end = "{{ '</s>' if loop.last and not add_generation_prompt else '<|im_end|>' }}"
+    chat = Chat(str(save_tokenizer(tmp_path, CHATML.replace("<|im_end|>\n", end))))
+    assert learned(chat, {"messages": [USER, ANSWER, USER, ANSWER]}) == ["b<|im_end|>", "b</s>"]
+
+
+def test_a_special_token_that_takes_in_white_space_before_it_belongs_to_its_own_message(tmp_path: Path) -> None:
+    file = save_tokenizer(tmp_path, CHATML)
+    tokenizer = json.loads(file.read_text())
+    for token in tokenizer["added_tokens"]:
+        token["lstrip"] = token["content"] in ("<|im_start|>", "<|im_end|>")
+    file.write_text(json.dumps(tokenizer))
+    assert learned(Chat(str(file)), {"messages": [USER, ANSWER, USER, ANSWER]}) == ["b<|im_end|>"] * 2
+
+
 def test_lists_as_json_text_and_null_keys_are_read(tmp_path: Path) -> None:
     chat = Chat(str(save_tokenizer(tmp_path, CHATML)))
     expected = encoded(chat, {"messages": [USER, ANSWER]})
@@ -407,7 +423,7 @@ CUT = '{"messages": [{"role": "user", "content": "a"}'
         (
             MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", ""),
             json.dumps({"messages": [USER, ANSWER, USER, ANSWER]}),
-            "writes the beginning of the conversation in another way once more follows",
+            "does not begin with what the chat template gives the model to begin it",
         ),
         # As Qwen3's: thoughts before the last answer alone.
         (

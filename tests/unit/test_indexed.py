@@ -1,8 +1,6 @@
 """Megatron-LM's .bin and .idx files, and blends of them."""
 
-import os
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -84,23 +82,7 @@ def swap(prefix: Path) -> None:
     Path(f"{prefix}.old").rename(data)
 
 
-def replace(path: Path, make: Callable[[Path], object]) -> None:
-    path.unlink()
-    make(path)
-
-
 DAMAGE = {
-    "pipe": (lambda p: replace(Path(f"{p}.idx"), os.mkfifo), "data.idx", r"is a named pipe \(FIFO\), not a file"),
-    "device": (
-        lambda p: replace(Path(f"{p}.bin"), lambda path: path.symlink_to("/dev/zero")),
-        "data.bin",
-        "is a character device, not a file",
-    ),
-    "link to itself": (
-        lambda p: replace(Path(f"{p}.bin"), lambda path: path.symlink_to(path)),
-        "data.bin",
-        r"cannot be read \(Too many levels of symbolic links\)",
-    ),
     "no index": (lambda p: Path(f"{p}.idx").unlink(), "data.idx", "there is no such file"),
     "no tokens": (lambda p: Path(f"{p}.bin").unlink(), "data.bin", "there is no such file"),
     "empty index": (lambda p: Path(f"{p}.idx").write_bytes(b""), "data.idx", "is empty"),

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_like.checkpoint.checks import check_readable, check_same_run
+from titan_like.checkpoint.checks import check_same_run
 from titan_like.checkpoint.loader import load_checkpoint
 from titan_like.checkpoint.step_folders import RUN_FILE, checkpoint_folder, checkpoint_path, complete_steps
-from titan_like.config.errors import ConfigError, RunError, first_line
+from titan_like.config.errors import ConfigError, RunError, first_line, require
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch
 from titan_like.models.config import TransformerConfig
@@ -29,17 +29,15 @@ def find_checkpoint(config: JobConfig) -> Path:
     """The newest checkpoint of a run, or the one that `checkpoint.load_step` selects.
 
     Raises:
-        ConfigError: there is no such checkpoint, it belongs to another model, or its run.json cannot be read.
+        ConfigError: there is no such checkpoint, or it belongs to another model.
     """
     folder, wanted = checkpoint_folder(config), config.checkpoint.load_step
     steps = complete_steps(folder)
-    if not steps:
-        raise ConfigError("checkpoint.folder", str(folder), _problem_without_checkpoints(folder))
+    require(steps, "checkpoint.folder", str(folder), _problem_without_checkpoints(folder))
     if wanted is not None and wanted not in steps:
         shown = ", ".join(map(str, steps))
         raise ConfigError("checkpoint.load_step", wanted, f"{folder} has the steps {shown}; name one of them")
     step = steps[-1] if wanted is None else wanted
-    check_readable(folder, [step], _other_checkpoints(folder, step))
     path = checkpoint_path(folder, step)
     check_same_run(path, config, model_config(config.model), resumes=False)
     return path
@@ -63,11 +61,7 @@ def _problem_without_checkpoints(folder: Path) -> str:
 
 
 def load_for_inference(config: JobConfig, path: Path, device: torch.device) -> Transformer:
-    """The whole model of a checkpoint in this process.
-
-    Raises:
-        RunError: the checkpoint is damaged.
-    """
+    """The whole model of a checkpoint in this process; a `RunError` if the checkpoint is damaged."""
     with torch.device("meta"):
         model = build_model(model_config(config.model), config.model.family)
     model.to_empty(device=device)

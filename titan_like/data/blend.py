@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -197,8 +198,9 @@ class BlendedSource(Source):
         present = [number for number, source in enumerate(sources) if len(source) or request.split == "train"]
         self.sources = [sources[number] for number in present]
         self.paths = [source.request.section.paths[0] for source in self.sources]
+        places = list(map(os.path.realpath, self.paths))
         for number, path in enumerate(self.paths):
-            if path in self.paths[:number]:
+            if places[number] in places[:number]:
                 raise ConfigError("data.paths", path, "is named twice; give it once, with the sum of its weights")
         names = [Path(path).name for path in self.paths]
         self.names = names if len(set(names)) == len(names) else self.paths

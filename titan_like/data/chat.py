@@ -115,18 +115,25 @@ class Chat:
             raise BadRecord('the chat template takes no "content" that is a list of parts')
         tokens, begins, ends = self.tokenizer.encode_with_places(whole, parses_special=True)
         is_special = np.isin(tokens, list(self.tokenizer.special_ids))
+        for number in np.flatnonzero(is_special):  # which may take in the white space of the message before
+            written = whole[begins[number] : ends[number]]
+            begins[number] += len(written) - len(written.lstrip())
+        can_end = is_special & (tokens != self.template.unk_token_id)
         if throughs:
-            cut = partial(_without_end, whole, begins, ends, is_special)
+            cut = partial(
+                _without_end, whole, begins, ends, is_special, can_end & (tokens != self.template.bos_token_id)
+            )
             prompts, throughs = list(map(cut, prompts)), list(map(cut, throughs))
             spans = list(map(_span, prompts, said, throughs))
         for prompt, texts, through in zip(prompts, said, throughs, strict=True):
             if not whole.startswith(prompt) or not whole.startswith(through):
                 problem = "the chat template writes the beginning of the conversation in another way once more follows"
+                if whole.startswith(through):
+                    problem = "an answer does not begin with what the chat template gives the model to begin it"
                 problem = problem if texts else "the record has an answer without text"
                 raise BadRecord(
                     f"{problem}, so answers cannot be found; mark them in the template by {{% generation %}}"
                 )
-        can_end = is_special & (tokens != self.template.unk_token_id)
         is_answer = np.zeros(len(tokens), dtype=bool)
         for begin, said_end, end in spans:
             # A token across a border is the answer's, unless it is a header's that takes in the white space after it.
@@ -152,16 +159,24 @@ def _prompt(write: Callable[..., Any], messages: list[dict[str, Any]], through: 
     return prompt
 
 
-def _without_end(whole: str, begins: np.ndarray, ends: np.ndarray, is_special: np.ndarray, text: str) -> str:
+def _without_end(
+    whole: str, begins: np.ndarray, ends: np.ndarray, is_special: np.ndarray, can_end: np.ndarray, text: str
+) -> str:
     """A ``text`` of the first messages without what the template writes at the end of every text, but not where more
     follows: special tokens and white space, which end the whole text too.
+
+    If another token ends a message where more follows, as in gpt-oss, the text ends with that. It is known by another
+    special token, with which the next message begins, right after it.
     """
     if whole.startswith(text):
         return text
     is_blank = np.array([not whole[begin:end].strip() for begin, end in zip(begins, ends, strict=True)])
     last, first = begins[is_special].max(initial=0), ends[~(is_special | is_blank)].max(initial=0)
     bodies = (text.removesuffix(whole[at:]) for at in range(last, first - 1, -1))
-    return next(filter(whole.startswith, bodies), text)
+    body = next(filter(whole.startswith, bodies), text)
+    before, after = (np.flatnonzero(~is_blank & side) for side in (ends <= len(body), begins >= len(body)))
+    ends_otherwise = len(after) > 1 and can_end[after[0]] and is_special[after[1]] and not is_special[before[-1:]].any()
+    return whole[: ends[after[0]]] if ends_otherwise and whole.startswith(body) else body
 
 
 def _span(prompt: str, said: list[str], through: str) -> tuple[int, int, int]:
