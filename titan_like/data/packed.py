@@ -21,7 +21,7 @@ from filelock import FileLock
 
 from titan_like.config.errors import ConfigError, cure_of_writing
 from titan_like.config.schema import Data
-from titan_like.data.batch import Batch
+from titan_like.data.batch import Batch, arrays_of
 from titan_like.data.chat import read_template
 from titan_like.data.files import find_files
 from titan_like.data.indexed import FormatError, IndexedDataset, StoredTokens
@@ -100,12 +100,8 @@ class PackedDataset(Source):
 
     def sample(self, position: int) -> Batch:
         """Window ``position``."""
-        return next_tokens(self.window(position))
-
-    def window(self, position: int) -> np.ndarray:
-        """The tokens of a sample and the one after it: integers [seq + 1]."""
         seq_len = self.request.seq_len
-        return self.tokens[position * seq_len : (position + 1) * seq_len + 1]
+        return next_tokens(self.tokens[position * seq_len : (position + 1) * seq_len + 1])
 
     @cached_property
     def fingerprint(self) -> str:
@@ -156,18 +152,19 @@ class IndexedSource(PackedDataset):
         super().__init__(request, _split_of(dataset, weights, request))
         self.path = path
 
-    def window(self, position: int) -> np.ndarray:
-        """As in the base class.
+    def sample(self, position: int) -> Batch:
+        """Window ``position``.
 
         Raises:
             ConfigError: it holds a token that the model lacks.
         """
-        window, size = super().window(position), self.request.vocab_size
-        if window.min() < 0 or window.max() >= size:
-            wrong = window[(window < 0) | (window >= size)][0]
+        sample, size = super().sample(position), self.request.vocab_size
+        tokens = np.append(*arrays_of(sample))
+        if tokens.min() < 0 or tokens.max() >= size:
+            wrong = tokens[(tokens < 0) | (tokens >= size)][0]
             problem = f"holds the token {wrong}, but the model's vocab_size is {size}; set model.overrides.vocab_size"
             raise ConfigError("data.paths", self.path, f"{problem}, or name a dataset of the model's tokenizer")
-        return window
+        return sample
 
 
 def _check_ends(dataset: IndexedDataset, path: str, eod_id: int) -> None:

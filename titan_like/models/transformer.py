@@ -188,7 +188,6 @@ class Transformer(nn.Module):
         """
         for name in self.head:
             x = self.get_submodule(name)(x)
-        assert labels is not None
         return torch.stack([self.loss_of_tokens(x, labels, factors[0])])
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -196,8 +195,9 @@ class Transformer(nn.Module):
         logits = self.output(x, self.embedding.weight) if self.config.tied_embeddings else self.output(x)
         return self.mask_padding(self.output_bias(logits))
 
-    def loss_of_tokens(self, x: torch.Tensor, labels: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    def loss_of_tokens(self, x: torch.Tensor, labels: Labels, factor: torch.Tensor) -> torch.Tensor:
         """The output matrix's input [batch, seq, hidden] and labels [batch, seq] → `TokenLoss`, a scalar."""
+        assert labels is not None
         table = self.embedding.weight if self.config.tied_embeddings else self.output.weight
         return self.token_loss(x, table, getattr(self.output_bias, "bias", None), labels, factor)
 

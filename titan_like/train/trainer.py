@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 from titan_like.checkpoint.saver import SaveError
 from titan_like.config.errors import RunError
-from titan_like.data.batch import Batch, count_tokens, num_labels, to_device
+from titan_like.data.batch import Batch, count_tokens, num_labels
 from titan_like.data.batch_size import global_batch_size_at
 from titan_like.data.lengths import sample_length
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
@@ -146,7 +145,7 @@ class Trainer(ValidatedState):
         began, started = stamp(device), time.perf_counter()
         batch_size = global_batch_size_at(config.training, self.consumed_samples)
         num_microbatches = batch_size // (config.training.micro_batch_size * self.dp_size)
-        batches = [to_device(batch, device) for batch in islice(data, num_microbatches)]
+        batches = self._take(data, num_microbatches)
         data_time = time.perf_counter() - started
         # Not before there is a batch: torch seeds under a lock, with which worker processes must not be forked.
         seed_step(config.job.seed, self.step + 1, self.dropout_stream)
@@ -154,7 +153,6 @@ class Trainer(ValidatedState):
         # The loss is the mean over the valid tokens of the global batch, or a sum of such means, one for each of the
         # model's predictions. Counting the labels first lets every microbatch divide by the same numbers, so gradients
         # only need to be summed.
-        batches = list(map(self.slices.take, batches))
         predictions = self.run.model.predictions
         num_each, num_tokens, num_pairs = self._count(batches)
         factors = self.loss_scale / num_each.to(self.loss_dtype)

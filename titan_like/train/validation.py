@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 
@@ -100,9 +100,8 @@ class ValidatedState(TrainingState):
         self.model.train(False)
         microbatches = config.training.global_batch_size // unit
         with closing(data):
-            while whole := [to_device(batch, self.run.device) for batch in islice(data, microbatches)]:
+            while batches := self._take(data, microbatches):
                 self._leave_if_stopped()
-                batches = [self.slices.take(batch)._replace(loss_factors=ones) for batch in whole]
 
                 def add_loss(output: ModelOutput, microbatch: int, batches: Sequence[Batch] = batches) -> torch.Tensor:
                     assert isinstance(output, torch.Tensor)
@@ -110,7 +109,7 @@ class ValidatedState(TrainingState):
                     total[1] += num_labels(batches[microbatch], predictions)
                     return total[0].sum()
 
-                self.pipeline.forward(batches, add_loss)
+                self.pipeline.forward([batch._replace(loss_factors=ones) for batch in batches], add_loss)
         self.model.train()
         self.model.free_gathered_parameters()
         self._sum_over_samples(total)
@@ -131,6 +130,10 @@ class ValidatedState(TrainingState):
             for figure, value in figures.items()
             if isinstance(value, float)
         }
+
+    def _take(self, data: Iterator[Batch], count: int) -> list[Batch]:
+        """The next microbatches, up to ``count``: this process's slices, on its device."""
+        return [self.slices.take(to_device(batch, self.run.device)) for batch in islice(data, count)]
 
     def _sum_over_samples(self, value: torch.Tensor) -> None:
         """Sum in place over samples, their slices and stages. Only the last stage's ranks have values but zero."""

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache, partial
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -157,36 +157,35 @@ def _conversations(request: DataRequest) -> Defined:
     dataset = IndexedDataset(corpus_folder(corpus_job(section), request.cache_folder) / "tokens")
     weights, filling = [*map(float, section.split.split(","))], ids_of_tokenizer(section).eod_id
     low, high = (sum(weights[:end]) / sum(weights) for end in (split, split + 1))
-    samples, room = list[list[tuple[int, list[int], list[int]]]](), np.full(len(dataset) // 2, size)
+    samples, room = list[list[tuple[int, list[tuple[int, int]]]]](), np.full(len(dataset) // 2, size)
     drawn = [n * 0x9E3779B97F4A7C15 % 2**64 / 2**64 for n in range(len(dataset) // 2)]
-    own = [(n, *_conversation(dataset, n, size + 1)) for n, at in enumerate(drawn) if low <= at < high]
-    learned = (one for one in own if set(one[2][1:]) != {IGNORED})
-    for n, tokens, labels in sorted(learned, key=lambda one: -len(one[1])):
-        needed = len(tokens) - 1
+    own = [(n, _conversation(dataset, n)[:size]) for n, at in enumerate(drawn) if low <= at < high]
+    learned = (one for one in own if any(label != IGNORED for _, label in one[1]))
+    for n, pairs in sorted(learned, key=lambda one: -len(one[1])):
+        needed = len(pairs)
         chosen = int(np.where(room >= needed, room, size + 1)[: len(samples) + 1].argmin())
         samples += [[]] * (chosen == len(samples))
-        samples[chosen] = [*samples[chosen], (n, tokens, labels)]
+        samples[chosen] = [*samples[chosen], (n, pairs)]
         room[chosen] -= needed
     samples.sort(key=lambda inside: drawn[min(inside)[0]])
 
     def sample(position: int) -> Batch:
         columns = list[tuple[int, int, int]]()
-        for _, tokens, labels in samples[position]:
-            begin = len(columns)
-            columns += [(now, after, begin) for now, after in zip(tokens[:-1], labels[1:], strict=True)]
-        padding, filled = torch.arange(size) >= len(columns), [(filling, IGNORED, len(columns))] * (size - len(columns))
-        tokens_, labels_, starts = torch.tensor(columns + filled).T
-        return Batch(tokens_, labels_, document_starts=starts, padding_mask=padding)
+        for _, pairs in samples[position]:
+            columns += [(*pair, begin) for begin in [len(columns)] for pair in pairs]
+        padding = torch.arange(size) >= len(columns)
+        columns += [(filling, IGNORED, len(columns))] * (size - len(columns))
+        tokens, labels, starts = torch.tensor(columns).T
+        return Batch(tokens, labels, document_starts=starts, padding_mask=padding)
 
     return _ordered(request, sample, len(samples))
 
 
-def _conversation(dataset: IndexedDataset, number: int, most: int) -> tuple[list[int], list[int]]:
-    """Tokens of a stored conversation, and the labels of those of its answers, whose borders follow it."""
+def _conversation(dataset: IndexedDataset, number: int) -> list[tuple[int, int]]:
+    """Tokens of a stored conversation with their labels: the next ones, within the borders of answers that follow it."""
     tokens, borders = dataset[2 * number].tolist(), dataset[2 * number + 1].tolist()
     answers = {at for begin, end in zip(borders[::2], borders[1::2], strict=True) for at in range(begin, end)}
-    labels = [token if at in answers else IGNORED for at, token in enumerate(tokens)]
-    return tokens[:most], labels[:most]
+    return [(now, after if at in answers else IGNORED) for at, (now, after) in enumerate(pairwise(tokens), start=1)]
 
 
 def _blend(request: DataRequest, parts: list[Defined], weights: list[float]) -> Defined:

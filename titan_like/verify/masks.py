@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, cast
 
 import numpy as np
 import torch
@@ -30,24 +29,11 @@ from titan_like.models.transformer import Transformer, replace_forward
 from titan_like.verify.samples import IGNORED, has_masks, lists_of
 from titan_like.verify.token_ids import TokenIds, ids_of_samples
 
-_Mask = torch.Tensor | None
-
 
 def described(samples: Samples, indices: Iterable[int], config: JobConfig) -> Batch:
-    """Small samples, of the model's objective, as a model takes them that `take_definitions` has changed.
-
-    Where [data] asks for masks or samples are pairs of sentences, the document mask is one of all pairs, bool [n, 1,
-    seq, seq]: True where a query sees a key.
-    """
+    """Small samples as a batch."""
     ids = ids_of_samples(model_config(config.model).vocab_size)
-    batch = collate([sample_of(samples, config, ids, index) for index in indices])
-    keys = torch.arange(batch.tokens.shape[1])
-    if has_masks(config.data) and batch.positions is None:
-        batch = batch._replace(positions=keys.expand_as(batch.tokens))
-    if batch.document_mask is None:
-        return batch
-    first, end = (x[:, None, :, None] for x in batch.document_mask[:2])
-    return batch._replace(document_mask=cast(Any, (first <= keys) & (keys < end)))
+    return collate([sample_of(samples, config, ids, index) for index in indices])
 
 
 def sample_of(samples: Samples, config: JobConfig, ids: TokenIds, index: int) -> Batch:
@@ -76,14 +62,14 @@ def take_definitions(model: Transformer, config: JobConfig, in_pairs: bool = Fal
             replace_forward(module, partial(_bias_by_distance, module))
         if isinstance(module, AttentionCore) and (takes_pairs or in_pairs):
             replace_forward(module, partial(_attend_to_pairs, module))
-        if name == "position_embedding" and not takes_pairs:
-            replace_forward(module, partial(_rows_in_order, module))
+        if name == "position_embedding":
+            replace_forward(module, partial(_rows_of, module))
 
 
-def _rows_in_order(table: nn.Module, positions: torch.Tensor) -> torch.Tensor:
-    """[seq, hidden]: the first row for the first position, and so on, whatever ``positions`` [seq] the model finds."""
+def _rows_of(table: nn.Module, positions: torch.Tensor) -> torch.Tensor:
+    """The rows of positions [batch, seq]; of [seq], which the model finds itself, the first row and so on."""
     assert isinstance(table.weight, torch.Tensor)
-    return table.weight[: len(positions)]
+    return table.weight[: len(positions)] if positions.ndim == 1 else table.weight[positions]
 
 
 def _rotary(model: Llama, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,13 +98,17 @@ def _turn(config: LlamaConfig, pair: int) -> float:
 
 
 def _attend_to_pairs(
-    core: AttentionCore, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: _Mask = None, bias: _Mask = None
-) -> torch.Tensor:
-    """Attention with a mask of all pairs in place of intervals, or a bias."""
+    core: AttentionCore, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: KeyRanges | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Attention with a mask of all pairs in place of key ranges, or a bias."""
     rate, is_grouped = core.dropout if core.training else 0.0, q.shape[1] != k.shape[1]
-    if mask is None and bias is None and core.is_causal:
+    mask = bias
+    if ranges is not None:
+        keys = torch.arange(k.shape[2], device=k.device)
+        mask = ((ranges.first[..., None] <= keys) & (keys < ranges.end[..., None]))[:, None]
+    elif bias is None and core.is_causal:
         mask = q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
-    mask = mask if bias is None else bias
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=rate, scale=core.scale, enable_gqa=is_grouped
     )

@@ -86,11 +86,11 @@ def an_epoch_lacks_its_last_sample() -> Iterator[None]:
         yield
 
 
-@bug(PackedDataset, "window")
-def windows_overlap_by_a_token(_: Any, self: PackedDataset, position: int) -> np.ndarray:
+@bug(PackedDataset, "sample")
+def windows_overlap_by_a_token(_: Any, self: PackedDataset, position: int) -> Batch:
     """Windows begin with the last label's predecessor."""
     first = position * (self.request.seq_len - 1)
-    return self.tokens[first : first + self.request.seq_len + 1]
+    return packed.next_tokens(self.tokens[first : first + self.request.seq_len + 1])
 
 
 @bug(GlobalSampler, "__iter__")

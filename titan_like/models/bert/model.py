@@ -147,7 +147,6 @@ class Bert(Transformer):
         x, losses = self.norm(x), []
         for name, factor in zip(self.config.predictions, factors, strict=True):
             if name == "tokens":
-                assert labels is not None
                 losses.append(self.loss_of_tokens(self.transform(x), labels, factor))
             else:
                 assert sample_labels is not None
