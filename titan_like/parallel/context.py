@@ -55,7 +55,7 @@ class Slices:
         if self.size > 1:
             encoder, rest = (places_of(n, self.size, self.rank) for n in (first, length - first))
             local, whole = (torch.cat((encoder, x)).to(batch.tokens.device) for x in (rest, rest + first))
-            cut = map_tensors(lambda x: x[:, whole] if x.ndim > 1 else x, batch)
+            cut = map_tensors(lambda x: x[:, whole] if x.shape[1:2] == (length,) else x, batch)
             batch = cut._replace(
                 positions=local if batch.positions is None else cut.positions,
                 document_mask=batch.document_mask if method == "ulysses" else cut.document_mask,

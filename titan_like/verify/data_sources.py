@@ -182,7 +182,7 @@ def _conversations(request: DataRequest) -> Defined:
 
 
 def _conversation(dataset: IndexedDataset, number: int) -> list[tuple[int, int]]:
-    """Tokens of a stored conversation with their labels: the next ones, within the borders of answers that follow it."""
+    """Tokens of a stored conversation with their labels: the next ones, within the stored borders of answers."""
     tokens, borders = dataset[2 * number].tolist(), dataset[2 * number + 1].tolist()
     answers = {at for begin, end in zip(borders[::2], borders[1::2], strict=True) for at in range(begin, end)}
     return [(now, after if at in answers else IGNORED) for at, (now, after) in enumerate(pairwise(tokens), start=1)]
