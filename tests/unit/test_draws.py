@@ -36,6 +36,7 @@ from titan_like.verify.watch import digest
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"
 BERT = ["--job.config_file", str(CONFIGS / "debug_bert.toml")]
+GPT = ["--job.config_file", str(CONFIGS / "debug_gpt.toml")]
 OBJECTIVES = {
     "masked tokens": BERT,
     "half of the tokens": [*BERT, "--data.mlm_probability=0.5"],
@@ -44,7 +45,10 @@ OBJECTIVES = {
     "words that are cut": [*BERT, "--data.mlm_whole_words=true", "--data.mlm_probability=0.1"],
     "pairs": ["--job.config_file", str(CONFIGS / "debug_bert_pairs.toml")],
     "spans": ["--job.config_file", str(CONFIGS / "debug_t5.toml")],
-    "prefixes": ["--job.config_file", str(CONFIGS / "debug_gpt.toml"), "--data.prefix_lm=true"],
+    "prefixes": [*GPT, "--data.prefix_lm=true"],
+    "prefixes with a loss": [*GPT, "--data.prefix_lm=true", "--data.prefix_lm_loss=all"],
+    "documents": [*GPT, *(f"--data.{key}=true" for key in ("reset_attention_mask", "reset_position_ids", "prefix_lm"))],
+    "ends without a loss": [*GPT, "--data.eod_mask_loss=true", "--data.reset_position_ids=true"],
 }
 
 

@@ -17,7 +17,7 @@ from titan_like.config.schema import Data, JobConfig
 from titan_like.config.schema import Model as ModelSection
 from titan_like.data.batch import Batch, collate, model_fields
 from titan_like.data.indexed import IndexedWriter
-from titan_like.data.masks import Masks, masks_of, prefix_length
+from titan_like.data.masks import Masks, masks_of
 from titan_like.data.open_source import open_source
 from titan_like.data.source import IGNORED_LABEL, DataRequest, Source
 from titan_like.models.layers.attention import AttentionCore
@@ -51,29 +51,6 @@ def test_documents_as_megatron_lm_masks_them() -> None:
     documents = torch.tensor([0, 0, 0, 1, 1, 2, 3, 3, 3, 3])
     assert positions is None and mask is not None
     assert torch.equal(mask, (documents[:, None] == documents) & torch.ones(10, 10).tril().bool())
-
-
-@pytest.mark.parametrize("index", range(8))
-def test_a_prefix_is_seen_by_all_of_it_and_carries_no_loss(index: int) -> None:
-    length = prefix_length(10, SEED, index, 0)
-    labels, _, mask = rows(index, prefix_lm=True)
-    order = torch.arange(10)
-    in_prefix = order < length
-    assert mask is not None
-    assert torch.equal(mask, (order <= order[:, None]) | (in_prefix[:, None] & in_prefix))
-    assert (labels == IGNORED_LABEL).tolist() == [t + 1 < length for t in range(10)]
-    labels, _, again = rows(index, prefix_lm=True, prefix_lm_loss="all")
-    assert (labels != IGNORED_LABEL).all() and again is not None and torch.equal(mask, again)
-
-
-def test_each_document_has_its_own_prefix_if_attention_stays_within_it() -> None:
-    seen = set()
-    for index in range(50):
-        _, _, mask = rows(index, prefix_lm=True, reset_attention_mask=True)
-        assert mask is not None and not mask[6:, :6].any() and not mask[:6, 6:].any()
-        seen.add(tuple(int(mask[start, start : start + size].sum()) for start, size in ((0, 3), (3, 2), (6, 4))))
-        assert mask[5, 5] and mask[5].sum() == 1
-    assert seen == {(a, 1, b) for a in (1, 2) for b in (1, 2, 3)}  # a first token sees itself, or a longer prefix
 
 
 def intervals(batch: int, seq: int, generator: torch.Generator) -> KeyRanges:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from itertools import groupby, product
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models
 
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import Data, JobConfig
-from titan_like.data.batch import Batch, without_labels
+from titan_like.data.batch import Batch
 from titan_like.data.lengths import SampleLength, raw_length, sample_length, span_counts, targets_length
 from titan_like.data.masks import masks_of
 from titan_like.data.source import IGNORED_LABEL
@@ -111,21 +110,6 @@ def test_what_is_drawn_stays_the_same_in_every_process_and_version() -> None:
     objective = corruption(seq_len=64)
     inputs = objective.apply(window(1, objective.length.raw), 3, 10).tokens
     assert (inputs[:64] >= FIRST).nonzero().flatten().tolist() == [20, 26, 62]
-
-
-def test_tokens_without_a_label_carry_no_loss() -> None:
-    objective = corruption(seq_len=64)
-    one = window(1, objective.length.raw)
-    whole = objective.apply(one, 3, 0)
-    one.labels[:35] = IGNORED_LABEL
-    inputs, labels, *_ = objective.apply(one, 3, 0)
-    assert torch.equal(inputs, whole.tokens)
-    mask = noise_mask(len(one[0]), objective.num_noise, len(objective.sentinel_ids), 3, 0)
-    begins = np.flatnonzero(mask & ~np.append(False, mask[:-1]))
-    without = int(mask[:35].sum() + (begins < 35).sum())  # tokens and their sentinels come first in the targets
-    assert without > 0 and (labels[64 : 64 + without] == IGNORED_LABEL).all()
-    assert torch.equal(labels[64 + without :], whole.labels[64 + without :])
-    assert (objective.apply(without_labels(one), 3, 0).labels == IGNORED_LABEL).all()
 
 
 def tokenizer_file(folder: Path, tokens: list[str]) -> str:
