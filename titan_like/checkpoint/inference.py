@@ -125,10 +125,7 @@ class ParallelInference:
 
     @torch.no_grad()
     def __call__(
-        self,
-        tokens: torch.Tensor,
-        document_mask: KeyRanges | None = None,
-        encoder_len: int | None = None,
+        self, tokens: torch.Tensor, document_mask: KeyRanges | None = None, encoder_len: int | None = None
     ) -> torch.Tensor:
         """tokens [1, seq] → logits [1, 1, padded vocab] of the last token, the same on every process."""
         last = tokens.shape[1] - (encoder_len or 0) - 1
