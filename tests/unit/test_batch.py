@@ -43,10 +43,10 @@ def test_a_field_of_a_dataset_reaches_the_model(tmp_path: Path, monkeypatch: pyt
 
     def with_hints(self: PackedDataset, position: int) -> Any:
         made = sample(self, position)
-        return Wider(*made, hints=made.tokens * 10)
+        return Wider(*made, hints=made.tokens * 10, weights=torch.ones(1, dtype=torch.bfloat16))
 
-    def taking_hints(self: Transformer, x: torch.Tensor, hints: torch.Tensor, **fields: Any) -> Any:
-        seen.append(torch.equal(hints, x * 10))
+    def taking_hints(self: Transformer, x: torch.Tensor, hints: Any, weights: Any, **fields: Any) -> Any:
+        seen.append(torch.equal(hints, x * 10) and weights.dtype == torch.bfloat16)
         return forward(self, x, **fields)
 
     monkeypatch.setattr(PackedDataset, "sample", with_hints)

@@ -89,7 +89,8 @@ class _Sent:
         self.batch = batch
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(map_tensors, torch.from_numpy), (map_tensors(torch.Tensor.numpy, self.batch),)
+        arrays = map_tensors(lambda x: x if x.dtype == torch.bfloat16 else x.numpy(), self.batch)  # NumPy has none
+        return partial(map_tensors, torch.as_tensor), (arrays,)
 
 
 def _collate(samples: list[Batch] | ConfigError | RunError) -> Batch | _Sent | ConfigError | RunError:
