@@ -93,8 +93,7 @@ class SentencePairs:
         inputs = self.tokens.join(one, two, seq_len)
         nothing = np.zeros(1, dtype=bool)
         has_label = np.concatenate((nothing, label_one, nothing, label_two))
-        labels = np.full(seq_len, IGNORED_LABEL)
-        labels[: len(has_label)] = np.where(has_label, inputs[: len(has_label)], IGNORED_LABEL)
+        labels = np.where(np.pad(has_label, (0, seq_len - len(has_label))), inputs, IGNORED_LABEL)
         label = torch.tensor(is_other if len(text) > 1 else IGNORED_LABEL, dtype=torch.int64)
         pair = self.tokens.batch(torch.from_numpy(inputs), torch.from_numpy(labels), label)
         return pair if num_labels(given, ("tokens",)) else without_labels(pair)  # past the end of held-out data
