@@ -104,7 +104,7 @@ def index(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from titan_like.data.indexed import DTYPES, write_index
 
     lengths = np.random.default_rng(0).integers(1, 200, options.sized(10_000_000), np.int32)
-    write_index(folder / "corpus.idx", DTYPES[8], lengths, None)
+    write_index(folder / "corpus.idx", DTYPES[8], lengths, range(len(lengths) + 1))
     with open(folder / "corpus.bin", "wb") as file:
         file.truncate(2 * int(lengths.sum()))  # sparse: the index is built without a look at the tokens
     found: dict[str, Any] = {"documents": len(lengths), "tokens": int(lengths.sum())}

@@ -220,7 +220,7 @@ def samples(run: Any) -> Any:
     from titan_like.data.batch_size import total_samples
 
     dataset = run.datasets["train"]
-    return torch.stack([dataset[i] for i in range(total_samples(run.config.training))])
+    return torch.stack([torch.stack(dataset[i][:2]) for i in range(total_samples(run.config.training))])
 
 
 def train_titan(argv: list[str], dump_folder: str) -> float:

@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from titan_like.models.transformer import ModelInputs
+from titan_like.data.batch import Batch
 from titan_like.parallel.model import ParallelModel, Stage
 from titan_like.parallel.pipeline import Pipeline
 from titan_like.parallel.schedules.communication import PipelineShape
@@ -144,7 +144,7 @@ class OwnRuntime:
 
     def step(self, microbatches: torch.Tensor) -> None:
         """One step over [microbatches, seq, hidden]."""
-        self.pipeline.forward_backward(list(map(ModelInputs, microbatches.split(1))), lambda output, _: output.sum())
+        self.pipeline.forward_backward(list(map(Batch, microbatches.split(1))), lambda output, _: output.sum())
 
 
 class TorchRuntime:

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from tests.distributed.launch import Case, base_config, collect, runs_exhaustive_tests
 from tests.losses import summed_loss
 from titan_like.config.schema import JobConfig
+from titan_like.data.batch import Batch, model_fields
 from titan_like.data.lengths import sample_length
 from titan_like.metrics.devices import Device, find_device
 from titan_like.models.registry import model_config
-from titan_like.models.transformer import ModelInputs
 from titan_like.parallel import experts
 from titan_like.parallel.apply import build_pipeline
 from titan_like.parallel.collectives import Group
@@ -180,15 +180,11 @@ def measure_passes(config: JobConfig) -> dict[str, int]:
     stage.data_parallel.before_backward(is_last=False)
     length = sample_length(config, stage.module.config)
     tokens = torch.randint(97, 123, (config.training.micro_batch_size, length.positions))
-    labels, encoder_len = (tokens[:, length.encoder :], length.encoder) if length.decoder else (tokens, None)
-    whole = ModelInputs(tokens, encoder_len=encoder_len)
-    inputs, labels = slices_of(config, stage.module.config, mesh).take(whole, labels)
+    whole = Batch(tokens, tokens, encoder_len=length.encoder if length.decoder else None)
+    batch = slices_of(config, stage.module.config, mesh).take(whole)
 
     def loss() -> torch.Tensor:
-        others = {
-            name: value for name, value in inputs._asdict().items() if name in ("positions", "visible", "encoder_len")
-        }
-        return summed_loss(stage.module, inputs.tokens, labels, **others)
+        return summed_loss(stage.module, batch.tokens, **model_fields(batch))
 
     tracker = Tracker()
     tracker.knows(stage.module.parameters())

@@ -16,10 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.launch import base_config, collect, losses_of_layouts, plain_adamw
 from tests.distributed.layouts import pipeline, zero
-from titan_like.data.masks import MaskedSamples
+from titan_like.data.batch import Batch, collate
 from titan_like.models.layers.attention import AttentionCore
-from titan_like.models.layers.visible import VisibleKeys
-from titan_like.models.transformer import ModelInputs
+from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.parallel.collectives import Group
 from titan_like.parallel.context import CORES, Slices
 from titan_like.parallel.pieces import places_of
@@ -37,15 +36,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def visible_of(mask: str) -> VisibleKeys | None:
+def mask_of(mask: str) -> KeyRanges | None:
     """Documents of 5, 11, 1 and 15 tokens, and in the second sample of 32; a prefix of 9 tokens in each."""
     order = torch.arange(LENGTH).expand(BATCH, -1)
     if mask in ("causal", "bidirectional"):
         return None
     if mask == "prefix":
-        return VisibleKeys(torch.zeros_like(order), torch.maximum(order + 1, torch.full_like(order, 9)))
+        return KeyRanges(torch.zeros_like(order), torch.maximum(order + 1, torch.full_like(order, 9)))
     starts = torch.tensor([0, 5, 16, 17]).repeat_interleave(torch.tensor([5, 11, 1, 15]))
-    return VisibleKeys(torch.stack((starts, torch.zeros_like(starts))), order + 1)
+    return KeyRanges(torch.stack((starts, torch.zeros_like(starts))), order + 1)
 
 
 class Sent(TorchDispatchMode):
@@ -81,17 +80,17 @@ def attend_on_slices(rank: int, size: int) -> dict[str, Any]:
             for method in CORES:
                 whole, part = AttentionCore(0.0, mask != "bidirectional"), AttentionCore(0.0, mask != "bidirectional")
                 leaves = [x.clone().requires_grad_() for x in inputs]
-                expected = whole(*leaves, visible_of(mask))
+                expected = whole(*leaves, mask_of(mask))
                 expected.backward(gradient)
                 part.__class__, part.group = CORES[method], group  # type: ignore[assignment]
                 places = places_of(LENGTH, size, rank)
                 own = [x[:, :, places].to(dtype).requires_grad_() for x in inputs]
                 tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
                 slices = Slices(size, rank, method)
-                cut, _ = slices.take(ModelInputs(tokens, visible=visible_of(mask)), tokens)
+                cut = slices.take(Batch(tokens, document_mask=mask_of(mask)))
                 messages.clear()
                 with Sent() as sent, patch.object(dist, "batch_isend_irecv", counted):
-                    result = part(*own, cut.visible)
+                    result = part(*own, cut.document_mask)
                     result.backward(gradient[:, :, places].to(dtype))
                 pairs = [(result, expected), *((x.grad, y.grad) for x, y in zip(own, leaves, strict=True))]
                 norms = [y.double().norm() for _, y in pairs]
@@ -168,9 +167,9 @@ def test_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, steps: int) 
     run = prepare_run(resolve_settings(base_config(tmp_path, settings), 1))
     theirs, section = theirs.double().train(), run.config.optimizer
     optimizer = plain_adamw(theirs, section)
-    samples, expected = MaskedSamples(run.datasets["train"], run.masks), []
+    samples, expected = run.masks.over(run.datasets["train"]), []
     for step in range(steps):
-        inputs, labels = torch.stack([samples[index] for index in range(4 * step, 4 * step + 4)]).unbind(1)
+        inputs, labels, *_ = collate([samples[index] for index in range(4 * step, 4 * step + 4)])
         loss = F.cross_entropy(theirs(input_ids=inputs).logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
         loss.backward()
         optimizer.step()

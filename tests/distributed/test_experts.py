@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.launch import base_config, by_name, collect, losses_of_layouts, plain_adamw, trainer_of
-from titan_like.data.masks import MaskedSamples
+from titan_like.data.batch import collate
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 
@@ -80,10 +80,10 @@ def test_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, kind: str, s
     run = prepare_run(resolve_settings(base_config(tmp_path, settings), 1))
     model, section = model.double().train(), run.config.optimizer
     optimizer = plain_adamw(model, section)
-    samples, expected = MaskedSamples(run.datasets["train"], run.masks), []
+    samples, expected = run.masks.over(run.datasets["train"]), []
     loads = [torch.full((EXPERTS,), 1 / EXPERTS, dtype=torch.float64)] * 2  # of each layer
     for step in range(steps):
-        inputs, labels = torch.stack([samples[index] for index in range(4 * step, 4 * step + 4)]).unbind(1)
+        inputs, labels, *_ = collate([samples[index] for index in range(4 * step, 4 * step + 4)])
         result = model(input_ids=inputs)
         loss = F.cross_entropy(result.logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
         total = loss

@@ -129,10 +129,12 @@ def test_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, family: str,
     for step in range(steps):
         total, count, routed = torch.zeros((), dtype=torch.float64), 0, list[tuple[torch.Tensor, ...]]()
         for index in range(BATCH * step, BATCH * (step + 1)):
-            inputs, _, begins = source[index].tolist()
+            sample = source[index]
+            inputs, begins, padding = (x.tolist() for x in (sample[0], sample.document_starts, sample.padding_mask))
             for begin in sorted(set(begins)):
                 packed = tuple(token for token, own in zip(inputs, begins, strict=True) if own == begin)
                 found_one = known.get(packed)
+                assert (found_one is None) == padding[begin]
                 if found_one is None:  # what fills the sample up
                     assert begin == max(begins) and set(packed) == {4}
                     continue

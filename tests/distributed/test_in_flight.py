@@ -9,7 +9,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.distributed.launch import collect
-from titan_like.models.transformer import ModelInputs
+from titan_like.data.batch import Batch
 from titan_like.parallel.model import ParallelModel, Stage
 from titan_like.parallel.pipeline import Pipeline
 from titan_like.parallel.schedules.communication import PipelineShape
@@ -75,7 +75,7 @@ def count(rank):
         modules = [WatchedStage(stage, len(shape.ranks), alive, peaks) for stage in local]
         model = ParallelModel([Stage(module.index, module, OneReplica()) for module in modules])
         pipeline = Pipeline(model, shape, dist.group.WORLD, HIDDEN, torch.float32, torch.device("cpu"))
-        batch = [ModelInputs(torch.randn(HIDDEN)) for _ in range(MICROBATCHES)]
+        batch = [Batch(torch.randn(HIDDEN)) for _ in range(MICROBATCHES)]
         pipeline.forward_backward(batch, lambda output, _: output.sum())
         assert all(module.layer.weight.grad is not None for module in modules)
         results[schedule] = {"seen": peaks["rank"], "left": len(alive)}

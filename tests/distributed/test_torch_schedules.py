@@ -6,8 +6,8 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 from tests.distributed.launch import base_config, by_name, collect
 from tests.distributed.layouts import pipeline
+from titan_like.data.batch import Batch
 from titan_like.models.registry import model_config
-from titan_like.models.transformer import ModelInputs
 from titan_like.parallel.apply import build_pipeline
 from titan_like.parallel.layout import resolve_layout
 from titan_like.parallel.mesh import build_mesh
@@ -33,7 +33,7 @@ def compare(rank, folder):
         generator = torch.Generator().manual_seed(0)
         batches = torch.randint(0, 256, (MICROBATCHES, 2, 4, 64), generator=generator)  # tokens and labels
         ones = torch.ones(1, dtype=torch.float64)
-        inputs = [ModelInputs(tokens, labels=labels, loss_factors=ones) for tokens, labels in batches]
+        inputs = [Batch(tokens, labels, loss_factors=ones) for tokens, labels in batches]
 
         def loss(losses, _microbatch):
             return losses.sum()

@@ -58,7 +58,7 @@ def elements(trainer, index):
     dense = documents[:, None] == documents
     seen = torch.ones_like(dense).tril()
     if masks.section.prefix_lm:
-        ends = masks.add_rows(trainer.run.datasets["train"][index], index)[-1]
+        ends = masks.over(trainer.run.datasets["train"])[index].document_mask.end
         seen |= torch.arange(SEQ) < ends[:, None]
     return int((dense & seen).sum())
 

@@ -1,6 +1,5 @@
 """Files, environments and sizes that no run can begin with end in one sentence, at once."""
 
-import json
 import os
 import socket
 from datetime import timedelta
@@ -13,7 +12,7 @@ import titan_like.train.job
 import titan_like.train.setup
 from tests.e2e.test_bad_input import STEPS, TOML, arguments, check_refusal, run_here
 from titan_like.checkpoint.step_folders import hold
-from titan_like.commands import convert, generate
+from titan_like.commands import generate
 from titan_like.config import ConfigError, load_config
 from titan_like.config.errors import RunError
 from titan_like.config.paths import file_problem
@@ -21,43 +20,22 @@ from titan_like.data.packed import corpus_files
 from titan_like.train.job import meeting_place
 from titan_like.train.setup import out_of_memory_names
 
-# What a file is, by the name that it has in the test's folder, and the words that name it.
-KINDS = {
-    "folder.x": "is a folder, not a file",
-    "fifo.x": "is a named pipe (FIFO), not a file",
-    "socket.x": "is a socket, not a file",
-    "device.x": "is a character device, not a file",
-}
-
 
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "text.txt").write_text("some text to learn from, " * 20)
     (tmp_path / "run.toml").write_text(TOML.format(tmp=tmp_path, length=""))
     (tmp_path / "folder.x").mkdir()
-    os.mkfifo(tmp_path / "fifo.x")
-    (tmp_path / "device.x").symlink_to("/dev/zero")
-    here = os.getcwd()
-    os.chdir(tmp_path)  # a socket's path must be short
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind("socket.x")
-    os.chdir(here)
     return tmp_path
 
 
-@pytest.mark.timeout(60)  # opening a pipe would wait for ever
-def test_what_is_no_file_is_named_as_what_it_is(monkeypatch, capfd, folder):
-    for name, words in KINDS.items():
-        path = f"{folder}/{name}"
-        for argv in (
-            [f"--job.config_file={path}"],
-            arguments(folder, [STEPS, f"--data.paths={path}"]),
-            arguments(folder, [STEPS, f"--data.paths={folder}/{name[:3]}*.x"]),
-            arguments(folder, [STEPS, f"--data.tokenizer={path}"]),
-        ):
-            is_folder_of_a_tokenizer = name == "folder.x" and "data.tokenizer" in argv[-1]
-            expected = "no such file as" if is_folder_of_a_tokenizer else words
-            check_refusal(run_here(monkeypatch, capfd, argv), [path, expected])
+def test_a_folder_is_named_as_such(monkeypatch, capfd, folder):
+    path = f"{folder}/folder.x"
+    for argv, words in (
+        ([f"--job.config_file={path}"], "is a folder, not a file"),
+        (arguments(folder, [STEPS, f"--data.tokenizer={path}"]), "no such file as"),
+    ):
+        check_refusal(run_here(monkeypatch, capfd, argv), [path, words])
     files = corpus_files(load_config(["--data.dataset=text", f"--data.paths={folder}/*"]).data)
     assert sorted(path.name for path in files) == ["run.toml", "text.txt"]  # a pattern passes over what is no file
 
@@ -70,83 +48,6 @@ def test_unreadable_files_are_named(monkeypatch, capfd, folder):
         arguments(folder, [STEPS, f"--data.paths={folder}/text.txt"]),
     ):
         check_refusal(run_here(monkeypatch, capfd, argv), ["text.txt", "cannot be read (Permission denied)"])
-
-
-DATA = {  # name of the file, its content, words
-    "brackets": ("a.jsonl", '{"text": "a"}\n{"text": ' + 100_000 * "[", ["a.jsonl:2", "nested too deeply"]),
-    "digits": ("a.jsonl", '{"text": "a", "n": ' + 5000 * "1" + "}", ["a.jsonl:1", "too many digits"]),
-}
-
-
-@pytest.mark.parametrize("case", DATA)
-def test_bad_documents(monkeypatch, capfd, folder, case):
-    name, content, words = DATA[case]
-    (folder / name).write_text(content)
-    check_refusal(run_here(monkeypatch, capfd, arguments(folder, [STEPS, f"--data.paths={folder}/{name}"])), words)
-
-
-RUN_FILES = {
-    "brackets": (100_000 * "[", "run.json is not JSON: maximum recursion"),
-    "digits": ('{"step": ' + 5000 * "1" + "}", "run.json is not JSON: Exceeds the limit"),
-}
-
-
-@pytest.mark.parametrize("case", RUN_FILES)
-def test_run_json_that_cannot_be_read(monkeypatch, capfd, folder, case):
-    content, words = RUN_FILES[case]
-    path = folder / "out" / "checkpoint" / "step-1"
-    path.mkdir(parents=True)
-    (path / "run.json").write_text(content)
-    argv = arguments(folder, [STEPS, "--checkpoint.enable"])
-    refused = [f'checkpoint.folder = "{path.parent}": {path} cannot be loaded', words, "move it away"]
-    check_refusal(run_here(monkeypatch, capfd, argv), refused)
-    check_refusal(run_here(monkeypatch, capfd, [*argv, "--job.dry_run"]), refused)
-    with pytest.raises(ConfigError, match=words):
-        generate.main(argv)
-    with pytest.raises(ConfigError, match=words):
-        convert.main(["to-hf", f"--checkpoint={path.parent}", f"--output={folder}/hf"])
-
-
-def test_one_readable_checkpoint_is_enough(folder, monkeypatch, capfd):
-    for step, content in ((1, '{"step":'), (2, "[")):
-        path = folder / "out" / "checkpoint" / f"step-{step}"
-        path.mkdir(parents=True)
-        (path / "run.json").write_text(content)
-    argv = arguments(folder, [STEPS, "--checkpoint.enable", "--job.dry_run"])
-    refused = [f"{path} cannot be loaded (run.json is not JSON", "nor any other there"]
-    check_refusal(run_here(monkeypatch, capfd, argv), refused)
-    numbers = dict.fromkeys(("step", "consumed_samples", "consumed_tokens", "skipped_steps"), 1)
-    numbers |= {"loss_scale": 1.0, "loss_scale_good_steps": 0, "model": {}, "config": {}}
-    (path.with_name("step-1") / "run.json").write_text(json.dumps(numbers))
-    assert run_here(monkeypatch, capfd, argv)[0] == 0
-
-
-def test_lock_that_is_a_folder(monkeypatch, capfd, folder):
-    (folder / "out" / "checkpoint.lock").mkdir(parents=True)
-    argv = arguments(folder, [STEPS, "--checkpoint.enable"])
-    check_refusal(run_here(monkeypatch, capfd, argv), ["checkpoint.folder", "checkpoint.lock is a folder", "remove it"])
-
-
-LOCKS = {
-    "run.lock": "job.dump_folder",
-    "metrics.jsonl": "job.dump_folder",
-    "metrics.runs.json": "job.dump_folder",
-    "checkpoint.lock": "checkpoint.folder",
-}
-
-
-@pytest.mark.parametrize("name", LOCKS)
-def test_files_that_a_run_could_not_write(monkeypatch, capfd, folder, name):
-    path, argv = folder / "out" / name, arguments(folder, [STEPS, "--checkpoint.enable"])
-    path.parent.mkdir()
-    path.symlink_to(folder / "nowhere" / name)
-    words = [LOCKS[name], f"{path} is a link into {folder}/nowhere, where no file can be created", "remove it"]
-    check_refusal(run_here(monkeypatch, capfd, argv), words)
-    path.unlink()
-    path.touch()
-    monkeypatch.setattr(os, "access", lambda path, mode: not (str(path).endswith(name) and mode & os.W_OK))
-    words = [LOCKS[name], f"{path} cannot be written (Permission denied)", "remove it"]
-    check_refusal(run_here(monkeypatch, capfd, argv), words)
 
 
 def test_lock_that_cannot_be_opened_says_so(monkeypatch, tmp_path):
@@ -197,9 +98,7 @@ def test_what_is_in_a_folder_without_permission(monkeypatch, capfd, folder, case
 
 
 OPTIONS = {
-    "prompt": (["--prompt=caf\udce9"], r'--prompt = "caf\\udce9": is not valid UTF-8'),
     "large seed": (["--seed=18446744073709551616"], "--seed = 18446744073709551616: must be at least 0 and below 2.63"),
-    "seed of many digits": (["--seed=" + 5000 * "1"], '"--seed": invalid int value: .1{99,180}… .5,0.. characters'),
     "word for a seed": (["--seed=x"], "\"--seed\": invalid int value: 'x'"),
     "temperature": (["--temperature=inf"], "--temperature = inf"),
     "negative temperature": (["--temperature=-1"], "--temperature = -1.0: must be 0, or from 0.0001 to 10000"),
@@ -224,16 +123,8 @@ ENVIRONMENTS = {  # variables, words of each line
         [["MASTER_ADDR = (not set)", "a job of 2 processes"], ["MASTER_PORT = (not set)"]],
     ),
     "rank alone": ({"RANK": "3"} | MEETING, [["WORLD_SIZE = (not set)", "a process of RANK 3"]]),
-    "rank beyond": ({"WORLD_SIZE": "2", "RANK": "2"}, [["RANK = 2", "below WORLD_SIZE = 2", "from 0 to 1"]]),
-    "local rank beyond": (
-        {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "1"} | MEETING,
-        [["LOCAL_RANK = 1", "below LOCAL_WORLD_SIZE = 1"]],
-    ),
-    "words": (
-        {"WORLD_SIZE": "two", "RANK": "one", "LOCAL_RANK": "-1", "MASTER_PORT": "http"},
-        [['WORLD_SIZE = "two"'], ['RANK = "one"', "whole number"], ['LOCAL_RANK = "-1"'], ['PORT = "http"', "65535"]],
-    ),
-    "digits": ({"WORLD_SIZE": 5000 * "1"}, [["WORLD_SIZE", "(5,000 characters)", "whole number"]]),
+    "rank beyond": ({"WORLD_SIZE": "2", "RANK": "2"}, [['RANK = "2"', "at most 1"]]),
+    "words": ({"WORLD_SIZE": "two", "RANK": "one"}, [['WORLD_SIZE = "two"', "whole number"]]),
 }
 
 
@@ -263,25 +154,13 @@ def test_port_in_use_is_named(monkeypatch):
             meeting_place(timedelta(seconds=20))
 
 
-BILLION = "1000000000"
-SIZES = {  # settings, words
+SIZES = {
     "layers": (
-        [f"--model.overrides.num_layers={BILLION}"],
-        ["model.overrides.num_layers = 1000000000", "equal to 2048"],
-    ),
-    "width": (
-        [f"--model.overrides.hidden_size={BILLION}"],
-        ["model.overrides.hidden_size", "less than or equal to 1048576"],
-    ),
-    "digits of an unused flavor": (["--model.flavors.z.x=0x" + 5000 * "f"], ["flavors.z.x", "64 bits"]),
+        ["--model.overrides.num_layers=1000000000"],
+        ["num_layers = 1000000000", "equal to 2048"],
+    ),  # settings, words
     "forged line": (["--model.overrides.a\nerror: fake\x1b=3"], [r"a\nerror: fake\x1b = 3", "unknown field"]),
     "variable without a name": (["--job.dump_folder=${}/x"], ["${}/x", "names no environment variable"]),
-    "digits": (["--model.overrides.hidden_size=0x" + 5000 * "f"], ["hidden_size", "thousands of digits", "64 bits"]),
-    "rows": (
-        [f"--model.overrides.vocab_multiple={BILLION}"],
-        ["model.overrides.vocab_multiple", "less than or equal to 1048576"],
-    ),
-    "positions": ([f"--model.overrides.max_seq_len={BILLION}"], ["model.overrides.max_seq_len", "134217728"]),
     "passes": (
         ["--training.micro_batch_size=1", "--training.global_batch_size=1048576"],
         ["training.global_batch_size = 1048576", "1,048,576 microbatches of 1 × 1 samples", "raise micro_batch_size"],

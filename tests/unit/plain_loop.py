@@ -12,7 +12,7 @@ from torch import nn
 from tests.unit.hugging_face_cases import reference_of
 from titan_like.config import load_config
 from titan_like.config.schema import JobConfig
-from titan_like.data.masks import MaskedSamples
+from titan_like.data.batch import Batch, collate
 from titan_like.models.registry import build_model
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import Run, prepare_run
@@ -60,15 +60,13 @@ def untrained_reference(run: Run) -> nn.Module:
     return reference_of(ours).train()
 
 
-def plain_losses(
-    run: Run, theirs: nn.Module, terms_of: Callable[[torch.Tensor, torch.Tensor], list[torch.Tensor]]
-) -> list[list[float]]:
+def plain_losses(run: Run, theirs: nn.Module, terms_of: Callable[[Batch], list[torch.Tensor]]) -> list[list[float]]:
     """The terms of the loss at each step, whose sum a plain loop minimises.
 
     Args:
         run: whose samples and optimizer settings these are.
         theirs: the model.
-        terms_of: inputs and labels of a global batch, int64 [batch, seq] each → the terms.
+        terms_of: a global batch → the terms.
     """
     section = run.config.optimizer
     matrices, vectors = ([p for p in theirs.parameters() if (p.ndim > 1) is wide] for wide in (True, False))
@@ -77,10 +75,10 @@ def plain_losses(
         {"params": vectors, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps)
-    samples, found = MaskedSamples(run.datasets["train"], run.masks), []
+    samples, found = run.masks.over(run.datasets["train"]), []
     for step in range(STEPS):
-        batch = torch.stack([samples[index] for index in range(step * BATCH, (step + 1) * BATCH)])
-        terms = terms_of(*batch.unbind(1))
+        batch = collate([samples[index] for index in range(step * BATCH, (step + 1) * BATCH)])
+        terms = terms_of(batch)
         sum(terms).backward()
         optimizer.step()
         optimizer.zero_grad()

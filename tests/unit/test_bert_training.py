@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from tests.unit.hugging_face_cases import bert_config
 from tests.unit.plain_loop import logged, plain_losses, prepared, run_settings, untrained_reference
+from titan_like.data.batch import Batch
 from titan_like.models.registry import build_model
 from titan_like.train.job import run_job
 
@@ -46,7 +47,8 @@ def test_30_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, head: str
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
 
-    def terms_of(inputs: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
+    def terms_of(batch: Batch) -> list[torch.Tensor]:
+        inputs, labels = batch.tokens, batch.labels
         if head == "none":
             logits = theirs(input_ids=inputs).logits
             return [F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)]
@@ -54,8 +56,8 @@ def test_30_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, head: str
         attention = end.flip(1).cumsum(1).flip(1) > 0
         types = (end.cumsum(1) - end.int() > 0) & attention
         found = theirs(input_ids=inputs, attention_mask=attention.long(), token_type_ids=types.long())
-        of_tokens = F.cross_entropy(found.prediction_logits[:, 1:].flatten(0, 1), labels[:, 1:].flatten())
-        return [of_tokens, F.cross_entropy(found.seq_relationship_logits, labels[:, 0])]
+        of_tokens = F.cross_entropy(found.prediction_logits.flatten(0, 1), labels.flatten())
+        return [of_tokens, F.cross_entropy(found.seq_relationship_logits, batch.sample_labels)]
 
     expected = plain_losses(run, theirs, terms_of)
     assert expected[0][0] > 5 and expected[-1][0] < expected[0][0] - 1

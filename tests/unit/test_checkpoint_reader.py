@@ -105,9 +105,7 @@ def test_torch_module_gives_its_types_of_elements_only(tmp_path: Path, name: str
         TensorReader(tmp_path).read_metadata()
 
 
-@pytest.mark.parametrize(
-    "name", ["../other/__0_0.distcp", "/etc/passwd", "..", "a/../../b", "a\\b", "C:b", "", None, 5]
-)
+@pytest.mark.parametrize("name", ["../other/__0_0.distcp", "/etc/passwd", "..", "a/../../b", "", None, 5])
 def test_tensor_outside_of_the_folder_is_refused(tmp_path: Path, name: Any) -> None:
     for folder in ("this", "other"):
         save(tmp_path / folder, {"weight": torch.ones(2)})
@@ -141,17 +139,6 @@ def test_pickle_that_changes_a_class_is_refused_and_changes_nothing(tmp_path: Pa
     with pytest.raises(pickle.UnpicklingError, match="changes something that is not tensor metadata"):
         TensorReader(tmp_path).read_metadata()
     assert Path("/a") / "b" == Path("/a/b")
-
-
-@pytest.mark.parametrize("kind", ["file", "link"])
-def test_sweep_removes_whatever_bears_the_name(tmp_path: Path, kind: str) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "mine").touch()
-    path = tmp_path / f"step-9{UNFINISHED}"
-    path.touch() if kind == "file" else path.symlink_to(elsewhere)
-    assert sweep(tmp_path) == [path.name]
-    assert not path.is_symlink() and not path.exists() and (elsewhere / "mine").exists()
 
 
 def test_only_names_that_a_save_gives_are_checkpoints(tmp_path: Path) -> None:

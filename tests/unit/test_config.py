@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_like.config import ConfigError, JobConfig, load_config
-from titan_like.config.load import json_schema
+from titan_like.config import ConfigError, JobConfig, load, load_config
+from titan_like.config.load import json_schema, run_command
 from titan_like.config.options import as_installed
 from titan_like.data.batch_size import total_steps
 from titan_like.parallel.layout import resolve_layout
@@ -117,14 +117,9 @@ def test_override_of_one_model_field_keeps_the_toml_s_others(tmp_path):
             ["--job.seed=18446744073709551616"],
             ["job.seed = 18446744073709551616", "less than or equal to 9223372036854"],
         ),
-        (["--training.steps=" + 5000 * "1"], ["training.steps", "… (5,000 characters)", "too many digits"]),
-        (["--training.steps=0x" + 5000 * "f"], ["training.steps", "thousands of digits", "less than or equal to"]),
-        (["--training.steps=" + 5000 * "["], ["training.steps", "… (5,000 characters)", "nested too deeply"]),
-        (["--model." + "flavors." * 9000 + "x=1"], ["model.flavors.flavors", "use at most 16 levels"]),
         (["--optimizer.lr=1" + 400 * "0"], ["optimizer.lr", "valid number"]),
         (["--health.hang_timeout_seconds=1e308"], ["hang_timeout_seconds = 1e+308", "less than or equal to 1000000"]),
         (["--cluster.nodes=1000000000"], ["cluster.nodes = 1000000000", "less than or equal to 32768"]),
-        (["--job.description=caf\udce9"], ["job.description", "caf\\udce9", "not valid UTF-8"]),
     ],
 )
 def test_bad_override_names_key_value_and_cure(argv, words):
@@ -146,10 +141,7 @@ def test_bad_override_names_key_value_and_cure(argv, words):
         ("[model]\noverrides = 3\n", ["model.overrides = 3", "dictionary"]),
         ("[checkpoint]\nenable = True\n", ["line 2", "write true instead of True"]),
         ("[checkpoint]\nenable = yes # please\n", ["line 2", "write true instead of yes"]),
-        ("[training]\nsteps = " + 5000 * "1", ["not valid TOML", "digits", "correct that value"]),
-        ("[training]\nsteps = " + 5000 * "[", ["nested too deeply"]),
         ("[training]\nsteps = 2026-02-30\n", ["not valid TOML", "correct that"]),
-        ('[job]\ndump_folder = "a\\u0000b"\n', ["job.dump_folder", "null character"]),
     ],
 )
 def test_bad_toml_names_key_value_and_cure(tmp_path, toml, words):
@@ -234,6 +226,14 @@ def test_none_on_the_command_line_unsets_what_the_file_sets(tmp_path):
     assert (training.steps, training.tokens) == (None, 4096)
 
 
+def test_a_file_that_cannot_be_opened_is_a_sentence_and_a_bug_a_traceback(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run_command(lambda _: open(tmp_path / "a.txt"))
+    assert (stop.value.code, capsys.readouterr().err) == (2, f"error: {tmp_path}/a.txt: No such file or directory\n")
+    with pytest.raises(FileNotFoundError):
+        run_command(lambda _: open(f"{load.__file__}.x"))
+
+
 WRONG = """
 steps = 3
 [training]
@@ -308,7 +308,6 @@ def test_paths_are_expanded(key, monkeypatch):
         "$NOWHERE/a": "variable NOWHERE, which is not set",
         "": "is empty",
         "  ": "is empty",
-        "é" * 128: "255 bytes",
     }.items():
         message = problem_of(f"--{key}={text}")
         assert message.startswith(f'{key} = "{text}"') and words in message

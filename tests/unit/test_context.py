@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from titan_like.config import ConfigError, load_config
-from titan_like.models.layers.visible import VisibleKeys, block_mask
-from titan_like.models.transformer import ModelInputs
+from titan_like.data.batch import Batch
+from titan_like.models.layers.key_ranges import KeyRanges, block_mask
 from titan_like.parallel.context import Slices
 from titan_like.parallel.pieces import divided, joined, places_of
 from titan_like.parallel.slice_attention import _attention
@@ -31,25 +31,29 @@ def test_joined_slices_are_in_order_and_divide_again() -> None:
 
 def test_a_slice_keeps_positions_masks_and_labels_of_its_tokens() -> None:
     tokens, order = torch.arange(100, 116)[None], torch.arange(16)[None]
-    visible = VisibleKeys(order // 4 * 4, order + 1)
-    whole = ModelInputs(tokens, order % 4, visible, padding_mask=tokens >= 110)
-    inputs, labels = Slices(2, 1, "all_gather").take(whole, tokens + 1)
-    assert inputs.padding_mask is not None and inputs.padding_mask.tolist() == [[False] * 6 + [True] * 2]
-    assert inputs.tokens.tolist() == [list(range(104, 112))] and labels.tolist() == [list(range(105, 113))]
-    assert inputs.positions is not None and inputs.positions.tolist() == [[0, 1, 2, 3] * 2]
-    assert inputs.visible is not None and inputs.visible.first.tolist() == [[4] * 4 + [8] * 4]
-    assert inputs.visible.end.tolist() == [list(range(5, 13))]
-    whole, _ = Slices(2, 0, "ulysses").take(ModelInputs(tokens, None, visible), tokens)
-    assert whole.visible is visible and whole.positions is not None
-    assert whole.positions.tolist() == [*range(4), *range(12, 16)]
+    mask = KeyRanges(order // 4 * 4, order + 1)
+    sample_labels, factors = torch.tensor([3]), torch.ones(2)
+    whole = Batch(tokens, tokens + 1, order % 4, mask, None, tokens >= 110, sample_labels, factors)
+    cut = Slices(2, 1, "all_gather").take(whole)
+    assert cut.padding_mask is not None and cut.padding_mask.tolist() == [[False] * 6 + [True] * 2]
+    assert cut.tokens.tolist() == [list(range(104, 112))] and cut.labels is not None
+    assert cut.labels.tolist() == [list(range(105, 113))]
+    assert cut.positions is not None and cut.positions.tolist() == [[0, 1, 2, 3] * 2]
+    assert cut.document_mask is not None and cut.document_mask.first.tolist() == [[4] * 4 + [8] * 4]
+    assert cut.document_mask.end.tolist() == [list(range(5, 13))]
+    assert cut.sample_labels is sample_labels and cut.loss_factors is factors
+    cut = Slices(2, 0, "ulysses").take(Batch(tokens, document_mask=mask))
+    assert cut.document_mask is mask and cut.positions is not None
+    assert cut.positions.tolist() == [*range(4), *range(12, 16)]
 
 
 def test_an_encoder_and_a_decoder_are_cut_apart() -> None:
     tokens = torch.arange(12)[None]  # 8 of the encoder
-    inputs, labels = Slices(2, 0, "all_gather").take(ModelInputs(tokens, encoder_len=8), tokens[:, 8:])
-    assert inputs.tokens.tolist() == [[0, 1, 6, 7, 8, 11]] and labels.tolist() == [[8, 11]]
-    assert inputs.encoder_len == 4 and inputs.visible is None
-    assert inputs.positions is not None and inputs.positions.tolist() == [0, 1, 6, 7, 0, 3]
+    cut = Slices(2, 0, "all_gather").take(Batch(tokens, tokens, encoder_len=8))
+    assert cut.labels is not None
+    assert cut.tokens.tolist() == cut.labels.tolist() == [[0, 1, 6, 7, 8, 11]]
+    assert cut.encoder_len == 4 and cut.document_mask is None
+    assert cut.positions is not None and cut.positions.tolist() == [0, 1, 6, 7, 0, 3]
 
 
 def test_blocks_of_a_slice_of_queries_say_what_they_see() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
-import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -31,7 +30,9 @@ from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import JobConfig
 from titan_like.data.chat import Chat
 from titan_like.data.conversations import pack
+from titan_like.data.indexed import IndexedDataset
 from titan_like.data.open_source import open_data
+from titan_like.data.preprocess import Job, tokenize_files
 from titan_like.data.raw_text import BadRecord
 from titan_like.data.source import Source
 from titan_like.models.registry import model_config
@@ -59,13 +60,14 @@ def opened(folder: Path, *settings: str) -> dict[str, Source]:
 
 def learned(chat: Chat, record: Any) -> list[str]:
     """The stretches of a record's tokens that are learned, as text with special tokens."""
-    marked, stretches = chat.encode(record).tolist(), list[list[int]]()
-    for place, token in enumerate(marked):
-        if token >= 0 and (place == 0 or marked[place - 1] < 0):
-            stretches.append([])
-        if token >= 0:
-            stretches[-1].append(token)
-    return [chat.tokenizer.tokenizer.decode(tokens, skip_special_tokens=False) for tokens in stretches]
+    pairs = zip(*(x.tolist() for x in chat.encode(record)), strict=True)
+    runs = [[token for token, _ in run] for is_answer, run in groupby(pairs, key=lambda pair: pair[1]) if is_answer]
+    return [chat.tokenizer.tokenizer.decode(tokens, skip_special_tokens=False) for tokens in runs]
+
+
+def encoded(chat: Chat, record: Any) -> list[list[int]]:
+    """The tokens of a record, and which are learned."""
+    return [x.tolist() for x in chat.encode(record)]
 
 
 # What is learned of an answer in each template.
@@ -85,8 +87,7 @@ def test_answers_with_their_ends_are_learned(tmp_path: Path, name: str) -> None:
     for messages in conversations(20):
         if name == "chatml":
             messages = [{"role": "system", "content": "be brief"}, *messages, {"role": "user", "content": "and then"}]
-        marked = chat.encode({"messages": messages})
-        tokens = [token if token >= 0 else -1 - token for token in marked.tolist()]
+        tokens, _ = encoded(chat, {"messages": messages})
         if name == "dated":
             assert theirs.decode(tokens).startswith("26 Jul 2024<|im_start|>")
         else:
@@ -135,11 +136,11 @@ def test_tokens_at_the_borders_of_answers(
     saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
     saved.chat_template = template
     saved.save_pretrained(tmp_path)
-    marked = Chat(str(tmp_path / "tokenizer.json")).encode(
+    tokens, is_answer = Chat(str(tmp_path / "tokenizer.json")).encode(
         {"messages": [m for answer in answers for m in (USER, {"role": "assistant", "content": answer})]}
     )
-    runs = [list(run) for is_answer, run in groupby(marked.tolist(), key=lambda token: token >= 0) if is_answer]
-    assert [[tokenizer.id_to_token(token) for token in run] for run in runs] == expected
+    runs = [list(run) for learns, run in groupby(zip(tokens, is_answer, strict=True), key=lambda x: x[1]) if learns]
+    assert [[tokenizer.id_to_token(token) for token, _ in run] for run in runs] == expected
 
 
 def test_an_unknown_token_neither_ends_an_answer_nor_begins_a_text(tmp_path: Path) -> None:
@@ -154,18 +155,19 @@ def test_an_unknown_token_neither_ends_an_answer_nor_begins_a_text(tmp_path: Pat
     saved.save_pretrained(tmp_path)
     chat = Chat(str(tmp_path / "tokenizer.json"))
     assert chat.tokenizer.first_ids == [2]
-    tokens = chat.encode({"messages": [USER, {"role": "assistant", "content": "no what yes"}]}).tolist()
-    assert [token for token in tokens if token >= 0] == [6, 0, 7, 1]
+    tokens, is_answer = chat.encode({"messages": [USER, {"role": "assistant", "content": "no what yes"}]})
+    assert tokens[is_answer].tolist() == [6, 0, 7, 1]
 
 
 def test_a_prompt_with_an_answer_is_a_conversation_if_there_is_a_template(tmp_path: Path) -> None:
     record = {"prompt": "the sum of 1 and 2", "answer": "3"}
     with_template = Chat(str(save_tokenizer(tmp_path / "a", CHATML)))
     messages = [{"role": "user", "content": record["prompt"]}, {"role": "assistant", "content": "3"}]
-    assert with_template.encode(record).tolist() == with_template.encode({"messages": messages}).tolist()
+    assert encoded(with_template, record) == encoded(with_template, {"messages": messages})
     without = Chat(str(save_tokenizer(tmp_path / "b", None)))
     assert learned(without, record) == ["3</s>"]
-    assert Chat("byte").encode({"prompt": "é=", "answer": "1"}).tolist() == [-196, -170, -62, 49, 256]
+    tokens, is_answer = encoded(Chat("byte"), {"prompt": "é=", "answer": "1"})
+    assert tokens == [195, 169, 61, 49, 256] and is_answer == [False] * 3 + [True] * 2
 
 
 def prepended() -> Tokenizer:
@@ -205,10 +207,10 @@ def test_a_prompt_with_its_answer_is_one_text(
 ) -> None:
     tokenizer = build()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    marked = Chat(str(tmp_path / "tokenizer.json")).encode({"prompt": prompt, "answer": answer}).tolist()
-    *tokens, end = (token if token >= 0 else ~token for token in marked)
-    assert tokens == tokenizer.encode(prompt + answer, add_special_tokens=False).ids
-    assert [tokenizer.id_to_token(token) for token in marked if token >= 0] == [*expected, tokenizer.id_to_token(end)]
+    tokens, is_answer = Chat(str(tmp_path / "tokenizer.json")).encode({"prompt": prompt, "answer": answer})
+    assert tokens[:-1].tolist() == tokenizer.encode(prompt + answer, add_special_tokens=False).ids
+    learned = [tokenizer.id_to_token(token) for token in tokens[is_answer]]
+    assert learned == [*expected, tokenizer.id_to_token(tokens[-1])]
 
 
 def test_what_a_tokenizer_puts_before_every_text_comes_before_a_prompt(tmp_path: Path) -> None:
@@ -219,7 +221,8 @@ def test_what_a_tokenizer_puts_before_every_text_comes_before_a_prompt(tmp_path:
     processor = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": {"<s>": first}}
     content["post_processor"] = processor
     path.write_text(json.dumps(content))
-    assert Chat(str(path)).encode({"prompt": "", "answer": "0"}).tolist()[0] == -1 - 3
+    tokens, is_answer = Chat(str(path)).encode({"prompt": "", "answer": "0"})
+    assert tokens[0] == 3 and not is_answer[0]
 
 
 CALL: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "id": "x"}]}
@@ -253,14 +256,14 @@ def test_calls_of_tools_are_answers(
     messages = [USER] * (not begins) + [CALL, REPLY, REPLY, silent, REPLY, last]
     record = {"messages": messages, "tools": tools and json.dumps(tools)}
     expected = theirs.apply_chat_template(messages, tools=tools, return_dict=True)["input_ids"]
-    assert [token if token >= 0 else ~token for token in chat.encode(record).tolist()] == expected
+    assert encoded(chat, record)[0] == expected
     assert learned(chat, record) == [call, call, answer]
 
 
 def test_every_form_of_a_record_is_the_same_conversation(tmp_path: Path) -> None:
     chat = Chat(str(save_tokenizer(tmp_path, TOOLS)))
     messages = [{"role": "system", "content": "s"}, USER, CALL, REPLY | {"name": ""}, ANSWER]
-    expected = chat.encode({"messages": messages, "tools": [TOOL]}).tolist()
+    expected = encoded(chat, {"messages": messages, "tools": [TOOL]})
     shared: list[dict[str, Any]] = [
         {"from": "human", "value": "a"},
         {"from": "function_call", "value": json.dumps(CALL["tool_calls"][0]["function"])},
@@ -273,11 +276,11 @@ def test_every_form_of_a_record_is_the_same_conversation(tmp_path: Path) -> None
         {"conversations": [{"from": "system", "value": "s"}, *shared], "tools": [tools[1:-1]]},
         {"conversations": json.dumps(messages), "tools": tools},
     ):
-        assert chat.encode(record).tolist() == expected
+        assert encoded(chat, record) == expected
     in_parts = [USER | {"content": PARTS}, ANSWER | {"content": PARTS}]
     assert learned(chat, {"messages": in_parts}) == ["the sum<|im_end|>"]
     for texts in ({"prompt": "a", "answer": "b"}, {"prompt": "a", "completion": "b"}):
-        assert chat.encode(texts).tolist() == chat.encode({"messages": [USER, ANSWER]}).tolist()
+        assert encoded(chat, texts) == encoded(chat, {"messages": [USER, ANSWER]})
 
 
 END = "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
@@ -298,17 +301,33 @@ def test_what_a_template_writes_at_the_end_of_every_text_hides_no_answer(
     chat = Chat(str(save_tokenizer(tmp_path, template)))
     for turns in ([USER, ANSWER, USER, ANSWER], [ANSWER, USER, ANSWER]):
         expected = chat.template.apply_chat_template(turns, return_dict=False)
-        assert [token if token >= 0 else ~token for token in chat.encode({"messages": turns})] == expected
+        assert encoded(chat, {"messages": turns})[0] == expected
         assert learned(chat, {"messages": turns}) == [answer, answer + end]
     assert learned(chat, {"messages": [USER, ANSWER, USER]}) == [answer]
 
 
+def test_the_last_answer_may_end_with_another_token(tmp_path: Path) -> None:
+    """As with gpt-oss, whose <|return|> stands in place of <|end|>."""
+    end = "{{ '</s>' if loop.last and not add_generation_prompt else '<|im_end|>' }}"
+    chat = Chat(str(save_tokenizer(tmp_path, CHATML.replace("<|im_end|>\n", end))))
+    assert learned(chat, {"messages": [USER, ANSWER, USER, ANSWER]}) == ["b<|im_end|>", "b</s>"]
+
+
+def test_a_special_token_that_takes_in_white_space_before_it_belongs_to_its_own_message(tmp_path: Path) -> None:
+    file = save_tokenizer(tmp_path, CHATML)
+    tokenizer = json.loads(file.read_text())
+    for token in tokenizer["added_tokens"]:
+        token["lstrip"] = token["content"] in ("<|im_start|>", "<|im_end|>")
+    file.write_text(json.dumps(tokenizer))
+    assert learned(Chat(str(file)), {"messages": [USER, ANSWER, USER, ANSWER]}) == ["b<|im_end|>"] * 2
+
+
 def test_lists_as_json_text_and_null_keys_are_read(tmp_path: Path) -> None:
     chat = Chat(str(save_tokenizer(tmp_path, CHATML)))
-    expected = chat.encode({"messages": [USER, ANSWER]}).tolist()
-    assert chat.encode({"messages": None, "conversations": [USER, ANSWER]}).tolist() == expected
+    expected = encoded(chat, {"messages": [USER, ANSWER]})
+    assert encoded(chat, {"messages": None, "conversations": [USER, ANSWER]}) == expected
     for prompt in (json.dumps([USER]), [USER]):
-        assert chat.encode({"prompt": prompt, "completion": json.dumps([ANSWER])}).tolist() == expected
+        assert encoded(chat, {"prompt": prompt, "completion": json.dumps([ANSWER])}) == expected
     assert learned(chat, {"prompt": "[]", "completion": json.dumps([ANSWER])}) == ["b<|im_end|>"]
     assert learned(chat, {"prompt": "[]", "completion": "[]"}) == ["[]<|im_end|>"]  # texts
 
@@ -318,10 +337,8 @@ def test_answers_in_a_prompt_are_not_learned(tmp_path: Path, template: str) -> N
     chat = Chat(str(save_tokenizer(tmp_path, template)))
     record = {"prompt": [USER, {"role": "assistant", "content": "1"}, USER], "completion": [ANSWER]}
     assert learned(chat, record) == ["b<|im_end|>"]
-    whole = chat.encode({"messages": [*record["prompt"], *record["completion"]]})
-    assert [token if token >= 0 else ~token for token in chat.encode(record).tolist()] == [
-        token if token >= 0 else ~token for token in whole.tolist()
-    ]
+    whole = {"messages": [*record["prompt"], *record["completion"]]}
+    assert encoded(chat, record)[0] == encoded(chat, whole)[0]
 
 
 def test_conversations_are_read_from_parquet_and_arrow(tmp_path: Path) -> None:
@@ -406,7 +423,7 @@ CUT = '{"messages": [{"role": "user", "content": "a"}'
         (
             MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", ""),
             json.dumps({"messages": [USER, ANSWER, USER, ANSWER]}),
-            "writes the beginning of the conversation in another way once more follows",
+            "does not begin with what the chat template gives the model to begin it",
         ),
         # As Qwen3's: thoughts before the last answer alone.
         (
@@ -498,7 +515,7 @@ def test_the_seed_decides_the_order_alone(tmp_path: Path) -> None:
     write_lines(tmp_path / "chats.jsonl", pairs(200))
     one, other = (opened(tmp_path, f"--job.seed={seed}")["train"] for seed in (5, 6))
     assert one.fingerprint == other.fingerprint
-    assert [one[i].tolist() for i in range(len(one))] != [other[i].tolist() for i in range(len(other))]
+    assert [one[i][0].tolist() for i in range(len(one))] != [other[i][0].tolist() for i in range(len(other))]
 
 
 def test_splits_share_no_conversation_and_validation_ends(tmp_path: Path) -> None:
@@ -520,7 +537,7 @@ def test_splits_share_no_conversation_and_validation_ends(tmp_path: Path) -> Non
     assert sum(map(int, told)) == 400 and abs(int(told[0]) - 280) <= 2
     assert sources["train"].fingerprint != sources["validation"].fingerprint
     past = sources["validation"][len(sources["validation"])]
-    assert past.shape == (3, SEQ) and (past[1] == -100).all()
+    assert past.labels is not None and (past.labels == -100).all()
 
 
 def test_the_first_samples_hold_no_longer_conversations_than_the_last(tmp_path: Path) -> None:
@@ -528,9 +545,23 @@ def test_the_first_samples_hold_no_longer_conversations_than_the_last(tmp_path: 
     draw = random.Random(0)
     write_lines(tmp_path / "chats.jsonl", [{"prompt": "p" * draw.randint(1, 50), "answer": "a"} for _ in range(600)])
     held_out = opened(tmp_path, "--data.split=0.5,0.5,0")["validation"]
-    longest = [max(held_out.sample(n)[2].unique(return_counts=True)[1].tolist()) for n in range(len(held_out))]
+    starts = [held_out.sample(n).document_starts for n in range(len(held_out))]
+    longest = [max(one.unique(return_counts=True)[1].tolist()) for one in starts]
     half = len(longest) // 2
     assert sum(longest[:half]) / half == pytest.approx(sum(longest[-half:]) / half, rel=0.2)
+
+
+def test_a_stored_conversation_is_its_tokens_and_the_borders_of_its_answers(tmp_path: Path) -> None:
+    spec = save_tokenizer(tmp_path, CHATML)
+    chat, records = Chat(str(spec)), [{"messages": messages} for messages in conversations(20)]
+    files = [write_lines(tmp_path / "chats.jsonl", records)]
+    tokenize_files(Job(files, str(spec), template=""), tmp_path / "stored")
+    stored = IndexedDataset(tmp_path / "stored")
+    assert stored.num_documents == 20
+    for number, record in enumerate(records):
+        tokens, borders = (stored[2 * number + part].tolist() for part in (0, 1))
+        answers = {at for begin, end in zip(borders[::2], borders[1::2], strict=True) for at in range(begin, end)}
+        assert [tokens, [at in answers for at in range(len(tokens))]] == encoded(chat, record)
 
 
 def test_long_conversations_are_cut_or_left_out_and_counted(tmp_path: Path) -> None:
@@ -542,7 +573,9 @@ def test_long_conversations_are_cut_or_left_out_and_counted(tmp_path: Path) -> N
     ]
     write_lines(tmp_path / "chats.jsonl", records)
     source = opened(tmp_path)["train"]
-    answers = sorted(bytes(t % 256 for t in source.sample(n)[1].tolist() if t >= 0) for n in range(len(source)))
+    samples = [source.sample(n) for n in range(len(source))]
+    answers = sorted(bytes(t % 256 for t in sample.labels.tolist() if t >= 0) for sample in samples)
+    assert sum(int(sample.padding_mask.sum()) for sample in samples) == 0
     assert answers == [b"a", b"a" * (SEQ - 10) + b"\0", b"a" * (SEQ - 9)]
     assert source.described(1, 1) == (
         f"3 conversations in 3 samples | {3 * SEQ + 3} tokens, {SEQ - 9 + SEQ - 9 + 1} of answers"
@@ -569,7 +602,6 @@ def test_a_blend_of_conversations_tells_each(tmp_path: Path) -> None:
         write_lines(tmp_path / f"{name}.jsonl", pairs(count))
     paths = f'[0.7, "{tmp_path}/a.jsonl", 0.3, "{tmp_path}/b.jsonl"]'
     source = opened(tmp_path, f"--data.paths={paths}")["train"]
-    assert source[0].shape == (3, SEQ)
     first, second = (source.described(1, 1) or "").split("\n")
     assert first.startswith("50 conversations in ") and second.startswith(" 60 conversations in ")
 
@@ -578,7 +610,6 @@ def test_a_record_s_tools_reach_the_template(tmp_path: Path) -> None:
     template = "{% for tool in tools or [] %}{{ tool.name }}{% endfor %}" + CHATML
     chat = Chat(str(save_tokenizer(tmp_path, template)))
     record = {"messages": [USER, ANSWER], "tools": [{"name": "adder"}]}
-    tokens = torch.tensor(chat.encode(record))
-    assert chat.tokenizer.decode(torch.where(tokens < 0, ~tokens, tokens).tolist()).startswith("adder")
+    assert chat.tokenizer.decode(encoded(chat, record)[0]).startswith("adder")
     with pytest.raises(BadRecord, match="the tools are no list"):
         chat.encode(record | {"tools": 3})

@@ -15,6 +15,7 @@ from titan_like.config import ConfigError
 from titan_like.config.errors import RunError
 from titan_like.config.schema import Data
 from titan_like.data import preprocess, raw_text
+from titan_like.data.batch import Batch, without_labels
 from titan_like.data.indexed import StoredTokens
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.open_source import open_source
@@ -195,7 +196,8 @@ def test_windows_tile_the_stream_and_labels_are_inputs_shifted():
     dataset = packed(tokens, 5)
     assert len(dataset) == 9  # 46 labels
     for i in range(9):
-        assert torch.equal(dataset[i], torch.arange(5) + torch.tensor([[1000 + 5 * i], [1001 + 5 * i]]))
+        wanted = torch.arange(5) + torch.tensor([[1000 + 5 * i], [1001 + 5 * i]])
+        assert torch.equal(torch.stack(dataset[i][:2]), wanted)
     assert len(packed(tokens[:46], 5)) == 9
     assert len(packed(tokens[:45], 5)) == 8
     assert len(packed(tokens[:5], 5)) == 0
@@ -203,14 +205,14 @@ def test_windows_tile_the_stream_and_labels_are_inputs_shifted():
 
 def test_each_epoch_is_another_permutation():
     dataset = packed(np.arange(401), 4, "train", seed=3)
-    epochs = [[int(dataset[100 * epoch + i][0, 0]) // 4 for i in range(100)] for epoch in range(3)]
+    epochs = [[int(dataset[100 * epoch + i].tokens[0]) // 4 for i in range(100)] for epoch in range(3)]
     for epoch in epochs:
         assert sorted(epoch) == list(range(100))
     assert len({tuple(epoch) for epoch in [*epochs, range(100)]}) == 4
     same, other = (packed(np.arange(401), 4, "train", seed) for seed in (3, 4))
     indices = [250, 7, 120, 8]  # in any order
-    assert all(torch.equal(same[i], dataset[i]) for i in indices)
-    assert [int(other[i][0, 0]) // 4 for i in range(100)] != epochs[0]
+    assert all(torch.equal(same[i].tokens, dataset[i].tokens) for i in indices)
+    assert [int(other[i].tokens[0]) // 4 for i in range(100)] != epochs[0]
 
 
 def test_corpus_of_one_document_still_has_all_splits(tmp_path):
@@ -260,30 +262,30 @@ class Ones(Source):
     """Samples of the number 1; a subclass is wrong in one way."""
 
     fingerprint = "ones"
-    shape, dtype, token = (2, 5), torch.int64, 1
+    shape, dtype, token = (5,), torch.int64, 1
 
     def __len__(self):
         return 7
 
     def sample(self, position):
-        return torch.full(self.shape, self.token, dtype=self.dtype)
+        ones = torch.full(self.shape, self.token, dtype=self.dtype)
+        return Batch(ones, ones)
 
 
 ShortOnes, FloatOnes, LargeOnes, NegativeOnes = (
     type("WrongOnes", (Ones,), change)
-    for change in ({"shape": (2, 4)}, {"dtype": torch.float32}, {"token": 257}, {"token": -1})
+    for change in ({"shape": (4,)}, {"dtype": torch.float32}, {"token": 257}, {"token": -1})
 )
 
 
-class ArrayOnes(Ones):
+class BareOnes(Ones):
     def sample(self, position):
-        return super().sample(position).numpy()
+        return super().sample(position).tokens
 
 
 class UnlabelledOnes(Ones):
     def sample(self, position):
-        inputs, labels = super().sample(position)
-        return torch.stack((inputs, torch.full_like(labels, IGNORED_LABEL)))
+        return without_labels(super().sample(position))
 
 
 @pytest.fixture
@@ -306,8 +308,8 @@ def test_a_package_adds_a_dataset(packages, tmp_path):
     assert len(open_source(request_of(tmp_path, dataset="unlabelled"))) == 7
     source = open_source(request_of(tmp_path, dataset="ones"))
     assert isinstance(source, Ones)
-    assert source[6].tolist() == [[1] * 5] * 2
-    assert source[7].tolist() == [[1] * 5, [IGNORED_LABEL] * 5]
+    assert [x.tolist() for x in source[6][:2]] == [[1] * 5] * 2
+    assert [x.tolist() for x in source[7][:2]] == [[1] * 5, [IGNORED_LABEL] * 5]
 
 
 @pytest.mark.parametrize(
@@ -317,9 +319,9 @@ def test_a_package_adds_a_dataset(packages, tmp_path):
         (f"{__name__}:NoOnes", ["cannot be imported", "NoOnes"]),
         (f"{__name__}:request_of", ["is not a subclass of titan_like.data.source.Source"]),
         (f"{__name__}:Path", ["is not a subclass of titan_like.data.source.Source"]),
-        (f"{__name__}:ShortOnes", ["torch.int64 [2, 4], not torch.int64 [2, 5]"]),
-        (f"{__name__}:FloatOnes", ["torch.float32 [2, 5], not torch.int64 [2, 5]"]),
-        (f"{__name__}:ArrayOnes", ["ndarray, not torch.Tensor"]),
+        (f"{__name__}:ShortOnes", ["torch.int64 [4], not torch.int64 [5]"]),
+        (f"{__name__}:FloatOnes", ["torch.float32 [5], not torch.int64 [5]"]),
+        (f"{__name__}:BareOnes", ["Tensor; return titan_like.data.batch.Batch(tokens, labels)"]),
         (f"{__name__}:LargeOnes", ["from 257 to 257", "from 0 to 256"]),
         (f"{__name__}:NegativeOnes", ["from -1 to -1"]),
     ],
@@ -387,22 +389,22 @@ class Numbers(torch.utils.data.Dataset):
     def __getitem__(self, index):
         if index == self.bad:
             raise RuntimeError(f"sample {index} cannot be read")
-        return torch.tensor(index)
+        return Batch(torch.tensor(index))
 
 
 def test_loader_yields_the_sampler_s_batches_and_ends():
     loader = BackgroundLoader(
         Numbers(), GlobalSampler(0, 2, 0, 1, last_sample=40), num_workers=0, device=torch.device("cpu")
     )
-    assert torch.cat(list(loader)).tolist() == list(range(40))
+    assert torch.cat([batch.tokens for batch in loader]).tolist() == list(range(40))
     assert list(loader) == []  # and stays ended
     loader.close()
 
 
 def test_loader_raises_a_worker_s_error_after_the_batches_before_it():
     loader = BackgroundLoader(Numbers(bad=5), GlobalSampler(0, 2, 0, 1), num_workers=0, device=torch.device("cpu"))
-    assert next(loader).tolist() == [0, 1]
-    assert next(loader).tolist() == [2, 3]
+    assert next(loader).tokens.tolist() == [0, 1]
+    assert next(loader).tokens.tolist() == [2, 3]
     for _ in range(2):  # asked again, it fails again instead of waiting for ever
         with pytest.raises(RuntimeError, match="sample 5 cannot be read"):
             next(loader)
@@ -417,7 +419,7 @@ def test_closing_a_full_loader_ends_its_thread_and_its_processes(workers):
 
     before = running()
     loader = BackgroundLoader(Numbers(), GlobalSampler(0, 2, 0, 1), workers, device=torch.device("cpu"), depth=2)
-    assert next(loader).tolist() == [0, 1]
+    assert next(loader).tokens.tolist() == [0, 1]
     assert len(running() - before) >= 1 + workers
     loader.close()
     assert not running() - before
@@ -428,14 +430,14 @@ def test_a_loader_that_repeats_keeps_its_processes():
     loader = BackgroundLoader(
         Numbers(), GlobalSampler(0, 2, 0, 1, last_sample=40), 2, device=torch.device("cpu"), repeats=True
     )
-    assert torch.cat(list(loader)).tolist() == list(range(40))
+    assert torch.cat([batch.tokens for batch in loader]).tolist() == list(range(40))
     processes = set(active_children()) - before
     loader.close()
     loader.start()
-    assert next(loader).tolist() == [0, 1]
+    assert next(loader).tokens.tolist() == [0, 1]
     loader.close()  # in the middle of a pass
     loader.start()
-    assert torch.cat(list(loader)).tolist() == list(range(40))
+    assert torch.cat([batch.tokens for batch in loader]).tolist() == list(range(40))
     assert set(active_children()) - before == processes and len(processes) == 2
     loader.close()
     del loader

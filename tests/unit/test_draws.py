@@ -21,18 +21,22 @@ from tests.distributed.mutations import draws
 from titan_like.config import load_config
 from titan_like.config.schema import Data
 from titan_like.data import masks
+from titan_like.data.batch import Batch, collate
 from titan_like.data.lengths import raw_length, span_counts
 from titan_like.data.masked_tokens import MaskedTokens, masked_tokens_of
-from titan_like.data.masks import MaskedSamples
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.span_corruption import noise_mask
 from titan_like.data.tokenizer import ByteTokenizer
-from titan_like.verify.masks import described
-from titan_like.verify.samples import masks_of_run, training_samples
+from titan_like.models.registry import model_config
+from titan_like.verify.masks import sample_of
+from titan_like.verify.samples import training_samples
 from titan_like.verify.shrink import resolve, shrink
+from titan_like.verify.token_ids import ids_of_samples, masks_of_run
+from titan_like.verify.watch import digest
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"
 BERT = ["--job.config_file", str(CONFIGS / "debug_bert.toml")]
+GPT = ["--job.config_file", str(CONFIGS / "debug_gpt.toml")]
 OBJECTIVES = {
     "masked tokens": BERT,
     "half of the tokens": [*BERT, "--data.mlm_probability=0.5"],
@@ -41,7 +45,10 @@ OBJECTIVES = {
     "words that are cut": [*BERT, "--data.mlm_whole_words=true", "--data.mlm_probability=0.1"],
     "pairs": ["--job.config_file", str(CONFIGS / "debug_bert_pairs.toml")],
     "spans": ["--job.config_file", str(CONFIGS / "debug_t5.toml")],
-    "prefixes": ["--job.config_file", str(CONFIGS / "debug_gpt.toml"), "--data.prefix_lm=true"],
+    "prefixes": [*GPT, "--data.prefix_lm=true"],
+    "prefixes with a loss": [*GPT, "--data.prefix_lm=true", "--data.prefix_lm_loss=all"],
+    "documents": [*GPT, *(f"--data.{key}=true" for key in ("reset_attention_mask", "reset_position_ids", "prefix_lm"))],
+    "ends without a loss": [*GPT, "--data.eod_mask_loss=true", "--data.reset_position_ids=true"],
 }
 
 
@@ -50,19 +57,9 @@ def are_as_described(objective: str, seed: int = 5) -> bool:
     config = load_config([*OBJECTIVES[objective], f"--job.seed={seed}"])
     small = shrink(config, resolve(config, None), 3).config
     samples = training_samples(small)
-    made, rows = MaskedSamples(samples, masks_of_run(small)), range(40)
-    wanted = described(samples, rows, small)
-    for index, sample in zip(rows, wanted, strict=True):
-        found, wanted_rows = made[index], sample[:2]
-        if objective == "prefixes":  # a query sees the keys from `first` to `end`
-            first, end = (row[:, None] for row in found[-2:])
-            order = torch.arange(found.shape[1])
-            seen = (order >= first) & (order < end)
-            if not torch.equal(seen, sample[3:].bool()):
-                return False
-        if not torch.equal(found[:2], wanted_rows):
-            return False
-    return True
+    made, rows = masks_of_run(small).over(samples), range(40)
+    ids = ids_of_samples(model_config(small.model).vocab_size)
+    return all(digest(made[index]) == digest(sample_of(samples, small, ids, index)) for index in rows)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -106,14 +103,14 @@ def test_fifteen_percent_are_chosen_of_which_80_10_and_10(ngram: int) -> None:
     masked = masked_tokens_of(Data(mlm_max_ngram=ngram), ByteTokenizer(), 258)
     tokens = torch.arange(SEQ + 1) * 7 % 256
     tokens[::20] = END  # five that are never chosen
-    sample, ordinary = torch.stack((tokens[:-1], tokens[1:])), torch.ones(SEQ, dtype=torch.bool)
-    sample[1, 90:] = IGNORED_LABEL  # nor are those that the dataset gives no label
+    sample, ordinary = Batch(tokens[:-1], tokens[1:].clone()), torch.ones(SEQ, dtype=torch.bool)
+    sample.labels[90:] = IGNORED_LABEL  # nor are those that the dataset gives no label
     ordinary[::20] = ordinary[90:] = False
-    made = torch.stack([masked.apply(sample, 3, index) for index in range(SAMPLES)])
-    inputs, chosen = made[:, 0], made[:, 1] != IGNORED_LABEL
+    inputs, labels, *_ = collate([masked.apply(sample, 3, index) for index in range(SAMPLES)])
+    chosen = labels != IGNORED_LABEL
     each = round(0.15 * int(ordinary.sum()))  # exactly so many in each sample
     assert (chosen.sum(1) == each).all() and not chosen[:, ~ordinary].any()
-    assert torch.equal(made[:, 1][chosen], sample[0].expand(SAMPLES, -1)[chosen])
+    assert torch.equal(labels[chosen], sample[0].expand(SAMPLES, -1)[chosen])
     assert torch.equal(inputs[~chosen], sample[0].expand(SAMPLES, -1)[~chosen])
     total = SAMPLES * each
     is_mask, stays = inputs == MASK, inputs == sample[0]
@@ -129,8 +126,7 @@ def test_fifteen_percent_are_chosen_of_which_80_10_and_10(ngram: int) -> None:
 
 def drawn_masked(seed: int, index: int) -> object:
     masked: MaskedTokens = masked_tokens_of(Data(), ByteTokenizer(), 258)
-    sample = torch.stack((torch.arange(SEQ), torch.arange(SEQ)))
-    return tuple(masked.apply(sample, seed, index).flatten().tolist())
+    return digest(masked.apply(Batch(torch.arange(SEQ), torch.arange(SEQ)), seed, index))
 
 
 def drawn_spans(seed: int, index: int) -> object:

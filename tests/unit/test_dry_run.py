@@ -318,7 +318,7 @@ def test_a_stream_is_read_but_not_counted(
     code, _, err = run_here(monkeypatch, capfd, *stream, f"--data.paths={path}")
     assert (code, err) == (
         2,
-        f'error: data.paths = "{path}:1": the line has no text under "text"; correct it, set data.text_key, or '
+        f'error: data.paths = "{path}:1": the record has no text under "text"; correct it, set data.text_key, or '
         'set data.bad_lines to "skip"\n',
     )
     for setting in ("--data.paths=org/name", "--data.tokenizer=org/name"):  # the hub is not asked

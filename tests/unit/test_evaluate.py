@@ -216,7 +216,7 @@ BAD: dict[str, tuple[str | bytes | None, str]] = {
         '{"text": "a b"}\n{"text": "\\ud800 c"}',
         r"because of line 2 \(.* half a surrogate pair\); correct",
     ),
-    "lambada=.///FILE": ('{"text": "a b"}\n{"text": 3}', r'because of line 2 \(the line has no text under "text"\)'),
+    "lambada=.///FILE": ('{"text": "a b"}\n{"text": 3}', r'because of line 2 \(the record has no text under "text"\)'),
     "text=./array.json": ('[{"text": "a b"}]', "array.json holds records, not text; write the text alone"),
     "wikitext103=./FILE": ('{"txt": "a b"}', "because of line 1"),
 }

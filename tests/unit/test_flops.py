@@ -99,8 +99,8 @@ def counted_flops_per_token(family, model_config, seq, recompute=NONE, early_sto
     tokens = torch.arange(2 * seq).view(2, seq) % 257
     inputs, labels, encoder_len = tokens, tokens, None
     if model_config.has_decoder:
-        labels, encoder_len = tokens[:, :DECODER], seq
-        inputs = torch.cat((tokens, labels), 1)
+        inputs = labels = torch.cat((tokens, tokens[:, :DECODER]), 1)
+        encoder_len = seq
     counter = FlopCounterMode(display=False)
     with sdpa_kernel(SDPBackend.MATH), set_checkpoint_early_stop(early_stop), counter:
         summed_loss(model, inputs, labels, encoder_len=encoder_len).backward()

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from tests.unit.plain_loop import logged, prepared, run_settings
 from titan_like.config.errors import RunError
 from titan_like.config.schema import Health
+from titan_like.data.batch import Batch, without_labels
 from titan_like.data.indexed import DTYPES, IndexedWriter
-from titan_like.data.source import IGNORED_LABEL, Source
+from titan_like.data.source import Source
 from titan_like.train.health import LossWatch, robust_z
 from titan_like.train.job import run_job
 
@@ -143,11 +144,9 @@ def test_a_batch_without_labels_is_skipped_and_others_are_not(
 ) -> None:
     read = Source.__getitem__
 
-    def without_some_labels(self: Source, index: int) -> torch.Tensor:
+    def without_some_labels(self: Source, index: int) -> Batch:
         sample = read(self, index)
-        if 4 <= index < 8 or self.request.split == "validation":
-            sample[1] = IGNORED_LABEL
-        return sample
+        return without_labels(sample) if 4 <= index < 8 or self.request.split == "validation" else sample
 
     monkeypatch.setattr(Source, "__getitem__", without_some_labels)
     changes = {"model.family": family, "evaluation.interval": 3, "evaluation.steps": 1}

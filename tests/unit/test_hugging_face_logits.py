@@ -16,8 +16,8 @@ from tests.unit.hugging_face_cases import (
     reference_of,
     t5_config,
 )
+from titan_like.data.batch import model_fields, num_labels
 from titan_like.data.sentence_pairs import PairTokens
-from titan_like.models.layers.cross_entropy import num_labels
 from titan_like.models.layers.positions import rope_frequencies
 from titan_like.models.llama.config import LlamaConfig
 from titan_like.models.registry import flavors
@@ -67,11 +67,12 @@ def test_heads_of_the_first_token_equal_those_of_transformers(placement, head):
     around = PairTokens(first=1, separator=2, padding=0)
     ids = [around.join(np.arange(5, 5 + one), np.arange(40, 40 + two), SEQ) for one, two in ((30, 15), (3, 20), (9, 0))]
     inputs = torch.from_numpy(np.stack([*ids, ids[0]]))
-    types, visible = around.types_and_visible(inputs)
-    assert types.sum(1).tolist() == [16, 21, 1, 16] and visible.end[:, 0].tolist() == [48, 26, 12, 48]
-    attention = (torch.arange(SEQ) < visible.end[:, :1]).long()
+    batch = around.batch(inputs)
+    types, end = batch.token_types, batch.document_mask.end
+    assert types.sum(1).tolist() == [16, 21, 1, 16] and end[:, 0].tolist() == [48, 26, 12, 48]
+    attention = (torch.arange(SEQ) < end[:, :1]).long()
     with torch.no_grad():
-        ours = model(inputs, visible=visible, token_types=types)
+        ours = model(inputs, **model_fields(batch))
         if head == "choice":
             theirs = reference(
                 input_ids=inputs[None], attention_mask=attention[None], token_type_ids=types[None]
@@ -80,22 +81,17 @@ def test_heads_of_the_first_token_equal_those_of_transformers(placement, head):
             return
         theirs = reference(input_ids=inputs, attention_mask=attention, token_type_ids=types)
         labels = torch.where(torch.arange(SEQ) % 5 == 3, inputs, -100) * attention - 100 * (1 - attention)
-        labels[:, 0] = torch.tensor([0, 1, -100, 1])
-        sums = model(
-            inputs,
-            visible=visible,
-            token_types=types,
-            labels=labels,
-            loss_factors=torch.ones(2, dtype=torch.float64),
-        )
+        labels[:, 0], classes = -100, torch.tensor([0, 1, -100, 1])
+        batch = batch._replace(labels=labels, sample_labels=classes, loss_factors=torch.ones(2, dtype=torch.float64))
+        sums = model(inputs, **model_fields(batch))
     assert (ours[1][:, 0] - theirs.seq_relationship_logits).abs().max() < 1e-12
     seen = attention.bool()
     largest = theirs.prediction_logits.abs().max()
     assert (ours[0][..., :101][seen] - theirs.prediction_logits[seen]).abs().max() < 1e-11 * largest
-    of_tokens = F.cross_entropy(theirs.prediction_logits[:, 1:].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-    of_pairs = F.cross_entropy(theirs.seq_relationship_logits, labels[:, 0], reduction="sum")
+    of_tokens = F.cross_entropy(theirs.prediction_logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    of_pairs = F.cross_entropy(theirs.seq_relationship_logits, classes, reduction="sum")
     assert sums.tolist() == pytest.approx([of_tokens.item(), of_pairs.item()], rel=1e-11)
-    assert num_labels(labels, model.config.predictions).tolist() == [int((labels[:, 1:] != -100).sum()), 3]
+    assert num_labels(batch, model.config.predictions).tolist() == [int((labels != -100).sum()), 3]
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.unit.attacks import Call, edit_places, hide_pickle, place_at
+from tests.unit.attacks import Call, hide_pickle, place_at
 from tests.unit.hugging_face_cases import (
     bert_config,
     gpt_config,
@@ -133,8 +133,6 @@ FIELDS: dict[str, dict[str, Any]] = {
         "architectures": ["LlamaForSequenceClassification"],
         "model_type": "mistral",
         "hidden_size": "64",
-        "num_hidden_layers": 10**15,
-        "num_key_value_heads": 2**60,
         "vocab_size": -1,
         "rms_norm_eps": float("nan"),
         "tie_word_embeddings": 1,
@@ -149,7 +147,6 @@ FIELDS: dict[str, dict[str, Any]] = {
         "n_layer": None,
         "n_embd": True,
         "n_head": 5,
-        "n_positions": 2**70,
         "layer_norm_epsilon": True,
         "architectures": "GPT2LMHeadModel",
         "model_type": ["gpt2"],
@@ -165,9 +162,6 @@ def test_configuration_that_cannot_be_held_is_refused_by_its_field(
     edit(folder / "config.json", lambda config: config.update({field: FIELDS[family][field]}))
     sentence = refusal(folder)
     named_otherwise = {
-        "num_hidden_layers": "num_layers: Input should be less than or equal to 2048",
-        "num_key_value_heads": "num_kv_heads",
-        "n_positions": "max_seq_len: Input should be less than or equal to 134217728",
         "n_head": "num_attention_heads 5 does not divide hidden_size 48",
         "resid_pdrop": "pdrop",
         "rope_scaling": "rope_scaling.rope_type",
@@ -176,27 +170,14 @@ def test_configuration_that_cannot_be_held_is_refused_by_its_field(
     assert named_otherwise.get(field, f"config.json has {field} = ") in sentence
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"\xff", b'{"a": ' * 100_000, b'{"n_embd": ' + b"9" * 5000 + b"}"]
-)
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])
 @pytest.mark.parametrize("name", ["config.json", INDEX])
 def test_json_that_is_none_is_refused(llama: Path, name: str, content: bytes) -> None:
     (llama / name).write_bytes(content)
     assert f"its {name} " in refusal(llama)
 
 
-PLACES = [
-    "../../x",
-    "../llama/model.safetensors",
-    "/etc/passwd",
-    "/x.safetensors",
-    "..",
-    "",
-    "a/b.safetensors",
-    5,
-    None,
-]
-PLACES += ["..\\x.safetensors", "C:x.safetensors", "x.bin", "x\0.safetensors", {"a": 1}]
+PLACES = ["../../x", "../llama/model.safetensors", "/etc/passwd", "..", "", "a/b.safetensors", "x.bin", 5, {"a": 1}]
 
 
 @pytest.mark.parametrize("name", PLACES)
@@ -217,9 +198,6 @@ def test_index_that_does_not_fit_the_files_is_refused(llama: Path) -> None:
     (llama / INDEX).write_text(kept)
     edit(llama / INDEX, lambda index: index["weight_map"].update({TABLE: sorted(llama.glob("*.safetensors"))[-1].name}))
     assert f"has the tensor {TABLE}, but it does not" in refusal(llama)
-    (llama / INDEX).write_text(kept)
-    edit(llama / INDEX, lambda index: index["weight_map"].pop(TABLE))
-    assert f"has the tensor {TABLE}, which {INDEX} does not name" in refusal(llama)
     (llama / INDEX).unlink()
     assert f"neither model.safetensors nor {INDEX}" in refusal(llama)
 
@@ -285,9 +263,6 @@ def test_tensors_that_are_not_the_model_s_are_refused(gpt: Path) -> None:
     assert "of type F64, but only F32, F16, BF16" in with_tensors(tensors | {name: tensors[name].double()})
     words = "the tensor transformer.h.0.extra does not belong to GPT2LMHeadModel"
     assert words in with_tensors(tensors | {"h.0.extra": torch.ones(1)})
-    assert "is in model.safetensors and again in" in with_tensors(
-        tensors | {name.removeprefix("transformer."): tensors[name].clone()}
-    )
     edit(gpt / "config.json", lambda config: config.update(tie_word_embeddings=False))
     assert "the tensor lm_head.weight is missing" in with_tensors(tensors)
 
@@ -320,13 +295,8 @@ def forget_rows(path: Path) -> None:
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def encode(path: Path) -> None:
-    edit_places(path, lambda place: setattr(place, "transform_descriptors", ["stream.zstd/1"]))
-
-
 CHECKPOINTS: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "path outside": (lambda p, m: place_at(p, "../__0_0.distcp"), "not a file in its folder"),
-    "encoding": (lambda p, m: encode(p), "names the encoding"),
     "missing rows": (lambda p, m: forget_rows(p), "leaves out parts of 'model.norm.weight'"),
     "no places": (lambda p, m: forget_places(p), "no stored tensors"),
     "pickle in .metadata": (
@@ -337,18 +307,6 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "other sizes in run.json": (
         lambda p, m: edit(p / "run.json", lambda run: run["model"].update(ffn_hidden_size=96)),
         "run.json describes a model.layers.0.mlp.gate.weight of shape [96, 64], which is not there",
-    ),
-    "fewer layers in run.json": (
-        lambda p, m: edit(p / "run.json", lambda run: run["model"].update(num_layers=10**15)),
-        "cannot be loaded (num_layers: should be less than or equal to 2048)",
-    ),
-    "no tokenizer in run.json": (
-        lambda p, m: edit(p / "run.json", lambda run: run["config"].update(data={"tokenizer": [1]})),
-        "tokenizer: should be a valid string",
-    ),
-    "another family in run.json": (
-        lambda p, m: edit(p / "run.json", lambda run: run["config"]["model"].update(family="../gpt")),
-        'model.family = "../gpt": unknown name',
     ),
 }
 
@@ -372,7 +330,7 @@ def test_malicious_checkpoint_is_refused_by_conversion_and_generation(
         with pytest.raises(RunError) as error:
             load_for_inference(JobConfig.model_validate(settings), path, torch.device("cpu"))
         assert str(error.value).startswith(f"{path} cannot be loaded (") and words in str(error.value)
-    if name not in ("pickle among the tensors", "no tokenizer in run.json"):  # found when training begins, not used
+    if name != "pickle among the tensors":  # found when training begins
         config = JobConfig.model_validate(settings | {"checkpoint": {"initial_load_path": str(path)}})
         with pytest.raises(ConfigError):
             check_initial_weights(config, model_config(config.model))

@@ -22,7 +22,6 @@ from titan_like.config.options import check_output_file, json_text, write_output
 from titan_like.config.schema import JobConfig
 from titan_like.train.rules import resolve_for_inference, resolve_settings
 
-NO_JSON = "Expecting value: line 1 column 1 (char 0)"  # Python's words
 RUN = ["--training.steps=1", "--training.global_batch_size=8", "--training.micro_batch_size=4"]
 FIT_TO_READ = {  # settings that no training run could have with that number of processes
     "a global batch that three processes cannot share": (3, []),
@@ -84,9 +83,8 @@ def test_what_to_do_about_a_damaged_checkpoint_is_possible(steps: tuple[int, ...
         load_for_inference(config, path, torch.device("cpu"))
     assert str(failed.value).startswith(f"{path} cannot be loaded (") and str(failed.value).endswith(f"); {told}")
     (path / "run.json").write_text("step 60")
-    with pytest.raises(ConfigError) as refused:
-        find_checkpoint(config)
-    assert str(refused.value).endswith(f"{path} cannot be loaded (run.json is not JSON: {NO_JSON}); {told}")
+    with pytest.raises(RunError, match=r"cannot be loaded \(run.json is not JSON: "):
+        load_for_inference(config, find_checkpoint(config), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("module", [evaluate, generate])
@@ -170,9 +168,7 @@ BAD_TASKS = {  # content of a YAML file, and what is said about it
     "task: mine\n  key: [": r'lm_eval_folder = ".*": .*/mine.yaml cannot be read \(mapping values are not allowed here',
     "\0": r"mine.yaml cannot be read \(unacceptable character",
     "- task: mine": r"mine.yaml is not a table of keys and values; correct it",
-    "group:\ntask: [none]": r"mine.yaml has a group None, which is not a text; correct it",
     'group: mine\ntask: ["mine*"]': r'mine.yaml names a task "mine\*", which does not exist; correct it',
-    "task: 3": r"mine.yaml has a task 3, which is not a text; correct it",
     "task: mine\ninclude: base.yaml": r"mine.yaml includes base.yaml, which is not a file; correct it",
     "group: mine\ntask: [none]": r'mine.yaml names a task "none", which does not exist; correct it',
     "task: other": '--lm_eval = "min\\*": the harness has no such task',

@@ -14,6 +14,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, tr
 
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import Data, JobConfig
+from titan_like.data.batch import Batch
 from titan_like.data.masked_tokens import MaskedTokens, masked_tokens_of
 from titan_like.data.masks import masks_of
 from titan_like.data.source import IGNORED_LABEL
@@ -26,10 +27,10 @@ SEQ = 400
 BERT = BertConfig(num_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=258, max_seq_len=8)
 
 
-def sample(number: int) -> torch.Tensor:
+def sample(number: int) -> Batch:
     tokens = torch.randint(256, (SEQ + 1,), generator=torch.Generator().manual_seed(number))
     tokens[torch.arange(SEQ + 1) % 50 == 7] = END
-    return torch.stack((tokens[:-1], tokens[1:]))
+    return Batch(tokens[:-1], tokens[1:].clone())
 
 
 def byte_masks(**settings: object) -> MaskedTokens:
@@ -38,19 +39,20 @@ def byte_masks(**settings: object) -> MaskedTokens:
 
 def test_what_is_drawn_stays_the_same_in_every_process_and_version() -> None:
     """A change breaks the resuming of runs."""
-    _, labels = byte_masks().apply(sample(1), 3, 10)
+    labels = byte_masks().apply(sample(1), 3, 10).labels
     assert (labels != IGNORED_LABEL).nonzero().flatten()[:6].tolist() == [1, 2, 8, 17, 20, 28]
 
 
 def test_positions_without_a_label_and_samples_of_special_tokens_alone_are_left_as_they_are() -> None:
     masked, one = byte_masks(mlm_probability=1.0), sample(1)
-    one[1, :300] = IGNORED_LABEL
-    inputs, labels = masked.apply(one, 3, 0)
-    assert torch.equal(inputs[:300], one[0, :300]) and (labels[:300] == IGNORED_LABEL).all()
-    assert torch.equal(labels[300:] == IGNORED_LABEL, one[0, 300:] == END)
-    ends = torch.full((2, 8), END)
-    assert torch.equal(masked.apply(ends, 3, 0), torch.stack((ends[0], torch.full((8,), IGNORED_LABEL))))
-    short = torch.tensor([[65, END, END], [END, END, END]])
+    one.labels[:300] = IGNORED_LABEL
+    inputs, labels, *_ = masked.apply(one, 3, 0)
+    assert torch.equal(inputs[:300], one.tokens[:300]) and (labels[:300] == IGNORED_LABEL).all()
+    assert torch.equal(labels[300:] == IGNORED_LABEL, one.tokens[300:] == END)
+    ends = torch.full((8,), END)
+    inputs, labels, *_ = masked.apply(Batch(ends, ends), 3, 0)
+    assert torch.equal(inputs, ends) and (labels == IGNORED_LABEL).all()
+    short = Batch(*torch.tensor([[65, END, END], [END, END, END]]))
     assert masked_tokens_of(Data(), ByteTokenizer(), 258).apply(short, 3, 0)[1].tolist() == [
         65,
         IGNORED_LABEL,
@@ -61,7 +63,7 @@ def test_positions_without_a_label_and_samples_of_special_tokens_alone_are_left_
 def test_whole_words_and_n_grams_are_chosen_together() -> None:
     text = "".join(f"word_{number} " * (number % 3) + "a,b " for number in range(60))
     tokens = torch.from_numpy(ByteTokenizer().encode(text)).long()
-    before = torch.stack((tokens[:-1], tokens[1:]))
+    before = Batch(tokens[:-1], tokens[1:])
     inside = torch.tensor([chr(token).isalnum() or chr(token) == "_" for token in before[0].tolist()])
     begins = torch.ones_like(inside)
     begins[1:] = ~(inside[1:] & inside[:-1])
@@ -178,7 +180,7 @@ def test_words_are_those_of_the_pre_tokenizer_and_their_share_holds(
     for first in range(0, max(1, len(ids) - window), 37):
         part = slice(first, first + window)
         tokens = torch.from_numpy(ids[part])
-        chosen = (masked.apply(torch.stack((tokens, tokens)), 3, first)[1] != IGNORED_LABEL).numpy()
+        chosen = (masked.apply(Batch(tokens, tokens), 3, first)[1] != IGNORED_LABEL).numpy()
         most = max(1, round(0.15 * ordinary[part].sum()))
         assert chosen.sum() == most
         sizes = np.bincount(number[part])[number[part]]
@@ -199,7 +201,7 @@ def test_words_that_are_too_long_are_cut(text: str, tmp_path: Path) -> None:
     KINDS["GPT-2"]().save(file)
     for tokenizer in (build_tokenizer(file), ByteTokenizer()):
         tokens = torch.from_numpy(tokenizer.encode(text))
-        masked, rows = masked_tokens_of(Data(mlm_whole_words=True), tokenizer, 800), torch.stack((tokens, tokens))
+        masked, rows = masked_tokens_of(Data(mlm_whole_words=True), tokenizer, 800), Batch(tokens, tokens)
         chosen = torch.stack([masked.apply(rows, 3, index)[1] != IGNORED_LABEL for index in range(400)])
         assert (chosen.sum(1) == round(0.15 * len(tokens))).all()
         assert (chosen.float().mean(0) - 0.15).abs().mean() < 0.05  # everywhere in the text

@@ -15,13 +15,14 @@ from titan_like.config import ConfigError
 from titan_like.config.load import load_config
 from titan_like.config.schema import Data, JobConfig
 from titan_like.config.schema import Model as ModelSection
+from titan_like.data.batch import Batch, collate, model_fields
 from titan_like.data.indexed import IndexedWriter
-from titan_like.data.masks import Masks, masks_of, prefix_length
+from titan_like.data.masks import Masks, masks_of
 from titan_like.data.open_source import open_source
 from titan_like.data.source import IGNORED_LABEL, DataRequest, Source
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.interval_attention import interval_attention
-from titan_like.models.layers.visible import VisibleKeys, block_mask
+from titan_like.models.layers.key_ranges import KeyRanges, block_mask
 from titan_like.models.registry import build_model, model_config
 from titan_like.parallel.layout import resolve_layout
 from titan_like.train.rules import check_rules
@@ -32,12 +33,11 @@ INPUTS = [1, 2, EOD, 3, EOD, EOD, 4, 5, 6, 7]  # documents: 1 2 E | 3 E | E | 4 
 
 def rows(index: int = 0, **settings: object) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(labels, positions, mask [seq, seq]) of one sample."""
-    masks = Masks(Data(**settings), EOD, SEED)
-    sample = torch.tensor([INPUTS, [*INPUTS[1:], 8]])
-    inputs, labels = masks.split_rows(masks.add_rows(sample, index)[None])
-    assert inputs.tokens.tolist() == [INPUTS]
-    mask = None if inputs.visible is None else inputs.visible.mask()[0, 0]
-    return labels[0], None if inputs.positions is None else inputs.positions[0], mask
+    samples = {index: Batch(*torch.tensor([INPUTS, [*INPUTS[1:], 8]]))}
+    made = Masks(Data(**settings), EOD, SEED).over(samples)[index]
+    assert made.tokens.tolist() == INPUTS
+    mask = None if made.document_mask is None else collate([made]).document_mask.mask()[0, 0]
+    return made.labels, made.positions, mask
 
 
 def test_documents_as_megatron_lm_masks_them() -> None:
@@ -53,50 +53,7 @@ def test_documents_as_megatron_lm_masks_them() -> None:
     assert torch.equal(mask, (documents[:, None] == documents) & torch.ones(10, 10).tril().bool())
 
 
-@pytest.mark.parametrize(
-    ("end", "labels", "padding"),
-    [([9, 9, 9], [-100] * 3, 3), ([9, 9, 9], [-100, 4, -100], 0), ([8, 9, 9], [-100] * 3, 0), ([9], [-100], 1)],
-)
-def test_a_last_document_of_one_token_without_labels_is_padding(
-    end: list[int], labels: list[int], padding: int
-) -> None:
-    """A document without labels is not padding if it has several tokens, or is not the last."""
-    real = 8 - len(end)
-    starts = [0, 0, *[2] * (real - 2), *[real] * len(end)]
-    sample = torch.tensor([[EOD] * real + end, [-100, -100, *[3] * (real - 2), *labels], starts])
-    for settings in ({}, {"reset_position_ids": True}, {"reset_attention_mask": True}, {"eod_mask_loss": True}):
-        masks = Masks(Data(**settings), EOD, SEED)
-        inputs, _ = masks.split_rows(masks.add_rows(sample, 0)[None])
-        assert inputs.padding_mask is not None
-        assert inputs.padding_mask.tolist() == [[False] * (8 - padding) + [True] * padding]
-        assert inputs.num_tokens.item() == 8 - padding
-        assert masks.split_rows(masks.add_rows(sample[:2], 0)[None])[0].num_tokens.item() == 8
-
-
-@pytest.mark.parametrize("index", range(8))
-def test_a_prefix_is_seen_by_all_of_it_and_carries_no_loss(index: int) -> None:
-    length = prefix_length(10, SEED, index, 0)
-    labels, _, mask = rows(index, prefix_lm=True)
-    order = torch.arange(10)
-    in_prefix = order < length
-    assert mask is not None
-    assert torch.equal(mask, (order <= order[:, None]) | (in_prefix[:, None] & in_prefix))
-    assert (labels == IGNORED_LABEL).tolist() == [t + 1 < length for t in range(10)]
-    labels, _, again = rows(index, prefix_lm=True, prefix_lm_loss="all")
-    assert (labels != IGNORED_LABEL).all() and again is not None and torch.equal(mask, again)
-
-
-def test_each_document_has_its_own_prefix_if_attention_stays_within_it() -> None:
-    seen = set()
-    for index in range(50):
-        _, _, mask = rows(index, prefix_lm=True, reset_attention_mask=True)
-        assert mask is not None and not mask[6:, :6].any() and not mask[:6, 6:].any()
-        seen.add(tuple(int(mask[start, start : start + size].sum()) for start, size in ((0, 3), (3, 2), (6, 4))))
-        assert mask[5, 5] and mask[5].sum() == 1
-    assert seen == {(a, 1, b) for a in (1, 2) for b in (1, 2, 3)}  # a first token sees itself, or a longer prefix
-
-
-def intervals(batch: int, seq: int, generator: torch.Generator) -> VisibleKeys:
+def intervals(batch: int, seq: int, generator: torch.Generator) -> KeyRanges:
     """Documents of random lengths with random prefixes."""
     first, end = [], []
     for _ in range(batch):
@@ -108,7 +65,7 @@ def intervals(batch: int, seq: int, generator: torch.Generator) -> VisibleKeys:
             starts += [start] * size
         first.append(starts)
         end.append(ends)
-    return VisibleKeys(torch.tensor(first), torch.tensor(end))
+    return KeyRanges(torch.tensor(first), torch.tensor(end))
 
 
 def dense(
@@ -223,8 +180,8 @@ def test_packed_documents_equal_separate_ones(family: str) -> None:
         document[-1] = 256
     packed = torch.cat(documents)
     masks = Masks(Data(reset_position_ids=True, reset_attention_mask=True), 256, SEED)
-    inputs, _ = masks.split_rows(masks.add_rows(torch.stack((packed, packed)), 0)[None])
-    together = model(*inputs)[0, :, :256]
+    batch = collate([masks.over([Batch(packed, packed)])[0]])
+    together = model(batch.tokens, **model_fields(batch))[0, :, :256]
     weight = torch.randn(together.shape, generator=generator, dtype=torch.float64)
     (together * weight).sum().backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -262,6 +219,7 @@ def test_rules() -> None:
 MEMORY_OF_A_LONG_SAMPLE = """
 import pathlib, re, torch
 from titan_like.config.schema import Data
+from titan_like.data.batch import Batch, collate
 from titan_like.data.masks import Masks
 from titan_like.models.layers.attention import AttentionCore
 
@@ -279,8 +237,8 @@ def memory(kind):
 
 pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
 before = memory("VmRSS")
-inputs, _ = masks.split_rows(masks.add_rows(torch.stack((tokens, tokens)), 0)[None])
-core(q, k, v, inputs.visible).sum().backward()
+batch = collate([masks.over([Batch(tokens, tokens)])[0]])
+core(q, k, v, batch.document_mask).sum().backward()
 print(memory("VmHWM") - before)
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +11,7 @@ import pytest
 REPO = Path(__file__).parents[2]
 CODE = """
 import sys
-from titan_like.metrics.output import keep_standard_descriptors, outlive_output
-keep_standard_descriptors()
+from titan_like.metrics.output import outlive_output
 outlive_output()
 file = open(sys.argv[1], "w")  # its descriptor is not that of a stream
 for number in range(3000):
@@ -24,11 +22,11 @@ file.write("done")
 """
 
 
-def run(tmp_path: Path, redirections: str, **environment: str) -> tuple[str, str]:
+def run(tmp_path: Path, redirections: str) -> tuple[str, str]:
     """What arrives on stdout and stderr."""
     end, out, err = tmp_path / "end", tmp_path / "out", tmp_path / "err"
     script = f'"$0" -c "$1" {end} {redirections.format(out=out, err=err)}'
-    done = subprocess.run(["bash", "-c", script, sys.executable, CODE], cwd=REPO, env=dict(os.environ) | environment)
+    done = subprocess.run(["bash", "-c", script, sys.executable, CODE], cwd=REPO)
     assert done.returncode == 0
     assert end.read_text() == "done"
     return tuple(path.read_text() if path.exists() else "" for path in (out, err))  # type: ignore[return-value]
@@ -50,13 +48,7 @@ def test_a_stdout_that_fails_is_told_once(tmp_path: Path, redirection: str, prob
     assert len(lines) == 3001
 
 
-@pytest.mark.parametrize("redirections", [">{out} 2>&-", ">{out} 2>/dev/full", ">&- 2>&- <&-", ">/dev/full 2>&1"])
+@pytest.mark.parametrize("redirections", [">{out} 2>&-", ">{out} 2>/dev/full", ">/dev/full 2>&1"])
 def test_no_stream_is_needed(tmp_path: Path, redirections: str) -> None:
     out, _ = run(tmp_path, redirections)
     assert len(out.splitlines()) == (3000 if "{out}" in redirections else 0)
-
-
-def test_an_ascii_locale_gets_escapes(tmp_path: Path) -> None:
-    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
-    out, err = run(tmp_path, ">{out} 2>{err}", **ascii_only)
-    assert out.splitlines()[0] == err.splitlines()[0] == "na\\xefve \\xd7 0"

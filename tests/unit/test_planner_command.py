@@ -139,7 +139,6 @@ def test_calibrate_writes_a_profile_that_gives_the_rows_back(tmp_path):
         (["predict", "--job.config_file", "train_configs/gpt_1t.toml", "--profile", ""], "--profile"),
         (["calibrate", "--profile", "selene_2021"], "--points"),
         (["calibrate", "--profile", "selene_2021", "--points", "no.csv"], "--points"),
-        (["calibrate", "--profile", "selene_2021", "--points", "/dev/zero"], "is a character device, not a file"),
         (["duration", "--job.config_file", "train_configs/gpt_1t.toml", "--tflops", "1e-300"], "at least 1e-06"),
     ],
 )

@@ -1,9 +1,11 @@
 """Text → indexed datasets."""
 
+import bz2
 import gzip
 import io
 import itertools
 import json
+import lzma
 import os
 import random
 import subprocess
@@ -16,6 +18,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from filelock import FileLock
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from tests.e2e.scripts import Script
@@ -309,7 +312,7 @@ def test_the_command_line(byte_pairs: str, tmp_path: Path) -> None:
     assert refused.returncode == 2
     assert refused.stderr.startswith(
         f"{corpus}: reads 2 of 3 files (a.jsonl, more/b.txt) and leaves picture.png\n"
-        f'error: --input = "{corpus}/a.jsonl:3": the line has no text under "text"; correct'
+        f'error: --input = "{corpus}/a.jsonl:3": the record has no text under "text"; correct'
     )
     assert not output.with_name("corpus.unfinished").exists()
     (corpus / "0.txt").write_text("zero")  # its tokens are kept
@@ -318,7 +321,7 @@ def test_the_command_line(byte_pairs: str, tmp_path: Path) -> None:
     assert f"; delete {output}.unfinished, which keeps what is done, if you change anything but" in refused.stderr
     done = run(*options, "--bad_lines", "skip")
     assert done.returncode == 0, done.stderr
-    assert f'skipped {corpus}/a.jsonl:3: the line has no text under "text"' in done.stderr
+    assert f'skipped {corpus}/a.jsonl:3: the record has no text under "text"' in done.stderr
     assert "skipped 1 of 6 records\n" in done.stderr
     assert done.stdout.startswith("5 documents, ")
     assert "1 bad records skipped" in done.stdout
@@ -353,7 +356,6 @@ def test_unfit_options_are_refused_before_any_work(tmp_path: Path, monkeypatch: 
         ("--input", "$NOWHERE/x"): "names the environment variable NOWHERE, which is not set",
         ("--input", ""): "is empty; name a path",
         ("--tokenizer", "$NOWHERE/x"): "names the environment variable NOWHERE, which is not set",
-        ("--output", "x" * 256): "is longer than any file's name (255 bytes) or path; shorten it",
         ("--json", "${A\nerror: }/x"): r'"${A\nerror: }/x" has ${A\nerror: }, which names no environment variable',
     }.items():
         with pytest.raises(ConfigError) as error:
@@ -401,8 +403,14 @@ LINES = jsonl([text_of(100, number) for number in range(100)])
 BAD = {
     "text of bytes that begin no character": ("a.txt", b"\x80" * (2 << 20), "byte 0 is not valid UTF-8"),
     "gzip that ends early": ("a.jsonl.gz", truncated(gzip.compress(LINES)), "ends in the middle of compressed data"),
-    "gzip that is none": ("a.jsonl.gz", LINES, "cannot be read (Not a gzipped file"),
-    "damaged gzip": ("a.jsonl.gz", gzip.compress(LINES)[:200] + b"\0" * 500, "cannot be read (Error"),
+    "gzip that is none": ("a.jsonl.gz", LINES, "is damaged (Error -3 while decompressing data: incorrect header"),
+    "damaged gzip": ("a.jsonl.gz", gzip.compress(LINES)[:200] + b"\0" * 500, "is damaged (Error"),
+    "second member of xz": (
+        "a.jsonl.xz",
+        lzma.compress(LINES) + lzma.compress(LINES).replace(b"XZ", b"XY", 1),
+        "is damaged (",
+    ),
+    "second member of bz2": ("a.jsonl.bz2", bz2.compress(LINES) + b"B" + bz2.compress(LINES)[2:], "is damaged ("),
     "zst that ends early": ("a.jsonl.zst", truncated(zstandard.ZstdCompressor().compress(LINES)), "ends in the middle"),
     "zst that is none": ("a.jsonl.zst", LINES, "is damaged (zstd decompress"),
     "parquet that is none": ("a.parquet", LINES, "is damaged (Parquet magic bytes not found"),
@@ -448,6 +456,56 @@ def test_between_the_two_renames_an_interruption_loses_nothing(tmp_path: Path, m
     tokenize_files(job, tmp_path / "out")
     assert documents(tmp_path / "out") == tokenized([text_of(100, number) for number in range(100)])
     assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "out.bin", "out.idx"}
+
+
+def test_an_interruption_right_after_a_piece_is_written_does_not_repeat_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    job, add, remove = Job([tmp_path / "a.jsonl"], "byte"), preprocess._Output.add, preprocess.shutil.rmtree
+    expected = tokenized([text_of(100, number) for number in range(100)])
+
+    def adds(*arguments: object) -> None:
+        add(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(preprocess._Output, "add", adds)
+        tokenize_files(job, tmp_path / "out")
+    with monkeypatch.context() as patch, pytest.raises(StoppedError):  # when all is in its place but the folder
+        patch.setattr(preprocess.shutil, "rmtree", lambda _: (_ for _ in ()).throw(StoppedError))
+        tokenize_files(job, tmp_path / "out")
+    assert remove is preprocess.shutil.rmtree and tokenize_files(job, tmp_path / "out").documents == 100
+    assert documents(tmp_path / "out") == expected and not (tmp_path / "out.unfinished").exists()
+
+
+def test_only_one_job_at_a_time_writes_a_dataset(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    (tmp_path / "out.unfinished").mkdir()
+    with FileLock(tmp_path / "out.unfinished" / "lock"):
+        done = subprocess.run(
+            [sys.executable, "scripts/preprocess_data.py", f"--input={tmp_path}/a.jsonl", f"--output={tmp_path}/out"],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith(f'error: --output = "{tmp_path}/out": another job is writing it; wait until that')
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_long_text_with_a_bad_byte_is_left_out_whole(
+    num_workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raw_text, "_LONG_DOCUMENT", 1 << 14)
+    monkeypatch.setattr(raw_text, "_CHUNK", 1 << 12)
+    text = text_of(20_000, 1).encode()
+    (tmp_path / "a.txt").write_bytes(text[:60_000] + b"\xe9" + text[60_000:])
+    (tmp_path / "b.txt").write_bytes(b"good")
+    told: list[str] = []
+    job = Job([tmp_path / "a.txt", tmp_path / "b.txt"], "byte", bad_lines="skip")
+    done = tokenize_files(job, tmp_path / "out", num_workers, told.append)
+    assert documents(tmp_path / "out") == tokenized(["good"]) and (done.tokens, done.bad_lines) == (5, 1)
+    problem = "byte 60000 is not valid UTF-8; convert the file or remove it"
+    assert told == [f"skipped {tmp_path}/a.txt: {problem}", "skipped 1 of 2 records"]
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "lengths.bin"])

@@ -88,7 +88,7 @@ def test_samples_are_those_of_megatron_lm(tmp_path: Path) -> None:
             cut += len(first) > 128
             inputs = torch.from_numpy(question.inputs(number, BYTES, size))
             assert inputs.tolist() == ids
-            assert BYTES.types_and_visible(inputs[None])[0][0].tolist() == types
+            assert BYTES.batch(inputs).token_types.tolist() == types
     assert cut == 2 and len(question.passage) == len(second) > size
 
 

@@ -10,7 +10,7 @@ from tests.unit.tokenizer_cases import save_kind
 from titan_like.commands import generate as command
 from titan_like.config.schema import Model
 from titan_like.evaluate.sampling import filter_logits, generate
-from titan_like.models.layers.visible import VisibleKeys
+from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.registry import build_model, model_config
 
 VOCABULARY = 29
@@ -118,9 +118,9 @@ def test_prompt_of_a_prefix_language_model_is_its_prefix(model):
     for _ in range(8):
         first = max(0, len(tokens) - model.config.max_seq_len)  # of the window
         ends = [max(position + 1, len(PROMPT) - first) for position in range(len(tokens) - first)]
-        visible = VisibleKeys(torch.zeros(1, len(ends), dtype=torch.int64), torch.tensor([ends]))
+        mask = KeyRanges(torch.zeros(1, len(ends), dtype=torch.int64), torch.tensor([ends]))
         with torch.no_grad():
-            logits = model(torch.tensor([tokens[first:]]), None, visible)
+            logits = model(torch.tensor([tokens[first:]]), document_mask=mask)
         tokens.append(int(logits[0, -1].argmax()))
     assert generate(model, PROMPT, 8, temperature=0, prefix_lm=True) == tokens[len(PROMPT) :]
 

@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, models
 
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import Data, JobConfig
-from titan_like.data.masks import MaskedSamples, Masks, masks_of
+from titan_like.data.batch import Batch, collate
+from titan_like.data.masks import Masks, masks_of
 from titan_like.data.open_source import open_data
 from titan_like.data.sentence_pairs import PairTokens, SentencePairs
 from titan_like.data.source import IGNORED_LABEL
@@ -33,24 +34,24 @@ class Windows:
     def __len__(self) -> int:
         return self.size
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> Batch:
         tokens = 2000 * (index + 1) + torch.arange(SEQ)
         tokens[list(self.ends)] = END
         labels = tokens if index < self.labelled else torch.full_like(tokens, IGNORED_LABEL)
-        return torch.stack((tokens, labels))
+        return Batch(tokens, labels)
 
 
 def pairs(objective: str) -> SentencePairs:
     return SentencePairs(objective, PairTokens(FIRST, SEPARATOR, PADDING), END)
 
 
-def parts(sample: torch.Tensor) -> tuple[list[int], list[int]]:
+def parts(sample: Batch) -> tuple[list[int], list[int]]:
     """The two sentences. All else must be as it should."""
-    inputs, labels = sample.tolist()
+    inputs, labels = sample.tokens.tolist(), sample.labels.tolist()
     first, second = (at for at in range(SEQ) if inputs[at] == SEPARATOR)
     assert inputs[0] == FIRST and set(inputs[second + 1 :]) <= {PADDING}
     one, two = inputs[1:first], inputs[first + 1 : second]
-    assert labels[1:] == [token if token >= 2000 else IGNORED_LABEL for token in inputs[1:]]
+    assert labels == [token if token >= 2000 else IGNORED_LABEL for token in inputs]
     for text in (one, two):
         assert text == list(range(text[0], text[0] + len(text)))  # contiguous, and of one document
     return one, two
@@ -62,7 +63,7 @@ def test_pairs_are_two_parts_of_a_document_in_half_of_the_cases(objective: str) 
     classes, cuts, documents, lengths, sizes = [], [], [], [], ([], [])
     for index in range(2000):
         sample = made.make(samples, index % 50, 3 + index // 50)
-        (one, two), label = parts(sample), int(sample[1, 0])
+        (one, two), label = parts(sample), int(sample.sample_labels)
         if label == 1 and objective == "sentence_order":
             one, two = two, one
         if label == 0 or objective == "sentence_order":
@@ -96,47 +97,43 @@ def test_a_long_document_fills_the_sample_from_a_random_beginning() -> None:
 def test_what_is_drawn_stays_the_same_in_every_process_and_version() -> None:
     """A change breaks the resuming of runs."""
     made, samples = pairs("next_sentence"), Windows(size=1 << 40)
-    drawn = [int(made.make(samples, index, 3)[1, 0]) for index in range(12)]
+    drawn = [int(made.make(samples, index, 3).sample_labels) for index in range(12)]
     assert drawn == [1, 1, 0, 0, 1, 0, 1, 0, 1, 1, 0, 1]
 
 
 def test_samples_without_labels_or_text_have_no_class() -> None:
     for objective in ("sentence_order", "next_sentence"):
         for index in range(40, 50):  # past the end of held-out data
-            assert (pairs(objective).make(Windows(labelled=40), index, 3)[1] == IGNORED_LABEL).all()
+            past = pairs(objective).make(Windows(labelled=40), index, 3)
+            assert past.sample_labels == IGNORED_LABEL and (past.labels == IGNORED_LABEL).all()
         nothing = pairs(objective).make(Windows(ends=tuple(range(SEQ)), size=3), 0, 3)
-        assert nothing[0, :3].tolist() == [FIRST, SEPARATOR, SEPARATOR] and (nothing[1] == IGNORED_LABEL).all()
+        assert nothing.tokens[:3].tolist() == [FIRST, SEPARATOR, SEPARATOR] and nothing.sample_labels == IGNORED_LABEL
+        assert (nothing.labels == IGNORED_LABEL).all()
         single = pairs(objective).make(Windows(ends=tuple(range(1, SEQ)), size=3), 0, 3)
-        assert single[1, 0] == IGNORED_LABEL and 2000 in single[0, :3]
+        assert single.sample_labels == IGNORED_LABEL and 2000 in single.tokens[:3]
 
 
 def run_masks(section: Data, seed: int, model: TransformerConfig) -> Masks:
     return masks_of(JobConfig.model_validate({"data": section, "job": {"seed": seed}}), model)
 
 
-def test_tokens_are_masked_within_pairs_and_the_rest_follows_from_the_inputs() -> None:
+def test_tokens_are_masked_within_pairs() -> None:
     masks = run_masks(Data(sentence_objective="sentence_order", mlm_probability=0.5), 3, BERT)
     text = torch.arange(SEQ) % 200
     text[40] = END
 
     class Text(Windows):
-        def __getitem__(self, index: int) -> torch.Tensor:
-            return torch.stack((text, text))
+        def __getitem__(self, index: int) -> Batch:
+            return Batch(text, text)
 
-    batch = torch.stack([MaskedSamples(Text(), masks)[index] for index in range(20)])
-    before = torch.stack([masks.pairs.make(Text(), index, 3) for index in range(20)])
-    assert batch[:, 1, 0].tolist() == before[:, 1, 0].tolist() and set(batch[:, 1, 0].tolist()) == {0, 1}
-    chosen = batch[:, 1, 1:] != IGNORED_LABEL
-    assert torch.equal(batch[:, 1, 1:][chosen], before[:, 0, 1:][chosen])
-    assert (before[:, 0, 1:][chosen] < 256).all()  # no [CLS], [SEP] or [PAD]
-    special = before[:, 0] > 256
-    assert torch.equal(batch[:, 0][special], before[:, 0][special])
-    inputs, labels = masks.split_rows(batch)
-    assert torch.equal(labels, batch[:, 1]) and inputs.positions is None
-    for row, types, first, end in zip(before[:, 0], inputs.token_types, *inputs.visible[:2], strict=True):
-        one, two = (row == SEPARATOR).nonzero().flatten().tolist()
-        assert types.tolist() == [0] * (one + 1) + [1] * (two - one) + [0] * (SEQ - two - 1)
-        assert (first == 0).all() and (end == two + 1).all()
+    batch = collate([masks.over(Text())[index] for index in range(20)])
+    before = collate([masks.pairs.make(Text(), index, 3) for index in range(20)])
+    assert torch.equal(batch.sample_labels, before.sample_labels) and set(batch.sample_labels.tolist()) == {0, 1}
+    chosen = batch.labels != IGNORED_LABEL
+    assert torch.equal(batch.labels[chosen], before.tokens[chosen])
+    assert (before.tokens[chosen] < 256).all()  # no [CLS], [SEP] or [PAD]
+    special = before.tokens > 256
+    assert torch.equal(batch.tokens[special], before.tokens[special]) and batch.positions is None
 
 
 def test_what_has_no_pairs_is_one_sentence(tmp_path) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from itertools import groupby, product
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models
 
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import Data, JobConfig
+from titan_like.data.batch import Batch
 from titan_like.data.lengths import SampleLength, raw_length, sample_length, span_counts, targets_length
-from titan_like.data.masks import Masks, masks_of
+from titan_like.data.masks import masks_of
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.span_corruption import SpanCorruption, noise_mask
 from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer
@@ -37,9 +37,9 @@ def corruption(**settings: object) -> SpanCorruption:
     return found
 
 
-def window(number: int, raw: int) -> torch.Tensor:
+def window(number: int, raw: int) -> Batch:
     tokens = torch.randint(256, (raw + 1,), generator=torch.Generator().manual_seed(number))
-    return torch.stack((tokens[:-1], tokens[1:]))
+    return Batch(tokens[:-1], tokens[1:].clone())
 
 
 def lengths_of_t5(inputs_length: int, density: float, mean: float) -> tuple[int, int]:
@@ -95,7 +95,8 @@ def test_samples_equal_the_definition(seq_len: int, decoder: int) -> None:
     length = objective.length
     for number in range(50):
         before = window(number, length.raw)
-        inputs, labels = objective.apply(before, 3, number)
+        inputs, labels, *_ = made = objective.apply(before, 3, number)
+        assert made.encoder_len == length.encoder
         is_noise = noise_mask(length.raw, objective.num_noise, len(objective.sentinel_ids), 3, number).tolist()
         wanted, targets = by_definition(before[0].tolist(), is_noise)
         padding = [PAD] * (length.decoder - len(targets))
@@ -107,35 +108,8 @@ def test_samples_equal_the_definition(seq_len: int, decoder: int) -> None:
 def test_what_is_drawn_stays_the_same_in_every_process_and_version() -> None:
     """A change breaks the resuming of runs."""
     objective = corruption(seq_len=64)
-    inputs, _ = objective.apply(window(1, objective.length.raw), 3, 10)
+    inputs = objective.apply(window(1, objective.length.raw), 3, 10).tokens
     assert (inputs[:64] >= FIRST).nonzero().flatten().tolist() == [20, 26, 62]
-
-
-def test_tokens_without_a_label_carry_no_loss() -> None:
-    objective = corruption(seq_len=64)
-    one = window(1, objective.length.raw)
-    whole = objective.apply(one, 3, 0)
-    cut = one.clone()
-    cut[1, :35] = IGNORED_LABEL
-    inputs, labels = objective.apply(cut, 3, 0)
-    assert torch.equal(inputs, whole[0])
-    mask = noise_mask(len(one[0]), objective.num_noise, len(objective.sentinel_ids), 3, 0)
-    begins = np.flatnonzero(mask & ~np.append(False, mask[:-1]))
-    without = int(mask[:35].sum() + (begins < 35).sum())  # tokens and their sentinels come first in the targets
-    assert without > 0 and (labels[64 : 64 + without] == IGNORED_LABEL).all()
-    assert torch.equal(labels[64 + without :], whole[1, 64 + without :])
-    cut[1] = IGNORED_LABEL
-    assert (objective.apply(cut, 3, 0)[1] == IGNORED_LABEL).all()
-
-
-def test_a_batch_is_split_into_inputs_and_the_decoder_s_labels() -> None:
-    objective = corruption(seq_len=64)
-    masks = Masks(Data(), None, 3, objective)
-    rows = torch.stack([masks.add_rows(window(number, objective.length.raw), number) for number in range(2)])
-    inputs, labels = masks.split_rows(rows)
-    assert inputs.encoder_len == 64 and torch.equal(inputs.tokens, rows[:, 0])
-    assert labels.shape == (2, objective.length.decoder) and (labels != IGNORED_LABEL).all()
-    assert torch.equal(inputs.tokens[:, 65:], labels[:, :-1])
 
 
 def tokenizer_file(folder: Path, tokens: list[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from tests.unit.hugging_face_cases import llama_config, random_model, save_checkpoint
 from tests.unit.tokenizer_cases import save_kind
+from titan_like.checkpoint.checks import OtherRunError, check_same_run
 from titan_like.checkpoint.loader import CheckpointWeights
-from titan_like.checkpoint.step_folders import RunState, complete_checkpoint, unfinished_path
+from titan_like.checkpoint.step_folders import RunState, complete_checkpoint, read_run_state, unfinished_path
 from titan_like.config.errors import ConfigError
-from titan_like.config.schema import Data, TokenOptions
+from titan_like.config.schema import Data, JobConfig, TokenOptions
 from titan_like.data.indexed import IndexedDataset
 from titan_like.data.preprocess import Job, tokenize_files
 from titan_like.data.source import DataRequest
@@ -225,7 +227,7 @@ def test_an_end_of_document_does_not_begin_one_too(tmp_path: Path, bos: str) -> 
     [
         {"generation_config.json": {"eos_token_id": [302, 299]}},
         {"config.json": {"model_type": "llama", "eos_token_id": 302}},
-        {"special_tokens_map.json": {"eos_token": "<|eot_id|>"}},
+        {"special_tokens_map.json": {"eos_token": {"content": "<|eot_id|>", "lstrip": False}}},
     ],
 )
 @pytest.mark.parametrize("bare", [False, True])
@@ -243,11 +245,34 @@ def test_checkpoint_and_export_end_documents_as_training_did(tmp_path: Path, fil
     assert theirs("the cat").input_ids[0] == 298 and type(theirs).__name__ != "LlamaTokenizer"
 
 
-def test_a_class_of_transformers_does_not_replace_what_texts_begin_with(tmp_path: Path) -> None:
-    spec = save_kind(tmp_path / "tokenizer", "spm", tokenizer_class="CodeLlamaTokenizer")
-    out = _export(tmp_path, {"tokenizer": str(spec), "bos": "never"})
-    ours = build_tokenizer(str(spec)).encode("the cat").tolist()
-    assert transformers.AutoTokenizer.from_pretrained(out)("the cat").input_ids == ours
+@pytest.mark.parametrize(("name", "bos"), [("CodeLlamaTokenizer", "never"), ("LlamaTokenizer", "auto")])
+def test_a_class_of_transformers_does_not_replace_what_texts_become(tmp_path: Path, name: str, bos: str) -> None:
+    spec = save_kind(tmp_path / "tokenizer", "spm", tokenizer_class=name)
+    theirs = transformers.AutoTokenizer.from_pretrained(_export(tmp_path, {"tokenizer": str(spec), "bos": bos}))
+    ours = build_tokenizer(str(spec), options=TokenOptions(bos=bos))
+    for text in ("the cat", "  two  spaces "):
+        assert theirs(text).input_ids == [*ours.first_ids, *ours.encode(text).tolist()]
+
+
+def test_a_run_on_bytes_exports_bytes(tmp_path: Path) -> None:
+    source = save_kind(tmp_path / "source", "l3").parent
+    _save_json(source, {"config.json": {"eos_token_id": [301, 302]}, "generation_config.json": {"eos_token_id": 301}})
+    out = _export(tmp_path, {"tokenizer": "byte", "dataset": "text", "paths": ["a.txt"]}, source)
+    assert transformers.AutoTokenizer.from_pretrained(out)("the cat").input_ids == list(b"the cat")
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == 256
+    assert not (out / "generation_config.json").exists()
+
+
+def test_a_run_goes_on_with_a_copy_of_its_tokenizer(tmp_path: Path) -> None:
+    spec, other = save_kind(tmp_path / "one", "chatml"), save_kind(tmp_path / "other", "l3")
+    _export(tmp_path, {"tokenizer": str(spec)})
+    path = tmp_path / "run" / "step-1"
+    (tmp_path / "one").rename(tmp_path / "moved")
+    tree = read_run_state(path).config
+    for name in (tmp_path / "moved", path, other):
+        config = JobConfig.model_validate(tree | {"data": tree["data"] | {"tokenizer": str(name)}})
+        with pytest.raises(OtherRunError, match="was saved with") if name == other else nullcontext():
+            check_same_run(path, config, CheckpointWeights(path).model)
 
 
 def test_a_run_with_its_own_tokenizer_adds_its_end(tmp_path: Path) -> None:

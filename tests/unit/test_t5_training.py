@@ -12,6 +12,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from tests.unit.plain_loop import logged, plain_losses, prepared, run_settings, untrained_reference
 from titan_like.config import ConfigError, load_config
+from titan_like.data.batch import Batch
 from titan_like.train.job import run_job
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import Run
@@ -37,9 +38,9 @@ def test_30_steps_equal_a_plain_loop_over_transformers(
     monkeypatch.setattr(T5LayerNorm, "forward", in_float64)  # which transformers' own rounds to float32
     theirs = untrained_reference(run)
 
-    def terms_of(inputs: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
-        logits = theirs(input_ids=inputs[:, :64], decoder_input_ids=inputs[:, 64:]).logits
-        return [F.cross_entropy(logits.flatten(0, 1), labels[:, 64:].flatten(), ignore_index=-100)]
+    def terms_of(batch: Batch) -> list[torch.Tensor]:
+        logits = theirs(input_ids=batch.tokens[:, :64], decoder_input_ids=batch.tokens[:, 64:]).logits
+        return [F.cross_entropy(logits.flatten(0, 1), batch.labels[:, 64:].flatten(), ignore_index=-100)]
 
     expected = [terms[0] for terms in plain_losses(run, theirs, terms_of)]
     assert expected[0] > 5 and expected[-1] < expected[0] - 1

@@ -182,7 +182,7 @@ UNUSABLE = {  # contents of tokenizer.json, the words of the message
 
 
 @pytest.mark.parametrize("case", UNUSABLE.values(), ids=UNUSABLE)
-def test_whatever_the_library_raises_is_one_sentence(case, tmp_path, capfd):
+def test_whatever_the_library_raises_is_one_sentence(case, tmp_path):
     content, words = case
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(content))
@@ -191,8 +191,6 @@ def test_whatever_the_library_raises_is_one_sentence(case, tmp_path, capfd):
             encode(build_tokenizer(str(path), "--tokenizer"))
         assert str(error.value).startswith(f'--tokenizer = "{path}": ') and "\n" not in str(error.value)
         assert words in str(error.value)
-    if "out of bounds" not in words:  # a panic at the first use prints lines of its own
-        assert capfd.readouterr().err == ""
 
 
 def test_a_name_of_the_hub_is_its_tokenizer_json(tokenizer_json, tmp_path, monkeypatch):

@@ -24,6 +24,7 @@ from titan_like.commands.verify import format_verdict
 from titan_like.config import load_config
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
+from titan_like.data.batch import Batch
 from titan_like.data.indexed import DTYPES, IndexedWriter
 from titan_like.data.open_source import open_data
 from titan_like.data.registry import DATASETS
@@ -188,13 +189,13 @@ class Own(Source):
     def __len__(self) -> int:
         return 100 if self.request.split == "train" else 30
 
-    def sample(self, position: int) -> torch.Tensor:
+    def sample(self, position: int) -> Batch:
         tokens = torch.arange(SEQ + 1) * 7 + position + len(self.request.section.paths[0])
-        return torch.stack((tokens[:-1], tokens[1:]))
+        return Batch(tokens[:-1], tokens[1:])
 
 
 class OwnOrder(Own):
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> Batch:
         return self.sample((7 * index + self.request.part + self.request.seed) % len(self))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,14 @@ from pydantic_core import PydanticUndefined
 from titan_like.checkpoint.step_folders import (
     RUN_FILE,
     RunState,
-    UnreadableError,
     checkpoint_path,
     complete_steps,
     leftover_bytes,
-    lock_path,
-    lock_problem,
     read_run_state,
 )
-from titan_like.config.errors import ConfigError, first_line
-from titan_like.config.schema import JobConfig
+from titan_like.config.errors import ConfigError, require
+from titan_like.config.schema import Data, JobConfig
+from titan_like.data.tokenizer import build_tokenizer, tokenizer_in
 from titan_like.models.config import TransformerConfig
 from titan_like.models.parts import one_of_each
 from titan_like.optim.schedule import check_decay, schedule_length
@@ -69,12 +68,24 @@ def check_same_run(path: Path, config: JobConfig, model: TransformerConfig, resu
     if resumes and state.step > 0:  # at step 0 there is no cursor and no optimizer state
         compared += [(f"{s}.{key}", now[s][key], then[s].get(key, now[s][key])) for s, key in _MUST_STAY]
     for key, value, saved in compared:
+        if key == "data.tokenizer" and value != saved and _is_copied(value, path, config.data):
+            continue
         if saved is PydanticUndefined:
             problem = f"{path / RUN_FILE} does not say what it was saved with; restore the file, or name another folder"
             raise OtherRunError(key, value, problem)
         if value != saved:
             then_text = "none" if saved is None else saved
             raise OtherRunError(key, value, f"{path} was saved with {then_text}; keep that, or name another folder")
+
+
+def _is_copied(spec: str, path: Path, section: Data) -> bool:
+    """Whether a tokenizer makes the same tokens of every text as the one that a checkpoint holds."""
+    try:
+        stored = tokenizer_in(path)
+        specs = () if stored is None else (spec, stored)
+        return len({build_tokenizer(one, options=section.token_options).digest for one in specs}) == 1
+    except ConfigError:
+        return False
 
 
 def _of_model(state: RunState, config: JobConfig, model: TransformerConfig) -> list[tuple[str, Any, Any]]:
@@ -86,34 +97,16 @@ def _of_model(state: RunState, config: JobConfig, model: TransformerConfig) -> l
     return [family, *((f"model.overrides.{k}", v, saved[k]) for k, v in shape.items() if k not in _MAY_CHANGE)]
 
 
-def check_readable(folder: Path, steps: list[int], cure: str) -> RunState | None:
-    """Refuse a folder in which no checkpoint's `run.json` can be read. One readable file is enough.
-
-    ``cure`` is what the user can do about it. Returns what the newest readable file says; None if others are damaged.
-
-    Raises:
-        ConfigError: what is wrong with the newest of ``steps``.
-    """
-    problem = None
+def newest_state(folder: Path, steps: list[int]) -> RunState | None:
+    """What the newest readable `run.json` says; None if there is none. `resume` reports damaged checkpoints."""
     for step in reversed(steps):
-        try:
+        with suppress(OSError, ValueError):
             return read_run_state(checkpoint_path(folder, step))
-        except UnreadableError as error:
-            problem = problem or f"{checkpoint_path(folder, step)} cannot be loaded ({first_line(error)})"
-        except Exception:  # whatever a damaged file raises
-            return None
-    if problem is not None:
-        others = ", nor any other there" if len(steps) > 1 else ""
-        raise ConfigError("checkpoint.folder", str(folder), f"{problem}{others}; {cure}")
     return None
 
 
 def check_writable(key: str, folder: Path, make: bool) -> None:
-    """Check that a folder can be written to. If ``make``, it is created.
-
-    Raises:
-        ConfigError: it cannot; ``key`` is the setting to blame.
-    """
+    """Refuse a folder that cannot be written to; ``key`` is the setting to blame. If ``make``, it is created."""
     try:
         if make:
             folder.mkdir(parents=True, exist_ok=True)
@@ -121,11 +114,9 @@ def check_writable(key: str, folder: Path, make: bool) -> None:
     except OSError as error:
         problem = f"the folder cannot be created ({error.strerror}); name one that you may write to"
         raise ConfigError(key, str(folder), problem) from None
-    if not there.is_dir():
-        problem = f"the folder cannot be created ({there} is a file); name one that you may write to"
-        raise ConfigError(key, str(folder), problem)
-    if not os.access(there, os.W_OK):
-        raise ConfigError(key, str(folder), f"the folder {there} is not writable; name one that is")
+    problem = f"the folder cannot be created ({there} is a file); name one that you may write to"
+    require(there.is_dir(), key, str(folder), problem)
+    require(os.access(there, os.W_OK), key, str(folder), f"the folder {there} is not writable; name one that is")
 
 
 def check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path, make: bool) -> bool:
@@ -138,15 +129,11 @@ def check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path,
             not fit the run that goes on from there.
     """
     check_writable("checkpoint.folder", folder, make)
-    problem = lock_problem(folder)
-    if problem is not None:
-        raise ConfigError("checkpoint.folder", str(folder), f"{lock_path(folder)} {problem}")
     steps, wanted = complete_steps(folder), config.checkpoint.load_step
     if wanted is not None and wanted not in steps:
         there = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
         raise ConfigError("checkpoint.load_step", wanted, f"no such checkpoint in {folder}; {there}")
-    cure = "move it away to start anew, or name another folder"
-    state = check_readable(folder, steps if wanted is None else [wanted], cure)
+    state = newest_state(folder, steps if wanted is None else [wanted])
     so_far = state.come_to(config.training) if state else ()
     check_decay(config.lr_scheduler, schedule_length(config.training, *so_far))
     for step in steps[-1:] if wanted is None else [wanted]:
@@ -155,15 +142,10 @@ def check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path,
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """Check that the disk of a checkpoint folder has room for a checkpoint of ``needed`` bytes.
-
-    Raises:
-        ConfigError: it has not.
-    """
+    """Refuse a checkpoint folder whose disk has no room for a checkpoint of ``needed`` bytes."""
     free = shutil.disk_usage(folder).free + leftover_bytes(folder)
-    if free < needed:
-        problem = f"a checkpoint takes {needed / 2**30:.3g} GiB, but the disk has {free / 2**30:.3g} GiB left"
-        raise ConfigError("checkpoint.folder", str(folder), f"{problem}; make room, or name a folder on another disk")
+    problem = f"a checkpoint takes {needed / 2**30:.3g} GiB, but the disk has {free / 2**30:.3g} GiB left"
+    require(free >= needed, "checkpoint.folder", str(folder), f"{problem}; make room, or name a folder on another disk")
 
 
 def checkpoint_bytes(config: JobConfig, model: TransformerConfig) -> int:

@@ -10,15 +10,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_like.checkpoint.checks import check_readable, check_same_run
+from titan_like.checkpoint.checks import check_same_run
 from titan_like.checkpoint.loader import load_checkpoint
 from titan_like.checkpoint.step_folders import RUN_FILE, checkpoint_folder, checkpoint_path, complete_steps
-from titan_like.config.errors import ConfigError, RunError, first_line
+from titan_like.config.errors import ConfigError, RunError, first_line, require
 from titan_like.config.schema import JobConfig
+from titan_like.data.batch import Batch
 from titan_like.models.config import TransformerConfig
-from titan_like.models.layers.visible import VisibleKeys
+from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.registry import build_model, model_config
-from titan_like.models.transformer import ModelInputs, Transformer
+from titan_like.models.transformer import Transformer
 from titan_like.parallel.apply import build_parallel_model, run_batches
 from titan_like.parallel.model import ParallelModel
 from titan_like.parallel.tensor import full_logits
@@ -28,17 +29,15 @@ def find_checkpoint(config: JobConfig) -> Path:
     """The newest checkpoint of a run, or the one that `checkpoint.load_step` selects.
 
     Raises:
-        ConfigError: there is no such checkpoint, it belongs to another model, or its run.json cannot be read.
+        ConfigError: there is no such checkpoint, or it belongs to another model.
     """
     folder, wanted = checkpoint_folder(config), config.checkpoint.load_step
     steps = complete_steps(folder)
-    if not steps:
-        raise ConfigError("checkpoint.folder", str(folder), _problem_without_checkpoints(folder))
+    require(steps, "checkpoint.folder", str(folder), _problem_without_checkpoints(folder))
     if wanted is not None and wanted not in steps:
         shown = ", ".join(map(str, steps))
         raise ConfigError("checkpoint.load_step", wanted, f"{folder} has the steps {shown}; name one of them")
     step = steps[-1] if wanted is None else wanted
-    check_readable(folder, [step], _other_checkpoints(folder, step))
     path = checkpoint_path(folder, step)
     check_same_run(path, config, model_config(config.model), resumes=False)
     return path
@@ -62,11 +61,7 @@ def _problem_without_checkpoints(folder: Path) -> str:
 
 
 def load_for_inference(config: JobConfig, path: Path, device: torch.device) -> Transformer:
-    """The whole model of a checkpoint in this process.
-
-    Raises:
-        RunError: the checkpoint is damaged.
-    """
+    """The whole model of a checkpoint in this process; a `RunError` if the checkpoint is damaged."""
     with torch.device("meta"):
         model = build_model(model_config(config.model), config.model.family)
     model.to_empty(device=device)
@@ -130,26 +125,22 @@ class ParallelInference:
 
     @torch.no_grad()
     def __call__(
-        self,
-        tokens: torch.Tensor,
-        positions: None = None,
-        visible: VisibleKeys | None = None,
-        encoder_len: int | None = None,
+        self, tokens: torch.Tensor, document_mask: KeyRanges | None = None, encoder_len: int | None = None
     ) -> torch.Tensor:
         """tokens [1, seq] → logits [1, 1, padded vocab] of the last token, the same on every process."""
         last = tokens.shape[1] - (encoder_len or 0) - 1
         # Messages between stages have a fixed shape, so pad; no token sees the padding.
         padding = 0, self._window - tokens.shape[1]
         padded = torch.nn.functional.pad(tokens, padding)
-        if visible is not None:
+        if document_mask is not None:
             order = torch.arange(self._window, device=tokens.device)[None]
-            end = torch.cat((visible.end, order[:, tokens.shape[1] :] + 1), 1)
-            visible = VisibleKeys(torch.nn.functional.pad(visible.first, padding), end)
+            end = torch.cat((document_mask.end, order[:, tokens.shape[1] :] + 1), 1)
+            document_mask = KeyRanges(torch.nn.functional.pad(document_mask.first, padding), end)
         found = torch.empty(1, 1, self.config.padded_vocab_size, device=tokens.device)
 
         def keep(logits: torch.Tensor, _: int) -> torch.Tensor:
             return found.copy_(full_logits(logits, slice(last, last + 1)))
 
-        self._pipeline.forward([ModelInputs(padded, None, visible, encoder_len)], keep)
+        self._pipeline.forward([Batch(padded, document_mask=document_mask, encoder_len=encoder_len)], keep)
         dist.broadcast(found, src=self._last_rank)
         return found

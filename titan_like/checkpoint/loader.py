@@ -24,7 +24,7 @@ from titan_like.checkpoint.step_folders import (
     read_run_state,
     sweep,
 )
-from titan_like.config.errors import ConfigError, RunError, first_line
+from titan_like.config.errors import ConfigError, RunError, first_line, require
 from titan_like.config.schema import Data, TokenOptions
 from titan_like.models.hugging_face import family_module
 from titan_like.models.registry import config_class
@@ -33,7 +33,7 @@ from titan_like.optim.shards import ShardedOptimizer
 from titan_like.parallel.model import ParallelModel
 
 _BUFFERS = "buffers."
-_SAYS_TOKENS = ("tokenizer", *TokenOptions._fields)
+_SAYS_TOKENS = ("dataset", "tokenizer", *TokenOptions._fields)
 
 
 def model_tensors(model: ParallelModel | nn.Module) -> dict[str, torch.Tensor]:
@@ -223,9 +223,8 @@ def one_checkpoint(path: Path, key: str) -> Path:
     """
     if not is_checkpoint(path):
         steps = complete_steps(path)
-        if not steps:
-            problem = "neither a checkpoint (a step-N folder) nor a folder of them; name one that a run has saved"
-            raise ConfigError(key, str(path), problem)
+        problem = "neither a checkpoint (a step-N folder) nor a folder of them; name one that a run has saved"
+        require(steps, key, str(path), problem)
         path = checkpoint_path(path, steps[-1])
     try:
         read_run_state(path)
@@ -257,11 +256,7 @@ class CheckpointWeights:
         self._check()
 
     def read(self, name: str) -> torch.Tensor:
-        """One full weight by its name in the model.
-
-        Raises:
-            RunError: its file is damaged.
-        """
+        """One full weight by its name in the model; a `RunError` if its file is damaged."""
         stored = self._stored[f"model.{name}"]
         assert isinstance(stored, TensorStorageMetadata)  # checked before
         try:

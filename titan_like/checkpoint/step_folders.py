@@ -24,7 +24,6 @@ from zlib import crc32
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from titan_like.config.errors import first_problem
-from titan_like.config.paths import writing_problem
 from titan_like.config.schema import JobConfig, Training
 from titan_like.data.batch_size import total_steps
 from titan_like.data.unfinished import remove, removed_unless_renamed
@@ -47,10 +46,6 @@ def _has_sections(config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]
 
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Sections = Annotated[dict[str, dict[str, Any]], AfterValidator(_has_sections)]
-
-
-class UnreadableError(ValueError):
-    """A `run.json` that is not readable JSON."""
 
 
 @dataclass(frozen=True)
@@ -112,18 +107,14 @@ def read_run_state(path: Path) -> RunState:
     """Read `run.json`. Checksums that it lacks, for example in a file edited by hand, are not compared.
 
     Raises:
-        UnreadableError: the file is not readable JSON.
-        ValueError: this file or the tensors' metadata does not match its checksum, or this is not the file of a run
-            or of the step that the folder is named after.
+        ValueError: this file is not JSON, it or the tensors' metadata does not match its checksum, or this is not the
+            file of a run or of the step that the folder is named after.
         OSError: a file is missing.
     """
-    if not (path / RUN_FILE).is_file():  # reading a pipe or a device may never end
-        raise FileNotFoundError(f"there is no file {path / RUN_FILE}")
-    content = (path / RUN_FILE).read_bytes()
     try:
-        numbers = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"{RUN_FILE} is not JSON: {error}") from None
+        numbers = json.loads((path / RUN_FILE).read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{RUN_FILE} is not JSON: {error}") from None
     if isinstance(numbers, dict):
         of_itself, of_description = numbers.pop("crc32", None), numbers.get("metadata_crc32")
         if of_itself is not None and of_itself != crc32(_as_json(numbers).encode()):
@@ -267,12 +258,6 @@ def lock_path(folder: Path) -> Path:
     return folder.with_name(folder.name + ".lock")
 
 
-def lock_problem(folder: Path) -> str | None:
-    """Why the lock file is unusable and what to do, as the predicate of a sentence; None if it is usable."""
-    problem = writing_problem(lock_path(folder))
-    return None if problem is None else f"{problem}, and runs lock it; remove it"
-
-
 def hold(folder: Path, taken: str, patience: float = _PATIENCE) -> str | None:
     """Lock the folder until `release` or the end of this process, waiting at most ``patience`` seconds.
 
@@ -280,9 +265,6 @@ def hold(folder: Path, taken: str, patience: float = _PATIENCE) -> str | None:
     cannot be used. On a file system without locks it also returns None, and nobody is kept out.
     """
     path = lock_path(folder)
-    problem = lock_problem(folder)
-    if problem is not None:
-        return f"{path} {problem}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from titan_like.config import ConfigError, load_config
+from titan_like.config.errors import require
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, check_output_file, json_text, path_option, write_output_file
 from titan_like.metrics.timeline_plot import check_picture
@@ -54,11 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def sizes_of(options: argparse.Namespace) -> list[int]:
-    """Bytes of the buffers to measure, ascending.
-
-    Raises:
-        ConfigError: an option is out of range.
-    """
+    """Bytes of the buffers to measure, ascending; a `ConfigError` if an option is out of range."""
     found = {}
     for name in ("smallest", "largest"):
         text = str(getattr(options, name)).lower()
@@ -69,8 +66,7 @@ def sizes_of(options: argparse.Namespace) -> list[int]:
     if found["smallest"] > found["largest"]:
         raise ConfigError("--smallest", options.smallest, f"is above --largest {options.largest}")
     for name, value in (("seconds", options.seconds), ("link_gbit", options.link_gbit)):
-        if value is not None and not 0 < value <= 1e6:
-            raise ConfigError(f"--{name}", value, "must be above 0 and at most 1,000,000")
+        require(value is None or 0 < value <= 1e6, f"--{name}", value, "must be above 0 and at most 1,000,000")
     sizes = [found["smallest"]]
     while sizes[-1] < found["largest"]:
         sizes.append(min(4 * sizes[-1], found["largest"]))
@@ -78,29 +74,22 @@ def sizes_of(options: argparse.Namespace) -> list[int]:
 
 
 def main(argv: list[str]) -> int:
-    """Measure and print.
-
-    Raises:
-        ConfigError: an option or the layout is wrong, there is one process only, or too little memory.
-    """
+    """Measure and print."""
     options, given = build_parser().parse_known_args(argv)
     sizes, config, processes = sizes_of(options), load_config(given), number_of_processes()
     for name in ("json", "picture"):
         check_output_file(f"--{name}", getattr(options, name), options)
     check_picture("--picture", options.picture)
-    if processes == 1:
-        raise ConfigError(
-            "processes", 1, "there is nothing to communicate; start several, with torchrun --nproc_per_node=2"
-        )
+    problem = "there is nothing to communicate; start several, with torchrun --nproc_per_node=2"
+    require(processes != 1, "processes", 1, problem)
     layout, here = resolve_layout(config.parallelism, processes), environment_number("LOCAL_WORLD_SIZE", processes)
     check_meeting()
     device = select_device("float32")
     buffers, room = 3, host_memory_bytes() // here  # gloo takes one more, for all-gathers and others
     if device.type == "cuda":
         buffers, room = 2, torch.cuda.mem_get_info(device)[0]
-    if buffers * sizes[-1] > 0.8 * room:
-        problem = f"{buffers} buffers of this size need more than the {room / 2**30:.3g} GiB of a process; lower it"
-        raise ConfigError("--largest", options.largest, problem)
+    problem = f"{buffers} buffers of this size need more than the {room / 2**30:.3g} GiB of a process; lower it"
+    require(buffers * sizes[-1] <= 0.8 * room, "--largest", options.largest, problem)
     found: list[Measurement] = []
     with process_group(device):
         is_first = dist.get_rank() == 0

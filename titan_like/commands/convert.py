@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from titan_like.config import ConfigError
-from titan_like.config.errors import cure_of_writing
+from titan_like.config.errors import cure_of_writing, require
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, path_option, tokenizer_option
 
@@ -67,15 +67,9 @@ def main(argv: list[str]) -> int:
 
 
 def to_hf(options: argparse.Namespace) -> int:
-    """Write a Hugging Face folder.
-
-    Raises:
-        ConfigError: an option is wrong, or the folder cannot be written.
-        RunError: the checkpoint is damaged.
-    """
-    if not 0 < options.max_shard_size <= _LARGEST_SHARD:
-        problem = f"must be a number of GB above 0 and at most {_LARGEST_SHARD:,.0f}"
-        raise ConfigError("--max_shard_size", options.max_shard_size, problem)
+    """Write a Hugging Face folder."""
+    problem = f"must be a number of GB above 0 and at most {_LARGEST_SHARD:,.0f}"
+    require(0 < options.max_shard_size <= _LARGEST_SHARD, "--max_shard_size", options.max_shard_size, problem)
     output = Path(options.output)
     check_new(output)
 
@@ -95,12 +89,7 @@ def to_hf(options: argparse.Namespace) -> int:
 
 
 def from_hf(options: argparse.Namespace) -> int:
-    """Write a checkpoint, and print the settings for a run that starts from it.
-
-    Raises:
-        ConfigError: an option is wrong, or the checkpoint cannot be written.
-        RunError: the input is damaged.
-    """
+    """Write a checkpoint, and print the settings for a run that starts from it."""
     output = Path(options.output)
     check_new(output / "step-0")
 
@@ -118,11 +107,7 @@ def from_hf(options: argparse.Namespace) -> int:
 
 
 def check_new(output: Path) -> None:
-    """Check that a folder can be created.
-
-    Raises:
-        ConfigError: it exists and is not empty, or is in a folder that is not writable.
-    """
+    """Refuse a folder that exists and is not empty, or that cannot be created."""
     if os.path.islink(output) or (os.path.exists(output) and (not output.is_dir() or any(output.iterdir()))):
         raise ConfigError("--output", str(output), "already exists; name a new folder")
     there = next(path for path in output.absolute().parents if os.path.exists(path))

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_like.config import ConfigError, load_config
+from titan_like.config.errors import require
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, check_output_file, json_text, path_option, write_output_file
 from titan_like.train.rules import check_predicts_next_token
@@ -63,22 +64,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Check the options.
-
-    Raises:
-        ConfigError: the first option that is wrong.
-    """
-    if options.stride is not None and options.stride < 1:
-        raise ConfigError("--stride", options.stride, "must be at least 1")
-    if options.lm_eval == "":
-        raise ConfigError("--lm_eval", "", "names no task; give names with commas between them")
-    if options.lm_eval and find_spec("lm_eval") is None:
-        problem = 'the package lm_eval is not installed; run pip install "titan_like[lm-eval]"'
-        raise ConfigError("--lm_eval", options.lm_eval, problem)
+    """Refuse the first option that is wrong."""
+    require(options.stride is None or options.stride >= 1, "--stride", options.stride, "must be at least 1")
+    require(options.lm_eval != "", "--lm_eval", "", "names no task; give names with commas between them")
+    problem = 'the package lm_eval is not installed; run pip install "titan_like[lm-eval]"'
+    require(not options.lm_eval or find_spec("lm_eval") is not None, "--lm_eval", options.lm_eval, problem)
     for name, least in (("num_fewshot", 0), ("limit", 1)):
         value = getattr(options, name)
-        if value is not None and value < least:
-            raise ConfigError(f"--{name}", value, f"must be at least {least}")
+        require(value is None or value >= least, f"--{name}", value, f"must be at least {least}")
     if options.lm_eval_folder is not None and not os.path.isdir(options.lm_eval_folder):
         raise ConfigError("--lm_eval_folder", options.lm_eval_folder, "is not a folder; name one with YAML files")
     for name in ("num_fewshot", "limit", "lm_eval_folder"):
@@ -88,11 +81,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Load the model, score the tasks and print their results.
-
-    Raises:
-        ConfigError: an option or a setting is wrong, or there is nothing to evaluate.
-    """
+    """Load the model, score the tasks and print their results."""
     options, settings = build_parser().parse_known_args(argv)
     check_options(options)
     config = load_config(settings)
@@ -110,16 +99,14 @@ def main(argv: list[str]) -> int:
     key, specs = "--task", options.task or []
     if not specs and not options.lm_eval:
         key, specs = "evaluation.datasets", config.evaluation.datasets
-        if not specs:
-            raise ConfigError("--task", None, "there is nothing to evaluate; give --task NAME=PATH or --lm_eval TASKS")
+        require(specs, "--task", None, "there is nothing to evaluate; give --task NAME=PATH or --lm_eval TASKS")
     check_tasks(key, specs)
     slides = slides_windows(specs)
     if options.stride is not None and not slides:
         raise ConfigError("--stride", options.stride, "is for the tasks text and wikitext103 only; leave it out")
     windows = TextSettings.of(config.training.seq_len, options.stride)
-    if windows.stride > windows.seq_len:
-        problem = f"longer than training.seq_len = {windows.seq_len}; use at most that"
-        raise ConfigError("--stride", windows.stride, problem)
+    problem = f"longer than training.seq_len = {windows.seq_len}; use at most that"
+    require(windows.stride <= windows.seq_len, "--stride", windows.stride, problem)
     check_predictions(key, specs, config.model.family, shape.predictions)
     if options.lm_eval and not shape.is_causal:
         raise ConfigError("--lm_eval", options.lm_eval, "its tasks predict tokens, and this model chooses answers")

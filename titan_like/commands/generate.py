@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_like.config import ConfigError, load_config
+from titan_like.config.errors import require
 from titan_like.config.load import edit, run_command
 from titan_like.config.options import OptionParser, check_output_file, json_text, path_option, write_output_file
-from titan_like.config.section import utf8_text
 from titan_like.train.rules import check_predicts_next_token
 
 if TYPE_CHECKING:
@@ -45,32 +45,18 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Check the options.
-
-    Raises:
-        ConfigError: the first option that is out of range.
-    """
+    """Refuse the first option that is out of range."""
     if options.temperature != 0 and not 1e-4 <= options.temperature <= 1e4:
         raise ConfigError("--temperature", options.temperature, "must be 0, or from 0.0001 to 10000")
-    if not 0 < options.top_p <= 1:
-        raise ConfigError("--top_p", options.top_p, "must be above 0 and at most 1")
+    require(0 < options.top_p <= 1, "--top_p", options.top_p, "must be above 0 and at most 1")
     for name, least in (("top_k", 0), ("max_new_tokens", 1), ("seed", 0)):
         value = getattr(options, name)
-        if not least <= value < 2**63:
-            raise ConfigError(f"--{name}", value, f"must be at least {least} and below 2^63")
-    try:
-        options.prompt = utf8_text(options.prompt)
-    except ValueError as error:
-        raise ConfigError("--prompt", options.prompt, str(error)) from None
+        require(least <= value < 2**63, f"--{name}", value, f"must be at least {least} and below 2^63")
     check_output_file("--json", options.json, options)
 
 
 def main(argv: list[str]) -> int:
-    """Load the model and print the prompt and its continuation.
-
-    Raises:
-        ConfigError: an option or a setting is wrong, or the model cannot generate text.
-    """
+    """Load the model and print the prompt and its continuation."""
     options, settings = build_parser().parse_known_args(argv)
     check_options(options)
     config = load_config(settings)

@@ -22,6 +22,7 @@ import sys
 from functools import partial
 
 from titan_like.config import ConfigError
+from titan_like.config.errors import require
 from titan_like.config.load import run_command
 from titan_like.config.options import (
     OptionParser,
@@ -36,16 +37,11 @@ COMMANDS = ("predict", "search", "capacity", "duration", "simulate", "calibrate"
 
 
 def main(argv: list[str]) -> int:
-    """Run one of the commands, each a module of `titan_like.planner.commands`.
-
-    Raises:
-        ConfigError: the command, an option or a setting is wrong.
-    """
+    """Run one of the commands, each a module of `titan_like.planner.commands`."""
     if not argv or argv[0] in ("-h", "--help"):
         print(as_installed((__doc__ or "").rstrip()))
         return 0
-    if argv[0] not in COMMANDS:
-        raise ConfigError("command", argv[0], f"unknown; use {', '.join(COMMANDS)}")
+    require(argv[0] in COMMANDS, "command", argv[0], f"unknown; use {', '.join(COMMANDS)}")
     command = importlib.import_module(f"titan_like.planner.commands.{argv[0]}")
     prog = f"{os.path.basename(sys.argv[0])} {argv[0]}"
     parser = OptionParser(prog=prog, description=command.__doc__, takes_settings=True)
@@ -65,11 +61,7 @@ def main(argv: list[str]) -> int:
 
 
 def check_files(options: argparse.Namespace, settings: list[str]) -> None:
-    """Refuse output files that would overwrite each other or an input, or that cannot be written.
-
-    Raises:
-        ConfigError: the first such file, or an empty name.
-    """
+    """Refuse output files that would overwrite each other or an input, or that cannot be written."""
     written: dict[str, str] = {}
     for name in ("out", "picture", "json"):
         path = getattr(options, name, None)

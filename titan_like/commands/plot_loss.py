@@ -9,7 +9,8 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-from titan_like.config import ConfigError, load_config
+from titan_like.config import load_config
+from titan_like.config.errors import require
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, check_output_file, path_option
 from titan_like.metrics.loss_curve import draw_losses, read_losses, text_curve
@@ -26,8 +27,7 @@ def main(argv: list[str]) -> int:
     folder = Path(config.job.dump_folder)
     path = folder / METRICS_FILE
     losses = read_losses(path) if path.is_file() else []
-    if not losses:
-        raise ConfigError("job.dump_folder", str(folder), f"has no {METRICS_FILE} with a loss; train the run first")
+    require(losses, "job.dump_folder", str(folder), f"has no {METRICS_FILE} with a loss; train the run first")
     print(text_curve(losses, min(100, shutil.get_terminal_size().columns - 10)))
     picture = Path(options.out or folder / "loss.png")
     if not can_draw():

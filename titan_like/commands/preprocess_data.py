@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from titan_like.config import ConfigError
-from titan_like.config.errors import cure_of_writing
+from titan_like.config.errors import cure_of_writing, require
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, check_output_file, path_option, tokenizer_option, write_output_file
 from titan_like.config.schema import Data, TokenOptions
@@ -61,13 +61,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Check the options that need no look at the input.
-
-    Raises:
-        ConfigError: the first option that is unfit.
-    """
-    if not 1 <= options.workers <= 1024:
-        raise ConfigError("--workers", options.workers, "must be from 1 to 1024")
+    """Refuse the first option that is unfit, without a look at the input."""
+    require(1 <= options.workers <= 1024, "--workers", options.workers, "must be from 1 to 1024")
     if options.output.endswith("/") or os.path.isdir(prefix_of(options.output)):
         cure = f"name the dataset in it, such as {Path(options.output, 'corpus')}"
         raise ConfigError("--output", options.output, f"is a folder; {cure}")
@@ -75,18 +70,15 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Tokenize what the command line names.
-
-    Raises:
-        ConfigError: an option is wrong, a file is unfit, or the disk is full.
-    """
+    """Tokenize what the command line names."""
     options = build_parser().parse_args(argv)
     check_options(options)
     prefix = prefix_of(options.output)
     unfinished = Path(f"{prefix}.unfinished")
-    is_interrupted = os.path.exists(unfinished)  # perhaps after .bin was moved to its place
-    for path in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx")):
-        if os.path.exists(path) and not (is_interrupted and path.suffix == ".bin"):
+    is_interrupted = os.path.exists(unfinished)  # perhaps after .bin, or .idx too, was moved to its place
+    are_moved = is_interrupted and not any(os.path.exists(unfinished / name) for name in ("tokens.bin", "index"))
+    for path, is_moved in ((Path(f"{prefix}.bin"), is_interrupted), (Path(f"{prefix}.idx"), are_moved)):
+        if os.path.exists(path) and not is_moved:
             raise ConfigError("--output", str(prefix), f"{path} exists; remove it or name another place")
     tokens = TokenOptions(options.bos, options.eod_token, options.split_special_tokens == "true")
     build_tokenizer(options.tokenizer, "--tokenizer", tokens)

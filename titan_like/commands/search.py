@@ -17,6 +17,7 @@ from pathlib import Path
 
 import titan_like
 from titan_like.config import ConfigError, load_config
+from titan_like.config.errors import require
 from titan_like.config.load import edit, parse_overrides, run_command
 from titan_like.config.options import OptionParser, check_output_file, json_text, path_option, write_output_file
 
@@ -42,17 +43,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check_options(options: argparse.Namespace) -> list[int]:
-    """Check the options; returns the numbers of processes.
-
-    Raises:
-        ConfigError: the first option that is out of range.
-    """
+    """Refuse the first option that is out of range; returns the numbers of processes."""
     if options.grid is not None and options.top is not None:
         raise ConfigError("--top", options.top, "the grid says what to measure; give --grid or --top")
     for name, least in (("top", 1), ("warmup", 0), ("steps", 1), ("timeout", 1), ("memory_gib", 0.1)):
         value = getattr(options, name)
-        if value is not None and not least <= value <= 100_000:
-            raise ConfigError(f"--{name}", value, f"must be from {least} to 100,000")
+        require(value is None or least <= value <= 100_000, f"--{name}", value, f"must be from {least} to 100,000")
     check_output_file("--json", options.json, options)
     words = [] if options.processes is None else [word.strip() for word in options.processes.split(",")]
     if not all(word.isdecimal() and 0 < int(word) <= 2**20 for word in words):
@@ -61,11 +57,7 @@ def check_options(options: argparse.Namespace) -> list[int]:
 
 
 def main(argv: list[str]) -> int:
-    """Measure the layouts and print them, the fastest first.
-
-    Raises:
-        ConfigError: an option, a setting or the grid is wrong, or the folder holds another search.
-    """
+    """Measure the layouts and print them, the fastest first."""
     options, given = build_parser().parse_known_args(argv)
     counts, config = check_options(options), load_config(given)
 
@@ -82,8 +74,7 @@ def main(argv: list[str]) -> int:
     values = read_grid(options.grid, given) if options.grid else {}
     listed = values.pop("processes", [])
     counts = counts or list(dict.fromkeys(listed))
-    if not counts:
-        raise ConfigError("--processes", None, "say on how many to measure, such as 1,2,4")
+    require(counts, "--processes", None, "say on how many to measure, such as 1,2,4")
     named = {count: (options.profile or "").replace("{processes}", str(count)) for count in counts}
     profiles = {count: load_profile(name) if name else None for count, name in named.items()}
 

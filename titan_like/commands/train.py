@@ -10,8 +10,7 @@ import os
 from functools import partial
 from typing import NoReturn
 
-from titan_like.metrics.output import keep_standard_descriptors, outlive_output
-from titan_like.train.host_memory import restart_without_tcache
+from titan_like.metrics.output import outlive_output
 from titan_like.train.signals import StopSignals
 
 
@@ -71,8 +70,6 @@ def main(argv: list[str], signals: StopSignals | None = None) -> int:
 
 def run() -> NoReturn:
     """Start as early as a process can: most of what `main` needs is imported only once signals are handled."""
-    restart_without_tcache()
-    keep_standard_descriptors()
     with StopSignals() as signals:
         from titan_like.config.load import run_command
 

@@ -51,21 +51,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Check the options.
-
-    Raises:
-        ConfigError: the first option that is out of range.
-    """
+    """Refuse the first option that is out of range."""
     check_numbers(options.steps, options.processes, options.timeout)
     check_output_file("--json", options.json, options)
 
 
 def main(argv: list[str]) -> int:
-    """Verify the configuration's layout and print a line for each kind of run, or a table.
-
-    Raises:
-        ConfigError: an option or a setting is wrong.
-    """
+    """Verify the configuration's layout and print a line for each kind of run, or a table."""
     options, settings = build_parser().parse_known_args(argv)
     check_options(options)
     config = load_config(settings)

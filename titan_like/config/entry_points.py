@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from titan_like.config.errors import ConfigError, first_line
+from titan_like.config.errors import ConfigError, first_line, require
 
 
 def find_entry(key: str, name: str, group: str, built_in: Mapping[str, str]) -> EntryPoint:
@@ -25,9 +25,8 @@ def find_entry(key: str, name: str, group: str, built_in: Mapping[str, str]) -> 
     found = added.select(name=name)
     if len(found) == 1:
         return found[name]
-    if found:
-        places = " and ".join(sorted(entry.value for entry in found))
-        raise ConfigError(key, name, f"is defined by {places}; uninstall all of these packages but one")
+    places = " and ".join(sorted(entry.value for entry in found))
+    require(not found, key, name, f"is defined by {places}; uninstall all of these packages but one")
     known = sorted({*built_in, *added.names})
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     guess = f"did you mean {near[0]}? " if near else ""
@@ -35,11 +34,7 @@ def find_entry(key: str, name: str, group: str, built_in: Mapping[str, str]) -> 
 
 
 def load_entry(key: str, entry: EntryPoint) -> Any:
-    """Import the object.
-
-    Raises:
-        ConfigError: it cannot be imported.
-    """
+    """Import the object; a `ConfigError` if that fails."""
     try:
         return entry.load()
     except Exception as error:  # whatever the package raises on import

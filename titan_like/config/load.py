@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import errno
-import io
 import json
 import os
 import sys
@@ -12,12 +10,13 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Annotated, Any, NoReturn, TextIO, get_args, get_origin
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, get_args, get_origin
 
 import tomli
 from pydantic import BaseModel, ValidationError
 
-from titan_like.config.errors import ConfigError, RunError, all_of, problem_of, shortened
+from titan_like.config.errors import ConfigError, RunError, all_of, problem_of, require
 from titan_like.config.options import as_installed
 from titan_like.config.paths import expanded, find_config, read_toml
 from titan_like.config.schema import JobConfig
@@ -78,9 +77,10 @@ def edit(config: JobConfig, values: Mapping[str, Any]) -> JobConfig:
 # Tables whose keys the user, the model family, the dataset or the optimizer defines, so the schema does not list them.
 _FREE_TABLES = ("model.overrides", "model.flavors", "data.options", "optimizer.options")
 
-_MOST_LEVELS = 16  # of tables and lists in these
-
 _SECONDS_FOR_RANK_0 = 10
+# Errors of files that the user has to put right. Any other error is a bug, which shows its traceback.
+_PACKAGE = str(Path(__file__).parents[1])
+_OF_FILES = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 
 def load_config(argv: list[str]) -> JobConfig:
@@ -109,9 +109,6 @@ def load_config(argv: list[str]) -> JobConfig:
             _set_dotted(tree, dotted, value)
         except ConfigError as error:
             errors.append(error)
-    for table in _FREE_TABLES:
-        section, _, key = table.partition(".")
-        errors += _free_table_errors(table, tree.get(section, {}).get(key))
     try:
         config = JobConfig.model_validate(tree)
     except ValidationError as error:
@@ -125,51 +122,37 @@ def load_config(argv: list[str]) -> JobConfig:
 def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
     """Run a script's main function and end the process with the project's exit codes.
 
-    0 means done, 1 failed, 2 bad input. Bad input gets one sentence on stderr, from rank 0 only, and no traceback.
-    Characters that the locale's encoding lacks are printed as escapes.
+    0 means done, 1 failed, 2 bad input. Bad input, which includes a file that cannot be opened, gets one sentence on
+    stderr, from rank 0 only. A bug shows its traceback.
 
     Raises:
         SystemExit: always, with the exit code.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a closed stream is None
-            stream.reconfigure(errors="backslashreplace")
     try:
         code = command(sys.argv[1:])
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        print(end="", flush=True)
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-        _discard(sys.stdout)
-        raise SystemExit(1) from None
-    except OSError as error:
-        if error.errno != errno.ENOSPC or sys.stdout is None:
-            raise
-        _discard(sys.stdout)
-        _tell(f"error: output cannot be written ({error.strerror})")
+        # Otherwise Python writes once more at exit, and changes the exit code.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except KeyboardInterrupt:
-        _tell("interrupted")
+        print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
+    except _OF_FILES as error:
+        if error.filename is None or str(error.filename).startswith(_PACKAGE):
+            raise
+        _refuse(f"{error.filename}: {error.strerror}", 2)
     except (ConfigError, RunError) as error:
-        if not error.of_this_process and os.environ.get("RANK", "0") != "0":
-            time.sleep(_SECONDS_FOR_RANK_0)  # rank 0 usually prints the same and ends the job first
-        _tell(as_installed(f"error: {error}"))
-        _end_process_group(2 if isinstance(error, ConfigError) else 1)
-        raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
+        _refuse(str(error), 2 if isinstance(error, ConfigError) else 1, error.of_this_process)
     raise SystemExit(code or 0)
 
 
-def _tell(text: str) -> None:
-    """Print on stderr. Where that fails, as on a full disk, the exit code has to do."""
-    try:
-        print(text, file=sys.stderr, flush=True)
-    except OSError:
-        _discard(sys.stderr)
-
-
-def _discard(stream: TextIO) -> None:
-    """Drop what a stream could not write; otherwise Python writes it once more at exit, and changes the exit code."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+def _refuse(sentence: str, code: int, of_this_process: bool = False) -> NoReturn:
+    if not of_this_process and os.environ.get("RANK", "0") != "0":
+        time.sleep(_SECONDS_FOR_RANK_0)  # rank 0 usually prints the same and ends the job first
+    print(as_installed(f"error: {sentence}"), file=sys.stderr, flush=True)
+    _end_process_group(code)
+    raise SystemExit(code)
 
 
 def _end_process_group(code: int) -> None:
@@ -183,9 +166,8 @@ def _end_process_group(code: int) -> None:
     if distributed.get_world_size() == 1:
         distributed.destroy_process_group()
         return
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # the reader of the pipe is gone
-            stream.flush()
+    with suppress(OSError):  # the reader of the pipe is gone
+        print(end="", flush=True)
     os._exit(code)
 
 
@@ -228,11 +210,7 @@ def _parse_values(dotted: str, values: list[str]) -> Any:
 
 
 def _weights_and_paths(dotted: str, words: list[str]) -> Any:
-    """Words in which weights and paths may come in turn. A number that is there as a path is never taken for a weight.
-
-    Raises:
-        ConfigError: a number may be either.
-    """
+    """Words in which weights and paths may come in turn. A number that may be either is refused."""
     values = [_parse_value(dotted, word) for word in words]
     is_number = [isinstance(value, int | float) and not isinstance(value, bool) for value in values]
     is_there = [any(os.path.lexists(word + ending) for ending in ("", ".bin", ".idx")) for word in words]
@@ -256,11 +234,9 @@ def _grouped(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[ConfigE
         if word.startswith("--"):
             key, equals, value = word[2:].partition("=")
             groups.append((key, [value] if equals else []))
-        elif (bare := word.lstrip("-–—")).partition("=")[0] in _all_keys():  # editors turn -- into other dashes
+        elif (bare := word.removeprefix("-")).partition("=")[0] in _all_keys():
             example = bare if "=" in bare else f"{bare} VALUE"
-            errors.append(
-                ConfigError("command line", word, f"a setting needs two dashes; write --{shortened(example)}")
-            )
+            errors.append(ConfigError("command line", word, f"a setting needs two dashes; write --{example}"))
             groups.append(("", []))  # collects the words that follow
         elif groups:
             groups[-1][1].append(word)
@@ -273,8 +249,7 @@ def _file_settings(path: Any) -> dict[str, Any]:
     """The settings in `job.config_file`, if it is set."""
     if path is None:
         return {}
-    if not isinstance(path, str):
-        raise ConfigError("job.config_file", path, "must be the path of one TOML file")
+    require(isinstance(path, str), "job.config_file", path, "must be the path of one TOML file")
     try:
         found = expanded(path)
     except ValueError as error:
@@ -287,19 +262,10 @@ def _parse_value(dotted: str, text: str) -> Any:
         return tomli.loads(f"value = {text}")["value"]
     except (tomli.TOMLDecodeError, KeyError):
         return text
-    except RecursionError:
-        problem = "brackets are nested too deeply; at most some hundred levels can be read"
-        raise ConfigError(dotted, text, problem) from None
-    except ValueError:  # Python refuses integers of more than 4,300 digits
-        raise ConfigError(dotted, text, "a number with too many digits; write one of at most 18") from None
 
 
 def _annotation_of(dotted: str, values: list[str]) -> Any:
-    """The type of a key in the schema; None for keys inside free tables.
-
-    Raises:
-        ConfigError: the key is not in the schema.
-    """
+    """The type of a key in the schema; None for keys inside free tables."""
     if any(dotted == table or dotted.startswith(table + ".") for table in _FREE_TABLES):
         return None
     section, _, key = dotted.partition(".")
@@ -356,19 +322,6 @@ def _set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
         if not isinstance(tree, dict):
             raise ConfigError(".".join(tables[:depth]), tree, f"must be a table, since {dotted} is set; remove one")
     tree[key] = value
-
-
-def _free_table_errors(name: str, value: Any, level: int = 0) -> list[ConfigError]:
-    """An error for each value that a checkpoint's run.json could not hold."""
-    if level > _MOST_LEVELS:
-        return [ConfigError(name, value, f"tables and lists are nested too deeply; use at most {_MOST_LEVELS} levels")]
-    if isinstance(value, dict):
-        return [e for key, one in value.items() for e in _free_table_errors(f"{name}.{key}", one, level + 1)]
-    if isinstance(value, list):
-        return [error for one in value for error in _free_table_errors(name, one, level + 1)]
-    if isinstance(value, int) and abs(value) >= 2**63:
-        return [ConfigError(name, value, "TOML's integers have 64 bits; use a smaller one")]
-    return []
 
 
 def _validation_errors(error: ValidationError) -> list[ConfigError]:

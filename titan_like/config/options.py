@@ -53,11 +53,7 @@ class OptionParser(argparse.ArgumentParser):
         return as_installed(super().format_help())
 
     def error(self, message: str) -> NoReturn:
-        """Turn argparse's message into a ConfigError.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Turn argparse's message into a `ConfigError`, which is raised."""
         option, colon, problem = message.removeprefix("argument ").partition(": ")
         if not colon:  # about no option in particular
             option, problem = "", message
@@ -96,7 +92,7 @@ def check_output_file(option: str, path: str | None, *sources: object) -> None:
     for text in _texts(sources):
         for piece in (text, *re.split("[=:,]", text)):  # NAME=PATH, gpt2:PATH,PATH
             file = os.path.expandvars(os.path.expanduser(piece))
-            if "\0" not in file and os.path.isfile(file) and os.path.samefile(file, path):
+            if os.path.isfile(file) and os.path.samefile(file, path):
                 raise ConfigError(option, path, "is a file that this command reads; name another one")
     _check_replaceable(option, path)
 

@@ -12,18 +12,9 @@ from typing import Any
 import tomli
 import tomli_w
 
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import ConfigError, require
 
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})")
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a named pipe (FIFO)",
-    stat.S_IFCHR: "a character device",
-    stat.S_IFBLK: "a block device",
-    stat.S_IFSOCK: "a socket",
-}
-_LONGEST_NAME, _LONGEST_PATH = 255, 4095  # of Linux
-_MOST_BYTES = 64 << 20  # size of a settings file
 _SHIPPED = Path(__file__).parents[1] / "train_configs"
 
 
@@ -31,11 +22,8 @@ def expanded(text: str) -> str:
     """A path with ``~``, ``$NAME`` and ``${NAME}`` replaced, as a shell would.
 
     Raises:
-        ValueError: the path is empty, contains a null character, is too long, or names an environment
-            variable that is not set.
+        ValueError: the path is empty, or names an environment variable that is not set.
     """
-    if "\0" in text:
-        raise ValueError("contains a null character, which no path can; remove it")
     for plain, braced in _VARIABLE.findall(text):
         name = plain or braced
         if not name.isidentifier():
@@ -45,38 +33,20 @@ def expanded(text: str) -> str:
     path = os.path.expanduser(_VARIABLE.sub(lambda found: os.environ[found[1] or found[2]], text))
     if not path.strip():
         raise ValueError("is empty; name a path")
-    written = os.fsencode(path)
-    if any(len(name) > _LONGEST_NAME for name in written.split(b"/")) or len(written) > _LONGEST_PATH:
-        raise ValueError(f"is longer than any file's name ({_LONGEST_NAME} bytes) or path; shorten it")
     return path
 
 
 def file_problem(path: Path) -> str | None:
-    """Why a file cannot be read, as the predicate of a sentence; None if it can.
-
-    It does not open the file, so it cannot hang on a pipe or a device. A file that does not exist cannot be read.
-    """
+    """Why a file cannot be read, as the predicate of a sentence; None if it can."""
     try:
-        mode = path.stat().st_mode
+        is_folder = stat.S_ISDIR(path.stat().st_mode)
     except FileNotFoundError:
         return "does not exist"
-    except (OSError, ValueError) as error:
-        return f"cannot be read ({getattr(error, 'strerror', None) or error})"
-    if not stat.S_ISREG(mode):
-        return f"is {_KINDS.get(stat.S_IFMT(mode), 'of an unknown kind')}, not a file"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    if is_folder:
+        return "is a folder, not a file"
     return None if os.access(path, os.R_OK) else "cannot be read (Permission denied)"
-
-
-def writing_problem(path: Path) -> str | None:
-    """Why a file cannot be written, as the predicate of a sentence; None if it can, or does not exist yet."""
-    problem = file_problem(path)
-    if problem == "does not exist":
-        folder = os.path.dirname(os.path.realpath(path))
-        is_usable = os.access(folder, os.W_OK) or not path.is_symlink()  # a run's own folders may be still to be made
-        return None if is_usable else f"is a link into {folder}, where no file can be created"
-    if problem is None and not os.access(path, os.W_OK):
-        return "cannot be written (Permission denied)"
-    return problem
 
 
 def find_config(path: str) -> str:
@@ -100,24 +70,6 @@ def find_config(path: str) -> str:
     return shipped.get(name, path)
 
 
-def _read_settings(path: str, key: str) -> str:
-    """The text of a settings file, without a byte-order mark."""
-    problem = file_problem(Path(path))
-    if problem == "does not exist":
-        raise ConfigError(key, path, "no such file; give the path of a TOML file")
-    if problem is not None:
-        raise ConfigError(key, path, f"{problem}; give a readable TOML file")
-    try:
-        if os.path.getsize(path) > _MOST_BYTES:
-            raise ConfigError(key, path, f"is larger than {_MOST_BYTES >> 20} MiB; give a TOML file")
-        return Path(path).read_text(encoding="utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        problem = f"byte {error.start} is not valid UTF-8; save the file as UTF-8"
-        raise ConfigError(key, path, problem) from None
-    except OSError as error:
-        raise ConfigError(key, path, f"cannot be read ({error.strerror}); give a readable TOML file") from None
-
-
 _WORDS = {"True": "true", "False": "false", "yes": "true", "no": "false", "on": "true", "off": "false"}
 
 
@@ -127,15 +79,16 @@ def read_toml(path: str, key: str = "job.config_file") -> dict[str, Any]:
     Raises:
         ConfigError: the file is missing, unreadable, not UTF-8 or not TOML; ``key`` is the setting that names it.
     """
-    text = _read_settings(path, key)
+    problem, text = file_problem(Path(path)), ""
+    require(problem != "does not exist", key, path, "no such file; give the path of a TOML file")
+    require(problem is None, key, path, f"{problem}; give a readable TOML file")
     try:
+        text = Path(path).read_text(encoding="utf-8").removeprefix("\ufeff")
         return tomli.loads(text)
-    except tomli.TOMLDecodeError as error:
+    except UnicodeDecodeError as error:
+        problem = f"byte {error.start} is not valid UTF-8; save the file as UTF-8"
+    except ValueError as error:  # TOMLDecodeError, or of Python, for example for a date that does not exist
         problem = f"not valid TOML ({error}); {_cure(text, str(error))}"
-    except RecursionError:
-        problem = "brackets are nested too deeply; at most some hundred levels can be read"
-    except ValueError as error:  # such as a date that does not exist, or a number of thousands of digits
-        problem = f"not valid TOML ({error}); correct that value"
     raise ConfigError(key, path, problem)
 
 

@@ -23,7 +23,6 @@ from titan_like.config.section import (
     StepCount,
     StepList,
     StepNumber,
-    Text,
     TextList,
     TokenizerText,
     ZeroStage,
@@ -36,7 +35,7 @@ class Job(Section):
     config_file: OptionalPath = Field(
         None, description="TOML file to read the settings from, or a shipped one's name: debug_gpt"
     )
-    description: Text = Field("", description="one line about the run, shown in logs and in wandb")
+    description: str = Field("", description="one line about the run, shown in logs and in wandb")
     dump_folder: PathText = Field("outputs", description="folder for checkpoints, metrics and caches")
     seed: int = Field(1234, ge=0, le=MOST_SEED, description="seed of initial weights, data order and dropout")
     deterministic: bool = Field(False, description="use deterministic kernels only (slower)")
@@ -57,12 +56,12 @@ class Job(Section):
 class Model(Section):
     """Which transformer to train."""
 
-    family: Text = Field(
+    family: str = Field(
         "gpt",
         examples=["gpt", "llama", "bert", "t5"],
         description="model family: gpt, llama, bert, t5, or one that an installed package adds",
     )
-    flavor: Text = Field("debug", description="named shape in the family's flavors.toml or in [model.flavors.NAME]")
+    flavor: str = Field("debug", description="named shape in the family's flavors.toml or in [model.flavors.NAME]")
     flavors: dict[str, dict[str, Any]] = Field({}, description="your own flavors, each a table of model fields")
     overrides: dict[str, Any] = Field({}, description="fields of the flavor to override")
 
@@ -81,7 +80,7 @@ DEFAULT_TOKENS = TokenOptions()
 class Data(Section):
     """The dataset, its tokenizer and its splits."""
 
-    dataset: Text = Field(
+    dataset: str = Field(
         "stdlib",
         description="stdlib: the source files of the Python standard library; text: the files named by paths; indexed: "
         "Megatron-LM's .bin and .idx files; hf: files or a Hugging Face dataset, tokenized as the run reads them; "
@@ -97,12 +96,12 @@ class Data(Section):
         '[0.7, "web", 0.3, "books"]',
     )
     options: dict[str, Any] = Field({}, description="settings of a dataset of your own package")
-    text_key: Text = Field("text", description="key or column of the text in documents of JSONL, parquet and arrow")
+    text_key: str = Field("text", description="key or column of the text in documents of JSONL, parquet and arrow")
     bad_lines: Literal["stop", "skip"] = Field(
         "stop",
         description="text, hf and conversations: stop at a record that cannot be learned, or skip and count it",
     )
-    split: Text = Field("969,30,1", description="weights of the train, validation and test splits")
+    split: str = Field("969,30,1", description="weights of the train, validation and test splits")
     tokenizer: TokenizerText = Field(
         "byte",
         description='"byte", the path of a Hugging Face tokenizer.json or of its folder, "gpt2:vocab.json,merges.txt", '
@@ -113,7 +112,7 @@ class Data(Section):
         description="whether documents, prompts and evaluated texts begin with the tokenizer's bos_token; auto: with "
         "what the tokenizer itself puts before a text",
     )
-    eod_token: Text = Field(
+    eod_token: str = Field(
         "", description="token that ends every document (default: eos_token of tokenizer_config.json)"
     )
     split_special_tokens: bool = Field(
@@ -165,6 +164,11 @@ class Data(Section):
     def token_options(self) -> TokenOptions:
         """What else than the tokenizer decides the tokens that a text becomes."""
         return TokenOptions(self.bos, self.eod_token, self.split_special_tokens)
+
+    @property
+    def learns_bytes(self) -> bool:
+        """Whether the run's tokens are bytes. Data that is tokenized already may be of any tokenizer."""
+        return self.tokenizer == "byte" and self.dataset != "indexed"
 
     @property
     def tells_documents_apart(self) -> bool:
@@ -384,7 +388,7 @@ class Metrics(Section):
     log_interval: StepNumber = Field(10, description="steps between console lines; metrics.jsonl has every step")
     tensorboard: bool = Field(False, description="write TensorBoard events to <job.dump_folder>/tensorboard")
     wandb: bool = Field(False, description="log to Weights & Biases")
-    wandb_project: Text = Field("titan_like", description="wandb project")
+    wandb_project: str = Field("titan_like", description="wandb project")
     wandb_mode: Literal["auto", "online", "offline"] = Field(
         "auto",
         description="auto uses WANDB_MODE if it is set, else online if a wandb key is configured, else offline",

@@ -60,28 +60,15 @@ def _off_or_seconds(value: float) -> float:
     return value
 
 
-def utf8_text(text: str) -> str:
-    """Command-line text decoded as UTF-8 in any locale; Python turns bytes that its locale lacks into surrogates.
-
-    Raises:
-        ValueError: the bytes are not UTF-8.
-    """
-    try:
-        return text.encode("utf-8", errors="surrogateescape").decode("utf-8")
-    except UnicodeError:
-        raise ValueError("is not valid UTF-8; write it in a UTF-8 terminal") from None
-
-
 Degree = Annotated[int, Field(gt=0, le=MOST_PROCESSES)]
 StepNumber = Annotated[int, Field(gt=0, le=MOST_STEPS)]
 StepCount = Annotated[int, Field(ge=0, le=MOST_STEPS)]
 OffOrSeconds = Annotated[float, Field(ge=0, le=MOST_SECONDS), AfterValidator(_off_or_seconds)]
 ZeroStage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_no_boolean)]
-Text = Annotated[str, AfterValidator(utf8_text)]
 PathText = Annotated[str, AfterValidator(expanded)]
 TokenizerText = Annotated[str, AfterValidator(expanded_tokenizer)]
 OptionalPath = Annotated[str | None, AfterValidator(lambda path: None if path is None else expanded(path))]
-TextList = Annotated[list[Text], BeforeValidator(_as_list)]
+TextList = Annotated[list[str], BeforeValidator(_as_list)]
 if TYPE_CHECKING:
     PathList = list[Any]  # paths alone, once `shares_of` has told weights from paths
 else:

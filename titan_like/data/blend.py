@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +11,8 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-import torch
-
 from titan_like.config.errors import ConfigError
+from titan_like.data.batch import Batch
 from titan_like.data.permutation import Permutation
 from titan_like.data.source import DataRequest, Source
 
@@ -198,8 +198,9 @@ class BlendedSource(Source):
         present = [number for number, source in enumerate(sources) if len(source) or request.split == "train"]
         self.sources = [sources[number] for number in present]
         self.paths = [source.request.section.paths[0] for source in self.sources]
+        places = list(map(os.path.realpath, self.paths))
         for number, path in enumerate(self.paths):
-            if path in self.paths[:number]:
+            if places[number] in places[:number]:
                 raise ConfigError("data.paths", path, "is named twice; give it once, with the sum of its weights")
         names = [Path(path).name for path in self.paths]
         self.names = names if len(set(names)) == len(names) else self.paths
@@ -221,16 +222,16 @@ class BlendedSource(Source):
             return sum(lengths)
         return self._length_without_repetition
 
-    def sample(self, position: int) -> torch.Tensor:
-        """int64 [2, seq]."""
+    def sample(self, position: int) -> Batch:
+        """A sample of one of the sources."""
         if self.request.split == "train":
             number, index = self.blend.locate(position)
             return self.sources[number][index]
         number, index = self.blend.locate_in_order(position)
         return self.sources[number].sample(index)
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        """Sample ``index`` of the run: int64 [2, seq]."""
+    def __getitem__(self, index: int) -> Batch:
+        """Sample ``index`` of the run."""
         return self.sample(index) if self.request.split == "train" else super().__getitem__(index)
 
     @cached_property

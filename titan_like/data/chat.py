@@ -59,8 +59,8 @@ class Chat:
     def __init__(self, spec: str, options: TokenOptions = DEFAULT_TOKENS) -> None:
         self.tokenizer, self.template = build_tokenizer(spec, options=options), read_template(spec)
 
-    def encode(self, record: Any) -> np.ndarray:
-        """The tokens of a record, int32 [tokens]: t if it is of an answer, and else -1 - t.
+    def encode(self, record: Any) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of a record and whether each is of an answer: int64 and bool [tokens].
 
         Raises:
             BadRecord: it is no conversation, has no answer, or the template does not fit it.
@@ -77,7 +77,7 @@ class Chat:
             raise BadRecord("the record holds text that cannot be tokenized, such as half a surrogate pair") from None
         if not is_answer[1:].any():
             raise BadRecord("the record has no answer")
-        return np.where(is_answer, tokens, ~tokens).astype(np.int32)
+        return tokens, is_answer
 
     def _by_texts(self, prompt: str, answer: str) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of a prompt with its answer and whether they are of the answer: int64 and bool [tokens]."""
@@ -115,18 +115,25 @@ class Chat:
             raise BadRecord('the chat template takes no "content" that is a list of parts')
         tokens, begins, ends = self.tokenizer.encode_with_places(whole, parses_special=True)
         is_special = np.isin(tokens, list(self.tokenizer.special_ids))
+        for number in np.flatnonzero(is_special):  # which may take in the white space of the message before
+            written = whole[begins[number] : ends[number]]
+            begins[number] += len(written) - len(written.lstrip())
+        can_end = is_special & (tokens != self.template.unk_token_id)
         if throughs:
-            cut = partial(_without_end, whole, begins, ends, is_special)
+            cut = partial(
+                _without_end, whole, begins, ends, is_special, can_end & (tokens != self.template.bos_token_id)
+            )
             prompts, throughs = list(map(cut, prompts)), list(map(cut, throughs))
             spans = list(map(_span, prompts, said, throughs))
         for prompt, texts, through in zip(prompts, said, throughs, strict=True):
             if not whole.startswith(prompt) or not whole.startswith(through):
                 problem = "the chat template writes the beginning of the conversation in another way once more follows"
+                if whole.startswith(through):
+                    problem = "an answer does not begin with what the chat template gives the model to begin it"
                 problem = problem if texts else "the record has an answer without text"
                 raise BadRecord(
                     f"{problem}, so answers cannot be found; mark them in the template by {{% generation %}}"
                 )
-        can_end = is_special & (tokens != self.template.unk_token_id)
         is_answer = np.zeros(len(tokens), dtype=bool)
         for begin, said_end, end in spans:
             # A token across a border is the answer's, unless it is a header's that takes in the white space after it.
@@ -152,16 +159,24 @@ def _prompt(write: Callable[..., Any], messages: list[dict[str, Any]], through: 
     return prompt
 
 
-def _without_end(whole: str, begins: np.ndarray, ends: np.ndarray, is_special: np.ndarray, text: str) -> str:
+def _without_end(
+    whole: str, begins: np.ndarray, ends: np.ndarray, is_special: np.ndarray, can_end: np.ndarray, text: str
+) -> str:
     """A ``text`` of the first messages without what the template writes at the end of every text, but not where more
     follows: special tokens and white space, which end the whole text too.
+
+    If another token ends a message where more follows, as in gpt-oss, the text ends with that. It is known by another
+    special token, with which the next message begins, right after it.
     """
     if whole.startswith(text):
         return text
     is_blank = np.array([not whole[begin:end].strip() for begin, end in zip(begins, ends, strict=True)])
     last, first = begins[is_special].max(initial=0), ends[~(is_special | is_blank)].max(initial=0)
     bodies = (text.removesuffix(whole[at:]) for at in range(last, first - 1, -1))
-    return next(filter(whole.startswith, bodies), text)
+    body = next(filter(whole.startswith, bodies), text)
+    before, after = (np.flatnonzero(~is_blank & side) for side in (ends <= len(body), begins >= len(body)))
+    ends_otherwise = len(after) > 1 and can_end[after[0]] and is_special[after[1]] and not is_special[before[-1:]].any()
+    return whole[: ends[after[0]]] if ends_otherwise and whole.startswith(body) else body
 
 
 def _span(prompt: str, said: list[str], through: str) -> tuple[int, int, int]:

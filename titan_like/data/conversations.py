@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from titan_like.data.batch import Batch
 from titan_like.data.packed import BY_RECORD, WHOLE, open_corpus, split_range, split_weights, token_fingerprint
 from titan_like.data.source import IGNORED_LABEL, DataRequest, Source
 from titan_like.data.tokenizer import check_vocabulary, tokenizer_of
@@ -37,33 +38,36 @@ class ConversationSource(Source):
         check_vocabulary(section.tokenizer, tokenizer, request.vocab_size)
         self._eod_id = tokenizer.eod_id
         self._stored = open_corpus(section, request.cache_folder)
-        own = [number for number in range(len(self._stored)) if number * BY_RECORD % WHOLE in wanted]
-        long = {number for number in own if self._stored.lengths[number] > size + 1}
-        self._kept = [n for n in own if n not in long or (self._tokens(n)[1:] >= 0).any()]
+        self._lengths = self._stored.lengths[::2]
+        own = [number for number in range(len(self._lengths)) if number * BY_RECORD % WHOLE in wanted]
+        long = {number for number in own if self._lengths[number] > size + 1}
+        self._kept = [n for n in own if n not in long or self._read(n)[1][1:].any()]
         self._num_long, self._num_left_out = len(long), len(own) - len(self._kept)
-        self._packs = pack([min(int(self._stored.lengths[number]) - 1, size) for number in self._kept], size)
+        self._packs = pack([min(int(self._lengths[number]) - 1, size) for number in self._kept], size)
         # The first samples have the longest conversations, and validation may look at the first ones alone.
         self._packs.sort(key=lambda inside: min(self._kept[number] for number in inside) * BY_RECORD % WHOLE)
 
     def __len__(self) -> int:
         return len(self._packs)
 
-    def sample(self, position: int) -> torch.Tensor:
-        """int64 [3, seq]: inputs, labels, and where each token's conversation begins."""
+    def sample(self, position: int) -> Batch:
+        """Conversations one after the other, and padding."""
         size, at = self.request.seq_len, 0
-        rows = np.stack((np.full(size, self._eod_id), np.full(size, IGNORED_LABEL), np.zeros(size, dtype=np.int64)))
+        tokens, labels, starts = (torch.full((size,), value) for value in (self._eod_id, IGNORED_LABEL, 0))
         for number in self._packs[position]:
-            marked = self._tokens(self._kept[number])
-            end = at + len(marked) - 1
-            rows[0, at:end] = np.where(marked < 0, ~marked, marked)[:-1]
-            rows[1, at:end] = np.where(marked < 0, IGNORED_LABEL, marked)[1:]
-            rows[2, at:end], at = at, end
-        rows[2, at:] = at  # what fills the sample up is a document of its own, so that no token sees it
-        return torch.from_numpy(rows)
+            whole, is_answer = self._read(self._kept[number])
+            end = at + len(whole) - 1
+            tokens[at:end] = whole[:-1]
+            labels[at:end] = torch.where(is_answer, whole, IGNORED_LABEL)[1:]
+            starts[at:end], at = at, end
+        starts[at:] = at  # what fills the sample up is a document of its own, so that no token sees it
+        return Batch(tokens, labels, document_starts=starts, padding_mask=torch.arange(size) >= at)
 
-    def _tokens(self, number: int) -> np.ndarray:
-        """What a sample takes of a conversation, as `Chat.encode` marks it."""
-        return self._stored[number][: self.request.seq_len + 1]
+    def _read(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a sample takes of a conversation: its tokens, int64, and whether each is an answer's."""
+        tokens, borders = self._stored[2 * number][: self.request.seq_len + 1], self._stored[2 * number + 1]
+        is_answer = np.searchsorted(borders, np.arange(len(tokens)), side="right") % 2 == 1
+        return torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(is_answer)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -73,8 +77,8 @@ class ConversationSource(Source):
 
     def described(self, micro_batch_size: int, num_ranks: int) -> str:
         """Numbers of conversations and tokens."""
-        tokens = sum(len(self._tokens(number)) for number in self._kept)
-        answers = sum(int((self._tokens(number)[1:] >= 0).sum()) for number in self._kept)
+        read = list(map(self._read, self._kept))
+        tokens, answers = sum(len(one) for one, _ in read), sum(int(is_answer[1:].sum()) for _, is_answer in read)
         line = f"{len(self._kept):,} conversations in {len(self):,} samples | {tokens:,} tokens, {answers:,} of answers"
         if self._num_long:
             line += f" | {self._num_long:,} longer than training.seq_len: {self._num_long - self._num_left_out:,} cut, "

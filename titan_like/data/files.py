@@ -2,7 +2,7 @@
 
 A folder means what Hugging Face's `datasets` reads of it: what ``load_from_disk`` does, if ``save_to_disk`` wrote it,
 else what ``load_dataset(folder, split="train")`` does. If neither names nor README.md tell splits apart, files of all
-formats are read, and not only those of the most frequent one.
+formats are read, and not only those of the most frequent one. So are all files of text, if none of them is of train.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from titan_like.data.raw_text import JSON_ENDINGS, KNOWN_ENDINGS, RECORD_ENDINGS
 
 _WORDS = {"train": "train|training", "validation": "validation|valid|dev|val", "test": "test|testing|eval|evaluation"}
 _SPLITS = {split: re.compile(rf"(.*[-._ 0-9])?({words})([-._ 0-9].*)?") for split, words in _WORDS.items()}
-_SHARD = re.compile(r"data/(.+)-\d{5}-of-\d{5}.*\..*")
+_SHARD = re.compile(r"data/([^/]+)-\d{5}-of-\d{5}.*\..*")
 _METADATA = re.compile(r"\..*|(config|dataset_infos?|dataset_dict|state)\.json|cache-[0-9a-f]+(_.*)?\.arrow")
 _MOST_NAMED = 6  # files in a line of the log
 
@@ -37,7 +37,7 @@ def find_files(paths: list[str], key: str, endings: tuple[str, ...] = KNOWN_ENDI
     Raises:
         ConfigError: a path means no file, or one that cannot be read; ``key`` is the setting to blame.
     """
-    files: dict[Path, None] = {}
+    files: dict[Path, Path] = {}  # by name in their real folder, which may have other spellings and links to it
     for name in paths:
         named = named_paths(name)
         if not named:
@@ -48,12 +48,13 @@ def find_files(paths: list[str], key: str, endings: tuple[str, ...] = KNOWN_ENDI
         if not any(found):
             none = f"is a folder, not a file, and no file in the folder ends with {', '.join(endings)}"
             raise ConfigError(key, str(kept[0]), none)
-        files |= dict.fromkeys(chain(*found))
-    for path in files:
+        for path in chain(*found):
+            files.setdefault(path.parent.resolve() / path.name, path)
+    for path in files.values():
         problem = _problem(path)
         if problem is not None:
             raise ConfigError(key, str(path), problem)
-    return list(files)
+    return list(files.values())
 
 
 def named_paths(text: str) -> list[Path]:
@@ -167,7 +168,7 @@ def _splits_of_readme(folder: Path, key: str, names: list[str]) -> dict[str, lis
         if len(chosen) != 1:
             problem = f"has several configurations ({', '.join(one['config_name'] for one in configs)})"
             raise ConfigError(key, str(folder), f"{problem}; name the files or the folder of one")
-        if inside := chosen[0].get("data_dir"):
+        if (inside := chosen[0].get("data_dir")) and os.path.normpath(inside) != ".":
             raise ConfigError(key, str(folder), f"its README.md reads the folder {inside} in it; name that folder")
         stated = chosen[0]["data_files"]
         if not (isinstance(stated, list) and isinstance(stated[0], dict)):
@@ -175,14 +176,23 @@ def _splits_of_readme(folder: Path, key: str, names: list[str]) -> dict[str, lis
         found = {}
         for entry in stated:
             patterns = [entry["path"]] if isinstance(entry["path"], str) else entry["path"]
-            places = [os.path.join(glob.escape(str(folder)), pattern) for pattern in patterns]
-            matched = {os.path.relpath(path, folder) for place in places for path in glob.glob(place, recursive=True)}
-            found[entry["split"]] = [name for name in names if name in matched]
+            matched = {pattern: _matching(folder, pattern).intersection(names) for pattern in patterns}
+            if entry["split"] == "train" and not all(matched.values()):
+                missing = next(pattern for pattern in patterns if not matched[pattern])
+                problem = f"its README.md names {missing} for training, which is not there"
+                raise ConfigError(key, str(folder), f"{problem}; complete the folder, or name the files")
+            every = set().union(*matched.values())
+            found[entry["split"]] = [name for name in names if name in every]
         return found
     except ConfigError:
         raise
     except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, yaml.YAMLError):
         return None
+
+
+def _matching(folder: Path, pattern: str) -> set[str]:
+    found = glob.glob(os.path.join(glob.escape(str(folder)), pattern), recursive=True)
+    return {os.path.relpath(path, folder) for path in found}
 
 
 @cache

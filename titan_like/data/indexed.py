@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -233,19 +234,18 @@ class IndexedWriter:
                     os.replace(path, f"{self.prefix}.{ending}")
 
 
-def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray, documents: list[int] | None) -> None:
+def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray, documents: Sequence[int]) -> None:
     """Write an index of sequences that lie one after the other, in constant memory.
 
     Args:
         path: the file.
         dtype: one of `DTYPES`.
         lengths: tokens of each sequence, int32 [sequences], and may be memory-mapped.
-        documents: boundaries, the first 0 and the last the number of sequences; None if each sequence is a document.
+        documents: boundaries, the first 0 and the last the number of sequences.
     """
-    count = len(lengths)
-    starts = range(0, count, _PIECE)
+    starts = range(0, len(lengths), _PIECE)
     with open(path, "wb") as file:
-        file.write(_HEADER.pack(_MAGIC, 1, _CODES[dtype], count, count + 1 if documents is None else len(documents)))
+        file.write(_HEADER.pack(_MAGIC, 1, _CODES[dtype], len(lengths), len(documents)))
         for start in starts:
             file.write(lengths[start : start + _PIECE].astype("<i4").tobytes())
         at = 0
@@ -253,10 +253,7 @@ def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray, documents: lis
             ends = at + lengths[start : start + _PIECE].astype("<i8").cumsum() * dtype.itemsize
             file.write(np.concatenate(([at], ends[:-1])).astype("<i8").tobytes())
             at = int(ends[-1])
-        if documents is not None:
-            file.write(np.array(documents, dtype="<i8").tobytes())
-        else:
-            for start in range(0, count + 1, _PIECE):
-                file.write(np.arange(start, min(start + _PIECE, count + 1), dtype="<i8").tobytes())
+        for start in range(0, len(documents), _PIECE):
+            file.write(np.array(documents[start : start + _PIECE], dtype="<i8").tobytes())
         file.flush()
         os.fsync(file.fileno())

@@ -16,16 +16,18 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, Sampler, default_collate
+from torch.utils.data import Dataset, Sampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_like.config.errors import ConfigError, RunError
-from titan_like.data.masks import MaskedSamples
+from titan_like.data.batch import Batch, collate, map_tensors
+from titan_like.data.masks import Masks
 from titan_like.data.source import Source
 
 State = dict[str, list[int]]  # of a dataset; see `titan_like.data.source.Source.state_dict`
@@ -49,22 +51,22 @@ class GlobalSampler(Sampler[list[int]]):
             start += self.num_ranks * self.micro_batch_size
 
 
-class _Batches(Dataset[torch.Tensor]):
+class _Batches(Dataset[Batch]):
     """A dataset read in whole batches. A one-sentence error is returned in place of the batch, because the loader would
     wrap what its processes raise in a traceback.
     """
 
-    def __init__(self, dataset: Dataset[torch.Tensor]) -> None:
+    def __init__(self, dataset: Dataset[Batch]) -> None:
         self.dataset = dataset
 
-    def __getitems__(self, indices: list[int]) -> list[torch.Tensor] | ConfigError | RunError:
+    def __getitems__(self, indices: list[int]) -> list[Batch] | ConfigError | RunError:
         try:
             return [self.dataset[index] for index in indices]
         except (ConfigError, RunError) as error:
             return error
 
     def state_dict(self) -> State | None:
-        return self.dataset.state_dict() if isinstance(self.dataset, MaskedSamples | Source) else None
+        return self.dataset.state_dict() if isinstance(self.dataset, Masks | Source) else None
 
     def load_state_dict(self, state: State) -> None:
         """Torchdata asks only classes with this method for their state."""
@@ -80,12 +82,25 @@ def merge_states(states: Iterable[Mapping[str, list[int]] | None]) -> State:
     return merged
 
 
-def _collate(samples: list[torch.Tensor] | ConfigError | RunError) -> torch.Tensor | ConfigError | RunError:
-    return default_collate(samples) if isinstance(samples, list) else samples
+class _Sent:
+    """A batch that leaves its process by value: a file descriptor for each tensor, as torch sends it, takes longer."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        arrays = map_tensors(lambda x: x if x.dtype == torch.bfloat16 else x.numpy(), self.batch)  # NumPy has none
+        return partial(map_tensors, torch.as_tensor), (arrays,)
+
+
+def _collate(samples: list[Batch] | ConfigError | RunError) -> Batch | _Sent | ConfigError | RunError:
+    if not isinstance(samples, list):
+        return samples
+    return collate(samples) if get_worker_info() is None else _Sent(collate(samples))
 
 
 class BackgroundLoader:
-    """Iterates over microbatches, int64 [micro_batch, rows, seq], which a thread prepares up to ``depth`` ahead.
+    """Iterates over microbatches, which a thread prepares up to ``depth`` ahead.
 
     With ``num_workers``, worker processes read the samples. An error in the thread is raised from `__next__`, and so is
     a `RunError` if one of these processes has died.
@@ -93,7 +108,7 @@ class BackgroundLoader:
 
     def __init__(
         self,
-        dataset: Dataset[torch.Tensor],
+        dataset: Dataset[Batch],
         sampler: GlobalSampler,
         num_workers: int,
         device: torch.device,
@@ -122,15 +137,15 @@ class BackgroundLoader:
 
     def start(self) -> None:
         """Begin a pass over the sampler's batches."""
-        self._queue: queue.Queue[tuple[torch.Tensor, State] | BaseException | None] = queue.Queue(maxsize=self._depth)
+        self._queue: queue.Queue[tuple[Batch, State] | BaseException | None] = queue.Queue(maxsize=self._depth)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._fill, args=(self._loader,), name="data-loader", daemon=True)
         self._thread.start()
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def __iter__(self) -> Iterator[Batch]:
         return self
 
-    def __next__(self) -> torch.Tensor:
+    def __next__(self) -> Batch:
         item = self._queue.get()
         if isinstance(item, tuple):
             batch, self.state = item
@@ -159,14 +174,14 @@ class BackgroundLoader:
                 raise _lost(pid[1], "has died") if pid else error from None
             workers = getattr(batches, "_workers", workers)
             for batch in batches:
-                is_read = isinstance(batch, torch.Tensor)
+                is_read = isinstance(batch, tuple)
                 if not self._put((batch, _state_of(loader)) if is_read else batch) or not is_read:
                     return
             self._put(None)
         except BaseException as error:  # raised again in the thread that waits for the batch
             self._put(_death_among(workers) or error)
 
-    def _put(self, item: tuple[torch.Tensor, State] | BaseException | None) -> bool:
+    def _put(self, item: tuple[Batch, State] | BaseException | None) -> bool:
         """Wait for a free slot, but not beyond `close`. Returns whether the item was taken."""
         while not self._stopped.is_set():
             try:

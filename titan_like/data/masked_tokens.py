@@ -14,6 +14,7 @@ import torch
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Data
+from titan_like.data.batch import Batch, arrays_of
 from titan_like.data.permutation import sample_generator
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.tokenizer import Tokenizer, check_ids
@@ -34,12 +35,12 @@ class MaskedTokens:
     ordinary: np.ndarray  # int64 [n], the tokens that may be chosen, and from which random replacements are drawn
     words: Words | None  # None: every token is a word
 
-    def apply(self, sample: torch.Tensor, seed: int, index: int) -> torch.Tensor:
-        """A sample of next-token prediction, int64 [2, seq], as one of masked tokens: int64 [2, seq].
+    def apply(self, sample: Batch, seed: int, index: int) -> Batch:
+        """A sample of next-token prediction as one of masked tokens.
 
         A position to which the dataset gives no label is not chosen.
         """
-        inputs, given = sample.numpy()
+        inputs, given = arrays_of(sample)
         random = sample_generator(b"masked tokens", seed, index)
         can_be = np.isin(inputs, self.ordinary) & (given != IGNORED_LABEL)
         chosen = self._choose(inputs, can_be, random)
@@ -47,7 +48,8 @@ class MaskedTokens:
         kind, others = random.random(len(inputs)), random.random(len(inputs))
         replacements = self.ordinary[(others * len(self.ordinary)).astype(np.int64)]
         replaced = np.where(kind < _MASKED, self.mask_id, np.where(kind < _MASKED + _RANDOM, replacements, inputs))
-        return torch.from_numpy(np.stack((np.where(chosen, replaced, inputs), labels)))
+        tokens = torch.from_numpy(np.where(chosen, replaced, inputs))
+        return sample._replace(tokens=tokens, labels=torch.from_numpy(labels))
 
     def _choose(self, inputs: np.ndarray, can_be: np.ndarray, random: np.random.Generator) -> np.ndarray:
         """bool [seq]: `data.mlm_probability` of the tokens that can be chosen, at least one if there is any."""

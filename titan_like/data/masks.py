@@ -12,102 +12,64 @@ section 3.2.1). With `reset_attention_mask` each document of a sample has a pref
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.utils.data import Dataset
 
 from titan_like.config.schema import Data, JobConfig
+from titan_like.data.batch import Batch
 from titan_like.data.masked_tokens import MaskedTokens, masked_tokens_of
-from titan_like.data.sentence_pairs import PairTokens, Samples, SentencePairs, pair_tokens_of
+from titan_like.data.sentence_pairs import Samples, SentencePairs, pair_tokens_of
 from titan_like.data.source import IGNORED_LABEL, Source
 from titan_like.data.span_corruption import SpanCorruption, span_corruption_of
 from titan_like.data.tokenizer import Tokenizer, tokenizer_of
 from titan_like.models.config import TransformerConfig
-from titan_like.models.layers.visible import VisibleKeys
-from titan_like.models.transformer import ModelInputs
+from titan_like.models.layers.key_ranges import KeyRanges
 
 MASK_SETTINGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "prefix_lm", "prefix_lm_loss")
 
 
 @dataclass(frozen=True)
-class Masks:
-    """What the objective and [data] ask for beyond causal language modelling. It adds rows to samples, and reads them
-    from batches.
-
-    The rows of a sample are inputs and labels; then positions, if they are reset; then the first key that each query
-    sees and the end of these keys, unless attention is causal; then 1 for padding, where the dataset tells documents.
-    """
+class Masks(Dataset[Batch]):
+    """A run's samples: a dataset's, with what the objective and [data] ask for beyond causal language modelling."""
 
     section: Data
     eod_id: int | None  # None if the section does not need it
     seed: int
     objective: MaskedTokens | SpanCorruption | None = None  # None: the labels are a dataset's, the next tokens
     pairs: SentencePairs | None = None  # of an objective over pairs of sentences
-    pair_tokens: PairTokens | None = None  # where samples are two sentences, with types of tokens and padding
+    samples: Samples = ()  # the dataset's
 
-    @property
-    def has_intervals(self) -> bool:
-        """Whether samples have two rows that say which keys each query sees."""
-        return self.section.reset_attention_mask or self.section.prefix_lm
+    def over(self, samples: Samples) -> Masks:
+        """The samples of a run on this dataset."""
+        return replace(self, samples=samples)
 
-    def add_rows(self, sample: torch.Tensor, index: int) -> torch.Tensor:
-        """A dataset's sample, int64 [2 or 3, raw], which is number ``index`` of the run → [2 to 6, seq]."""
-        section = self.section
-        made = sample[:2] if self.objective is None else self.objective.apply(sample, self.seed, index)
-        inputs, labels = made
-        if self.pairs is not None:
-            labels[0] = sample[1, 0]  # the class of the pair
-        tells_padding = len(sample) == 3 and self.objective is None
-        if not (section.reset_position_ids or self.has_intervals or section.eod_mask_loss or tells_padding):
-            return made
-        rows, order = [inputs, labels], torch.arange(len(inputs))
-        starts = order * 0 if self.eod_id is None else document_starts(inputs, self.eod_id)
-        if len(sample) == 3:
-            starts = sample[2]
+    def __getitem__(self, index: int) -> Batch:
+        """Sample ``index`` of the run."""
+        section, samples = self.section, self.samples
+        sample = samples[index] if self.pairs is None else self.pairs.make(samples, index, self.seed)
+        if self.objective is not None:
+            sample = self.objective.apply(sample, self.seed, index)
+        tokens, labels, starts = sample.tokens, sample.labels, sample.document_starts
+        sample, has_ranges = sample._replace(document_starts=None), section.reset_attention_mask or section.prefix_lm
+        if labels is None or not (section.reset_position_ids or has_ranges or section.eod_mask_loss):
+            return sample
+        order, eod_id = torch.arange(len(tokens)), -1 if self.eod_id is None else self.eod_id  # -1 is no token
+        starts = document_starts(tokens, eod_id) if starts is None else starts
         if section.eod_mask_loss:
-            rows[1] = labels = labels.masked_fill(inputs == self.eod_id, IGNORED_LABEL)
+            labels = labels.masked_fill(tokens == eod_id, IGNORED_LABEL)
         if section.reset_position_ids:
-            rows.append(order - starts)
-        first = starts if section.reset_attention_mask else torch.zeros_like(order)
+            sample = sample._replace(positions=order - starts)
+        first, end = starts if section.reset_attention_mask else torch.zeros_like(order), order + 1
         if section.prefix_lm:
             prefix_end = prefix_ends(first, self.seed, index)
             if section.prefix_lm_loss == "targets":
-                rows[1] = labels.masked_fill(order + 1 < prefix_end, IGNORED_LABEL)
-            rows += [first, torch.maximum(order + 1, prefix_end)]
-        elif section.reset_attention_mask:
-            rows += [first, order + 1]
-        if len(sample) == 3:
-            rows.append(padding_mask_of(sample))
-        return torch.stack(rows)
-
-    def split_rows(self, batch: torch.Tensor) -> tuple[ModelInputs, torch.Tensor]:
-        """A microbatch's rows, [micro_batch, rows, seq], as the model's inputs and the labels [micro_batch, seq].
-
-        Of a model with encoder and decoder, the labels are of the decoder's positions alone.
-        """
-        inputs, labels, *others = batch.unbind(1)
-        if self.pair_tokens is not None:
-            types, seen = self.pair_tokens.types_and_visible(inputs)
-            return ModelInputs(inputs, visible=seen, token_types=types), labels
-        positions = others.pop(0) if self.section.reset_position_ids else None
-        visible = VisibleKeys(others.pop(0), others.pop(0)) if self.has_intervals else None
-        padding = others[0].bool() if others else None
-        encoder_len = self.objective.encoder_len if isinstance(self.objective, SpanCorruption) else None
-        return ModelInputs(inputs, positions, visible, encoder_len, padding_mask=padding), labels[:, encoder_len:]
-
-
-class MaskedSamples(Dataset[torch.Tensor]):
-    """A dataset's samples with the rows that masks add to them."""
-
-    def __init__(self, samples: Samples, masks: Masks) -> None:
-        self.samples, self.masks = samples, masks
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        """Sample ``index`` of the run: int64 [rows, seq]."""
-        pairs = self.masks.pairs
-        sample = self.samples[index] if pairs is None else pairs.make(self.samples, index, self.masks.seed)
-        return self.masks.add_rows(sample, index)
+                labels = labels.masked_fill(end < prefix_end, IGNORED_LABEL)
+            end = torch.maximum(end, prefix_end)
+        return sample._replace(
+            labels=labels, document_mask=KeyRanges(first, end) if has_ranges else sample.document_mask
+        )
 
     def state_dict(self) -> dict[str, list[int]] | None:
         """That of the dataset; see `titan_like.data.source.Source.state_dict`."""
@@ -130,12 +92,11 @@ def masks_of(config: JobConfig, model: TransformerConfig, tokenizer: Tokenizer |
         objective = span_corruption_of(config, model, tokenizer)
     elif model.objective == "mlm" and "tokens" in model.predictions:
         objective = masked_tokens_of(section, tokenizer, model.vocab_size)
-    pairs, around = None, None
-    if not {"pair", "choice"}.isdisjoint(model.predictions):
+    pairs = None
+    if "pair" in model.predictions:
         around = pair_tokens_of(section.tokenizer, tokenizer, model.vocab_size)
-    if around is not None and "pair" in model.predictions:
         pairs = SentencePairs(section.sentence_objective, around, tokenizer.eod_id)
-    return Masks(section, eod_id, seed, objective, pairs, around)
+    return Masks(section, eod_id, seed, objective, pairs)
 
 
 def document_starts(inputs: torch.Tensor, eod_id: int) -> torch.Tensor:
@@ -143,16 +104,6 @@ def document_starts(inputs: torch.Tensor, eod_id: int) -> torch.Tensor:
     starts = torch.arange(len(inputs))
     starts[1:] *= inputs[:-1] == eod_id  # 0 where no document begins
     return starts.cummax(0).values
-
-
-def padding_mask_of(sample: torch.Tensor) -> torch.Tensor:
-    """1 where padding fills up a sample that tells documents, int64 [3, seq], else 0: int64 [seq].
-
-    Padding is a last document without labels that repeats one token.
-    """
-    inputs, labels, starts = sample
-    is_last, is_text = starts == starts[-1], (labels != IGNORED_LABEL) | (inputs != inputs[-1])
-    return (is_last & ~(is_last & is_text).any()).long()
 
 
 def prefix_ends(first: torch.Tensor, seed: int, index: int) -> torch.Tensor:

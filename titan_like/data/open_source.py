@@ -10,6 +10,7 @@ import torch
 from titan_like.config.entry_points import load_entry
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
+from titan_like.data.batch import Batch, num_labels
 from titan_like.data.blend import BlendedSource, shares_of
 from titan_like.data.lengths import sample_length
 from titan_like.data.registry import find_dataset
@@ -43,7 +44,7 @@ def open_data(config: JobConfig, model: TransformerConfig) -> dict[str, Source]:
     wanted = config.evaluation.steps * config.training.global_batch_size
     if config.evaluation.interval and len(sources["validation"]) == UNKNOWN_LENGTH:
         first = range(min(wanted, config.data.num_readers))  # a stream's readers take turns
-        if all((sources["validation"][index][1] == IGNORED_LABEL).all() for index in first):
+        if not sum(int(num_labels(sources["validation"][index], ("tokens",))) for index in first):
             problem = f"the first {wanted} samples for validation are of readers that have none; raise it"
             raise ConfigError("evaluation.steps", config.evaluation.steps, problem)
     if config.data.sentence_objective == "next_sentence" and len(sources["train"]) == UNKNOWN_LENGTH:
@@ -82,12 +83,13 @@ def open_source(request: DataRequest) -> Source:
 
 def _sample_problem(sample: object, request: DataRequest) -> str | None:
     """The reason why a sample cannot belong to the run; None if it can."""
-    if not isinstance(sample, torch.Tensor):
-        return f"its samples are {type(sample).__name__}, not torch.Tensor"
-    if sample.dtype != torch.int64 or sample.shape not in ((2, request.seq_len), (3, request.seq_len)):
-        return f"its samples are {sample.dtype} {list(sample.shape)}, not torch.int64 [2, {request.seq_len}]"
-    inputs, labels = sample[:2]
-    tokens = torch.cat((inputs, labels[labels != IGNORED_LABEL]))
+    if not set(Batch._fields) <= set(getattr(sample, "_fields", ())):
+        return f"its samples are {type(sample).__name__}; return titan_like.data.batch.Batch(tokens, labels)"
+    given = {name: x for name in ("tokens", "labels") if (x := getattr(sample, name)) is not None}
+    for name, x in given.items():
+        if x.dtype != torch.int64 or x.shape != (request.seq_len,):
+            return f"the {name} of its samples are {x.dtype} {list(x.shape)}, not torch.int64 [{request.seq_len}]"
+    tokens = torch.cat([x[x != IGNORED_LABEL] for x in given.values()])
     if tokens.min() < 0 or tokens.max() >= request.vocab_size:
         most = request.vocab_size - 1
         return f"its first sample has tokens from {tokens.min()} to {tokens.max()}, but the model's go from 0 to {most}"

@@ -21,6 +21,7 @@ from filelock import FileLock
 
 from titan_like.config.errors import ConfigError, cure_of_writing
 from titan_like.config.schema import Data
+from titan_like.data.batch import Batch, arrays_of
 from titan_like.data.chat import read_template
 from titan_like.data.files import find_files
 from titan_like.data.indexed import FormatError, IndexedDataset, StoredTokens
@@ -80,6 +81,12 @@ def split_range(weights: tuple[float, float, float], split: str) -> range:
     return range(first, WHOLE if number == 2 else last)
 
 
+def next_tokens(window: np.ndarray) -> Batch:
+    """A window, integers [seq + 1], as a sample whose labels are the next tokens."""
+    tokens = torch.from_numpy(window.astype(np.int64))
+    return Batch(tokens[:-1], tokens[1:])
+
+
 class PackedDataset(Source):
     """Windows of seq_len + 1 tokens over one long stream. The labels are the inputs shifted by one."""
 
@@ -91,12 +98,10 @@ class PackedDataset(Source):
     def __len__(self) -> int:
         return max(0, (len(self.tokens) - 1) // self.request.seq_len)
 
-    def sample(self, position: int) -> torch.Tensor:
-        """Window ``position`` as int64 [2, seq]: inputs and labels."""
+    def sample(self, position: int) -> Batch:
+        """Window ``position``."""
         seq_len = self.request.seq_len
-        window = self.tokens[position * seq_len : (position + 1) * seq_len + 1]
-        tokens = torch.from_numpy(window.astype(np.int64))
-        return torch.stack((tokens[:-1], tokens[1:]))
+        return next_tokens(self.tokens[position * seq_len : (position + 1) * seq_len + 1])
 
     @cached_property
     def fingerprint(self) -> str:
@@ -147,15 +152,16 @@ class IndexedSource(PackedDataset):
         super().__init__(request, _split_of(dataset, weights, request))
         self.path = path
 
-    def sample(self, position: int) -> torch.Tensor:
-        """Window ``position`` as int64 [2, seq]: inputs and labels.
+    def sample(self, position: int) -> Batch:
+        """Window ``position``.
 
         Raises:
             ConfigError: it holds a token that the model lacks.
         """
         sample, size = super().sample(position), self.request.vocab_size
-        if sample.min() < 0 or sample.max() >= size:
-            wrong = sample[(sample < 0) | (sample >= size)][0]
+        tokens = np.append(*arrays_of(sample))
+        if tokens.min() < 0 or tokens.max() >= size:
+            wrong = tokens[(tokens < 0) | (tokens >= size)][0]
             problem = f"holds the token {wrong}, but the model's vocab_size is {size}; set model.overrides.vocab_size"
             raise ConfigError("data.paths", self.path, f"{problem}, or name a dataset of the model's tokenizer")
         return sample

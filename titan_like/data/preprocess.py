@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
+from filelock import FileLock, Timeout
 
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import DEFAULT_TOKENS, TokenOptions
@@ -56,19 +57,24 @@ class Job:
     cure: str = f"correct it, set data.text_key, or {SKIP}"  # of a bad line
     template: str | None = None  # of records that are conversations, whose chat template this is, or "" for none
 
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of a document: of a conversation its tokens, and where its answers begin and end, in turn."""
+        return 1 if self.template is None else 2
+
     def fingerprint(self) -> str:
         """A digest of the input: the files' paths, sizes and times of change, the tokenizer, and how files are read."""
         tokenizer = build_tokenizer(self.tokenizer, self.tokenizer_key, self.token_options)
         parts: list[object] = [_FORMAT, self.tokenizer, self.text_key, self.ends_documents]
         parts += [*self.token_options, tokenizer.first_ids, tokenizer.eod_id, tokenizer.digest]
-        parts += [] if self.template is None else [self.template]
+        parts += [] if self.template is None else [self.template, self.num_sequences]
         for path in self.files:
             stat = path.stat()
             parts.append(f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}")
         return hashlib.sha256(os.fsencode("\n".join(map(str, parts)))).hexdigest()[:16]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Progress:
     """How far a job has come."""
 
@@ -76,7 +82,7 @@ class Progress:
     file: int = 0  # that is being read
     end: int = 0  # of the last piece of it that is written
     record: int = 1  # the next one of it
-    documents: int = 0
+    documents: int = 0  # of conversations, sequences
     tokens: int = 0
     open_document: int = 0  # tokens of a document of which more is to come
     bad_lines: int = 0
@@ -94,8 +100,8 @@ def tokenize_files(
         report: is given a line every few seconds, one for each of the first bad lines, and at the end their number.
 
     Raises:
-        ConfigError: a file that cannot be read, a bad line unless they are skipped, an unfinished job of other input
-            in the same place, or no document at all.
+        ConfigError: a file that cannot be read, a bad line unless they are skipped, another job in the same place, be
+            it at work or unfinished and of other input, or no document at all.
         RunError: a process died.
         OSError: the dataset cannot be written.
 
@@ -104,26 +110,41 @@ def tokenize_files(
     """
     folder = prefix.with_name(f"{prefix.name}.unfinished")
     folder.mkdir(parents=True, exist_ok=True)
-    progress = _read_progress(folder, job)
-    tokens, index = folder / "tokens.bin", folder / "index"
-    if tokens.exists() or not index.exists():  # else an interruption came after the tokens had been moved
+    try:
+        with FileLock(folder / "lock", timeout=0):
+            return _complete(job, prefix, folder, num_workers, report or tell)
+    except Timeout:
+        problem = "another job is writing it; wait until that has ended, or name another place"
+        raise ConfigError("--output", str(prefix), problem) from None
+
+
+def _complete(job: Job, prefix: Path, folder: Path, num_workers: int, report: Callable[[str], None]) -> Progress:
+    """Write what is missing of a dataset; an interruption may have come at any moment."""
+    tokens, lengths, index, moved = folder / "tokens.bin", folder / "lengths.bin", folder / "index", f"{prefix}.idx"
+    vocab_size = build_tokenizer(job.tokenizer, job.tokenizer_key, job.token_options).vocab_size
+    dtype = token_dtype(vocab_size) if job.template is None else DTYPES[4]  # borders may be large
+    output = _Output(folder, dtype, _read_progress(folder, job))
+    are_moved = (folder / "progress.json").exists() and os.path.exists(moved)
+    if tokens.exists() or not (index.exists() or are_moved):
         try:
-            vocab_size = build_tokenizer(job.tokenizer, job.tokenizer_key, job.token_options).vocab_size
-            dtype = token_dtype(vocab_size) if job.template is None else DTYPES[4]  # signed, see `Chat.encode`
-            with _Output(folder, dtype, progress) as output:
-                _write_tokens(job, output, num_workers, report or tell)
-            if progress.documents == 0:
+            with output:
+                _write_tokens(job, output, num_workers, report)
+            if output.progress.documents == 0:
                 problem = "there is no document in it, nor in another file; give some with text"
                 raise ConfigError(job.key, str(job.files[0]), problem)
         except ConfigError:
-            if progress.documents == progress.open_document == 0:  # with the folder, the corrected job would be refused
+            # With the folder, the corrected job would be refused.
+            if output.progress.documents == output.progress.open_document == 0:
                 shutil.rmtree(folder)
             raise
-        write_index(index, output.dtype, np.memmap(folder / "lengths.bin", "<i4", "r"), None)
+        sizes = np.memmap(lengths, "<i4", "r")
+        write_index(index, dtype, sizes, range(0, len(sizes) + 1, job.num_sequences))
         os.replace(tokens, f"{prefix}.bin")
-    os.replace(index, f"{prefix}.idx")
+    if index.exists():
+        os.replace(index, moved)
+    lengths.unlink(missing_ok=True)  # before the progress, which tells that this is the job that is complete
     shutil.rmtree(folder)
-    return progress
+    return output.progress
 
 
 def tell(line: str) -> None:
@@ -167,16 +188,23 @@ class _Output:
         file.truncate(size)
         return file
 
-    def add(self, tokens: np.ndarray, lengths: list[int], is_whole: bool) -> None:
-        """Append documents; the last one goes on unless ``is_whole``."""
-        lengths = [lengths[0] + self.progress.open_document, *lengths[1:]]
-        open_document = 0 if is_whole else lengths.pop()
+    def add(self, tokens: np.ndarray, lengths: list[int], is_whole: bool, read: Progress) -> None:
+        """Append documents, and note what has been ``read`` by then; the last one goes on unless ``is_whole``."""
+        open_document = read.open_document
+        if lengths:
+            lengths = [lengths[0] + open_document, *lengths[1:]]
+            open_document = 0 if is_whole else lengths.pop()
         self._tokens.write(tokens.tobytes())
         self._lengths.write(np.array(lengths, "<i4").tobytes())
-        # Only now: if the disk is full, what has been written of these documents does not count.
-        self.progress.open_document = open_document
-        self.progress.documents += len(lengths)
-        self.progress.tokens += len(tokens)
+        # Only now, and all at once: an interruption, or a full disk, leaves the input and what is written of it alike.
+        written = read.documents + len(lengths), read.tokens + len(tokens)
+        self.progress = replace(read, documents=written[0], tokens=written[1], open_document=open_document)
+
+    def drop_open_document(self, read: Progress) -> None:
+        """Take back what is written of a document of which a part is bad."""
+        self.progress = replace(read, tokens=read.tokens - read.open_document, open_document=0)
+        self.save()  # a file may be longer than the progress says
+        self._tokens.truncate(self.progress.tokens * self.dtype.itemsize)
 
     def save(self) -> None:
         """Make everything so far outlast a crash."""
@@ -195,36 +223,39 @@ class _Output:
 
 
 def _write_tokens(job: Job, output: _Output, num_workers: int, report: Callable[[str], None]) -> None:
-    progress, sizes = output.progress, [max(1, path.stat().st_size) for path in job.files]
+    sizes = [max(1, path.stat().st_size) for path in job.files]
     began = told = time.monotonic()
-    tokens_before, done_before = progress.tokens, None
-    for number, piece, share, result in _tokenized(job, progress, num_workers, output.dtype):
+    tokens_before, done_before = output.progress.tokens, None
+    for number, piece, share, result in _tokenized(job, output.progress, num_workers, output.dtype):
         tokens, lengths, bad = result
-        path = job.files[number]
-        for record, problem in bad:
-            place = str(path) if piece.kind == "text" else f"{path}:{record}"
+        path, is_text, progress = job.files[number], piece.kind == "text", output.progress
+        if number < progress.file:  # the rest of a text that is left out
+            continue
+        for before, (record, problem) in enumerate(bad, progress.bad_lines):
+            place = str(path) if is_text else f"{path}:{record}"
             if job.bad_lines == "stop":
-                raise ConfigError(job.key, place, problem if piece.kind == "text" else f"{problem}; {job.cure}")
-            progress.bad_lines += 1
-            if progress.bad_lines <= _MOST_NAMED:
+                raise ConfigError(job.key, place, problem if is_text else f"{problem}; {job.cure}")
+            if before < _MOST_NAMED:
                 report(f"skipped {place}: {problem}")
-        if bad and progress.open_document:  # of a long text whose next piece is bad
-            output.add(np.empty(0, output.dtype), [0], is_whole=True)
-        if lengths:
-            output.add(tokens, lengths, piece.is_whole)
-        progress.file, progress.end, progress.record = number, piece.end, piece.first_record + piece.num_records
+        progress = replace(progress, bad_lines=progress.bad_lines + len(bad))
+        if bad and is_text:
+            output.drop_open_document(replace(progress, file=number + 1, end=0, record=1))
+        else:
+            record = piece.first_record + piece.num_records
+            output.add(tokens, lengths, piece.is_whole, replace(progress, file=number, end=piece.end, record=record))
         done = (sum(sizes[:number]) + share * sizes[number]) / sum(sizes)
         done_before = done if done_before is None else done_before
         now = time.monotonic()
         if now - told >= _SECONDS_BETWEEN_REPORTS:
             told, seconds, gained = now, now - began, done - done_before
-            rate = (progress.tokens - tokens_before) / seconds
+            rate = (output.progress.tokens - tokens_before) / seconds
             left = f", {seconds * (1 - done) / gained:.0f} s left" if gained > 0 else ""
             output.save()
-            where = f"file {number + 1} of {len(sizes)}, {progress.tokens:,} tokens, {rate:,.0f} tokens/s{left}"
+            where = f"file {number + 1} of {len(sizes)}, {output.progress.tokens:,} tokens, {rate:,.0f} tokens/s{left}"
             report(f"tokenizing: {done:.1%}, {where}")
-    if progress.bad_lines:
-        report(f"skipped {progress.bad_lines:,} of {progress.bad_lines + progress.documents:,} records")
+    if bad_lines := output.progress.bad_lines:
+        records = bad_lines + output.progress.documents // job.num_sequences
+        report(f"skipped {bad_lines:,} of {records:,} records")
 
 
 Result = tuple[np.ndarray, list[int], list[tuple[int, str]]]  # tokens; documents' lengths; bad lines, and why
@@ -308,10 +339,11 @@ def _tokenize_conversations(piece: Piece, chat: Chat) -> Result:
         try:
             if isinstance(record, BadRecord):
                 raise record
-            parts.append(chat.encode(record))
+            tokens, is_answer = chat.encode(record)
+            parts += [tokens, np.flatnonzero(np.diff(is_answer, prepend=False, append=False))]
         except BadRecord as error:
             bad.append((number, str(error)))
-    return np.concatenate(parts), list(map(len, parts[1:])), bad
+    return np.concatenate(parts).astype(DTYPES[4]), list(map(len, parts[1:])), bad
 
 
 def _start_worker() -> None:

@@ -5,7 +5,7 @@ The data set is a folder with ``train``, ``dev`` and ``test``, and in each of th
 the .txt files in them is a JSON object with an article, questions, four options for each, and answers A to D.
 
 A question is four samples, one after the other, as in Megatron-LM (tasks/race): [CLS] question and option [SEP] passage
-[SEP]. The first label of the first of them is the number of the answer. An option replaces the blank, _, of a question
+[SEP]. The sample label of the first of them is the number of the answer. An option replaces the blank, _, of a question
 that has one, and otherwise follows it. Both together are cut after `MOST_OF_QUESTION` tokens, or half of a shorter
 sample, and the passage after what is left. Runs of white space are one space.
 """
@@ -24,6 +24,7 @@ import torch
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from titan_like.config.errors import ConfigError
+from titan_like.data.batch import Batch
 from titan_like.data.sentence_pairs import ADDED, PairTokens, pair_tokens_of
 from titan_like.data.source import IGNORED_LABEL, DataRequest, Source, epoch_order
 from titan_like.data.tokenizer import Tokenizer, check_vocabulary, tokenizer_of
@@ -137,17 +138,14 @@ class RaceSource(Source):
     def __len__(self) -> int:
         return NUM_OPTIONS * len(self._questions)
 
-    def sample(self, position: int) -> torch.Tensor:
-        """One option of a question: int64 [2, seq]."""
+    def sample(self, position: int) -> Batch:
+        """One option of a question."""
         number, option = divmod(position, NUM_OPTIONS)
         question = self._questions[number]
-        inputs = torch.from_numpy(question.inputs(option, self._around, self.request.seq_len))
-        labels = torch.full_like(inputs, IGNORED_LABEL)
-        if option == 0:
-            labels[0] = question.answer
-        return torch.stack((inputs, labels))
+        tokens = torch.from_numpy(question.inputs(option, self._around, self.request.seq_len))
+        return self._around.batch(tokens, sample_labels=torch.tensor(IGNORED_LABEL if option else question.answer))
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> Batch:
         """Sample ``index`` of the run. The options of a question stay together."""
         if self.request.split != "train":
             return super().__getitem__(index)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import bz2
 import codecs
-import gzip
 import json
 import lzma
 import os
@@ -135,8 +134,6 @@ def _begins_with_objects(text: str, is_cut: bool) -> bool:
         return False
     try:
         _, end = json.JSONDecoder().raw_decode(text, start.end())
-    except RecursionError:
-        return True
     except ValueError as error:
         return is_cut and _may_go_on(text, error)
     return text[end:].lstrip()[:1] in (("", ",", "]") if start[1] else ("", "{"))
@@ -151,7 +148,7 @@ def _may_go_on(text: str, error: Exception) -> bool:
 def _is_json(line: bytes) -> bool:
     try:
         json.loads(line)
-    except (ValueError, RecursionError):
+    except ValueError:
         return False
     return True
 
@@ -217,12 +214,7 @@ def _content(path: Path, file: IO[bytes], start: int) -> Iterator[bytes]:
         file.seek(start)
         yield from iter(partial(file.read, _CHUNK), b"")
         return
-    if compression == ".zst":
-        chunks = _zstandard(file)
-    else:
-        openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-        chunks = iter(partial(openers[compression](file).read, _CHUNK), b"")
-    yield from _from(start, chunks)
+    yield from _from(start, _decompressed(file, compression))
 
 
 def _from(start: int, chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -231,22 +223,27 @@ def _from(start: int, chunks: Iterable[bytes]) -> Iterator[bytes]:
         start = max(0, start - len(chunk))
 
 
-def _zstandard(file: IO[bytes]) -> Iterator[bytes]:
-    try:
-        import zstandard
-    except ImportError:
-        raise UnreadableError("needs the package zstandard; install titan_like[data]") from None
-    frame = None
-    try:
-        for chunk in iter(partial(file.read, _CHUNK >> 3), b""):  # small, because it may grow a hundredfold
-            while chunk:
-                frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                yield frame.decompress(chunk)
-                chunk = frame.unused_data if frame.eof else b""
-                frame = None if frame.eof else frame
-    except zstandard.ZstdError as error:
-        raise UnreadableError(f"is damaged ({first_line(error)}); copy or compress it again") from None
-    if frame is not None:
+def _decompressed(file: IO[bytes], compression: str) -> Iterator[bytes]:
+    """All members of a file. Python's own readers take one that is damaged at its beginning for the file's end."""
+    new: Any = {".gz": partial(zlib.decompressobj, 31), ".bz2": bz2.BZ2Decompressor, ".xz": lzma.LZMADecompressor}
+    if compression == ".zst":
+        try:
+            import zstandard
+        except ImportError:
+            raise UnreadableError("needs the package zstandard; install titan_like[data]") from None
+        new[".zst"] = lambda: zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
+    member = None
+    for chunk in iter(partial(file.read, _CHUNK >> 5), b""):  # small, because it may grow a thousandfold
+        while chunk := chunk if member else chunk.lstrip(b"\0"):  # which may fill up the space after a member
+            member = member or new[compression]()
+            try:
+                content = member.decompress(chunk)
+            except Exception as error:  # zstandard's is a class of its own
+                raise UnreadableError(f"is damaged ({first_line(error)}); copy or compress it again") from None
+            yield content
+            chunk = member.unused_data if member.eof else b""
+            member = None if member.eof else member
+    if member is not None:
         raise EOFError
 
 
@@ -261,7 +258,7 @@ def _elements(chunks: Iterator[bytes]) -> Iterator[bytes]:
                 raise json.JSONDecodeError(f"Expecting '{before}'", text, begin)
             begin = _SPACE.match(text, begin + 1).end()  # type: ignore[union-attr]
             _, end = decoder.raw_decode(text, begin)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             chunk = next(chunks, None)
             if chunk is None and _END_OF_ARRAY.fullmatch(text, at):
                 return
@@ -424,7 +421,8 @@ def texts_of(
             text = piece.content.decode("utf-8")
             yield piece.first_record, text.removeprefix("\ufeff") if begins_file else text
         except UnicodeDecodeError as error:
-            yield piece.first_record, BadRecord(f"byte {error.start} is not valid UTF-8; convert the file or remove it")
+            place = piece.end - len(piece.content) + error.start
+            yield piece.first_record, BadRecord(f"byte {place} is not valid UTF-8; convert the file or remove it")
     else:
         content = piece.content.removeprefix(codecs.BOM_UTF8) if begins_file else piece.content
         for number, line in enumerate(content.split(b"\n"), start=piece.first_record):
@@ -442,14 +440,10 @@ def _text_of_json(line: str, key: str | None) -> Any:
         record: Any = json.loads(line)
     except json.JSONDecodeError as error:
         raise BadRecord(f"the line is not JSON ({error.msg})") from None
-    except RecursionError:
-        raise BadRecord("its brackets are nested too deeply: at most some hundred levels can be read") from None
-    except ValueError:  # Python reads no integer of more than 4,300 digits
-        raise BadRecord("the line has a number with too many digits for Python") from None
     if key is None:
         return record
     if not isinstance(record, dict) or not isinstance(record.get(key), str):
-        raise BadRecord(f'the line has no text under "{key}"')
+        raise BadRecord(f'the record has no text under "{key}"')
     try:
         record[key].encode("utf-8")
     except UnicodeEncodeError:

@@ -6,8 +6,8 @@ contiguous text" (arXiv 1810.04805, section 3). In half of the pairs
 - ``next_sentence`` replaces B by the end of a text from another sample (arXiv 1810.04805, section 3.1);
 - ``sentence_order`` swaps A and B (arXiv 1909.11942, section 3.1; Megatron-LM's, arXiv 1909.08053, section 5.3).
 
-The class, 0 for the text as it was and 1 otherwise, is the label of the first position. The inputs say the rest: tokens
-after the first [SEP] are of the second type, and what follows the last one is padding, which no token sees.
+The class, 0 for the text as it was and 1 otherwise, is the sample's label. Tokens after the first [SEP] are of the
+second type, and what follows the last one is padding, which no token sees.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ import numpy as np
 import torch
 
 from titan_like.config.errors import ConfigError
+from titan_like.data.batch import Batch, arrays_of, num_labels, without_labels
 from titan_like.data.permutation import sample_generator
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.tokenizer import Tokenizer, check_ids
-from titan_like.models.layers.visible import VisibleKeys
+from titan_like.models.layers.key_ranges import KeyRanges
 
 ADDED = 3  # tokens around two sentences
 
 
 class Samples(Protocol):
-    """Samples of next-token prediction by their number in the run, int64 [2, seq]."""
+    """Samples of next-token prediction by their number in the run."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> torch.Tensor: ...
+    def __getitem__(self, index: int) -> Batch: ...
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,16 @@ class PairTokens:
         joined = np.concatenate(parts)
         return np.pad(joined, (0, seq_len - len(joined)), constant_values=self.padding)
 
-    def types_and_visible(self, inputs: torch.Tensor) -> tuple[torch.Tensor, VisibleKeys]:
-        """The type of each token, int64 [batch, seq], and the keys that it sees: inputs int64 [batch, seq]."""
-        is_end = inputs == self.separator
-        types = (is_end.cumsum(1) - is_end.long() == 1).long()
-        order = torch.arange(inputs.shape[1], device=inputs.device)
-        length = (order * is_end).amax(1, keepdim=True) + 1
-        return types, VisibleKeys(torch.zeros_like(inputs), length.expand_as(inputs).contiguous())
+    def batch(
+        self, tokens: torch.Tensor, labels: torch.Tensor | None = None, sample_labels: torch.Tensor | None = None
+    ) -> Batch:
+        """Tokens that `join` made, [seq] or [batch, seq], with their types and masks, and with labels."""
+        is_end = tokens == self.separator
+        types = (is_end.cumsum(-1) - is_end.long() == 1).long()
+        order = torch.arange(tokens.shape[-1], device=tokens.device)
+        length = (order * is_end).amax(-1, keepdim=True) + 1
+        seen = KeyRanges(torch.zeros_like(tokens), length.expand_as(tokens).contiguous())
+        return Batch(tokens, labels, None, seen, types, padding_mask=order >= length, sample_labels=sample_labels)
 
 
 @dataclass(frozen=True)
@@ -66,15 +70,15 @@ class SentencePairs:
     tokens: PairTokens
     eod_id: int
 
-    def make(self, samples: Samples, index: int, seed: int) -> torch.Tensor:
-        """Sample ``index`` of the run as a pair of sentences: int64 [2, seq].
+    def make(self, samples: Samples, index: int, seed: int) -> Batch:
+        """Sample ``index`` of the run as a pair of sentences, whose class is the sample's label.
 
-        The draw depends only on the seed and the number of the sample. The label of the first position is the class.
-        Positions of the text have their own token as the label, where the dataset gives one. A sample without any
-        label has none here either, and one with fewer than two tokens of text has no class.
+        The draw depends only on the seed and the number of the sample. Positions of the text have their own token as
+        the label, where the dataset gives one. A sample without any label has none here either, and one with fewer than
+        two tokens of text has no class.
         """
         random = sample_generator(b"sentence pairs", seed, index)
-        given, seq_len = samples[index].numpy(), samples[index].shape[1]
+        given, seq_len = samples[index], len(samples[index].tokens)
         text, has_label = self._text(given, seq_len - ADDED, random)
         cut = 1 + int(random.random() * (len(text) - 1))
         (one, two), (label_one, label_two) = np.split(text, [cut]), np.split(has_label, [cut])
@@ -89,21 +93,17 @@ class SentencePairs:
         inputs = self.tokens.join(one, two, seq_len)
         nothing = np.zeros(1, dtype=bool)
         has_label = np.concatenate((nothing, label_one, nothing, label_two))
-        labels = np.full(seq_len, IGNORED_LABEL)
-        labels[: len(has_label)] = np.where(has_label, inputs[: len(has_label)], IGNORED_LABEL)
-        if (given[1] == IGNORED_LABEL).all():  # a sample past the end of held-out data
-            labels[:] = IGNORED_LABEL
-        elif len(text) > 1:
-            labels[0] = is_other
-        return torch.from_numpy(np.stack((inputs, labels)))
+        labels = np.where(np.pad(has_label, (0, seq_len - len(has_label))), inputs, IGNORED_LABEL)
+        label = torch.tensor(is_other if len(text) > 1 else IGNORED_LABEL, dtype=torch.int64)
+        pair = self.tokens.batch(torch.from_numpy(inputs), torch.from_numpy(labels), label)
+        return pair if num_labels(given, ("tokens",)) else without_labels(pair)  # past the end of held-out data
 
-    def _text(self, sample: np.ndarray, most: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    def _text(self, sample: Batch, most: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """The text around a random token of a sample, up to ``most`` tokens of one document, and where it has a label.
 
-        ``sample`` is int64 [2, seq]; both results, int64 and bool, are [tokens], with 0 to ``most`` tokens: none if the
-        sample has no text.
+        Both results, int64 and bool, are [tokens], with 0 to ``most`` tokens: none if the sample has no text.
         """
-        inputs, labels = sample
+        inputs, labels = arrays_of(sample)
         is_text = ~np.isin(inputs, (self.eod_id, self.tokens.first, self.tokens.separator))
         places = np.flatnonzero(is_text)
         if len(places) == 0:
@@ -117,12 +117,12 @@ class SentencePairs:
         chosen = slice(begin, min(end, begin + most))
         return inputs[chosen], labels[chosen] != IGNORED_LABEL
 
-    def _other(self, samples: Samples, given: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        """A sample other than ``given``, or ``given`` itself if there is no other: int64 [2, seq] each."""
+    def _other(self, samples: Samples, given: Batch, random: np.random.Generator) -> Batch:
+        """A sample other than ``given``, or ``given`` itself if there is no other."""
         drawn = int(random.random() * len(samples))
         for number in (drawn, drawn + 1):
-            other = samples[number % len(samples)].numpy()
-            if not np.array_equal(other[0], given[0]):
+            other = samples[number % len(samples)]
+            if not torch.equal(other.tokens, given.tokens):
                 break
         return other
 

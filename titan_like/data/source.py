@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-import torch
 from torch.utils.data import Dataset
 
 from titan_like.config.schema import Data
+from titan_like.data.batch import Batch, without_labels
 from titan_like.data.permutation import Permutation
 from titan_like.models.layers.cross_entropy import IGNORED_LABEL
 
@@ -35,14 +35,14 @@ class DataRequest:
     part: int = 0  # number of the source in a blend; each source has an order of its own
 
 
-class Source(Dataset[torch.Tensor], ABC):
+class Source(Dataset[Batch], ABC):
     """One split of a dataset. Every process opens it from the same request and finds the same samples.
 
     A subclass implements `__len__`, `sample` and `fingerprint`, and raises a `ConfigError` for what the user has to
     change. Batches are read through ``source[index]``, where ``index`` is the number of the sample in the whole run or
     evaluation. The implementation here maps it to a position for `sample`. A subclass with an order of its own, such as
-    a blend or a stream, overrides `__getitem__`. That must be a function of ``index`` alone, so that every layout reads
-    the same samples and a run can resume.
+    a stream, overrides `__getitem__`. That must be a function of ``index`` alone, so that every layout reads the same
+    samples and a run can resume. Without an order of positions it needs no `sample`.
     """
 
     def __init__(self, request: DataRequest) -> None:
@@ -60,15 +60,12 @@ class Source(Dataset[torch.Tensor], ABC):
         Outside training, a stream also gives samples past its end, without labels.
         """
 
-    @abstractmethod
-    def sample(self, position: int) -> torch.Tensor:
-        """The sample at ``position``, from 0 to ``len(self) - 1``.
+    def sample(self, position: int) -> Batch:
+        """The sample at ``position``, from 0 to ``len(self) - 1``: its tokens and labels, int64 [seq] each.
 
-        Returns:
-            int64 [2, seq]: inputs and labels. A position without a label has `IGNORED_LABEL`. Or [3, seq], with the
-            place where each token's document begins; otherwise a document begins after each end-of-document token.
-            A last document without labels that repeats one token is padding.
+        All samples have the same fields. Without `document_starts`, a document begins after each end-of-document token.
         """
+        return self[position]
 
     def drawn(self, num_samples: int) -> dict[str, float]:
         """What the first samples of a run took from each part of a blend, by name, for logs. Nothing by default."""
@@ -87,8 +84,8 @@ class Source(Dataset[torch.Tensor], ABC):
     def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
         """Take over what `state_dict` gave in all processes of a run, before the first sample is read."""
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        """Sample ``index`` of the run: int64 [2 or 3, seq].
+    def __getitem__(self, index: int) -> Batch:
+        """Sample ``index`` of the run.
 
         In the training split this is sample i mod n of epoch i div n. The order within an epoch is a function of the
         seed and the epoch. Other splits are read in order, and an index past the end gives a sample without labels.
@@ -96,11 +93,7 @@ class Source(Dataset[torch.Tensor], ABC):
         if self.request.split == "train":
             epoch, within = divmod(index, len(self))
             return self.sample(epoch_order(len(self), self.request.seed, self.request.part, epoch)(within))
-        if index < len(self):
-            return self.sample(index)
-        sample = self.sample(0).clone()
-        sample[1] = IGNORED_LABEL
-        return sample
+        return self.sample(index) if index < len(self) else without_labels(self.sample(0))
 
 
 @lru_cache(maxsize=256)  # of two epochs of each source of a blend

@@ -15,6 +15,7 @@ import torch
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
+from titan_like.data.batch import Batch, arrays_of
 from titan_like.data.lengths import SampleLength, sample_length, span_counts
 from titan_like.data.permutation import sample_generator
 from titan_like.data.source import IGNORED_LABEL
@@ -32,19 +33,14 @@ class SpanCorruption:
     end_id: int  # ends the encoder's input and the targets
     pad_id: int  # begins the decoder's input, and fills it up
 
-    @property
-    def encoder_len(self) -> int:
-        """Positions of the encoder's input, which come first in a sample."""
-        return self.length.encoder
-
-    def apply(self, sample: torch.Tensor, seed: int, index: int) -> torch.Tensor:
-        """A window of tokens and their labels, int64 [2, raw] → inputs and labels, int64 [2, encoder + decoder].
+    def apply(self, sample: Batch, seed: int, index: int) -> Batch:
+        """A window of [raw] tokens and their labels → a sample of [encoder + decoder].
 
         The decoder's input is the targets shifted by one. The encoder's part has no labels, and neither does a target
         whose token has no label in the dataset. For this rule a sentinel counts as the token after it, and the end
         token as the last token of the window.
         """
-        tokens, given = sample.numpy()
+        tokens, given = arrays_of(sample)
         is_noise = noise_mask(len(tokens), self.num_noise, len(self.sentinel_ids), seed, index)
         begins = is_noise.copy()
         begins[1:] &= ~is_noise[:-1]
@@ -61,8 +57,9 @@ class SpanCorruption:
         padding = np.full(self.length.decoder - len(targets), self.pad_id)
         no_labels = [np.full(size, IGNORED_LABEL) for size in (len(inputs), len(padding))]
         decoder_inputs = np.concatenate(([self.pad_id], targets, padding))[:-1]
-        rows = np.append(inputs, decoder_inputs), np.concatenate((no_labels[0], labels, no_labels[1]))
-        return torch.from_numpy(np.stack(rows))
+        both = torch.from_numpy(np.append(inputs, decoder_inputs))
+        labels = np.concatenate((no_labels[0], labels, no_labels[1]))
+        return Batch(both, torch.from_numpy(labels), encoder_len=self.length.encoder)
 
 
 def noise_mask(raw: int, num_noise: int, num_spans: int, seed: int, index: int) -> np.ndarray:

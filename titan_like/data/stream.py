@@ -20,14 +20,14 @@ from typing import Any
 from weakref import finalize
 
 import numpy as np
-import torch
 
 from titan_like.config.schema import Data
+from titan_like.data.batch import Batch, without_labels
 from titan_like.data.blend import Blend, BlendedSource
-from titan_like.data.packed import BY_RECORD, WHOLE, split_range, split_weights
+from titan_like.data.packed import BY_RECORD, WHOLE, next_tokens, split_range, split_weights
 from titan_like.data.permutation import Permutation
 from titan_like.data.shards import find_shards
-from titan_like.data.source import IGNORED_LABEL, SPLITS, UNKNOWN_LENGTH, DataRequest, Source
+from titan_like.data.source import SPLITS, UNKNOWN_LENGTH, DataRequest, Source
 from titan_like.data.stream_reader import Bookmark, Documents, Part, Place, Reader
 from titan_like.data.tokenizer import check_vocabulary, tokenizer_of
 
@@ -92,10 +92,6 @@ class StreamSource(Source):
         readers = range(self.request.section.num_readers)
         return self.request.split != "train" and all(self._window(index) is None for index in readers)
 
-    def sample(self, position: int) -> torch.Tensor:
-        """Sample ``position`` of the run, int64 [2, seq]."""
-        return self[position]
-
     def described(self, micro_batch_size: int, num_ranks: int) -> str:
         """How many readers there are, whether several processes tokenize the same samples, and what would avoid it."""
         section = self.request.section
@@ -105,14 +101,12 @@ class StreamSource(Source):
         cure = f"each sample is tokenized {times} times; data.num_readers = {wanted} would avoid it"
         return text if times == 1 else f"{text}: {cure}"
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        """Sample ``index`` of the run: int64 [2, seq], without labels if its reader has come to the split's end."""
+    def __getitem__(self, index: int) -> Batch:
+        """Sample ``index`` of the run, without labels if its reader has come to the split's end."""
         window = self._window(index)
         if window is None:
-            inputs = torch.full((self.request.seq_len,), self.tokenizer.eod_id)
-            return torch.stack((inputs, torch.full_like(inputs, IGNORED_LABEL)))
-        tokens = torch.from_numpy(window)
-        return torch.stack((tokens[:-1], tokens[1:]))
+            return without_labels(next_tokens(np.full(self.request.seq_len + 1, self.tokenizer.eod_id)))
+        return next_tokens(window)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -209,12 +203,8 @@ class BlendedStream(BlendedSource):
         """Unknown, or 0 if no source has a whole sample."""
         return UNKNOWN_LENGTH if self.sources else 0
 
-    def sample(self, position: int) -> torch.Tensor:
-        """Sample ``position`` of the run, int64 [2, seq]."""
-        return self[position]
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        """Sample ``index`` of the run: int64 [2, seq], without labels if its source has come to the split's end."""
+    def __getitem__(self, index: int) -> Batch:
+        """Sample ``index`` of the run, without labels if its source has come to the split's end."""
         number, reader = divmod(index, self._readers.num_readers)
         source, within = self._readers.locate_in_order(number, reader)
         return self.sources[source][within * self._readers.num_readers + reader]

@@ -100,7 +100,7 @@ class HuggingFaceTokenizer:
         if self.vocab_size > _MOST_TOKENS:
             problem = f"has the token id {self.vocab_size - 1}; ids must be below 2^31; give another"
             raise ConfigError(key, self._spec, problem)
-        with _without_panic_messages(), self._in_use():
+        with self._in_use():
             tokenizer.encode("")
             found = tokenizer.post_process(HFTokenizer(models.WordLevel({"a": 0}, "a")).encode("a"))
         # What the tokenizer puts before a text, whatever that is, and not what it puts after it.
@@ -238,23 +238,6 @@ def _blamed(key: str, spec: str, problem: str) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def _without_panic_messages() -> Iterator[None]:
-    """Drop what is written to descriptor 2 while a tokenizer is read: Rust itself reports a panic there."""
-    try:
-        kept = os.dup(2)
-    except OSError:  # it is closed
-        yield
-        return
-    try:
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-
-
 def _less(whole: str, beginning: str) -> str:
     """A text without its beginning, whose last character may be incomplete."""
     return whole[len(os.path.commonprefix((whole, beginning))) :]  # noqa: RUF071 (no paths)
@@ -291,7 +274,7 @@ def _build(spec: str, key: str, options: TokenOptions, files: tuple[Path, ...], 
     if spec.startswith("gpt2:"):
         return HuggingFaceTokenizer(_read_gpt2(spec, files, key), spec, options, key=key)
     _require_file(files[0], spec, key, _CHOICES)
-    with _without_panic_messages(), _blamed(key, spec, "not a Hugging Face tokenizer.json"):
+    with _blamed(key, spec, "not a Hugging Face tokenizer.json"):
         tokenizer = HFTokenizer.from_file(str(files[0]))
     return HuggingFaceTokenizer(tokenizer, spec, options, files[0], key)
 
@@ -351,6 +334,15 @@ def tokenizer_files(spec: str, key: str = _KEY) -> list[Path]:
 
     problem = f"no such file, nor can the Hugging Face hub give its {TOKENIZER_FILE}"
     return [from_hub(spec, fetch, ABOUT_FILE, key, problem, _CHOICES) / TOKENIZER_FILE]
+
+
+def tokenizer_in(folder: Path, named: Path | None = None) -> str | None:
+    """The value of `data.tokenizer` that names the files in a folder, or copies of them in ``named``; None without."""
+    path = named or folder
+    if (folder / TOKENIZER_FILE).is_file():
+        return str(path / TOKENIZER_FILE)
+    files = [path / name for name in ("vocab.json", "merges.txt") if (folder / name).is_file()]
+    return f"gpt2:{files[0]},{files[1]}" if len(files) == 2 else None
 
 
 def from_hub(name: str, fetch: Callable[..., str], needed: str, key: str, problem: str, cure: str) -> Path:

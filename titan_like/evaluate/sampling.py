@@ -11,7 +11,7 @@ from titan_like.checkpoint.inference import ParallelInference
 from titan_like.config.errors import ConfigError
 from titan_like.data.special_tokens import end_ids
 from titan_like.data.tokenizer import Tokenizer
-from titan_like.models.layers.visible import VisibleKeys
+from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.transformer import Transformer
 
 
@@ -77,13 +77,13 @@ def generate(
     model.eval()
     for _ in range(max_new_tokens):
         window = tokens[:, -model.config.max_seq_len :]
-        visible = None
+        document_mask = None
         if prefix_lm:
             prefix_end = len(prompt) - (tokens.shape[1] - window.shape[1])
             order = torch.arange(window.shape[1], device=window.device)[None]
-            visible = VisibleKeys(torch.zeros_like(order), (order + 1).clamp(min=prefix_end))
+            document_mask = KeyRanges(torch.zeros_like(order), (order + 1).clamp(min=prefix_end))
         given = window if memory is None else torch.cat((memory, window), 1)
-        logits = model(given, None, visible, encoder_len)[:, -1].float()  # [1, vocab]
+        logits = model(given, document_mask=document_mask, encoder_len=encoder_len)[:, -1].float()  # [1, vocab]
         if temperature == 0:
             following = logits.argmax(-1, keepdim=True)
         else:

@@ -7,18 +7,20 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titan_like.config.schema import JobConfig
+from titan_like.data.batch import Batch, collate, to_device
 from titan_like.data.sentence_pairs import PairTokens, pair_tokens_of
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.tokenizer import tokenizer_of
 from titan_like.evaluate.task import Score, Window
-from titan_like.models.layers.visible import VisibleKeys
-from titan_like.models.transformer import ModelInputs
+from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.parallel.apply import run_batches
 from titan_like.parallel.collectives import Group, all_gather
 from titan_like.parallel.context import slices_of
@@ -147,24 +149,19 @@ class Scorer:
     def _score(self, windows: Sequence[Window], num_microbatches: int, width: int) -> torch.Tensor:
         """This rank's windows → float64 [num_microbatches · rows, 2]: zeros for padding, and outside the last stage."""
         rows = self.config.training.micro_batch_size
-        inputs = torch.zeros(num_microbatches * rows, width, dtype=torch.int64)
-        labels = torch.full_like(inputs, IGNORED_LABEL)
-        visible_end = torch.arange(1, width + 1).repeat(len(inputs), 1)
-        for row, (tokens, num_targets) in enumerate((window.tokens, window.num_targets) for window in windows):
-            length = len(tokens) - 1
-            inputs[row, :length] = torch.from_numpy(tokens[:-1])
-            labels[row, length - num_targets : length] = torch.from_numpy(tokens[-num_targets:])
-            visible_end[row].clamp_(min=len(tokens) - num_targets)
-        parts = inputs.to(self.device).split(rows), visible_end.to(self.device).split(rows)
-        whole = zip(map(self._model_inputs, *parts), labels.to(self.device).split(rows), strict=True)
-        microbatches, targets = zip(*(self._slices.take(*pair) for pair in whole), strict=True)
+        nothing = [Window(np.zeros(1, np.int64), 0)] * (num_microbatches * rows - len(windows))
+        samples = [self._sample(window, width) for window in (*windows, *nothing)]
+        batches = (collate(samples[at : at + rows]) for at in range(0, len(samples), rows))
+        microbatches = [self._slices.take(to_device(batch, self.device)) for batch in batches]
         scores = torch.zeros(num_microbatches, rows, 2, dtype=torch.float64, device=self.device)
 
         def keep(logits: torch.Tensor, microbatch: int) -> torch.Tensor:
             if self._around is not None:
                 scores[microbatch, :, 0] = logits.flatten().double()
                 return logits.sum()
-            log_probability, is_right = token_scores(logits, targets[microbatch])
+            targets = microbatches[microbatch].labels
+            assert targets is not None
+            log_probability, is_right = token_scores(logits, targets)
             scores[microbatch, :, 0] = log_probability.double().sum(1)
             scores[microbatch, :, 1] = is_right.sum(1).double()
             return log_probability.sum()
@@ -172,18 +169,16 @@ class Scorer:
         self._pipeline(width).forward(microbatches, keep)
         return scores.flatten(0, 1)
 
-    def _model_inputs(self, inputs: torch.Tensor, prefix_visible_end: torch.Tensor) -> ModelInputs:
-        """The model's inputs for a microbatch of tokens [rows, width].
-
-        ``prefix_visible_end``, int64 [rows, width], is where the keys that each token sees in a prefix language model
-        end.
-        """
-        types, visible = None, None
+    def _sample(self, window: Window, width: int) -> Batch:
+        """A window in ``width`` positions. In a prefix language model the tokens before its targets see each other."""
+        tokens, length = torch.from_numpy(window.tokens), len(window.tokens) - 1
+        inputs, scored = F.pad(tokens[:-1], (0, width - length)), slice(length - window.num_targets, length)
         if self._around is not None:
-            types, visible = self._around.types_and_visible(inputs)
-        elif self.config.data.prefix_lm:
-            visible = VisibleKeys(torch.zeros_like(inputs), prefix_visible_end)
-        return ModelInputs(inputs, visible=visible, token_types=types)
+            return self._around.batch(inputs)
+        labels, order = torch.full_like(inputs, IGNORED_LABEL), torch.arange(1, width + 1)
+        labels[scored] = tokens[1:][scored]
+        seen = KeyRanges(torch.zeros_like(inputs), order.clamp(min=scored.start + 1))
+        return Batch(inputs, labels, document_mask=seen if self.config.data.prefix_lm else None)
 
     def _pipeline(self, width: int) -> Pipeline | WholeModel:
         if width not in self._pipelines:

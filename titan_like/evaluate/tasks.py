@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import ConfigError, require
 from titan_like.config.paths import expanded, file_problem
 from titan_like.config.schema import JobConfig
 from titan_like.data.race import RaceError, read_questions
@@ -274,16 +274,14 @@ def check_tasks(key: str, specs: Sequence[str]) -> list[tuple[str, Path]]:
     found = []
     for spec in specs:
         name, _, written = spec.partition("=")
-        if name not in _TASKS or not written:
-            expected = f"must be NAME=PATH, where NAME is {', '.join(_TASKS)}; for example lambada=lambada_test.jsonl"
-            raise ConfigError(key, spec, expected)
+        expected = f"must be NAME=PATH, where NAME is {', '.join(_TASKS)}; for example lambada=lambada_test.jsonl"
+        require(name in _TASKS and written, key, spec, expected)
         try:
             path = Path(expanded(written))
         except ValueError as error:
             raise ConfigError(key, spec, f"the path {error}") from None
         if name in _OF_FOLDERS:
-            if not os.path.isdir(path):
-                raise ConfigError(key, spec, f"{path} is not a folder; name one of the data set's")
+            require(os.path.isdir(path), key, spec, f"{path} is not a folder; name one of the data set's")
         elif (problem := file_problem(path)) is not None:
             raise ConfigError(key, spec, f"{path} {problem}; name a readable text file")
         found.append((name, path))
@@ -300,11 +298,7 @@ def slides_windows(specs: Sequence[str]) -> bool:
 
 
 def check_predictions(key: str, specs: Sequence[str], family: str, predictions: Sequence[str]) -> None:
-    """Check that a model predicts what tasks written NAME=PATH score: next tokens, or answers for RACE.
-
-    Raises:
-        ConfigError: the first task that it cannot do.
-    """
+    """Refuse tasks written NAME=PATH that score what the model does not predict: next tokens, or answers for RACE."""
     for spec in specs:
         if (spec.partition("=")[0] in _OF_FOLDERS) != ("choice" in predictions):
             chooses = f"{family} with this head chooses answers; only {', '.join(_OF_FOLDERS)} is for it"
@@ -325,8 +319,6 @@ def open_tasks(key: str, specs: Sequence[str], tokenizer: Tokenizer, settings: T
     for (name, path), label, spec in zip(found, _labels(found), specs, strict=True):
         try:
             tasks.append(_TASKS[name](label, path, tokenizer, settings))
-        except OSError as error:
-            raise ConfigError(key, spec, f"{path} cannot be read ({error.strerror})") from None
         except (TaskError, RaceError) as error:
             raise ConfigError(key, spec, f"{path} {error}") from None
     return tasks

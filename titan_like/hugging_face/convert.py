@@ -29,9 +29,9 @@ from titan_like.config.schema import DEFAULT_TOKENS, Data, JobConfig, Model
 from titan_like.data.special_tokens import (
     GENERATION_FILE,
     ORIGIN_FILE,
-    TOKENIZER_FILE,
     tokenizer_names,
 )
+from titan_like.data.tokenizer import build_tokenizer, tokenizer_in
 from titan_like.hugging_face.folder import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -40,7 +40,7 @@ from titan_like.hugging_face.folder import (
     TensorSlices,
 )
 from titan_like.hugging_face.origin import Origin, read_origin
-from titan_like.hugging_face.tokenizer import copy_files, write_tokenizer
+from titan_like.hugging_face.tokenizer import copy_files, name_class, write_tokenizer
 from titan_like.models.hugging_face import RefusedError, Stored, architecture_of, family_module, fill_part, to_tensors
 
 NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -136,7 +136,7 @@ def from_hugging_face(source: HuggingFaceFolder, output: Path, most_chunk_bytes:
 
 def settings_to_train(source: HuggingFaceFolder, path: Path) -> str:
     """TOML lines for a run that starts from a converted checkpoint."""
-    shape, tokenizer = source.model.model_dump(mode="json", exclude_none=True), _tokenizer_of(source.path, path)
+    shape, tokenizer = source.model.model_dump(mode="json", exclude_none=True), tokenizer_in(source.path, path)
     missing = [
         "The folder has no tokenizer.json. Set data.tokenizer to the model's: without it, every byte is a token."
     ]
@@ -148,18 +148,10 @@ def settings_to_train(source: HuggingFaceFolder, path: Path) -> str:
     return to_toml(tree, missing if tokenizer is None else []).strip()
 
 
-def _tokenizer_of(source: Path, copied: Path) -> str | None:
-    """The value of `data.tokenizer` for the tokenizer files in ``source``, which are copied to ``copied``."""
-    if (source / TOKENIZER_FILE).is_file():
-        return str(copied / TOKENIZER_FILE)
-    files = [copied / name for name in ("vocab.json", "merges.txt") if (source / name).is_file()]
-    return f"gpt2:{files[0]},{files[1]}" if len(files) == 2 else None
-
-
 def _run_state(source: HuggingFaceFolder, final: Path) -> RunState:
     shape = source.model.model_dump(mode="json")
     model = Model.model_validate({"family": source.family, "flavor": FLAVOR, "flavors": {FLAVOR: shape}})
-    tokenizer = _tokenizer_of(source.path, final)
+    tokenizer = tokenizer_in(source.path, final)
     data = Data() if tokenizer is None else Data(tokenizer=tokenizer)
     config = JobConfig(model=model, data=data).model_dump(mode="json")
     versions = {name: version(name) for name in ("torch", "safetensors")}
@@ -258,12 +250,14 @@ def _write_tokens(weights: CheckpointWeights, origin: Origin, tokenizer: str | N
     options = weights.data.token_options
     if tokenizer == NO_TOKENIZER:
         return {}
-    stored = _tokenizer_of(weights.path, weights.path)
-    if tokenizer is not None or not origin.fields:
+    stored, is_trained = tokenizer_in(weights.path), weights.run.step > 0
+    if tokenizer is not None or not origin.fields or (is_trained and weights.data.learns_bytes):
         return write_tokenizer(tokenizer or stored or weights.data.tokenizer, options, weights.model, folder)
     copy_files(weights.path, folder, (*tokenizer_names(weights.path), GENERATION_FILE))
     if stored is not None and options != DEFAULT_TOKENS:
         write_tokenizer(stored, options, weights.model, folder)
+    if stored is not None and is_trained:
+        name_class(build_tokenizer(stored, options=options), folder)
     return {}
 
 

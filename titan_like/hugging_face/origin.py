@@ -39,18 +39,14 @@ class Origin:
 
 
 def read_origin(path: Path) -> Origin:
-    """Read the origin from a checkpoint's folder.
-
-    Raises:
-        RunError: the file is damaged.
-    """
+    """Read the origin from a checkpoint's folder; a `RunError` if the file is damaged."""
     if not (path / ORIGIN_FILE).exists():
         return Origin()
     try:
         content = json.loads((path / ORIGIN_FILE).read_text(encoding="utf-8"))
         dtypes = {name: DTYPES[dtype] for name, dtype in content["dtypes"].items() if dtype in DTYPES}
         return Origin(dict(content["config"]), dtypes)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise RunError(f"{path / ORIGIN_FILE} is damaged ({error})") from None
 
 
@@ -75,6 +71,8 @@ def origin_files(source: Path | None, section: Data) -> dict[str, bytes]:
         elif ORIGIN_FILE in files:  # the run's own weights have no original types
             content = {"config": read_origin(source).fields, "dtypes": {}}
             files[ORIGIN_FILE] = json.dumps(content, indent=2).encode()
+    if section.learns_bytes:
+        return {name: content for name, content in files.items() if name == ORIGIN_FILE}
     with suppress(ConfigError):  # data that is tokenized already needs no tokenizer
         own = [path for path in tokenizer_files(section.tokenizer) if path.is_file()]
         if own:

@@ -6,12 +6,13 @@ import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from titan_like.checkpoint.step_folders import write_durably
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import require
 from titan_like.config.schema import TokenOptions
 from titan_like.data.special_tokens import (
     ABOUT_FILE,
@@ -27,6 +28,12 @@ from titan_like.models.config import TransformerConfig
 
 _KEY = "--tokenizer"
 _ANY_CLASS = "PreTrainedTokenizerFast"  # works for any tokenizer.json, and keeps its template
+_SAMPLES = (
+    "a dog",
+    "  two spaces,\n\ttab",
+    "Hello, World! 1234 don't",
+    "\u00c9t\u00e9 \u4f60\u597d e\u0301 \U0001f642 ",
+)
 _PAIR = ("[CLS]", "[SEP]", "[PAD]")
 
 
@@ -37,11 +44,8 @@ def write_tokenizer(spec: str, options: TokenOptions, model: TransformerConfig, 
         ConfigError: its files are missing or invalid, or it has more tokens than the model.
     """
     ours = build_tokenizer(spec, _KEY, options)
-    if ours.vocab_size > model.vocab_size:
-        problem = (
-            f"has {ours.vocab_size} tokens, but the model has {model.vocab_size}; name the one it was trained with"
-        )
-        raise ConfigError(_KEY, spec, problem)
+    problem = f"has {ours.vocab_size} tokens, but the model has {model.vocab_size}; name the one it was trained with"
+    require(ours.vocab_size <= model.vocab_size, _KEY, spec, problem)
     eod_id, tokenizer = ours.eod_id, byte_tokenizer() if isinstance(ours, ByteTokenizer) else ours.tokenizer
     if spec == "byte":
         _add_tokens_of(model, tokenizer)
@@ -57,7 +61,7 @@ def write_tokenizer(spec: str, options: TokenOptions, model: TransformerConfig, 
         shutil.copyfile(files[0], folder / TOKENIZER_FILE)
     if len(files) == 1 and files[0].name == TOKENIZER_FILE:
         copy_files(files[0].parent, folder, tokenizer_names(files[0].parent))
-    about = read_about(folder)
+    about = {name: _plain(value) for name, value in read_about(folder).items()}
     # With its class the file was written by transformers, so it is complete.
     full = about if "tokenizer_class" in about else _about(ours, tokenizer, bos_id, model) | about
     if options.eod_token or not about.get("eos_token"):
@@ -69,7 +73,33 @@ def write_tokenizer(spec: str, options: TokenOptions, model: TransformerConfig, 
         (folder / MAP_FILE).unlink(missing_ok=True)  # what it says is there, and might be outdated
     if model.is_causal:
         _begin_as_trained(ours, folder)
+    name_class(ours, folder)
     return ids
+
+
+def _plain(value: Any) -> Any:
+    """A special token as tokenizer_config.json describes it: special_tokens_map.json leaves out what it is."""
+    if isinstance(value, list):
+        return list(map(_plain, value))
+    return value | {"__type": "AddedToken"} if isinstance(value, dict) and "content" in value else value
+
+
+def name_class(ours: Tokenizer, folder: Path) -> None:
+    """Let a folder name the class that reads any tokenizer.json, if transformers reads it otherwise as it is: some
+    classes make a tokenizer of their own of the vocabulary.
+    """
+    if isinstance(ours, ByteTokenizer):
+        return
+    try:
+        from transformers import AutoTokenizer
+
+        theirs = AutoTokenizer.from_pretrained(str(folder))
+        found = [theirs(text, add_special_tokens=False)["input_ids"] for text in _SAMPLES]
+    except Exception:  # it is not installed, or cannot read the folder at all
+        return
+    if found != [ours.encode(text, parses_special=True).tolist() for text in _SAMPLES]:
+        about = read_json(folder / ABOUT_FILE) | {"tokenizer_class": _ANY_CLASS}
+        write_durably(folder / ABOUT_FILE, json.dumps(about, indent=2, ensure_ascii=False) + "\n")
 
 
 def _about(ours: Tokenizer, tokenizer: HFTokenizer, bos_id: int, model: TransformerConfig) -> dict[str, object]:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import tomli
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from titan_like.config.errors import ConfigError, field_error
+from titan_like.config.errors import ConfigError, field_error, require
 
 # Slices (MIG; vGPU such as "GRID V100D-8Q" or "NVIDIA A10-24Q") and laptop GPUs have fewer units or lower clocks than
 # the device they are named after.
@@ -51,11 +51,7 @@ class Device:
     is_cpu: bool = False  # the host computes, and activations are those that PyTorch's CPU kernels save
 
     def peak_flops(self, dtype: str) -> float:
-        """Dense peak in FLOP/s.
-
-        Raises:
-            ConfigError: the device has no rate for this type.
-        """
+        """Dense peak in FLOP/s; a `ConfigError` if the device has no rate for this type."""
         if dtype not in self.peak:
             raise ConfigError("training.dtype", dtype, f"{self.name} has {', '.join(self.peak)}")
         return self.peak[dtype]
@@ -88,13 +84,8 @@ def device_from(name: str, table: dict[str, Any]) -> Device:
 
 
 def check_device_table(key: str, table: Any) -> None:
-    """Check a device table from a user's file: all entries present, none unknown, all numbers in range.
-
-    Raises:
-        ConfigError: the first entry that is missing, unknown or wrong.
-    """
-    if not isinstance(table, dict):
-        raise ConfigError(key, table, f"must be a table with {', '.join(_Table.model_fields)}")
+    """Refuse a device table of a user's file with a missing, unknown or wrong entry."""
+    require(isinstance(table, dict), key, table, f"must be a table with {', '.join(_Table.model_fields)}")
     try:
         _Table.model_validate(table)
     except ValidationError as error:
@@ -127,11 +118,7 @@ def known_device(name: str) -> Device | None:
 
 
 def find_device(name: str) -> Device:
-    """Like `known_device`, for a name in the user's settings.
-
-    Raises:
-        ConfigError: no device in the table matches.
-    """
+    """Like `known_device`, but a `ConfigError` for a name that no device has."""
     device = known_device(name)
     if device is None:
         raise ConfigError("cluster.gpu", name, f"no such GPU is known; known are {', '.join(_tables())}")

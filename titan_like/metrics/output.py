@@ -21,18 +21,6 @@ def outlive_output() -> None:
     sys.stdout = _lenient(sys.stdout, 1, _tell)
 
 
-def keep_standard_descriptors() -> None:
-    """Open /dev/null for each of the descriptors 0, 1 and 2 that is closed.
-
-    Otherwise the next file to be opened would get that number, and the output meant for it.
-    """
-    for descriptor in range(3):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
-
-
 def _tell(problem: str) -> None:
     print(f"stdout cannot be written ({problem}); training goes on without it", file=sys.stderr, flush=True)
 
@@ -40,7 +28,7 @@ def _tell(problem: str) -> None:
 def _lenient(stream: TextIO | None, descriptor: int, tell: Callable[[str], None]) -> TextIO:
     if stream is None:  # Python found the descriptor closed
         tell("it is closed")
-        return io.TextIOWrapper(io.BufferedWriter(_LenientFile(descriptor, lambda _: None)), errors="backslashreplace")
+        return open(os.devnull, "w")
     with suppress(OSError):
         stream.flush()
     return io.TextIOWrapper(

@@ -20,7 +20,7 @@ def run_ids(folder: Path) -> dict[str, str]:
     """The id of each file's run, by the file's name; of a damaged or missing ``metrics.runs.json``, none."""
     try:
         return {str(name): str(run_id) for name, run_id in json.loads((folder / RUNS_FILE).read_bytes()).items()}
-    except (OSError, ValueError, AttributeError, RecursionError):
+    except (OSError, ValueError, AttributeError):
         return {}
 
 
@@ -78,7 +78,7 @@ def _lines(path: Path) -> list[tuple[int, str]]:
     """Each complete line with its step."""
     found = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        with suppress(ValueError, KeyError, TypeError):
             found.append((int(json.loads(line)["step"]), f"{line}\n"))
     return found
 

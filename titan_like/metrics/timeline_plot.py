@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import require
 from titan_like.metrics.step_timeline import KINDS, StepTimeline
 
 if TYPE_CHECKING:
@@ -32,15 +32,9 @@ def can_draw() -> bool:
 
 
 def check_picture(option: str, path: str | None) -> None:
-    """Check that a picture can be drawn, if an option names one.
-
-    Raises:
-        ConfigError: the file's name has another ending, or matplotlib is missing.
-    """
-    if path is not None and Path(path).suffix not in (".png", ".svg"):
-        raise ConfigError(option, path, "name a .png or .svg file")
-    if path is not None and not can_draw():
-        raise ConfigError(option, path, "needs matplotlib: pip install 'titan_like[plot]'")
+    """Refuse a file of another ending than .png or .svg, and any without matplotlib."""
+    require(path is None or Path(path).suffix in (".png", ".svg"), option, path, "name a .png or .svg file")
+    require(path is None or can_draw(), option, path, "needs matplotlib: pip install 'titan_like[plot]'")
 
 
 def draw(steps: Sequence[tuple[str, StepTimeline]], path: Path, width: float = 12.0) -> None:

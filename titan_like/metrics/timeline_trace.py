@@ -88,7 +88,7 @@ def read_trace(path: Path) -> StepTimeline:
         _check(timeline)
     except ValueError as error:
         raise ValueError(f"no timeline: {error}") from None
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"no timeline: {error!r}") from None
     return timeline
 

@@ -34,11 +34,7 @@ def build_writers(config: JobConfig, start_step: int, run_id: str) -> list[Write
 
 
 def check_wandb(metrics: Metrics) -> None:
-    """Refuse a run in which wandb would prompt for a key.
-
-    Raises:
-        ConfigError: wandb is set to online, but no key is configured.
-    """
+    """Refuse a run in which wandb would prompt for a key."""
     if metrics.wandb and metrics.wandb_mode == "online" and not _wandb_key_configured():
         problem = 'no wandb key is configured; run "wandb login", set WANDB_API_KEY or use "offline"'
         raise ConfigError("metrics.wandb_mode", metrics.wandb_mode, problem)

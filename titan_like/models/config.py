@@ -50,7 +50,7 @@ class TransformerConfig(BaseModel):
 
     # What is predicted: the next token, masked tokens from both sides, or by a decoder the spans that an encoder lacks.
     objective: ClassVar[Literal["causal", "mlm", "span_corruption"]] = "causal"
-    supports_masks: ClassVar[bool] = False  # whether layers take `VisibleKeys`, and the model positions
+    supports_masks: ClassVar[bool] = False  # whether layers take `KeyRanges`, and the model positions
     not_in_weights: ClassVar[frozenset[str]] = frozenset({"init_std"})  # fields that may differ from those of weights
 
     # Limits are far above any real model. Up to them the size of each matrix in bytes fits into 63 bits, and the layers

@@ -153,7 +153,7 @@ def _stand_in(
     stacks: dict[str, tuple[int, ...]], name: str, module: nn.Module, x: torch.Tensor, *others: Any, **named: Any
 ) -> torch.Tensor:
     """Note which stacks a module gets, and return a tensor of the shape of its result."""
-    if isinstance(module, AttentionCore):  # queries, and after them keys, values, visible keys and a bias
+    if isinstance(module, AttentionCore):  # queries, and after them keys, values, a document mask and a bias
         bias = named.get("bias", (*others, None, None)[3])
         stacks[name] = _TRIED.index(x.shape[2]), _TRIED.index(others[0].shape[2]), bias is not None
         return x

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,27 +12,9 @@ from torch import nn
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.cross_entropy import TokenLoss
 from titan_like.models.layers.init import fill_normal
-from titan_like.models.layers.visible import VisibleKeys
+from titan_like.models.layers.key_ranges import KeyRanges
 
-
-class ModelInputs(NamedTuple):
-    """What a model takes for one microbatch. Every pipeline stage needs all but the tokens."""
-
-    tokens: torch.Tensor  # int64 [batch, seq]
-    positions: torch.Tensor | None = None  # int64 [batch, seq]; None: 0 to seq - 1
-    visible: VisibleKeys | None = None  # None: causal attention, or all keys in a bidirectional model
-    encoder_len: int | None = None  # in a model with an encoder, which takes this many of the tokens, the first ones
-    token_types: torch.Tensor | None = None  # int64 [batch, seq]; None: the first type, or the model knows none
-    labels: torch.Tensor | None = None  # int64 [batch, seq] of what is predicted; None: the model returns logits
-    loss_factors: torch.Tensor | None = None  # [predictions], at least float32; given with labels
-    padding_mask: torch.Tensor | None = None  # bool [batch, seq], True where tokens fill a sample up; None: nowhere
-
-    @property
-    def num_tokens(self) -> torch.Tensor:
-        """How many tokens are not padding: int64, a scalar."""
-        if self.padding_mask is None:
-            return self.tokens.new_full((), self.tokens.numel())
-        return (~self.padding_mask).sum()
+Labels = torch.Tensor | None
 
 
 class TiedOutput(nn.Module):
@@ -149,23 +131,23 @@ class Transformer(nn.Module):
         self,
         x: torch.Tensor,
         positions: torch.Tensor | None = None,
-        visible: VisibleKeys | None = None,
+        document_mask: KeyRanges | None = None,
         encoder_len: int | None = None,
         token_types: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        loss_factors: torch.Tensor | None = None,
         padding_mask: torch.Tensor | None = None,
+        labels: Labels = None,
+        sample_labels: Labels = None,
+        loss_factors: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """tokens [batch, seq] → what `predict` returns: logits [batch, seq, padded vocab] in most families.
 
-        With ``labels`` → the losses of `loss`, [predictions].
+        With ``loss_factors`` → the losses of `loss`, [heads].
 
-        A stage that is not the first takes hidden states [batch, seq, hidden]. One that is not the last returns them.
-        ``positions``, [batch, seq], default to 0 … seq - 1, and ``visible`` to causal attention, or to all keys in a
-        bidirectional model. Layers get ``visible`` as their last argument, if it is given, and `embed` gets
-        ``token_types``, [batch, seq]. ``padding_mask``, [batch, seq], goes to the layers that say they take it.
-
-        With ``encoder_len`` the first tokens are an encoder's, and predictions are those of the others.
+        The arguments are the fields of a `titan_like.data.batch.Batch`; a family with a field of its own takes one
+        more. A stage that is not the first takes hidden states [batch, seq, hidden] in place of tokens. One that is not
+        the last returns them. Layers get ``document_mask`` as their last argument, if it is given, `embed` gets
+        ``token_types``, and ``padding_mask`` goes to the layers that say they take it. With ``encoder_len`` the first
+        tokens are an encoder's, and predictions and losses are those of the others.
         """
         if positions is None:
             seq_len = x.shape[1] * (1 if self.is_first else self.sequence_shards)
@@ -175,18 +157,17 @@ class Transformer(nn.Module):
             types: tuple[torch.Tensor, ...] = () if token_types is None else (token_types,)
             x = self.embed(x, positions, *lengths, *types)
         inputs: tuple[Any, ...] = self.layer_inputs(positions, *lengths)
-        if visible is not None:
-            inputs = (*inputs, visible)
+        if document_mask is not None:
+            inputs = (*inputs, document_mask)
         for layer in self.layers.values():
             takes_mask = padding_mask is not None and getattr(layer, "takes_padding_mask", False)
             x = layer(x, *inputs, **({"padding_mask": padding_mask} if takes_mask else {}))
-        if self.is_last and encoder_len is not None:
-            x = x[:, encoder_len // self.sequence_shards :]
         if not self.is_last:
             return x
-        if labels is None or loss_factors is None:
-            return self.predict(x)
-        return self.loss(x, labels, loss_factors)
+        if encoder_len is not None:
+            x = x[:, encoder_len // self.sequence_shards :]
+            labels = None if labels is None else labels[:, encoder_len:]
+        return self.predict(x) if loss_factors is None else self.loss(x, loss_factors, labels, sample_labels)
 
     def predict(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Hidden states after the last layer → a tensor for each of the configuration's ``predictions``.
@@ -197,8 +178,10 @@ class Transformer(nn.Module):
             x = self.get_submodule(name)(x)
         return self.logits(x)
 
-    def loss(self, x: torch.Tensor, labels: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """Hidden states after the last layer → the summed loss of each prediction times its factor, [predictions].
+    def loss(self, x: torch.Tensor, factors: torch.Tensor, labels: Labels, sample_labels: Labels) -> torch.Tensor:
+        """Hidden states after the last layer → the summed loss of each head times its factor, [heads].
+
+        ``labels``, [batch, seq], are those of tokens, and ``sample_labels``, [batch], those of whole samples.
 
         Sums, not means: the caller makes each factor one over the number of labels in the global batch, so that every
         layout and accumulation count computes the same quantity. Losses are in nats and at least float32.
@@ -212,8 +195,9 @@ class Transformer(nn.Module):
         logits = self.output(x, self.embedding.weight) if self.config.tied_embeddings else self.output(x)
         return self.mask_padding(self.output_bias(logits))
 
-    def loss_of_tokens(self, x: torch.Tensor, labels: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    def loss_of_tokens(self, x: torch.Tensor, labels: Labels, factor: torch.Tensor) -> torch.Tensor:
         """The output matrix's input [batch, seq, hidden] and labels [batch, seq] → `TokenLoss`, a scalar."""
+        assert labels is not None
         table = self.embedding.weight if self.config.tied_embeddings else self.output.weight
         return self.token_loss(x, table, getattr(self.output_bias, "bias", None), labels, factor)
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titan_like.config.entry_points import load_entry
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import require
 from titan_like.config.schema import Optimizer as OptimizerSection
 from titan_like.optim.muon import Muon
 from titan_like.optim.registry import find_rule
@@ -231,10 +231,8 @@ def build_optimizer(
     groups = list(found.values())
     rule = find_rule(section)
     optimizer = load_entry("optimizer.name", rule)(groups, section)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(
-            "optimizer.name", section.name, f"it returns a {type(optimizer).__name__}, not a torch.optim.Optimizer"
-        )
+    problem = f"it returns a {type(optimizer).__name__}, not a torch.optim.Optimizer"
+    require(isinstance(optimizer, torch.optim.Optimizer), "optimizer.name", section.name, problem)
     return optimizer
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import EntryPoint
 
 from titan_like.config.entry_points import find_entry
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import ConfigError, require
 from titan_like.config.schema import Optimizer
 
 GROUP = "titan_like.optimizers"  # entry points of this group add the rules of other packages
@@ -40,6 +40,5 @@ def check_optimizer(section: Optimizer) -> None:
     for rule, keys in _ONLY_FOR.items():
         for key in keys if section.name in RULES and section.name != rule else ():
             value = getattr(section, key)
-            if value != Optimizer.model_fields[key].default:
-                problem = f"{section.name} does not use it; leave it out, or set optimizer.name to {rule}"
-                raise ConfigError(f"optimizer.{key}", value, problem)
+            problem = f"{section.name} does not use it; leave it out, or set optimizer.name to {rule}"
+            require(value == Optimizer.model_fields[key].default, f"optimizer.{key}", value, problem)

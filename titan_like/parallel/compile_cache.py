@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 
 import torch
 
@@ -36,8 +37,6 @@ class CompileCache:
 
     def note_done(self) -> None:
         """Remember that the layers have been compiled. It does not matter if that fails."""
-        try:
+        with suppress(OSError):
             self._marker.parent.mkdir(parents=True, exist_ok=True)
             self._marker.touch()
-        except OSError:
-            pass

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.config.schema import JobConfig
+from titan_like.data.batch import B, map_tensors
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.attention import AttentionCore
-from titan_like.models.layers.visible import VisibleKeys
-from titan_like.models.transformer import ModelInputs, Transformer
+from titan_like.models.layers.key_ranges import block_mask
+from titan_like.models.transformer import Transformer
 from titan_like.parallel.collectives import Group, all_to_all, gathered
 from titan_like.parallel.layout import method_of
 from titan_like.parallel.pieces import divided, joined, places_of
@@ -43,37 +44,27 @@ class Slices:
         """What the length of a sequence must be a multiple of."""
         return 2 * self.size if self.size > 1 else 1
 
-    def take(self, inputs: ModelInputs, labels: torch.Tensor) -> tuple[ModelInputs, torch.Tensor]:
-        """A microbatch's inputs and labels [batch, seq] → those of this process's slice, [batch, seq / size].
+    def take(self, batch: B) -> B:
+        """A microbatch's fields [batch, seq] → those of this process's slice, [batch, seq / size].
 
         An encoder's and a decoder's part are cut apart, and positions count from 0 in both. Masks keep the numbers that
         keys have in the whole sequence. `ulysses` puts sequences together again, so its masks stay whole. On a GPU
         masks get the blocks that FlexAttention takes, but those of a ring, which does not use it.
         """
-        length, on_gpu = inputs.tokens.shape[1], inputs.tokens.is_cuda
+        length, first, method = batch.tokens.shape[1], batch.encoder_len or 0, self.method
         if self.size > 1:
-            inputs, labels = self._cut(inputs, labels)
-        if inputs.visible is not None and on_gpu and (self.size == 1 or self.method != "ring"):
-            inputs = inputs._replace(visible=inputs.visible.with_blocks(length))
-        return inputs, labels
-
-    def _cut(self, inputs: ModelInputs, labels: torch.Tensor) -> tuple[ModelInputs, torch.Tensor]:
-        tokens, positions, visible, encoder_len, types, _, _, padding = inputs
-        length, device, first = tokens.shape[1], tokens.device, encoder_len or 0
-        encoder = places_of(first, self.size, self.rank).to(device)
-        rest = places_of(length - first, self.size, self.rank).to(device)
-        places = torch.cat((encoder, rest + first))
-        if visible is not None and self.method != "ulysses":
-            visible = VisibleKeys(visible.first[:, places], visible.end[:, places])
-        cut = inputs._replace(
-            tokens=tokens[:, places],
-            positions=torch.cat((encoder, rest)) if positions is None else positions[:, places],
-            visible=visible,
-            encoder_len=None if encoder_len is None else first // self.size,
-            token_types=None if types is None else types[..., places],
-            padding_mask=None if padding is None else padding[:, places],
-        )
-        return cut, labels[:, rest]
+            encoder, rest = (places_of(n, self.size, self.rank) for n in (first, length - first))
+            local, whole = (torch.cat((encoder, x)).to(batch.tokens.device) for x in (rest, rest + first))
+            cut = map_tensors(lambda x: x[:, whole] if x.shape[1:2] == (length,) else x, batch)
+            batch = cut._replace(
+                positions=local if batch.positions is None else cut.positions,
+                document_mask=batch.document_mask if method == "ulysses" else cut.document_mask,
+                encoder_len=None if batch.encoder_len is None else first // self.size,
+            )
+        mask = batch.document_mask
+        if mask is None or not mask.first.is_cuda or (self.size > 1 and method == "ring"):
+            return batch
+        return batch._replace(document_mask=mask._replace(blocks=block_mask(mask.first, mask.end, length)))
 
 
 def slices_of(config: JobConfig, model: TransformerConfig, mesh: DeviceMesh) -> Slices:
@@ -94,7 +85,7 @@ def context_group(size: int, mesh: DeviceMesh) -> Group:
 class ContextCore(AttentionCore):
     """Attention of this process's slice, of which others hold the rest.
 
-    Queries, keys and values are those of the slice, [batch, heads, seq / size, head_dim]. ``visible`` is that of
+    Queries, keys and values are those of the slice, [batch, heads, seq / size, head_dim]. ``document_mask`` is that of
     `Slices.take`; ``bias`` has a row for each query here and a column for each key of the sequence.
     """
 
@@ -104,33 +95,33 @@ class ContextCore(AttentionCore):
 class GatheredCore(ContextCore):
     """Every process gets all keys and values. Their gradients are summed where they came from."""
 
-    def forward(self, q, k, v, visible=None, bias=None):  # type: ignore[no-untyped-def]  # as in the base class
+    def forward(self, q, k, v, document_mask=None, bias=None):  # type: ignore[no-untyped-def]  # as in the base class
         """As in the base class."""
         keys = joined(gathered(torch.stack((k, v)), self.group))
-        if visible is not None or bias is not None or not self.is_causal:
-            return AttentionCore.forward(self, q, keys[0], keys[1], visible, bias)
+        if document_mask is not None or bias is not None or not self.is_causal:
+            return AttentionCore.forward(self, q, keys[0], keys[1], document_mask, bias)
         return slice_attention(q, keys, None, None, True, self.scale_of(q), self.group, travels=False)
 
 
 class UlyssesCore(ContextCore):
     """Every process gets some heads of the whole sequence (arXiv 2309.14509)."""
 
-    def forward(self, q, k, v, visible=None, bias=None):  # type: ignore[no-untyped-def]  # as in the base class
+    def forward(self, q, k, v, document_mask=None, bias=None):  # type: ignore[no-untyped-def]  # as in the base class
         """As in the base class."""
         size = self.group.size
         by_heads = [x.unflatten(1, (size, -1)).movedim(1, 0) for x in (q, k, v)]
         heads = [x.shape[2] for x in by_heads]
         q, k, v = joined(all_to_all(torch.cat(by_heads, 2), self.group)).split(heads, 1)
-        whole = AttentionCore.forward(self, q, k, v, visible, bias)
+        whole = AttentionCore.forward(self, q, k, v, document_mask, bias)
         return all_to_all(divided(whole, size), self.group).movedim(0, 1).flatten(1, 2)
 
 
 class RingCore(ContextCore):
     """Blocks of keys and values pass by, one process's at a time (arXiv 2310.01889)."""
 
-    def forward(self, q, k, v, visible=None, bias=None):  # type: ignore[no-untyped-def]  # as in the base class
+    def forward(self, q, k, v, document_mask=None, bias=None):  # type: ignore[no-untyped-def]  # as in the base class
         """As in the base class; there is no bias."""
-        first, end = (None, None) if visible is None else (visible.first, visible.end)
+        first, end = (None, None) if document_mask is None else (document_mask.first, document_mask.end)
         keys, scale = torch.stack((k, v)), self.scale_of(q)
         return slice_attention(q, keys, first, end, self.is_causal, scale, self.group, travels=True)
 

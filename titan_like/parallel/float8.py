@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import ConfigError, require
 from titan_like.config.schema import Float8
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.collectives import Group, all_reduce
@@ -150,15 +150,13 @@ def use_float8(model: Transformer, section: Float8, emulates: bool) -> None:
     """
     names = {name for name in (*dict(model.named_modules()), *model.absent) if name.startswith("layers.")}
     for pattern in section.filter:
-        if not any(matches_name(pattern, name) for name in names):
-            problem = f'"{pattern}" fits no module of the layers; use names such as "layers.*.mlp"'
-            raise ConfigError("float8.filter", section.filter, problem)
+        problem = f'"{pattern}" fits no module of the layers; use names such as "layers.*.mlp"'
+        require(any(matches_name(pattern, name) for name in names), "float8.filter", section.filter, problem)
     if not emulates:
         convert_to_float8_training(nn.Identity())  # corrects torch's compiler where it writes wrong float8 numbers
     config, found = Float8LinearConfig.from_recipe_name(section.recipe), list(float8_linears(model, section))
-    if not found and not section.filter:
-        problem = f"no linear module of the layers has sides that are multiples of {MULTIPLE}; set it to false"
-        raise ConfigError("float8.enable", True, problem)
+    problem = f"no linear module of the layers has sides that are multiples of {MULTIPLE}; set it to false"
+    require(found or section.filter, "float8.enable", True, problem)
     # Modules of a kind share an object, which the compiler can then take for a constant of all layers' graphs.
     products: dict[int | None, Float8Product] = {}
     for name, module in found:
@@ -178,9 +176,8 @@ def _split_of(name: str, module: nn.Linear) -> tuple[int | None, Group | None]:
     weight = module.weight
     if not isinstance(weight, DTensor):
         return None, None
-    if not hasattr(module, "tensor_style"):
-        problem = f"{name} is split by torch's own style; use one of ours, or name it in float8.filter"
-        raise ConfigError("float8.enable", True, problem)
+    problem = f"{name} is split by torch's own style; use one of ours, or name it in float8.filter"
+    require(hasattr(module, "tensor_style"), "float8.enable", True, problem)
     rows, columns = weight.to_local().shape
     if rows % MULTIPLE or columns % MULTIPLE:
         problem = f"leaves a process {rows} × {columns} of {name}, but float8 takes multiples of {MULTIPLE}; lower it, "

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import ConfigError, require
 from titan_like.config.schema import JobConfig, Parallelism
 from titan_like.models.config import TransformerConfig
 
@@ -94,16 +94,14 @@ def resolve_layout(parallelism: Parallelism, world_size: int) -> Layout:
         ConfigError: the degrees do not multiply to the number of processes.
     """
     shard, key = parallelism.data_parallel_shard_degree, "parallelism.data_parallel_shard_degree"
-    if shard == 0:
-        raise ConfigError(key, shard, "must be at least 1, or -1 for the processes that the other degrees leave")
+    require(shard != 0, key, shard, "must be at least 1, or -1 for the processes that the other degrees leave")
     others = [degree for degree in FACTORS[::-1] if degree.name != "shard"]
     sizes = [getattr(parallelism, degree.key) for degree in others]
     product, titles = math.prod(sizes), " × ".join(degree.name for degree in others)
     told = "·".join(map(str, sizes))
     if shard == -1:
-        if world_size % product:
-            problem = f"{titles} = {told} = {product} does not divide the {world_size} processes"
-            raise ConfigError(key, shard, f"{problem}; start a multiple of {product}")
+        problem = f"{titles} = {told} = {product} does not divide the {world_size} processes"
+        require(world_size % product == 0, key, shard, f"{problem}; start a multiple of {product}")
         shard = world_size // product
     elif product * shard != world_size:
         problem = f"{titles} × shard = {told}·{shard} = {product * shard}, but the job has {world_size} processes"

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan_like.data.batch import Batch, model_fields
 from titan_like.models.config import TransformerConfig
 from titan_like.models.parts import layers_of, one_of_each, shared_parameters
-from titan_like.models.transformer import ModelInputs, Transformer, shared_modules
+from titan_like.models.transformer import Transformer, shared_modules
 from titan_like.optim.shards import local
 from titan_like.parallel.data import DataParallel
 from titan_like.parallel.schedules.communication import PipelineShape
@@ -98,25 +99,25 @@ class WholeModel(TimedPasses):
         (self.stage,) = model.stages
         self.shape = PipelineShape("1f1b", 1, 1)
 
-    def forward_backward(self, inputs: Sequence[ModelInputs], loss_function: LossFunction) -> None:
+    def forward_backward(self, batches: Sequence[Batch], loss_function: LossFunction) -> None:
         """Accumulate the gradients of all microbatches' losses."""
         data_parallel = self.stage.data_parallel
         data_parallel.before_forward()
-        for microbatch, x in enumerate(inputs):
+        for microbatch, batch in enumerate(batches):
             with self.timed(Action("F", 0, microbatch)):
-                loss = loss_function(self.stage.module(*x), microbatch)
+                loss = loss_function(self.stage.module(batch.tokens, **model_fields(batch)), microbatch)
             with self.timed(Action("B", 0, microbatch)):
-                data_parallel.before_backward(is_last=microbatch == len(inputs) - 1)
+                data_parallel.before_backward(is_last=microbatch == len(batches) - 1)
                 loss.backward()
                 data_parallel.after_backward()
         data_parallel.finish()
 
     @torch.no_grad()
-    def forward(self, inputs: Sequence[ModelInputs], loss_function: LossFunction) -> None:
+    def forward(self, batches: Sequence[Batch], loss_function: LossFunction) -> None:
         """Call ``loss_function`` with what the model returns for every microbatch; no gradients."""
         self.stage.data_parallel.before_forward()
-        for microbatch, x in enumerate(inputs):
-            loss_function(self.stage.module(*x), microbatch)
+        for microbatch, batch in enumerate(batches):
+            loss_function(self.stage.module(batch.tokens, **model_fields(batch)), microbatch)
             self.num_actions += 1
 
 

@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-from titan_like.models.transformer import ModelInputs
+from titan_like.data.batch import Batch, model_fields
 from titan_like.parallel.model import LossFunction, ParallelModel, Stage
 from titan_like.parallel.schedules.communication import MAX_PENDING_SENDS, PipelineShape
 from titan_like.parallel.schedules.tables import Action
@@ -49,7 +49,7 @@ class RunningStage(PipelineStage, TimedPasses):
         nothing = torch.empty(0)
         super().__init__(nn.Identity(), stage.index, len(ranks), device, nothing, nothing, group=group)
         self.stage, self.ranks, self.new_hidden = stage, ranks, new_hidden
-        self._inputs: Sequence[ModelInputs] = ()
+        self._batches: Sequence[Batch] = ()
         self._loss_function: LossFunction | None = None
         self._backwards_left = 0
         # By pass (F or B) and microbatch: the input that has arrived for it, and the result that waits to be sent.
@@ -60,15 +60,15 @@ class RunningStage(PipelineStage, TimedPasses):
         self._in_flight: dict[int, tuple[torch.Tensor, GradientEdge]] = {}
         self._products: dict[int, list[Product]] = {}  # by microbatch, between the two parts of a backward pass
 
-    def begin(self, inputs: Sequence[ModelInputs], loss_function: LossFunction) -> None:
-        """Start a batch. ``inputs`` are the microbatches; only the first stage reads their tokens."""
-        self._inputs, self._loss_function, self._backwards_left = inputs, loss_function, len(inputs)
+    def begin(self, batches: Sequence[Batch], loss_function: LossFunction) -> None:
+        """Start a batch, given its microbatches; only the first stage reads their tokens."""
+        self._batches, self._loss_function, self._backwards_left = batches, loss_function, len(batches)
 
     def end(self) -> None:
         """Finish a batch, and check that no microbatch is left in flight."""
         unfinished = self._arrived or self._made or self._in_flight or self._products
         assert not unfinished, "the schedule left something unfinished"
-        self._inputs, self._loss_function = (), None
+        self._batches, self._loss_function = (), None
 
     def forward_one_chunk(self, fwd_chunk_id: int, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         """Run one microbatch's forward pass.
@@ -76,12 +76,12 @@ class RunningStage(PipelineStage, TimedPasses):
         Returns:
             Hidden states [batch, seq here, hidden], or the scalar loss in the last stage.
         """
-        tokens, *others = self._inputs[fwd_chunk_id]
-        x = tokens if self.is_first else self._arrived.pop(("F", fwd_chunk_id))
+        batch = self._batches[fwd_chunk_id]
+        x = batch.tokens if self.is_first else self._arrived.pop(("F", fwd_chunk_id))
         backward = torch.is_grad_enabled()
         if not self.is_first:
             x.requires_grad_(backward)  # the received input is a leaf, whose gradient goes back to the previous stage
-        output = self.stage.module(x, *others)
+        output = self.stage.module(x, **model_fields(batch))
         if self.is_last:
             assert self._loss_function is not None
             output = self._loss_function(output, fwd_chunk_id)
@@ -278,26 +278,26 @@ class Pipeline:
         for stage in self.stages:
             stage.timeline = timeline
 
-    def forward_backward(self, inputs: Sequence[ModelInputs], loss_function: LossFunction) -> None:
+    def forward_backward(self, batches: Sequence[Batch], loss_function: LossFunction) -> None:
         """Accumulate the gradients of all microbatches' losses."""
-        self._run(inputs, loss_function, backward=True)
+        self._run(batches, loss_function, backward=True)
         for stage in self.model.stages:
             stage.data_parallel.finish()
 
     @torch.no_grad()
-    def forward(self, inputs: Sequence[ModelInputs], loss_function: LossFunction) -> None:
+    def forward(self, batches: Sequence[Batch], loss_function: LossFunction) -> None:
         """Run forward passes only. The last stage calls ``loss_function`` with what the model returns."""
-        self._run(inputs, loss_function, backward=False)
+        self._run(batches, loss_function, backward=False)
 
-    def _run(self, inputs: Sequence[ModelInputs], loss_function: LossFunction, backward: bool) -> None:
-        key = len(inputs), backward  # a batch-size ramp-up and validation need schedules of their own
+    def _run(self, batches: Sequence[Batch], loss_function: LossFunction, backward: bool) -> None:
+        key = len(batches), backward  # a batch-size ramp-up and validation need schedules of their own
         if key not in self._schedules:
             steps = self.shape.steps(dist.get_rank(self.group), *key)
-            self._schedules[key] = TableSchedule(self.stages, len(inputs), steps)
+            self._schedules[key] = TableSchedule(self.stages, len(batches), steps)
         for stage in self.stages:
             stage.stage.data_parallel.before_forward()
             stage.has_backward = backward
-            stage.begin(inputs, loss_function)
+            stage.begin(batches, loss_function)
         self._schedules[key].step()
         for stage in self.stages:
             stage.end()

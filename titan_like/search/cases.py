@@ -122,11 +122,7 @@ def _case(base: JobConfig, processes: int, chosen: dict[str, Any]) -> Case:
 
 
 def _effective(config: JobConfig, processes: int) -> JobConfig:
-    """A run without open degrees, and with plain values of keys that have no effect in its layout.
-
-    Raises:
-        ConfigError: a rule forbids it.
-    """
+    """A run without open degrees, and with plain values of keys that have no effect in its layout."""
     layout, section = resolve_settings(config, processes).layout, config.parallelism
     virtual = stages_per_rank(section.pipeline_schedule, section.virtual_stages_per_rank)
     plain: dict[str, Any] = {_SHARD: layout.shard, _VIRTUAL: virtual}

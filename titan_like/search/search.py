@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import ConfigError, require
 from titan_like.config.options import json_text, write_output_file
 from titan_like.config.schema import JobConfig
 from titan_like.metrics.console import format_duration
@@ -49,11 +49,8 @@ class Search:
         foreign = [name for name in files if (out / name).exists()]
         if foreign and not (out / "search.json").exists():
             raise ConfigError("--dump_folder", str(out), f"has {foreign[0]}, but no search; name another folder")
-        if _read(out / "search.json", here) != here:
-            problem = (
-                "holds a search with other layouts, settings, steps or limits; give the same, or name another folder"
-            )
-            raise ConfigError("--dump_folder", str(out), problem)
+        problem = "holds a search with other layouts, settings, steps or limits; give the same, or name another folder"
+        require(_read(out / "search.json", here) == here, "--dump_folder", str(out), problem)
         write_output_file("--dump_folder", out / "search.json", json_text(here))
         self.found: dict[str, dict[str, Any]] = {
             path.parent.name: _read(path, {}) for path in sorted((out / "trials").glob("*/result.json"))
@@ -147,14 +144,5 @@ class Search:
 
 
 def _read(path: Path, default: dict[str, Any]) -> dict[str, Any]:
-    """What a JSON file of the search holds.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return default
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError("--dump_folder", str(path.parent), f"{path.name} cannot be read ({error})") from None
+    """What a JSON file of the search holds."""
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else default

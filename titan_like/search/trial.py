@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import ConfigError, require
 from titan_like.config.schema import Checkpoint, Evaluation, JobConfig, LRScheduler, Metrics, Profiling
 from titan_like.train.environment import environment_number
 
@@ -64,15 +64,10 @@ class Place:
         return cls(program, per_node, None, tuple(hosts), job)
 
     def check(self, processes: int) -> None:
-        """Check that a job of this many processes can run here.
-
-        Raises:
-            ConfigError: it cannot.
-        """
+        """Refuse a job of this many processes if it cannot run here."""
         each, most = self.per_node or processes, (self.per_node or processes) * max(1, len(self.hosts))
-        if processes > most:
-            there = f"the Slurm job has {len(self.hosts)} nodes of {each}" if self.hosts else f"there are {each} GPUs"
-            raise ConfigError("--processes", processes, f"{there}; use at most {most}")
+        there = f"the Slurm job has {len(self.hosts)} nodes of {each}" if self.hosts else f"there are {each} GPUs"
+        require(processes <= most, "--processes", processes, f"{there}; use at most {most}")
         if processes > each and processes % each:
             raise ConfigError("--processes", processes, f"does not fill whole nodes; use a multiple of {each}")
 

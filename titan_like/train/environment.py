@@ -7,7 +7,7 @@ import os
 import socket
 import time
 
-from titan_like.config.errors import ConfigError, all_of
+from titan_like.config.errors import ConfigError, all_of, require
 from titan_like.config.schema import JobConfig
 from titan_like.parallel.layout import FACTORS
 
@@ -20,11 +20,9 @@ _MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def environment_number(name: str, default: int, least: int = 0, most: int = _LARGEST) -> int:
     """Read a whole number that torchrun sets; a `ConfigError` if it is none, or not from ``least`` to ``most``."""
     text = os.environ.get(name, str(default))
-    if not text.isdecimal() or len(text) > 20 or not least <= int(text) <= most:
-        is_large = text.isdecimal() and len(text) >= len(str(_LARGEST))
-        above = f" and at most {most}" if most != _LARGEST or is_large else ""
-        problem = f"must be a whole number of at least {least}{above}; torchrun sets it"
-        raise ConfigError(f"environment variable {name}", text, problem)
+    above = f" and at most {most}" if most < _LARGEST - 1 else ""
+    problem = f"must be a whole number of at least {least}{above}; torchrun sets it"
+    require(text.isdecimal() and least <= int(text) <= most, f"environment variable {name}", text, problem)
     return int(text)
 
 
@@ -32,29 +30,15 @@ def number_of_processes() -> int:
     """World size of this process's job, from torchrun's variables; 1 without them.
 
     Raises:
-        ConfigError: variables are not numbers, or contradict each other; one line for each. Or there are none, and srun
-            or mpirun has started several processes.
+        ConfigError: a variable is not a number or too large. Or there are none, and srun or mpirun has started several
+            processes.
     """
     if "WORLD_SIZE" not in os.environ:
         _check_launcher()
-    errors: list[ConfigError] = []
-    found = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "GROUP_WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0}
-    for name, default in (found | {"MASTER_PORT": 29500}).items():
-        most = 65535 if name == "MASTER_PORT" else _LARGEST
-        try:
-            found[name] = environment_number(name, default, least=min(default, 1), most=most)
-        except ConfigError as error:
-            errors.append(error)
-    world_size, local_size = found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"]
-    if not errors and "WORLD_SIZE" in os.environ and local_size > world_size:
-        problem = f"must be at most WORLD_SIZE = {world_size}; it is the number of processes on this machine"
-        errors.append(ConfigError("environment variable LOCAL_WORLD_SIZE", local_size, problem))
+    world_size = environment_number("WORLD_SIZE", 1, least=1)
+    environment_number("MASTER_PORT", 29500, most=65535)
     for name, of in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        if not errors and of in os.environ and found[name] >= found[of]:
-            problem = f"must be below {of} = {found[of]}; number the processes from 0 to {found[of] - 1}"
-            errors.append(ConfigError(f"environment variable {name}", found[name], problem))
-    if errors:
-        raise all_of(errors)
+        environment_number(name, 0, most=environment_number(of, _LARGEST, least=1) - 1)
     return world_size
 
 
@@ -79,11 +63,7 @@ def _check_launcher() -> None:
 
 
 def check_meeting() -> None:
-    """Check that a process of a larger job has all variables that it needs to join the others.
-
-    Raises:
-        ConfigError: variables are missing, one line for each, or MASTER_ADDR has no address.
-    """
+    """Refuse a process of a larger job without all variables that it needs to join the others, a line for each."""
     world_size, rank = environment_number("WORLD_SIZE", 1, least=1), environment_number("RANK", 0)
     missing = [name for name in _MEETING if not os.environ.get(name, "").strip()]
     if missing and (world_size > 1 or rank > 0):
@@ -142,10 +122,8 @@ def dry_run_world(config: JobConfig) -> int:
         key = "environment variable WORLD_SIZE"
     else:
         key, value = "parallelism.tensor_parallel_degree", config.parallelism.tensor_parallel_degree
-    if world_size > _MOST_DESCRIBED:
-        problem = f"makes a job of {world_size:,} processes; a dry run can describe at most {_MOST_DESCRIBED:,}"
-        raise ConfigError(key, value, problem)
-    if rank >= world_size:
-        problem = f"the job has {world_size} {'processes' if world_size > 1 else 'process'}"
-        raise ConfigError("job.dry_run_rank", rank, f"{problem}; use 0 to {world_size - 1}")
+    problem = f"makes a job of {world_size:,} processes; a dry run can describe at most {_MOST_DESCRIBED:,}"
+    require(world_size <= _MOST_DESCRIBED, key, value, problem)
+    problem = f"the job has {world_size} {'processes' if world_size > 1 else 'process'}"
+    require(rank < world_size, "job.dry_run_rank", rank, f"{problem}; use 0 to {world_size - 1}")
     return world_size

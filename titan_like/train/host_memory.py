@@ -1,47 +1,19 @@
 """Settings of the C library's memory allocator for training on a CPU.
 
-By default the memory of a training process grows from step to step, although every step allocates and frees the same
-buffers. `torch` asks glibc for memory aligned to 64 bytes. glibc takes a block that is up to 96 bytes too large and
-frees the two ends that are left over. Its cache of small blocks, the tcache, keeps such ends and hands them to the next
-small allocation. If that one lives on, the large block cannot be joined with its end again when it is freed: the hole
-is some bytes too small for the same request of the next step, which then extends the heap.
-
-Small blocks that live on do the same when they are cut off a hole that a large block needs. glibc takes the smallest
-hole that is large enough, so a spare hole of medium size keeps them out of the large ones.
+Every step allocates and frees the same buffers. A small block that lives on may be cut off the hole that a large buffer
+left, which is then too small for the same buffer of the next step. glibc takes the smallest hole that is large enough,
+so a spare hole of medium size keeps small blocks out of the large ones.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
-from contextlib import suppress
 
 # Options of glibc's mallopt(3).
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 
 _SPARE_BYTES = 16 << 20
-
-_NO_TCACHE = "glibc.malloc.tcache_count=0"
-
-
-def restart_without_tcache() -> None:
-    """Start this program again with glibc's tcache off, so that freed ends join their blocks at once.
-
-    glibc reads that setting only when a process starts, so call this first in a script. It does nothing under another
-    C library, on a machine with a GPU, where steps allocate little on the host, or if `GLIBC_TUNABLES` already sets the
-    size of the tcache. The process keeps its number, its open files and the options of its interpreter.
-    """
-    module = getattr(sys.modules["__main__"], "__spec__", None)  # of python -m
-    called = sys.argv if module is None else [module.name, *sys.argv[1:]]
-    is_program = sys.orig_argv[-len(called) :] == called  # not if another program runs the script
-    has_gpu = os.path.exists("/dev/nvidiactl") and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
-    tunables = os.environ.get("GLIBC_TUNABLES", "")
-    if not is_program or has_gpu or "CS_GNU_LIBC_VERSION" not in os.confstr_names or "tcache_count" in tunables:
-        return
-    environment = os.environ | {"GLIBC_TUNABLES": f"{tunables}:{_NO_TCACHE}".removeprefix(":")}
-    with suppress(OSError):  # training works without it, in more memory
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
 def keep_freed_memory() -> None:

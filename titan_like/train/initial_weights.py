@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from titan_like.checkpoint.loader import agree, is_checkpoint, load_checkpoint, model_tensors, unreadable
 from titan_like.checkpoint.step_folders import RUN_FILE, complete_steps, read_run_state
-from titan_like.config.errors import ConfigError, RunError, first_line
+from titan_like.config.errors import ConfigError, RunError, first_line, require
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import JobConfig
 from titan_like.hugging_face.folder import TensorSlices, is_hugging_face, local_folder, open_hugging_face
@@ -22,11 +22,7 @@ _KEY = "checkpoint.initial_load_path"
 
 
 def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
-    """Check that `checkpoint.initial_load_path` holds weights of this model, without reading tensors.
-
-    Raises:
-        ConfigError: it is neither a checkpoint nor a Hugging Face folder, is damaged, or holds another model.
-    """
+    """Refuse a `checkpoint.initial_load_path` without weights of this model. Reads no tensors."""
     text = config.checkpoint.initial_load_path
     if text is None:
         return
@@ -53,9 +49,8 @@ def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
     if "tokens" not in model.predictions:  # then there is no output matrix
         may_differ |= {"tied_embeddings"}
     for name, value in model.model_dump(mode="json").items():
-        if name not in may_differ and shape.get(name) != value:
-            problem = f"{path} holds weights of a model with {shape.get(name)}; set it to that, or name another {_KEY}"
-            raise ConfigError(f"model.overrides.{name}", value, problem)
+        problem = f"{path} holds weights of a model with {shape.get(name)}; set it to that, or name another {_KEY}"
+        require(name in may_differ or shape.get(name) == value, f"model.overrides.{name}", value, problem)
 
 
 def initial_folder(path: str) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import ConfigError, require
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import rampup_batch_sizes
 from titan_like.data.lengths import sample_length
@@ -13,21 +13,15 @@ from titan_like.parallel.schedules.tables import check_schedule, stages_per_rank
 
 
 def check_sequence(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
-    """Check that the model takes sequences of this length and that the layout can split them.
-
-    Raises:
-        ConfigError: a length is above the model's maximum, not divisible, or too short for span corruption.
-    """
+    """Refuse a length that is above the model's maximum, that the layout cannot split, or too short for its spans."""
     length, tensor = sample_length(config, model), layout.tensor
     # With context parallelism each rank takes two pieces, one from each end, to balance the work of causal attention.
     pieces = 2 * layout.context if layout.context > 1 else 1
     for key, size in (("training.seq_len", length.encoder), ("training.decoder_seq_len", length.decoder)):
-        if size > model.max_seq_len:
-            problem = f"the model's max_seq_len is {model.max_seq_len}; lower it or raise model.overrides.max_seq_len"
-            raise ConfigError(key, size, problem)
-        if size % pieces:
-            problem = f"not divisible by 2 × context_parallel_degree = {pieces}; use a multiple of it"
-            raise ConfigError(key, size, problem)
+        problem = f"the model's max_seq_len is {model.max_seq_len}; lower it or raise model.overrides.max_seq_len"
+        require(size <= model.max_seq_len, key, size, problem)
+        problem = f"not divisible by 2 × context_parallel_degree = {pieces}; use a multiple of it"
+        require(size % pieces == 0, key, size, problem)
         if config.parallelism.sequence_parallel and size // layout.context % tensor:
             problem = f"not divisible by context × tensor degrees = {layout.context * tensor} (sequence_parallel)"
             more = -(-size // (layout.context * tensor)) * layout.context * tensor
@@ -40,20 +34,15 @@ def is_sparse(model: TransformerConfig) -> bool:
 
 
 def check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
-    """Check that the tensor-parallel degree can split the model's matrices.
-
-    Raises:
-        ConfigError: the degree does not divide a size, or sequence parallelism is on with a degree of 1.
-    """
+    """Refuse a degree that does not divide the model's matrices, and sequence parallelism with a degree of 1."""
     sizes = {
         "num_attention_heads": model.num_attention_heads,
         "num_kv_heads": model.num_kv_heads,
         **model.split_widths,
     }
     for name, size in sizes.items():
-        if size % layout.tensor:
-            problem = f"does not divide the model's {name} ({size}); use a divisor of it"
-            raise ConfigError("parallelism.tensor_parallel_degree", layout.tensor, problem)
+        problem = f"does not divide the model's {name} ({size}); use a divisor of it"
+        require(size % layout.tensor == 0, "parallelism.tensor_parallel_degree", layout.tensor, problem)
     rows = -(-model.padded_vocab_size // layout.tensor)  # on every process except the last, which takes the remainder
     if rows * (layout.tensor - 1) >= model.padded_vocab_size:
         problem = f"leaves processes without a row of the vocabulary ({model.padded_vocab_size}); use a smaller one"
@@ -64,11 +53,7 @@ def check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: L
 
 
 def check_pipeline(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
-    """Check that the schedule can run with this number of stages, layers and microbatches.
-
-    Raises:
-        ConfigError: the schedule, stages, layers or microbatches do not fit together.
-    """
+    """Refuse a schedule that cannot run with this number of stages, layers and microbatches."""
     check_stages(config, model, layout)
     if layout.pipeline == 1:
         return
@@ -76,8 +61,8 @@ def check_pipeline(config: JobConfig, model: TransformerConfig, layout: Layout) 
     for size in rampup_batch_sizes(config.training):
         microbatches = size // (config.training.micro_batch_size * layout.data_parallel)
         refusal = check_schedule(schedule, layout.pipeline, virtual, microbatches)
+        key = "global_batch_size" if size == config.training.global_batch_size else "batch_size_rampup"
         if refusal is not None:
-            key = "global_batch_size" if size == config.training.global_batch_size else "batch_size_rampup"
             raise ConfigError(f"training.{key}", getattr(config.training, key), refusal)
 
 
@@ -89,9 +74,8 @@ def check_stages(config: JobConfig, model: TransformerConfig, layout: Layout) ->
         problem = "needs pipeline_parallel_degree > 1 and an interleaved schedule; use 1 or interleaved_1f1b"
         raise ConfigError("parallelism.virtual_stages_per_rank", virtual, problem)
     if pipeline == 1:
-        if section.pipeline_layers is not None:
-            problem = "there is one stage; leave it out or raise pipeline_parallel_degree"
-            raise ConfigError("parallelism.pipeline_layers", section.pipeline_layers, problem)
+        problem = "there is one stage; leave it out or raise pipeline_parallel_degree"
+        require(section.pipeline_layers is None, "parallelism.pipeline_layers", section.pipeline_layers, problem)
         return
     if virtual == 1 and schedule in ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble"):
         problem = "needs virtual_stages_per_rank of at least 2; raise it or use 1f1b"
@@ -100,9 +84,8 @@ def check_stages(config: JobConfig, model: TransformerConfig, layout: Layout) ->
         problem = f"{schedule} has exactly 2 stages per rank; use 2 or leave it out"
         raise ConfigError("parallelism.virtual_stages_per_rank", virtual, problem)
     stages = pipeline * stages_per_rank(schedule, virtual)
-    if stages > model.num_layers:
-        problem = f"{stages} stages for {model.num_layers} layers; use at most {model.num_layers} stages"
-        raise ConfigError("parallelism.pipeline_parallel_degree", pipeline, problem)
+    problem = f"{stages} stages for {model.num_layers} layers; use at most {model.num_layers} stages"
+    require(stages <= model.num_layers, "parallelism.pipeline_parallel_degree", pipeline, problem)
     counts = section.pipeline_layers
     if counts is not None and (len(counts) != stages or min(counts) < 1 or sum(counts) != model.num_layers):
         problem = f"must be {stages} numbers of at least 1 (one per stage) that sum to the {model.num_layers} layers"
@@ -110,28 +93,20 @@ def check_stages(config: JobConfig, model: TransformerConfig, layout: Layout) ->
 
 
 def check_expert_parallel(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
-    """Check that processes can share the model's experts.
-
-    Raises:
-        ConfigError: they cannot, or a layout of a model with experts is not supported.
-    """
+    """Refuse a degree that cannot share the model's experts, and layouts that experts do not support."""
     degree, key = layout.expert, "parallelism.expert_parallel_degree"
     if not isinstance(model, MoEConfig):
-        if degree > 1:
-            raise ConfigError(key, degree, f"{config.model.family} has no experts; use 1")
+        require(degree <= 1, key, degree, f"{config.model.family} has no experts; use 1")
         return
-    if model.num_experts % degree:
-        problem = f"does not divide the model's num_experts ({model.num_experts}); use a divisor of it"
-        raise ConfigError(key, degree, problem)
+    problem = f"does not divide the model's num_experts ({model.num_experts}); use a divisor of it"
+    require(model.num_experts % degree == 0, key, degree, problem)
     if layout.token_shards % degree:
         factors = f"shard × context × tensor = {layout.shard}·{layout.context}·{layout.tensor} = {layout.token_shards}"
         raise ConfigError(key, degree, f"does not divide the processes that share experts, {factors}; use a divisor")
-    if layout.tensor > 1 and not config.parallelism.sequence_parallel:
-        problem = "tensor-parallel processes with experts route their own parts of a sequence; set it to true"
-        raise ConfigError("parallelism.sequence_parallel", False, problem)
-    if layout.tensor > 1 and model.qk_norm == "all":
-        problem = 'qk_norm = "all" normalises all heads of a token together, which are on several processes; use 1'
-        raise ConfigError("parallelism.tensor_parallel_degree", layout.tensor, problem)
+    problem = "tensor-parallel processes with experts route their own parts of a sequence; set it to true"
+    require(layout.tensor <= 1 or config.parallelism.sequence_parallel, "parallelism.sequence_parallel", False, problem)
+    problem = 'qk_norm = "all" normalises all heads of a token together, which are on several processes; use 1'
+    require(layout.tensor <= 1 or model.qk_norm != "all", "parallelism.tensor_parallel_degree", layout.tensor, problem)
     # FSDP2 gathers split experts within the layer, which torch's selective checkpoints do not expect to recompute.
     if layout.splits_experts and config.activation_checkpoint.mode == "selective":
         problem = 'does not work with split experts or tensor parallelism; use "experts", "full" or "none"'
@@ -139,11 +114,7 @@ def check_expert_parallel(config: JobConfig, model: TransformerConfig, layout: L
 
 
 def check_context_parallel(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
-    """Check that processes can share the sequences of this model, in the way that is asked for.
-
-    Raises:
-        ConfigError: they cannot.
-    """
+    """Refuse context parallelism, or the method asked for, with a model that it cannot run."""
     degree, method = layout.context, config.parallelism.context_parallel_method
     if degree == 1:
         return

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from titan_like.config.errors import ConfigError, all_of
+from titan_like.config.errors import ConfigError, all_of, require
 from titan_like.config.schema import Float8, JobConfig, Parallelism
 from titan_like.data.batch_size import check_length, check_rampup, rampup_batch_sizes
 from titan_like.data.registry import find_dataset
@@ -58,11 +58,7 @@ class Settings:
 
 
 def check_rules(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
-    """Refuse settings that contradict each other.
-
-    Raises:
-        ConfigError: a rule is broken; the first one is reported.
-    """
+    """Refuse settings that contradict each other: raises the `ConfigError` of the first broken rule."""
     for error in broken_rules(config, model, layout):
         raise error
 
@@ -189,12 +185,11 @@ def _check_batches(config: JobConfig, layout: Layout) -> None:
             raise ConfigError(f"training.{key}", getattr(training, key), problem)
     degrees, size = config.parallelism, training.global_batch_size
     stages = layout.pipeline * stages_per_rank(degrees.pipeline_schedule, degrees.virtual_stages_per_rank)
-    if stages * (size // unit) > _MOST_PASSES:
-        problem = (
-            f"gives {size // unit:,} microbatches of {training.micro_batch_size} × {layout.data_parallel} samples in "
-            f"each of {stages} stages, but a step can have {_MOST_PASSES:,} passes; lower it or raise micro_batch_size"
-        )
-        raise ConfigError("training.global_batch_size", size, problem)
+    problem = (
+        f"gives {size // unit:,} microbatches of {training.micro_batch_size} × {layout.data_parallel} samples in "
+        f"each of {stages} stages, but a step can have {_MOST_PASSES:,} passes; lower it or raise micro_batch_size"
+    )
+    require(stages * (size // unit) <= _MOST_PASSES, "training.global_batch_size", size, problem)
 
 
 def _check_health(config: JobConfig) -> None:
@@ -206,29 +201,22 @@ def _check_health(config: JobConfig) -> None:
 
 def _check_evaluation(config: JobConfig) -> None:
     section = config.evaluation
-    if section.datasets and not section.interval:
-        problem = "are scored at each validation, but there is none; set evaluation.interval"
-        raise ConfigError("evaluation.datasets", section.datasets, problem)
+    problem = "are scored at each validation, but there is none; set evaluation.interval"
+    require(not section.datasets or section.interval, "evaluation.datasets", section.datasets, problem)
 
 
 def _check_tasks(config: JobConfig, model: TransformerConfig) -> None:
     tasks = config.evaluation.datasets
     if "choice" in model.predictions or any(spec.startswith("race=") for spec in tasks):
         return  # what a model with this head can do is checked with the tasks
-    if tasks and not model.is_causal:
-        problem = f"{config.model.family} {_LEARNS[model.objective]}, but these predict the next token; leave it out"
-        raise ConfigError("evaluation.datasets", config.evaluation.datasets, problem)
+    problem = f"{config.model.family} {_LEARNS[model.objective]}, but these predict the next token; leave it out"
+    require(not tasks or model.is_causal, "evaluation.datasets", config.evaluation.datasets, problem)
 
 
 def check_predicts_next_token(config: JobConfig, model: TransformerConfig) -> None:
-    """Refuse a family with another objective, for a command that needs a model of the next token.
-
-    Raises:
-        ConfigError: it is not causal.
-    """
-    if not model.is_causal:
-        problem = f"{_LEARNS[model.objective]} and continues no text; choose a causal family, such as gpt or llama"
-        raise ConfigError("model.family", config.model.family, problem)
+    """Refuse a family that is not causal, for a command that needs a model of the next token."""
+    problem = f"{_LEARNS[model.objective]} and continues no text; choose a causal family, such as gpt or llama"
+    require(model.is_causal, "model.family", config.model.family, problem)
 
 
 def _check_precision(config: JobConfig) -> None:
@@ -239,9 +227,8 @@ def _check_precision(config: JobConfig) -> None:
 
 
 def _check_float8(config: JobConfig) -> None:
-    if config.float8.enable and find_spec("torchao") is None:
-        problem = 'needs torchao; pip install "titan_like[float8]", or set it to false'
-        raise ConfigError("float8.enable", True, problem)
+    problem = 'needs torchao; pip install "titan_like[float8]", or set it to false'
+    require(not config.float8.enable or find_spec("torchao") is not None, "float8.enable", True, problem)
 
 
 def _check_compile(config: JobConfig, model: TransformerConfig) -> None:
@@ -249,67 +236,52 @@ def _check_compile(config: JobConfig, model: TransformerConfig) -> None:
     section = config.parallelism
     if not config.compile.enable or section.tensor_parallel_degree == 1:
         return
-    if config.activation_checkpoint.mode == "selective":
-        problem = 'cannot be compiled with tensor parallelism; use "full" or "none", or set compile.enable to false'
-        raise ConfigError("activation_checkpoint.mode", "selective", problem)
-    if getattr(model, "dropout", 0) > 0 and not section.sequence_parallel:
-        problem = (
-            "attention dropout over several processes cannot be compiled without sequence_parallel; set that to true"
-        )
-        raise ConfigError("compile.enable", True, problem)
+    problem = 'cannot be compiled with tensor parallelism; use "full" or "none", or set compile.enable to false'
+    require(config.activation_checkpoint.mode != "selective", "activation_checkpoint.mode", "selective", problem)
+    problem = "attention dropout over several processes cannot be compiled without sequence_parallel; set that to true"
+    require(getattr(model, "dropout", 0) <= 0 or section.sequence_parallel, "compile.enable", True, problem)
 
 
 def _check_experts(config: JobConfig, model: TransformerConfig) -> None:
     """Refuse what has not been made to work for matrices that are stacked."""
     if not is_sparse(model):
-        if config.activation_checkpoint.mode == "experts":
-            problem = f"{config.model.family} has no experts to recompute; use one of the other modes"
-            raise ConfigError("activation_checkpoint.mode", "experts", problem)
+        problem = f"{config.model.family} has no experts to recompute; use one of the other modes"
+        require(config.activation_checkpoint.mode != "experts", "activation_checkpoint.mode", "experts", problem)
         return
     family, rule = config.model.family, config.optimizer.name
-    if config.float8.enable:
-        problem = f"the products of {family}'s experts cannot be computed in float8 yet; set it to false"
-        raise ConfigError("float8.enable", True, problem)
-    if rule in ("muon", "adafactor"):
-        problem = f"would take the stacked experts of {family} for one matrix; use adamw or sgd"
-        raise ConfigError("optimizer.name", rule, problem)
+    problem = f"the products of {family}'s experts cannot be computed in float8 yet; set it to false"
+    require(not config.float8.enable, "float8.enable", True, problem)
+    problem = f"would take the stacked experts of {family} for one matrix; use adamw or sgd"
+    require(rule not in ("muon", "adafactor"), "optimizer.name", rule, problem)
     given = config.model.overrides.get("ffn_hidden_size")
-    if given not in (None, 0, model.ffn_hidden_size):
-        problem = f"no layer of {family} {config.model.flavor} is dense; set model.overrides.expert_ffn_hidden_size"
-        raise ConfigError("model.overrides.ffn_hidden_size", given, problem)
+    problem = f"no layer of {family} {config.model.flavor} is dense; set model.overrides.expert_ffn_hidden_size"
+    require(given in (None, 0, model.ffn_hidden_size), "model.overrides.ffn_hidden_size", given, problem)
 
 
 def _check_masks(config: JobConfig, model: TransformerConfig) -> None:
     section, family, learns = config.data, config.model.family, _LEARNS[model.objective]
     is_chat = section.dataset == "conversations"
-    if is_chat and not model.supports_masks:
-        problem = f"{family} {learns} and cannot be fine-tuned on answers; choose gpt, llama or moe"
-        raise ConfigError("data.dataset", "conversations", problem)
+    problem = f"{family} {learns} and cannot be fine-tuned on answers; choose gpt, llama or moe"
+    require(not is_chat or model.supports_masks, "data.dataset", "conversations", problem)
     for key in ("reset_position_ids", "reset_attention_mask") if is_chat else ():
-        if not getattr(section, key):
-            problem = "conversations share a sample and must not see each other; set it to true"
-            raise ConfigError(f"data.{key}", False, problem)
+        problem = "conversations share a sample and must not see each other; set it to true"
+        require(getattr(section, key), f"data.{key}", False, problem)
     for key, what in (("prefix_lm", "a random prefix"), ("eod_mask_loss", "an end of document before an answer")):
         if is_chat and getattr(section, key):
             raise ConfigError(f"data.{key}", True, f"{what} would take answers out of the loss; set it to false")
     for key in ("reset_position_ids", "reset_attention_mask", "prefix_lm"):
-        if getattr(section, key) and not model.supports_masks:
-            problem = f"{family} has only {_ATTENTION[model.objective]} attention over whole samples; leave it out"
-            raise ConfigError(f"data.{key}", True, problem)
-    if section.eod_mask_loss and not model.is_causal:
-        problem = f"{family} {learns}, never the first token of the next document; leave it out"
-        raise ConfigError("data.eod_mask_loss", True, problem)
+        problem = f"{family} has only {_ATTENTION[model.objective]} attention over whole samples; leave it out"
+        require(not getattr(section, key) or model.supports_masks, f"data.{key}", True, problem)
+    problem = f"{family} {learns}, never the first token of the next document; leave it out"
+    require(not section.eod_mask_loss or model.is_causal, "data.eod_mask_loss", True, problem)
     for objective, (example, keys) in _ONLY_FOR.items():
         for key in keys if model.objective != objective else ():
             name, _, field = key.partition(".")
             value = getattr(getattr(config, name), field)
-            if value != type(getattr(config, name)).model_fields[field].default:
-                problem = f"{family} {learns}, which this does not change; leave it out, or train {example}"
-                raise ConfigError(key, value, problem)
-    if section.prefix_lm_loss == "all" and not section.prefix_lm:
-        raise ConfigError(
-            "data.prefix_lm_loss", "all", "there is no prefix; set data.prefix_lm to true or leave it out"
-        )
+            problem = f"{family} {learns}, which this does not change; leave it out, or train {example}"
+            require(value == type(getattr(config, name)).model_fields[field].default, key, value, problem)
+    problem = "there is no prefix; set data.prefix_lm to true or leave it out"
+    require(section.prefix_lm_loss != "all" or section.prefix_lm, "data.prefix_lm_loss", "all", problem)
 
 
 def _check_sentences(config: JobConfig, model: TransformerConfig) -> None:
@@ -321,17 +293,15 @@ def _check_sentences(config: JobConfig, model: TransformerConfig) -> None:
         if config.model.family != "bert":
             problem = f'{config.model.family} has no head for pairs of sentences; leave it out, or train "bert"'
         raise ConfigError("data.sentence_objective", objective, problem)
-    if head == "pair" and objective == "none":
-        problem = 'nothing trains this head; set data.sentence_objective to "sentence_order" or "next_sentence"'
-        raise ConfigError("model.overrides.sentence_head", "pair", problem)
+    problem = 'nothing trains this head; set data.sentence_objective to "sentence_order" or "next_sentence"'
+    require(head != "pair" or objective != "none", "model.overrides.sentence_head", "pair", problem)
     if (head == "choice") != (dataset == "race"):
         problem = 'is for models that choose answers; set model.overrides.sentence_head to "choice"'
         if head == "choice":
             problem = 'has no questions with answers to choose from, which sentence_head "choice" needs; use "race"'
         raise ConfigError("data.dataset", dataset, problem)
-    if head != "none" and training.seq_len < _SHORTEST_PAIR:
-        problem = f"two sentences take {_SHORTEST_PAIR} tokens; use at least that"
-        raise ConfigError("training.seq_len", training.seq_len, problem)
+    problem = f"two sentences take {_SHORTEST_PAIR} tokens; use at least that"
+    require(head == "none" or training.seq_len >= _SHORTEST_PAIR, "training.seq_len", training.seq_len, problem)
     if head == "choice" and training.micro_batch_size % NUM_OPTIONS:
         problem = f"the {NUM_OPTIONS} options of a question are as many samples of a microbatch; use a multiple"
         raise ConfigError("training.micro_batch_size", training.micro_batch_size, problem)

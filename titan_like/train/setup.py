@@ -13,16 +13,14 @@ from pathlib import Path
 import torch
 
 from titan_like.checkpoint.checks import check_checkpoints, check_room, check_writable, checkpoint_bytes
-from titan_like.checkpoint.step_folders import checkpoint_folder, lock_path
-from titan_like.config.errors import ConfigError, first_line
-from titan_like.config.paths import writing_problem
+from titan_like.checkpoint.step_folders import checkpoint_folder
+from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.config.schema import JobConfig
 from titan_like.data.masks import Masks, masks_of
 from titan_like.data.open_source import open_data
 from titan_like.data.source import Source
 from titan_like.evaluate.task import Task
 from titan_like.evaluate.tasks import validation_tasks
-from titan_like.metrics.run_files import METRICS_FILE, RUNS_FILE
 from titan_like.models.config import TransformerConfig
 from titan_like.train.environment import environment_number
 from titan_like.train.initial_weights import check_initial_weights
@@ -104,20 +102,8 @@ def open_run_data(config: JobConfig, model: TransformerConfig) -> tuple[dict[str
 
 
 def check_folders(config: JobConfig, model: TransformerConfig, make: bool) -> None:
-    """Check that the run can write to its folders, and can resume or start from what they hold.
-
-    Raises:
-        ConfigError: a folder cannot be created or written to, checkpoints are of another run, or initial weights are of
-            another model.
-    """
-    dump_folder = Path(config.job.dump_folder)
-    check_writable("job.dump_folder", dump_folder, make)
-    for file in (dump_folder / METRICS_FILE, dump_folder / RUNS_FILE, lock_path(dump_folder / "run")):
-        problem = writing_problem(file)
-        if problem is not None:
-            raise ConfigError(
-                "job.dump_folder", str(dump_folder), f"{file} {problem}; remove it, or name another folder"
-            )
+    """Refuse folders that the run cannot write to, or whose checkpoints or initial weights are another model's."""
+    check_writable("job.dump_folder", Path(config.job.dump_folder), make)
     resumes = False
     if config.checkpoint.enable:
         resumes = check_checkpoints(config, model, checkpoint_folder(config), make)
@@ -137,9 +123,8 @@ def select_device(dtype: str, float8: bool = False) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank, found = environment_number("LOCAL_RANK", 0), torch.cuda.device_count()
-    if local_rank >= found:
-        problem = f"this machine has {found} GPUs; start at most that many processes on it"
-        raise ConfigError("torchrun --nproc_per_node", environment_number("LOCAL_WORLD_SIZE", 1), problem)
+    problem = f"this machine has {found} GPUs; start at most that many processes on it"
+    require(local_rank < found, "torchrun --nproc_per_node", environment_number("LOCAL_WORLD_SIZE", 1), problem)
     device = torch.device("cuda", local_rank)
     if dtype == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
         name = torch.cuda.get_device_name(device)

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -16,10 +15,10 @@ import torch.distributed as dist
 
 from titan_like.checkpoint.saver import SaveError
 from titan_like.config.errors import RunError
+from titan_like.data.batch import Batch, count_tokens, num_labels
 from titan_like.data.batch_size import global_batch_size_at
 from titan_like.data.lengths import sample_length
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
-from titan_like.data.masks import MaskedSamples
 from titan_like.metrics.console import format_log_line, format_sources, parameters_told
 from titan_like.metrics.flops import ThroughputMeter
 from titan_like.metrics.hardware import device_name, peak_memory_bytes, peak_tflops
@@ -27,8 +26,6 @@ from titan_like.metrics.profiling import StepProfiler
 from titan_like.metrics.record import StepRecord, named_losses
 from titan_like.metrics.run_files import METRICS_FILE, lacks_validation
 from titan_like.metrics.writers import build_writers
-from titan_like.models.layers.cross_entropy import num_labels
-from titan_like.models.transformer import ModelInputs
 from titan_like.optim.optimizer import update
 from titan_like.optim.schedule import describe_warmup, lr_factor, schedule_step
 from titan_like.parallel.compile_cache import CompileCache
@@ -139,16 +136,16 @@ class Trainer(ValidatedState):
             for writer in self.writers:
                 writer.close()
 
-    def train_step(self, data: Iterator[torch.Tensor]) -> IssuedStep:
+    def train_step(self, data: Iterator[Batch]) -> IssuedStep:
         """Issue one optimizer step over one global batch, without waiting for the device.
 
-        ``data`` yields microbatches [micro_batch, rows, seq], whose rows `Masks.split_rows` knows.
+        ``data`` yields microbatches of this process's samples.
         """
         config, device = self.config, self.run.device
         began, started = stamp(device), time.perf_counter()
         batch_size = global_batch_size_at(config.training, self.consumed_samples)
         num_microbatches = batch_size // (config.training.micro_batch_size * self.dp_size)
-        batches = [batch.to(device, non_blocking=True) for batch in islice(data, num_microbatches)]
+        batches = self._take(data, num_microbatches)
         data_time = time.perf_counter() - started
         # Not before there is a batch: torch seeds under a lock, with which worker processes must not be forked.
         seed_step(config.job.seed, self.step + 1, self.dropout_stream)
@@ -156,9 +153,8 @@ class Trainer(ValidatedState):
         # The loss is the mean over the valid tokens of the global batch, or a sum of such means, one for each of the
         # model's predictions. Counting the labels first lets every microbatch divide by the same numbers, so gradients
         # only need to be summed.
-        inputs, labels = zip(*map(self._split_rows, batches), strict=True)
         predictions = self.run.model.predictions
-        num_each, num_tokens, num_pairs = self._count(inputs, labels)
+        num_each, num_tokens, num_pairs = self._count(batches)
         factors = self.loss_scale / num_each.to(self.loss_dtype)
         losses = torch.zeros(len(predictions), device=device, dtype=self.loss_dtype)
 
@@ -168,7 +164,7 @@ class Trainer(ValidatedState):
             return output.sum()
 
         self.experts.begin(self.loss_scale, num_tokens)
-        self.pipeline.forward_backward(self._with_labels(inputs, labels, factors), add_loss)
+        self.pipeline.forward_backward([batch._replace(loss_factors=factors) for batch in batches], add_loss)
         self._complete_gradients()
         self.profiler.mark("gradient reduction")
         self._sum_over_samples(losses)
@@ -199,15 +195,13 @@ class Trainer(ValidatedState):
         counts = self.step, lr, batch_size, self.consumed_samples, self.consumed_tokens
         return IssuedStep(*counts, data_time, began, stamp(device), values)
 
-    def _count(
-        self, inputs: Sequence[ModelInputs], labels: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _count(self, batches: Sequence[Batch]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Count the global batch, in float64: its labels of each prediction [predictions], its tokens that are not
         padding, and the pairs of a query and a key that document masks leave (0 if samples have no masks).
         """
-        num_each = torch.stack([num_labels(microbatch, self.run.model.predictions) for microbatch in labels]).sum(0)
-        pairs = [(seen.end - seen.first).sum() for part in inputs if (seen := part.visible) is not None]
-        num_tokens = torch.stack([microbatch.num_tokens for microbatch in inputs]).sum()
+        num_each = torch.stack([num_labels(batch, self.run.model.predictions) for batch in batches]).sum(0)
+        pairs = [(seen.end - seen.first).sum() for batch in batches if (seen := batch.document_mask) is not None]
+        num_tokens = torch.stack(list(map(count_tokens, batches))).sum()
         num_pairs = torch.stack(pairs).sum() if pairs else torch.zeros_like(num_tokens)
         counts = torch.cat((num_each, num_tokens[None], num_pairs[None]))
         if self.token_group.size() > 1:
@@ -386,7 +380,7 @@ class Trainer(ValidatedState):
     def _load_data(self) -> BackgroundLoader:
         config = self.config
         sampler = GlobalSampler(self.consumed_samples, config.training.micro_batch_size, self.dp_rank, self.dp_size)
-        samples = MaskedSamples(self.run.datasets["train"], self.run.masks)
+        samples = self.run.masks.over(self.run.datasets["train"])
         self.data = BackgroundLoader(samples, sampler, config.data.num_workers, self.run.device)
         return self.data
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 
 import torch
 import torch.distributed as dist
 
+from titan_like.data.batch import Batch, num_labels, to_device
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
-from titan_like.data.masks import MaskedSamples
 from titan_like.evaluate.scoring import Scorer
 from titan_like.evaluate.tasks import run_tasks
 from titan_like.metrics.console import format_validation
 from titan_like.metrics.record import named_losses
 from titan_like.metrics.writers import Writer
-from titan_like.models.layers.cross_entropy import num_labels
-from titan_like.models.transformer import ModelInputs
 from titan_like.parallel.model import ModelOutput
 from titan_like.train.setup import Run
 from titan_like.train.signals import StopSignals
@@ -90,7 +88,7 @@ class ValidatedState(TrainingState):
             sampler = GlobalSampler(
                 0, config.training.micro_batch_size, self.dp_rank, self.dp_size, last_sample=-(-wanted // unit) * unit
             )
-            samples, workers = MaskedSamples(dataset, self.run.masks), config.data.num_workers
+            samples, workers = self.run.masks.over(dataset), config.data.num_workers
             self.validation_data = BackgroundLoader(samples, sampler, workers, self.run.device, repeats=True)
         else:
             self.validation_data.start()
@@ -102,19 +100,16 @@ class ValidatedState(TrainingState):
         self.model.train(False)
         microbatches = config.training.global_batch_size // unit
         with closing(data):
-            while batches := [batch.to(self.run.device, non_blocking=True) for batch in islice(data, microbatches)]:
+            while batches := self._take(data, microbatches):
                 self._leave_if_stopped()
-                inputs, labels = zip(*map(self._split_rows, batches), strict=True)
 
-                def add_loss(
-                    output: ModelOutput, microbatch: int, labels: Sequence[torch.Tensor] = labels
-                ) -> torch.Tensor:
+                def add_loss(output: ModelOutput, microbatch: int, batches: Sequence[Batch] = batches) -> torch.Tensor:
                     assert isinstance(output, torch.Tensor)
                     total[0] += output
-                    total[1] += num_labels(labels[microbatch], predictions)
+                    total[1] += num_labels(batches[microbatch], predictions)
                     return total[0].sum()
 
-                self.pipeline.forward(self._with_labels(inputs, labels, ones), add_loss)
+                self.pipeline.forward([batch._replace(loss_factors=ones) for batch in batches], add_loss)
         self.model.train()
         self.model.free_gathered_parameters()
         self._sum_over_samples(total)
@@ -136,16 +131,9 @@ class ValidatedState(TrainingState):
             if isinstance(value, float)
         }
 
-    def _split_rows(self, batch: torch.Tensor) -> tuple[ModelInputs, torch.Tensor]:
-        """A microbatch [micro_batch, rows, seq] → the model's inputs and labels, of this process's slice."""
-        return self.slices.take(*self.run.masks.split_rows(batch))
-
-    def _with_labels(
-        self, inputs: Sequence[ModelInputs], labels: Sequence[torch.Tensor], factors: torch.Tensor
-    ) -> list[ModelInputs]:
-        """Let the model compute losses. ``labels`` of each microbatch are [micro_batch, seq], factors [predictions]."""
-        pairs = zip(inputs, labels, strict=True)
-        return [one._replace(labels=own, loss_factors=factors) for one, own in pairs]
+    def _take(self, data: Iterator[Batch], count: int) -> list[Batch]:
+        """The next microbatches, up to ``count``: this process's slices, on its device."""
+        return [self.slices.take(to_device(batch, self.run.device)) for batch in islice(data, count)]
 
     def _sum_over_samples(self, value: torch.Tensor) -> None:
         """Sum in place over samples, their slices and stages. Only the last stage's ranks have values but zero."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import json
 import os
 import socket
@@ -13,7 +12,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -23,7 +21,8 @@ from titan_like.config.errors import ConfigError, RunError, first_line
 from titan_like.torch_private import default_store
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
-# How the names of functions begin in which a process waits for others.
+# How the names of functions begin in which a process waits for others. A rank that is inside one of our functions that
+# calls any of these, and in no other of ours, counts as waiting.
 _WAITING = ("wait", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "tolist", "synchronize")
 _COMMUNICATION = ("gloo", "nccl", "connection", "socket", "store", "peer")
 _MOST_LOOKING = 64  # ranks that read the heartbeats of all others when a job is stuck
@@ -288,7 +287,7 @@ def _place(stack: Sequence[tuple[CodeType, int | None]]) -> tuple[str, bool]:
     for code, line in stack:
         file = code.co_filename
         is_ours = file.startswith(_PACKAGE + os.sep)
-        waits = waits or "torch/distributed" in file or (is_ours and _waits_at(code, line))
+        waits = waits or "torch/distributed" in file or (is_ours and any(n.startswith(_WAITING) for n in code.co_names))
         if is_ours:
             place = f"{Path(file).relative_to(Path(_PACKAGE).parent)}:{line or code.co_firstlineno} in {code.co_name}"
             inner, inner_line = stack[0]
@@ -297,16 +296,6 @@ def _place(stack: Sequence[tuple[CodeType, int | None]]) -> tuple[str, bool]:
                 place += f" ({Path(inner.co_filename).name}:{number} in {inner.co_name})"
             return place, waits
     return "an unknown place", waits
-
-
-@lru_cache(maxsize=1024)
-def _waits_at(code: CodeType, line: int | None) -> bool:
-    """Whether a source line calls something that waits for other processes, judged by the names in its bytecode."""
-    if line is None:
-        return False
-    here = (step for step in dis.get_instructions(code) if step.positions and step.positions.lineno == line)
-    names = {step.argval for step in here if step.opname != "LOAD_CONST" and step.argval in code.co_names}
-    return any(name.startswith(_WAITING) for name in names)
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -18,16 +18,18 @@ from titan_like.config.errors import ConfigError, RunError, first_line
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data import blend, raw_text, shards, stream_reader
+from titan_like.data.batch import Batch
 from titan_like.data.blend import shares_of
 from titan_like.data.loader import BackgroundLoader, GlobalSampler, State, merge_states
-from titan_like.data.masks import MaskedSamples
+from titan_like.data.masks import Masks
 from titan_like.data.packed import corpus_folder, corpus_job
 from titan_like.models.registry import model_config
 from titan_like.train.setup import open_run_data
 from titan_like.verify.data_sources import define
-from titan_like.verify.masks import rows_of
+from titan_like.verify.masks import sample_of
 from titan_like.verify.processes import Member
 from titan_like.verify.token_ids import TokenIds, ids_of_tokenizer
+from titan_like.verify.watch import digest, samples_of
 
 _RELAY = ((4, 0), (1, 2), (2, 1))  # ranks, and data workers of each
 _PART = 16  # samples that each of them reads
@@ -102,7 +104,7 @@ def compare_with_definition(config: JobConfig) -> Found:
         source, defined = sources[split], define(config, split)
         if len(source) != len(defined):
             return Found(problem=f"{split}: {len(source)} samples, and should be {len(defined)}")
-        wanted = cache(partial(rows_of, defined, config, ids))
+        wanted = cache(partial(sample_of, defined, config, ids))
         try:
             stored = pickle.dumps(source)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -115,29 +117,28 @@ def compare_with_definition(config: JobConfig) -> Found:
                 copies = [pickle.loads(stored) for _ in range(ranks)]
                 for copy in copies:
                     copy.load_state_dict(state)
-                masked = [MaskedSamples(copy, masks) for copy in copies]
+                masked = list(map(masks.over, copies))
                 samples, reached = read(masked, first, size, micro_batch, workers)
                 state = reached if size < _WINDOW else {}
                 found = dict(enumerate(samples, start=first))
                 due = range(first, first + size)
-                wrong = [i for i in sorted({*due, *found}) if not (i in found and torch.equal(found[i], wanted(i)))]
+                wrong = [i for i in sorted({*due, *found}) if i not in found or digest(found[i]) != digest(wanted(i))]
                 if wrong or len(found) > size:
                     where = f"{split}, read by {ranks} ranks with {workers} workers each from sample {first} on"
                     return Found(problem=f"{where}: samples {wrong[:4]} of {size} are wrong")
     return Found(f"samples {', '.join(covered)}")
 
 
-def read(
-    copies: list[MaskedSamples], first: int, size: int, micro_batch: int, workers: int
-) -> tuple[list[torch.Tensor], State]:
-    """The samples, int64 [rows, seq], that ranks with a copy of the data each take, in the order of the stream, and the
-    state of the data after them.
+def read(copies: list[Masks], first: int, size: int, micro_batch: int, workers: int) -> tuple[list[Batch], State]:
+    """The samples that ranks with a copy of the data each take, in the order of the stream, and the state of the data
+    after them.
     """
-    taken, states = list[list[torch.Tensor]](), list[State]()
+    taken, states = list[list[Batch]](), list[State]()
     for rank, samples in enumerate(copies):  # one after the other: a fork beside running threads may hang
         sampler = GlobalSampler(first, micro_batch, rank, len(copies), first + size)
         with closing(BackgroundLoader(samples, sampler, workers, torch.device("cpu"))) as loader:
             taken.append(list(loader))
             states.append(loader.state)
-    ordered = [sample for turn in zip_longest(*taken) for batch in turn if batch is not None for sample in batch]
+    turns = (batch for turn in zip_longest(*taken) for batch in turn if batch is not None)
+    ordered = [sample for batch in turns for sample in samples_of(batch)]
     return ordered, merge_states(states)

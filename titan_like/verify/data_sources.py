@@ -21,6 +21,7 @@ import torch
 from titan_like.config.entry_points import load_entry
 from titan_like.config.schema import JobConfig
 from titan_like.data import blend, raw_text, shards
+from titan_like.data.batch import Batch
 from titan_like.data.indexed import IndexedDataset
 from titan_like.data.lengths import sample_length
 from titan_like.data.packed import corpus_folder, corpus_job
@@ -29,14 +30,14 @@ from titan_like.data.registry import find_dataset
 from titan_like.data.source import SPLITS, UNKNOWN_LENGTH, DataRequest, Source
 from titan_like.data.tokenizer import tokenizer_of
 from titan_like.models.registry import model_config
-from titan_like.verify.samples import IGNORED
+from titan_like.verify.samples import IGNORED, lists_of
 from titan_like.verify.token_ids import ids_of_tokenizer
 
-Sample = Callable[[int], torch.Tensor]  # by its number: int64 [2, seq]
+Sample = Callable[[int], Batch]  # by its number
 
 
 class Defined:
-    """The samples of a split, int64 [2, seq] each, by their number in the run."""
+    """The samples of a split by their number in the run."""
 
     def __init__(self, sample: Sample, length: int, epoch_end: int | None = None) -> None:
         """``epoch_end``: where the first epoch ends, if not at the length."""
@@ -46,7 +47,7 @@ class Defined:
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> Batch:
         return self._sample(index)
 
 
@@ -70,7 +71,7 @@ def define(config: JobConfig, split: str) -> Defined:
 def _ordered(request: DataRequest, sample: Sample, length: int, together: int = 1) -> Defined:
     """``together`` positions at a time, each once an epoch; of held-out data in order, and then without labels."""
 
-    def get(index: int) -> torch.Tensor:
+    def get(index: int) -> Batch:
         if request.split == "train":
             (epoch, place), option = divmod(index // together, length // together), index % together
             order = Permutation(length // together, request.seed, request.part, epoch)
@@ -80,8 +81,9 @@ def _ordered(request: DataRequest, sample: Sample, length: int, together: int = 
     return Defined(get, length)
 
 
-def _without_labels(sample: torch.Tensor) -> torch.Tensor:
-    return torch.stack((sample[0], torch.full_like(sample[1], IGNORED), *sample[2:]))
+def _without_labels(sample: Batch) -> Batch:
+    of_tokens, of_sample = (None if x is None else x * 0 + IGNORED for x in (sample.labels, sample.sample_labels))
+    return sample._replace(labels=of_tokens, sample_labels=of_sample)
 
 
 def _own(request: DataRequest, is_alone: bool) -> Defined:
@@ -103,9 +105,10 @@ def _windows(request: DataRequest) -> Defined:
     return _ordered(request, lambda i: _window(tokens[i * size : (i + 1) * size + 1]), max(0, len(tokens) - 1) // size)
 
 
-def _window(tokens: Any) -> torch.Tensor:
-    """Inputs, and the same a token later."""
-    return torch.from_numpy(np.array([tokens[:-1], tokens[1:]], dtype=np.int64))
+def _window(tokens: Any) -> Batch:
+    """Tokens, and the same a token later."""
+    inputs, labels = torch.from_numpy(np.array([tokens[:-1], tokens[1:]], dtype=np.int64))
+    return Batch(inputs, labels)
 
 
 def _bounds(dataset: IndexedDataset, weights: list[float]) -> list[int]:
@@ -125,7 +128,7 @@ def _bounds(dataset: IndexedDataset, weights: list[float]) -> list[int]:
 def _race(request: DataRequest) -> Defined:
     """[CLS] question with an option [SEP] passage [SEP], padded, for each of four options."""
     section, size = request.section, request.seq_len
-    ids, tokenizer = ids_of_tokenizer(section), tokenizer_of(section)
+    (first, separator, padding), tokenizer = ids_of_tokenizer(section).pair_ids, tokenizer_of(section)
     rows = list[tuple[str, str, int]]()  # question with an option, passage, and of the first option the answer
     for file in sorted(Path(section.paths[0], "train" if request.split == "train" else "dev").rglob("*.txt")):
         for record in map(json.loads, filter(str.strip, file.read_text(encoding="utf-8").split("\n"))):
@@ -135,44 +138,54 @@ def _race(request: DataRequest) -> Defined:
                 labels = ["ABCD".index(answer), IGNORED, IGNORED, IGNORED]
                 rows += [(blank.replace("_", options[n]), record["article"], labels[n]) for n in range(4)]
 
-    def sample(position: int) -> torch.Tensor:
+    def sample(position: int) -> Batch:
         *texts, label = rows[position]
         one, two = (tokenizer.encode(" ".join(text.split())).tolist() for text in texts)
         one = one[: min(128, (size - 3) // 2)]
-        row = [ids.first, *one, ids.separator, *two[: size - 3 - len(one)], ids.separator]
-        return torch.tensor([row + [ids.padding] * (size - len(row)), [label] + [IGNORED] * (size - 1)])
+        row = [first, *one, separator, *two[: size - 3 - len(one)], separator]
+        return Batch(torch.tensor(row + [padding] * (size - len(row))), sample_labels=torch.tensor(label))
 
     return _ordered(request, sample, len(rows), together=4)
 
 
 def _conversations(request: DataRequest) -> Defined:
-    """Stored conversations, the longest first, each in the fullest sample with room for it. Below 0 is no answer.
+    """Stored conversations, the longest first, each in the fullest sample with room for it.
 
     Samples are in the order of the numbers that split the files' conversations, each by that of its first conversation.
     """
     section, size, split = request.section, request.seq_len, SPLITS.index(request.split)
     dataset = IndexedDataset(corpus_folder(corpus_job(section), request.cache_folder) / "tokens")
-    weights, filling = [*map(float, section.split.split(","))], ids_of_tokenizer(section).end_of_document
+    weights, filling = [*map(float, section.split.split(","))], ids_of_tokenizer(section).eod_id
     low, high = (sum(weights[:end]) / sum(weights) for end in (split, split + 1))
-    samples, room = list[list[tuple[int, list[int]]]](), np.full(len(dataset), size)
-    drawn = [n * 0x9E3779B97F4A7C15 % 2**64 / 2**64 for n in range(len(dataset))]
-    own = [(n, dataset[n][: size + 1].tolist()) for n, at in enumerate(drawn) if low <= at < high]
-    for n, tokens in sorted((one for one in own if max(one[1][1:]) >= 0), key=lambda one: -len(one[1])):
-        needed = len(tokens) - 1
+    samples, room = list[list[tuple[int, list[tuple[int, int]]]]](), np.full(len(dataset) // 2, size)
+    drawn = [n * 0x9E3779B97F4A7C15 % 2**64 / 2**64 for n in range(len(dataset) // 2)]
+    own = [(n, _conversation(dataset, n)[:size]) for n, at in enumerate(drawn) if low <= at < high]
+    learned = (one for one in own if any(label != IGNORED for _, label in one[1]))
+    for n, pairs in sorted(learned, key=lambda one: -len(one[1])):
+        needed = len(pairs)
         chosen = int(np.where(room >= needed, room, size + 1)[: len(samples) + 1].argmin())
         samples += [[]] * (chosen == len(samples))
-        samples[chosen] = [*samples[chosen], (n, tokens)]
+        samples[chosen] = [*samples[chosen], (n, pairs)]
         room[chosen] -= needed
     samples.sort(key=lambda inside: drawn[min(inside)[0]])
 
-    def sample(position: int) -> torch.Tensor:
+    def sample(position: int) -> Batch:
         columns = list[tuple[int, int, int]]()
-        for _, tokens in samples[position]:
-            begin, pairs = len(columns), pairwise(tokens)
-            columns += [(max(now, -1 - now), after if after >= 0 else IGNORED, begin) for now, after in pairs]
-        return torch.tensor(columns + [(filling, IGNORED, len(columns))] * (size - len(columns))).T
+        for _, pairs in samples[position]:
+            columns += [(*pair, begin) for begin in [len(columns)] for pair in pairs]
+        padding = torch.arange(size) >= len(columns)
+        columns += [(filling, IGNORED, len(columns))] * (size - len(columns))
+        tokens, labels, starts = torch.tensor(columns).T
+        return Batch(tokens, labels, document_starts=starts, padding_mask=padding)
 
     return _ordered(request, sample, len(samples))
+
+
+def _conversation(dataset: IndexedDataset, number: int) -> list[tuple[int, int]]:
+    """Tokens of a stored conversation with their labels: the next ones, within the stored borders of answers."""
+    tokens, borders = dataset[2 * number].tolist(), dataset[2 * number + 1].tolist()
+    answers = {at for begin, end in zip(borders[::2], borders[1::2], strict=True) for at in range(begin, end)}
+    return [(now, after if at in answers else IGNORED) for at, (now, after) in enumerate(pairwise(tokens), start=1)]
 
 
 def _blend(request: DataRequest, parts: list[Defined], weights: list[float]) -> Defined:
@@ -206,7 +219,7 @@ def _blend(request: DataRequest, parts: list[Defined], weights: list[float]) -> 
             before[source] += 1
         return [numbers[place] for place in turns]
 
-    def get(index: int) -> torch.Tensor:
+    def get(index: int) -> Batch:
         if not (is_train or is_stream) and index >= end:
             return _without_labels(get(0))
         number, reader = divmod(index, readers)
@@ -225,11 +238,11 @@ def _blend(request: DataRequest, parts: list[Defined], weights: list[float]) -> 
 def _stream(request: DataRequest) -> Defined:
     """Windows over all documents of a reader, one after the other."""
     section, seq_len, readers = request.section, request.seq_len, request.section.num_readers
-    end, tokenizer = ids_of_tokenizer(section).end_of_document, tokenizer_of(section)
+    end, tokenizer = ids_of_tokenizer(section).eod_id, tokenizer_of(section)
     found, held = shards.find_shards(section.paths)[0], dict[int, list[int]]()
     documents = [_documents(request, found, reader) for reader in range(readers)]
 
-    def get(index: int) -> torch.Tensor:
+    def get(index: int) -> Batch:
         number, reader = divmod(index, readers)
         tokens, begin = held.setdefault(reader, []), number * seq_len
         while len(tokens) <= begin + seq_len:
@@ -240,7 +253,9 @@ def _stream(request: DataRequest) -> Defined:
         return _window(tokens[begin : begin + seq_len + 1])
 
     has_weight = float(section.split.split(",")[SPLITS.index(request.split)]) > 0
-    has_any = request.split == "train" or (has_weight and any((get(i)[1] != IGNORED).any() for i in range(readers)))
+    has_any = request.split == "train" or (
+        has_weight and any(set(lists_of(get(i))[1]) != {IGNORED} for i in range(readers))
+    )
     return Defined(get, UNKNOWN_LENGTH if has_any else 0)
 
 

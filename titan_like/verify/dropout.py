@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -39,8 +39,8 @@ from titan_like.verify.masks import described, take_definitions
 from titan_like.verify.places import joined, local
 from titan_like.verify.plain_training import FLOAT16_SCALE, add_gradients, mean_losses, norm, num_labels
 from titan_like.verify.reference import CANCELLED, FEW, FLOOR, MARGIN, NEGLIGIBLE, REPORTED, is_cancelled
-from titan_like.verify.samples import Samples, masks_of_run
 from titan_like.verify.shrink import FLAVOR, Small
+from titan_like.verify.token_ids import masks_of_run
 from titan_like.verify.watch import WatchedTrainer, digest
 
 RATE = 0.3  # at least: without the factor 1/(1 - rate), gradients differ by more than a half type's rounding
@@ -162,7 +162,7 @@ def observe_dropout(run: Run, report: Report, small: Small) -> None:
     flavor = run.config.model.flavors[FLAVOR] | fields
     run = changed_run(run, {"model.flavors": {FLAVOR: flavor}, "compile.enable": False})
     piece = run.config.training.micro_batch_size
-    held_out = described(cast(Samples, run.datasets["validation"]), range(batch), run.config)
+    held_out = described(run.datasets["validation"], range(batch), run.config)
     untrained = sum(mean_losses(_fresh_model(run), held_out, torch.float64, piece))
     trainer = WatchedTrainer(run, known_samples=batch)
     _compare_loss(report, Row.DROPOUT_VALIDATION, trainer.validate(), untrained)
@@ -273,7 +273,7 @@ def _replay(
     model, recorder, seed = _fresh_model(run), Recorder(0, 0, 0), run.config.job.seed
     recorder.follow(model)
     places = [(rank, number) for rank, microbatches in step.items() for number in range(len(microbatches))]
-    samples, lengths = cast(Samples, run.datasets["train"]), sample_length(run.config, run.model)
+    samples, lengths = run.datasets["train"], sample_length(run.config, run.model)
     pieces = [described(samples, step[rank][number], run.config) for rank, number in places]
 
     def mask(is_attention: bool, shape: torch.Size) -> torch.Tensor:
@@ -294,7 +294,7 @@ def _replay(
         everything = probabilities(q, k, v, *seen, **options)
         return (everything * mask(True, everything.shape)) @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
-    counts, loss = num_labels(model, pieces), 0.0
+    counts, loss = num_labels(pieces), 0.0
     with patch.object(F, "dropout", dropout), patch.object(F, "scaled_dot_product_attention", attention):
         for current, piece in zip(places, pieces, strict=True):  # noqa: B007 (mask() reads it)
             loss += sum(add_gradients(model, (piece,), counts, dtype))

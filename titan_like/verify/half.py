@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from titan_like.data.batch import Batch
 from titan_like.models.layers.cross_entropy import IGNORED_LABEL, Vocabulary
 from titan_like.models.layers.init import local_part
 from titan_like.optim.optimizer import LossScaler
@@ -162,7 +163,7 @@ def check_validated(report: Report, trainer: Trainer) -> None:
         master.copy_(before)
 
 
-def check_resumed(report: Report, trainer: WatchedTrainer, data: Callable[[], Iterator[torch.Tensor]]) -> None:
+def check_resumed(report: Report, trainer: WatchedTrainer, data: Callable[[], Iterator[Batch]]) -> None:
     """Save and resume, and compare the states bit for bit. Only a run that is right so far is resumed.
 
     Then both trainers take a step with the same ``data``. The new one knows nothing of earlier weights. So gradients

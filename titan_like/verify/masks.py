@@ -17,85 +17,36 @@ import torch.nn.functional as F
 from torch import nn
 
 from titan_like.config.schema import JobConfig
+from titan_like.data.batch import Batch, collate
 from titan_like.data.sentence_pairs import Samples
 from titan_like.models.layers.attention import AttentionCore
+from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.layers.positions import RelativeBias, rope_frequencies
 from titan_like.models.llama.config import LlamaConfig
 from titan_like.models.llama.model import Llama
 from titan_like.models.registry import model_config
 from titan_like.models.transformer import Transformer, replace_forward
-from titan_like.verify.samples import IGNORED, has_masks
+from titan_like.verify.samples import IGNORED, has_masks, lists_of
 from titan_like.verify.token_ids import TokenIds, ids_of_samples
 
-_Mask = torch.Tensor | None
+
+def described(samples: Samples, indices: Iterable[int], config: JobConfig) -> Batch:
+    """Small samples as a batch."""
+    ids = ids_of_samples(model_config(config.model).vocab_size)
+    return collate([sample_of(samples, config, ids, index) for index in indices])
 
 
-def described(samples: Samples, indices: Iterable[int], config: JobConfig) -> torch.Tensor:
-    """Small samples as int64 [n, 2, seq]: inputs and labels, of the model's objective.
-
-    Of span corruption, [n, 3, seq]: inputs, labels, and 1 at the encoder's positions. If [data] asks for masks,
-    [n, 3 + seq, seq]: inputs, labels, positions, and for each query the keys that it sees. If samples are pairs of
-    sentences, [n, 4 + seq, seq]: with the types of the tokens after the positions. If samples tell documents,
-    [n, 5 + seq, seq]: with each token's first key and 1 for padding after the positions.
-    """
+def sample_of(samples: Samples, config: JobConfig, ids: TokenIds, index: int) -> Batch:
+    """Sample ``index`` of the run."""
     model = model_config(config.model)
-    ids = ids_of_samples(model.vocab_size)
-
-    def describe(index: int) -> torch.Tensor:
-        sample = _of_objective(samples, config, ids, index)
-        if model.predictions != ("tokens",):
-            return _with_types(sample, ids.separator)
-        if not has_masks(config.data):
-            return sample
-        inputs, labels, positions, first, end, *padding = _with_masks(sample, index, config, ids)
-        rows, keys = [inputs, labels, positions, *([first, *padding] if padding else [])], torch.arange(len(end))
-        return torch.cat((torch.stack(rows), (first[:, None] <= keys) & (keys < end[:, None])))
-
-    return torch.stack([describe(index) for index in indices])
-
-
-def rows_of(samples: Samples, config: JobConfig, ids: TokenIds, index: int) -> torch.Tensor:
-    """Sample ``index`` of the run in the rows that the trainer reads, int64 [2 to 6, seq]."""
-    sample, section = _of_objective(samples, config, ids, index), config.data
-    if not has_masks(section):
-        return sample[:2]
-    has_intervals = section.reset_attention_mask or section.prefix_lm
-    rows = [0, 1, *[2] * section.reset_position_ids, *[3, 4] * has_intervals, *[5] * (len(sample) == 3)]
-    return _with_masks(sample, index, config, ids)[rows]
-
-
-def _of_objective(samples: Samples, config: JobConfig, ids: TokenIds, index: int) -> torch.Tensor:
-    """int64 [2, seq], or of span corruption [3, seq], whose last row is 1 at the encoder's positions."""
-    model = model_config(config.model)
-    is_pair = "pair" in model.predictions
-    sample = _pair(samples, index, config, ids) if is_pair else samples[index]
+    sample = _pair(samples, index, config, ids) if "pair" in model.predictions else samples[index]
     if model.objective == "span_corruption":
         return _without_spans(sample, index, config, ids)
     if model.objective == "mlm" and "tokens" in model.predictions:
-        return _with_masked_tokens(sample, index, config, ids, keeps_class=is_pair)
-    return sample
-
-
-def model_arguments(batch: torch.Tensor) -> tuple[torch.Tensor | int | None, ...]:
-    """What a model takes of samples from `described`.
-
-    Tokens; or tokens, positions, bool [n, 1, seq, seq] and for pairs None and types, or four times None and bool [n,
-    seq], the padding; or tokens, two times None and the encoder's length.
-    """
-    rows, seq_len = batch.shape[1:]
-    if rows == 2:
-        return (batch[:, 0],)
-    if rows == 3:
-        return batch[:, 0], None, None, int(batch[0, 2].sum())
-    types = (None, batch[:, 3]) if rows == 4 + seq_len else ()
-    padding = (None, None, None, None, batch[:, 4].bool()) if rows == 5 + seq_len else ()
-    return batch[:, 0], batch[:, 2], batch[:, None, -seq_len:].bool(), *types, *padding
-
-
-def num_tokens(batch: torch.Tensor) -> int:
-    """The tokens of samples from `described` that are not padding."""
-    samples, rows, seq_len = batch.shape
-    return samples * seq_len - (int(batch[:, 4].sum()) if rows == 5 + seq_len else 0)
+        sample = _with_masked_tokens(sample, index, config, ids)
+    if model.predictions != ("tokens",):
+        return _with_types(sample, ids.pair_ids[1])
+    return _with_masks(sample, index, config, ids)
 
 
 def take_definitions(model: Transformer, config: JobConfig, in_pairs: bool = False) -> None:
@@ -111,14 +62,14 @@ def take_definitions(model: Transformer, config: JobConfig, in_pairs: bool = Fal
             replace_forward(module, partial(_bias_by_distance, module))
         if isinstance(module, AttentionCore) and (takes_pairs or in_pairs):
             replace_forward(module, partial(_attend_to_pairs, module))
-        if name == "position_embedding" and not takes_pairs:
-            replace_forward(module, partial(_rows_in_order, module))
+        if name == "position_embedding":
+            replace_forward(module, partial(_rows_of, module))
 
 
-def _rows_in_order(table: nn.Module, positions: torch.Tensor) -> torch.Tensor:
-    """[seq, hidden]: the first row for the first position, and so on, whatever ``positions`` [seq] the model finds."""
+def _rows_of(table: nn.Module, positions: torch.Tensor) -> torch.Tensor:
+    """The rows of positions [batch, seq]; of [seq], which the model finds itself, the first row and so on."""
     assert isinstance(table.weight, torch.Tensor)
-    return table.weight[: len(positions)]
+    return table.weight[: len(positions)] if positions.ndim == 1 else table.weight[positions]
 
 
 def _rotary(model: Llama, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,13 +98,17 @@ def _turn(config: LlamaConfig, pair: int) -> float:
 
 
 def _attend_to_pairs(
-    core: AttentionCore, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: _Mask = None, bias: _Mask = None
-) -> torch.Tensor:
-    """Attention with a mask of all pairs in place of intervals, or a bias."""
+    core: AttentionCore, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: KeyRanges | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Attention with a mask of all pairs in place of key ranges, or a bias."""
     rate, is_grouped = core.dropout if core.training else 0.0, q.shape[1] != k.shape[1]
-    if mask is None and bias is None and core.is_causal:
+    mask = bias
+    if ranges is not None:
+        keys = torch.arange(k.shape[2], device=k.device)
+        mask = ((ranges.first[..., None] <= keys) & (keys < ranges.end[..., None]))[:, None]
+    elif bias is None and core.is_causal:
         mask = q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
-    mask = mask if bias is None else bias
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=rate, scale=core.scale, enable_gqa=is_grouped
     )
@@ -203,9 +158,9 @@ def _by_rank(values: np.ndarray) -> list[int]:
     return sorted(range(len(values)), key=lambda place: values[place])
 
 
-def _without_spans(sample: torch.Tensor, index: int, config: JobConfig, ids: TokenIds) -> torch.Tensor:
-    """int64 [2, raw] → [3, seq]. Texts and spans alternate, and both are cut at random places into as many pieces."""
-    (tokens, given), section = sample.tolist(), config.data
+def _without_spans(sample: Batch, index: int, config: JobConfig, ids: TokenIds) -> Batch:
+    """[raw] → [seq]. Texts and spans alternate, and both are cut at random places into as many pieces."""
+    (tokens, given), section = lists_of(sample), config.data
     random = _generator(b"span corruption", config.job.seed, index)
     num_noise = max(1, round(len(tokens) * section.noise_density))
     num_spans = max(1, round(num_noise / section.mean_noise_span_length))
@@ -222,7 +177,7 @@ def _without_spans(sample: torch.Tensor, index: int, config: JobConfig, ids: Tok
         targets.append(token)
         labels.append(IGNORED if label == IGNORED else token)
 
-    sentinels = iter(ids.sentinels)
+    sentinels = iter(ids.sentinel_ids)
     for t, token in enumerate(tokens):
         if is_noise[t] and not (t > 0 and is_noise[t - 1]):
             sentinel = next(sentinels)
@@ -232,27 +187,26 @@ def _without_spans(sample: torch.Tensor, index: int, config: JobConfig, ids: Tok
             write(token, given[t])
         else:
             inputs.append(token)
-    inputs.append(ids.end_of_document)
-    write(ids.end_of_document, given[-1])
+    inputs.append(ids.eod_id)
+    write(ids.eod_id, given[-1])
     while len(targets) < config.training.decoder_seq_len:
-        write(ids.pad, IGNORED)
-    decoder_inputs = [ids.pad, *targets[:-1]]
-    in_encoder = [1] * len(inputs) + [0] * len(targets)
-    return torch.tensor([inputs + decoder_inputs, [IGNORED] * len(inputs) + labels, in_encoder])
+        write(ids.pad_id, IGNORED)
+    decoder_inputs = [ids.pad_id, *targets[:-1]]
+    both, all_labels = inputs + decoder_inputs, [IGNORED] * len(inputs) + labels
+    return Batch(torch.tensor(both), torch.tensor(all_labels), encoder_len=len(inputs))
 
 
-def _with_masked_tokens(
-    sample: torch.Tensor, index: int, config: JobConfig, ids: TokenIds, keeps_class: bool
-) -> torch.Tensor:
-    """int64 [2, seq] → [2, seq]. The label of a chosen token is the token; the class of a pair is the first label.
+def _with_masked_tokens(sample: Batch, index: int, config: JobConfig, ids: TokenIds) -> Batch:
+    """The label of a chosen token is the token.
 
     Words are tried in random order. Of n-grams of a drawn length, the longest is taken that has no token which cannot
     be chosen or has been, and not more than are still to be chosen. If no word is short enough in the end, the first
     tokens of one are taken. Words that are too long from the beginning are cut into characters.
     """
     section, random = config.data, _generator(b"masked tokens", config.job.seed, index)
-    (tokens, given), ordinary = sample.tolist(), set(ids.ordinary)
-    free = {t for t, token in enumerate(tokens) if token in ordinary and given[t] != IGNORED}
+    (tokens, given), ordinary = lists_of(sample), sorted(set(range(ids.vocab_size)).difference(ids.special_ids))
+    known = set(ordinary)
+    free = {t for t, token in enumerate(tokens) if token in known and given[t] != IGNORED}
     left, chosen = max(1, round(len(free) * section.mlm_probability)) if free else 0, set[int]()
     words, most = [[t] for t in range(len(tokens))], left
     if section.mlm_whole_words:
@@ -274,13 +228,11 @@ def _with_masked_tokens(
                 break
     chosen.update(next((words[word] for word in order if words[word][0] in free), [])[:left])
     labels = [token if t in chosen else IGNORED for t, token in enumerate(tokens)]
-    if keeps_class:
-        labels[0] = given[0]
     kinds, others = random.random(len(tokens)).tolist(), random.random(len(tokens)).tolist()
     for t in chosen:
         if kinds[t] < 0.9:
-            tokens[t] = ids.mask if kinds[t] < 0.8 else ids.ordinary[int(others[t] * len(ids.ordinary))]
-    return torch.tensor([tokens, labels])
+            tokens[t] = ids.mask_id if kinds[t] < 0.8 else ordinary[int(others[t] * len(ordinary))]
+    return sample._replace(tokens=torch.tensor(tokens), labels=torch.tensor(labels))
 
 
 def _prefix_length(size: int, seed: int, index: int, begin: int) -> int:
@@ -289,10 +241,10 @@ def _prefix_length(size: int, seed: int, index: int, begin: int) -> int:
     return int.from_bytes(digest, "little") % size
 
 
-def _pair(samples: Samples, index: int, config: JobConfig, ids: TokenIds) -> torch.Tensor:
-    """A pair of sentences, int64 [2, seq], from the draws of `SentencePairs`. The first label is the class."""
+def _pair(samples: Samples, index: int, config: JobConfig, ids: TokenIds) -> Batch:
+    """A pair of sentences, and its class, from the draws of `SentencePairs`."""
     random, objective = _generator(b"sentence pairs", config.job.seed, index), config.data.sentence_objective
-    given, size = samples[index], samples[index].shape[1]
+    given, size = samples[index], len(samples[index].tokens)
     text = _text_of(given, size - 3, random, ids)
     cut = 1 + int(random.random() * (len(text) - 1))
     one, two, is_other = text[:cut], text[cut:], random.random() < 0.5
@@ -301,21 +253,21 @@ def _pair(samples: Samples, index: int, config: JobConfig, ids: TokenIds) -> tor
     elif is_other:
         drawn = int(random.random() * len(samples))
         others = [samples[(drawn + more) % len(samples)] for more in (0, 1)]
-        other = _text_of(others[torch.equal(others[0][0], given[0])], size - 3, random, ids)
+        other = _text_of(others[torch.equal(others[0].tokens, given.tokens)], size - 3, random, ids)
         two = other[max(len(other) - len(two), int(len(other) > 1)) :]  # never a whole text of several tokens
-    row = [(ids.first, False), *one, (ids.separator, False), *two, (ids.separator, False)]
-    row += [(ids.padding, False)] * (size - len(row))
-    is_held_out = bool((given[1] == IGNORED).all())
+    first, separator, padding = ((token, False) for token in ids.pair_ids)
+    row = [first, *one, separator, *two, separator]
+    row += [padding] * (size - len(row))
+    is_held_out = set(lists_of(given)[1]) == {IGNORED}
     labels = [token if has_label and not is_held_out else IGNORED for token, has_label in row]
-    if len(text) > 1 and not is_held_out:
-        labels[0] = int(is_other)
-    return torch.tensor([[token for token, _ in row], labels])
+    kind = torch.tensor(IGNORED if len(text) < 2 or is_held_out else int(is_other))
+    return Batch(torch.tensor([token for token, _ in row]), torch.tensor(labels), sample_labels=kind)
 
 
-def _text_of(sample: torch.Tensor, most: int, random: np.random.Generator, ids: TokenIds) -> list[tuple[int, bool]]:
-    """Tokens around a random one of a sample, int64 [2, seq], up to the ends of its document, and who has a label."""
-    inputs, labels = sample.tolist()
-    ends = [at for at, token in enumerate(inputs) if token in (ids.end_of_document, ids.first, ids.separator)]
+def _text_of(sample: Batch, most: int, random: np.random.Generator, ids: TokenIds) -> list[tuple[int, bool]]:
+    """Tokens around a random one of a sample, up to the ends of its document, and who has a label."""
+    inputs, labels = lists_of(sample)
+    ends = [at for at, token in enumerate(inputs) if token in (ids.eod_id, *ids.pair_ids[:2])]
     places = [at for at in range(len(inputs)) if at not in ends]
     if not places:
         return []
@@ -326,36 +278,38 @@ def _text_of(sample: torch.Tensor, most: int, random: np.random.Generator, ids: 
     return [(inputs[at], labels[at] != IGNORED) for at in range(begin, min(end, begin + most))]
 
 
-def _with_types(sample: torch.Tensor, separator: int) -> torch.Tensor:
-    """A pair of sentences, int64 [2, seq] → [4 + seq, seq]."""
-    inputs, labels = sample.tolist()
-    positions = list(range(len(inputs)))
-    first, last = (at for at in positions if inputs[at] == separator)
-    seen = [int(at <= last) for at in positions]
-    types = [int(first < at <= last) for at in positions]
-    return torch.tensor([inputs, labels, positions, types, *[seen] * len(inputs)])
+def _with_types(sample: Batch, separator: int) -> Batch:
+    """A pair of sentences with the types of its tokens, and with masks that hide what follows it."""
+    positions = list(range(len(sample.tokens)))
+    first, last = (at for at in positions if sample.tokens[at] == separator)
+    return sample._replace(
+        document_mask=KeyRanges(torch.tensor([0 for _ in positions]), torch.tensor([last + 1 for _ in positions])),
+        token_types=torch.tensor([int(first < at <= last) for at in positions]),
+        padding_mask=torch.tensor([at > last for at in positions]),
+    )
 
 
-def _with_masks(sample: torch.Tensor, index: int, config: JobConfig, ids: TokenIds) -> torch.Tensor:
-    """int64 [2 or 3, seq] → [5, seq]: inputs, labels, positions, and of each query the first key and the keys' end.
+def _with_masks(sample: Batch, index: int, config: JobConfig, ids: TokenIds) -> Batch:
+    """Positions, labels, and of each query the first key and the keys' end, where [data] asks for them.
 
-    Tokens of a segment see each other: those of its prefix all of them, and all of them earlier ones. Of samples that
-    tell documents, [6, seq]: with 1 for the last document's tokens if they are all the same, and have no labels.
+    Tokens of a segment see each other: those of its prefix all of them, and all of them earlier ones.
     """
-    (inputs, labels, *given), section, order = sample.tolist(), config.data, range(sample.shape[1])
-    begins = [t * (t > 0 and inputs[t - 1] == ids.end_of_document) for t in order]
-    documents = given[0] if given else list(accumulate(begins, max))  # where each token's begins
-    tail = {t for t in order if documents[t] == documents[-1]}
-    is_filled = {(inputs[t], labels[t]) for t in tail} == {(inputs[-1], IGNORED)}
-    positions = [t - documents[t] if section.reset_position_ids else t for t in order]
+    (inputs, labels), section, order = lists_of(sample), config.data, range(len(sample.tokens))
+    begins = [t * (t > 0 and inputs[t - 1] == ids.eod_id) for t in order]
+    given = sample.document_starts
+    documents = list(accumulate(begins, max)) if given is None else given.tolist()  # where each token's begins
     segments = documents if section.reset_attention_mask else [0 for _ in order]
     prefix_ends = {begin: begin for begin in segments}
     for begin, size in Counter(segments).items() if section.prefix_lm else ():
         prefix_ends[begin] += _prefix_length(size, config.job.seed, index, begin)
     for t in order:
-        crosses = section.eod_mask_loss and inputs[t] == ids.end_of_document
+        crosses = section.eod_mask_loss and inputs[t] == ids.eod_id
         if crosses or (section.prefix_lm_loss == "targets" and t + 1 < prefix_ends[segments[t]]):
             labels[t] = IGNORED
-    ends = [max(t + 1, prefix_ends[segments[t]]) for t in order]
-    padding = [[int(is_filled and t in tail) for t in order]] if given else []
-    return torch.tensor([inputs, labels, positions, segments, ends, *padding])
+    ends, has_ranges = [max(t + 1, prefix_ends[segments[t]]) for t in order], section.prefix_lm or segments is documents
+    return sample._replace(
+        labels=torch.tensor(labels),
+        positions=torch.tensor([t - documents[t] for t in order]) if section.reset_position_ids else None,
+        document_mask=KeyRanges(torch.tensor(segments), torch.tensor(ends)) if has_ranges else None,
+        document_starts=None,
+    )

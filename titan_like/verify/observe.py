@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -19,14 +19,12 @@ import torch.distributed as dist
 from titan_like.checkpoint.step_folders import checkpoint_path, complete_steps
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
+from titan_like.data.batch import Batch, collate
 from titan_like.data.lengths import sample_length
-from titan_like.data.masks import MaskedSamples
-from titan_like.data.source import Source
 from titan_like.metrics.record import StepRecord, named_losses
 from titan_like.models.layers import cross_entropy, init, interval_attention
 from titan_like.models.layers.init import local_part
 from titan_like.models.registry import model_config
-from titan_like.models.transformer import ModelInputs
 from titan_like.parallel import gradients, split
 from titan_like.parallel.layout import resolve_layout
 from titan_like.train.issued_step import IssuedStep
@@ -53,9 +51,10 @@ from titan_like.verify.plain_training import EPS, FLOAT16_SCALE, LARGE, rate_of,
 from titan_like.verify.processes import Member
 from titan_like.verify.reference import BLOCK_ELEMENTS, FEW, MARGIN
 from titan_like.verify.resumed import check_other_batches
-from titan_like.verify.samples import batches, masks_of_run, training_samples, validation_samples
+from titan_like.verify.samples import batches, training_samples, validation_samples
 from titan_like.verify.schedule import schedule_problem
 from titan_like.verify.shrink import Small
+from titan_like.verify.token_ids import masks_of_run
 from titan_like.verify.updates import UpdateCheck
 from titan_like.verify.watch import WatchedTrainer, digest
 
@@ -87,10 +86,12 @@ class ObservedTrainer(WatchedTrainer):
             self.scaler.scale.fill_(FLOAT16_SCALE)
             self.wanted_scale = state_of(self.scaler)
         self.is_in_passes = False
+        for name in ("forward_backward", "forward"):
+            setattr(self.pipeline, name, partial(self._run_passes, getattr(self.pipeline, name)))
         self.finer = {"loss": 0, "gradient norm": 0}  # good steps in which it has more digits than the half type
         self.types_of_sums = set[str]()  # of gradients between processes
 
-    def train_step(self, data: Iterator[torch.Tensor]) -> IssuedStep:
+    def train_step(self, data: Iterator[Batch]) -> IssuedStep:
         """Take one step and compare what it did to the weights."""
         step = self.step + 1
         if self._logs(step - 1):  # and it has been read
@@ -147,10 +148,12 @@ class ObservedTrainer(WatchedTrainer):
             for name, number in zip(self.finer, (found.loss, found.grad_norm), strict=True):
                 self.finer[name] += finer(torch.tensor(number), self.dtype)
 
-    def _with_labels(self, inputs: Any, labels: Any, factors: torch.Tensor) -> list[ModelInputs]:
+    def _run_passes(self, run: Callable[..., None], batches: Sequence[Batch], *others: Any) -> None:
+        factors = batches[0].loss_factors
+        assert factors is not None
         self._note_sum("the factor of the loss", factors.dtype)
         self.is_in_passes = True
-        return super()._with_labels(inputs, labels, factors)
+        run(batches, *others)
 
     def _note_sum(self, name: str, dtype: torch.dtype) -> None:
         """Check that a sum is computed in float32, or if it is of gradients between processes in their type."""
@@ -224,8 +227,9 @@ class ObservedTrainer(WatchedTrainer):
         has_tokens_of_others = ".experts." in name and section.expert_parallel_degree > 1
         if name in self.model.copies_in or has_table or has_tokens_of_others:
             return False
-        masks = self.run.masks
-        if masks.has_intervals or masks.pair_tokens is not None:  # the reference's attention takes a mask of all pairs
+        data = self.config.data
+        has_ranges = data.reset_attention_mask or data.prefix_lm or self.run.model.predictions != ("tokens",)
+        if has_ranges:  # the reference's attention takes a mask of all pairs
             return False
         sums_differently = section.tensor_parallel_degree * section.context_parallel_degree > 1
         sums_differently |= training.reduce_dtype != "float32"
@@ -313,12 +317,12 @@ class ObservedTrainer(WatchedTrainer):
         self.train()
         self.report.equal(Key(0, Row.SCHEDULE), f"it ends after step {self.step}", f"it ends after step {total}")
 
-    def _microbatches(self, step: int) -> Iterator[torch.Tensor]:
+    def _microbatches(self, step: int) -> Iterator[Batch]:
         """This process's microbatches of a step, without a second loader, which would begin in mid-run."""
-        masked, size = MaskedSamples(self.run.datasets["train"], self.run.masks), self.config.training.micro_batch_size
+        masked, size = self.run.masks.over(self.run.datasets["train"]), self.config.training.micro_batch_size
         batch = batches(self.small.config, step)[step]
         for start in range(batch.start + self.dp_rank * size, batch.stop, self.dp_size * size):
-            yield torch.stack([masked[index] for index in range(start, start + size)])
+            yield collate([masked[index] for index in range(start, start + size)])
 
 
 def observe(member: Member, reference: Reference, config: JobConfig, kind: str) -> Report:
@@ -436,12 +440,11 @@ def prepare_run(member: Member, reference: Reference, config: JobConfig, dtype: 
     settings = {"job.dump_folder": str(folder), "training.max_norm": plain.training.max_norm, "training.dtype": dtype}
     config = edit(config, settings | ({} if dtype in HALF else {"training.reduce_dtype": "float32"}))
     folder.mkdir(parents=True, exist_ok=True)
-    datasets = {"train": training_samples(plain), "validation": validation_samples(plain)}
     return Run(
         config=config,
         model=model_config(config.model),
         layout=resolve_layout(config.parallelism, member.world_size),
         device=torch.device(member.device),
-        datasets=cast(dict[str, Source], datasets),
+        datasets={"train": training_samples(plain), "validation": validation_samples(plain)},
         masks=masks_of_run(config),
     )

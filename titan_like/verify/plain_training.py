@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from titan_like.config.entry_points import load_entry
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
+from titan_like.data.batch import Batch, model_fields, to_device
 from titan_like.models.config import NUM_OPTIONS
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
@@ -25,10 +26,10 @@ from titan_like.optim.registry import RULES, find_rule
 from titan_like.verify.compare import EXACT, SINGLE, Key, Row
 from titan_like.verify.experts import PlainExperts, starve_an_expert
 from titan_like.verify.float8 import take_float8
-from titan_like.verify.masks import described, model_arguments, num_tokens, take_definitions
+from titan_like.verify.masks import described, take_definitions
 from titan_like.verify.matrix_optimizers import PlainAdafactor, PlainMuon
 from titan_like.verify.places import Outputs
-from titan_like.verify.samples import IGNORED, batches, training_samples, validation_samples
+from titan_like.verify.samples import IGNORED, batches, part_of, training_samples, validation_samples
 from titan_like.verify.shrink import Small
 
 EPS = {EXACT: 2.0**-52, SINGLE: 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
@@ -96,7 +97,7 @@ def train(
     samples, validation = training_samples(config), validation_samples(config)
     unit = config.training.micro_batch_size if config.float8.enable else 1
     filled = -(-len(validation) // unit) * unit  # the last microbatch is full, and float8 scales depend on all of it
-    held_out = described(validation, range(filled), config).to(device)
+    held_out = to_device(described(validation, range(filled), config), device)
     scale = FLOAT16_SCALE if dtype == "float16" else 1.0
     trace = Trace(sorted(parameters, key=lambda name: not name.startswith(model.entry)))  # in forward order
     trace.gaps = experts.gaps
@@ -111,8 +112,8 @@ def train(
                 starve_an_expert(model)
         if outputs is not None and step == outputs[0]:
             outputs[1].follow(model)
-        pieces = described(samples, batch, config).to(device).split(piece)
-        counts = num_labels(model, pieces)
+        pieces = split(to_device(described(samples, batch, config), device), piece)
+        counts = num_labels(pieces)
         losses = add_gradients(model, pieces[::-1] if is_reversed else pieces, counts, compute_type, scale, experts)
         gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
         for gradient in gradients.values():
@@ -141,7 +142,8 @@ def train(
         trace.keep(step, Row.WEIGHT, parameters)
         if step % config.evaluation.interval == 0:
             size = config.evaluation.steps * config.training.global_batch_size
-            trace.keep_losses(step, Row.VALIDATION, model, mean_losses(model, held_out[:size], compute_type, piece))
+            first = split(held_out, size)[0]
+            trace.keep_losses(step, Row.VALIDATION, model, mean_losses(model, first, compute_type, piece))
         if step == last:
             trace.keep(last, Row.WHOLE_VALIDATION, sum(mean_losses(model, held_out, compute_type, piece)))
     if dtype == EXACT and small.longer:
@@ -151,52 +153,54 @@ def train(
     return trace
 
 
-def labels_of(model: Transformer, batch: torch.Tensor) -> list[torch.Tensor]:
-    """The labels of each of a model's predictions, in samples [n, rows, seq] from `described`."""
-    kind, labels = model.config.predictions, batch[:, 1]
-    if kind == ("choice",):
-        return [labels.unflatten(0, (-1, NUM_OPTIONS))[:, 0, 0]]
-    return [labels[:, 1:], labels[:, 0]] if "pair" in kind else [labels]
+def split(batch: Batch, size: int) -> list[Batch]:
+    """Batches of at most ``size`` of a batch's samples."""
+    return [part_of(batch, slice(at, at + size)) for at in range(0, len(batch.tokens), size)]
 
 
-def num_labels(model: Transformer, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Number of labels of each prediction: [predictions]. pieces: each [n, rows, seq], from `described`."""
-    counts = [[(labels != IGNORED).sum() for labels in labels_of(model, piece)] for piece in pieces]
+def labels_of(batch: Batch) -> list[torch.Tensor]:
+    """The labels of each of a model's predictions."""
+    of_tokens = [] if batch.labels is None else [batch.labels[:, batch.encoder_len or 0 :]]  # of a decoder's positions
+    of_samples = [] if batch.sample_labels is None else [batch.sample_labels[:: 1 if of_tokens else NUM_OPTIONS]]
+    return of_tokens + of_samples
+
+
+def num_labels(pieces: Sequence[Batch]) -> torch.Tensor:
+    """Number of labels of each prediction: [predictions]."""
+    counts = [[(labels != IGNORED).sum() for labels in labels_of(piece)] for piece in pieces]
     return torch.tensor(counts).sum(0)
 
 
 def add_gradients(
-    model: Transformer, pieces: Sequence[torch.Tensor], counts: torch.Tensor, dtype: torch.dtype, scale: float = 1.0,
+    model: Transformer, pieces: Sequence[Batch], counts: torch.Tensor, dtype: torch.dtype, scale: float = 1.0,
     experts: PlainExperts | None = None,
 ) -> list[float]:  # fmt: skip
-    """Add the gradients of ``scale`` × the loss of pieces [n, rows, seq], given all their `num_labels`.
+    """Add the gradients of ``scale`` × the loss of pieces, given all their `num_labels`.
 
     Losses that balance ``experts`` are part of it, but not of what is returned.
 
     Returns the loss of each prediction; their sum is the loss.
     """
     total = torch.zeros(len(counts), dtype=torch.float64)
+    padding = sum(int(piece.padding_mask.sum()) for piece in pieces if piece.padding_mask is not None)
+    num_tokens = sum(piece.tokens.numel() for piece in pieces) - padding
     for piece in pieces:
         losses = summed_losses(model, piece, dtype)
         means = torch.stack([loss / count for loss, count in zip(losses, counts, strict=True)])
-        balance = 0.0 if experts is None else experts.loss_of_piece(sum(map(num_tokens, pieces)))
+        balance = 0.0 if experts is None else experts.loss_of_piece(num_tokens)
         ((means.sum() + balance) * scale).backward()
         total += means.detach().double().cpu()
     return total.tolist()
 
 
-def summed_losses(model: Transformer, batch: torch.Tensor, compute_type: torch.dtype) -> list[torch.Tensor]:
-    """Sums of the losses of each prediction, in samples [n, rows, seq] from `described`, at least float32."""
+def summed_losses(model: Transformer, batch: Batch, compute_type: torch.dtype) -> list[torch.Tensor]:
+    """Sums of the losses of each prediction, at least float32."""
     weights = {name: parameter.to(compute_type) for name, parameter in model.named_parameters()}
-    found = torch.func.functional_call(model, weights, model_arguments(batch))
+    found = torch.func.functional_call(model, weights, (batch.tokens,), model_fields(batch))
     outputs = list(found) if isinstance(found, tuple) else [found]
-    if model.config.objective == "span_corruption":
-        batch = batch[:, :, -outputs[0].shape[1] :]  # the logits are of the decoder's positions, which come last
-    kind, labels = model.config.predictions, labels_of(model, batch)
+    kind, labels = model.config.predictions, labels_of(batch)
     if "tokens" in kind:
         outputs[0] = outputs[0][..., : model.config.vocab_size]  # whatever the model does to the padding
-    if "pair" in kind:
-        outputs[0] = outputs[0][:, 1:]  # the first token's label is the pair's
     if "choice" in kind:
         outputs[0] = outputs[0].unflatten(0, (-1, NUM_OPTIONS)).flatten(1)
     accumulator = torch.promote_types(compute_type, torch.float32)
@@ -209,12 +213,12 @@ def summed_losses(model: Transformer, batch: torch.Tensor, compute_type: torch.d
 
 
 @torch.no_grad()
-def mean_losses(model: Transformer, batch: torch.Tensor, compute_type: torch.dtype, piece: int) -> list[float]:
-    """The losses of held-out samples [n, rows, seq], without dropout: the mean of each prediction's."""
+def mean_losses(model: Transformer, batch: Batch, compute_type: torch.dtype, piece: int) -> list[float]:
+    """The losses of held-out samples, without dropout: the mean of each prediction's."""
     model.eval()
-    parts = [torch.stack(summed_losses(model, part, compute_type)).double() for part in batch.split(piece)]
+    parts = [torch.stack(summed_losses(model, part, compute_type)).double() for part in split(batch, piece)]
     model.train()
-    return (torch.stack(parts).sum(0).cpu() / num_labels(model, [batch])).tolist()
+    return (torch.stack(parts).sum(0).cpu() / num_labels([batch])).tolist()
 
 
 def build_optimizer(named: list[tuple[str, torch.nn.Parameter]], config: JobConfig) -> torch.optim.Optimizer:

@@ -6,18 +6,17 @@ On such samples a mean of means is not the mean over all tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from titan_like.config.schema import Data, JobConfig, Training
+from titan_like.data.batch import Batch, map_tensors
 from titan_like.data.lengths import sample_length
-from titan_like.data.masks import Masks, masks_of
 from titan_like.data.packed import token_fingerprint
-from titan_like.data.tokenizer import Tokenizer
+from titan_like.data.sentence_pairs import PairTokens
+from titan_like.data.source import Source
 from titan_like.models.config import NUM_OPTIONS
 from titan_like.models.registry import model_config
 from titan_like.verify.shrink import layout_of
@@ -32,10 +31,8 @@ _EMPTY_BATCH = 2  # index of the global batch in which one data-parallel rank ha
 
 
 @dataclass(frozen=True)
-class Samples(Dataset[torch.Tensor]):
-    """Sample i, int64 [2, seq] (inputs and labels), is a function of the seed and i alone.
-
-    With ``has_padding``, [3, seq]: with the place where each token's document begins. The last one is then padding.
+class Samples(Source):
+    """Sample i is a function of the seed and i alone.
 
     An index past the end gives a sample without labels, as validation expects.
     """
@@ -54,7 +51,7 @@ class Samples(Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return self.size
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> Batch:
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + index) % 2**63)
         tokens = torch.randint(self.vocab_size, (self.seq_len + 1,), generator=generator)
         if self.has_documents:
@@ -74,36 +71,22 @@ class Samples(Dataset[torch.Tensor]):
             size, begins = self.seq_len - index % 4 * self.seq_len // 6, tokens[:-1].roll(1) == END_OF_DOCUMENT
             starts = torch.where(begins, positions, 0).cummax(0).values
             inputs[size:], labels[size:], starts[size:] = END_OF_DOCUMENT, IGNORED, size
-            return torch.stack((inputs, labels, starts))
-        return self._option(inputs, labels, index) if self.has_options else torch.stack((inputs, labels))
+            return Batch(inputs, labels, document_starts=starts, padding_mask=positions >= size)
+        return self._option(inputs, labels, index) if self.has_options else Batch(inputs, labels)
 
-    def _option(self, tokens: torch.Tensor, labels: torch.Tensor, index: int) -> torch.Tensor:
-        """One option of a question, two sentences of random tokens. The first option's first label is the answer."""
+    def _option(self, tokens: torch.Tensor, labels: torch.Tensor, index: int) -> Batch:
+        """One option of a question, two sentences of random tokens. The first option's label is the answer."""
         text = torch.where((tokens == FIRST) | (tokens == SEPARATOR), self.vocab_size - 1, tokens)
         length = self.seq_len - index % 3
         text[0], text[1 + index % (length - 3)], text[length - 1], text[length:] = FIRST, SEPARATOR, SEPARATOR, PADDING
-        answers = torch.full_like(labels, IGNORED)
-        if index % NUM_OPTIONS == 0 and (labels != IGNORED).any():
-            answers[0] = index // NUM_OPTIONS * 7 % NUM_OPTIONS
-        return torch.stack((text, answers))
+        has_answer = index % NUM_OPTIONS == 0 and bool((labels != IGNORED).any())
+        answer = torch.tensor(index // NUM_OPTIONS * 7 % NUM_OPTIONS if has_answer else IGNORED)
+        return PairTokens(FIRST, SEPARATOR, PADDING).batch(text, sample_labels=answer)
 
     @property
     def fingerprint(self) -> str:
         """Identifies this data in checkpoints."""
-        return token_fingerprint(torch.stack([self[index] for index in range(4)]).flatten().numpy())
-
-    def drawn(self, num_samples: int) -> dict[str, float]:
-        """Nothing: these samples are not a blend."""
-        return {}
-
-    def described(self, micro_batch_size: int, num_ranks: int) -> None:
-        """Nothing: there is nothing to say of them."""
-
-    def state_dict(self) -> None:
-        """Nothing: they are not read from anywhere."""
-
-    def load_state_dict(self, state: object) -> None:
-        """Nothing to load."""
+        return token_fingerprint(torch.cat([self[index].tokens for index in range(4)]).numpy())
 
 
 def batches(config: JobConfig, last: int) -> dict[int, range]:
@@ -158,29 +141,21 @@ def _kind_of(config: JobConfig) -> dict[str, Any]:
     }
 
 
-def masks_of_run(config: JobConfig) -> Masks:
-    """What the trainer adds to these samples, with tokens from this module.
-
-    The last tokens of the vocabulary are the sentinels, from the end, as in T5's.
-    """
-    model = model_config(config.model)
-    tokenizer = SimpleNamespace(
-        vocab_size=model.vocab_size,
-        eod_id=END_OF_DOCUMENT,
-        mask_id=MASK,
-        pad_id=PAD,
-        pair_ids=(FIRST, SEPARATOR, PADDING),
-        sentinel_ids=range(model.vocab_size - 1, PADDING, -1),
-        special_ids={END_OF_DOCUMENT, MASK, FIRST, SEPARATOR, PADDING},
-        words=words_of_samples,
-    )
-    return masks_of(config, model, cast(Tokenizer, tokenizer))
-
-
 def words_of_samples(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Where words and characters begin. A third of the tokens are words of their own, and runs of others are words."""
     joins = tokens % 3 > 0
     return np.append(True, ~(joins[1:] & joins[:-1])), np.ones(len(tokens), dtype=bool)
+
+
+def part_of(batch: Batch, which: int | slice) -> Batch:
+    """A sample of a batch, or several."""
+    return map_tensors(lambda x: x[which], batch)
+
+
+def lists_of(sample: Batch) -> tuple[list[int], list[int]]:
+    """Tokens and labels of a sample."""
+    assert sample.labels is not None
+    return sample.tokens.tolist(), sample.labels.tolist()
 
 
 def has_masks(section: Data) -> bool:

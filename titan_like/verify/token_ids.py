@@ -1,46 +1,48 @@
-"""Ids of special tokens, and where words begin: chosen for small samples, and those of a run's tokenizer."""
+"""Special tokens, and where words begin: chosen for small samples, and those of a run's tokenizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple, cast
 
 import numpy as np
 
-from titan_like.config.schema import Data
-from titan_like.data.tokenizer import ByteTokenizer, tokenizer_of
+from titan_like.config.schema import Data, JobConfig
+from titan_like.data.masks import Masks, masks_of
+from titan_like.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_of
+from titan_like.models.registry import model_config
 from titan_like.verify.samples import END_OF_DOCUMENT, FIRST, MASK, PAD, PADDING, SEPARATOR, words_of_samples
 
 
 class TokenIds(NamedTuple):
-    """The ids that objectives and masks need; -1 for a token that does not exist."""
+    """What objectives and masks need of a tokenizer, under its names for it."""
 
-    end_of_document: int = -1
-    mask: int = -1  # hides another token
-    pad: int = -1  # begins and fills up the decoder's input
-    first: int = -1  # this and the next two stand around two sentences
-    separator: int = -1
-    padding: int = -1
-    sentinels: Sequence[int] = ()
-    ordinary: Sequence[int] = ()  # can be masked, and replace others
+    eod_id: int = -1
+    mask_id: int = -1
+    pad_id: int = -1
+    pair_ids: tuple[int, int, int] = (-1, -1, -1)
+    sentinel_ids: Sequence[int] = ()
+    special_ids: Collection[int] = ()
+    vocab_size: int = 0
     words: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]] = words_of_samples  # where they and characters begin
 
 
 def ids_of_samples(vocab_size: int) -> TokenIds:
-    """Those of the small samples. The last tokens of the vocabulary are sentinels; a third are in no word."""
-    named = (END_OF_DOCUMENT, MASK, PAD, FIRST, SEPARATOR, PADDING)
-    ordinary = [token for token in range(vocab_size) if token not in named]
-    return TokenIds(*named, range(vocab_size - 1, PADDING, -1), ordinary, words_of_samples)
+    """Those of the small samples. The last tokens of the vocabulary are the sentinels, from the end, as in T5's."""
+    special, sentinels = (END_OF_DOCUMENT, MASK, FIRST, SEPARATOR, PADDING), range(vocab_size - 1, PADDING, -1)
+    return TokenIds(END_OF_DOCUMENT, MASK, PAD, (FIRST, SEPARATOR, PADDING), sentinels, special, vocab_size)
 
 
 def ids_of_tokenizer(section: Data) -> TokenIds:
     """Those of the tokenizer that [data] names."""
     tokenizer = tokenizer_of(section)
-    if isinstance(tokenizer, ByteTokenizer):
-        byte_ids = (256, 257, 258, 258, 259, 260, range(259, 359), range(256))
-        return TokenIds(*byte_ids, lambda tokens: tokenizer.words(tokens))
-    named = (tokenizer.eod_id, tokenizer.mask_id, tokenizer.pad_id, *(tokenizer.pair_ids or (None, None, None)))
-    end, mask, pad, first, separator, padding = (-1 if number is None else number for number in named)
-    ordinary = [number for number in range(tokenizer.vocab_size) if number not in tokenizer.special_ids]
-    ids = (end, mask, pad, first, separator, padding, tokenizer.sentinel_ids, ordinary)
-    return TokenIds(*ids, lambda tokens: tokenizer.words(tokens))
+    known = TokenIds(256, 257, 258, (258, 259, 260), range(259, 359), {256}, 257)
+    if not isinstance(tokenizer, ByteTokenizer):
+        known = TokenIds(*(getattr(tokenizer, name) for name in TokenIds._fields[:-1]))
+    return known._replace(words=lambda tokens: tokenizer.words(tokens))
+
+
+def masks_of_run(config: JobConfig) -> Masks:
+    """What the trainer makes of the small samples."""
+    model = model_config(config.model)
+    return masks_of(config, model, cast(Tokenizer, ids_of_samples(model.vocab_size)))

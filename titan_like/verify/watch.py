@@ -12,12 +12,13 @@ from typing import Any, cast
 import torch
 
 from titan_like.checkpoint.saver import Tensors
+from titan_like.data.batch import Batch
 from titan_like.data.loader import BackgroundLoader
-from titan_like.data.masks import MaskedSamples
 from titan_like.metrics.record import StepRecord
 from titan_like.train.issued_step import IssuedStep
 from titan_like.train.setup import Run
 from titan_like.train.trainer import Trainer
+from titan_like.verify.samples import part_of
 
 _COPY_SECONDS = 0.3  # that a save in the background waits for an update that waits for it
 
@@ -31,7 +32,7 @@ class WatchedTrainer(Trainer):
         self._may_copy, self._steps_since_save = threading.Event(), 0
         if run.config.checkpoint.async_:
             self._delay_copies()
-        masked = MaskedSamples(run.datasets["train"], run.masks)
+        masked = run.masks.over(run.datasets["train"])
         self.known = {digest(masked[index]): index for index in range(known_samples)}
         self.drawn: list[list[int]] = []  # sample indices of each microbatch of this process
         self.gradients: list[tuple[str, torch.Tensor]] = []  # of this process, by parameter; DTensors if sharded
@@ -68,13 +69,13 @@ class WatchedTrainer(Trainer):
     def _load_data(self) -> BackgroundLoader:
         return cast(BackgroundLoader, self._watched(super()._load_data()))
 
-    def _watched(self, loader: BackgroundLoader) -> Iterator[torch.Tensor]:
+    def _watched(self, loader: BackgroundLoader) -> Iterator[Batch]:
         with closing(loader):
             for batch in loader:
-                self.drawn.append([self.known.get(digest(sample), -1) for sample in batch])
+                self.drawn.append([self.known.get(digest(sample), -1) for sample in samples_of(batch)])
                 yield batch
 
-    def train_step(self, data: Iterator[torch.Tensor]) -> IssuedStep:
+    def train_step(self, data: Iterator[Batch]) -> IssuedStep:
         """Take one step and record its samples."""
         self.drawn = []
         issued = super().train_step(data)
@@ -96,7 +97,15 @@ class WatchedTrainer(Trainer):
         return records
 
 
-def digest(tensor: torch.Tensor) -> str:
-    """A hash of a tensor's bytes: equal exactly for tensors that are equal bit for bit."""
-    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+def samples_of(batch: Batch) -> list[Batch]:
+    """The samples that a loader has collated."""
+    return [part_of(batch, number) for number in range(len(batch.tokens))]
+
+
+def digest(value: Any) -> str:
+    """A hash of a tensor's bytes, or of a sample's fields: equal exactly for those that are equal bit for bit."""
+    if isinstance(value, torch.Tensor):
+        data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    else:
+        data = repr(tuple(map(digest, value)) if isinstance(value, tuple) else value).encode()
     return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -10,8 +10,8 @@ from unittest.mock import patch
 import torch
 
 from tests.distributed.mutations import bug
-from titan_like.models.layers.visible import VisibleKeys
-from titan_like.models.transformer import ModelInputs
+from titan_like.data.batch import Batch
+from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.parallel import collectives, context, slice_attention
 from titan_like.parallel.collectives import Group
 from titan_like.parallel.context import Slices
@@ -22,12 +22,12 @@ from titan_like.train.trainer import Trainer
 _take = Slices.take
 
 
-def _changed(change: Callable[[Slices, ModelInputs, torch.Tensor, int], Any]) -> AbstractContextManager[Any]:
-    """Change what a process of several takes: the slices, its inputs and labels, and the length of the sequence."""
+def _changed(change: Callable[[Slices, Batch, int], Batch]) -> AbstractContextManager[Any]:
+    """Change what a process of several takes: the slices, its batch, and the length of the sequence."""
 
-    def take(self: Slices, inputs: ModelInputs, labels: torch.Tensor) -> tuple[ModelInputs, torch.Tensor]:
-        cut = _take(self, inputs, labels)
-        return change(self, *cut, inputs.tokens.shape[1]) if self.size > 1 else cut
+    def take(self: Slices, batch: Batch) -> Batch:
+        cut = _take(self, batch)
+        return change(self, cut, batch.tokens.shape[1]) if self.size > 1 else cut
 
     return patch.object(Slices, "take", take)
 
@@ -36,9 +36,9 @@ def _changed(change: Callable[[Slices, ModelInputs, torch.Tensor, int], Any]) ->
 def positions_by_rank() -> Iterator[None]:
     """Positions are those of a contiguous part of the sequence."""
 
-    def change(slices: Slices, inputs: ModelInputs, labels: torch.Tensor, length: int) -> Any:
+    def change(slices: Slices, batch: Batch, length: int) -> Batch:
         part = length // slices.size
-        return inputs._replace(positions=torch.arange(slices.rank * part, (slices.rank + 1) * part)), labels
+        return batch._replace(positions=torch.arange(slices.rank * part, (slices.rank + 1) * part))
 
     with _changed(change):
         yield
@@ -48,13 +48,11 @@ def positions_by_rank() -> Iterator[None]:
 def mask_by_local_position() -> Iterator[None]:
     """A query sees as many keys as its number in the slice says."""
 
-    def change(slices: Slices, inputs: ModelInputs, labels: torch.Tensor, length: int) -> Any:
-        visible = inputs.visible
-        if visible is not None:
-            inputs = inputs._replace(
-                visible=VisibleKeys(visible.first, torch.arange(1, visible.end.shape[1] + 1).expand_as(visible.end))
-            )
-        return inputs, labels
+    def change(slices: Slices, batch: Batch, length: int) -> Batch:
+        if batch.document_mask is None:
+            return batch
+        first, end, _ = batch.document_mask
+        return batch._replace(document_mask=KeyRanges(first, torch.arange(1, end.shape[1] + 1).expand_as(end)))
 
     with _changed(change):
         yield
@@ -64,10 +62,11 @@ def mask_by_local_position() -> Iterator[None]:
 def labels_of_the_slice_shifted() -> Iterator[None]:
     """Labels are the next tokens of the slice, which are wrong at the pieces' edges."""
 
-    def change(slices: Slices, inputs: ModelInputs, labels: torch.Tensor, length: int) -> Any:
-        half, shifted = labels.shape[1] // 2, labels.clone()
-        shifted[:, half - 1] = inputs.tokens[:, half]
-        return inputs, shifted
+    def change(slices: Slices, batch: Batch, length: int) -> Batch:
+        assert batch.labels is not None
+        half, shifted = batch.labels.shape[1] // 2, batch.labels.clone()
+        shifted[:, half - 1] = batch.tokens[:, half]
+        return batch._replace(labels=shifted)
 
     with _changed(change):
         yield

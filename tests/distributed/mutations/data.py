@@ -13,6 +13,7 @@ import torch
 
 from tests.distributed.mutations import bug
 from titan_like.data import conversations, open_source, packed, race, source, stream, stream_reader
+from titan_like.data.batch import Batch
 from titan_like.data.blend import Blend, BlendedSource, Share
 from titan_like.data.conversations import ConversationSource
 from titan_like.data.indexed import IndexedDataset
@@ -86,11 +87,10 @@ def an_epoch_lacks_its_last_sample() -> Iterator[None]:
 
 
 @bug(PackedDataset, "sample")
-def windows_overlap_by_a_token(_: Any, self: PackedDataset, position: int) -> Any:
+def windows_overlap_by_a_token(_: Any, self: PackedDataset, position: int) -> Batch:
     """Windows begin with the last label's predecessor."""
     first = position * (self.request.seq_len - 1)
-    window = np.asarray(self.tokens[first : first + self.request.seq_len + 1], dtype=np.int64)
-    return source.torch.from_numpy(np.stack((window[:-1], window[1:])))
+    return packed.next_tokens(self.tokens[first : first + self.request.seq_len + 1])
 
 
 @bug(GlobalSampler, "__iter__")
@@ -236,19 +236,18 @@ def the_end_hides_tokens() -> Iterator[None]:
         yield
 
 
-@bug(ConversationSource, "_tokens")
-def questions_are_learned_too(original: Any, self: ConversationSource, number: int) -> np.ndarray:
+@bug(ConversationSource, "_read")
+def questions_are_learned_too(original: Any, self: ConversationSource, number: int) -> tuple[torch.Tensor, ...]:
     """Every token of a conversation is a label."""
-    marked = original(self, number)
-    return np.where(marked < 0, ~marked, marked)
+    tokens, is_answer = original(self, number)
+    return tokens, torch.ones_like(is_answer)
 
 
 @bug(ConversationSource, "sample")
-def conversations_are_one_document(original: Any, self: ConversationSource, position: int) -> torch.Tensor:
+def conversations_are_one_document(original: Any, self: ConversationSource, position: int) -> Batch:
     """The conversations of a sample see each other."""
     sample = original(self, position)
-    sample[2] = 0
-    return sample
+    return sample._replace(document_starts=torch.zeros_like(sample.document_starts))
 
 
 @bug(conversations, "pack")
@@ -258,8 +257,8 @@ def the_last_of_equally_long_conversations_comes_first(original: Any, lengths: l
     return [[last - number for number in numbers] for numbers in original(lengths[::-1], size)]
 
 
-@bug(ConversationSource, "_tokens")
-def long_conversations_are_dropped(original: Any, self: ConversationSource, number: int) -> np.ndarray:
+@bug(ConversationSource, "_read")
+def long_conversations_are_dropped(original: Any, self: ConversationSource, number: int) -> tuple[torch.Tensor, ...]:
     """A conversation that is longer than a sample counts as one without an answer."""
-    is_long = self._stored.lengths[number] > self.request.seq_len + 1
-    return np.full(2, -1) if is_long else original(self, number)
+    is_long = self._lengths[number] > self.request.seq_len + 1
+    return (torch.zeros(2), torch.zeros(2)) if is_long else original(self, number)

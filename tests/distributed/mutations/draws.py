@@ -8,10 +8,10 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-import torch
 
 from tests.distributed.mutations import bug
 from titan_like.data import masked_tokens, masks, sentence_pairs, span_corruption
+from titan_like.data.batch import Batch
 from titan_like.data.masked_tokens import MaskedTokens
 from titan_like.data.permutation import sample_generator
 from titan_like.data.source import IGNORED_LABEL
@@ -44,12 +44,10 @@ def draws_ignore_the_seed() -> Iterator[None]:
 
 
 @bug(MaskedTokens, "apply")
-def loss_on_replaced_tokens_alone(
-    original: Any, self: MaskedTokens, sample: torch.Tensor, seed: int, index: int
-) -> torch.Tensor:
+def loss_on_replaced_tokens_alone(original: Any, self: MaskedTokens, sample: Batch, seed: int, index: int) -> Batch:
     """A chosen token that stays as it is has no label."""
-    inputs, labels = original(self, sample, seed, index)
-    return torch.stack((inputs, labels.masked_fill(inputs == sample[0], IGNORED_LABEL)))
+    made = original(self, sample, seed, index)
+    return made._replace(labels=made.labels.masked_fill(made.tokens == sample.tokens, IGNORED_LABEL))
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.mutations import bug
+from titan_like.data.batch import Batch
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.models.layers import cross_entropy
 from titan_like.optim.optimizer import Gradients
@@ -247,13 +248,14 @@ def norm_in_float16() -> Iterator[None]:
         yield
 
 
-@bug(Trainer, "_with_labels")
-def third_samples_of_microbatches_lost(
-    original: Any, self: Trainer, inputs: Any, labels: Any, factors: torch.Tensor
-) -> Any:
+@bug(WholeModel, "forward_backward")
+def third_samples_of_microbatches_lost(original: Any, self: WholeModel, batches: list[Batch], loss: Any) -> None:
     """A microbatch has no loss after its second sample."""
-    kept = [torch.cat((own[:2], torch.full_like(own[2:], IGNORED_LABEL))) for own in labels]
-    return original(self, inputs, kept, factors)
+
+    def lost(labels: torch.Tensor) -> torch.Tensor:
+        return torch.cat((labels[:2], torch.full_like(labels[2:], IGNORED_LABEL)))
+
+    original(self, [batch._replace(labels=lost(batch.labels)) for batch in batches], loss)
 
 
 @bug(WholeModel, "forward_backward")

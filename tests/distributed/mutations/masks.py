@@ -11,43 +11,48 @@ import torch.distributed as dist
 
 from tests.distributed.mutations import bug
 from titan_like.data import masks
+from titan_like.data.batch import Batch
 from titan_like.data.masked_tokens import MaskedTokens
-from titan_like.data.masks import MaskedSamples, Masks
+from titan_like.data.masks import Masks
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.models.layers import interval_attention
 from titan_like.models.layers.attention import AttentionCore
-from titan_like.models.layers.visible import VisibleKeys
-from titan_like.models.transformer import ModelInputs, Transformer
+from titan_like.models.layers.key_ranges import KeyRanges
+from titan_like.models.transformer import Transformer
 from titan_like.parallel.collectives import Group
+from titan_like.parallel.context import Slices
 from titan_like.parallel.tensor_styles import PositionEmbedding
 from titan_like.torch_private import is_in_backward_pass
 from titan_like.train.trainer import Trainer
 
+_get_sample = Masks.__getitem__
+
 
 @bug(Transformer, "forward")
 def later_stages_attend_causally(
-    original: Any, self: Transformer, x: torch.Tensor, positions: Any = None, visible: Any = None, *others: Any
+    original: Any, self: Transformer, x: torch.Tensor, document_mask: Any = None, **others: Any
 ) -> Any:
     """Pipeline stages after the first get no mask."""
-    return original(self, x, positions, visible if self.is_first else None, *others)
+    return original(self, x, document_mask=document_mask if self.is_first else None, **others)
 
 
 @bug(Transformer, "forward")
 def later_stages_count_positions_through(
-    original: Any, self: Transformer, x: torch.Tensor, positions: Any = None, visible: Any = None, *others: Any
+    original: Any, self: Transformer, x: torch.Tensor, positions: Any = None, **others: Any
 ) -> Any:
     """Pipeline stages after the first get no positions."""
-    return original(self, x, positions if self.is_first else None, visible, *others)
+    return original(self, x, positions=positions if self.is_first else None, **others)
 
 
 @bug(AttentionCore, "forward")
 def recomputation_attends_causally(
-    original: Any, self: AttentionCore, q: Any, k: Any, v: Any, visible: VisibleKeys | None = None, bias: Any = None
+    original: Any, self: AttentionCore, q: Any, k: Any, v: Any, document_mask: KeyRanges | None = None, bias: Any = None
 ) -> torch.Tensor:
     """What is recomputed has no mask."""
-    if visible is not None and is_in_backward_pass():
-        visible = visible._replace(end=torch.arange(1, q.shape[2] + 1).expand_as(visible.end))
-    return original(self, q, k, v, visible, bias)
+    if document_mask is not None and is_in_backward_pass():
+        end = torch.arange(1, q.shape[2] + 1).expand_as(document_mask.end)
+        document_mask = document_mask._replace(end=end)
+    return original(self, q, k, v, document_mask, bias)
 
 
 @bug(PositionEmbedding, "forward")
@@ -62,21 +67,21 @@ def first_part_of_positions_everywhere(
 
 @bug(AttentionCore, "forward")
 def second_half_of_heads_sees_all_documents(
-    original: Any, self: AttentionCore, q: Any, k: Any, v: Any, visible: VisibleKeys | None = None, bias: Any = None
+    original: Any, self: AttentionCore, q: Any, k: Any, v: Any, document_mask: KeyRanges | None = None, bias: Any = None
 ) -> torch.Tensor:
     """Tensor-parallel processes but the first let tokens see other documents."""
-    if visible is not None and dist.get_rank() % 2:
-        visible = visible._replace(first=torch.zeros_like(visible.first))
-    return original(self, q, k, v, visible, bias)
+    if document_mask is not None and dist.get_rank() % 2:
+        document_mask = document_mask._replace(first=torch.zeros_like(document_mask.first))
+    return original(self, q, k, v, document_mask, bias)
 
 
-@bug(Masks, "split_rows")
-def documents_leak(original: Any, self: Masks, batch: torch.Tensor) -> tuple[ModelInputs, torch.Tensor]:
+@bug(Slices, "take")
+def documents_leak(original: Any, self: Slices, batch: Batch) -> Batch:
     """Tokens see the documents before theirs."""
-    inputs, labels = original(self, batch)
-    assert inputs.visible is not None
-    visible = inputs.visible._replace(first=torch.zeros_like(inputs.visible.first))
-    return inputs._replace(visible=visible), labels
+    batch = original(self, batch)
+    assert batch.document_mask is not None
+    first = torch.zeros_like(batch.document_mask.first)
+    return batch._replace(document_mask=batch.document_mask._replace(first=first))
 
 
 @bug(masks, "prefix_ends")
@@ -85,31 +90,30 @@ def prefix_one_token_short(original: Any, first: torch.Tensor, seed: int, index:
     return torch.maximum(original(first, seed, index) - 1, first)
 
 
-@bug(Masks, "add_rows")
-def masks_drawn_by_each_process(original: Any, self: Masks, sample: torch.Tensor, index: int) -> torch.Tensor:
+@bug(Masks, "__getitem__")
+def masks_drawn_by_each_process(original: Any, self: Masks, index: int) -> Batch:
     """Data-parallel processes draw prefixes and masked tokens from a seed of their own."""
-    return original(self, sample, index + (dist.get_rank() << 40))
+    return _numbered(original, self, index, index + (dist.get_rank() << 40))
 
 
-@bug(Masks, "split_rows")
-def mask_of_the_first_sample_for_all(
-    original: Any, self: Masks, batch: torch.Tensor
-) -> tuple[ModelInputs, torch.Tensor]:
+def _numbered(original: Any, masks: Masks, index: int, number: int) -> Batch:
+    """Sample ``index``, for which is drawn what sample ``number`` draws."""
+    return original(masks.over({number: masks.samples[index]}), number)  # type: ignore[arg-type]
+
+
+@bug(Slices, "take")
+def mask_of_the_first_sample_for_all(original: Any, self: Slices, batch: Batch) -> Batch:
     """All samples of a microbatch have the first one's mask."""
-    inputs, labels = original(self, batch)
-    assert inputs.visible is not None
-    first, end = (x[:1].expand_as(x) for x in (inputs.visible.first, inputs.visible.end))
-    return inputs._replace(visible=VisibleKeys(first, end)), labels
+    batch = original(self, batch)
+    assert batch.document_mask is not None
+    first, end = (x[:1].expand_as(x) for x in batch.document_mask[:2])
+    return batch._replace(document_mask=KeyRanges(first, end))
 
 
 @bug(Trainer, "validate")
 def validation_attends_causally(original: Any, self: Trainer) -> float:
     """Validation leaves out the masks."""
-
-    def plain(_: Masks, batch: torch.Tensor) -> tuple[ModelInputs, torch.Tensor]:
-        return ModelInputs(batch[:, 0]), batch[:, 1]
-
-    with patch.object(Masks, "split_rows", plain):
+    with patch.object(Slices, "take", lambda self, batch: Batch(batch.tokens, batch.labels)):
         return original(self)
 
 
@@ -118,20 +122,20 @@ def prefixes_drawn_from_the_start_when_resumed(original: Any, self: Trainer) -> 
     """A resumed run numbers its samples from 0 when it draws their prefixes."""
     consumed = self.consumed_samples
 
-    def sample(self: MaskedSamples, index: int) -> torch.Tensor:
-        return self.masks.add_rows(self.samples[index], index - consumed)
+    def sample(masks: Masks, index: int) -> Batch:
+        return _numbered(_get_sample, masks, index, index - consumed)
 
-    MaskedSamples.__getitem__ = sample  # type: ignore[method-assign]
+    Masks.__getitem__ = sample  # type: ignore[method-assign]
     return original(self)
 
 
 @bug(MaskedTokens, "apply")
 def replaced_tokens_are_their_own_labels(
-    original: Any, self: MaskedTokens, sample: torch.Tensor, seed: int, index: int
-) -> torch.Tensor:
+    original: Any, self: MaskedTokens, sample: Batch, seed: int, index: int
+) -> Batch:
     """A masked token is to be predicted as the mask."""
-    inputs, labels = original(self, sample, seed, index)
-    return torch.stack((inputs, torch.where(labels == IGNORED_LABEL, labels, inputs)))
+    made = original(self, sample, seed, index)
+    return made._replace(labels=torch.where(made.labels == IGNORED_LABEL, made.labels, made.tokens))
 
 
 @bug(interval_attention, "_blocks")

@@ -11,24 +11,19 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.mutations import bug
-from titan_like.data.masks import Masks
+from titan_like.data.batch import Batch
 from titan_like.data.sentence_pairs import SentencePairs
 from titan_like.models.bert.model import Bert
-from titan_like.models.transformer import ModelInputs
 from titan_like.parallel.collectives import CopyFromFirstRank
+from titan_like.parallel.context import Slices
 from titan_like.parallel.tensor_styles import FirstTokenOfAll, PooledLinear
 from titan_like.train import trainer
 
 
 @contextmanager
 def _changed_inputs(**values: Any) -> Iterator[None]:
-    original = Masks.split_rows
-
-    def split_rows(self: Masks, batch: torch.Tensor) -> tuple[ModelInputs, torch.Tensor]:
-        inputs, labels = original(self, batch)
-        return inputs._replace(**values), labels
-
-    with patch.object(Masks, "split_rows", split_rows):
+    take = Slices.take
+    with patch.object(Slices, "take", lambda self, batch: take(self, batch)._replace(**values)):
         yield
 
 
@@ -42,23 +37,19 @@ def types_dropped() -> Iterator[None]:
 @contextmanager
 def padding_is_seen() -> Iterator[None]:
     """Attention sees the padding."""
-    with _changed_inputs(visible=None):
+    with _changed_inputs(document_mask=None):
         yield
 
 
 @bug(SentencePairs, "make")
-def classes_swapped(original: Any, *arguments: Any) -> torch.Tensor:
+def classes_swapped(original: Any, *arguments: Any) -> Batch:
     """Every process labels pairs in order as those that are not."""
     pair = original(*arguments)
-    if pair[1, 0] >= 0:
-        pair[1, 0] = 1 - pair[1, 0]
-    return pair
+    return pair._replace(sample_labels=1 - pair.sample_labels) if pair.sample_labels >= 0 else pair
 
 
 @bug(SentencePairs, "make")
-def pairs_drawn_by_each_process(
-    original: Any, self: SentencePairs, samples: Any, index: int, seed: int
-) -> torch.Tensor:
+def pairs_drawn_by_each_process(original: Any, self: SentencePairs, samples: Any, index: int, seed: int) -> Batch:
     """Each process makes other pairs of the same samples."""
     return original(self, samples, index, seed + dist.get_rank())
 

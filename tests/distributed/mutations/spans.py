@@ -5,27 +5,26 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
-import torch
-
 from tests.distributed.mutations import bug
+from titan_like.data.batch import Batch
 from titan_like.data.span_corruption import SpanCorruption
 from titan_like.train.trainer import Trainer
 
 
 @bug(SpanCorruption, "apply")
-def decoder_sees_what_it_writes(original: Any, self: SpanCorruption, *arguments: Any) -> torch.Tensor:
+def decoder_sees_what_it_writes(original: Any, self: SpanCorruption, *arguments: Any) -> Batch:
     """The decoder's input is not shifted, so that it holds the very token that each position has to write."""
-    rows, begin = original(self, *arguments), self.encoder_len
-    rows[0, begin:] = rows[0, begin:].roll(-1)
-    return rows
+    made, begin = original(self, *arguments), self.length.encoder
+    made.tokens[begin:] = made.tokens[begin:].roll(-1)
+    return made
 
 
 @bug(SpanCorruption, "apply")
-def padding_carries_a_loss(original: Any, self: SpanCorruption, *arguments: Any) -> torch.Tensor:
+def padding_carries_a_loss(original: Any, self: SpanCorruption, *arguments: Any) -> Batch:
     """The decoder learns to write padding after the end."""
-    rows, first = original(self, *arguments), self.encoder_len + self.num_noise + len(self.sentinel_ids) + 1
-    rows[1, first:] = self.pad_id
-    return rows
+    made, first = original(self, *arguments), self.length.encoder + self.num_noise + len(self.sentinel_ids) + 1
+    made.labels[first:] = self.pad_id
+    return made
 
 
 @bug(Trainer, "validate")

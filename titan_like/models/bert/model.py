@@ -15,10 +15,10 @@ from torch import nn
 from titan_like.models.bert.config import BertConfig
 from titan_like.models.config import NUM_OPTIONS
 from titan_like.models.layers.attention import SelfAttention
-from titan_like.models.layers.cross_entropy import IGNORED_LABEL, labels_of_each
+from titan_like.models.layers.cross_entropy import IGNORED_LABEL
+from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.layers.mlp import GeluMLP
-from titan_like.models.layers.visible import VisibleKeys
-from titan_like.models.transformer import Transformer
+from titan_like.models.transformer import Labels, Transformer
 
 
 class BertLayer(nn.Module):
@@ -41,13 +41,13 @@ class BertLayer(nn.Module):
         self.mlp_norm = nn.LayerNorm(hidden, config.norm_eps)
         self.mlp = GeluMLP(hidden, config.ffn_hidden_size, approximate="none")
 
-    def forward(self, x: torch.Tensor, visible: VisibleKeys | None = None) -> torch.Tensor:
-        """[batch, seq, hidden] → [batch, seq, hidden]; every token sees all others without ``visible``."""
+    def forward(self, x: torch.Tensor, document_mask: KeyRanges | None = None) -> torch.Tensor:
+        """[batch, seq, hidden] → [batch, seq, hidden]; every token sees all others without ``document_mask``."""
         if self.norms_first:
-            attended = self.attention(self.attention_norm(x), None, visible)
+            attended = self.attention(self.attention_norm(x), None, document_mask)
             x = x + F.dropout(attended, self.dropout, self.training)
             return x + F.dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)
-        x = self.attention_norm(x + F.dropout(self.attention(x, None, visible), self.dropout, self.training))
+        x = self.attention_norm(x + F.dropout(self.attention(x, None, document_mask), self.dropout, self.training))
         return self.mlp_norm(x + F.dropout(self.mlp(x), self.dropout, self.training))
 
 
@@ -142,14 +142,16 @@ class Bert(Transformer):
         pooled = torch.tanh(self.pooler(self.first_token(x)))
         return self.pair(pooled) if "pair" in self.config.predictions else self.choice(self.pooled_dropout(pooled))
 
-    def loss(self, x: torch.Tensor, labels: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    def loss(self, x: torch.Tensor, factors: torch.Tensor, labels: Labels, sample_labels: Labels) -> torch.Tensor:
         """As in the base class. The classes of a choice are the options of its question."""
-        x, losses, predictions = self.norm(x), [], self.config.predictions
-        for name, own, factor in zip(predictions, labels_of_each(labels, predictions), factors, strict=True):
+        x, losses = self.norm(x), []
+        for name, factor in zip(self.config.predictions, factors, strict=True):
             if name == "tokens":
-                losses.append(self.loss_of_tokens(self.transform(x), own, factor))
+                losses.append(self.loss_of_tokens(self.transform(x), labels, factor))
             else:
-                scores = self.scores(x).reshape(-1, 2 if name == "pair" else NUM_OPTIONS).to(factor.dtype)
+                assert sample_labels is not None
+                classes, samples = (2, 1) if name == "pair" else (NUM_OPTIONS, NUM_OPTIONS)
+                scores, own = self.scores(x).reshape(-1, classes).to(factor.dtype), sample_labels[::samples]
                 summed = F.cross_entropy(scores, own, ignore_index=IGNORED_LABEL, reduction="sum")
                 losses.append(summed * factor)
         return torch.stack(losses)

@@ -8,8 +8,8 @@ from torch import nn
 
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.layers.attention import SelfAttention
+from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.layers.mlp import GeluMLP
-from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.transformer import Transformer
 
 
@@ -27,9 +27,9 @@ class GPTLayer(nn.Module):
         self.mlp_norm = nn.LayerNorm(hidden, config.norm_eps)
         self.mlp = GeluMLP(hidden, config.ffn_hidden_size)
 
-    def forward(self, x: torch.Tensor, visible: VisibleKeys | None = None) -> torch.Tensor:
-        """[batch, seq, hidden] → [batch, seq, hidden]; causal without ``visible``."""
-        attended = self.attention(self.attention_norm(x), None, visible)
+    def forward(self, x: torch.Tensor, document_mask: KeyRanges | None = None) -> torch.Tensor:
+        """[batch, seq, hidden] → [batch, seq, hidden]; causal without ``document_mask``."""
+        attended = self.attention(self.attention_norm(x), None, document_mask)
         x = x + F.dropout(attended, self.dropout, self.training)
         return x + F.dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from titan_like.models.layers.interval_attention import interval_attention
+from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.layers.positions import apply_rope
-from titan_like.models.layers.visible import VisibleKeys
 
 
 class AttentionCore(nn.Module):
@@ -29,23 +29,23 @@ class AttentionCore(nn.Module):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        visible: VisibleKeys | None = None,
+        document_mask: KeyRanges | None = None,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """q [batch, heads, seq, head_dim], k and v [batch, kv_heads, keys, head_dim] → shape of q.
 
-        ``visible`` says which keys each query sees. ``bias``, [1, heads, seq, keys], is added to the scores, and hides
-        a key where it is -inf. Without either, attention is causal, or sees all keys.
+        ``document_mask`` says which keys each query sees. ``bias``, [1, heads, seq, keys], is added to the scores, and
+        hides a key where it is -inf. Without either, attention is causal, or sees all keys.
 
         Raises:
             ValueError: both are given.
         """
-        if bias is not None and visible is not None:
+        if bias is not None and document_mask is not None:
             raise ValueError("attention takes either the keys that queries see, or a bias that hides the others")
         dropout, is_grouped = self.dropout if self.training else 0.0, q.shape[1] != k.shape[1]
         # Neither kernel for intervals drops probabilities. torch's takes a mask of all pairs, as dropout does anyway.
-        if visible is None or dropout > 0:
-            mask = bias if visible is None else visible.mask()
+        if document_mask is None or dropout > 0:
+            mask = bias if document_mask is None else document_mask.mask()
             return F.scaled_dot_product_attention(
                 q, k, v,
                 attn_mask=mask,
@@ -54,9 +54,9 @@ class AttentionCore(nn.Module):
                 scale=self.scale,
                 enable_gqa=is_grouped,
             )  # fmt: skip
-        if visible.blocks is None or q.dtype == torch.float64:  # which FlexAttention lacks
-            return interval_attention(q, k, v, visible.first, visible.end, self.scale_of(q))
-        return flex_attention(q, k, v, visible.blocks, is_grouped, self.scale)
+        if document_mask.blocks is None or q.dtype == torch.float64:  # which FlexAttention lacks
+            return interval_attention(q, k, v, document_mask.first, document_mask.end, self.scale_of(q))
+        return flex_attention(q, k, v, document_mask.blocks, is_grouped, self.scale)
 
     def scale_of(self, q: torch.Tensor) -> float:
         """What multiplies the scores of queries [batch, heads, seq, head_dim]."""
@@ -125,13 +125,13 @@ class SelfAttention(nn.Module):
         self,
         x: torch.Tensor,
         rope: tuple[torch.Tensor, torch.Tensor] | None = None,
-        visible: VisibleKeys | None = None,
+        document_mask: KeyRanges | None = None,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[batch, seq, hidden] → [batch, seq, hidden].
 
-        ``rope`` is (cos, sin), each [seq, head_dim / 2] or [batch, seq, head_dim / 2]. ``visible`` and ``bias`` are as
-        in the core.
+        ``rope`` is (cos, sin), each [seq, head_dim / 2] or [batch, seq, head_dim / 2]. ``document_mask`` and ``bias``
+        are as in the core.
         """
         batch, seq, _ = x.shape
         group = self.queries_per_kv_head
@@ -142,7 +142,7 @@ class SelfAttention(nn.Module):
             q, k = _normalised(q, self.q_norm), _normalised(k, self.k_norm)
         if rope is not None:
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        attended = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), visible, bias)
+        attended = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), document_mask, bias)
         return self.proj(attended.transpose(1, 2).flatten(2, 3))
 
 

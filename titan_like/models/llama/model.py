@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from titan_like.models.layers.attention import SelfAttention
+from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.layers.mlp import SwiGLUMLP
 from titan_like.models.layers.positions import rope_cos_sin, rope_frequencies
-from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.llama.config import LlamaConfig
 from titan_like.models.transformer import Transformer
 
@@ -29,14 +29,14 @@ class LlamaLayer(nn.Module):
         self.mlp = mlp
 
     def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, visible: VisibleKeys | None = None, **of_mlp: Any
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, document_mask: KeyRanges | None = None, **mlp: Any
     ) -> torch.Tensor:
         """[batch, seq, hidden] → [batch, seq, hidden]; cos and sin are [seq, head_dim / 2], or with a batch before.
 
-        Causal without ``visible``. The MLP takes further inputs.
+        Causal without ``document_mask``. The MLP takes further inputs.
         """
-        x = x + self.attention(self.attention_norm(x), (cos, sin), visible)
-        return x + self.mlp(self.mlp_norm(x), **of_mlp)
+        x = x + self.attention(self.attention_norm(x), (cos, sin), document_mask)
+        return x + self.mlp(self.mlp_norm(x), **mlp)
 
 
 class Llama(Transformer):

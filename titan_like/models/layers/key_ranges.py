@@ -16,24 +16,17 @@ if TYPE_CHECKING:
 _BLOCK = 128  # queries, and keys, in a block of FlexAttention
 
 
-class VisibleKeys(NamedTuple):
+class KeyRanges(NamedTuple):
     """Query i sees the keys from ``first[i]`` up to, but not including, ``end[i]``, and always itself."""
 
     first: torch.Tensor  # int64 [batch, queries]
     end: torch.Tensor  # int64 [batch, queries]
-    blocks: BlockMask | None = None  # the same for FlexAttention; only on GPUs
+    blocks: BlockMask | None = None  # the same for FlexAttention, for all layers; only on GPUs
 
     def mask(self) -> torch.Tensor:
         """bool [batch, 1, queries, keys]: True where a query sees a key. It takes memory for every pair."""
         keys = torch.arange(self.first.shape[1], device=self.first.device)
         return ((keys >= self.first[..., None]) & (keys < self.end[..., None]))[:, None]
-
-    def with_blocks(self, num_keys: int | None = None) -> VisibleKeys:
-        """The same intervals with their `BlockMask`, which one microbatch needs once, for all layers.
-
-        ``num_keys`` differs from the number of queries where those are a slice of the sequence.
-        """
-        return self._replace(blocks=block_mask(self.first, self.end, num_keys or self.first.shape[1]))
 
 
 def block_mask(first: torch.Tensor, end: torch.Tensor, num_keys: int) -> BlockMask:

@@ -1,0 +1,56 @@
+"""Fields of a batch reach the model, whatever they are."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.plain_loop import prepared, run_settings
+from titan_like.data.batch import Batch, collate, map_tensors, model_fields
+from titan_like.data.packed import PackedDataset
+from titan_like.models.layers.key_ranges import KeyRanges
+from titan_like.models.transformer import Transformer
+from titan_like.parallel.context import Slices
+from titan_like.train.job import run_job
+
+# As a package of one's own would add fields: one number a token, and one a sample.
+Wider = namedtuple("Wider", [*Batch._fields, "hints", "weights"], defaults=[None] * 11)
+
+
+def sample_of(position: int) -> Wider:
+    tokens = torch.arange(8) + position
+    return Wider(tokens, tokens + 1, document_mask=KeyRanges(tokens, tokens), hints=tokens * 10, weights=tokens[0])
+
+
+def test_fields_of_any_name_are_stacked_copied_and_sharded_by_their_dimensions() -> None:
+    batch = collate([sample_of(0), sample_of(100)])
+    assert isinstance(batch, Wider) and batch.tokens.shape == (2, 8) and batch.weights.tolist() == [0, 100]
+    assert batch.document_mask.first.shape == (2, 8) and batch.document_mask.blocks is None
+    assert map_tensors(lambda x: x.double(), batch).hints.dtype == torch.float64
+    cut = Slices(2, 1, "all_gather").take(batch)
+    assert cut.hints.tolist() == [[20, 30, 40, 50], [1020, 1030, 1040, 1050]] and cut.weights is batch.weights
+    assert model_fields(cut).keys() == {"labels", "positions", "document_mask", "hints", "weights"}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_field_of_a_dataset_reaches_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    seen: list[bool] = []
+    sample, forward = PackedDataset.sample, Transformer.forward
+
+    def with_hints(self: PackedDataset, position: int) -> Any:
+        made = sample(self, position)
+        return Wider(*made, hints=made.tokens * 10, weights=torch.ones(1, dtype=torch.bfloat16))
+
+    def taking_hints(self: Transformer, x: torch.Tensor, hints: Any, weights: Any, **fields: Any) -> Any:
+        seen.append(torch.equal(hints, x * 10) and weights.dtype == torch.bfloat16)
+        return forward(self, x, **fields)
+
+    monkeypatch.setattr(PackedDataset, "sample", with_hints)
+    monkeypatch.setattr(Transformer, "forward", taking_hints)
+    changes = {"training.steps": 2, "data.num_workers": workers, "data.reset_attention_mask": "true"}
+    run_job(prepared(run_settings(tmp_path) | changes))
+    assert seen and all(seen)

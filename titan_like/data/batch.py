@@ -1,0 +1,95 @@
+"""A batch: named fields, from a dataset's samples to the keyword arguments of the model's forward pass.
+
+On this way a field is known by its shape alone: samples are stacked, batches are copied to a device, and context
+parallelism shards what has a dimension of positions. So a new field is a line in `Batch`, set by a dataset or an
+objective, and an argument of the ``forward`` that reads it. A package of its own adds one with a NamedTuple that has
+the fields of `Batch` and more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from titan_like.models.layers.cross_entropy import IGNORED_LABEL
+from titan_like.models.layers.key_ranges import KeyRanges
+
+
+class Batch(NamedTuple):
+    """Samples with what goes with them. Tensors are [batch, seq] if nothing else is said; a sample's have no batch
+    dimension. None where nobody needs the field.
+    """
+
+    tokens: torch.Tensor  # int64
+    labels: torch.Tensor | None = None  # int64, `IGNORED_LABEL` where a position carries no loss
+    positions: torch.Tensor | None = None  # int64; None: 0 to seq - 1
+    document_mask: KeyRanges | None = None  # None: causal attention, or all keys in a bidirectional model
+    token_types: torch.Tensor | None = None  # int64; None: the first type, or the model knows none
+    padding_mask: torch.Tensor | None = None  # bool, True where tokens only fill a sample up; None: nowhere
+    sample_labels: torch.Tensor | None = None  # int64 [batch]: class of a pair; answer, at a question's first option
+    loss_factors: torch.Tensor | None = None  # [heads], at least float32; None: the model returns logits
+    document_starts: torch.Tensor | None = None  # int64, where each token's document begins; the run's masks take it
+    encoder_len: int | None = None  # in a model with an encoder: how many tokens, the first ones, are the encoder's
+
+
+B = TypeVar("B", bound=Batch)
+
+
+def map_tensors(function: Callable[[Any], Any], fields: Any) -> Any:
+    """A batch, or a field, with ``function`` of each of its tensors, or NumPy arrays."""
+    if isinstance(fields, torch.Tensor | np.ndarray):
+        return function(fields)
+    return type(fields)(*(map_tensors(function, x) for x in fields)) if isinstance(fields, tuple) else fields
+
+
+def collate(samples: Sequence[B]) -> B:
+    """Stack samples that have the same fields."""
+
+    def stack(*values: Any) -> Any:
+        first = values[0]
+        if len(set(map(type, values))) > 1:
+            raise ValueError("the samples of a batch have different fields")
+        if isinstance(first, torch.Tensor):
+            return torch.stack(values)
+        return type(first)(*map(stack, *values)) if isinstance(first, tuple) else first
+
+    return stack(*samples)
+
+
+def to_device(batch: B, device: torch.device) -> B:
+    """Copy a batch to a device. From pinned memory to a GPU, nothing waits for it."""
+    return map_tensors(lambda x: x.to(device, non_blocking=True), batch)
+
+
+def model_fields(batch: Batch) -> dict[str, Any]:
+    """The keyword arguments of the model's forward pass: the fields that are given, without the tokens."""
+    return {name: field for name, field in batch._asdict().items() if field is not None and name != "tokens"}
+
+
+def arrays_of(sample: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and labels of a sample, int64 [seq] each."""
+    assert sample.labels is not None
+    return sample.tokens.numpy(), sample.labels.numpy()
+
+
+def without_labels(sample: B) -> B:
+    """The same sample without loss."""
+    ignored = partial(map_tensors, lambda x: torch.full_like(x, IGNORED_LABEL))
+    return sample._replace(labels=ignored(sample.labels), sample_labels=ignored(sample.sample_labels))
+
+
+def num_labels(batch: Batch, heads: Sequence[str]) -> torch.Tensor:
+    """How many labels each of a model's heads has in a batch: int64 [heads]."""
+    each = [batch.labels if head == "tokens" else batch.sample_labels for head in heads]
+    return torch.stack([(labels != IGNORED_LABEL).sum() for labels in each if labels is not None])
+
+
+def count_tokens(batch: Batch) -> torch.Tensor:
+    """How many tokens are not padding: int64, a scalar."""
+    if batch.padding_mask is None:
+        return batch.tokens.new_full((), batch.tokens.numel())
+    return (~batch.padding_mask).sum()
