@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from titan_like.config.schema import JobConfig
+from titan_like.data.batch import Batch, model_fields
 from titan_like.models import parts
-from titan_like.models.transformer import ModelInputs, Transformer, shared_modules
+from titan_like.models.transformer import Transformer, shared_modules
 from titan_like.parallel import apply as recipe
 from titan_like.parallel.context import Slices
 from titan_like.parallel.data import sharers_of, units_of
@@ -104,26 +105,30 @@ def _config(key: TraceKey, layout: Layout) -> JobConfig:
     return JobConfig.model_validate(tree)
 
 
-def microbatch(key: TraceKey) -> ModelInputs:
-    """What the model takes for one microbatch on the first context-parallel rank: fake tensors."""
-    positions = key.seq_len + key.decoder_seq_len
-    tokens = torch.zeros(key.micro_batch_size, positions, dtype=torch.int64)
-    encoder_len = key.seq_len if key.decoder_seq_len else None
-    whole, labels = ModelInputs(tokens, encoder_len=encoder_len), tokens[:, encoder_len or 0 :].clone()
-    inputs, labels = Slices(key.context, 0, key.context_method).take(whole, labels)
-    return inputs._replace(labels=labels, loss_factors=torch.ones(len(key.model.predictions)))
+def microbatch(key: TraceKey) -> Batch:
+    """One microbatch on the first context-parallel rank: fake tensors."""
+    tokens = torch.zeros(key.micro_batch_size, key.seq_len + key.decoder_seq_len, dtype=torch.int64)
+    heads = key.model.predictions
+    whole = Batch(
+        tokens,
+        labels=tokens.clone(),
+        sample_labels=None if heads == ("tokens",) else tokens.new_zeros(key.micro_batch_size),
+        loss_factors=torch.ones(len(heads)),
+        encoder_len=key.seq_len if key.decoder_seq_len else None,
+    )
+    return Slices(key.context, 0, key.context_method).take(whole)
 
 
 def _run(key: TraceKey, stages: Sequence[Stage], recorder: Recorder, owners: dict[int, int]) -> set[int]:
     """One microbatch through all stages and back. Returns ids of the parameters whose gradients were deferred."""
-    tokens, *others = microbatch(key)
+    batch = microbatch(key)
     last, returned = len(recorder.segments) - 1, list[torch.Tensor]()
-    output = stages[0].module(tokens, *others)
+    output = stages[0].module(batch.tokens, **model_fields(batch))
     if len(stages) > 1:
         end, hidden = _Received.apply(output, returned), output.detach().requires_grad_()
         del output
         recorder.enter(last, FORWARD)
-        output = stages[1].module(hidden, *others)
+        output = stages[1].module(hidden, **model_fields(batch))
     loss = output.sum()
     del output
     recorder.enter(last, BACKWARD)
