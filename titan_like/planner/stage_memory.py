@@ -168,7 +168,7 @@ class StageMemory:
     def _backward(self, one: PassKind) -> Iterator[tuple[int, int, int, int]]:
         """Segment by segment, from the last. Gradients are fresh, then accumulated or reduced."""
         gradients = PassGradients.of(self, one)
-        freed = 0
+        freed, frees = 0, self._frees(one)
         for part in reversed(self.placed):
             held = self.received + part.before + part.later - self.held
             if part is not self.placed[-1] and not self.stage.is_last:
@@ -182,17 +182,16 @@ class StageMemory:
                 yield held + moment.activations, during, weights, shards
             gradients.produce(part)
             if part.begins_unit:  # which frees the unit's weights first
-                unit = self.keeping.compute * part.unit
-                if one.is_last and one.kind == "B" and self.keeping.wrapped and self.keeping.zero_stage < 3:
-                    freed += unit * (1 + part.repeats)
-                weights -= unit * (self.keeping.wrapped and self.keeping.zero_stage == 3)
+                unit = self.keeping.compute * part.unit * frees
+                weights -= unit
+                freed += unit * (1 + part.repeats) * (self.keeping.zero_stage < 3)
                 for during, reduced in gradients.complete(part.reduced, part.repeats):
                     yield held + part.segment.output, during, weights, reduced
         weights = self._weights_at_end(one) - freed
         held = self.received - self.held + (self.deferred if one.kind == "I" else 0)
         for end in sorted(self.stage.ends):  # the root first
             size = end.elements
-            weights -= self.keeping.compute * size * (self.keeping.wrapped and self.keeping.zero_stage == 3)
+            weights -= self.keeping.compute * size * frees
             outside_layers = Reduced(size, self.largest_parameter, end.parameters[-1].elements)
             for during, reduced in gradients.complete(outside_layers):
                 yield held, during, weights, reduced
@@ -215,11 +214,17 @@ class StageMemory:
             accumulated += 0 if adds_in_place else keep.reduce * matrices
             fresh -= keep.compute * matrices
             gone = keep.reduce * unit.elements * reduces
+            weights -= keep.compute * unit.elements * self._frees(one) * (keep.zero_stage < 3)
             yield -self.deferred, accumulated + fresh + gone, weights, 0
             accumulated -= min(accumulated, gone)
             if reduces:
                 last = keep.reduce * unit.parameters[-1].elements  # as in `PassGradients.complete`
                 yield -self.deferred, accumulated + last + fresh + gone, weights, unit.elements
+
+    def _frees(self, one: PassKind) -> bool:
+        """Whether a backward pass frees gathered weights, unit by unit, before it reduces gradients."""
+        is_done = one.is_last and one.kind in "BW"
+        return self.keeping.wrapped and (is_done or self.keeping.zero_stage == 3)
 
     def _weights_during(self, part: Placed, one: PassKind) -> int:
         keep = self.keeping
