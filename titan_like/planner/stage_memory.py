@@ -75,10 +75,11 @@ class StageMemory:
         # before ended with, which is needed only later.
         is_gathered_early = self.root == 0 and (len(stage.layers_per_unit) > 1 or self.table)
         self.prefetched = layers[-1].largest if layers and is_gathered_early else 0
-        # FSDP2 keeps the input of its last reduction. The root comes after the layers, and then the table; in the
-        # second part of a split backward pass all units come in the order of the forward pass.
-        lowest, highest = ((layers[end].unit - layers[end].reduced.experts) if layers else 0 for end in (0, -1))
-        self.last_reduced = highest if self.matrices else self.table or self.root or lowest
+        # FSDP2 keeps the input of its last reduction. The root comes after the layers, and then the table. In the
+        # second part of a split backward pass units come in the order of the forward pass, experts after their layer.
+        lowest, highest = (layers[0].reduced, layers[-1].reduced) if layers else (Reduced(), Reduced())
+        whole_pass = self.table or self.root or lowest.elements - lowest.experts
+        self.last_reduced = (highest.experts or highest.elements) if self.matrices else whole_pass
         self._moments: dict[PassKind, list[Usage]] = {}
         self._usages: dict[tuple[tuple[PassKind, ...], int], list[Usage]] = {}  # by passes and shard
         self._states: dict[int, list[int]] = {}
@@ -218,7 +219,9 @@ class StageMemory:
             yield -self.deferred, accumulated + fresh + gone, weights, 0
             accumulated -= min(accumulated, gone)
             if reduces:
-                last = keep.reduce * unit.parameters[-1].elements  # as in `PassGradients.complete`
+                if unit.sharers in keep.single:  # as in `PassGradients.complete`
+                    yield -self.deferred, accumulated + fresh + 3 * gone, weights, 0
+                last = keep.reduce * unit.parameters[-1].elements
                 yield -self.deferred, accumulated + last + fresh + gone, weights, unit.elements
 
     def _frees(self, one: PassKind) -> bool:

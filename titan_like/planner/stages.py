@@ -145,9 +145,9 @@ def _ends(program: Program, kinds: list[int], is_first: bool, is_last: bool) -> 
 
 
 def _layer_units(layers: Sequence[Segment], counts: Sequence[int], others: str) -> Iterator[Unit]:
-    """Of each group of layers, those that other processes share (experts) are a unit before the others."""
+    """Of each group of layers, parameters that other processes share (experts) are a unit after the others."""
     remaining = iter(layers)
     for count in counts:
         members = [parameter for _ in range(count) for parameter in next(remaining).parameters]
-        for sharers in [*{parameter.sharers: 0 for parameter in members if parameter.sharers != others}, others]:
+        for sharers in dict.fromkeys([others, *(parameter.sharers for parameter in members)]):
             yield Unit("layers", sharers, tuple(parameter for parameter in members if parameter.sharers == sharers))
