@@ -87,10 +87,11 @@ class PassGradients:
         if not keep.wrapped:  # added in place to what there is
             fresh = self.done + produced if self.is_first else min(produced, self.stage.largest_parameter)
             return self.accumulated + keep.master * fresh
-        retained = self.retained
+        accumulated, retained = self.accumulated, self.retained
         if self.reduces and 0 < part.experts < produced:
             produced, retained = produced - part.experts, keep.reduce * part.experts
-        return self.accumulated + retained + keep.compute * (self.outside + self.fresh + produced)
+            accumulated -= min(accumulated, retained) if 0 < keep.zero_stage < 2 else 0
+        return accumulated + retained + keep.compute * (self.outside + self.fresh + produced)
 
     def produce(self, part: Placed) -> None:
         """A segment's pass is over."""
@@ -120,9 +121,9 @@ class PassGradients:
             fresh = keep.compute * produced
             yield before + rest + (fresh if keep.reduce == keep.compute else max(fresh, converted)), self.shards
             return
-        had_sums = keep.zero_stage < 2 and self.accumulated > 0  # to which fresh gradients are added in place
-        parts = [(unit.experts, unit.experts_alone), (unit.elements - unit.experts, keep.zero_stage == 0)]
-        for size, alone in parts if unit.experts else parts[1:]:
+        had_sums = keep.zero_stage < 2 and not self.is_first  # to which fresh gradients are added in place
+        others = unit.elements - unit.experts, not keep.zero_stage
+        for size, alone in [(unit.experts, unit.experts_alone), others] if unit.experts else [others]:
             whole, earlier, fresh = keep.reduce * size, self.shards, keep.compute * min(size, produced) * (not had_sums)
             self.retained, self.reduced = whole, self.reduced + size
             yield self.accumulated + rest + fresh + whole, earlier

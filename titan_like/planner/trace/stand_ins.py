@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from titan_like.models.layers import cross_entropy
-from titan_like.parallel import activation_checkpoint, experts, slice_attention
+from titan_like.parallel import activation_checkpoint, experts, slice_attention, tensor_styles
 from titan_like.parallel.collectives import Group
 from titan_like.torch_private import is_in_backward_pass
 
@@ -137,6 +137,11 @@ def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bo
     return torch.native_dropout(x, p, True)[0] if training and p else x
 
 
+def _without_seed(_style: Any, module: Any, *inputs: Any) -> torch.Tensor:
+    """`SplitHeads.run` without a random stream of its own, whose seed the host would read."""
+    return module.whole.forward(module, *inputs)
+
+
 class Recomputation:
     """Stands in for `torch.utils.checkpoint.checkpoint`, and knows whether a forward pass is being repeated."""
 
@@ -212,6 +217,7 @@ def as_on_gpu(mode: FakeTensorMode, dtype: torch.dtype | None = None) -> Iterato
         (activation_checkpoint, "checkpoint", recomputation.checkpoint),
         (nn.Module, "to_empty", _empty_on(mode, dtype)),
         (experts, "SplitExperts", EqualLoads),
+        (tensor_styles.SplitHeads, "run", _without_seed),
         (slice_attention, "_attention", _SliceAttention.apply),
         (F, "scaled_dot_product_attention", _scaled_dot_product_attention),
         (F, "dropout", _dropout),
