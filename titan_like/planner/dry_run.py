@@ -6,6 +6,7 @@ torch's fake process group, where tensors have shapes but no memory. `plan_step`
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -164,11 +165,13 @@ def dry_run(config: JobConfig) -> DryRun:
 @contextmanager
 def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     """Act as one of many processes that do not exist. Collectives return without doing anything."""
+    hook = sys.excepthook  # which torch wraps with each group, so that every line of a traceback names all ranks
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 def _coordinates(mesh: DeviceMesh) -> dict[str, tuple[int, int]]:
