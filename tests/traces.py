@@ -1,18 +1,22 @@
-"""Traces in tests: in a folder of their own, and stages that are composed anew."""
+"""Traces in tests."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
 
-from titan_like.planner import stages
+from titan_like.planner import stages, trace
 
 
 @contextmanager
-def fresh_stages() -> Iterator[None]:
-    """Compose stages anew, as after a change of `LAYER_UNIT_BYTES`."""
-    for cached in (stages._stage_program, stages._stages_of_rank):
+def fresh_stages(folder: Path) -> Iterator[None]:
+    """Keep traces in ``folder``, and compose stages anew, as after a change of `LAYER_UNIT_BYTES`."""
+    composed = (stages._stage_program, stages._stages_of_rank)
+    for cached in composed:
         cached.cache_clear()
-    yield
-    for cached in (stages._stage_program, stages._stages_of_rank):
+    with patch.object(trace, "default_folder", lambda: folder):
+        yield
+    for cached in composed:
         cached.cache_clear()

@@ -328,12 +328,12 @@ def plan_of(case: Case, rank: int) -> StepPlan:
         return plan_step(config, model_config(config.model), layout, rank)
 
 
-def traced_traffic(case: Case, rank: int) -> dict[Message, Amount]:
+def traced_traffic(case: Case, rank: int, folder: Path) -> dict[Message, Amount]:
     config = base_config(Path(os.devnull), case.settings)
     model, layout = model_config(config.model), resolve_layout(config.parallelism, RANKS)
     pipeline, shard, tensor_rank = coordinates_of(layout, rank)
     shards = {"dp_shard": shard, "expert_shard": (shard * layout.tensor + tensor_rank) // layout.expert}
-    with case.layer_units(), fresh_stages():
+    with case.layer_units(), fresh_stages(folder):
         work = workload_of(config, model, layout)
         return step_traffic(work, Coordinates(pipeline, shards), BYTES[config.training.reduce_dtype])
 
@@ -362,14 +362,14 @@ def test_what_every_rank_sends(measured: Measured, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
-def test_a_trace_composed_to_a_step_is_what_every_rank_sends(measured: Measured, case: Case) -> None:
+def test_a_trace_composed_to_a_step_is_what_every_rank_sends(measured: Measured, case: Case, tmp_path: Path) -> None:
     """Experts' loads, which the trainer sums after the passes, are those of the plan."""
     rows: Counter[str] = Counter()
     for rank in range(RANKS):
         found = measured[rank][case.name]
         calls: Counter[tuple[Ranks, str]] = Counter()
         sizes: Counter[tuple[Ranks, str]] = Counter()
-        for (group, kind), (count, size) in traced_traffic(case, rank).items():
+        for (group, kind), (count, size) in traced_traffic(case, rank, tmp_path).items():
             calls[found["ranks"][group], kind] += count
             sizes[found["ranks"][group], kind] += size
         for collective in plan_of(case, rank).collectives:

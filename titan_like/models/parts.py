@@ -76,7 +76,7 @@ def one_of_each(config: TransformerConfig) -> Transformer:
 
 def new_one_of_each(config: TransformerConfig) -> Transformer:
     """Like `one_of_each`, but a new object that may be changed."""
-    with torch.device("meta"), _WithoutInit():
+    with torch.device("meta"), WithoutInit():
         return config.family_module("model").build(config.one_of_each())
 
 
@@ -191,7 +191,7 @@ def is_table(name: str) -> bool:
     return name == "embedding.weight"
 
 
-class _WithoutInit(TorchFunctionMode):
+class WithoutInit(TorchFunctionMode):
     """Skips torch.nn.init, which does nothing on the meta device but take time."""
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -46,7 +46,7 @@ def whole_step(config: JobConfig, model: TransformerConfig, layout: Layout, rank
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with fake_process_group(rank, layout.num_processes), as_on_gpu(mode):
         mesh = build_mesh(layout, "cpu")
-        with parts._WithoutInit():
+        with parts.WithoutInit():
             parallel_model = build_parallel_model(config, model, mesh, device)
         length = sample_length(config, model).positions
         runner = run_batches(config, parallel_model, mesh, device, work.micro_batch_size, length)

@@ -48,11 +48,8 @@ def run_trace(key: TraceKey) -> Program:
     shard = key.expert // gcd(key.expert, key.context * key.tensor)
     # With a second replica no group holds all ranks, so each has the name that the recipe gives it.
     layout = Layout(1, 2, shard, key.context, key.tensor, key.expert)
-    mode, dtype, kinds = (
-        FakeTensorMode(allow_non_fake_inputs=True),
-        getattr(torch, key.dtype),
-        len(key.model.layer_counts),
-    )
+    mode, dtype = FakeTensorMode(allow_non_fake_inputs=True), getattr(torch, key.dtype)
+    kinds = len(key.model.layer_counts)
     every_schedule = SCHEDULES if key.splits_backward else ()
     with (
         fake_process_group(0, layout.num_processes),
@@ -65,7 +62,7 @@ def run_trace(key: TraceKey) -> Program:
         if key.pipelined:
             splits[1] = StageLayers(range(kinds, kinds), False, True)
         mesh = build_mesh(layout, "cpu")
-        with parts._WithoutInit():
+        with parts.WithoutInit():
             config = _config(key, layout)
             stages, expert_mesh = recipe.build_stages(config, key.model, mesh, torch.device("cpu"), splits)
         segments = [Segment() for _ in range(_FIRST_LAYER + kinds + 1)]
