@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titan_like.parallel.schedules.communication import MAX_PENDING_SENDS, PipelineShape
-from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, Action
+from titan_like.parallel.schedules.communication import MAX_PENDING_SENDS, PipelineShape, add_communication
+from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, Action, schedule_table
 
 # What a stage has of gathered weights, after a forward and after a backward pass.
 NOT_GATHERED, AFTER_FORWARD, AFTER_BACKWARD = range(3)
@@ -63,13 +63,20 @@ def occupancy(
     return _occupancy(PipelineShape(schedule, pipeline, virtual_stages), few, rank, splits_backward)
 
 
+@lru_cache(maxsize=64)
+def _steps(shape: PipelineShape, microbatches: int) -> list[list[Action]]:
+    """`PipelineShape.steps` of all ranks."""
+    table = schedule_table(shape.schedule, shape.degree, shape.virtual_stages, microbatches)
+    return add_communication(table, shape.ranks)
+
+
 def steps_as_run(shape: PipelineShape, rank: int, microbatches: int, splits_backward: bool) -> list[Action]:
     """A rank's passes and messages in order, with all backward passes in two parts, or none.
 
     Where the trainer does not split them, a schedule's first part is the whole pass and its second part nothing.
     """
     found = []
-    for step in shape.steps(rank, microbatches, backward=True):
+    for step in _steps(shape, microbatches)[rank]:
         if step.kind == "B" and splits_backward:
             found += [step._replace(kind="I"), step._replace(kind="W")]
         elif step.kind == "I" and not splits_backward:
