@@ -128,7 +128,8 @@ def _occupancy(shape: PipelineShape, microbatches: int, rank: int, splits: bool)
         if kind != "W":
             weights[n] = AFTER_BACKWARD
         has_sums = kind in "BW" or gradients[n] in (SUMS, SUMS_AND_FIRST_PARTS)
-        gradients[n] = (SUMS_AND_FIRST_PARTS if deferred[n] else SUMS) if has_sums else FIRST_PARTS
+        # A second part also reduces what the first parts of later microbatches have left.
+        gradients[n] = (SUMS_AND_FIRST_PARTS if kind == "I" else SUMS) if has_sums else FIRST_PARTS
         if left[n] == 0:
             gradients[n], weights[n] = FINISHED, NOT_GATHERED
     return _as_matrix(stages, moments)

@@ -88,7 +88,10 @@ class PassGradients:
             fresh = self.done + produced if self.is_first else min(produced, self.stage.largest_parameter)
             return self.accumulated + keep.master * fresh
         accumulated, retained = self.accumulated, self.retained
-        if self.reduces and 0 < part.experts < produced:
+        if 0 < part.experts < produced and not self.reduces:  # experts' gradients are accumulated already
+            produced -= part.experts
+            accumulated += keep.reduce * part.experts * self.is_first
+        elif 0 < part.experts < produced:
             produced, retained = produced - part.experts, keep.reduce * part.experts
             accumulated -= min(accumulated, retained) if 0 < keep.zero_stage < 2 else 0
         return accumulated + retained + keep.compute * (self.outside + self.fresh + produced)
