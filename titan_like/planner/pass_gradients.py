@@ -134,7 +134,8 @@ class PassGradients:
                 self.accumulated -= min(self.accumulated, whole)
             if alone:  # the result is as large, and is divided once more
                 yield self.accumulated + rest + 3 * whole, earlier
-                self.accumulated += whole * (keep.zero_stage == 0)
+                self.accumulated += whole * (not self.has_shards)
+                self.reduced -= size  # which stands for shards
             else:  # FSDP2 still has a reference to the last gradient when it allocates the result
                 last = (keep.reduce if had_sums else keep.compute) * unit.last_parameter
                 yield self.accumulated + rest + last + whole, earlier + size
