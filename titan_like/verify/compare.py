@@ -20,7 +20,6 @@ from titan_like.verify.samples import batches
 from titan_like.verify.shrink import Small
 
 EXACT, SINGLE, DROPOUT, RESUME = "float64", "float32", "dropout", "resume"  # kinds of runs, next to the half types
-DATA = "data"  # which is read without any run
 HALF = ("bfloat16", "float16")
 
 
@@ -74,7 +73,6 @@ class Row(StrEnum):
     DROPOUT_RESUMED = "dropout of a run resumed in another layout"
     RUNS = "the layout runs"
     ENDS = "the layout ends"
-    DATA = "samples of the run's own data"
 
 
 # Some process must report each of the reference's numbers in these rows, and in those at the ends unless it is a relay.

@@ -1,4 +1,4 @@
-"""Special tokens, and where words begin: chosen for small samples, and those of a run's tokenizer."""
+"""Special tokens, and where words begin, in small samples."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from titan_like.config.schema import Data, JobConfig
+from titan_like.config.schema import JobConfig
 from titan_like.data.masks import Masks, masks_of
-from titan_like.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_of
+from titan_like.data.tokenizer import Tokenizer
 from titan_like.models.registry import model_config
 from titan_like.verify.samples import END_OF_DOCUMENT, FIRST, MASK, PAD, PADDING, SEPARATOR, words_of_samples
 
@@ -31,15 +31,6 @@ def ids_of_samples(vocab_size: int) -> TokenIds:
     """Those of the small samples. The last tokens of the vocabulary are the sentinels, from the end, as in T5's."""
     special, sentinels = (END_OF_DOCUMENT, MASK, FIRST, SEPARATOR, PADDING), range(vocab_size - 1, PADDING, -1)
     return TokenIds(END_OF_DOCUMENT, MASK, PAD, (FIRST, SEPARATOR, PADDING), sentinels, special, vocab_size)
-
-
-def ids_of_tokenizer(section: Data) -> TokenIds:
-    """Those of the tokenizer that [data] names."""
-    tokenizer = tokenizer_of(section)
-    known = TokenIds(256, 257, 258, (258, 259, 260), range(259, 359), {256}, 257)
-    if not isinstance(tokenizer, ByteTokenizer):
-        known = TokenIds(*(getattr(tokenizer, name) for name in TokenIds._fields[:-1]))
-    return known._replace(words=lambda tokens: tokenizer.words(tokens))
 
 
 def masks_of_run(config: JobConfig) -> Masks:
