@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.reference.objectives import lists_of
 from titan_like.config.entry_points import load_entry
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data import blend, raw_text, shards
@@ -30,7 +31,7 @@ from titan_like.data.registry import find_dataset
 from titan_like.data.source import SPLITS, UNKNOWN_LENGTH, DataRequest, Source
 from titan_like.data.tokenizer import ByteTokenizer, tokenizer_of
 from titan_like.models.registry import model_config
-from titan_like.verify.samples import IGNORED, lists_of
+from titan_like.verify.samples import IGNORED
 from titan_like.verify.token_ids import TokenIds
 
 Sample = Callable[[int], Batch]  # by its number

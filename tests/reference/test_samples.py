@@ -22,6 +22,7 @@ from pyarrow import ipc
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.distributed.mutations import data
+from tests.reference.objectives import sample_of
 from tests.reference.sources import define, ids_of_tokenizer
 from tests.unit.chat_cases import CHATML, MARKED, VOCAB_SIZE, conversations, save_tokenizer, write_lines
 from tests.unit.race_cases import VOCABULARY, write_race
@@ -37,7 +38,6 @@ from titan_like.data.registry import DATASETS
 from titan_like.data.source import Source
 from titan_like.models.registry import model_config
 from titan_like.train.setup import open_run_data
-from titan_like.verify.masks import sample_of
 from titan_like.verify.processes import Prepare
 from titan_like.verify.token_ids import TokenIds
 from titan_like.verify.watch import digest, samples_of

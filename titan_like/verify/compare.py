@@ -133,6 +133,7 @@ class Reference:
 
     small: Small  # its max_norm clips every step but the last, if the configuration clips at all
     file: Path  # of the numbers and tensors, float64
+    known: dict[str, int]  # indices of the first samples by their digests
     names: list[str]  # of all parameters, in the model's order
     alike: list[tuple[str, str]]  # pairs of parameters whose initial values are the same random numbers
     sizes: dict[Key, float]  # L2 norm that a difference is relative to

@@ -56,7 +56,7 @@ from titan_like.verify.schedule import schedule_problem
 from titan_like.verify.shrink import Small
 from titan_like.verify.token_ids import masks_of_run
 from titan_like.verify.updates import UpdateCheck
-from titan_like.verify.watch import WatchedTrainer, digest
+from titan_like.verify.watch import WatchedTrainer, digest, first_samples
 
 _BLOCK_BYTES = 2048  # of work that a CPU does at a time: small samples then take many blocks, as large ones do
 _LONG_BLOCK_BYTES = 64 * _BLOCK_BYTES  # of longer sequences, of which every query would be a block
@@ -70,7 +70,7 @@ class ObservedTrainer(WatchedTrainer):
     def __init__(self, run: Run, reference: Reference, report: Report, last_step: int | None = None) -> None:
         """A signal ends the loop after ``last_step``, by default the reference's last."""
         small = reference.small
-        super().__init__(run, known_samples=(small.num_steps + 2) * run.config.training.global_batch_size)
+        super().__init__(run, reference.known)
         self.reference, self.report, self.dtype = reference, report, run.config.training.dtype
         self.small, self.bad_steps, self.num_steps = small, small.bad_steps, small.num_steps
         self.last_step = last_step or small.num_steps
@@ -405,7 +405,8 @@ def compare_places(
     config = edit(config, {"compile.enable": False})  # compiled layers call no modules
     if is_longer:
         small, run = prepare_longer(member, reference, config)
-        reference, config = replace(reference, small=small), run.config
+        known = first_samples(run.masks.over(run.datasets["train"]), small.config.training.global_batch_size)
+        reference, config = replace(reference, small=small, known=known), run.config
     else:
         run = prepare_run(member, reference, config, dtype, member.folder)
     size, large = small.config.training.global_batch_size, 1.0 if is_longer else LARGE

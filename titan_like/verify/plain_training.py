@@ -26,11 +26,12 @@ from titan_like.optim.registry import RULES, find_rule
 from titan_like.verify.compare import EXACT, SINGLE, Key, Row
 from titan_like.verify.experts import PlainExperts, starve_an_expert
 from titan_like.verify.float8 import take_float8
-from titan_like.verify.masks import described, take_definitions
+from titan_like.verify.masks import take_definitions
 from titan_like.verify.matrix_optimizers import PlainAdafactor, PlainMuon
 from titan_like.verify.places import Outputs
 from titan_like.verify.samples import IGNORED, batches, part_of, training_samples, validation_samples
 from titan_like.verify.shrink import Small
+from titan_like.verify.token_ids import batch_of
 
 EPS = {EXACT: 2.0**-52, SINGLE: 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 FLOAT16_SCALE = 1024.0  # of the loss: raises small gradients without any overflow
@@ -97,7 +98,7 @@ def train(
     samples, validation = training_samples(config), validation_samples(config)
     unit = config.training.micro_batch_size if config.float8.enable else 1
     filled = -(-len(validation) // unit) * unit  # the last microbatch is full, and float8 scales depend on all of it
-    held_out = to_device(described(validation, range(filled), config), device)
+    held_out = to_device(batch_of(validation, range(filled), config), device)
     scale = FLOAT16_SCALE if dtype == "float16" else 1.0
     trace = Trace(sorted(parameters, key=lambda name: not name.startswith(model.entry)))  # in forward order
     trace.gaps = experts.gaps
@@ -112,7 +113,7 @@ def train(
                 starve_an_expert(model)
         if outputs is not None and step == outputs[0]:
             outputs[1].follow(model)
-        pieces = split(to_device(described(samples, batch, config), device), piece)
+        pieces = split(to_device(batch_of(samples, batch, config), device), piece)
         counts = num_labels(pieces)
         losses = add_gradients(model, pieces[::-1] if is_reversed else pieces, counts, compute_type, scale, experts)
         gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}

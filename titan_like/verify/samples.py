@@ -152,12 +152,6 @@ def part_of(batch: Batch, which: int | slice) -> Batch:
     return map_tensors(lambda x: x[which], batch)
 
 
-def lists_of(sample: Batch) -> tuple[list[int], list[int]]:
-    """Tokens and labels of a sample."""
-    assert sample.labels is not None
-    return sample.tokens.tolist(), sample.labels.tolist()
-
-
 def has_masks(section: Data) -> bool:
     """Whether [data] asks for anything beyond causal language modelling."""
     return section.reset_position_ids or section.reset_attention_mask or section.eod_mask_loss or section.prefix_lm

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, cast
 
 import numpy as np
 
 from titan_like.config.schema import JobConfig
+from titan_like.data.batch import Batch, collate
 from titan_like.data.masks import Masks, masks_of
+from titan_like.data.sentence_pairs import Samples
 from titan_like.data.tokenizer import Tokenizer
 from titan_like.models.registry import model_config
 from titan_like.verify.samples import END_OF_DOCUMENT, FIRST, MASK, PAD, PADDING, SEPARATOR, words_of_samples
@@ -37,3 +39,9 @@ def masks_of_run(config: JobConfig) -> Masks:
     """What the trainer makes of the small samples."""
     model = model_config(config.model)
     return masks_of(config, model, cast(Tokenizer, ids_of_samples(model.vocab_size)))
+
+
+def batch_of(samples: Samples, indices: Iterable[int], config: JobConfig) -> Batch:
+    """Small samples as the trainer reads them, in one batch."""
+    masked = masks_of_run(config).over(samples)
+    return collate([masked[index] for index in indices])
