@@ -21,7 +21,7 @@ from titan_like.models.parts import layers_of, one_of_each, shared_parameters
 from titan_like.models.transformer import Transformer, shared_modules
 from titan_like.optim.shards import local
 from titan_like.parallel.data import DataParallel
-from titan_like.parallel.schedules.communication import PipelineShape
+from titan_like.parallel.layout import Layout
 from titan_like.parallel.schedules.tables import Action
 from titan_like.parallel.split import StageLayers, kinds_of_layers
 from titan_like.parallel.timeline import TimedPasses
@@ -47,7 +47,7 @@ class ParallelModel:
 
     stages: list[Stage]
     copies_in: dict[str, tuple[int, ...]] = field(default_factory=dict)  # parameter in several stages → these stages
-    expert_mesh: DeviceMesh | None = None  # set if other ranks share experts than share the rest of a layer
+    expert_mesh: DeviceMesh | None = None  # set if `Layout.splits_experts`
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every local parameter. Copies that a process holds, such as of a tied table, come under the same name."""
@@ -94,10 +94,9 @@ class ParallelModel:
 class WholeModel(TimedPasses):
     """Has the interface of `titan_like.parallel.pipeline.Pipeline` and runs one microbatch after the other."""
 
-    def __init__(self, model: ParallelModel) -> None:
-        self.model = model
+    def __init__(self, model: ParallelModel, layout: Layout) -> None:
+        self.model, self.layout = model, layout
         (self.stage,) = model.stages
-        self.shape = PipelineShape("1f1b", 1, 1)
 
     def forward_backward(self, batches: Sequence[Batch], loss_function: LossFunction) -> None:
         """Accumulate the gradients of all microbatches' losses."""

@@ -80,7 +80,7 @@ class Verifier:
 
     def verify(self) -> Verdict:
         """Compare all kinds of runs in the layout with one reference. If they differ, find the place and the axis."""
-        has_dropout = self.small.original.parallelism.context_parallel_degree == 1
+        has_dropout = layout_of(self.small.original).context == 1
         told = (
             f"the {self.small.config.model.family} family has none" if has_dropout else "context parallelism has none"
         )

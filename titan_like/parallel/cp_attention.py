@@ -1,10 +1,10 @@
-"""Attention of a slice of the queries to the keys of the whole sequence.
+"""Attention of a CP shard of the queries to the keys of the whole sequence.
 
 Queries attend to one block of keys after the other, by torch's flash attention where they see all keys of a block or
-all up to their own, and results are merged by the denominators of the softmax, in float32 at least. A process has the
-keys of the whole sequence, or those of its slice. These then travel from process to process (arXiv 2310.01889): each
-attends to the keys that it holds while the next ones arrive. In the backward pass they travel again, and their
-gradients with them. Slices are those of `titan_like.parallel.context`.
+all up to their own, and results are merged by the denominators of the softmax, in float32 at least. A rank has the keys
+of the whole sequence, or of its CP shard. The latter travel around the ring (arXiv 2310.01889): each rank attends to
+the keys that it holds while the next ones arrive. In the backward pass they travel again, and their gradients with
+them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from titan_like.models.layers import interval_attention
 from titan_like.parallel.collectives import Group
-from titan_like.parallel.pieces import places_of
+from titan_like.parallel.cp_chunks import shard_positions
 from titan_like.torch_private import flash_attention, flash_attention_gradients, process_group
 
 
@@ -32,7 +32,7 @@ class Block(NamedTuple):
     end: torch.Tensor | None = None
 
 
-def slice_attention(
+def cp_attention(
     q: torch.Tensor,
     keys: torch.Tensor,
     first: torch.Tensor | None,
@@ -45,25 +45,25 @@ def slice_attention(
     """q [batch, heads, queries, head_dim] → the same shape.
 
     Args:
-        q: of this process's slice.
-        keys: and values, [2, batch, kv_heads, keys, head_dim], of the slice if they travel, or else of the sequence.
+        q: of this rank's CP shard.
+        keys: and values, [2, batch, kv_heads, keys, head_dim], of the CP shard if they travel, else of the sequence.
         first: with ``end``, int64 [batch, queries], which keys of the whole sequence each query sees. None: attention
             ``is_causal`` or sees all keys.
         end: see ``first``.
         is_causal: see ``first``.
         scale: multiplies the scores.
-        group: the processes that share the sequence.
+        group: the CP group.
         travels: whether keys are passed on.
     """
     has_flash = q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] % 8 == 0 and q.shape[3] <= 256
     if first is None and q.is_cuda and not has_flash:
         length = q.shape[2] * group.size
-        places = places_of(length, group.size, group.rank).to(q.device).expand(len(q), -1)
-        first, end = torch.zeros_like(places), places + 1 if is_causal else torch.full_like(places, length)
+        positions = shard_positions(length, group.size, group.rank).to(q.device).expand(len(q), -1)
+        first, end = torch.zeros_like(positions), positions + 1 if is_causal else torch.full_like(positions, length)
     return _attention(q, keys, first, end, is_causal, scale, group.name, group.size, group.rank, travels)[0]
 
 
-@torch.library.custom_op("titan_like::slice_attention", mutates_args=())
+@torch.library.custom_op("titan_like::cp_attention", mutates_args=())
 def _attention(
     q: torch.Tensor,
     keys: torch.Tensor,
@@ -86,7 +86,7 @@ def _attention(
     return output.to(q.dtype), denominator
 
 
-@torch.library.custom_op("titan_like::slice_attention_backward", mutates_args=())
+@torch.library.custom_op("titan_like::cp_attention_backward", mutates_args=())
 def _attention_gradients(
     gradient: torch.Tensor,
     q: torch.Tensor,
@@ -118,7 +118,7 @@ def _attention_gradients(
 
 
 def _passing(block: torch.Tensor, name: str, size: int, rank: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (process, its block) for all processes, this one's first. The next block arrives meanwhile."""
+    """Yield (rank, its block) for all ranks of the group, this one's first. The next block arrives meanwhile."""
     for step in range(size):
         arriving = None if step == size - 1 else _start(block, name, size, rank)
         yield (rank - step) % size, block
@@ -129,7 +129,7 @@ def _passing(block: torch.Tensor, name: str, size: int, rank: int) -> Iterator[t
 
 
 def _start(block: torch.Tensor, name: str, size: int, rank: int) -> tuple[torch.Tensor, list[dist.Work]]:
-    """Begin to send a tensor to the next process of the ring, and to receive that of the one before."""
+    """Begin to send a tensor to the next rank of the ring, and to receive one from the rank before."""
     group, block, arriving = process_group(name), block.contiguous(), torch.empty_like(block)
     exchange = [
         dist.P2POp(dist.isend, block, group=group, group_peer=(rank + 1) % size),
@@ -154,12 +154,12 @@ def _blocks(
     rank: int,
     source: int | None,
 ) -> Iterator[Block]:
-    """The pairs of queries here, of which there are ``length``, and keys of process ``source`` that may see each other.
+    """The blocks of this rank's ``length`` queries and of the keys of rank ``source`` that they may see.
 
-    Both have two pieces of the sequence: number r of 2 · size, and number r from its end. Without a ``source`` the keys
-    are those of the whole sequence.
+    Both have two of the sequence's 2 · size chunks: number r and number r from the end. Without a ``source`` the keys
+    are the whole sequence's.
     """
-    piece, halves = length // 2, (slice(0, length // 2), slice(length // 2, length))
+    chunk, halves = length // 2, (slice(0, length // 2), slice(length // 2, length))
     numbers = (rank, 2 * size - 1 - rank)
     if source is None:
         everything = slice(0, length * size)
@@ -168,13 +168,13 @@ def _blocks(
             return
         for queries, number in zip(halves, numbers, strict=True):
             if number:
-                yield Block(queries, slice(0, number * piece))
-            yield Block(queries, slice(number * piece, (number + 1) * piece), is_causal=True)
+                yield Block(queries, slice(0, number * chunk))
+            yield Block(queries, slice(number * chunk, (number + 1) * chunk), is_causal=True)
         return
     sources = (source, 2 * size - 1 - source)
     if first is not None and end is not None:
         for keys, number in zip(halves, sources, strict=True):
-            begins, ends = ((x - number * piece).clamp(0, piece) for x in (first, end))
+            begins, ends = ((x - number * chunk).clamp(0, chunk) for x in (first, end))
             yield Block(slice(0, length), keys, first=begins, end=ends)
     elif not is_causal:
         yield Block(slice(0, length), slice(0, length))
