@@ -21,7 +21,7 @@ from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.parallel.collectives import Group
 from titan_like.parallel.context import CORES, CPShard
-from titan_like.parallel.cp_chunks import shard_positions
+from titan_like.parallel.cp_attention import shard_positions
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 

@@ -9,8 +9,7 @@ from titan_like.config import ConfigError, load_config
 from titan_like.data.batch import Batch
 from titan_like.models.layers.key_ranges import KeyRanges, block_mask
 from titan_like.parallel.context import CPShard
-from titan_like.parallel.cp_attention import _attention
-from titan_like.parallel.cp_chunks import shard, shard_positions, unshard
+from titan_like.parallel.cp_attention import _attention, shard, shard_positions, unshard
 from titan_like.train.rules import resolve_settings
 
 
@@ -84,16 +83,10 @@ def test_denominators_are_merged_in_float32(is_masked: bool, travels: bool) -> N
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        (
-            ["--model.family=gpt", "--model.overrides.dropout=0.1"],
-            "does not support dropout; set model.overrides.dropout = 0 (it is 0.1)",
-        ),
+        (["--model.family=gpt", "--model.overrides.dropout=0.1"], "set model.overrides.dropout = 0 (it is 0.1)"),
         (["--training.seq_len=1022"], "not divisible by 2 × context_parallel_degree = 4"),
         (["--float8.enable=true"], "set float8.enable to false"),
-        (
-            ["--parallelism.context_parallel_method=ulysses", "--model.overrides.num_kv_heads=1"],
-            "a multiple of 2 key-value heads on each rank, not 1",
-        ),
+        (["--parallelism.context_parallel_method=ulysses", "--model.overrides.num_kv_heads=1"], "key-value heads on"),
         (
             [
                 "--model.family=t5",

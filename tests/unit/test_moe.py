@@ -321,7 +321,7 @@ def test_what_transformers_lacks_is_not_exported(tmp_path, values, told):
 @pytest.mark.parametrize(
     ("settings", "processes", "told"),
     [
-        ({"parallelism.tensor_parallel_degree": 2}, 2, "parallelism.sequence_parallel = false: MoE with tensor parallelism needs"),
+        ({"parallelism.tensor_parallel_degree": 2}, 2, "sequence_parallel = false: MoE with tensor parallelism"),
         (
             {
                 "parallelism.tensor_parallel_degree": 2,

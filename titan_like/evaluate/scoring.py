@@ -25,7 +25,7 @@ from titan_like.parallel.apply import run_batches
 from titan_like.parallel.collectives import Group, all_gather
 from titan_like.parallel.context import cp_shard_of
 from titan_like.parallel.layout import resolve_layout
-from titan_like.parallel.mesh import data_parallel_mesh
+from titan_like.parallel.mesh import one_dimension
 from titan_like.parallel.model import ParallelModel, WholeModel
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Scorer:
         """With ``one_length`` every window is padded to `training.seq_len`, for a model compiled for that length."""
         self.config, self.model, self.mesh, self.device = config, model, mesh, device
         self._one_length = one_length
-        dp_mesh = data_parallel_mesh(mesh)
+        dp_mesh = one_dimension(mesh, "dp", "dp_replicate", "dp_shard")
         self._layout = resolve_layout(config.parallelism, mesh.size())
         self._cp_shard = cp_shard_of(config, model.stages[0].module.config, mesh)
         self._dp_rank, self._dp_size = self._layout.data_rank(mesh.get_rank()), self._layout.data_parallel

@@ -25,8 +25,7 @@ from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.key_ranges import block_mask
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.collectives import Group, all_to_all, gathered
-from titan_like.parallel.cp_attention import cp_attention
-from titan_like.parallel.cp_chunks import shard, shard_positions, unshard
+from titan_like.parallel.cp_attention import cp_attention, shard, shard_positions, unshard
 from titan_like.parallel.layout import Layout, method_of
 
 
@@ -63,8 +62,8 @@ class CPShard:
 
 def cp_shard_of(config: JobConfig, model: TransformerConfig, mesh: DeviceMesh) -> CPShard:
     """This rank's CP shard in a configuration's layout."""
-    layout = Layout.of(config.parallelism)
-    return CPShard(layout.context, layout.context_rank(mesh.get_rank()), method_of(config, model).name)
+    size = Layout.of(config.parallelism).context
+    return CPShard(size, mesh["dp_shard"].get_local_rank() % size, method_of(config, model).name)
 
 
 class ContextCore(AttentionCore):

@@ -4,7 +4,7 @@ Queries attend to one block of keys after the other, by torch's flash attention 
 all up to their own, and results are merged by the denominators of the softmax, in float32 at least. A rank has the keys
 of the whole sequence, or of its CP shard. The latter travel around the ring (arXiv 2310.01889): each rank attends to
 the keys that it holds while the next ones arrive. In the backward pass they travel again, and their gradients with
-them.
+them. Each CP shard has two load-balanced chunks of a sequence.
 """
 
 from __future__ import annotations
@@ -18,8 +18,28 @@ import torch.distributed as dist
 
 from titan_like.models.layers import interval_attention
 from titan_like.parallel.collectives import Group
-from titan_like.parallel.cp_chunks import shard_positions
 from titan_like.torch_private import flash_attention, flash_attention_gradients, process_group
+
+
+def shard_positions(length: int, size: int, rank: int) -> torch.Tensor:
+    """The positions in a rank's CP shard, in ascending order: int64 [length / size].
+
+    They are chunk ``rank`` of 2 · size from the head and from the tail; ``length`` must be a multiple of 2 · size.
+    """
+    chunks = torch.arange(length).chunk(2 * size)
+    return torch.cat((chunks[rank], chunks[-1 - rank]))
+
+
+def unshard(shards: torch.Tensor) -> torch.Tensor:
+    """Put all ranks' CP shards together: [size, …, positions of a shard, n] → [size, …, all positions in order, n]."""
+    head, tail = shards.chunk(2, -2)
+    return torch.cat((*head.unbind(), *tail.flip(0).unbind()), -2)
+
+
+def shard(whole: torch.Tensor, size: int) -> torch.Tensor:
+    """The reverse of `unshard`: […, positions, n] → [size, …, positions of a shard, n]."""
+    chunks = whole.chunk(2 * size, -2)
+    return torch.stack([torch.cat((chunks[rank], chunks[-1 - rank]), -2) for rank in range(size)])
 
 
 class Block(NamedTuple):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from titan_like.config.errors import ConfigError, require
+from titan_like.config.errors import require
 from titan_like.config.schema import JobConfig, Parallelism
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.schedules.tables import stage_ranks, stages_per_rank
@@ -78,12 +78,6 @@ class Layout:
         return sizes
 
     @property
-    def expert_mesh(self) -> dict[str, int]:
-        """As `mesh`, for the parameters of experts: ZeRO shards them over what expert parallelism leaves."""
-        experts = {"expert_shard": self.expert_shards, DEGREES[-1].dimension: self.expert}
-        return {"pp": self.pipeline, "dp_replicate": self.replicate, **experts}
-
-    @property
     def data_parallel(self) -> int:
         """Number of ranks that see different samples."""
         return self.replicate * self.shard
@@ -132,10 +126,6 @@ class Layout:
         """Number of a rank among the `data_parallel` ranks that see different samples."""
         return rank // (self.context * self.tensor) % self.data_parallel
 
-    def context_rank(self, rank: int) -> int:
-        """Number of a rank in its CP group."""
-        return rank // self.tensor % self.context
-
     @classmethod
     def of(cls, parallelism: Parallelism) -> Layout:
         """The layout of a configuration. A shard degree of -1 stays; `resolve_layout` resolves it."""
@@ -157,20 +147,19 @@ def resolve_layout(parallelism: Parallelism, world_size: int) -> Layout:
     Raises:
         ConfigError: the degrees do not multiply to the number of processes.
     """
-    shard, key = parallelism.data_parallel_shard_degree, "parallelism.data_parallel_shard_degree"
+    layout, key = Layout.of(parallelism), "parallelism.data_parallel_shard_degree"
+    shard, product = layout.shard, replace(layout, shard=1).num_processes
     require(shard != 0, key, shard, "must be at least 1, or -1 for the processes that the other degrees leave")
-    remaining = [degree for degree in FACTORS[::-1] if degree.name != "shard"]
-    sizes = [getattr(parallelism, degree.key) for degree in remaining]
-    product, titles = math.prod(sizes), " × ".join(degree.name for degree in remaining)
-    factors = "·".join(map(str, sizes))
+    names = [degree.name for degree in FACTORS[::-1] if degree.name != "shard"]
+    titles, factors = " × ".join(names), "·".join(str(getattr(layout, name)) for name in names)
     if shard == -1:
         problem = f"{titles} = {factors} = {product} does not divide the {world_size} processes"
         require(world_size % product == 0, key, shard, f"{problem}; start a multiple of {product}")
-        shard = world_size // product
-    elif product * shard != world_size:
-        problem = f"{titles} × shard = {factors}·{shard} = {product * shard}, but the job has {world_size} processes"
-        raise ConfigError(key, shard, f"{problem}; start {product * shard} or use -1")
-    return Layout.of(parallelism.model_copy(update={"data_parallel_shard_degree": shard}))
+        return replace(layout, shard=world_size // product)
+    product *= shard
+    problem = f"{titles} × shard = {factors}·{shard} = {product}, but the job has {world_size} processes"
+    require(product == world_size, key, shard, f"{problem}; start {product} or use -1")
+    return layout
 
 
 class Method(NamedTuple):

@@ -10,8 +10,6 @@ from titan_like.parallel.collectives import Group
 from titan_like.parallel.layout import Layout
 from titan_like.torch_private import flattened
 
-EXPERT_DIMENSIONS = tuple(Layout().expert_mesh)
-
 
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     """Arrange all ranks in a mesh with the dimensions of `Layout.mesh`.
@@ -20,16 +18,6 @@ def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     least, so they are the farthest apart (arXiv 2104.04473, takeaway 1).
     """
     return init_device_mesh(device_type, tuple(layout.mesh.values()), mesh_dim_names=tuple(layout.mesh))
-
-
-def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """One-dimensional mesh of the ranks that hold the same part of the model and see other samples or CP shards."""
-    return one_dimension(mesh, "dp", "dp_replicate", "dp_shard")
-
-
-def token_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """One-dimensional mesh of the ranks of a stage, each of which has tokens of its own if tensor ranks split them."""
-    return one_dimension(mesh, "tokens", "dp_replicate", "dp_shard", "tp")
 
 
 def one_dimension(mesh: DeviceMesh, name: str, *dimensions: str) -> DeviceMesh:
@@ -42,11 +30,12 @@ def one_dimension(mesh: DeviceMesh, name: str, *dimensions: str) -> DeviceMesh:
 
 
 def build_expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    """The same ranks with the dimensions of `Layout.expert_mesh`. All processes of the job call it.
+    """The same ranks, by the ranks that hold the same experts. All processes of the job call it.
 
     EP groups are neighbours among the ranks of ``dp_shard`` and ``tp``, which all have different tokens.
     """
-    return init_device_mesh(device_type, tuple(layout.expert_mesh.values()), mesh_dim_names=EXPERT_DIMENSIONS)
+    sizes = layout.pipeline, layout.replicate, layout.expert_shards, layout.expert
+    return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "expert_shard", "ep"))
 
 
 def context_group(layout: Layout) -> Group:

@@ -24,14 +24,9 @@ KEYS = {**SEARCHED, GLOBAL: "global_batch_size"}  # what a grid may list, each w
 LARGEST = "largest"
 _SHARD, _VIRTUAL = "parallelism.data_parallel_shard_degree", "parallelism.virtual_stages_per_rank"
 _WORSE = 0.8  # of the best rate so far: larger microbatches are not tried any more
-_SHORT = {f"parallelism.{degree.key}": degree.short for degree in DEGREES} | {
-    "parallelism.sequence_parallel": "sp",
-    _VIRTUAL: "v",
-    "parallelism.zero_stage": "z",
-    MICRO: "mbs",
-    "activation_checkpoint.every_n_layers": "every",
-    GLOBAL: "gbs",
-}  # other keys appear in a layout's name as their value alone
+_SHORT = {f"parallelism.{degree.key}": degree.short for degree in DEGREES}  # in a layout's name, or the value alone
+_SHORT |= {_VIRTUAL: "v", "parallelism.sequence_parallel": "sp", "parallelism.zero_stage": "z"}
+_SHORT |= {MICRO: "mbs", GLOBAL: "gbs", "activation_checkpoint.every_n_layers": "every"}
 _DEFAULTS = JobConfig()
 
 
@@ -131,8 +126,8 @@ def _case(base: JobConfig, processes: int, chosen: dict[str, Any]) -> Case:
 def _effective(config: JobConfig, processes: int) -> JobConfig:
     """A run without open degrees, and with plain values of keys that have no effect in its layout."""
     layout = resolve_settings(config, processes).layout
-    plain: dict[str, Any] = {_SHARD: layout.shard, _VIRTUAL: layout.virtual_stages}
-    plain["parallelism.pipeline_schedule"] = layout.schedule
+    schedule: dict[str, Any] = {_VIRTUAL: layout.virtual_stages, "parallelism.pipeline_schedule": layout.schedule}
+    plain = {_SHARD: layout.shard, **schedule}
     if layout.weight_shards == 1 and not (layout.splits_experts and layout.expert_shards > 1):
         plain["parallelism.zero_stage"] = 0  # there is nothing to share out
     if config.activation_checkpoint.mode == "none":

@@ -207,9 +207,7 @@ class Trainer(ValidatedState):
         if self.token_group.size() > 1:
             dist.all_reduce(counts, group=self.token_group)
         *_, num_tokens, num_pairs = counts.double()
-        whole_masks = (
-            self.cp_shard.size if self.cp_shard.method == "ulysses" else 1
-        )  # each rank has those of its samples
+        whole_masks = self.cp_shard.size if self.cp_shard.method == "ulysses" else 1  # each CP rank has all of them
         return counts[:-2].double(), num_tokens, num_pairs / whole_masks
 
     def _update(self, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:

@@ -31,7 +31,7 @@ from titan_like.parallel.apply import build_pipeline
 from titan_like.parallel.context import cp_shard_of
 from titan_like.parallel.expert_balance import ExpertBalance
 from titan_like.parallel.layout import Layout
-from titan_like.parallel.mesh import build_mesh, data_parallel_mesh
+from titan_like.parallel.mesh import build_mesh, one_dimension
 from titan_like.parallel.tensor import partial_parameters
 from titan_like.train.health import LossWatch
 from titan_like.train.initial_weights import initial_folder, load_initial_weights
@@ -79,9 +79,8 @@ class TrainingState:
         self.run = run
         self.config = config = run.config
         self.mesh = mesh = build_mesh(run.layout, run.device.type)
-        self.token_group = data_parallel_mesh(
-            mesh
-        ).get_group()  # of the ranks with other samples, or other CP shards of the same ones
+        # Of the ranks with other samples, or other CP shards of the same ones.
+        self.token_group = one_dimension(mesh, "dp", "dp_replicate", "dp_shard").get_group()
         self.dp_rank, self.dp_size = run.layout.data_rank(dist.get_rank()), run.layout.data_parallel
         self.cp_shard = cp_shard_of(config, run.model, mesh)
         self.pp_group = mesh.get_group("pp")

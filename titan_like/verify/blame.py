@@ -13,9 +13,9 @@ from typing import Any
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.models.registry import model_config
-from titan_like.parallel.layout import DEGREES, Degree
+from titan_like.parallel.layout import DEGREES, Degree, Layout
 from titan_like.train.layout_rules import is_sparse
-from titan_like.verify.shrink import fewest_microbatches, in_layout, layout_of, num_microbatches
+from titan_like.verify.shrink import fewest_microbatches, in_layout, num_microbatches
 
 SAME, DIFFERENT, FAILS, UNDECIDED = "same", "different", "fails", "undecided"
 ONE_PROCESS = "one_process"
@@ -41,26 +41,26 @@ class Blame:
 
 
 def _with(config: JobConfig, **changes: Any) -> JobConfig:
-    return in_layout(config, replace(layout_of(config), **changes))
+    return in_layout(config, replace(Layout.of(config.parallelism), **changes))
 
 
 def _no_schedule(config: JobConfig) -> JobConfig:
     """1F1B with one stage per process, which takes the layers of all its process's stages."""
-    if layout_of(config).schedule == "1f1b":
+    if Layout.of(config.parallelism).schedule == "1f1b":
         return config
     return edit(_with(config, schedule="1f1b", virtual_stages=1), {"parallelism.pipeline_layers": None})
 
 
 def _no_zero(config: JobConfig) -> JobConfig:
     """ZeRO stage 0. On one process the stage matters only in a 16-bit dtype, where FSDP keeps the weights in it."""
-    layout = layout_of(config)
+    layout = Layout.of(config.parallelism)
     is_used = layout.weight_ranks > 1 or config.training.dtype not in ("float32", "float64")
     return edit(config, {"parallelism.zero_stage": 0}) if is_used else config
 
 
 def _no_accumulation(config: JobConfig) -> JobConfig:
     """As few and as large microbatches as the schedule allows. Float8 scales are a microbatch's, so those stay."""
-    size, layout = config.training.micro_batch_size, layout_of(config)
+    size, layout = config.training.micro_batch_size, Layout.of(config.parallelism)
     microbatches = num_microbatches(config.training, layout)
     fewest = fewest_microbatches(layout, 1)
     larger = {"training.micro_batch_size": size * (microbatches // fewest)}
@@ -68,7 +68,7 @@ def _no_accumulation(config: JobConfig) -> JobConfig:
 
 
 def _no_replicas(config: JobConfig) -> JobConfig:
-    return _with(config, replicate=1, shard=layout_of(config).data_parallel)
+    return _with(config, replicate=1, shard=Layout.of(config.parallelism).data_parallel)
 
 
 def _no_sequence(config: JobConfig) -> JobConfig:
@@ -111,7 +111,8 @@ def on_one_process(config: JobConfig) -> JobConfig:
 def other_layout(config: JobConfig, most: int) -> JobConfig:
     """One process or, where the layout has one data-parallel rank, 2 or 3 of up to ``most`` that share the batches."""
     alone = on_one_process(config)
-    microbatches, has_one = num_microbatches(alone.training, layout_of(alone)), layout_of(config).data_parallel == 1
+    microbatches = num_microbatches(alone.training, Layout.of(alone.parallelism))
+    has_one = Layout.of(config.parallelism).data_parallel == 1
     shared = [ranks for ranks in (2, 3) if has_one and ranks <= most and microbatches % ranks == 0]
     return _with(alone, shard=min(shared, default=1))
 

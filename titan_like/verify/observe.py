@@ -77,8 +77,7 @@ class ObservedTrainer(WatchedTrainer):
         self.batches = batches(small.config, self.num_steps)
         self.updates = UpdateCheck(self, small, report)
         self._compare = partial(report.compare, reference, self.dtype)
-        shares = run.layout.context * run.layout.tensor  # neighbouring ranks see the same samples
-        report.data_rank = report.rank // shares % run.layout.data_parallel
+        report.data_rank = run.layout.data_rank(report.rank)
         if self.dtype == "float16":
             told = f"training begins with a loss scale of {float(self.loss_scale)}, which raises no gradient"
             report.exact(Key(0, Row.LOSS_SCALE), None if self.loss_scale > 1 else told)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_like.data.lengths import SampleLength
 from titan_like.parallel.context import CPShard
-from titan_like.parallel.cp_chunks import shard_positions
+from titan_like.parallel.cp_attention import shard_positions
 from titan_like.parallel.tensor_styles import ColumnLinear
 from titan_like.torch_private import is_in_backward_pass
 

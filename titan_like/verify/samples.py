@@ -19,7 +19,7 @@ from titan_like.data.sentence_pairs import PairTokens
 from titan_like.data.source import Source
 from titan_like.models.config import NUM_OPTIONS
 from titan_like.models.registry import model_config
-from titan_like.verify.shrink import layout_of
+from titan_like.parallel.layout import Layout
 
 IGNORED = -100  # label of a position without loss
 END_OF_DOCUMENT = 3  # token that ends a document, where [data] asks for masks
@@ -114,7 +114,7 @@ def training_samples(config: JobConfig) -> Samples:
     any.
     """
     batch, micro_batch = config.training.global_batch_size, config.training.micro_batch_size
-    layout = layout_of(config)
+    layout = Layout.of(config.parallelism)
     ranks = layout.data_parallel
     in_batch = range(_EMPTY_BATCH * batch, (_EMPTY_BATCH + 1) * batch)
     empty = frozenset(index for index in in_batch if ranks > 1 and index // micro_batch % ranks == ranks - 1)
@@ -126,7 +126,7 @@ def validation_samples(config: JobConfig) -> Samples:
     """Held-out samples: between one and two global batches, and no multiple of the microbatches of all ranks."""
     batch, kind = config.training.global_batch_size, _kind_of(config)
     size = batch + max(1, batch // 2 - 1)
-    unit = config.training.micro_batch_size * layout_of(config).data_parallel
+    unit = config.training.micro_batch_size * Layout.of(config.parallelism).data_parallel
     size += -(size % NUM_OPTIONS) if kind["has_options"] else unit > 1 and size % unit == 0
     return Samples(2 * config.job.seed + 1, size=size, **kind)
 

@@ -221,11 +221,6 @@ def in_layout(config: JobConfig, layout: Layout) -> JobConfig:
     return edit(config, values | ({"parallelism.pipeline_layers": None} if layout.pipeline == 1 else {}))
 
 
-def layout_of(config: JobConfig) -> Layout:
-    """The layout of a configuration with no degree left open."""
-    return Layout.of(config.parallelism)
-
-
 def shrink_degrees(layout: Layout) -> Layout:
     """Smaller degrees; each that is above 1 stays above 1.
 
