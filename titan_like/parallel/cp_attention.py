@@ -43,7 +43,7 @@ def shard(whole: torch.Tensor, size: int) -> torch.Tensor:
 
 
 class Block(NamedTuple):
-    """Some queries and the keys that they may see, of those that are here at a time."""
+    """Some queries and the keys that they may see, among the keys that a rank holds at a time."""
 
     queries: slice
     keys: slice
@@ -99,10 +99,10 @@ def _attention(
     dtype = _accumulator(q)
     output = interval_attention.empty_like(q).to(dtype).zero_()
     denominator = q.new_full(q.shape[:3], -math.inf, dtype=dtype)
-    for source, here in _passing(keys, name, size, rank) if travels else [(None, keys)]:
+    for source, held_keys in _passing(keys, name, size, rank) if travels else [(None, keys)]:
         for block in _blocks(q.shape[2], first, end, is_causal, size, rank, source):
-            found, total = _attend(q[:, :, block.queries], here[..., block.keys, :], block, scale)
-            _merge(output[:, :, block.queries], denominator[:, :, block.queries], found, total)
+            result, total = _attend(q[:, :, block.queries], held_keys[..., block.keys, :], block, scale)
+            _merge(output[:, :, block.queries], denominator[:, :, block.queries], result, total)
     return output.to(q.dtype), denominator
 
 
@@ -124,15 +124,15 @@ def _attention_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     of_q = torch.zeros_like(q, dtype=denominator.dtype)
     of_keys = torch.zeros_like(keys, dtype=denominator.dtype)
-    for source, here in _passing(keys, name, size, rank) if travels else [(None, keys)]:
+    for source, held_keys in _passing(keys, name, size, rank) if travels else [(None, keys)]:
         if source not in (None, rank):
             of_keys = _exchange(of_keys, name, size, rank)
         for block in _blocks(q.shape[2], first, end, is_causal, size, rank, source):
             parts = [x[:, :, block.queries] for x in (gradient, q, output, denominator)]
-            of_queries, *of_both = _gradients(parts, here[..., block.keys, :], block, scale)
+            of_queries, *of_both = _gradients(parts, held_keys[..., block.keys, :], block, scale)
             of_q[:, :, block.queries] += of_queries
-            for total, found in zip(of_keys[..., block.keys, :].unbind(), of_both, strict=True):
-                total += found
+            for total, result in zip(of_keys[..., block.keys, :].unbind(), of_both, strict=True):
+                total += result
     of_keys = _exchange(of_keys, name, size, rank) if travels else of_keys
     return of_q.to(q.dtype), of_keys.to(keys.dtype)
 
@@ -199,10 +199,10 @@ def _blocks(
     elif not is_causal:
         yield Block(slice(0, length), slice(0, length))
     else:
-        for queries, here in zip(halves, numbers, strict=True):
+        for queries, query_number in zip(halves, numbers, strict=True):
             for keys, number in zip(halves, sources, strict=True):
-                if number <= here:
-                    yield Block(queries, keys, is_causal=number == here)
+                if number <= query_number:
+                    yield Block(queries, keys, is_causal=number == query_number)
 
 
 def _attend(q: torch.Tensor, keys: torch.Tensor, block: Block, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -212,20 +212,20 @@ def _attend(q: torch.Tensor, keys: torch.Tensor, block: Block, scale: float) -> 
     return flash_attention(q, k, v, block.is_causal, scale)
 
 
-def _gradients(here: list[torch.Tensor], keys: torch.Tensor, block: Block, scale: float) -> tuple[torch.Tensor, ...]:
-    (gradient, q, output, denominator), (k, v) = here, keys
+def _gradients(parts: list[torch.Tensor], keys: torch.Tensor, block: Block, scale: float) -> tuple[torch.Tensor, ...]:
+    (gradient, q, output, denominator), (k, v) = parts, keys
     if block.first is not None and block.end is not None:
         mean = (gradient.to(denominator.dtype) * output).sum(3)
         return interval_attention.gradients(gradient, q, k, v, block.first, block.end, scale, denominator, mean)
     return flash_attention_gradients(gradient, q, k, v, output, denominator, block.is_causal, scale)
 
 
-def _merge(output: torch.Tensor, denominator: torch.Tensor, found: torch.Tensor, total: torch.Tensor) -> None:
+def _merge(output: torch.Tensor, denominator: torch.Tensor, result: torch.Tensor, total: torch.Tensor) -> None:
     """Add attention to further keys, in place: the mean of both results, weighted by their denominators."""
     merged = torch.logaddexp(denominator, total)
     seen = merged.masked_fill(merged == -math.inf, 0)  # where nothing is seen so far, both weights are 0
     output *= (denominator - seen).exp_()[..., None]
-    output += found * (total - seen).exp_()[..., None]
+    output += result * (total - seen).exp_()[..., None]
     denominator.copy_(merged)
 
 

@@ -124,13 +124,13 @@ def holders_of_copies(model: TransformerConfig, splits: Sequence[StageLayers]) -
     """Name of each parameter that several stages hold → numbers of these stages."""
     small, kinds = one_of_each(model), kinds_of_layers(model)
     uses = [shared_modules(layer) for layer in layers_of(small)]
-    found = {}
+    stages_of = {}
     for name, _ in shared_parameters(small):
         module = name.partition(".")[0]
-        found[name] = [i for i, split in enumerate(splits) if any(module in uses[kinds[n]] for n in split.layers)]
+        stages_of[name] = [i for i, split in enumerate(splits) if any(module in uses[kinds[n]] for n in split.layers)]
     if model.tied_embeddings:
-        found["embedding.weight"] = [i for i, split in enumerate(splits) if split.is_first or split.is_last]
-    return {name: tuple(stages) for name, stages in found.items() if len(stages) > 1}
+        stages_of["embedding.weight"] = [i for i, split in enumerate(splits) if split.is_first or split.is_last]
+    return {name: tuple(stages) for name, stages in stages_of.items() if len(stages) > 1}
 
 
 @torch.no_grad()
@@ -141,7 +141,7 @@ def sum_gradients_of_copies(model: ParallelModel, group: dist.ProcessGroup, rank
     data and tensor ranks, so each process exchanges its part with those that hold the same part in other stages. All of
     them add in the order of the ranks, so the sums are bitwise equal.
     """
-    here = dist.get_rank(group)
+    pp_rank = dist.get_rank(group)
     exchange, sums = [], []
     for name, stages in model.copies_in.items():
         held = model.copies_of(name)
@@ -152,8 +152,8 @@ def sum_gradients_of_copies(model: ParallelModel, group: dist.ProcessGroup, rank
         mine = gradients[0]
         for other in gradients[1:]:
             mine += other
-        parts = {here: mine}
-        for rank in sorted({ranks[stage] for stage in stages} - {here}):
+        parts = {pp_rank: mine}
+        for rank in sorted({ranks[stage] for stage in stages} - {pp_rank}):
             parts[rank] = torch.empty_like(mine)
             exchange.append(dist.P2POp(dist.isend, mine, group=group, group_peer=rank))
             exchange.append(dist.P2POp(dist.irecv, parts[rank], group=group, group_peer=rank))
@@ -161,8 +161,8 @@ def sum_gradients_of_copies(model: ParallelModel, group: dist.ProcessGroup, rank
     for work in dist.batch_isend_irecv(exchange) if exchange else []:
         work.wait()
     for gradients, parts in sums:
-        total, *others = [parts[rank] for rank in sorted(parts)]
-        for other in others:
+        total, *remaining = [parts[rank] for rank in sorted(parts)]
+        for other in remaining:
             total += other
         for gradient in gradients:
             gradient.copy_(total)

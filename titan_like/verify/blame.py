@@ -137,14 +137,14 @@ def find_fault(config: JobConfig, symptom: str, outcome_of: Callable[[JobConfig]
     vanishes = [axis for axis in kept if trials[axis.name] == SAME]
     needed = vanishes or [axis for axis in kept if axis.name != "accumulation"]
     if not needed:
-        told = "the difference is there also on one process without any parallelism: the trainer itself, or the model"
-        return Blame(ONE_PROCESS, told, trials)
+        cause = "the difference is there also on one process without any parallelism: the trainer itself, or the model"
+        return Blame(ONE_PROCESS, cause, trials)
     # A part is named instead of its whole, and accumulation only if nothing else is left.
     wholes = {name for axis in needed for name in axis.within}
     parts = [axis for axis in needed if axis.name not in wholes]
     guilty = [axis for axis in parts if axis.name != "accumulation"] or parts
-    *others, last = [axis.title for axis in guilty]
-    titles = f"{', '.join(others)} and {last} together: without any one of them" if others else f"{last}: without it"
+    *titles, last = [axis.title for axis in guilty]
+    axes = f"{', '.join(titles)} and {last} together: without any one of them" if titles else f"{last}: without it"
     consequence = "every difference vanishes" if vanishes else "there is nothing to compare"
     several = "; it takes several microbatches to show" if len(parts) > len(guilty) else ""
-    return Blame(" + ".join(axis.name for axis in guilty), f"{titles} {consequence}{several}", trials)
+    return Blame(" + ".join(axis.name for axis in guilty), f"{axes} {consequence}{several}", trials)
