@@ -91,9 +91,8 @@ class Recorder:
     @classmethod
     def of(cls, trainer: WatchedTrainer) -> Recorder:
         """A recorder of the draws of a trainer's model on this process."""
-        ranks = {name: trainer.mesh[name].get_local_rank() for name in ("tp", "dp_replicate", "dp_shard")}
-        data_rank = ranks["dp_replicate"] * trainer.mesh["dp_shard"].size() + ranks["dp_shard"]
-        recorder = cls(data_rank, ranks["tp"], trainer.config.job.seed)
+        data_rank = trainer.run.layout.data_rank(trainer.mesh.get_rank())
+        recorder = cls(data_rank, trainer.mesh["tp"].get_local_rank(), trainer.config.job.seed)
         for stage in trainer.model.stages:
             recorder.follow(stage.module)
         return recorder
@@ -330,12 +329,12 @@ def _check_masks(run: Run, report: Report, draws: dict[Where, dict[int, Draw]]) 
         told = None if drawn and drawn == wanted else "it does not draw dropout, or not where others of its kind do"
         report.exact(Key(1, Row.MASKS_EVERYWHERE, layer), told)
     known: dict[tuple[object, ...], Where] = {}
-    section = run.config.parallelism
+    layout = run.layout
     for where, parts in draws.items():
         first = next(iter(parts.values()))
         # Tensor-parallel ranks hold different activations if the sequence or the heads are split, else the same ones.
         has_parts = first.kept.shape[1] > 1  # all ranks hold a sequence's first token
-        is_split = section.tensor_parallel_degree > 1 if where.is_attention else section.sequence_parallel and has_parts
+        is_split = layout.tensor > 1 if where.is_attention else layout.sequence_parallel and has_parts
         for draw in parts.values() if is_split else [first]:
             masks, varied = (m.flatten(0, int(where.is_attention)) for m in (draw.kept, draw.drawn_from))
             masks = masks[varied.flatten(1).sum(1) >= _TELLING]  # smaller ones are equal by chance

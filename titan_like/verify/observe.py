@@ -77,8 +77,7 @@ class ObservedTrainer(WatchedTrainer):
         self.batches = batches(small.config, self.num_steps)
         self.updates = UpdateCheck(self, small, report)
         self._compare = partial(report.compare, reference, self.dtype)
-        shares = run.layout.context * run.layout.tensor  # neighbouring ranks see the same samples
-        report.data_rank = report.rank // shares % run.layout.data_parallel
+        report.data_rank = run.layout.data_rank(report.rank)
         if self.dtype == "float16":
             told = f"training begins with a loss scale of {float(self.loss_scale)}, which raises no gradient"
             report.exact(Key(0, Row.LOSS_SCALE), None if self.loss_scale > 1 else told)
@@ -220,18 +219,18 @@ class ObservedTrainer(WatchedTrainer):
 
     def _rounds_as_one_process(self, name: str) -> bool:
         """Whether the layout rounds the same numbers to a half type as one process with the same microbatches does."""
-        section, training = self.config.parallelism, self.config.training
+        layout, training = self.run.layout, self.config.training
         # Each stage rounds its own part, and each chunk of the loss.
         has_table = name.startswith("output") or (name == "embedding.weight" and self.run.model.tied_embeddings)
-        # One rounding for the tokens of all processes that share the expert.
-        has_tokens_of_others = ".experts." in name and section.expert_parallel_degree > 1
-        if name in self.model.copies_in or has_table or has_tokens_of_others:
+        # One rounding for the tokens of the whole EP group.
+        has_tokens_of_group = ".experts." in name and layout.expert > 1
+        if name in self.model.copies_in or has_table or has_tokens_of_group:
             return False
         data = self.config.data
         has_ranges = data.reset_attention_mask or data.prefix_lm or self.run.model.predictions != ("tokens",)
         if has_ranges:  # the reference's attention takes a mask of all pairs
             return False
-        sums_differently = section.tensor_parallel_degree * section.context_parallel_degree > 1
+        sums_differently = layout.tensor > 1 or layout.context > 1
         sums_differently |= training.reduce_dtype != "float32"
         other_pieces = training.micro_batch_size != self.reference.small.config.training.micro_batch_size
         return not (sums_differently or other_pieces or self.config.compile.enable)
@@ -427,7 +426,7 @@ def compare_places(
     lengths = sample_length(config, run.model)
     samples = [[index - batches(small.config, step)[step].start for index in indices] for indices in trainer.drawn]
     order, predictions = up_to_the_loss(expected.order, expected.predictions)
-    cut = Cut(trainer.slices, trainer.mesh["tp"].size(), trainer.mesh["tp"].get_local_rank(), lengths)
+    cut = Cut(trainer.cp_shard, trainer.mesh["tp"].size(), trainer.mesh["tp"].get_local_rank(), lengths)
     return order, predictions, differing(found, expected, samples, cut, step, allowed)
 
 

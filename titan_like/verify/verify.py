@@ -21,7 +21,7 @@ from titan_like.verify.observe import compare_places, observe, observe_leg
 from titan_like.verify.places import first_place
 from titan_like.verify.processes import DONE, FAILED, Group, Outcome, Prepare
 from titan_like.verify.reference import compute_reference
-from titan_like.verify.shrink import MOST_PROCESSES, Small, check_numbers, layout_of, resolve, shrink
+from titan_like.verify.shrink import MOST_PROCESSES, Small, check_numbers, resolve, shrink
 
 Progress = Callable[[str], None]
 _COMPILING = 900.0  # seconds that compilation may take
@@ -78,12 +78,13 @@ class Verifier:
 
     def verify(self) -> Verdict:
         """Compare all kinds of runs in the layout with one reference. If they differ, find the place and the axis."""
-        has_dropout = self.small.original.parallelism.context_parallel_degree == 1
+        layout = Layout.of(self.small.config.parallelism)
+        has_dropout = layout.context == 1
         told = (
             f"the {self.small.config.model.family} family has none" if has_dropout else "context parallelism has none"
         )
         missing = [] if DROPOUT in self.kinds else [f"dropout: {told}"]
-        verdict = Verdict(SAME, layout_of(self.small.config), [], not_applicable=missing, limits=self.small.limits)
+        verdict = Verdict(SAME, layout, [], not_applicable=missing, limits=self.small.limits)
         with tempfile.TemporaryDirectory(prefix="verify-") as folder:
             self.folder = Path(folder)
             try:
@@ -169,7 +170,7 @@ class Verifier:
     def _run_layout(self, function: Callable, config: JobConfig, *arguments: Any) -> list[Outcome]:
         seconds = self.timeout + (_COMPILING if config.compile.enable else 0.0)
         patience = None if self.on_gpus else self.patience  # a process that waits for its GPU looks idle
-        group = self._start(function, layout_of(config).num_processes, self.reference, config, *arguments)
+        group = self._start(function, Layout.of(config.parallelism).num_processes, self.reference, config, *arguments)
         return group.wait(seconds, patience)
 
     def _add_unfinished(self, kind: str, row: Row, outcomes: list[Outcome], checks: list[Check]) -> None:
@@ -221,7 +222,7 @@ class Verifier:
                     outcome = UNDECIDED
             except UndecidedError:
                 outcome = UNDECIDED
-            layout = layout_of(changed)
+            layout = Layout.of(changed.parallelism)
             processes = "1 process" if layout.num_processes == 1 else f"{layout.num_processes} processes"
             self.progress(f"  {processes} ({layout.described()}): {outcome}")
             return outcome
@@ -250,7 +251,7 @@ def verifier_of(
     check_numbers(steps, processes, timeout)
     layout = resolve(config, processes)
     small = shrink(config, layout, steps, full_size=full_size, keep_layout=keep_layout, on_gpus=on_gpus)
-    needed, found = layout_of(small.config).num_processes, torch.cuda.device_count() if on_gpus else None
+    needed, found = Layout.of(small.config.parallelism).num_processes, torch.cuda.device_count() if on_gpus else None
     if found is not None and found < needed:
         problem = f"this machine has {found} GPUs, but the verification needs {needed}; leave --gpus out to use CPUs"
         raise ConfigError("--gpus", needed, problem)
