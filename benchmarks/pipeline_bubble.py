@@ -88,8 +88,8 @@ def run_step(runtime: OwnRuntime | TorchRuntime, data: torch.Tensor) -> tuple[fl
     seconds = max(end for _, end, _ in spans) - min(start for start, _, _ in spans)  # one machine has one clock
     if not isinstance(runtime, OwnRuntime):
         return seconds, None
-    shape = runtime.pipeline.shape
-    return seconds, measured(shape.schedule, shape.degree, shape.virtual_stages, [times for _, _, times in spans])
+    layout = runtime.pipeline.layout
+    return seconds, measured(layout.schedule, layout.pipeline, layout.virtual_stages, [times for _, _, times in spans])
 
 
 def measure_time(rank: int, cases: list[tuple[str, str, int, int]], times: Times, steps: int, output: Path) -> None:

@@ -22,9 +22,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from titan_like.data.batch import Batch
+from titan_like.parallel.layout import Layout
 from titan_like.parallel.model import ParallelModel, Stage
 from titan_like.parallel.pipeline import Pipeline
-from titan_like.parallel.schedules.communication import PipelineShape
 from titan_like.parallel.schedules.tables import Action, schedule_table, stages_per_rank
 from titan_like.parallel.weight_gradients import Product, WeightGradients
 
@@ -128,8 +128,8 @@ class OwnRuntime:
     """This project's `Pipeline` over sleeping stages."""
 
     def __init__(self, schedule: str, degree: int, virtual: int, times: Times, hidden_shape: Sequence[int]) -> None:
-        self.shape = PipelineShape(schedule, degree, virtual)
-        times, ranks = times / stages_per_rank(schedule, virtual), self.shape.ranks
+        self.layout = Layout(degree, schedule=schedule, virtual_stages=virtual)
+        times, ranks = times / stages_per_rank(schedule, virtual), self.layout.stage_ranks
         table = schedule_table(schedule, degree, virtual, 4 * degree)
         splits = any(action.kind == "W" for action in table[0])
         stages = []
@@ -140,7 +140,7 @@ class OwnRuntime:
         group = dist.group.WORLD
         assert group is not None
         device = torch.device("cpu")
-        self.pipeline = Pipeline(ParallelModel(stages), self.shape, group, hidden_shape, torch.float32, device)
+        self.pipeline = Pipeline(ParallelModel(stages), self.layout, group, hidden_shape, torch.float32, device)
 
     def step(self, microbatches: torch.Tensor) -> None:
         """One step over [microbatches, seq, hidden]."""
@@ -154,8 +154,8 @@ class TorchRuntime:
         from torch.distributed import pipelining
 
         kind = getattr(pipelining, TORCH_SCHEDULES[schedule])
-        shape = PipelineShape(schedule, degree, virtual)
-        times, ranks, rank = times / stages_per_rank(schedule, virtual), shape.ranks, dist.get_rank()
+        layout = Layout(degree, schedule=schedule, virtual_stages=virtual)
+        times, ranks, rank = times / stages_per_rank(schedule, virtual), layout.stage_ranks, dist.get_rank()
         stages = []
         for index in (stage for stage, of in enumerate(ranks) if of == rank):
             module = SleepingStage(times, index == 0, index == len(ranks) - 1)

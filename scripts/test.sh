@@ -10,7 +10,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 unset PYTHONDONTWRITEBYTECODE # the processes that tests start would each compile the sources again
 if [ "${1:-}" = quick ]; then
   shift
-  set -- tests/unit tests/distributed/test_verify.py::test_product_is_the_same \
+  set -- tests/unit tests/reference tests/distributed/test_verify.py::test_product_is_the_same \
     tests/e2e/test_train.py::test_trains_and_prints_once_per_job -m "not slow and not exhaustive" "$@"
 fi
 # Two files at a time; the tests of a file share fixtures. tests/conftest.py puts the files in order.

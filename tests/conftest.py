@@ -10,7 +10,7 @@ from titan_like.verify import processes
 
 gc.disable()  # the modules of the tests make a million objects, hardly any of them garbage
 
-LONGEST = ("test_verify.py", "test_stopping.py", "test_verify_data.py", "test_dry_run.py", "test_planner_search.py")
+LONGEST = ("test_verify.py", "test_stopping.py", "test_samples.py", "test_dry_run.py", "test_planner_search.py")
 MUTATIONS = Path(__file__).parent / "distributed" / "mutations"
 
 # Started in the background or under nohup, the tests would hand on signals that are ignored to the programs they start,

@@ -22,7 +22,7 @@ from titan_like.models.registry import model_config
 from titan_like.parallel import experts
 from titan_like.parallel.apply import build_pipeline
 from titan_like.parallel.collectives import Group
-from titan_like.parallel.context import slices_of
+from titan_like.parallel.context import cp_shard_of
 from titan_like.parallel.layout import resolve_layout
 from titan_like.parallel.mesh import build_mesh
 from titan_like.planner.activations import full_moments, kept_of
@@ -181,7 +181,7 @@ def measure_passes(config: JobConfig) -> dict[str, int]:
     length = sample_length(config, stage.module.config)
     tokens = torch.randint(97, 123, (config.training.micro_batch_size, length.positions))
     whole = Batch(tokens, tokens, encoder_len=length.encoder if length.decoder else None)
-    batch = slices_of(config, stage.module.config, mesh).take(whole)
+    batch = cp_shard_of(config, stage.module.config, mesh).shard(whole)
 
     def loss() -> torch.Tensor:
         return summed_loss(stage.module, batch.tokens, **model_fields(batch))

@@ -1,4 +1,4 @@
-"""Attention over slices of sequences: exact by every method, with as many bytes as the formulas say, and 30 steps that
+"""Attention over CP shards: exact by every method, with as many bytes as the formulas say, and 30 steps that
 equal a plain loop over transformers' model."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from titan_like.data.batch import Batch, collate
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.parallel.collectives import Group
-from titan_like.parallel.context import CORES, Slices
-from titan_like.parallel.pieces import places_of
+from titan_like.parallel.context import CORES, CPShard
+from titan_like.parallel.cp_attention import shard_positions
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 
@@ -62,7 +62,7 @@ class Sent(TorchDispatchMode):
         return result
 
 
-def attend_on_slices(rank: int, size: int) -> dict[str, Any]:
+def attend_on_shards(rank: int, size: int) -> dict[str, Any]:
     """For each method and mask, how far the result and the gradients are from those of one process, and the bytes."""
     group = Group(dist.group.WORLD.group_name, size, rank)
     found: dict[str, Any] = {}
@@ -83,11 +83,11 @@ def attend_on_slices(rank: int, size: int) -> dict[str, Any]:
                 expected = whole(*leaves, mask_of(mask))
                 expected.backward(gradient)
                 part.__class__, part.group = CORES[method], group  # type: ignore[assignment]
-                places = places_of(LENGTH, size, rank)
+                places = shard_positions(LENGTH, size, rank)
                 own = [x[:, :, places].to(dtype).requires_grad_() for x in inputs]
                 tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
-                slices = Slices(size, rank, method)
-                cut = slices.take(Batch(tokens, document_mask=mask_of(mask)))
+                cp_shard = CPShard(size, rank, method)
+                cut = cp_shard.shard(Batch(tokens, document_mask=mask_of(mask)))
                 messages.clear()
                 with Sent() as sent, patch.object(dist, "batch_isend_irecv", counted):
                     result = part(*own, cut.document_mask)
@@ -102,7 +102,7 @@ def attend_on_slices(rank: int, size: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=[2, 4])
 def attended(request: pytest.FixtureRequest) -> tuple[int, list[dict[str, Any]]]:
-    return request.param, collect(attend_on_slices, request.param, request.param)
+    return request.param, collect(attend_on_shards, request.param, request.param)
 
 
 def test_every_method_is_exact_with_every_mask(attended: tuple[int, list[dict[str, Any]]]) -> None:

@@ -10,9 +10,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tests.distributed.launch import collect
 from titan_like.data.batch import Batch
+from titan_like.parallel.layout import Layout
 from titan_like.parallel.model import ParallelModel, Stage
 from titan_like.parallel.pipeline import Pipeline
-from titan_like.parallel.schedules.communication import PipelineShape
 from titan_like.parallel.schedules.simulate import max_in_flight
 from titan_like.parallel.schedules.tables import schedule_table
 
@@ -69,12 +69,12 @@ class OneReplica:
 def count(rank):
     results = {}
     for schedule, virtual in SCHEDULES.items():
-        shape = PipelineShape(schedule, DEGREE, virtual)
-        local = [stage for stage, of in enumerate(shape.ranks) if of == rank]
+        layout = Layout(DEGREE, schedule=schedule, virtual_stages=virtual)
+        local = [stage for stage, of in enumerate(layout.stage_ranks) if of == rank]
         alive, peaks = weakref.WeakSet(), {"rank": 0}
-        modules = [WatchedStage(stage, len(shape.ranks), alive, peaks) for stage in local]
+        modules = [WatchedStage(stage, len(layout.stage_ranks), alive, peaks) for stage in local]
         model = ParallelModel([Stage(module.index, module, OneReplica()) for module in modules])
-        pipeline = Pipeline(model, shape, dist.group.WORLD, HIDDEN, torch.float32, torch.device("cpu"))
+        pipeline = Pipeline(model, layout, dist.group.WORLD, HIDDEN, torch.float32, torch.device("cpu"))
         batch = [Batch(torch.randn(HIDDEN)) for _ in range(MICROBATCHES)]
         pipeline.forward_backward(batch, lambda output, _: output.sum())
         assert all(module.layer.weight.grad is not None for module in modules)

@@ -23,7 +23,7 @@ from tests.traces import fresh_stages
 from titan_like.checkpoint.loader import materialise_optimizer_state
 from titan_like.models.registry import model_config
 from titan_like.parallel.context import ContextCore
-from titan_like.parallel.data import Sharers
+from titan_like.parallel.data import DataParallelGroup
 from titan_like.parallel.layout import resolve_layout
 from titan_like.planner.predict import workload_of
 from titan_like.planner.step_plan import StepPlan, coordinates_of, plan_step
@@ -298,7 +298,7 @@ def measure_case(folder: Path, case: Case) -> dict[str, Any]:
     if len(meshes) == 2:
         groups |= {
             "tokens": trainer.experts.token_group,
-            "expert_dp": Sharers(meshes[1], "expert_shard").as_one().get_group(),
+            "expert_dp": DataParallelGroup(meshes[1], "expert_shard").flat().get_group(),
         }
     for core in trainer.model.stages[0].module.modules():
         if isinstance(core, ContextCore):

@@ -54,9 +54,8 @@ def test_same_layout_ends_with_0_and_writes_json(tmp_path: Path) -> None:
     limits, *kinds, conclusion = result.stdout.splitlines()
     sizes = "3 of 4 layers, 3 of 4 samples in a microbatch, 160 of 256 positions, 2 of 4 heads, 16 of 128 hidden units"
     assert limits == f"smaller than the run: {sizes}, 57 of 257 tokens of the vocabulary"
-    names = ("float64", "float32", "dropout", "resume", "data")
+    names = ("float64", "float32", "dropout", "resume")
     assert [line.split()[:2] for line in kinds] == [[name, "same"] for name in names], kinds
-    assert re.fullmatch(r"data +same  samples 0–47 of train, \d+–\d+ of train, 0–47 of validation, .*", kinds[-1])
     assert conclusion.startswith("same: this layout computes the training of one process")
     verdict = json.loads((tmp_path / "verdict.json").read_text())
     assert verdict["outcome"] == "same"

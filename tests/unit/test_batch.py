@@ -14,7 +14,7 @@ from titan_like.data.batch import Batch, collate, map_tensors, model_fields
 from titan_like.data.packed import PackedDataset
 from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.transformer import Transformer
-from titan_like.parallel.context import Slices
+from titan_like.parallel.context import CPShard
 from titan_like.train.job import run_job
 
 # As a package of one's own would add fields: one number a token, and one a sample.
@@ -31,7 +31,7 @@ def test_fields_of_any_name_are_stacked_copied_and_sharded_by_their_dimensions()
     assert isinstance(batch, Wider) and batch.tokens.shape == (2, 8) and batch.weights.tolist() == [0, 100]
     assert batch.document_mask.first.shape == (2, 8) and batch.document_mask.blocks is None
     assert map_tensors(lambda x: x.double(), batch).hints.dtype == torch.float64
-    cut = Slices(2, 1, "all_gather").take(batch)
+    cut = CPShard(2, 1, "all_gather").shard(batch)
     assert cut.hints.tolist() == [[20, 30, 40, 50], [1020, 1030, 1040, 1050]] and cut.weights is batch.weights
     assert model_fields(cut).keys() == {"labels", "positions", "document_mask", "hints", "weights"}
 

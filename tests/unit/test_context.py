@@ -1,4 +1,4 @@
-"""Slices of sequences, as numbers."""
+"""CP shards of sequences, as numbers."""
 
 from __future__ import annotations
 
@@ -8,33 +8,32 @@ import torch
 from titan_like.config import ConfigError, load_config
 from titan_like.data.batch import Batch
 from titan_like.models.layers.key_ranges import KeyRanges, block_mask
-from titan_like.parallel.context import Slices
-from titan_like.parallel.pieces import divided, joined, places_of
-from titan_like.parallel.slice_attention import _attention
+from titan_like.parallel.context import CPShard
+from titan_like.parallel.cp_attention import _attention, shard, shard_positions, unshard
 from titan_like.train.rules import resolve_settings
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_slices_have_every_position_once_and_equal_work(size: int) -> None:
+def test_shards_have_every_position_once_and_equal_work(size: int) -> None:
     length = 1024
-    slices = [places_of(length, size, rank) for rank in range(size)]
-    assert torch.cat(slices).sort().values.equal(torch.arange(length))
-    work = torch.stack([(own + 1).sum() for own in slices]).double()  # pairs of a query and a key that it sees
+    shards = [shard_positions(length, size, rank) for rank in range(size)]
+    assert torch.cat(shards).sort().values.equal(torch.arange(length))
+    work = torch.stack([(own + 1).sum() for own in shards]).double()  # pairs of a query and a key that it sees
     assert work.max() / work.mean() == 1
 
 
-def test_joined_slices_are_in_order_and_divide_again() -> None:
+def test_unsharded_positions_are_in_order_and_shard_again() -> None:
     whole = torch.arange(3 * 16 * 2).view(3, 16, 2)
-    slices = torch.stack([whole[:, places_of(16, 4, rank)] for rank in range(4)])
-    assert joined(slices).equal(whole) and divided(whole, 4).equal(slices)
+    shards = torch.stack([whole[:, shard_positions(16, 4, rank)] for rank in range(4)])
+    assert unshard(shards).equal(whole) and shard(whole, 4).equal(shards)
 
 
-def test_a_slice_keeps_positions_masks_and_labels_of_its_tokens() -> None:
+def test_a_shard_keeps_positions_masks_and_labels_of_its_tokens() -> None:
     tokens, order = torch.arange(100, 116)[None], torch.arange(16)[None]
     mask = KeyRanges(order // 4 * 4, order + 1)
     sample_labels, factors = torch.tensor([3]), torch.ones(2)
     whole = Batch(tokens, tokens + 1, order % 4, mask, None, tokens >= 110, sample_labels, factors)
-    cut = Slices(2, 1, "all_gather").take(whole)
+    cut = CPShard(2, 1, "all_gather").shard(whole)
     assert cut.padding_mask is not None and cut.padding_mask.tolist() == [[False] * 6 + [True] * 2]
     assert cut.tokens.tolist() == [list(range(104, 112))] and cut.labels is not None
     assert cut.labels.tolist() == [list(range(105, 113))]
@@ -42,22 +41,22 @@ def test_a_slice_keeps_positions_masks_and_labels_of_its_tokens() -> None:
     assert cut.document_mask is not None and cut.document_mask.first.tolist() == [[4] * 4 + [8] * 4]
     assert cut.document_mask.end.tolist() == [list(range(5, 13))]
     assert cut.sample_labels is sample_labels and cut.loss_factors is factors
-    cut = Slices(2, 0, "ulysses").take(Batch(tokens, document_mask=mask))
+    cut = CPShard(2, 0, "ulysses").shard(Batch(tokens, document_mask=mask))
     assert cut.document_mask is mask and cut.positions is not None
     assert cut.positions.tolist() == [*range(4), *range(12, 16)]
 
 
-def test_an_encoder_and_a_decoder_are_cut_apart() -> None:
+def test_an_encoder_and_a_decoder_are_sharded_apart() -> None:
     tokens = torch.arange(12)[None]  # 8 of the encoder
-    cut = Slices(2, 0, "all_gather").take(Batch(tokens, tokens, encoder_len=8))
+    cut = CPShard(2, 0, "all_gather").shard(Batch(tokens, tokens, encoder_len=8))
     assert cut.labels is not None
     assert cut.tokens.tolist() == cut.labels.tolist() == [[0, 1, 6, 7, 8, 11]]
     assert cut.encoder_len == 4 and cut.document_mask is None
     assert cut.positions is not None and cut.positions.tolist() == [0, 1, 6, 7, 0, 3]
 
 
-def test_blocks_of_a_slice_of_queries_say_what_they_see() -> None:
-    places = places_of(1024, 2, 1)
+def test_blocks_of_a_shard_of_queries_say_what_they_see() -> None:
+    places = shard_positions(1024, 2, 1)
     mask = block_mask(torch.zeros_like(places)[None], places[None] + 1, 1024)
     assert mask.shape == (1, 1, 512, 1024)
     seen = mask.to_dense()[0, 0]
@@ -84,10 +83,10 @@ def test_denominators_are_merged_in_float32(is_masked: bool, travels: bool) -> N
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        (["--model.family=gpt", "--model.overrides.dropout=0.1"], "set model.overrides.dropout = 0, which is 0.1"),
+        (["--model.family=gpt", "--model.overrides.dropout=0.1"], "set model.overrides.dropout = 0 (it is 0.1)"),
         (["--training.seq_len=1022"], "not divisible by 2 × context_parallel_degree = 4"),
         (["--float8.enable=true"], "set float8.enable to false"),
-        (["--parallelism.context_parallel_method=ulysses", "--model.overrides.num_kv_heads=1"], "1 key-value heads"),
+        (["--parallelism.context_parallel_method=ulysses", "--model.overrides.num_kv_heads=1"], "key-value heads on"),
         (
             [
                 "--model.family=t5",
@@ -99,7 +98,7 @@ def test_denominators_are_merged_in_float32(is_masked: bool, travels: bool) -> N
         ),
     ],
 )
-def test_what_cannot_be_sliced_is_one_sentence(settings: list[str], told: str) -> None:
+def test_what_cannot_be_sharded_is_one_sentence(settings: list[str], told: str) -> None:
     base = ["--model.family=llama", "--training.steps=1", "--parallelism.context_parallel_degree=2"]
     with pytest.raises(ConfigError) as error:
         resolve_settings(load_config([*base, *settings]), 2)

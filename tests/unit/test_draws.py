@@ -1,5 +1,5 @@
-"""What is drawn for a sample: masked tokens, spans and prefixes are as their definition says, one by one in the
-verifier's words, and in their distribution by the papers'.
+"""What is drawn for a sample: masked tokens, spans and prefixes are as their definition says, one by one as
+`tests/reference` writes them, and in their distribution by the papers'.
 
 Counts may be as far from their expectation as Bernstein's inequality allows independent draws with a probability of one
 in a million. Where draws exclude one another, as the chosen tokens of a sample do, they deviate less.
@@ -17,18 +17,18 @@ import numpy as np
 import pytest
 import torch
 
-from tests.distributed.mutations import draws
+from tests.distributed.mutations import draws, masks, pairs, spans
+from tests.reference.objectives import sample_of
 from titan_like.config import load_config
 from titan_like.config.schema import Data
-from titan_like.data import masks
 from titan_like.data.batch import Batch, collate
 from titan_like.data.lengths import raw_length, span_counts
 from titan_like.data.masked_tokens import MaskedTokens, masked_tokens_of
+from titan_like.data.masks import prefix_length
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.span_corruption import noise_mask
 from titan_like.data.tokenizer import ByteTokenizer
 from titan_like.models.registry import model_config
-from titan_like.verify.masks import sample_of
 from titan_like.verify.samples import training_samples
 from titan_like.verify.shrink import resolve, shrink
 from titan_like.verify.token_ids import ids_of_samples, masks_of_run
@@ -36,6 +36,7 @@ from titan_like.verify.watch import digest
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"
 BERT = ["--job.config_file", str(CONFIGS / "debug_bert.toml")]
+PAIRS = ["--job.config_file", str(CONFIGS / "debug_bert_pairs.toml")]
 GPT = ["--job.config_file", str(CONFIGS / "debug_gpt.toml")]
 OBJECTIVES = {
     "masked tokens": BERT,
@@ -43,7 +44,8 @@ OBJECTIVES = {
     "words": [*BERT, "--data.mlm_whole_words=true", "--data.mlm_probability=0.4"],
     "n-grams": [*BERT, "--data.mlm_whole_words=true", "--data.mlm_max_ngram=3", "--data.mlm_probability=0.4"],
     "words that are cut": [*BERT, "--data.mlm_whole_words=true", "--data.mlm_probability=0.1"],
-    "pairs": ["--job.config_file", str(CONFIGS / "debug_bert_pairs.toml")],
+    "pairs": PAIRS,
+    "next sentences": [*PAIRS, "--data.sentence_objective=next_sentence"],
     "spans": ["--job.config_file", str(CONFIGS / "debug_t5.toml")],
     "prefixes": [*GPT, "--data.prefix_lm=true"],
     "prefixes with a loss": [*GPT, "--data.prefix_lm=true", "--data.prefix_lm_loss=all"],
@@ -53,7 +55,7 @@ OBJECTIVES = {
 
 
 def are_as_described(objective: str, seed: int = 5) -> bool:
-    """Whether the product makes the samples that the verifier's reference makes."""
+    """Whether the product makes the samples of the definition."""
     config = load_config([*OBJECTIVES[objective], f"--job.seed={seed}"])
     small = shrink(config, resolve(config, None), 3).config
     samples = training_samples(small)
@@ -79,6 +81,11 @@ BUGS: list[tuple[Callable, list[str]]] = [
     (draws.spans_are_all_of_one_length, ["spans"]),
     (draws.spans_begin_a_token_early, ["spans"]),
     (draws.prefixes_take_half_at_most, ["prefixes"]),
+    (masks.prefix_one_token_short, ["prefixes", "documents"]),
+    (masks.replaced_tokens_are_their_own_labels, ["masked tokens"]),
+    (spans.decoder_sees_what_it_writes, ["spans"]),
+    (spans.padding_carries_a_loss, ["spans"]),
+    (pairs.classes_swapped, ["pairs", "next sentences"]),
 ]
 
 
@@ -134,7 +141,7 @@ def drawn_spans(seed: int, index: int) -> object:
 
 
 def drawn_prefixes(seed: int, index: int) -> object:
-    return tuple(masks.prefix_length(1 << 40, seed, index, begin) for begin in (0, 10))
+    return tuple(prefix_length(1 << 40, seed, index, begin) for begin in (0, 10))
 
 
 @pytest.mark.parametrize("draw", [drawn_masked, drawn_spans, drawn_prefixes])
@@ -173,10 +180,8 @@ def test_spans_have_the_paper_s_noise_density_and_mean_length(seq_len: int) -> N
 @pytest.mark.parametrize("size", [1, 2, 10])
 def test_prefixes_are_uniform_from_none_to_all_tokens_but_one(size: int) -> None:
     for begin in (0, 5):
-        counts = Counter(masks.prefix_length(size, 3, index, begin) for index in range(SAMPLES))
+        counts = Counter(prefix_length(size, 3, index, begin) for index in range(SAMPLES))
         assert set(counts) == set(range(size))
         assert all(near(count, 1 / size, SAMPLES) for count in counts.values())
-    both = Counter(
-        (masks.prefix_length(4, 3, index, 0), masks.prefix_length(4, 3, index, 9)) for index in range(SAMPLES)
-    )
+    both = Counter((prefix_length(4, 3, index, 0), prefix_length(4, 3, index, 9)) for index in range(SAMPLES))
     assert len(both) == 16 and all(near(count, 1 / 16, SAMPLES) for count in both.values())  # documents do not agree

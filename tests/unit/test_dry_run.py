@@ -189,7 +189,7 @@ def test_one_process_sends_nothing() -> None:
 
 def test_page_says_how_sequences_are_shared_and_why() -> None:
     shared = plan("--parallelism.context_parallel_degree=4", *BATCH, "--model.overrides.num_attention_heads=4")
-    assert "sequences shared by ulysses (sends 50% of what all_gather does)" in format_dry_run(shared).splitlines()
+    assert "context parallelism by ulysses (sends 50% of what all_gather does)" in format_dry_run(shared).splitlines()
 
 
 def test_page() -> None:

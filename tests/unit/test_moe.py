@@ -321,7 +321,7 @@ def test_what_transformers_lacks_is_not_exported(tmp_path, values, told):
 @pytest.mark.parametrize(
     ("settings", "processes", "told"),
     [
-        ({"parallelism.tensor_parallel_degree": 2}, 2, "parallelism.sequence_parallel = false: tensor-parallel proc"),
+        ({"parallelism.tensor_parallel_degree": 2}, 2, "sequence_parallel = false: MoE with tensor parallelism"),
         (
             {
                 "parallelism.tensor_parallel_degree": 2,
@@ -333,12 +333,12 @@ def test_what_transformers_lacks_is_not_exported(tmp_path, values, told):
         ),
         ({"model.overrides": {"ffn_hidden_size": 64}}, 1, "no layer of moe debug is dense"),
         ({"float8.enable": True}, 1, "float8.enable = true: the products of moe's experts"),
-        ({"optimizer.name": "muon"}, 1, 'optimizer.name = "muon": would take the stacked experts'),
+        ({"optimizer.name": "muon"}, 1, 'optimizer.name = "muon": does not support the stacked expert weights'),
         ({"parallelism.expert_parallel_degree": 3}, 3, "degree = 3: does not divide the model's num_experts (8)"),
         (
             {"parallelism.expert_parallel_degree": 4, "training.global_batch_size": 48},
             6,
-            "degree = 4: does not divide the processes that share experts, shard × context × tensor = 6·1·1 = 6",
+            "degree = 4: does not divide shard × context × tensor = 6·1·1 = 6",
         ),
         (
             {

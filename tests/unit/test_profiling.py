@@ -17,7 +17,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.metrics import profiling, timeline_plot
 from titan_like.metrics.profiling import StepProfiler, write_timeline
 from titan_like.metrics.step_timeline import StepTimeline, simulated
-from titan_like.parallel.schedules.communication import PipelineShape
+from titan_like.parallel.layout import Layout
 from titan_like.parallel.schedules.simulate import Event, unit_time
 from titan_like.parallel.schedules.tables import Action
 
@@ -37,7 +37,7 @@ class Run:
 
     def __init__(self, mesh: Any, folder: Path, section: dict[str, Any]) -> None:
         config = JobConfig.model_validate({"job": {"dump_folder": str(folder)}, "profiling": section})
-        self.pipeline: Any = SimpleNamespace(timeline=None, shape=PipelineShape("1f1b", 1, 1))
+        self.pipeline: Any = SimpleNamespace(timeline=None, layout=Layout())
         self.shown: list[str] = []
         self.profiler = StepProfiler(config, mesh, self.pipeline, torch.device("cpu"), self.shown.append)
 

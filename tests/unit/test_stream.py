@@ -17,6 +17,7 @@ import pytest
 import torch
 from pyarrow import ipc
 
+from tests.reference.sources import define
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data import raw_text, shards, stream_reader
@@ -26,7 +27,6 @@ from titan_like.data.source import IGNORED_LABEL, SPLITS, UNKNOWN_LENGTH, DataRe
 from titan_like.data.stream import StreamSource, tokenized_times
 from titan_like.data.tokenizer import ByteTokenizer
 from titan_like.models.registry import model_config
-from titan_like.verify.data_sources import define
 from titan_like.verify.watch import digest
 from titan_like.verify.watch import samples_of as unstacked
 

@@ -8,9 +8,10 @@ from titan_like.config import load_config
 from titan_like.config.schema import Training
 from titan_like.data.batch_size import total_steps
 from titan_like.models.registry import model_config
+from titan_like.parallel.layout import Layout
 from titan_like.verify import schedule
 from titan_like.verify.schedule import schedule_problem
-from titan_like.verify.shrink import Small, layout_of, resolve, shrink, two_kinds
+from titan_like.verify.shrink import Small, resolve, shrink, two_kinds
 
 RAMPUP = ["--training.batch_size_rampup", "[8,8,64]", "--training.global_batch_size", "32"]
 
@@ -63,7 +64,7 @@ def test_sizes_stay_above_two_where_the_run_s_are(settings: str, virtual: int, m
         *[f"--parallelism.{setting}" for setting in layout],
         *[f"--training.{setting}" for setting in batch],
     )
-    training, degrees = small.config.training, layout_of(small.config)
+    training, degrees = small.config.training, Layout.of(small.config.parallelism)
     assert small.config.parallelism.virtual_stages_per_rank == virtual and training.micro_batch_size == 3
     assert training.global_batch_size == 3 * microbatches * degrees.data_parallel
     assert limits in ", ".join(small.limits)

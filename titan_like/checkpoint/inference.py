@@ -21,6 +21,7 @@ from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.apply import build_parallel_model, run_batches
+from titan_like.parallel.layout import Layout
 from titan_like.parallel.model import ParallelModel
 from titan_like.parallel.tensor import full_logits
 
@@ -110,14 +111,13 @@ class ParallelInference:
         """``model`` comes from `load_parallel_model`. No call may have more than ``max_tokens`` tokens, and those of an
         encoder, without sequence parallelism.
         """
-        whole, section = model_config(config.model), config.parallelism
-        shards = section.tensor_parallel_degree if section.sequence_parallel else 1
+        whole, shards = model_config(config.model), Layout.of(config.parallelism).sequence_shards
         # Sequence parallelism needs equal parts.
         most = min(-(-max_tokens // shards), whole.max_seq_len // shards) * shards
         self.config: TransformerConfig = whole.model_copy(update={"max_seq_len": most})
         self._window = encoder_len + most
         self._pipeline = run_batches(config, model, mesh, device, batch=1, seq_len=self._window)
-        self._last_rank = int(mesh.mesh[self._pipeline.shape.ranks[-1]].flatten()[0])  # a rank of the last stage
+        self._last_rank = int(mesh.mesh[self._pipeline.layout.stage_ranks[-1]].flatten()[0])  # a rank of the last stage
 
     def eval(self) -> None:
         """Turn dropout off."""

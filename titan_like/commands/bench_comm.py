@@ -97,7 +97,7 @@ def main(argv: list[str]) -> int:
         mesh = build_mesh(layout, device.type)
         groups = [(name, mesh.get_group(name)) for name in mesh.mesh_dim_names or () if mesh[name].size() > 1]
         if layout.expert > 1:
-            groups.append(("ep", build_expert_mesh(mesh, layout.expert).get_group("ep")))
+            groups.append(("ep", build_expert_mesh(layout, device.type).get_group("ep")))
         pairs = between_nodes(processes, here)
         for name, group in [*groups, *([(BETWEEN_NODES, pairs)] if pairs else [])]:
             sharing = int(largest(sharing_of(group, here), device))

@@ -2,9 +2,8 @@
 
 Shrinks the configuration's model and trains it for a few steps twice: with a reference loop in one process, and in the
 configuration's layout on CPU processes or GPUs of this machine. Compares samples, losses, gradients, norms, updates,
-weights, dropout and a resumed run, and reads some of the run's own data on several ranks. If something differs, it
-names the place and the axis of the layout at fault. Exit codes: 0 the same, 1 different, 2 bad input, 3 undecided, for
-example because time ran out.
+weights, dropout and a resumed run. If something differs, it names the place and the axis of the layout at fault. Exit
+codes: 0 the same, 1 different, 2 bad input, 3 undecided, for example because time ran out.
 """
 
 from __future__ import annotations
@@ -107,8 +106,7 @@ def format_verdict(verdict: Verdict, kinds: list[str], seconds: float) -> str:
     lines += [f"not applicable: {reason}" for reason in verdict.not_applicable]
     lines += [format_kind(verdict.checks, kind) for kind in kinds]
     if verdict.outcome == "same":
-        unread = f"; its data was not read: {verdict.unread}" if verdict.unread else ""
-        lines.append(f"same: this layout computes the training of one process{unread} ({seconds:.0f} s)")
+        lines.append(f"same: this layout computes the training of one process ({seconds:.0f} s)")
     if verdict.outcome == "undecided":
         from titan_like.verify.processes import TOO_LONG  # which imports torch
 
@@ -130,8 +128,6 @@ def format_kind(checks: list[Check], kind: str) -> str:
     mine = [check for check in checks if check.kind == kind]
     if not mine or not all(check.ok for check in mine):
         return f"{kind:9} {'different' if mine else 'not compared'}"
-    if kind == "data":
-        return f"{kind:9} same  {mine[0].detail}"
     steps = max(check.step for check in mine)
     line = f"{kind:9} same  {len({check.row for check in mine})} rows, {steps} step{'s' if steps > 1 else ''}"
     measured = [check for check in mine if check.allowed and math.isfinite(check.nearness)]

@@ -291,7 +291,7 @@ class Parallelism(Section):
         description="let the planner choose whatever is left unset of this section, [activation_checkpoint] and "
         "training.micro_batch_size, to suit the GPU and the number of processes",
     )
-    tensor_parallel_degree: Degree = Field(1, description="processes that share each layer's matrices")
+    tensor_parallel_degree: Degree = Field(1, description="ranks that split each layer's matrices")
     sequence_parallel: bool = Field(False, description="shard activations between tensor-parallel regions")
     pipeline_parallel_degree: Degree = Field(1, description="pipeline ranks, each of which holds a share of the layers")
     pipeline_schedule: Literal[
@@ -306,11 +306,11 @@ class Parallelism(Section):
     pipeline_layers: list[Annotated[int, Field(le=MOST_LAYERS)]] | None = Field(
         None, description="layers of each stage, first to last (default: balanced, counting the output matrix)"
     )
-    context_parallel_degree: Degree = Field(1, description="processes that share each sequence")
+    context_parallel_degree: Degree = Field(1, description="ranks of a context-parallel (CP) group")
     context_parallel_method: Literal["auto", "all_gather", "ulysses", "ring"] = Field(
-        "auto", description="how processes that share a sequence attend to all of it (docs/long_context.md)"
+        "auto", description="how a CP group attends to whole sequences (docs/long_context.md)"
     )
-    expert_parallel_degree: Degree = Field(1, description="processes that share a layer's experts")
+    expert_parallel_degree: Degree = Field(1, description="ranks of an expert-parallel (EP) group")
     data_parallel_replicate_degree: Degree = Field(1, description="full replicas of the ZeRO-sharded group")
     data_parallel_shard_degree: int = Field(
         -1,

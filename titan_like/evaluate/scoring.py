@@ -23,8 +23,9 @@ from titan_like.evaluate.task import Score, Window
 from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.parallel.apply import run_batches
 from titan_like.parallel.collectives import Group, all_gather
-from titan_like.parallel.context import slices_of
-from titan_like.parallel.mesh import data_parallel_mesh
+from titan_like.parallel.context import cp_shard_of
+from titan_like.parallel.layout import resolve_layout
+from titan_like.parallel.mesh import one_dimension
 from titan_like.parallel.model import ParallelModel, WholeModel
 
 if TYPE_CHECKING:
@@ -88,11 +89,10 @@ class Scorer:
         """With ``one_length`` every window is padded to `training.seq_len`, for a model compiled for that length."""
         self.config, self.model, self.mesh, self.device = config, model, mesh, device
         self._one_length = one_length
-        dp_mesh = data_parallel_mesh(mesh)
-        self._slices = slices_of(config, model.stages[0].module.config, mesh)
-        self._dp_rank, self._dp_size = (
-            number // self._slices.size for number in (dp_mesh.get_local_rank(), dp_mesh.size())
-        )
+        dp_mesh = one_dimension(mesh, "dp", "dp_replicate", "dp_shard")
+        self._layout = resolve_layout(config.parallelism, mesh.size())
+        self._cp_shard = cp_shard_of(config, model.stages[0].module.config, mesh)
+        self._dp_rank, self._dp_size = self._layout.data_rank(mesh.get_rank()), self._layout.data_parallel
         self._groups = [mesh.get_group() for mesh in (dp_mesh, mesh["pp"]) if mesh.size() > 1]
         self._pipelines: dict[int, Pipeline | WholeModel] = {}  # by length of the inputs
 
@@ -120,7 +120,7 @@ class Scorer:
         # By length, so that little padding is needed.
         order = sorted(range(len(windows)), key=lambda number: len(windows[number].tokens), reverse=True)
         found = torch.zeros(len(windows), 2, dtype=torch.float64, device=self.device)
-        rows, stages = self.config.training.micro_batch_size, self.mesh["pp"].size()
+        rows, stages = self.config.training.micro_batch_size, self._layout.pipeline
         at_once = _MICROBATCHES_PER_STAGE * stages * rows * self._dp_size
         for start in range(0, len(order), at_once):
             chunk = order[start : start + at_once]
@@ -139,11 +139,10 @@ class Scorer:
 
     def _width(self, longest: int) -> int:
         """The number of inputs that windows of at most ``longest`` inputs are padded to."""
-        section, seq_len = self.config.parallelism, self.config.training.seq_len
+        seq_len = self.config.training.seq_len
         if self._one_length:
             return seq_len
-        shards = section.tensor_parallel_degree if section.sequence_parallel else 1
-        unit = math.lcm(_WIDTHS, self._slices.unit * shards)
+        unit = math.lcm(_WIDTHS, self._layout.context_chunks, self._layout.sequence_shards)
         return min(-(-longest // unit) * unit, seq_len)
 
     def _score(self, windows: Sequence[Window], num_microbatches: int, width: int) -> torch.Tensor:
@@ -152,7 +151,7 @@ class Scorer:
         nothing = [Window(np.zeros(1, np.int64), 0)] * (num_microbatches * rows - len(windows))
         samples = [self._sample(window, width) for window in (*windows, *nothing)]
         batches = (collate(samples[at : at + rows]) for at in range(0, len(samples), rows))
-        microbatches = [self._slices.take(to_device(batch, self.device)) for batch in batches]
+        microbatches = [self._cp_shard.shard(to_device(batch, self.device)) for batch in batches]
         scores = torch.zeros(num_microbatches, rows, 2, dtype=torch.float64, device=self.device)
 
         def keep(logits: torch.Tensor, microbatch: int) -> torch.Tensor:

@@ -86,8 +86,8 @@ class StepProfiler:
         """The timeline of the whole pipeline, on its first rank only."""
         ranks: list[Any] | None = [None] * dist.get_world_size(self._group) if self._rank == 0 else None
         dist.gather_object(times, ranks, group=self._group, group_dst=0)
-        shape = self._pipeline.shape
-        return None if ranks is None else measured(shape.schedule, shape.degree, shape.virtual_stages, ranks)
+        layout = self._pipeline.layout
+        return None if ranks is None else measured(layout.schedule, layout.pipeline, layout.virtual_stages, ranks)
 
 
 def write_timeline(timeline: StepTimeline, step: int, folder: Path) -> str:

@@ -76,7 +76,7 @@ class Transformer(nn.Module):
         self.is_first = self.is_last = True  # whether this stage takes tokens, and whether it returns logits
         self.absent: frozenset[str] = frozenset()  # names of the modules that only other stages have
         self.sequence_shards = 1  # number of parts that sequence parallelism splits each sequence into between layers
-        self.context_shards = 1  # number of slices of each sequence that context parallelism gives to processes
+        self.context_shards = 1  # number of CP shards of each sequence
         self.embedding = nn.Embedding(config.padded_vocab_size, config.hidden_size)
         self.layers = nn.ModuleDict()
         self.norm: nn.Module = nn.Identity()

@@ -20,13 +20,12 @@ from titan_like.models.moe.config import MoEConfig
 from titan_like.models.registry import build_model
 from titan_like.parallel.activation_checkpoint import apply_activation_checkpoint
 from titan_like.parallel.collectives import Group
-from titan_like.parallel.context import apply_context_parallel, context_group
+from titan_like.parallel.context import apply_context_parallel
 from titan_like.parallel.data import DataParallel, shares_nothing
 from titan_like.parallel.experts import apply_expert_parallel
-from titan_like.parallel.layout import Layout, method_of
-from titan_like.parallel.mesh import build_expert_mesh
+from titan_like.parallel.layout import Layout, method_of, resolve_layout
+from titan_like.parallel.mesh import build_expert_mesh, context_group
 from titan_like.parallel.model import ParallelModel, Stage, WholeModel, holders_of_copies
-from titan_like.parallel.schedules.communication import PipelineShape
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
 from titan_like.parallel.split import StageLayers, layers_per_stage, split_layers
 from titan_like.parallel.tensor import apply_tensor_parallel
@@ -50,33 +49,23 @@ def run_batches(
     config: JobConfig, model: ParallelModel, mesh: DeviceMesh, device: torch.device, batch: int, seq_len: int
 ) -> Pipeline | WholeModel:
     """Wrap a model in the object that runs microbatches of ``batch`` sequences of ``seq_len`` through its stages."""
-    parallelism = config.parallelism
-    if parallelism.pipeline_parallel_degree == 1:
-        return WholeModel(model)
+    layout = resolve_layout(config.parallelism, mesh.size())
+    if layout.pipeline == 1:
+        return WholeModel(model, layout)
     from titan_like.parallel.pipeline import Pipeline  # importing torch's pipelining takes a second
 
-    shards = parallelism.tensor_parallel_degree if parallelism.sequence_parallel else 1
-    shards *= parallelism.context_parallel_degree
-    hidden_shape = batch, seq_len // shards, model.stages[0].module.config.hidden_size
+    hidden_shape = batch, seq_len // layout.sequence_shards, model.stages[0].module.config.hidden_size
     dtype = getattr(torch, config.training.dtype)
-    return Pipeline(model, pipeline_shape(config), mesh["pp"].get_group(), hidden_shape, dtype, device)
-
-
-def pipeline_shape(config: JobConfig) -> PipelineShape:
-    """The pipeline that a configuration asks for. Without pipelining it is 1F1B with a single stage."""
-    section = config.parallelism
-    if section.pipeline_parallel_degree == 1:
-        return PipelineShape("1f1b", 1, 1)
-    return PipelineShape(section.pipeline_schedule, section.pipeline_parallel_degree, section.virtual_stages_per_rank)
+    return Pipeline(model, layout, mesh["pp"].get_group(), hidden_shape, dtype, device)
 
 
 def build_parallel_model(
     config: JobConfig, model_config: TransformerConfig, mesh: DeviceMesh, device: torch.device
 ) -> ParallelModel:
     """Build this process's stages, allocated but not yet initialised."""
-    ranks, here = pipeline_shape(config).ranks, mesh["pp"].get_local_rank()
+    pp_rank, ranks = mesh["pp"].get_local_rank(), resolve_layout(config.parallelism, mesh.size()).stage_ranks
     splits = split_layers(layers_per_stage(config, model_config, len(ranks)))
-    local_splits = {index: splits[index] for index, rank in enumerate(ranks) if rank == here}
+    local_splits = {index: splits[index] for index, rank in enumerate(ranks) if rank == pp_rank}
     stages, expert_mesh = build_stages(config, model_config, mesh, device, local_splits)
     return ParallelModel(stages, holders_of_copies(model_config, splits), expert_mesh)
 
@@ -89,10 +78,10 @@ def build_stages(
     splits: Mapping[int, StageLayers],
 ) -> tuple[list[Stage], DeviceMesh | None]:
     """Build some stages, by their number in the pipeline, and the mesh that splits experts, if they need their own."""
-    size = config.parallelism.context_parallel_degree
-    context = context_group(size, mesh) if size > 1 else None
-    has_own_mesh = isinstance(model_config, MoEConfig) and Layout.of(config.parallelism).splits_experts
-    expert_mesh = build_expert_mesh(mesh, config.parallelism.expert_parallel_degree) if has_own_mesh else None
+    layout = resolve_layout(config.parallelism, mesh.size())
+    context = context_group(layout) if layout.context > 1 else None
+    has_own_mesh = isinstance(model_config, MoEConfig) and layout.splits_experts
+    expert_mesh = build_expert_mesh(layout, mesh.device_type) if has_own_mesh else None
     stages = [
         build_stage(config, model_config, mesh, device, index, split, context, expert_mesh)
         for index, split in splits.items()
@@ -115,7 +104,7 @@ def build_stage(
     Raises:
         ConfigError: the tensor-parallel plan, or float8, does not fit the model.
     """
-    section = config.parallelism
+    layout, zero_stage = Layout.of(config.parallelism), config.parallelism.zero_stage
     dtype = getattr(torch, config.training.dtype)
     # Master weights are float32. Only float64 training, which exists for exact comparisons, keeps them in float64.
     with torch.device("meta"):
@@ -123,9 +112,9 @@ def build_stage(
     module.keep_stage(split.layers, split.is_first, split.is_last)
     if expert_mesh is not None:
         apply_expert_parallel(module, expert_mesh["ep"])
-    if section.tensor_parallel_degree > 1:
+    if layout.tensor > 1:
         try:
-            apply_tensor_parallel(module, mesh["tp"], section.sequence_parallel)
+            apply_tensor_parallel(module, mesh["tp"], layout.sequence_parallel)
         except ValueError as error:
             problem = f"{error}; correct the family's sharding module"
             raise ConfigError("model.family", config.model.family, problem) from None
@@ -140,7 +129,7 @@ def build_stage(
 
         use_float8(module, config.float8, emulates=device.type != "cuda" or dtype == torch.float64)
     # A compiled layer's backward pass cannot be split. Zero-bubble schedules still run then, but gain nothing.
-    splits_backward = pipeline_shape(config).schedule in SPLIT_BACKWARD and not config.compile.enable
+    splits_backward = layout.schedule in SPLIT_BACKWARD and not config.compile.enable
     weight_gradients = defer_weight_gradients(module) if splits_backward else None
     # Full recomputation wraps the compiled layer: torch cannot compile recomputation and DTensors together.
     recomputes_whole_layers = config.activation_checkpoint.mode == "full"
@@ -152,14 +141,14 @@ def build_stage(
             layer.forward = torch.compile(layer.forward, fullgraph=expert_mesh is None)
     if recomputes_whole_layers:
         apply_activation_checkpoint(module, config.activation_checkpoint)
-    allocates_whole = section.zero_stage == 0 or shares_nothing(mesh, expert_mesh)
+    allocates_whole = zero_stage == 0 or shares_nothing(mesh, expert_mesh)
     if allocates_whole:  # hooks and copies need parameters that are already allocated
         module.to_empty(device=device)
     reduce_dtype = getattr(torch, config.training.reduce_dtype)
-    data_parallel = DataParallel(module, mesh, expert_mesh, section.zero_stage, dtype, reduce_dtype)
+    data_parallel = DataParallel(module, mesh, expert_mesh, zero_stage, dtype, reduce_dtype)
     if not allocates_whole:  # after sharding, so that only this process's shards are ever allocated
         module.to_empty(device=device)
-    gathers_weights = section.zero_stage > 0 and mesh["dp_shard"].size() > 1
+    gathers_weights = zero_stage > 0 and mesh["dp_shard"].size() > 1
     # The second part of a split backward pass sets gradients by hand, which float8 parameters do not take.
     if config.float8.enable and config.float8.recipe == "tensorwise" and gathers_weights and weight_gradients is None:
         from titan_like.parallel.float8 import Float8Gathers

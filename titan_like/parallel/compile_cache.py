@@ -10,6 +10,7 @@ import torch
 from titan_like import __version__
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
+from titan_like.parallel.layout import Layout
 from titan_like.torch_private import compiler_cache
 
 
@@ -19,9 +20,9 @@ class CompileCache:
     def __init__(self, config: JobConfig, model: TransformerConfig, device: torch.device) -> None:
         """What is compiled depends on the shapes, on what is applied to a layer, on torch and on the device."""
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        training, parallelism = config.training, config.parallelism
+        training, layout = config.training, Layout.of(config.parallelism)
         shapes = training.seq_len, training.decoder_seq_len, training.micro_batch_size, training.dtype
-        split = parallelism.tensor_parallel_degree, parallelism.sequence_parallel
+        split = layout.tensor, layout.sequence_parallel
         data = config.data.reset_attention_mask, config.data.prefix_lm
         versions = torch.__version__, __version__
         applied = config.activation_checkpoint, config.float8

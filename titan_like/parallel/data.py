@@ -16,8 +16,8 @@ precision it computes with `ComputeCopies`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -54,7 +54,7 @@ class DataParallel:
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
     ) -> None:
-        """``expert_mesh`` says which ranks share experts, if they are not those that share the rest of a layer."""
+        """``expert_mesh`` says which ranks hold the same experts, if not those that hold the same dense parameters."""
         self.model = model
         self.zero_stage = zero_stage
         # Until the all-reduce over replicas, FSDP2 keeps the sum over microbatches as one flat tensor.
@@ -62,7 +62,7 @@ class DataParallel:
         self._all_reduces: list[GradientAllReduce] = []
         self._copies: ComputeCopies | None = None
         self._uses_table_twice = model.config.tied_embeddings and model.is_first and model.is_last
-        of_all, of_experts = sharers_of(mesh, expert_mesh)
+        of_dense, of_experts = groups_of(mesh, expert_mesh)
         full_precision = dtype in (torch.float32, torch.float64)
         if shares_nothing(mesh, expert_mesh):
             sums_in_full = self._uses_table_twice and SUMS_USES_IN_FULL
@@ -74,17 +74,17 @@ class DataParallel:
                 reduce_dtype=None if full_precision else reduce_dtype,
                 cast_forward_inputs=False,  # rotary tables and masks are float32 on purpose
             )
-            _wrap(model, of_all, of_experts, zero_stage, policy, dtype)
+            _wrap(model, of_dense, of_experts, zero_stage, policy, dtype)
         else:  # full precision needs no master copy, so gradients can be summed in place
             layers = _layer_units(model, dtype)
             experts = [_parameters(_experts_in(unit)) if of_experts else [] for unit in layers]
             known = {id(parameter) for unit in experts for parameter in unit}
-            others = [[one for one in _parameters(unit) if id(one) not in known] for unit in layers]
-            known |= {id(parameter) for unit in others for parameter in unit}
-            others.append([parameter for parameter in model.parameters() if id(parameter) not in known])
-            for units, sharers in ((others, of_all), (experts, of_experts)):
-                if sharers is not None and sharers.size > 1:
-                    self._all_reduces.append(GradientAllReduce(list(filter(None, units)), sharers.as_one().get_group()))
+            dense = [[p for p in _parameters(unit) if id(p) not in known] for unit in layers]
+            known |= {id(parameter) for unit in dense for parameter in unit}
+            dense.append([parameter for parameter in model.parameters() if id(parameter) not in known])
+            for units, group in ((dense, of_dense), (experts, of_experts)):
+                if group is not None and group.fsdp_mesh().size() > 1:
+                    self._all_reduces.append(GradientAllReduce(list(filter(None, units)), group.flat().get_group()))
 
     def before_forward(self) -> None:
         """Prepare for passes with the weights as they are now. Call it once for all microbatches of a step."""
@@ -158,70 +158,65 @@ def _parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
     return [parameter for module in modules for parameter in module.parameters()]
 
 
-@dataclass(frozen=True)
-class Sharers:
-    """The ranks that hold the same weights, which ZeRO shards over one dimension of a mesh."""
+class DataParallelGroup(NamedTuple):
+    """The ranks that hold the same parameters: replicas, and a dimension of a mesh that ZeRO shards over."""
 
     mesh: DeviceMesh
     dimension: str
 
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.mesh["dp_replicate"].size() * self.mesh[self.dimension].size()
-
-    def as_one(self) -> DeviceMesh:
-        """One-dimensional mesh of them."""
+    def flat(self) -> DeviceMesh:
+        """One-dimensional mesh of all of them."""
         return one_dimension(self.mesh, "dp", "dp_replicate", self.dimension)
 
-    def for_shards(self) -> DeviceMesh:
+    def fsdp_mesh(self) -> DeviceMesh:
         """What FSDP2 takes: a mesh of replicas and shards, or of shards alone."""
         is_replicated = self.mesh["dp_replicate"].size() > 1
         return self.mesh["dp_replicate", self.dimension] if is_replicated else self.mesh[self.dimension]
 
 
-def sharers_of(mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> tuple[Sharers, Sharers | None]:
-    """Who shares this rank's weights, and who its experts, if they are others."""
-    return Sharers(mesh, "dp_shard"), None if expert_mesh is None else Sharers(expert_mesh, "expert_shard")
+def groups_of(mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> tuple[DataParallelGroup, DataParallelGroup | None]:
+    """The group of the dense parameters, and that of the experts if it is another one."""
+    experts = None if expert_mesh is None else DataParallelGroup(expert_mesh, "expert_shard")
+    return DataParallelGroup(mesh, "dp_shard"), experts
 
 
 def shares_nothing(mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> bool:
     """Whether no other rank has any of this one's weights."""
-    return all(sharers is None or sharers.size == 1 for sharers in sharers_of(mesh, expert_mesh))
+    return all(group is None or group.fsdp_mesh().size() == 1 for group in groups_of(mesh, expert_mesh))
 
 
 def units_of(
-    model: Transformer, of_all: Sharers, of_experts: Sharers | None, dtype: torch.dtype
-) -> list[tuple[list[nn.Module], Sharers]]:
-    """FSDP2's units of communication and who shares each. A parameter is in the first unit with its module."""
-    units: list[tuple[list[nn.Module], Sharers]] = []
+    model: Transformer, of_dense: DataParallelGroup, of_experts: DataParallelGroup | None, dtype: torch.dtype
+) -> list[tuple[list[nn.Module], DataParallelGroup]]:
+    """FSDP2's units of communication and the ranks that hold each. A parameter is in the first unit with its module."""
+    units: list[tuple[list[nn.Module], DataParallelGroup]] = []
     # Only the first layer's input needs an untied table: as a unit of its own it is freed right after use.
     if model.is_first and not model.config.tied_embeddings:
-        units.append(([model.embedding], of_all))
+        units.append(([model.embedding], of_dense))
     for layers in _layer_units(model, dtype):
         if of_experts is not None and (experts := _experts_in(layers)):
             units.append((experts, of_experts))
-        units.append((layers, of_all))
-    units.append(([model], of_all))
+        units.append((layers, of_dense))
+    units.append(([model], of_dense))
     return units
 
 
 def _wrap(
     model: Transformer,
-    of_all: Sharers,
-    of_experts: Sharers | None,
+    of_dense: DataParallelGroup,
+    of_experts: DataParallelGroup | None,
     zero_stage: int,
     policy: MixedPrecisionPolicy,
     dtype: torch.dtype,
 ) -> None:
-    units = units_of(model, of_all, of_experts, dtype)
-    for unit, sharers in units:
+    units = units_of(model, of_dense, of_experts, dtype)
+    for unit, group in units:
         if zero_stage == 0:
-            replicate_modules(unit, sharers.as_one(), policy)
+            replicate_modules(unit, group.flat(), policy)
         else:
             # The backward pass needs the root's parameters first, so freeing them after the forward pass gains nothing.
             reshard = zero_stage == 3 and unit is not units[-1][0]
-            fully_shard(unit, mesh=sharers.for_shards(), mp_policy=policy, reshard_after_forward=reshard)
+            fully_shard(unit, mesh=group.fsdp_mesh(), mp_policy=policy, reshard_after_forward=reshard)
     for module in sharded_modules(model):
         # The loss is divided by the global number of tokens, so gradients are summed, never averaged.
         module.set_gradient_divide_factor(1.0)

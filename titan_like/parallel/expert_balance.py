@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.models.layers.experts import Router
 from titan_like.models.moe.config import MoEConfig
-from titan_like.parallel.mesh import token_mesh
+from titan_like.parallel.mesh import one_dimension
 from titan_like.parallel.model import ParallelModel
 
 FIGURES = ("balance_loss", "router_z_loss", "min_expert_share", "max_expert_share", "expert_load_entropy")
@@ -35,7 +35,9 @@ class ExpertBalance:
         self.is_of_model = isinstance(model.stages[0].module.config, MoEConfig)
         if not self.is_of_model:
             return
-        self.token_group, self.pp_group = token_mesh(mesh).get_group(), mesh.get_group("pp")
+        # Experts need sequence parallelism, so all ranks of a stage have tokens of their own.
+        self.token_group = one_dimension(mesh, "tokens", "dp_replicate", "dp_shard", "tp").get_group()
+        self.pp_group = mesh.get_group("pp")
         for name in ("load", "bias", "counts", "loss_sums", "loss_factor"):
             buffers = [getattr(router, name) for router in self.routers]
             if not buffers or buffers[0] is None:

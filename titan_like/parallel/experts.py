@@ -1,7 +1,7 @@
-"""Expert parallelism: several processes share a layer's experts (arXiv 2006.16668).
+"""Expert parallelism: each rank of an EP group holds some of a layer's experts (arXiv 2006.16668).
 
-Every process has tokens of its own, those of its samples, of its slice of their sequences, and under sequence
-parallelism of its part of that. It sends each token's row to the processes with the token's experts, and they send the
+Every rank has tokens of its own: of its samples, of its CP shard of them, and under sequence parallelism of its part of
+that. It sends each token's row to the processes with the token's experts, and they send the
 results back. Experts are never cut, so a process multiplies with whole matrices.
 
 How many rows a process gets depends on the router. The host must know that to allocate them, and waits for it once in a

@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
+import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from titan_like.parallel.collectives import Group
 from titan_like.parallel.layout import Layout
 from titan_like.torch_private import flattened
 
-DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
-EXPERT_DIMENSIONS = ("pp", "dp_replicate", "expert_shard", "ep")
-
 
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    """Arrange all ranks in a mesh with the dimensions `DIMENSIONS`.
-
-    The ranks that share a sequence have the same weights, so they are part of ``dp_shard``: rank r of it has the
-    samples of data rank r div context, and the slice r mod context of their sequences.
+    """Arrange all ranks in a mesh with the dimensions of `Layout.mesh`.
 
     Tensor parallelism communicates most, so its groups are neighbouring ranks on one node. Pipeline stages communicate
     least, so they are the farthest apart (arXiv 2104.04473, takeaway 1).
     """
-    sizes = (layout.pipeline, layout.replicate, layout.weight_shards, layout.tensor)
-    return init_device_mesh(device_type, sizes, mesh_dim_names=DIMENSIONS)
-
-
-def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """One-dimensional mesh of the ranks that hold the same part of the model and see other samples or slices."""
-    return one_dimension(mesh, "dp", "dp_replicate", "dp_shard")
-
-
-def token_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """One-dimensional mesh of the ranks of a stage, each of which has tokens of its own if tensor ranks split them."""
-    return one_dimension(mesh, "tokens", "dp_replicate", "dp_shard", "tp")
+    return init_device_mesh(device_type, tuple(layout.mesh.values()), mesh_dim_names=tuple(layout.mesh))
 
 
 def one_dimension(mesh: DeviceMesh, name: str, *dimensions: str) -> DeviceMesh:
@@ -43,12 +29,18 @@ def one_dimension(mesh: DeviceMesh, name: str, *dimensions: str) -> DeviceMesh:
     return mesh[wider[0]] if len(wider) == 1 else flattened(mesh[tuple(wider)], name)
 
 
-def build_expert_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
-    """The same ranks with the dimensions `EXPERT_DIMENSIONS`. All processes of the job call it.
+def build_expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+    """The same ranks, by the ranks that hold the same experts. All processes of the job call it.
 
-    Of the ranks of ``dp_shard`` and ``tp``, which all have other tokens, ``size`` neighbours share the experts of a
-    layer. ZeRO shards those of a rank over ``expert_shard``.
+    EP groups are neighbours among the ranks of ``dp_shard`` and ``tp``, which all have different tokens.
     """
-    shards = mesh["dp_shard"].size() * mesh["tp"].size() // size
-    sizes = (mesh["pp"].size(), mesh["dp_replicate"].size(), shards, size)
-    return init_device_mesh(mesh.device_type, sizes, mesh_dim_names=EXPERT_DIMENSIONS)
+    sizes = layout.pipeline, layout.replicate, layout.expert_shards, layout.expert
+    return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "expert_shard", "ep"))
+
+
+def context_group(layout: Layout) -> Group:
+    """This rank's CP group. All processes of the job call it."""
+    ranks = torch.arange(layout.num_processes).view(-1, layout.context, layout.tensor).transpose(1, 2)
+    group, _ = dist.new_subgroups_by_enumeration(ranks.reshape(-1, layout.context).tolist(), group_desc="cp")
+    assert group is not None
+    return Group(group.group_name, group.size(), group.rank())

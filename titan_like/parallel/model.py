@@ -21,7 +21,7 @@ from titan_like.models.parts import layers_of, one_of_each, shared_parameters
 from titan_like.models.transformer import Transformer, shared_modules
 from titan_like.optim.shards import local
 from titan_like.parallel.data import DataParallel
-from titan_like.parallel.schedules.communication import PipelineShape
+from titan_like.parallel.layout import Layout
 from titan_like.parallel.schedules.tables import Action
 from titan_like.parallel.split import StageLayers, kinds_of_layers
 from titan_like.parallel.timeline import TimedPasses
@@ -47,7 +47,7 @@ class ParallelModel:
 
     stages: list[Stage]
     copies_in: dict[str, tuple[int, ...]] = field(default_factory=dict)  # parameter in several stages → these stages
-    expert_mesh: DeviceMesh | None = None  # set if other ranks share experts than share the rest of a layer
+    expert_mesh: DeviceMesh | None = None  # set if `Layout.splits_experts`
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every local parameter. Copies that a process holds, such as of a tied table, come under the same name."""
@@ -94,10 +94,9 @@ class ParallelModel:
 class WholeModel(TimedPasses):
     """Has the interface of `titan_like.parallel.pipeline.Pipeline` and runs one microbatch after the other."""
 
-    def __init__(self, model: ParallelModel) -> None:
-        self.model = model
+    def __init__(self, model: ParallelModel, layout: Layout) -> None:
+        self.model, self.layout = model, layout
         (self.stage,) = model.stages
-        self.shape = PipelineShape("1f1b", 1, 1)
 
     def forward_backward(self, batches: Sequence[Batch], loss_function: LossFunction) -> None:
         """Accumulate the gradients of all microbatches' losses."""
@@ -125,13 +124,13 @@ def holders_of_copies(model: TransformerConfig, splits: Sequence[StageLayers]) -
     """Name of each parameter that several stages hold → numbers of these stages."""
     small, kinds = one_of_each(model), kinds_of_layers(model)
     uses = [shared_modules(layer) for layer in layers_of(small)]
-    found = {}
+    stages_of = {}
     for name, _ in shared_parameters(small):
         module = name.partition(".")[0]
-        found[name] = [i for i, split in enumerate(splits) if any(module in uses[kinds[n]] for n in split.layers)]
+        stages_of[name] = [i for i, split in enumerate(splits) if any(module in uses[kinds[n]] for n in split.layers)]
     if model.tied_embeddings:
-        found["embedding.weight"] = [i for i, split in enumerate(splits) if split.is_first or split.is_last]
-    return {name: tuple(stages) for name, stages in found.items() if len(stages) > 1}
+        stages_of["embedding.weight"] = [i for i, split in enumerate(splits) if split.is_first or split.is_last]
+    return {name: tuple(stages) for name, stages in stages_of.items() if len(stages) > 1}
 
 
 @torch.no_grad()
@@ -142,7 +141,7 @@ def sum_gradients_of_copies(model: ParallelModel, group: dist.ProcessGroup, rank
     data and tensor ranks, so each process exchanges its part with those that hold the same part in other stages. All of
     them add in the order of the ranks, so the sums are bitwise equal.
     """
-    here = dist.get_rank(group)
+    pp_rank = dist.get_rank(group)
     exchange, sums = [], []
     for name, stages in model.copies_in.items():
         held = model.copies_of(name)
@@ -153,8 +152,8 @@ def sum_gradients_of_copies(model: ParallelModel, group: dist.ProcessGroup, rank
         mine = gradients[0]
         for other in gradients[1:]:
             mine += other
-        parts = {here: mine}
-        for rank in sorted({ranks[stage] for stage in stages} - {here}):
+        parts = {pp_rank: mine}
+        for rank in sorted({ranks[stage] for stage in stages} - {pp_rank}):
             parts[rank] = torch.empty_like(mine)
             exchange.append(dist.P2POp(dist.isend, mine, group=group, group_peer=rank))
             exchange.append(dist.P2POp(dist.irecv, parts[rank], group=group, group_peer=rank))
@@ -162,8 +161,8 @@ def sum_gradients_of_copies(model: ParallelModel, group: dist.ProcessGroup, rank
     for work in dist.batch_isend_irecv(exchange) if exchange else []:
         work.wait()
     for gradients, parts in sums:
-        total, *others = [parts[rank] for rank in sorted(parts)]
-        for other in others:
+        total, *remaining = [parts[rank] for rank in sorted(parts)]
+        for other in remaining:
             total += other
         for gradient in gradients:
             gradient.copy_(total)

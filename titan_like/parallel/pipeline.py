@@ -22,8 +22,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from titan_like.data.batch import Batch, model_fields
+from titan_like.parallel.layout import Layout
 from titan_like.parallel.model import LossFunction, ParallelModel, Stage
-from titan_like.parallel.schedules.communication import MAX_PENDING_SENDS, PipelineShape
+from titan_like.parallel.schedules.communication import MAX_PENDING_SENDS, steps_of_rank
 from titan_like.parallel.schedules.tables import Action
 from titan_like.parallel.timeline import TimedPasses, Timeline
 from titan_like.parallel.weight_gradients import Product
@@ -177,7 +178,7 @@ _MESSAGES = {
 
 
 class TableSchedule(PipelineScheduleMulti):
-    """Runs the steps that `PipelineShape.steps` lists for this rank."""
+    """Runs the steps that `steps_of_rank` lists for this rank."""
 
     def __init__(self, stages: Sequence[RunningStage], num_microbatches: int, steps: list[Action]) -> None:
         super().__init__(list(stages), num_microbatches, loss_fn=loss_of_last_stage, scale_grads=False)
@@ -248,19 +249,19 @@ class Pipeline:
     def __init__(
         self,
         model: ParallelModel,
-        shape: PipelineShape,
+        layout: Layout,
         group: dist.ProcessGroup,
         hidden_shape: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         """``hidden_shape``, [batch, seq on this rank, hidden], and ``dtype`` describe the tensors between stages."""
-        self.model, self.shape, self.group = model, shape, group
+        self.model, self.layout, self.group = model, layout, group
 
         def new_hidden() -> torch.Tensor:
             return torch.empty(tuple(hidden_shape), dtype=dtype, device=device)
 
-        self.stages = [RunningStage(stage, shape.ranks, group, new_hidden, device) for stage in model.stages]
+        self.stages = [RunningStage(stage, layout.stage_ranks, group, new_hidden, device) for stage in model.stages]
         self._schedules: dict[tuple[int, bool], TableSchedule] = {}
 
     @property
@@ -292,7 +293,7 @@ class Pipeline:
     def _run(self, batches: Sequence[Batch], loss_function: LossFunction, backward: bool) -> None:
         key = len(batches), backward  # a batch-size ramp-up and validation need schedules of their own
         if key not in self._schedules:
-            steps = self.shape.steps(dist.get_rank(self.group), *key)
+            steps = steps_of_rank(self.layout, dist.get_rank(self.group), *key)
             self._schedules[key] = TableSchedule(self.stages, len(batches), steps)
         for stage in self.stages:
             stage.stage.data_parallel.before_forward()

@@ -123,7 +123,7 @@ def dry_run(config: JobConfig) -> DryRun:
     data = describe_data(config, model)
     warmup = describe_warmup(config.lr_scheduler, schedule_length(config.training))
     notes = [*([warmup] if warmup else []), *_check_this_machine(config, model)]
-    notes += [method_of(config, model).told] if layout.context > 1 else []
+    notes += [method_of(config, model).message] if layout.context > 1 else []
     # The process's part of the model, as the real recipe builds it.
     with fake_process_group(rank, world_size):
         mesh = build_mesh(layout, "cpu")

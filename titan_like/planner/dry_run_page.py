@@ -10,7 +10,6 @@ from itertools import groupby
 from titan_like.config.options import check_output_file, write_output_file
 from titan_like.config.schema import JobConfig
 from titan_like.metrics.console import parameters_told
-from titan_like.parallel.mesh import EXPERT_DIMENSIONS
 from titan_like.parallel.schedules.tables import Action
 from titan_like.planner.dry_run import DryRun, ParameterReport, StageReport, dry_run
 from titan_like.planner.predict import FLOAT8_NOTE
@@ -55,7 +54,7 @@ def format_dry_run(run: DryRun) -> str:
 
 
 def _places(run: DryRun) -> list[str]:
-    mesh = sorted(run.mesh.items(), key=lambda dimension: dimension[0] in EXPERT_DIMENSIONS[2:])
+    mesh = sorted(run.mesh.items(), key=lambda dimension: dimension[0] in ("expert_shard", "ep"))
     if run.context > 1:  # the innermost ranks of dp_shard
         (coordinate, size), at = run.mesh["dp_shard"], [name for name, _ in mesh].index("dp_shard")
         (shard, context), shards = divmod(coordinate, run.context), size // run.context

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titan_like.parallel.schedules.communication import MAX_PENDING_SENDS, PipelineShape, add_communication
+from titan_like.parallel.layout import Layout
+from titan_like.parallel.schedules.communication import MAX_PENDING_SENDS, add_communication
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, Action, schedule_table
 
 # What a stage has of gathered weights, after a forward and after a backward pass.
@@ -60,23 +61,23 @@ def occupancy(
     if schedule not in ("gpipe", "looped_bfs"):  # which hold all microbatches
         few = min(microbatches, max(3 * pipeline, 3))
         few += (microbatches - few) % pipeline if microbatches > few else 0
-    return _occupancy(PipelineShape(schedule, pipeline, virtual_stages), few, rank, splits_backward)
+    return _occupancy(Layout(pipeline, schedule=schedule, virtual_stages=virtual_stages), few, rank, splits_backward)
 
 
 @lru_cache(maxsize=64)
-def _steps(shape: PipelineShape, microbatches: int) -> list[list[Action]]:
-    """`PipelineShape.steps` of all ranks."""
-    table = schedule_table(shape.schedule, shape.degree, shape.virtual_stages, microbatches)
-    return add_communication(table, shape.ranks)
+def _steps(layout: Layout, microbatches: int) -> list[list[Action]]:
+    """`steps_of_rank` of all ranks."""
+    table = schedule_table(layout.schedule, layout.pipeline, layout.virtual_stages, microbatches)
+    return add_communication(table, layout.stage_ranks)
 
 
-def steps_as_run(shape: PipelineShape, rank: int, microbatches: int, splits_backward: bool) -> list[Action]:
+def steps_as_run(layout: Layout, rank: int, microbatches: int, splits_backward: bool) -> list[Action]:
     """A rank's passes and messages in order, with all backward passes in two parts, or none.
 
     Where the trainer does not split them, a schedule's first part is the whole pass and its second part nothing.
     """
     found = []
-    for step in _steps(shape, microbatches)[rank]:
+    for step in _steps(layout, microbatches)[rank]:
         if step.kind == "B" and splits_backward:
             found += [step._replace(kind="I"), step._replace(kind="W")]
         elif step.kind == "I" and not splits_backward:
@@ -92,16 +93,16 @@ def splits_backward(schedule: str, pipeline: int, compiled: bool) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _occupancy(shape: PipelineShape, microbatches: int, rank: int, splits: bool) -> Occupancy:
-    stages = tuple(stage for stage, owner in enumerate(shape.ranks) if owner == rank)
-    place, count, last_stage = {stage: n for n, stage in enumerate(stages)}, len(stages), len(shape.ranks) - 1
+def _occupancy(layout: Layout, microbatches: int, rank: int, splits: bool) -> Occupancy:
+    stages = tuple(stage for stage, owner in enumerate(layout.stage_ranks) if owner == rank)
+    place, count, last_stage = {stage: n for n, stage in enumerate(stages)}, len(stages), len(layout.stage_ranks) - 1
     held, deferred = [0] * count, [0] * count
     weights, gradients = [NOT_GATHERED] * count, [NO_GRADIENTS] * count
     left = [microbatches] * count  # backward passes
     arrived = sent = 0  # messages
     # Of what is held in the same states, only what no other moment has as much of in everything.
     moments: _Moments = {}
-    for kind, stage, _ in steps_as_run(shape, rank, microbatches, splits):
+    for kind, stage, _ in steps_as_run(layout, rank, microbatches, splits):
         if kind.startswith(("SEND", "RECV")):
             arrived += kind.startswith("RECV")
             sent += kind.startswith("SEND")

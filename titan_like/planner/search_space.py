@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from math import gcd, prod
 from typing import Any
 
@@ -18,7 +19,7 @@ from titan_like.config.load import edit, setting
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
 from titan_like.models.moe.config import MoEConfig
-from titan_like.parallel.layout import DEGREES, FACTORS, Layout, method_of
+from titan_like.parallel.layout import FACTORS, Layout, method_of
 from titan_like.parallel.schedules.tables import SCHEDULES, stages_per_rank
 from titan_like.parallel.split import layers_per_stage
 from titan_like.planner.predict import workload_of
@@ -264,8 +265,8 @@ _KEY = {name: key for key, name in SEARCHED.items()}
 
 
 def layout_of(work: Workload) -> Layout:
-    """The degrees of a workload."""
-    return Layout(*(getattr(work, degree.name) for degree in DEGREES))
+    """The layout of a workload."""
+    return Layout(**{field.name: getattr(work, field.name) for field in fields(Layout)})
 
 
 def divisors(number: int) -> list[int]:
@@ -277,4 +278,4 @@ def divisors(number: int) -> list[int]:
 def _check_but_pipeline(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
     """Check all rules, with the plainest of pipelines."""
     plain = {_KEY["schedule"]: "1f1b", _KEY["virtual_stages"]: 1, STAGE_SIZES: None}
-    check_rules(edit(config, plain), model, layout)
+    check_rules(edit(config, plain), model, replace(layout, schedule="1f1b", virtual_stages=1))

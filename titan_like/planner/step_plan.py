@@ -14,9 +14,9 @@ from titan_like.data.lengths import sample_length
 from titan_like.models.config import TransformerConfig
 from titan_like.models.moe.config import MoEConfig
 from titan_like.optim.state_size import optimizer_state
-from titan_like.parallel.apply import pipeline_shape
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.model import holders_of_copies
+from titan_like.parallel.schedules.communication import steps_of_rank
 from titan_like.parallel.schedules.simulate import bubble_fraction, ideal_bubble, max_in_flight, simulate, unit_time
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, Action, schedule_table
 from titan_like.parallel.split import layer_costs, layers_per_stage, split_layers
@@ -55,8 +55,7 @@ class StepPlan:
 def plan_step(config: JobConfig, model: TransformerConfig, layout: Layout, rank: int) -> StepPlan:
     """Plan one step of a process, without building anything or communicating."""
     pp, _, _ = coordinates_of(layout, rank)
-    training, shape = config.training, pipeline_shape(config)
-    ranks = shape.ranks
+    training, ranks = config.training, layout.stage_ranks
     microbatches = training.global_batch_size // (training.micro_batch_size * layout.data_parallel)
     splits = split_layers(layers_per_stage(config, model, len(ranks)))
     stages = [
@@ -66,13 +65,13 @@ def plan_step(config: JobConfig, model: TransformerConfig, layout: Layout, rank:
     ]
     storage = storage_of(config, model, layout, rank)
     units = {stage.index: stage.units for stage in stages}
-    table = schedule_table(shape.schedule, shape.degree, shape.virtual_stages, microbatches)
+    table = schedule_table(layout.schedule, layout.pipeline, layout.virtual_stages, microbatches)
     actions = table[pp]
     # What the process sends. A compiled stage runs whole backward passes, whatever the schedule says.
     holders = {name: {ranks[i] for i in held} for name, held in holders_of_copies(model, splits).items()}
     copies = {name: len(held) - 1 for name, held in holders.items() if pp in held and len(held) > 1}
-    splits_backward = shape.schedule in SPLIT_BACKWARD and not config.compile.enable
-    steps = steps_as_run(shape.steps(pp, microbatches, backward=True), splits_backward)
+    splits_backward = layout.schedule in SPLIT_BACKWARD and not config.compile.enable
+    steps = steps_as_run(steps_of_rank(layout, pp, microbatches, backward=True), splits_backward)
     collectives = step_collectives(config, model, layout, stages, steps, storage, copies)
     # When each pass would run, first with equal stages, then with each stage's share of the matrix products.
     length = sample_length(config, model)
@@ -81,14 +80,14 @@ def plan_step(config: JobConfig, model: TransformerConfig, layout: Layout, rank:
     events = simulate(table, ranks, unit_time)
     real_events = simulate(table, ranks, lambda action: unit_time(action) * costs[action.stage])
     schedule = SchedulePlan(
-        name=shape.schedule,
+        name=layout.schedule,
         num_stages=len(ranks),
         stages_here=[stage.index for stage in stages],
         microbatches=microbatches,
         counts=dict(Counter(action.kind for action in actions)),
-        bubble=bubble_fraction(events, shape.degree),
-        bubble_of_real_stages=bubble_fraction(real_events, shape.degree),
-        ideal_bubble=ideal_bubble(shape.schedule, shape.degree, shape.virtual_stages, microbatches),
+        bubble=bubble_fraction(events, layout.pipeline),
+        bubble_of_real_stages=bubble_fraction(real_events, layout.pipeline),
+        ideal_bubble=ideal_bubble(layout.schedule, layout.pipeline, layout.virtual_stages, microbatches),
         in_flight=max_in_flight(table)[pp],
         actions=actions,
     )
@@ -113,7 +112,7 @@ def steps_as_run(steps: Sequence[Action], splits_backward: bool) -> list[Action]
 
 
 def coordinates_of(layout: Layout, rank: int) -> tuple[int, int, int]:
-    """A rank's pp, dp_shard and tp. The last dimension of `titan_like.parallel.mesh.DIMENSIONS` varies fastest."""
+    """A rank's pp, dp_shard and tp. The last dimension of `Layout.mesh` varies fastest."""
     rest, tp = divmod(rank, layout.tensor)
     rest, dp_shard = divmod(rest, layout.weight_shards)
     return rest // layout.replicate, dp_shard, tp

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from titan_like.parallel.schedules.communication import PipelineShape
+from titan_like.parallel.layout import Layout
 from titan_like.planner.occupancy import splits_backward, steps_as_run
 from titan_like.planner.stages import Sharding, StageProgram, Unit, shard_rows, sharding_of, stages_of_rank
 from titan_like.planner.trace.program import Parameter, Pass
@@ -46,9 +46,9 @@ def step_traffic(work: Workload, at: Coordinates, reduce_bytes: int = 4) -> dict
     ``reduce_bytes``: of an element in `training.reduce_dtype`.
     """
     stages, sharding = stages_of_rank(work, at.pipeline), sharding_of(work, reduce_bytes)
-    shape = PipelineShape(work.schedule, work.pipeline, work.virtual_stages)
+    layout = Layout(work.pipeline, schedule=work.schedule, virtual_stages=work.virtual_stages)
     splits = splits_backward(work.schedule, work.pipeline, work.compiled)
-    steps = steps_as_run(shape, at.pipeline, work.microbatches, splits)
+    steps = steps_as_run(layout, at.pipeline, work.microbatches, splits)
     calls: Counter[Message] = Counter()
     sizes: Counter[Message] = Counter()
 

@@ -12,7 +12,7 @@ from titan_like.config.errors import ConfigError, first_line
 from titan_like.config.load import edit, load_config, setting
 from titan_like.config.paths import read_toml
 from titan_like.config.schema import JobConfig
-from titan_like.parallel.schedules.tables import stages_per_rank
+from titan_like.parallel.layout import DEGREES
 from titan_like.planner.profile import Profile
 from titan_like.planner.search import search
 from titan_like.planner.search_space import SEARCHED, divisors
@@ -24,7 +24,9 @@ KEYS = {**SEARCHED, GLOBAL: "global_batch_size"}  # what a grid may list, each w
 LARGEST = "largest"
 _SHARD, _VIRTUAL = "parallelism.data_parallel_shard_degree", "parallelism.virtual_stages_per_rank"
 _WORSE = 0.8  # of the best rate so far: larger microbatches are not tried any more
-_PARTS = ("tp", "sp", "pp", "", "v", "rep", "dp", "z", "mbs", "", "every", "cp", "ep", "gbs")  # of names, as in `KEYS`
+_SHORT = {f"parallelism.{degree.key}": degree.short for degree in DEGREES}  # in a layout's name, or the value alone
+_SHORT |= {_VIRTUAL: "v", "parallelism.sequence_parallel": "sp", "parallelism.zero_stage": "z"}
+_SHORT |= {MICRO: "mbs", GLOBAL: "gbs", "activation_checkpoint.every_n_layers": "every"}
 _DEFAULTS = JobConfig()
 
 
@@ -45,8 +47,8 @@ class Case:
 def layout_name(config: JobConfig, processes: int) -> str:
     """A short name of a layout that no other layout of the run has."""
     parts = [f"n{processes}"]
-    for key, short in zip(KEYS, _PARTS, strict=True):
-        value = setting(config, key)
+    for key in KEYS:
+        value, short = setting(config, key), _SHORT.get(key, "")
         if key in (MICRO, GLOBAL) or (value != setting(_DEFAULTS, key) and (key, value) != (_SHARD, 1)):
             parts.append(short if value is True else f"{short}{value}")
     return "-".join(parts)
@@ -123,11 +125,9 @@ def _case(base: JobConfig, processes: int, chosen: dict[str, Any]) -> Case:
 
 def _effective(config: JobConfig, processes: int) -> JobConfig:
     """A run without open degrees, and with plain values of keys that have no effect in its layout."""
-    layout, section = resolve_settings(config, processes).layout, config.parallelism
-    virtual = stages_per_rank(section.pipeline_schedule, section.virtual_stages_per_rank)
-    plain: dict[str, Any] = {_SHARD: layout.shard, _VIRTUAL: virtual}
-    if layout.pipeline == 1:
-        plain |= {_VIRTUAL: 1, "parallelism.pipeline_schedule": "1f1b"}
+    layout = resolve_settings(config, processes).layout
+    schedule: dict[str, Any] = {_VIRTUAL: layout.virtual_stages, "parallelism.pipeline_schedule": layout.schedule}
+    plain = {_SHARD: layout.shard, **schedule}
     if layout.weight_shards == 1 and not (layout.splits_experts and layout.expert_shards > 1):
         plain["parallelism.zero_stage"] = 0  # there is nothing to share out
     if config.activation_checkpoint.mode == "none":

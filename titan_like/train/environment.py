@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import time
+from dataclasses import replace
 
 from titan_like.config.errors import ConfigError, all_of, require
 from titan_like.config.schema import JobConfig
-from titan_like.parallel.layout import FACTORS
+from titan_like.parallel.layout import Layout
 
 _LARGEST = 2**31 - 1
 _MOST_DESCRIBED = 2**18  # processes; torch lists the ranks of every process group
@@ -99,13 +99,13 @@ def is_one_of_several() -> bool:
 
 def cluster_size(config: JobConfig) -> int:
     """GPUs of the job: the cluster's, else the product of the degrees. Nodes of unknown size are a `ConfigError`."""
-    cluster, degrees = config.cluster, config.parallelism
+    cluster, layout = config.cluster, Layout.of(config.parallelism)
     if cluster.nodes is not None:
         if cluster.gpus_per_node is None:
             problem = f"cluster.nodes is {cluster.nodes}; say how many GPUs each of them has"
             raise ConfigError("cluster.gpus_per_node", None, problem)
         return cluster.nodes * cluster.gpus_per_node
-    return math.prod(max(getattr(degrees, degree.key), 1) for degree in FACTORS)  # a shard degree of -1 is 1 here
+    return replace(layout, shard=max(layout.shard, 1)).num_processes  # a shard degree of -1 is 1 here
 
 
 def dry_run_world(config: JobConfig) -> int:

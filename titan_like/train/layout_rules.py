@@ -9,23 +9,22 @@ from titan_like.data.lengths import sample_length
 from titan_like.models.config import TransformerConfig
 from titan_like.models.moe.config import MoEConfig
 from titan_like.parallel.layout import Layout
-from titan_like.parallel.schedules.tables import check_schedule, stages_per_rank
+from titan_like.parallel.schedules.tables import check_schedule
 
 
 def check_sequence(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
     """Refuse a length that is above the model's maximum, that the layout cannot split, or too short for its spans."""
-    length, tensor = sample_length(config, model), layout.tensor
-    # With context parallelism each rank takes two pieces, one from each end, to balance the work of causal attention.
-    pieces = 2 * layout.context if layout.context > 1 else 1
+    length = sample_length(config, model)
     for key, size in (("training.seq_len", length.encoder), ("training.decoder_seq_len", length.decoder)):
         problem = f"the model's max_seq_len is {model.max_seq_len}; lower it or raise model.overrides.max_seq_len"
         require(size <= model.max_seq_len, key, size, problem)
-        problem = f"not divisible by 2 × context_parallel_degree = {pieces}; use a multiple of it"
-        require(size % pieces == 0, key, size, problem)
-        if config.parallelism.sequence_parallel and size // layout.context % tensor:
-            problem = f"not divisible by context × tensor degrees = {layout.context * tensor} (sequence_parallel)"
-            more = -(-size // (layout.context * tensor)) * layout.context * tensor
-            raise ConfigError(key, size, f"{problem}; use a multiple of it, such as {more}")
+        problem = f"not divisible by 2 × context_parallel_degree = {layout.context_chunks}; use a multiple of it"
+        require(size % layout.context_chunks == 0, key, size, problem)
+        shards = layout.sequence_shards
+        problem = f"not divisible by context × tensor degrees = {shards} (sequence_parallel)"
+        require(
+            size % shards == 0, key, size, f"{problem}; use a multiple of it, such as {-(-size // shards) * shards}"
+        )
 
 
 def is_sparse(model: TransformerConfig) -> bool:
@@ -57,10 +56,9 @@ def check_pipeline(config: JobConfig, model: TransformerConfig, layout: Layout) 
     check_stages(config, model, layout)
     if layout.pipeline == 1:
         return
-    schedule, virtual = config.parallelism.pipeline_schedule, config.parallelism.virtual_stages_per_rank
     for size in rampup_batch_sizes(config.training):
         microbatches = size // (config.training.micro_batch_size * layout.data_parallel)
-        refusal = check_schedule(schedule, layout.pipeline, virtual, microbatches)
+        refusal = check_schedule(layout.schedule, layout.pipeline, layout.virtual_stages, microbatches)
         key = "global_batch_size" if size == config.training.global_batch_size else "batch_size_rampup"
         if refusal is not None:
             raise ConfigError(f"training.{key}", getattr(config.training, key), refusal)
@@ -83,7 +81,7 @@ def check_stages(config: JobConfig, model: TransformerConfig, layout: Layout) ->
     if virtual > 2 and schedule in ("zbv_zero_bubble", "dualpipe_v"):
         problem = f"{schedule} has exactly 2 stages per rank; use 2 or leave it out"
         raise ConfigError("parallelism.virtual_stages_per_rank", virtual, problem)
-    stages = pipeline * stages_per_rank(schedule, virtual)
+    stages = len(layout.stage_ranks)
     problem = f"{stages} stages for {model.num_layers} layers; use at most {model.num_layers} stages"
     require(stages <= model.num_layers, "parallelism.pipeline_parallel_degree", pipeline, problem)
     counts = section.pipeline_layers
@@ -93,7 +91,7 @@ def check_stages(config: JobConfig, model: TransformerConfig, layout: Layout) ->
 
 
 def check_expert_parallel(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
-    """Refuse a degree that cannot share the model's experts, and layouts that experts do not support."""
+    """Refuse a degree that does not divide the model's experts, and layouts that experts do not support."""
     degree, key = layout.expert, "parallelism.expert_parallel_degree"
     if not isinstance(model, MoEConfig):
         require(degree <= 1, key, degree, f"{config.model.family} has no experts; use 1")
@@ -102,11 +100,11 @@ def check_expert_parallel(config: JobConfig, model: TransformerConfig, layout: L
     require(model.num_experts % degree == 0, key, degree, problem)
     if layout.token_shards % degree:
         factors = f"shard × context × tensor = {layout.shard}·{layout.context}·{layout.tensor} = {layout.token_shards}"
-        raise ConfigError(key, degree, f"does not divide the processes that share experts, {factors}; use a divisor")
-    problem = "tensor-parallel processes with experts route their own parts of a sequence; set it to true"
-    require(layout.tensor <= 1 or config.parallelism.sequence_parallel, "parallelism.sequence_parallel", False, problem)
+        raise ConfigError(key, degree, f"does not divide {factors}; use a divisor of it")
+    problem = "MoE with tensor parallelism needs sequence parallelism; set it to true"
+    require(layout.tensor == 1 or layout.sequence_parallel, "parallelism.sequence_parallel", False, problem)
     problem = 'qk_norm = "all" normalises all heads of a token together, which are on several processes; use 1'
-    require(layout.tensor <= 1 or model.qk_norm != "all", "parallelism.tensor_parallel_degree", layout.tensor, problem)
+    require(layout.tensor == 1 or model.qk_norm != "all", "parallelism.tensor_parallel_degree", layout.tensor, problem)
     # FSDP2 gathers split experts within the layer, which torch's selective checkpoints do not expect to recompute.
     if layout.splits_experts and config.activation_checkpoint.mode == "selective":
         problem = 'does not work with split experts or tensor parallelism; use "experts", "full" or "none"'
@@ -121,7 +119,7 @@ def check_context_parallel(config: JobConfig, model: TransformerConfig, layout: 
     dropout, family = getattr(model, "dropout", 0), config.model.family
     problem = None
     if dropout > 0:
-        problem = f"processes that share a sequence drop nothing; set model.overrides.dropout = 0, which is {dropout}"
+        problem = f"does not support dropout; set model.overrides.dropout = 0 (it is {dropout})"
     elif not {"pair", "choice"}.isdisjoint(model.predictions):
         problem = f"a head for the first token needs whole sequences; use 1, or {family} without that head"
     elif config.float8.enable:
@@ -133,5 +131,5 @@ def check_context_parallel(config: JobConfig, model: TransformerConfig, layout: 
         raise ConfigError(key, method, f'{family} adds a bias to all pairs of positions; use "all_gather"')
     heads = model.num_kv_heads // layout.tensor
     if method == "ulysses" and heads % degree:
-        problem = f"{heads} key-value heads on a process cannot be shared by {degree}; use"
+        problem = f"needs a multiple of {degree} key-value heads on each rank, not {heads}; use"
         raise ConfigError(key, method, f'{problem} a divisor as context_parallel_degree, or "all_gather" or "ring"')

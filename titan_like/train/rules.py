@@ -6,10 +6,11 @@ Each check raises a `ConfigError` if its rule is broken, with a sentence that sa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 from titan_like.config.errors import ConfigError, all_of, require
+from titan_like.config.load import edit
 from titan_like.config.schema import Float8, JobConfig, Parallelism
 from titan_like.data.batch_size import check_length, check_rampup, rampup_batch_sizes
 from titan_like.data.registry import find_dataset
@@ -20,7 +21,6 @@ from titan_like.models.registry import model_config
 from titan_like.optim.registry import check_optimizer
 from titan_like.optim.schedule import check_decay, schedule_length
 from titan_like.parallel.layout import Layout, resolve_layout
-from titan_like.parallel.schedules.tables import stages_per_rank
 from titan_like.train.environment import number_of_processes
 from titan_like.train.layout_rules import (
     check_context_parallel,
@@ -144,15 +144,12 @@ def resolve_for_inference(config: JobConfig, world_size: int) -> tuple[JobConfig
         ConfigError: a rule is broken; the first one is reported.
     """
     config = config.model_copy(update={"float8": Float8()})
-    section = config.parallelism
     if world_size == 1:
         config = config.model_copy(update={"parallelism": Parallelism()})
-    elif section.context_parallel_degree > 1:  # which is for training: here each process takes whole sequences
-        shard = section.data_parallel_shard_degree
-        shards = shard if shard == -1 else shard * section.context_parallel_degree
-        whole = {"context_parallel_degree": 1, "data_parallel_shard_degree": shards}
-        config = config.model_copy(update={"parallelism": section.model_copy(update=whole)})
     model, layout = model_config(config.model), resolve_layout(config.parallelism, world_size)
+    if layout.context > 1:  # which is for training: here each process takes whole sequences
+        layout = replace(layout, context=1, shard=layout.weight_shards)
+        config = edit(config, layout.settings())
     check_tensor_parallel(config, model, layout)
     check_stages(config, model, layout)
     check_expert_parallel(config, model, layout)
@@ -183,8 +180,7 @@ def _check_batches(config: JobConfig, layout: Layout) -> None:
                 f"{training.micro_batch_size} × {layout.data_parallel} = {unit}; use a multiple such as {nearest}"
             )
             raise ConfigError(f"training.{key}", getattr(training, key), problem)
-    degrees, size = config.parallelism, training.global_batch_size
-    stages = layout.pipeline * stages_per_rank(degrees.pipeline_schedule, degrees.virtual_stages_per_rank)
+    stages, size = len(layout.stage_ranks), training.global_batch_size
     problem = (
         f"gives {size // unit:,} microbatches of {training.micro_batch_size} × {layout.data_parallel} samples in "
         f"each of {stages} stages, but a step can have {_MOST_PASSES:,} passes; lower it or raise micro_batch_size"
@@ -233,13 +229,13 @@ def _check_float8(config: JobConfig) -> None:
 
 def _check_compile(config: JobConfig, model: TransformerConfig) -> None:
     """Refuse combinations with tensor parallelism that torch cannot compile."""
-    section = config.parallelism
-    if not config.compile.enable or section.tensor_parallel_degree == 1:
+    layout = Layout.of(config.parallelism)
+    if not config.compile.enable or layout.tensor == 1:
         return
     problem = 'cannot be compiled with tensor parallelism; use "full" or "none", or set compile.enable to false'
     require(config.activation_checkpoint.mode != "selective", "activation_checkpoint.mode", "selective", problem)
     problem = "attention dropout over several processes cannot be compiled without sequence_parallel; set that to true"
-    require(getattr(model, "dropout", 0) <= 0 or section.sequence_parallel, "compile.enable", True, problem)
+    require(getattr(model, "dropout", 0) <= 0 or layout.sequence_parallel, "compile.enable", True, problem)
 
 
 def _check_experts(config: JobConfig, model: TransformerConfig) -> None:
@@ -251,7 +247,7 @@ def _check_experts(config: JobConfig, model: TransformerConfig) -> None:
     family, rule = config.model.family, config.optimizer.name
     problem = f"the products of {family}'s experts cannot be computed in float8 yet; set it to false"
     require(not config.float8.enable, "float8.enable", True, problem)
-    problem = f"would take the stacked experts of {family} for one matrix; use adamw or sgd"
+    problem = f"does not support the stacked expert weights of {family}; use adamw or sgd"
     require(rule not in ("muon", "adafactor"), "optimizer.name", rule, problem)
     given = config.model.overrides.get("ffn_hidden_size")
     problem = f"no layer of {family} {config.model.flavor} is dense; set model.overrides.expert_ffn_hidden_size"

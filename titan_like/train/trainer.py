@@ -207,7 +207,7 @@ class Trainer(ValidatedState):
         if self.token_group.size() > 1:
             dist.all_reduce(counts, group=self.token_group)
         *_, num_tokens, num_pairs = counts.double()
-        whole_masks = self.slices.size if self.slices.method == "ulysses" else 1  # each rank has those of its samples
+        whole_masks = self.cp_shard.size if self.cp_shard.method == "ulysses" else 1  # each CP rank has all of them
         return counts[:-2].double(), num_tokens, num_pairs / whole_masks
 
     def _update(self, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
@@ -390,7 +390,7 @@ class Trainer(ValidatedState):
         """
         sum_partial_gradients(self.partial_parameters)
         if self.pp_group.size() > 1:
-            sum_gradients_of_copies(self.model, self.pp_group, self.pipeline.shape.ranks)
+            sum_gradients_of_copies(self.model, self.pp_group, self.run.layout.stage_ranks)
 
     def _logs(self, step: int) -> bool:
         return step % self.config.metrics.log_interval == 0
@@ -403,5 +403,5 @@ def describe_run(run: Run) -> str:
     return (
         f"{run.config.model.family} {run.config.model.flavor}: {size}, "
         f"{run.config.training.dtype}, {processes} ({run.layout.described()})"
-        + (f", {method_of(run.config, run.model).told}" if run.layout.context > 1 else "")
+        + (f", {method_of(run.config, run.model).message}" if run.layout.context > 1 else "")
     )

@@ -14,13 +14,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.checkpoint.loader import agree, model_tensors, optimizer_tensors, resume
 from titan_like.checkpoint.saver import SaveError, Saver
 from titan_like.checkpoint.step_folders import RunState, checkpoint_path, folder_of_settings
 from titan_like.config.errors import RunError, first_line
-from titan_like.config.schema import Parallelism
 from titan_like.data.batch_size import total_samples, total_steps
 from titan_like.data.loader import BackgroundLoader, merge_states
 from titan_like.data.masks import MASK_SETTINGS
@@ -30,26 +28,23 @@ from titan_like.metrics.run_files import run_ids
 from titan_like.optim.optimizer import Gradients, LossScaler, build_optimizer
 from titan_like.optim.schedule import schedule_length
 from titan_like.parallel.apply import build_pipeline
-from titan_like.parallel.context import slices_of
+from titan_like.parallel.context import cp_shard_of
 from titan_like.parallel.expert_balance import ExpertBalance
-from titan_like.parallel.mesh import build_mesh, data_parallel_mesh
+from titan_like.parallel.layout import Layout
+from titan_like.parallel.mesh import build_mesh, one_dimension
 from titan_like.parallel.tensor import partial_parameters
 from titan_like.train.health import LossWatch
 from titan_like.train.initial_weights import initial_folder, load_initial_weights
 from titan_like.train.setup import Run
 
 
-def dropout_stream(mesh: DeviceMesh, parallelism: Parallelism) -> int:
-    """Number of the random stream from which this process draws dropout.
+def dropout_stream(layout: Layout, rank: int) -> int:
+    """Number of the random stream from which a rank draws dropout.
 
-    Processes with different activations need different streams. Tensor-parallel processes have the same activations
-    between layers, except under sequence parallelism.
+    Ranks with different activations need different streams. Tensor-parallel ranks have the same activations between
+    layers, except under sequence parallelism.
     """
-    sharded = ["pp", "dp_replicate", "dp_shard", *(["tp"] if parallelism.sequence_parallel else [])]
-    stream = 0
-    for name in sharded:
-        stream = stream * mesh[name].size() + mesh[name].get_local_rank()
-    return stream
+    return rank if layout.sequence_parallel else rank // layout.tensor
 
 
 def seed_everything(seed: int, stream: int, deterministic: bool) -> None:
@@ -84,13 +79,13 @@ class TrainingState:
         self.run = run
         self.config = config = run.config
         self.mesh = mesh = build_mesh(run.layout, run.device.type)
-        dp_mesh = data_parallel_mesh(mesh)
-        self.token_group = dp_mesh.get_group()  # of the ranks with other samples, or other slices of the same ones
-        self.dp_rank, self.dp_size = dp_mesh.get_local_rank() // run.layout.context, run.layout.data_parallel
-        self.slices = slices_of(config, run.model, mesh)
+        # Of the ranks with other samples, or other CP shards of the same ones.
+        self.token_group = one_dimension(mesh, "dp", "dp_replicate", "dp_shard").get_group()
+        self.dp_rank, self.dp_size = run.layout.data_rank(dist.get_rank()), run.layout.data_parallel
+        self.cp_shard = cp_shard_of(config, run.model, mesh)
         self.pp_group = mesh.get_group("pp")
 
-        self.dropout_stream = dropout_stream(mesh, config.parallelism)
+        self.dropout_stream = dropout_stream(run.layout, dist.get_rank())
         seed_everything(config.job.seed, self.dropout_stream, config.job.deterministic)
         self.pipeline = build_pipeline(config, run.model, mesh, run.device)
         self.model = self.pipeline.model

@@ -132,11 +132,11 @@ class ValidatedState(TrainingState):
         }
 
     def _take(self, data: Iterator[Batch], count: int) -> list[Batch]:
-        """The next microbatches, up to ``count``: this process's slices, on its device."""
-        return [self.slices.take(to_device(batch, self.run.device)) for batch in islice(data, count)]
+        """The next microbatches, up to ``count``: this process's CP shards, on its device."""
+        return [self.cp_shard.shard(to_device(batch, self.run.device)) for batch in islice(data, count)]
 
     def _sum_over_samples(self, value: torch.Tensor) -> None:
-        """Sum in place over samples, their slices and stages. Only the last stage's ranks have values but zero."""
+        """Sum in place over samples, their CP shards and stages. Only the last stage's ranks have values but zero."""
         if self.token_group.size() > 1:
             dist.all_reduce(value, group=self.token_group)
         if self.pp_group.size() > 1:

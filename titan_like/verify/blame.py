@@ -13,8 +13,9 @@ from typing import Any
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.models.registry import model_config
+from titan_like.parallel.layout import DEGREES, Degree, Layout
 from titan_like.train.layout_rules import is_sparse
-from titan_like.verify.shrink import ONE_STAGE, fewest_microbatches, in_layout, layout_of, num_microbatches
+from titan_like.verify.shrink import fewest_microbatches, in_layout, num_microbatches
 
 SAME, DIFFERENT, FAILS, UNDECIDED = "same", "different", "fails", "undecided"
 ONE_PROCESS = "one_process"
@@ -39,53 +40,58 @@ class Blame:
     trials: dict[str, str]  # axis left out, next to those that stay out → same, different, fails or undecided
 
 
-def _with(config: JobConfig, **degrees: int) -> JobConfig:
-    return in_layout(config, replace(layout_of(config), **degrees))
+def _with(config: JobConfig, **changes: Any) -> JobConfig:
+    return in_layout(config, replace(Layout.of(config.parallelism), **changes))
 
 
 def _no_schedule(config: JobConfig) -> JobConfig:
     """1F1B with one stage per process, which takes the layers of all its process's stages."""
-    return config if config.parallelism.pipeline_schedule == "1f1b" else edit(config, ONE_STAGE)
+    if Layout.of(config.parallelism).schedule == "1f1b":
+        return config
+    return edit(_with(config, schedule="1f1b", virtual_stages=1), {"parallelism.pipeline_layers": None})
 
 
 def _no_zero(config: JobConfig) -> JobConfig:
-    """ZeRO stage 0. On one process the stage matters only in a half type, where FSDP keeps the weights in it."""
-    layout = layout_of(config)
-    is_used = layout.data_parallel * layout.context > 1 or config.training.dtype not in ("float32", "float64")
+    """ZeRO stage 0. On one process the stage matters only in a 16-bit dtype, where FSDP keeps the weights in it."""
+    layout = Layout.of(config.parallelism)
+    is_used = layout.weight_ranks > 1 or config.training.dtype not in ("float32", "float64")
     return edit(config, {"parallelism.zero_stage": 0}) if is_used else config
 
 
 def _no_accumulation(config: JobConfig) -> JobConfig:
     """As few and as large microbatches as the schedule allows. Float8 scales are a microbatch's, so those stay."""
-    size, layout = config.training.micro_batch_size, layout_of(config)
+    size, layout = config.training.micro_batch_size, Layout.of(config.parallelism)
     microbatches = num_microbatches(config.training, layout)
-    fewest = fewest_microbatches(config, layout.pipeline, config.parallelism.virtual_stages_per_rank, 1)
+    fewest = fewest_microbatches(layout, 1)
     larger = {"training.micro_batch_size": size * (microbatches // fewest)}
     return config if config.float8.enable or microbatches % fewest else edit(config, larger)
 
 
 def _no_replicas(config: JobConfig) -> JobConfig:
-    return _with(config, replicate=1, shard=layout_of(config).data_parallel)
+    return _with(config, replicate=1, shard=Layout.of(config.parallelism).data_parallel)
 
 
 def _no_sequence(config: JobConfig) -> JobConfig:
     """Without sequence parallelism, which experts need."""
-    return config if is_sparse(model_config(config.model)) else edit(config, {"parallelism.sequence_parallel": False})
+    return config if is_sparse(model_config(config.model)) else _with(config, sequence_parallel=False)
 
 
 _NO_RECOMPUTATION: dict[str, Any] = {"activation_checkpoint.mode": "none", "activation_checkpoint.every_n_layers": 1}
 
-_SHARES_EXPERTS = ("tensor_parallel", "context_parallel", "zero_stage", "data_parallel")
+_EXPERT_GROUP = ("tensor_parallel", "context_parallel", "zero_stage", "data_parallel")
+
+
+def _axis(degree: Degree) -> Axis:
+    name, within = degree.name, _EXPERT_GROUP if degree.name == "expert" else ()
+    return Axis(f"{name}_parallel", f"{name} parallelism", lambda config: _with(config, **{name: 1}), within)
+
 
 # A part comes before the axis that it is a part of. Accumulation comes last because the number of microbatches follows
 # from the other axes: without data parallelism one process sees all samples, as more microbatches of the same size.
 AXES = (
     Axis("sequence_parallel", "sequence parallelism", _no_sequence, ("tensor_parallel",)),
-    Axis("expert_parallel", "expert parallelism", lambda c: _with(c, expert=1), _SHARES_EXPERTS),
-    Axis("tensor_parallel", "tensor parallelism", lambda c: _with(c, tensor=1)),
-    Axis("context_parallel", "context parallelism", lambda c: _with(c, context=1)),
     Axis("pipeline_schedule", "the pipeline schedule", _no_schedule, ("pipeline_parallel",)),
-    Axis("pipeline_parallel", "pipeline parallelism", lambda c: _with(c, pipeline=1)),
+    *(_axis(degree) for degree in reversed(DEGREES) if degree.name not in ("replicate", "shard")),
     Axis("zero_stage", "the ZeRO stage", _no_zero, ("data_parallel", "context_parallel")),
     Axis("replicas", "replicas (HSDP)", _no_replicas, ("zero_stage", "data_parallel")),
     Axis("data_parallel", "data parallelism", lambda c: _with(c, replicate=1, shard=1)),
@@ -105,7 +111,8 @@ def on_one_process(config: JobConfig) -> JobConfig:
 def other_layout(config: JobConfig, most: int) -> JobConfig:
     """One process or, where the layout has one data-parallel rank, 2 or 3 of up to ``most`` that share the batches."""
     alone = on_one_process(config)
-    microbatches, has_one = num_microbatches(alone.training, layout_of(alone)), layout_of(config).data_parallel == 1
+    microbatches = num_microbatches(alone.training, Layout.of(alone.parallelism))
+    has_one = Layout.of(config.parallelism).data_parallel == 1
     shared = [ranks for ranks in (2, 3) if has_one and ranks <= most and microbatches % ranks == 0]
     return _with(alone, shard=min(shared, default=1))
 
@@ -130,14 +137,14 @@ def find_fault(config: JobConfig, symptom: str, outcome_of: Callable[[JobConfig]
     vanishes = [axis for axis in kept if trials[axis.name] == SAME]
     needed = vanishes or [axis for axis in kept if axis.name != "accumulation"]
     if not needed:
-        told = "the difference is there also on one process without any parallelism: the trainer itself, or the model"
-        return Blame(ONE_PROCESS, told, trials)
+        cause = "the difference is there also on one process without any parallelism: the trainer itself, or the model"
+        return Blame(ONE_PROCESS, cause, trials)
     # A part is named instead of its whole, and accumulation only if nothing else is left.
     wholes = {name for axis in needed for name in axis.within}
     parts = [axis for axis in needed if axis.name not in wholes]
     guilty = [axis for axis in parts if axis.name != "accumulation"] or parts
-    *others, last = [axis.title for axis in guilty]
-    titles = f"{', '.join(others)} and {last} together: without any one of them" if others else f"{last}: without it"
+    *titles, last = [axis.title for axis in guilty]
+    axes = f"{', '.join(titles)} and {last} together: without any one of them" if titles else f"{last}: without it"
     consequence = "every difference vanishes" if vanishes else "there is nothing to compare"
     several = "; it takes several microbatches to show" if len(parts) > len(guilty) else ""
-    return Blame(" + ".join(axis.name for axis in guilty), f"{titles} {consequence}{several}", trials)
+    return Blame(" + ".join(axis.name for axis in guilty), f"{axes} {consequence}{several}", trials)

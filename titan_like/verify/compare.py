@@ -20,7 +20,6 @@ from titan_like.verify.samples import batches
 from titan_like.verify.shrink import Small
 
 EXACT, SINGLE, DROPOUT, RESUME = "float64", "float32", "dropout", "resume"  # kinds of runs, next to the half types
-DATA = "data"  # which is read without any run
 HALF = ("bfloat16", "float16")
 
 
@@ -74,7 +73,6 @@ class Row(StrEnum):
     DROPOUT_RESUMED = "dropout of a run resumed in another layout"
     RUNS = "the layout runs"
     ENDS = "the layout ends"
-    DATA = "samples of the run's own data"
 
 
 # Some process must report each of the reference's numbers in these rows, and in those at the ends unless it is a relay.
@@ -135,6 +133,7 @@ class Reference:
 
     small: Small  # its max_norm clips every step but the last, if the configuration clips at all
     file: Path  # of the numbers and tensors, float64
+    known: dict[str, int]  # indices of the first samples by their digests
     names: list[str]  # of all parameters, in the model's order
     alike: list[tuple[str, str]]  # pairs of parameters whose initial values are the same random numbers
     sizes: dict[Key, float]  # L2 norm that a difference is relative to

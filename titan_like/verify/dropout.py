@@ -35,13 +35,13 @@ from titan_like.torch_private import is_in_backward_pass
 from titan_like.train.setup import Run
 from titan_like.verify.compare import EXACT, Key, Report, Row, distance
 from titan_like.verify.float8 import TIPPED, take_float8
-from titan_like.verify.masks import described, take_definitions
+from titan_like.verify.masks import take_definitions
 from titan_like.verify.places import joined, local
 from titan_like.verify.plain_training import FLOAT16_SCALE, add_gradients, mean_losses, norm, num_labels
 from titan_like.verify.reference import CANCELLED, FEW, FLOOR, MARGIN, NEGLIGIBLE, REPORTED, is_cancelled
 from titan_like.verify.shrink import FLAVOR, Small
-from titan_like.verify.token_ids import masks_of_run
-from titan_like.verify.watch import WatchedTrainer, digest
+from titan_like.verify.token_ids import batch_of, masks_of_run
+from titan_like.verify.watch import WatchedTrainer, digest, first_samples
 
 RATE = 0.3  # at least: without the factor 1/(1 - rate), gradients differ by more than a half type's rounding
 _NORM_EPS = 1.0  # norms would undo a factor that is missing everywhere, if this were small
@@ -91,9 +91,8 @@ class Recorder:
     @classmethod
     def of(cls, trainer: WatchedTrainer) -> Recorder:
         """A recorder of the draws of a trainer's model on this process."""
-        ranks = {name: trainer.mesh[name].get_local_rank() for name in ("tp", "dp_replicate", "dp_shard")}
-        data_rank = ranks["dp_replicate"] * trainer.mesh["dp_shard"].size() + ranks["dp_shard"]
-        recorder = cls(data_rank, ranks["tp"], trainer.config.job.seed)
+        data_rank = trainer.run.layout.data_rank(trainer.mesh.get_rank())
+        recorder = cls(data_rank, trainer.mesh["tp"].get_local_rank(), trainer.config.job.seed)
         for stage in trainer.model.stages:
             recorder.follow(stage.module)
         return recorder
@@ -162,9 +161,9 @@ def observe_dropout(run: Run, report: Report, small: Small) -> None:
     flavor = run.config.model.flavors[FLAVOR] | fields
     run = changed_run(run, {"model.flavors": {FLAVOR: flavor}, "compile.enable": False})
     piece = run.config.training.micro_batch_size
-    held_out = described(run.datasets["validation"], range(batch), run.config)
+    held_out = batch_of(run.datasets["validation"], range(batch), run.config)
     untrained = sum(mean_losses(_fresh_model(run), held_out, torch.float64, piece))
-    trainer = WatchedTrainer(run, known_samples=batch)
+    trainer = WatchedTrainer(run, first_samples(run.masks.over(run.datasets["train"]), batch))
     _compare_loss(report, Row.DROPOUT_VALIDATION, trainer.validate(), untrained)
     recorder = Recorder.of(trainer)
     data = trainer._load_data()
@@ -182,7 +181,7 @@ def observe_dropout(run: Run, report: Report, small: Small) -> None:
     dtype, reduce_dtype = small.config.training.dtype, small.config.training.reduce_dtype
     values = {"training.dtype": dtype, "training.reduce_dtype": reduce_dtype}
     own_run = changed_run(run, values | {"job.seed": run.config.job.seed + 1})
-    own = WatchedTrainer(own_run, known_samples=batch)
+    own = WatchedTrainer(own_run, first_samples(own_run.masks.over(own_run.datasets["train"]), batch))
     if own.scaler is not None:
         own.scaler.scale.fill_(FLOAT16_SCALE)
     own_recorder = Recorder.of(own)
@@ -274,7 +273,7 @@ def _replay(
     recorder.follow(model)
     places = [(rank, number) for rank, microbatches in step.items() for number in range(len(microbatches))]
     samples, lengths = run.datasets["train"], sample_length(run.config, run.model)
-    pieces = [described(samples, step[rank][number], run.config) for rank, number in places]
+    pieces = [batch_of(samples, step[rank][number], run.config) for rank, number in places]
 
     def mask(is_attention: bool, shape: torch.Size) -> torch.Tensor:
         parts = draws.get(Where(recorder.site, is_attention, seed, 1, *current), {})
@@ -330,12 +329,12 @@ def _check_masks(run: Run, report: Report, draws: dict[Where, dict[int, Draw]]) 
         told = None if drawn and drawn == wanted else "it does not draw dropout, or not where others of its kind do"
         report.exact(Key(1, Row.MASKS_EVERYWHERE, layer), told)
     known: dict[tuple[object, ...], Where] = {}
-    section = run.config.parallelism
+    layout = run.layout
     for where, parts in draws.items():
         first = next(iter(parts.values()))
         # Tensor-parallel ranks hold different activations if the sequence or the heads are split, else the same ones.
         has_parts = first.kept.shape[1] > 1  # all ranks hold a sequence's first token
-        is_split = section.tensor_parallel_degree > 1 if where.is_attention else section.sequence_parallel and has_parts
+        is_split = layout.tensor > 1 if where.is_attention else layout.sequence_parallel and has_parts
         for draw in parts.values() if is_split else [first]:
             masks, varied = (m.flatten(0, int(where.is_attention)) for m in (draw.kept, draw.drawn_from))
             masks = masks[varied.flatten(1).sum(1) >= _TELLING]  # smaller ones are equal by chance

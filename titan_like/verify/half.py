@@ -20,7 +20,7 @@ from titan_like.data.batch import Batch
 from titan_like.models.layers.cross_entropy import IGNORED_LABEL, Vocabulary
 from titan_like.models.layers.init import local_part
 from titan_like.optim.optimizer import LossScaler
-from titan_like.parallel import slice_attention
+from titan_like.parallel import cp_attention
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import Key, Report, Row, distance
 from titan_like.verify.plain_training import norm
@@ -50,7 +50,7 @@ def watched_sums(half: str, note: Callable[[str, torch.dtype], None]) -> Iterato
     The name is that of torch's function, `TRAVELLING` for the gradients that a ring passes on, or `MERGED` for results
     of attention that are added up; these have the half type if they have no more digits.
     """
-    exchange, merge, travelling = slice_attention._exchange, slice_attention._merge, [False]
+    exchange, merge, travelling = cp_attention._exchange, cp_attention._merge, [False]
 
     def watched_merge(
         output: torch.Tensor, denominator: torch.Tensor, found: torch.Tensor, total: torch.Tensor
@@ -76,8 +76,8 @@ def watched_sums(half: str, note: Callable[[str, torch.dtype], None]) -> Iterato
         return original(*args, **options)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(slice_attention, "_exchange", watched_exchange))
-        stack.enter_context(patch.object(slice_attention, "_merge", watched_merge))
+        stack.enter_context(patch.object(cp_attention, "_exchange", watched_exchange))
+        stack.enter_context(patch.object(cp_attention, "_merge", watched_merge))
         for name in _SUMS:
             if original := getattr(dist, name, None):
                 stack.enter_context(patch.object(dist, name, partial(noted, original, name)))

@@ -56,7 +56,7 @@ from titan_like.verify.schedule import schedule_problem
 from titan_like.verify.shrink import Small
 from titan_like.verify.token_ids import masks_of_run
 from titan_like.verify.updates import UpdateCheck
-from titan_like.verify.watch import WatchedTrainer, digest
+from titan_like.verify.watch import WatchedTrainer, digest, first_samples
 
 _BLOCK_BYTES = 2048  # of work that a CPU does at a time: small samples then take many blocks, as large ones do
 _LONG_BLOCK_BYTES = 64 * _BLOCK_BYTES  # of longer sequences, of which every query would be a block
@@ -70,15 +70,14 @@ class ObservedTrainer(WatchedTrainer):
     def __init__(self, run: Run, reference: Reference, report: Report, last_step: int | None = None) -> None:
         """A signal ends the loop after ``last_step``, by default the reference's last."""
         small = reference.small
-        super().__init__(run, known_samples=(small.num_steps + 2) * run.config.training.global_batch_size)
+        super().__init__(run, reference.known)
         self.reference, self.report, self.dtype = reference, report, run.config.training.dtype
         self.small, self.bad_steps, self.num_steps = small, small.bad_steps, small.num_steps
         self.last_step = last_step or small.num_steps
         self.batches = batches(small.config, self.num_steps)
         self.updates = UpdateCheck(self, small, report)
         self._compare = partial(report.compare, reference, self.dtype)
-        shares = run.layout.context * run.layout.tensor  # neighbouring ranks see the same samples
-        report.data_rank = report.rank // shares % run.layout.data_parallel
+        report.data_rank = run.layout.data_rank(report.rank)
         if self.dtype == "float16":
             told = f"training begins with a loss scale of {float(self.loss_scale)}, which raises no gradient"
             report.exact(Key(0, Row.LOSS_SCALE), None if self.loss_scale > 1 else told)
@@ -220,18 +219,18 @@ class ObservedTrainer(WatchedTrainer):
 
     def _rounds_as_one_process(self, name: str) -> bool:
         """Whether the layout rounds the same numbers to a half type as one process with the same microbatches does."""
-        section, training = self.config.parallelism, self.config.training
+        layout, training = self.run.layout, self.config.training
         # Each stage rounds its own part, and each chunk of the loss.
         has_table = name.startswith("output") or (name == "embedding.weight" and self.run.model.tied_embeddings)
-        # One rounding for the tokens of all processes that share the expert.
-        has_tokens_of_others = ".experts." in name and section.expert_parallel_degree > 1
-        if name in self.model.copies_in or has_table or has_tokens_of_others:
+        # One rounding for the tokens of the whole EP group.
+        has_tokens_of_group = ".experts." in name and layout.expert > 1
+        if name in self.model.copies_in or has_table or has_tokens_of_group:
             return False
         data = self.config.data
         has_ranges = data.reset_attention_mask or data.prefix_lm or self.run.model.predictions != ("tokens",)
         if has_ranges:  # the reference's attention takes a mask of all pairs
             return False
-        sums_differently = section.tensor_parallel_degree * section.context_parallel_degree > 1
+        sums_differently = layout.tensor > 1 or layout.context > 1
         sums_differently |= training.reduce_dtype != "float32"
         other_pieces = training.micro_batch_size != self.reference.small.config.training.micro_batch_size
         return not (sums_differently or other_pieces or self.config.compile.enable)
@@ -405,7 +404,8 @@ def compare_places(
     config = edit(config, {"compile.enable": False})  # compiled layers call no modules
     if is_longer:
         small, run = prepare_longer(member, reference, config)
-        reference, config = replace(reference, small=small), run.config
+        known = first_samples(run.masks.over(run.datasets["train"]), small.config.training.global_batch_size)
+        reference, config = replace(reference, small=small, known=known), run.config
     else:
         run = prepare_run(member, reference, config, dtype, member.folder)
     size, large = small.config.training.global_batch_size, 1.0 if is_longer else LARGE
@@ -426,7 +426,7 @@ def compare_places(
     lengths = sample_length(config, run.model)
     samples = [[index - batches(small.config, step)[step].start for index in indices] for indices in trainer.drawn]
     order, predictions = up_to_the_loss(expected.order, expected.predictions)
-    cut = Cut(trainer.slices, trainer.mesh["tp"].size(), trainer.mesh["tp"].get_local_rank(), lengths)
+    cut = Cut(trainer.cp_shard, trainer.mesh["tp"].size(), trainer.mesh["tp"].get_local_rank(), lengths)
     return order, predictions, differing(found, expected, samples, cut, step, allowed)
 
 

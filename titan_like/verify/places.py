@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titan_like.data.lengths import SampleLength
-from titan_like.parallel.context import Slices
-from titan_like.parallel.pieces import places_of
+from titan_like.parallel.context import CPShard
+from titan_like.parallel.cp_attention import shard_positions
 from titan_like.parallel.tensor_styles import ColumnLinear
 from titan_like.torch_private import is_in_backward_pass
 
@@ -144,24 +144,24 @@ def differing(
 class Cut(NamedTuple):
     """What this process holds of the reference's tensors."""
 
-    slices: Slices
+    cp_shard: CPShard
     size: int  # tensor-parallel ranks
     rank: int
     lengths: SampleLength
 
     def like(self, value: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        """The part of ``whole`` that is here if ``value`` is a slice of the sequence, or split over tensor ranks."""
+        """The part of ``whole`` that is here if ``value`` is of a CP shard, or split over tensor ranks."""
         for dim in range(whole.ndim if value.ndim == whole.ndim else 0):
             if value.shape[dim] == whole.shape[dim]:
                 continue
             spans = [whole.shape[dim]]
             # [seq, hidden], [batch, seq, hidden] or [batch, heads, seq, …]
-            if (self.slices.size > 1 and dim == whole.ndim // 2) or (dim == 1 and whole.ndim < 4):
+            if (self.cp_shard.size > 1 and dim == whole.ndim // 2) or (dim == 1 and whole.ndim < 4):
                 spans = _spans(whole.shape[dim], self.lengths)
             pieces = list(whole.split(spans, dim))
-            if self.slices.size > 1 and dim == whole.ndim // 2:
-                places = [places_of(span, self.slices.size, self.slices.rank) for span in spans]
-                pieces = [piece.index_select(dim, here) for piece, here in zip(pieces, places, strict=True)]
+            if self.cp_shard.size > 1 and dim == whole.ndim // 2:
+                positions = [shard_positions(span, self.cp_shard.size, self.cp_shard.rank) for span in spans]
+                pieces = [piece.index_select(dim, local) for piece, local in zip(pieces, positions, strict=True)]
             if sum(piece.shape[dim] for piece in pieces) != value.shape[dim]:
                 chunks = [piece.chunk(self.size, dim) for piece in pieces]
                 pieces = [parts[min(self.rank, len(parts) - 1)] for parts in chunks]

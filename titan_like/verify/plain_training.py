@@ -1,8 +1,8 @@
 """The same training in one process and one plain loop.
 
-It shares no code with the trainer, its optimizers or its loss, so their mistakes cannot cancel out. It runs in float64,
-which counts as exact, and in the types whose rounding is measured. Some steps are bad: their gradients are not finite,
-so they consume samples and update nothing.
+It shares no code with the trainer or its loss, so their mistakes cannot cancel out. It runs in float64, which counts as
+exact, and in the types whose rounding is measured. Some steps are bad: their gradients are not finite, so they consume
+samples and update nothing.
 """
 
 from __future__ import annotations
@@ -10,27 +10,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from titan_like.config.entry_points import load_entry
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch, model_fields, to_device
 from titan_like.models.config import NUM_OPTIONS
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
-from titan_like.optim.registry import RULES, find_rule
+from titan_like.optim.optimizer import build_optimizer
 from titan_like.verify.compare import EXACT, SINGLE, Key, Row
 from titan_like.verify.experts import PlainExperts, starve_an_expert
 from titan_like.verify.float8 import take_float8
-from titan_like.verify.masks import described, take_definitions
-from titan_like.verify.matrix_optimizers import PlainAdafactor, PlainMuon
+from titan_like.verify.masks import take_definitions
 from titan_like.verify.places import Outputs
 from titan_like.verify.samples import IGNORED, batches, part_of, training_samples, validation_samples
 from titan_like.verify.shrink import Small
+from titan_like.verify.token_ids import batch_of
 
 EPS = {EXACT: 2.0**-52, SINGLE: 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 FLOAT16_SCALE = 1024.0  # of the loss: raises small gradients without any overflow
@@ -93,11 +91,11 @@ def train(
     for parameter in parameters.values() if is_perturbed else ():
         signs = torch.rand(parameter.shape, generator=noise, device=device, dtype=parameter.dtype).sub_(0.5).sign_()
         parameter.data.mul_(1 + EPS[dtype] * math.sqrt(max(parameter.shape)) * signs)
-    optimizer = build_optimizer(list(parameters.items()), config)
+    optimizer = build_optimizer(parameters.items(), config.optimizer)
     samples, validation = training_samples(config), validation_samples(config)
     unit = config.training.micro_batch_size if config.float8.enable else 1
     filled = -(-len(validation) // unit) * unit  # the last microbatch is full, and float8 scales depend on all of it
-    held_out = to_device(described(validation, range(filled), config), device)
+    held_out = to_device(batch_of(validation, range(filled), config), device)
     scale = FLOAT16_SCALE if dtype == "float16" else 1.0
     trace = Trace(sorted(parameters, key=lambda name: not name.startswith(model.entry)))  # in forward order
     trace.gaps = experts.gaps
@@ -112,7 +110,7 @@ def train(
                 starve_an_expert(model)
         if outputs is not None and step == outputs[0]:
             outputs[1].follow(model)
-        pieces = split(to_device(described(samples, batch, config), device), piece)
+        pieces = split(to_device(batch_of(samples, batch, config), device), piece)
         counts = num_labels(pieces)
         losses = add_gradients(model, pieces[::-1] if is_reversed else pieces, counts, compute_type, scale, experts)
         gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
@@ -219,25 +217,6 @@ def mean_losses(model: Transformer, batch: Batch, compute_type: torch.dtype, pie
     parts = [torch.stack(summed_losses(model, part, compute_type)).double() for part in split(batch, piece)]
     model.train()
     return (torch.stack(parts).sum(0).cpu() / num_labels([batch])).tolist()
-
-
-def build_optimizer(named: list[tuple[str, torch.nn.Parameter]], config: JobConfig) -> torch.optim.Optimizer:
-    """The update rule, with weight decay for matrices alone. A user's own optimizer is its own reference."""
-    section, groups = config.optimizer, list[dict[str, Any]]()
-    for is_matrix in (True, False):
-        members = [(name, parameter) for name, parameter in named if (parameter.ndim > 1) == is_matrix]
-        names, parameters = [name for name, _ in members], [parameter for _, parameter in members]
-        decay = section.weight_decay if is_matrix else 0.0
-        groups.append({"params": parameters, "names": names, "weight_decay": decay})
-    if section.name not in RULES:
-        return load_entry("optimizer.name", find_rule(section))(groups, section)
-    if section.name == "adafactor":
-        return PlainAdafactor(groups, section)
-    if section.name == "muon":
-        return PlainMuon(groups, section)
-    if section.name == "sgd":
-        return torch.optim.SGD(groups, lr=section.lr, foreach=False)
-    return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, foreach=False)
 
 
 def clip_factor(max_norm: float, grad_norm: float) -> float:

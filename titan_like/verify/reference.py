@@ -28,7 +28,10 @@ from titan_like.verify.compare import EXACT, HALF, SINGLE, Key, Reference, Row, 
 from titan_like.verify.float8 import TIPPED
 from titan_like.verify.plain_training import EPS, Trace, clip_factor, norm, rate_of, train
 from titan_like.verify.processes import Member
+from titan_like.verify.samples import training_samples
 from titan_like.verify.shrink import Small
+from titan_like.verify.token_ids import masks_of_run
+from titan_like.verify.watch import first_samples
 
 MARGIN = 8.0
 FLOOR = {EXACT: 1e-12, SINGLE: 8 * EPS[SINGLE], "bfloat16": EPS["bfloat16"], "float16": EPS["float16"]}
@@ -116,7 +119,9 @@ def compute_reference(member: Member, small: Small, kinds: list[str], file: Path
                 one_element = exact.values[key].abs().max().item() / max(sizes[key], NEGLIGIBLE)
                 allowed[dtype][key] = max(max(share, one_element) * EPS[dtype], apart)
     save_file({str(key): value.contiguous() for key, value in exact.values.items()}, file)
-    return Reference(small, file, exact.names, alike(exact), sizes, allowed)
+    samples = masks_of_run(config).over(training_samples(config))
+    known = first_samples(samples, (small.num_steps + 2) * config.training.global_batch_size)
+    return Reference(small, file, known, exact.names, alike(exact), sizes, allowed)
 
 
 def alike(trace: Trace) -> list[tuple[str, str]]:

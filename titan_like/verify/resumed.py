@@ -14,7 +14,7 @@ from titan_like.verify.dropout import RATE, Recorder, changed_run
 from titan_like.verify.plain_training import learning_rate
 from titan_like.verify.samples import batches
 from titan_like.verify.shrink import FLAVOR, Small
-from titan_like.verify.watch import WatchedTrainer
+from titan_like.verify.watch import WatchedTrainer, first_samples
 
 
 def check_other_batches(report: Report, run: Run, small: Small, start: int) -> None:
@@ -37,7 +37,8 @@ def check_other_batches(report: Report, run: Run, small: Small, start: int) -> N
         flavors = {FLAVOR: run.config.model.flavors[FLAVOR] | fields}
         values |= {"model.flavors": flavors}
         run = replace(run, model=run.model.model_copy(update=fields))
-    resumed = WatchedTrainer(changed_run(run, values), known_samples=(start + 2) * size)
+    known = first_samples(run.masks.over(run.datasets["train"]), (start + 2) * size)
+    resumed = WatchedTrainer(changed_run(run, values), known)
     told = (resumed.total_steps, resumed.consumed_samples)
     report.equal(Key(step, Row.OTHER_BATCHES, "last step, samples so far"), told, (start + steps, consumed))
     recorder = Recorder.of(resumed)

@@ -19,7 +19,7 @@ from titan_like.data.sentence_pairs import PairTokens
 from titan_like.data.source import Source
 from titan_like.models.config import NUM_OPTIONS
 from titan_like.models.registry import model_config
-from titan_like.verify.shrink import layout_of
+from titan_like.parallel.layout import Layout
 
 IGNORED = -100  # label of a position without loss
 END_OF_DOCUMENT = 3  # token that ends a document, where [data] asks for masks
@@ -43,7 +43,7 @@ class Samples(Source):
     size: int = 1 << 40
     empty: frozenset[int] = frozenset()  # samples without any label
     outer: frozenset[int] = frozenset()  # samples with labels in the first and the last piece alone
-    pieces: int = 1  # of each sequence
+    chunks: int = 1  # of each sequence
     has_documents: bool = False  # whether samples are made of several documents
     has_padding: bool = False  # whether samples tell documents and are filled up, as conversations are
     has_options: bool = False  # whether samples are the options of multiple-choice questions
@@ -66,7 +66,7 @@ class Samples(Source):
         if index >= self.size or index in self.empty:
             labels.fill_(IGNORED)
         if index in self.outer:
-            labels[self.seq_len // self.pieces : -(self.seq_len // self.pieces)] = IGNORED
+            labels[self.seq_len // self.chunks : -(self.seq_len // self.chunks)] = IGNORED
         if self.has_padding:
             size, begins = self.seq_len - index % 4 * self.seq_len // 6, tokens[:-1].roll(1) == END_OF_DOCUMENT
             starts = torch.where(begins, positions, 0).cummax(0).values
@@ -110,22 +110,23 @@ def batch_size(training: Training, consumed: int) -> int:
 def training_samples(config: JobConfig) -> Samples:
     """An endless training stream.
 
-    In one batch the last data-parallel rank of this layout has no labels, and of the processes that share a sequence
-    only the first.
+    In one batch the last data-parallel rank of this layout has no labels, and in a CP group only the first rank has
+    any.
     """
     batch, micro_batch = config.training.global_batch_size, config.training.micro_batch_size
-    ranks, context = layout_of(config).data_parallel, layout_of(config).context
+    layout = Layout.of(config.parallelism)
+    ranks = layout.data_parallel
     in_batch = range(_EMPTY_BATCH * batch, (_EMPTY_BATCH + 1) * batch)
     empty = frozenset(index for index in in_batch if ranks > 1 and index // micro_batch % ranks == ranks - 1)
-    outer = frozenset(in_batch if context > 1 else ())
-    return Samples(2 * config.job.seed, empty=empty, outer=outer, pieces=2 * context, **_kind_of(config))
+    outer = frozenset(in_batch if layout.context > 1 else ())
+    return Samples(2 * config.job.seed, empty=empty, outer=outer, chunks=layout.context_chunks, **_kind_of(config))
 
 
 def validation_samples(config: JobConfig) -> Samples:
     """Held-out samples: between one and two global batches, and no multiple of the microbatches of all ranks."""
     batch, kind = config.training.global_batch_size, _kind_of(config)
     size = batch + max(1, batch // 2 - 1)
-    unit = config.training.micro_batch_size * layout_of(config).data_parallel
+    unit = config.training.micro_batch_size * Layout.of(config.parallelism).data_parallel
     size += -(size % NUM_OPTIONS) if kind["has_options"] else unit > 1 and size % unit == 0
     return Samples(2 * config.job.seed + 1, size=size, **kind)
 
@@ -150,12 +151,6 @@ def words_of_samples(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def part_of(batch: Batch, which: int | slice) -> Batch:
     """A sample of a batch, or several."""
     return map_tensors(lambda x: x[which], batch)
-
-
-def lists_of(sample: Batch) -> tuple[list[int], list[int]]:
-    """Tokens and labels of a sample."""
-    assert sample.labels is not None
-    return sample.tokens.tolist(), sample.labels.tolist()
 
 
 def has_masks(section: Data) -> bool:

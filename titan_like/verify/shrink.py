@@ -20,8 +20,8 @@ from titan_like.data.batch_size import rampup_batch_sizes
 from titan_like.data.lengths import sample_length, targets_length
 from titan_like.models.config import NUM_OPTIONS, TransformerConfig
 from titan_like.models.registry import model_config
-from titan_like.parallel.layout import Layout, method_of, resolve_layout
-from titan_like.parallel.schedules.tables import check_schedule, stages_per_rank
+from titan_like.parallel.layout import FACTORS, Layout, method_of, resolve_layout
+from titan_like.parallel.schedules.tables import V_SHAPED, check_schedule
 from titan_like.parallel.split import LAYER_UNIT_BYTES, layers_per_stage
 from titan_like.train.rules import check_rules
 
@@ -30,15 +30,10 @@ FLAVOR = "verify"
 FLEX_HEAD_DIM = 16  # the smallest that FlexAttention takes on GPUs
 _LONG = 160  # positions of the longer sequences, at most: more than the 128 of many a kernel's block
 NOT_CLIPPED = 1e4  # factor of max_norm in the last step
-_DEGREES = ("pipeline", "tensor", "context", "shard", "replicate")  # the last is the first to be reduced to 2
 _LEARNING_RATES = {"sgd": 0.1}  # large enough that a wrong step shows in the next
 _LEARNING_RATE = 1e-3
 _NO_CHECKPOINTS = {"enable": False, "load_step": None, "initial_load_path": None, "folder": None, "keep_latest": 0}
-ONE_STAGE: dict[str, Any] = {
-    "parallelism.pipeline_schedule": "1f1b",
-    "parallelism.virtual_stages_per_rank": 1,
-    "parallelism.pipeline_layers": None,
-}
+_MOST_STAGES = 3  # on each rank
 
 
 @dataclass(frozen=True)
@@ -79,9 +74,9 @@ def resolve(config: JobConfig, processes: int | None) -> Layout:
         problem = "there is no layout to verify yet; scripts/plan.py search --out writes the one that is chosen"
         raise ConfigError("parallelism.auto", True, problem)
     model, section = model_config(config.model), config.parallelism
-    others = Layout.of(section.model_copy(update={"data_parallel_shard_degree": 1})).num_processes
-    shards = [section.data_parallel_shard_degree] if section.data_parallel_shard_degree > 0 else [2, 1, *range(3, 9)]
-    worlds = [others * shard for shard in shards] if processes is None else [processes]
+    given = Layout.of(section)
+    shards = [given.shard] if given.shard > 0 else [2, 1, *range(3, 9)]
+    worlds = [replace(given, shard=shard).num_processes for shard in shards] if processes is None else [processes]
     problems = []
     for world in worlds:
         try:
@@ -120,11 +115,10 @@ def shrink(
     """
     section, training, model = config.parallelism, config.training, model_config(config.model)
     degrees = layout if keep_layout else shrink_degrees(layout)
-    virtual = section.virtual_stages_per_rank if keep_layout else min(section.virtual_stages_per_rank, 3)
-    stages = degrees.pipeline * stages_per_rank(section.pipeline_schedule, virtual) if degrees.pipeline > 1 else 1
+    stages = len(degrees.stage_ranks)
     fields, seq_len, micro_batch = model.model_dump(), training.seq_len, training.micro_batch_size
     method = method_of(config, model).name  # that of the original: `auto` could choose another one for a small model
-    unit = degrees.tensor * (2 * degrees.context if degrees.context > 1 else 1)  # that sequences are multiples of
+    unit = degrees.tensor * degrees.context_chunks  # that sequences are multiples of
     per_stage = section.pipeline_layers if full_size and keep_layout else None
     if not full_size:
         micro_batch = min(micro_batch, 2 * NUM_OPTIONS if "choice" in model.predictions else 3)
@@ -132,8 +126,8 @@ def shrink(
         if section.pipeline_layers and not model.has_decoder:
             per_stage = shrink_stages(section.pipeline_layers, stages)
         elif stages > 1 and model.has_decoder:
-            had = layout.pipeline * stages_per_rank(section.pipeline_schedule, section.virtual_stages_per_rank)
-            per_stage = two_kinds(layers_per_stage(config, model, had), sum(model.layer_counts[:-1]), stages)
+            original = layers_per_stage(config, model, len(layout.stage_ranks))
+            per_stage = two_kinds(original, sum(model.layer_counts[:-1]), stages)
         for_float8 = config.float8.enable
         groups = degrees.context if method == "ulysses" else 1
         fields |= small_fields(model, layout.tensor, degrees.tensor, groups, on_gpus, for_float8)
@@ -148,7 +142,7 @@ def shrink(
     dropout = dropout if degrees.context == 1 else None
     bad_steps = {2: True} if steps < 3 else {2: True, min(steps + 1, 5): False}
     num_steps = steps + len(bad_steps)
-    batch = micro_batch * degrees.data_parallel * shrink_microbatches(config, layout, degrees, virtual)
+    batch = micro_batch * degrees.data_parallel * shrink_microbatches(training, layout, degrees)
     total = steps + 4  # a signal ends the run before its last step
     warmup, decay_steps = min(config.lr_scheduler.warmup_steps, 2), config.lr_scheduler.decay_steps
     if config.lr_scheduler.decay == "wsd":
@@ -180,7 +174,6 @@ def shrink(
         "lr_scheduler.warmup_steps": warmup,
         "lr_scheduler.decay_steps": decay_steps,
         "parallelism.context_parallel_method": method,
-        "parallelism.virtual_stages_per_rank": virtual,
         "parallelism.pipeline_layers": per_stage,
         "activation_checkpoint.every_n_layers": min(config.activation_checkpoint.every_n_layers, 2),
         "data.num_workers": min(config.data.num_workers, 1),
@@ -206,7 +199,7 @@ def shrink(
     sizes = {
         "processes": (degrees.num_processes, layout.num_processes),
         "layers": (model_config(small.model).num_layers, model.num_layers),
-        "virtual stages": (virtual, section.virtual_stages_per_rank),
+        "virtual stages": (degrees.virtual_stages, layout.virtual_stages),
         "microbatches": (batch // (micro_batch * degrees.data_parallel), num_microbatches(training, layout)),
         "samples in a microbatch": (micro_batch, training.micro_batch_size),
         "positions": (longer.get("training.seq_len", seq_len), training.seq_len),
@@ -223,34 +216,26 @@ def shrink(
 
 
 def in_layout(config: JobConfig, layout: Layout) -> JobConfig:
-    """The configuration with these degrees. Settings that a degree of 1 does not allow are reset."""
-    values = layout.settings()
-    if layout.tensor == 1:
-        values["parallelism.sequence_parallel"] = False
-    values["parallelism.expert_parallel_degree"] = math.gcd(layout.expert, layout.token_shards)
-    return edit(config, values | (ONE_STAGE if layout.pipeline == 1 else {}))
-
-
-def layout_of(config: JobConfig) -> Layout:
-    """The layout of a configuration with no degree left open."""
-    return Layout.of(config.parallelism)
+    """The configuration in this layout. Settings that a degree of 1 does not allow are reset."""
+    values = replace(layout, expert=math.gcd(layout.expert, layout.token_shards)).settings()
+    return edit(config, values | ({"parallelism.pipeline_layers": None} if layout.pipeline == 1 else {}))
 
 
 def shrink_degrees(layout: Layout) -> Layout:
     """Smaller degrees; each that is above 1 stays above 1.
 
     A degree becomes its largest divisor up to 4, or 2 if it has none. While the layout needs more than
-    `MOST_PROCESSES`, degrees become 2, the last of `_DEGREES` first. Pipeline is the last to: a pipeline of 2 has no
-    middle stage, while groups of 2 show most bugs of the other axes. Four degrees above 1 still need twice as many.
+    `MOST_PROCESSES`, degrees become 2, in the order of `FACTORS` with pipeline last: a pipeline of 2 has no middle
+    stage, while groups of 2 show most bugs of the other axes. Four degrees above 1 still need twice as many.
     """
-    degrees = {}
-    for name in _DEGREES:
-        degree = getattr(layout, name)
-        degrees[name] = max((d for d in (2, 3, 4) if degree % d == 0), default=2) if degree > 1 else 1
-    for name in reversed(_DEGREES):
+    degrees = dict[str, Any]()
+    for factor in FACTORS:
+        degree = getattr(layout, factor.name)
+        degrees[factor.name] = max((d for d in (2, 3, 4) if degree % d == 0), default=2) if degree > 1 else 1
+    for factor in (*FACTORS[1:], FACTORS[0]):
         if math.prod(degrees.values()) > MOST_PROCESSES:
-            degrees[name] = min(degrees[name], 2)
-    small = Layout(**degrees)
+            degrees[factor.name] = min(degrees[factor.name], 2)
+    small = replace(layout, **degrees, virtual_stages=min(layout.virtual_stages, _MOST_STAGES))
     return replace(small, expert=small_expert_degree(layout, small))
 
 
@@ -370,27 +355,25 @@ def num_microbatches(training: Training, layout: Layout) -> int:
     return min(rampup_batch_sizes(training)) // (training.micro_batch_size * layout.data_parallel)
 
 
-def shrink_microbatches(config: JobConfig, original: Layout, layout: Layout, virtual: int) -> int:
+def shrink_microbatches(training: Training, original: Layout, layout: Layout) -> int:
     """Microbatches per step: at least 2, and 3 if the original has as many.
 
     They are enough for the schedule's steady state if the original reaches it.
     """
-    schedule, had = config.parallelism.pipeline_schedule, num_microbatches(config.training, original)
-    pipeline = layout.pipeline
+    pipeline, had = layout.pipeline, num_microbatches(training, original)
     if pipeline == 1:
         wanted = 3
-    elif schedule in ("zbv_zero_bubble", "dualpipe_v"):
+    elif layout.schedule in V_SHAPED:
         wanted = 2 * pipeline + 1
     else:
         wanted = pipeline + 1
     if had < original.pipeline:
         wanted = min(wanted, max(pipeline, 3))
-    return fewest_microbatches(config, pipeline, virtual, max(2, min(had, wanted)))
+    return fewest_microbatches(layout, max(2, min(had, wanted)))
 
 
-def fewest_microbatches(config: JobConfig, pipeline: int, virtual: int, at_least: int) -> int:
+def fewest_microbatches(layout: Layout, at_least: int) -> int:
     """The smallest number of microbatches that the schedule takes, from ``at_least`` on."""
-    schedule = config.parallelism.pipeline_schedule
-    while pipeline > 1 and check_schedule(schedule, pipeline, virtual, at_least) is not None:
+    while check_schedule(layout.schedule, layout.pipeline, layout.virtual_stages, at_least) is not None:
         at_least += 1
     return at_least

@@ -1,15 +1,17 @@
-"""Special tokens, and where words begin: chosen for small samples, and those of a run's tokenizer."""
+"""Special tokens, and where words begin, in small samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, cast
 
 import numpy as np
 
-from titan_like.config.schema import Data, JobConfig
+from titan_like.config.schema import JobConfig
+from titan_like.data.batch import Batch, collate
 from titan_like.data.masks import Masks, masks_of
-from titan_like.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_of
+from titan_like.data.sentence_pairs import Samples
+from titan_like.data.tokenizer import Tokenizer
 from titan_like.models.registry import model_config
 from titan_like.verify.samples import END_OF_DOCUMENT, FIRST, MASK, PAD, PADDING, SEPARATOR, words_of_samples
 
@@ -33,16 +35,13 @@ def ids_of_samples(vocab_size: int) -> TokenIds:
     return TokenIds(END_OF_DOCUMENT, MASK, PAD, (FIRST, SEPARATOR, PADDING), sentinels, special, vocab_size)
 
 
-def ids_of_tokenizer(section: Data) -> TokenIds:
-    """Those of the tokenizer that [data] names."""
-    tokenizer = tokenizer_of(section)
-    known = TokenIds(256, 257, 258, (258, 259, 260), range(259, 359), {256}, 257)
-    if not isinstance(tokenizer, ByteTokenizer):
-        known = TokenIds(*(getattr(tokenizer, name) for name in TokenIds._fields[:-1]))
-    return known._replace(words=lambda tokens: tokenizer.words(tokens))
-
-
 def masks_of_run(config: JobConfig) -> Masks:
     """What the trainer makes of the small samples."""
     model = model_config(config.model)
     return masks_of(config, model, cast(Tokenizer, ids_of_samples(model.vocab_size)))
+
+
+def batch_of(samples: Samples, indices: Iterable[int], config: JobConfig) -> Batch:
+    """Small samples as the trainer reads them, in one batch."""
+    masked = masks_of_run(config).over(samples)
+    return collate([masked[index] for index in indices])

@@ -1,8 +1,8 @@
 """Check that the optimizer applies to the weights what its gradients, learning rate and weight decay ask for.
 
-The reference's optimizer repeats each update in float64 from the gradients that the trainer's optimizer received on
-this very process. Rounding in the gradients therefore plays no part: a wrong rate, decay or type shows in half
-precision as clearly as in float64.
+An optimizer of this process alone repeats each update in float64 from the gradients that the trainer's received.
+Rounding in the gradients therefore plays no part: a wrong rate, decay or type shows in half precision as clearly as in
+float64.
 
 Rules that may look at whole parameters are repeated on whole tensors, gathered from the processes that share them.
 """
@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from titan_like.optim.optimizer import build_optimizer
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import SINGLE, Key, Report, Row, distance
 from titan_like.verify.places import local
-from titan_like.verify.plain_training import EPS, build_optimizer, clip_factor, norm, rate_of, set_learning_rate
+from titan_like.verify.plain_training import EPS, clip_factor, norm, rate_of, set_learning_rate
 from titan_like.verify.shrink import Small
 
 # What float32 may lose in moments and bias corrections, as a share of the learning rate or of the update.
@@ -36,10 +37,10 @@ class UpdateCheck:
         self.master = torch.promote_types(getattr(torch, trainer.config.training.dtype), torch.float32)
         self.is_gathered = trainer.config.optimizer.name not in _ELEMENTWISE
         self.parameters = [(name, p, nn.Parameter(self._double(p))) for name, p in trainer.model.named_parameters()]
-        self.optimizer = build_optimizer([(name, copy) for name, _, copy in self.parameters], trainer.config)
+        self.optimizer = build_optimizer([(name, copy) for name, _, copy in self.parameters], trainer.config.optimizer)
         for _, parameter, copy in self.parameters:
             for what, value in trainer.optimizer.state.get(parameter, {}).items():  # of a resumed run
-                self.optimizer.state[copy][what] = self._double(value) if value.ndim else value.cpu().clone()
+                self.optimizer.state[copy][what] = value.clone() if what == "step" else self._double(value)
         trainer.optimizer.register_step_pre_hook(self._keep_gradients)
 
     def _keep_gradients(self, *hooked: Any) -> None:
@@ -53,24 +54,26 @@ class UpdateCheck:
         ``gradients`` are those before clipping. Clipping must go by ``grad_norm``, the norm that the step reports.
         """
         unclipped, before = iter(gradients), [copy.detach().clone() for _, _, copy in self.parameters]
+        clipped = [None if copy.grad is None else copy.grad.clone() for _, _, copy in self.parameters]
         if is_good:
             set_learning_rate(self.optimizer, self.small, step)
             self.optimizer.step()
         factor = clip_factor(self.trainer.config.training.max_norm, grad_norm)
-        for (name, parameter, copy), old in zip(self.parameters, before, strict=True):
+        for (name, parameter, copy), old, received in zip(self.parameters, before, clipped, strict=True):
             new = self._double(parameter)
             if not is_good:
                 self.report.exact(Key(step, Row.SKIPPED, name), None if torch.equal(new, old) else "it is updated")
-            elif copy.grad is None:
+            elif received is None:
                 self.report.exact(Key(step, Row.UPDATE, name), "it is not updated")
             elif (held := next(unclipped, None)) is None:
                 self.report.exact(Key(step, Row.MISSING, name), "it has no gradient")
             else:
                 gradient = held[1]
-                self._check_clipping(Key(step, Row.CLIPPED, name), copy.grad, self._double(gradient) * factor)
+                self._check_clipping(Key(step, Row.CLIPPED, name), received, self._double(gradient) * factor)
                 self._check_update(Key(step, Row.UPDATE, name), old, new, copy)
                 self._check_types(Key(step, Row.TYPES, name), parameter, gradient.dtype)
-            copy.data, copy.grad = new, None  # the next update starts from the trainer's own weights
+            copy.copy_(new)  # the next update starts from the trainer's own weights
+            copy.grad = None
 
     def _check_clipping(self, key: Key, found: torch.Tensor, expected: torch.Tensor) -> None:
         size = norm(expected) or 1.0

@@ -16,13 +16,12 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.parallel.layout import Layout
 from titan_like.verify.blame import DIFFERENT, FAILS, ONE_PROCESS, SAME, UNDECIDED, Blame, find_fault, other_layout
-from titan_like.verify.compare import DATA, DROPOUT, EXACT, HALF, RESUME, SINGLE, Check, Reference, Report, Row, combine
-from titan_like.verify.data import check_data
+from titan_like.verify.compare import DROPOUT, EXACT, HALF, RESUME, SINGLE, Check, Reference, Report, Row, combine
 from titan_like.verify.observe import compare_places, observe, observe_leg
 from titan_like.verify.places import first_place
 from titan_like.verify.processes import DONE, FAILED, Group, Outcome, Prepare
 from titan_like.verify.reference import compute_reference
-from titan_like.verify.shrink import MOST_PROCESSES, Small, check_numbers, layout_of, resolve, shrink
+from titan_like.verify.shrink import MOST_PROCESSES, Small, check_numbers, resolve, shrink
 
 Progress = Callable[[str], None]
 _COMPILING = 900.0  # seconds that compilation may take
@@ -47,7 +46,6 @@ class Verdict:
     blame: Blame | None = None  # if something differs
     place: str | None = None  # the module at fault, if it was found
     reason: str = ""  # if undecided
-    unread: str = ""  # why the run's own data was not read
     not_applicable: list[str] = field(default_factory=list)
     limits: list[str] = field(default_factory=list)  # sizes that are smaller than the run's
 
@@ -76,25 +74,23 @@ class Verifier:
         own = [self.small.config.training.dtype] if self.small.config.training.dtype in HALF else []
         dropout = [] if self.small.dropout is None else [DROPOUT]
         self.most = self.most or (torch.cuda.device_count() if self.on_gpus else MOST_PROCESSES)
-        self.kinds = self.kinds or [EXACT, SINGLE, *own, *dropout, RESUME, DATA]
+        self.kinds = self.kinds or [EXACT, SINGLE, *own, *dropout, RESUME]
 
     def verify(self) -> Verdict:
         """Compare all kinds of runs in the layout with one reference. If they differ, find the place and the axis."""
-        has_dropout = self.small.original.parallelism.context_parallel_degree == 1
+        layout = Layout.of(self.small.config.parallelism)
+        has_dropout = layout.context == 1
         told = (
             f"the {self.small.config.model.family} family has none" if has_dropout else "context parallelism has none"
         )
         missing = [] if DROPOUT in self.kinds else [f"dropout: {told}"]
-        verdict = Verdict(SAME, layout_of(self.small.config), [], not_applicable=missing, limits=self.small.limits)
+        verdict = Verdict(SAME, layout, [], not_applicable=missing, limits=self.small.limits)
         with tempfile.TemporaryDirectory(prefix="verify-") as folder:
             self.folder = Path(folder)
             try:
-                if self.kinds != [DATA]:
-                    self._compute_reference(verdict)
-                if verdict.outcome == SAME and self.kinds != [DATA]:
+                self._compute_reference(verdict)
+                if verdict.outcome == SAME:
                     self._verify_layout(verdict)
-                if verdict.outcome == SAME and DATA in self.kinds:
-                    self._verify_data(verdict)
             except UndecidedError as error:
                 verdict.outcome, verdict.reason = UNDECIDED, str(error)
         return verdict
@@ -116,7 +112,7 @@ class Verifier:
     def _verify_layout(self, verdict: Verdict) -> None:
         config, layout = self.small.config, verdict.layout
         self.progress(f"{layout.num_processes} processes ({layout.described()}): {', '.join(self.kinds)}")
-        self.check(config, [kind for kind in self.kinds if kind != DATA], verdict.checks)
+        self.check(config, self.kinds, verdict.checks)
         first = verdict.first_difference
         if first is None:
             return
@@ -124,19 +120,6 @@ class Verifier:
         symptom = _outcome([check for check in verdict.checks if check.kind == first.kind])
         verdict.place, verdict.blame = self.locate(config, first), self.blame(config, first, symptom)
         verdict.outcome = DIFFERENT
-
-    def _verify_data(self, verdict: Verdict) -> None:
-        self.progress("the run's own data")
-        (made,) = self._start(check_data, 1, self.small.original).wait(self.timeout)
-        unchecked = made.reason if made.is_undecided else made.result and made.result.unchecked
-        if unchecked:
-            verdict.unread = unchecked
-            return
-        problem = f"reading it fails: {made.reason}" if made.result is None else made.result.problem
-        verdict.checks.append(Check(DATA, 0, Row.DATA, "", float(bool(problem)), detail=problem or made.result.covered))
-        if problem:
-            told = "the dataset, its loader or the state of its readers, whatever the model and the layout"
-            verdict.outcome, verdict.blame = DIFFERENT, Blame(DATA, told, {})
 
     def check(self, config: JobConfig, kinds: list[str], checks: list[Check]) -> None:
         """Add the checks of each kind of run in one layout, up to the first run that does not finish.
@@ -187,7 +170,7 @@ class Verifier:
     def _run_layout(self, function: Callable, config: JobConfig, *arguments: Any) -> list[Outcome]:
         seconds = self.timeout + (_COMPILING if config.compile.enable else 0.0)
         patience = None if self.on_gpus else self.patience  # a process that waits for its GPU looks idle
-        group = self._start(function, layout_of(config).num_processes, self.reference, config, *arguments)
+        group = self._start(function, Layout.of(config.parallelism).num_processes, self.reference, config, *arguments)
         return group.wait(seconds, patience)
 
     def _add_unfinished(self, kind: str, row: Row, outcomes: list[Outcome], checks: list[Check]) -> None:
@@ -239,7 +222,7 @@ class Verifier:
                     outcome = UNDECIDED
             except UndecidedError:
                 outcome = UNDECIDED
-            layout = layout_of(changed)
+            layout = Layout.of(changed.parallelism)
             processes = "1 process" if layout.num_processes == 1 else f"{layout.num_processes} processes"
             self.progress(f"  {processes} ({layout.described()}): {outcome}")
             return outcome
@@ -268,7 +251,7 @@ def verifier_of(
     check_numbers(steps, processes, timeout)
     layout = resolve(config, processes)
     small = shrink(config, layout, steps, full_size=full_size, keep_layout=keep_layout, on_gpus=on_gpus)
-    needed, found = layout_of(small.config).num_processes, torch.cuda.device_count() if on_gpus else None
+    needed, found = Layout.of(small.config.parallelism).num_processes, torch.cuda.device_count() if on_gpus else None
     if found is not None and found < needed:
         problem = f"this machine has {found} GPUs, but the verification needs {needed}; leave --gpus out to use CPUs"
         raise ConfigError("--gpus", needed, problem)

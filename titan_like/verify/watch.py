@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +14,7 @@ import torch
 from titan_like.checkpoint.saver import Tensors
 from titan_like.data.batch import Batch
 from titan_like.data.loader import BackgroundLoader
+from titan_like.data.masks import Masks
 from titan_like.metrics.record import StepRecord
 from titan_like.train.issued_step import IssuedStep
 from titan_like.train.setup import Run
@@ -26,14 +27,13 @@ _COPY_SECONDS = 0.3  # that a save in the background waits for an update that wa
 class WatchedTrainer(Trainer):
     """Keeps the samples of its latest step, and the gradients before clipping."""
 
-    def __init__(self, run: Run, known_samples: int = 0) -> None:
-        """The first ``known_samples`` of the run are recognized; every other sample has the index -1."""
+    def __init__(self, run: Run, known: Mapping[str, int] = {}) -> None:
+        """``known``: indices of samples by their digests; every other sample has the index -1."""
         super().__init__(run)
         self._may_copy, self._steps_since_save = threading.Event(), 0
         if run.config.checkpoint.async_:
             self._delay_copies()
-        masked = run.masks.over(run.datasets["train"])
-        self.known = {digest(masked[index]): index for index in range(known_samples)}
+        self.known = known
         self.drawn: list[list[int]] = []  # sample indices of each microbatch of this process
         self.gradients: list[tuple[str, torch.Tensor]] = []  # of this process, by parameter; DTensors if sharded
 
@@ -95,6 +95,11 @@ class WatchedTrainer(Trainer):
         records = [self.read_step(self.train_step(data)) for _ in range(steps)]
         data.close()
         return records
+
+
+def first_samples(samples: Masks, count: int) -> dict[str, int]:
+    """Indices of a run's first samples by their digests."""
+    return {digest(samples[index]): index for index in range(count)}
 
 
 def samples_of(batch: Batch) -> list[Batch]:

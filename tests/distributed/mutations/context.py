@@ -1,4 +1,4 @@
-"""Bugs in what processes that share a sequence compute, most of which other frameworks have had."""
+"""Bugs in what the ranks of a CP group compute, most of which other frameworks have had."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ import torch
 from tests.distributed.mutations import bug
 from titan_like.data.batch import Batch
 from titan_like.models.layers.key_ranges import KeyRanges
-from titan_like.parallel import collectives, context, slice_attention
+from titan_like.parallel import collectives, context, cp_attention
 from titan_like.parallel.collectives import Group
-from titan_like.parallel.context import Slices
+from titan_like.parallel.context import CPShard
 from titan_like.parallel.data import DataParallel, sharded_modules
 from titan_like.parallel.gradients import GradientAllReduce
 from titan_like.train.trainer import Trainer
 
-_take = Slices.take
+_shard = CPShard.shard
 
 
-def _changed(change: Callable[[Slices, Batch, int], Batch]) -> AbstractContextManager[Any]:
-    """Change what a process of several takes: the slices, its batch, and the length of the sequence."""
+def _changed(change: Callable[[CPShard, Batch, int], Batch]) -> AbstractContextManager[Any]:
+    """Change the CP shard of a batch, given that and the length of the whole sequence."""
 
-    def take(self: Slices, batch: Batch) -> Batch:
-        cut = _take(self, batch)
+    def shard(self: CPShard, batch: Batch) -> Batch:
+        cut = _shard(self, batch)
         return change(self, cut, batch.tokens.shape[1]) if self.size > 1 else cut
 
-    return patch.object(Slices, "take", take)
+    return patch.object(CPShard, "shard", shard)
 
 
 @contextmanager
 def positions_by_rank() -> Iterator[None]:
     """Positions are those of a contiguous part of the sequence."""
 
-    def change(slices: Slices, batch: Batch, length: int) -> Batch:
-        part = length // slices.size
-        return batch._replace(positions=torch.arange(slices.rank * part, (slices.rank + 1) * part))
+    def change(cp_shard: CPShard, batch: Batch, length: int) -> Batch:
+        part = length // cp_shard.size
+        return batch._replace(positions=torch.arange(cp_shard.rank * part, (cp_shard.rank + 1) * part))
 
     with _changed(change):
         yield
@@ -46,9 +46,9 @@ def positions_by_rank() -> Iterator[None]:
 
 @contextmanager
 def mask_by_local_position() -> Iterator[None]:
-    """A query sees as many keys as its number in the slice says."""
+    """A query sees as many keys as its number in the CP shard says."""
 
-    def change(slices: Slices, batch: Batch, length: int) -> Batch:
+    def change(cp_shard: CPShard, batch: Batch, length: int) -> Batch:
         if batch.document_mask is None:
             return batch
         first, end, _ = batch.document_mask
@@ -59,10 +59,10 @@ def mask_by_local_position() -> Iterator[None]:
 
 
 @contextmanager
-def labels_of_the_slice_shifted() -> Iterator[None]:
-    """Labels are the next tokens of the slice, which are wrong at the pieces' edges."""
+def labels_of_the_shard_shifted() -> Iterator[None]:
+    """Labels are the next tokens of the CP shard, which are wrong at the edges of chunks."""
 
-    def change(slices: Slices, batch: Batch, length: int) -> Batch:
+    def change(cp_shard: CPShard, batch: Batch, length: int) -> Batch:
         assert batch.labels is not None
         half, shifted = batch.labels.shape[1] // 2, batch.labels.clone()
         shifted[:, half - 1] = batch.tokens[:, half]
@@ -72,10 +72,10 @@ def labels_of_the_slice_shifted() -> Iterator[None]:
         yield
 
 
-@bug(context, "joined")
-def pieces_swapped(original: Any, slices: torch.Tensor) -> torch.Tensor:
-    """Gathered keys and values of the last two pieces change places."""
-    *others, last, very_last = original(slices).chunk(2 * len(slices), -2)
+@bug(context, "unshard")
+def chunks_swapped(original: Any, shards: torch.Tensor) -> torch.Tensor:
+    """Gathered keys and values of the last two chunks change places."""
+    *others, last, very_last = original(shards).chunk(2 * len(shards), -2)
     return torch.cat((*others, very_last, last), -2)
 
 
@@ -102,15 +102,15 @@ def heads_come_back_in_reverse() -> Iterator[None]:
 
 @bug(Trainer, "_sum_over_samples")
 def losses_counted_by_each(original: Any, self: Trainer, value: torch.Tensor) -> None:
-    """The reported loss is summed over the processes that share a sequence as if each had the whole of it."""
+    """The reported loss is summed over the CP group as if each had the whole of it."""
     original(self, value)
     if value.ndim == 1:
-        value.mul_(self.slices.size)
+        value.mul_(self.cp_shard.size)
 
 
 @contextmanager
 def gradients_summed_over_data_alone() -> Iterator[None]:
-    """Processes that share a sequence do not share their gradients; here that leaves nobody to share with."""
+    """The ranks of a CP group do not reduce their gradients; here that leaves no rank to reduce with."""
 
     class Done:
         def wait(self) -> None:
@@ -124,8 +124,8 @@ def gradients_summed_over_data_alone() -> Iterator[None]:
 
 
 @bug(DataParallel, "before_backward")
-def gradients_averaged_over_slices(original: Any, self: DataParallel, is_last: bool) -> None:
-    """FSDP2 averages over processes that have slices of the same samples."""
+def gradients_averaged_over_shards(original: Any, self: DataParallel, is_last: bool) -> None:
+    """FSDP2 averages over ranks that have CP shards of the same samples."""
     original(self, is_last)
     for module in sharded_modules(self.model):
         module.set_gradient_divide_factor(2.0)
@@ -134,7 +134,7 @@ def gradients_averaged_over_slices(original: Any, self: DataParallel, is_last: b
 @contextmanager
 def backward_ring_stands_still() -> Iterator[None]:
     """The backward pass uses the process's own keys and values in every step."""
-    original, in_backward = slice_attention._passing, slice_attention._gradients
+    original, in_backward = cp_attention._passing, cp_attention._gradients
     own: list[torch.Tensor] = []
 
     def passing(block: torch.Tensor, *ring: Any) -> Iterator[tuple[int, torch.Tensor]]:
@@ -144,18 +144,18 @@ def backward_ring_stands_still() -> Iterator[None]:
     def gradients(here: list[torch.Tensor], keys: torch.Tensor, block: Any, scale: float) -> tuple[torch.Tensor, ...]:
         return in_backward(here, own[0][..., block.keys, :], block, scale)
 
-    with patch.object(slice_attention, "_passing", passing), patch.object(slice_attention, "_gradients", gradients):
+    with patch.object(cp_attention, "_passing", passing), patch.object(cp_attention, "_gradients", gradients):
         yield
 
 
-@bug(slice_attention, "_blocks")
+@bug(cp_attention, "_blocks")
 def last_step_of_the_ring_skipped(original: Any, *args: Any) -> Iterator[Any]:
     """The block that arrives last is not attended to."""
     *_, size, rank, source = args
     return original(*args) if (source - rank - 1) % size else iter(())
 
 
-@bug(slice_attention, "_merge")
+@bug(cp_attention, "_merge")
 def denominators_merged_in_bfloat16(
     original: Any, output: torch.Tensor, denominator: torch.Tensor, found: torch.Tensor, total: torch.Tensor
 ) -> None:
@@ -163,23 +163,23 @@ def denominators_merged_in_bfloat16(
     original(output, denominator, found, total.bfloat16().to(total.dtype))
 
 
-@bug(slice_attention, "_blocks")
-def bidirectional_ring_skips_later_pieces(
+@bug(cp_attention, "_blocks")
+def bidirectional_ring_skips_later_chunks(
     original: Any, length: int, first: Any, end: Any, is_causal: bool, size: int, rank: int, source: Any
 ) -> Iterator[Any]:
-    """Without a mask, queries still see no piece after their own, as balanced causal attention has it."""
+    """Without a mask, queries still see no chunk after their own, as balanced causal attention has it."""
     for block in original(length, first, end, True, size, rank, source):
         yield block._replace(is_causal=False)
 
 
-@bug(slice_attention, "_merge")
+@bug(cp_attention, "_merge")
 def attention_merged_in_bfloat16(original: Any, output: torch.Tensor, *others: torch.Tensor) -> None:
     """Attention to one block of keys after the other adds up in the model's type."""
     original(output, *others)
     output.copy_(output.bfloat16())
 
 
-@bug(slice_attention, "_exchange")
+@bug(cp_attention, "_exchange")
 def ring_gradients_in_bfloat16(original: Any, block: torch.Tensor, name: str, size: int, rank: int) -> torch.Tensor:
     """The gradients of keys and values travel in the model's type."""
     return original(block.bfloat16(), name, size, rank).to(block.dtype)

@@ -154,7 +154,7 @@ def _scaled(factor: Callable[[Any], float]) -> Any:
 
 @contextmanager
 def experts_averaged_over_their_group() -> Iterator[None]:
-    """The gradients of experts are divided by the ranks that share a layer's experts."""
+    """The gradients of experts are divided by the size of the EP group."""
     with _scaled(lambda size: 1 / size):
         yield
 
@@ -210,7 +210,7 @@ def empty_experts_left_out(original: Any, *arguments: Any) -> Any:
 
 @contextmanager
 def balance_times_expert_ranks() -> Iterator[None]:
-    """The auxiliary loss is multiplied by the ranks that share experts."""
+    """The auxiliary loss is multiplied by the size of the EP group."""
     original = ExpertBalance.begin
 
     def begin(self: ExpertBalance, loss_scale: Any, num_tokens: Any) -> None:

@@ -74,7 +74,7 @@ def last_microbatch_dropped(original: Any, self: Pipeline, inputs: list[torch.Te
     last = len(inputs) - 1
 
     def loss_but_of_last(logits: torch.Tensor, microbatch: int) -> torch.Tensor:
-        return loss(logits, microbatch) * (microbatch != last or self.shape.degree == 1)
+        return loss(logits, microbatch) * (microbatch != last or self.layout.pipeline == 1)
 
     original(self, inputs, loss_but_of_last)
 

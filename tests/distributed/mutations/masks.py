@@ -20,7 +20,7 @@ from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.collectives import Group
-from titan_like.parallel.context import Slices
+from titan_like.parallel.context import CPShard
 from titan_like.parallel.tensor_styles import PositionEmbedding
 from titan_like.torch_private import is_in_backward_pass
 from titan_like.train.trainer import Trainer
@@ -75,8 +75,8 @@ def second_half_of_heads_sees_all_documents(
     return original(self, q, k, v, document_mask, bias)
 
 
-@bug(Slices, "take")
-def documents_leak(original: Any, self: Slices, batch: Batch) -> Batch:
+@bug(CPShard, "shard")
+def documents_leak(original: Any, self: CPShard, batch: Batch) -> Batch:
     """Tokens see the documents before theirs."""
     batch = original(self, batch)
     assert batch.document_mask is not None
@@ -101,8 +101,8 @@ def _numbered(original: Any, masks: Masks, index: int, number: int) -> Batch:
     return original(masks.over({number: masks.samples[index]}), number)  # type: ignore[arg-type]
 
 
-@bug(Slices, "take")
-def mask_of_the_first_sample_for_all(original: Any, self: Slices, batch: Batch) -> Batch:
+@bug(CPShard, "shard")
+def mask_of_the_first_sample_for_all(original: Any, self: CPShard, batch: Batch) -> Batch:
     """All samples of a microbatch have the first one's mask."""
     batch = original(self, batch)
     assert batch.document_mask is not None
@@ -113,7 +113,7 @@ def mask_of_the_first_sample_for_all(original: Any, self: Slices, batch: Batch) 
 @bug(Trainer, "validate")
 def validation_attends_causally(original: Any, self: Trainer) -> float:
     """Validation leaves out the masks."""
-    with patch.object(Slices, "take", lambda self, batch: Batch(batch.tokens, batch.labels)):
+    with patch.object(CPShard, "shard", lambda self, batch: Batch(batch.tokens, batch.labels)):
         return original(self)
 
 

@@ -15,15 +15,15 @@ from titan_like.data.batch import Batch
 from titan_like.data.sentence_pairs import SentencePairs
 from titan_like.models.bert.model import Bert
 from titan_like.parallel.collectives import CopyFromFirstRank
-from titan_like.parallel.context import Slices
+from titan_like.parallel.context import CPShard
 from titan_like.parallel.tensor_styles import FirstTokenOfAll, PooledLinear
 from titan_like.train import trainer
 
 
 @contextmanager
 def _changed_inputs(**values: Any) -> Iterator[None]:
-    take = Slices.take
-    with patch.object(Slices, "take", lambda self, batch: take(self, batch)._replace(**values)):
+    shard = CPShard.shard
+    with patch.object(CPShard, "shard", lambda self, batch: shard(self, batch)._replace(**values)):
         yield
 
 

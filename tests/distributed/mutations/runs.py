@@ -43,7 +43,7 @@ def validation_without_last_microbatch(
     last = len(inputs) - 1
 
     def add_loss_but_of_last(logits: torch.Tensor, microbatch: int) -> torch.Tensor:
-        is_counted = microbatch != last or self.shape.degree == 1
+        is_counted = microbatch != last or self.layout.pipeline == 1
         return add_loss(logits, microbatch) if is_counted else logits.sum()
 
     original(self, inputs, add_loss_but_of_last)

@@ -150,7 +150,7 @@ class T5(Transformer):
     ) -> tuple[LayerInputs]:
         """The biases of both stacks, computed once for all layers.
 
-        positions: [encoder_len + decoder_len], which count from 0 in both parts if each is a slice of its sequence.
+        positions: [encoder_len + decoder_len], which count from 0 in both parts if each is a CP shard of its sequence.
         """
         parts = {"encoder_bias": positions[:encoder_len], "decoder_bias": positions[encoder_len:]}
         if self.context_shards == 1:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from titan_like.parallel.layout import Layout
 from titan_like.parallel.schedules.simulate import simulate, unit_time
-from titan_like.parallel.schedules.tables import Action, Table, forward_table, outcome, schedule_table, stage_ranks
+from titan_like.parallel.schedules.tables import Action, Table, forward_table, outcome, schedule_table
 
 MAX_PENDING_SENDS = 2  # unfinished sends per rank; without waiting, gloo cannot tell whether one has finished
 
@@ -45,21 +44,12 @@ def add_communication(table: Table, ranks: list[int]) -> list[list[Action]]:
     return steps
 
 
-@dataclass(frozen=True)
-class PipelineShape:
-    """A schedule with its pipeline degree and stages per rank."""
+def steps_of_rank(layout: Layout, rank: int, num_microbatches: int, backward: bool) -> list[Action]:
+    """One pipeline rank's passes and messages for one batch, in order.
 
-    schedule: str
-    degree: int
-    virtual_stages: int
-
-    @property
-    def ranks(self) -> list[int]:
-        """Pipeline rank of each stage."""
-        return stage_ranks(self.schedule, self.degree, self.virtual_stages)
-
-    def steps(self, rank: int, num_microbatches: int, backward: bool) -> list[Action]:
-        """One rank's passes and messages for one batch, in order; `schedule_table` says what is refused."""
-        table = schedule_table if backward else forward_table
-        actions = table(self.schedule, self.degree, self.virtual_stages, num_microbatches)
-        return add_communication(actions, self.ranks)[rank]
+    Raises:
+        ValueError: `schedule_table` refuses.
+    """
+    table = schedule_table if backward else forward_table
+    actions = table(layout.schedule, layout.pipeline, layout.virtual_stages, num_microbatches)
+    return add_communication(actions, layout.stage_ranks)[rank]

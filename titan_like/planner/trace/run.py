@@ -18,8 +18,8 @@ from titan_like.data.batch import Batch, model_fields
 from titan_like.models import parts
 from titan_like.models.transformer import Transformer, shared_modules
 from titan_like.parallel import apply as recipe
-from titan_like.parallel.context import Slices
-from titan_like.parallel.data import sharers_of, units_of
+from titan_like.parallel.context import CPShard
+from titan_like.parallel.data import groups_of, units_of
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.mesh import build_mesh
 from titan_like.parallel.model import Stage
@@ -113,7 +113,7 @@ def microbatch(key: TraceKey) -> Batch:
         loss_factors=torch.ones(len(heads)),
         encoder_len=key.seq_len if key.decoder_seq_len else None,
     )
-    return Slices(key.context, 0, key.context_method).take(whole)
+    return CPShard(key.context, 0, key.context_method).shard(whole)
 
 
 def _run(key: TraceKey, stages: Sequence[Stage], recorder: Recorder, owners: dict[int, int]) -> set[int]:
@@ -228,9 +228,9 @@ def _list_parameters(
     for module in modules:
         names = {id(part): name for name, part in module.named_modules()}
         units: dict[int, tuple[str, str]] = {}  # id of a parameter → its unit, who shares it
-        for unit, sharers in units_of(module, *sharers_of(mesh, expert_mesh), dtype):
+        for unit, group in units_of(module, *groups_of(mesh, expert_mesh), dtype):
             for parameter in (parameter for part in unit for parameter in part.parameters()):
-                units.setdefault(id(parameter), (names[id(unit[0])], sharers.dimension))
+                units.setdefault(id(parameter), (names[id(unit[0])], group.dimension))
         partial = {id(parameter) for parameter in partial_parameters(module)}
         uses = [shared_modules(layer) for layer in modules[0].layers.values()]
         for name, parameter in module.named_parameters():

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from titan_like.models.layers import cross_entropy
-from titan_like.parallel import activation_checkpoint, experts, slice_attention, tensor_styles
+from titan_like.parallel import activation_checkpoint, cp_attention, experts, tensor_styles
 from titan_like.parallel.collectives import Group
 from titan_like.torch_private import is_in_backward_pass
 
@@ -108,11 +108,11 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _SliceAttention(torch.autograd.Function):
-    """`slice_attention` without an operator around it, so that its kernels and messages are recorded."""
+    """`cp_attention` without an operator around it, so that its kernels and messages are recorded."""
 
     @staticmethod
     def forward(ctx: Any, q: Any, keys: Any, first: Any, end: Any, *settings: Any) -> tuple[torch.Tensor, ...]:
-        output, denominator = slice_attention.attend_to_slices(q, keys, first, end, *settings)
+        output, denominator = cp_attention.cp_attention_forward(q, keys, first, end, *settings)
         ctx.save_for_backward(q, keys, first, end, output, denominator)
         ctx.settings = settings
         ctx.mark_non_differentiable(denominator)
@@ -120,7 +120,7 @@ class _SliceAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: None) -> tuple[torch.Tensor | None, ...]:
-        found = slice_attention.attend_to_slices_backward(gradient, *ctx.saved_tensors, *ctx.settings)
+        found = cp_attention.cp_attention_backward(gradient, *ctx.saved_tensors, *ctx.settings)
         return *found, None, None, *[None] * len(ctx.settings)
 
 
@@ -218,7 +218,7 @@ def as_on_gpu(mode: FakeTensorMode, dtype: torch.dtype | None = None) -> Iterato
         (nn.Module, "to_empty", _empty_on(mode, dtype)),
         (experts, "SplitExperts", EqualLoads),
         (tensor_styles.SplitHeads, "run", _without_seed),
-        (slice_attention, "_attention", _SliceAttention.apply),
+        (cp_attention, "_attention", _SliceAttention.apply),
         (F, "scaled_dot_product_attention", _scaled_dot_product_attention),
         (F, "dropout", _dropout),
         (F, "rms_norm", lambda x, shape, weight=None, eps=None: _RMSNorm.apply(x, weight)),

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.reference.objectives import lists_of
 from titan_like.config.entry_points import load_entry
-from titan_like.config.schema import JobConfig
+from titan_like.config.schema import Data, JobConfig
 from titan_like.data import blend, raw_text, shards
 from titan_like.data.batch import Batch
 from titan_like.data.indexed import IndexedDataset
@@ -28,12 +29,21 @@ from titan_like.data.packed import corpus_folder, corpus_job
 from titan_like.data.permutation import Permutation
 from titan_like.data.registry import find_dataset
 from titan_like.data.source import SPLITS, UNKNOWN_LENGTH, DataRequest, Source
-from titan_like.data.tokenizer import tokenizer_of
+from titan_like.data.tokenizer import ByteTokenizer, tokenizer_of
 from titan_like.models.registry import model_config
-from titan_like.verify.samples import IGNORED, lists_of
-from titan_like.verify.token_ids import ids_of_tokenizer
+from titan_like.verify.samples import IGNORED
+from titan_like.verify.token_ids import TokenIds
 
 Sample = Callable[[int], Batch]  # by its number
+
+
+def ids_of_tokenizer(section: Data) -> TokenIds:
+    """Special tokens, and where words begin, of the tokenizer that [data] names."""
+    tokenizer = tokenizer_of(section)
+    known = TokenIds(256, 257, 258, (258, 259, 260), range(259, 359), {256}, 257)
+    if not isinstance(tokenizer, ByteTokenizer):
+        known = TokenIds(*(getattr(tokenizer, name) for name in TokenIds._fields[:-1]))
+    return known._replace(words=lambda tokens: tokenizer.words(tokens))
 
 
 class Defined:

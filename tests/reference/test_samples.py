@@ -1,13 +1,17 @@
-"""Verification reads a run's own data on several ranks, resumed on others, and knows each sample by its definition."""
+"""Every kind of data, read on several ranks with data workers and resumed on others, against its definition."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import pickle
 import random
-import shutil
 from collections.abc import Callable
+from contextlib import ExitStack, closing
+from functools import cache, partial
+from itertools import zip_longest
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
@@ -18,25 +22,34 @@ from pyarrow import ipc
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.distributed.mutations import data
+from tests.reference.objectives import sample_of
+from tests.reference.sources import define, ids_of_tokenizer
 from tests.unit.chat_cases import CHATML, MARKED, VOCAB_SIZE, conversations, save_tokenizer, write_lines
 from tests.unit.race_cases import VOCABULARY, write_race
-from titan_like.commands.verify import format_verdict
 from titan_like.config import load_config
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
+from titan_like.data import blend, raw_text, shards, stream_reader
 from titan_like.data.batch import Batch
 from titan_like.data.indexed import DTYPES, IndexedWriter
-from titan_like.data.open_source import open_data
+from titan_like.data.loader import BackgroundLoader, GlobalSampler, State, merge_states
+from titan_like.data.masks import Masks
 from titan_like.data.registry import DATASETS
 from titan_like.data.source import Source
 from titan_like.models.registry import model_config
-from titan_like.verify import data as verify_data
-from titan_like.verify.compare import DATA, Row
-from titan_like.verify.data import Found, check_data, compare_with_definition, short_blocks
-from titan_like.verify.processes import Member, Prepare
-from titan_like.verify.shrink import resolve, shrink
-from titan_like.verify.verify import Verdict, Verifier
+from titan_like.train.setup import open_run_data
+from titan_like.verify.processes import Prepare
+from titan_like.verify.token_ids import TokenIds
+from titan_like.verify.watch import digest, samples_of
 
+RELAY = ((4, 0), (1, 2), (2, 1))  # ranks, and data workers of each
+WITHOUT_WORKERS = tuple((ranks, 0) for ranks, _ in RELAY)
+PART = 16  # samples that each of them reads
+WINDOW = PART * len(RELAY)
+SHORT = [  # blocks of blends and pieces of files, so that many of them end within these samples
+    *((blend, "BLOCK", 24), (stream_reader, "_BATCH", 256)),
+    *((raw_text, "_PIECE", 1 << 14), (raw_text, "_CHUNK", 1 << 12), (raw_text, "_ROWS", 5), (shards, "_ROWS", 5)),
+]
 SEQ = 16
 
 
@@ -114,9 +127,52 @@ def config_of(folder: Path, *settings: str) -> JobConfig:
     )
 
 
-def checked(config: JobConfig, cache: Path) -> Found:
-    with short_blocks():
-        return compare_with_definition(edit(config, {"job.dump_folder": str(cache)}))
+def problem_of(config: JobConfig, folder: Path, relay: tuple[tuple[int, int], ...] = RELAY) -> str | None:
+    """The first samples of a run that are not as defined: of the beginning of both splits and around an epoch's end.
+
+    One rank reads all of them. Then ``relay`` does, in which other ranks resume after each part.
+    """
+    config = edit(config, {"job.dump_folder": str(folder)})
+    model, section, micro_batch = model_config(config.model), config.data, min(2, config.training.micro_batch_size)
+    with ExitStack() as stack:
+        for module, name, value in SHORT:
+            stack.enter_context(patch.object(module, name, value))
+        sources, masks = open_run_data(config, model)
+        ids = ids_of_tokenizer(section) if section.tells_documents_apart or not model.is_causal else TokenIds()
+        for split in ("train", "validation"):
+            source, defined = sources[split], define(config, split)
+            if len(source) != len(defined):
+                return f"{split}: {len(source)} samples, and should be {len(defined)}"
+            assert len(source)
+            wanted, stored = cache(partial(sample_of, defined, config, ids)), pickle.dumps(source)
+            for start in sorted({0, max(0, defined.epoch_end - WINDOW // 2)}):
+                parts = [(start + PART * number, PART, *ranks) for number, ranks in enumerate(relay)]
+                state: State = {}
+                for first, size, ranks, workers in [(start, WINDOW, 1, 0), *parts]:
+                    copies = [pickle.loads(stored) for _ in range(ranks)]
+                    for copy in copies:
+                        copy.load_state_dict(state)
+                    samples, reached = read(list(map(masks.over, copies)), first, size, micro_batch, workers)
+                    state = reached if size < WINDOW else {}
+                    where = f"{split}, read by {ranks} ranks with {workers} workers each from sample {first} on"
+                    if len(samples) != size:
+                        return f"{where}: {len(samples)} samples, and should be {size}"
+                    digests = [(digest(sample), digest(wanted(first + i))) for i, sample in enumerate(samples)]
+                    if wrong := [first + i for i, (found, due) in enumerate(digests) if found != due]:
+                        return f"{where}: samples {wrong[:4]} of {size} are wrong"
+    return None
+
+
+def read(copies: list[Masks], first: int, size: int, micro_batch: int, workers: int) -> tuple[list[Batch], State]:
+    """The samples that ranks with a copy of the data each take, in the stream's order, and the state after them."""
+    taken, states = list[list[Batch]](), list[State]()
+    for rank, samples in enumerate(copies):  # one after the other: a fork beside running threads may hang
+        sampler = GlobalSampler(first, micro_batch, rank, len(copies), first + size)
+        with closing(BackgroundLoader(samples, sampler, workers, torch.device("cpu"))) as loader:
+            taken.append(list(loader))
+            states.append(loader.state)
+    turns = (batch for turn in zip_longest(*taken) for batch in turn if batch is not None)
+    return [sample for batch in turns for sample in samples_of(batch)], merge_states(states)
 
 
 TEXT = ["--data.dataset=text", "--data.paths=FOLDER/*.txt"]
@@ -167,18 +223,12 @@ KINDS = {
 
 # What workers do is the same for all kinds but streams, in which they read on from bookmarks. Forking them takes long.
 WITH_WORKERS = {"text", "blend", "race", *(kind for kind, settings in KINDS.items() if "--data.dataset=hf" in settings)}
-NO_WORKERS = tuple((ranks, 0) for ranks, _ in verify_data._RELAY)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_data_is_what_its_definition_says(
-    folder: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if kind not in WITH_WORKERS:
-        monkeypatch.setattr(verify_data, "_RELAY", NO_WORKERS)
-    found = checked(config_of(folder, *KINDS[kind]), tmp_path)
-    assert found.problem is None and found.unchecked is None
-    assert found.covered.startswith("samples 0–47 of train") and "of validation" in found.covered
+def test_every_kind_of_data_is_what_its_definition_says(folder: Path, kind: str, tmp_path: Path) -> None:
+    relay = RELAY if kind in WITH_WORKERS else WITHOUT_WORKERS
+    assert problem_of(config_of(folder, *KINDS[kind]), tmp_path, relay) is None
 
 
 class Own(Source):
@@ -206,13 +256,11 @@ def test_a_dataset_of_one_s_own_defines_itself(
     kind: type, paths: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(DATASETS, "own", f"{__name__}:{kind.__name__}")
-    if kind is OwnOrder:
-        monkeypatch.setattr(verify_data, "_RELAY", NO_WORKERS)
+    relay = WITHOUT_WORKERS if kind is OwnOrder else RELAY
     config = config_of(tmp_path, "--job.seed=3", "--data.dataset=own", f"--data.paths={paths}")
-    found = checked(config, tmp_path)
-    assert found.problem is None and found.unchecked is None
+    assert problem_of(config, tmp_path, relay) is None
     with data.the_run_has_another_seed():
-        assert "train, read by 1 ranks" in str(checked(config, tmp_path).problem)
+        assert "train, read by 1 ranks" in str(problem_of(config, tmp_path))
 
 
 # Each bug with kinds of data that show it, and the word that says where: sample 0 on one rank is right, for example.
@@ -252,37 +300,5 @@ BUGS: list[tuple[Prepare, list[str], str]] = [
 def test_bugs_are_found(folder: Path, bug: Callable, kind: str, words: str, tmp_path: Path) -> None:
     config = config_of(folder, "--job.seed=3", *KINDS[kind])
     with bug():
-        problem = checked(config, tmp_path).problem
+        problem = problem_of(config, tmp_path)
     assert problem is not None and words in problem, problem
-
-
-def verdict_of(config: JobConfig, bug: Prepare | None = None) -> Verdict:
-    return Verifier(shrink(config, resolve(config, None), 3), prepare=bug, kinds=[DATA]).verify()
-
-
-def test_a_bug_in_the_data_is_no_fault_of_the_layout_s(folder: Path) -> None:
-    same = verdict_of(config_of(folder, *STREAM))
-    assert same.outcome == "same" and same.blame is None
-    assert [(check.row, check.ok) for check in same.checks] == [(Row.DATA, True)]
-    assert same.checks[0].detail == "samples 0–47 of train, 0–47 of validation"
-    different = verdict_of(config_of(folder, *STREAM), data.bookmarks_are_a_document_late)
-    assert different.outcome == "different"
-    assert different.first_difference is not None and different.first_difference.title == f"{Row.DATA} (data)"
-    assert different.blame is not None and different.blame.axis == "data"
-    assert not (folder / "run").exists()
-
-
-def test_data_that_is_not_there_is_no_difference(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = verdict_of(config_of(folder, "--data.dataset=text", "--data.paths=/no/such/file"))
-    assert missing.outcome == "same" and not missing.checks
-    assert missing.unread.startswith('data.paths = "/no/such/file": no such file')
-    last = format_verdict(missing, [DATA], 1.0).split("\n")[-1]
-    assert last.startswith("same: ") and last.endswith(f"; its data was not read: {missing.unread} (1 s)")
-    config = config_of(folder, *TEXT)
-    monkeypatch.setattr(verify_data, "_MOST_TEXT", 100)
-    member = Member(0, 1, folder / "member", 0, "cpu")
-    assert "not tokenized yet" in str(check_data(member, config).unchecked)
-    open_data(config, model_config(config.model))
-    found = check_data(member, config)
-    assert found.problem is None and found.unchecked is None
-    shutil.rmtree(folder / "run")

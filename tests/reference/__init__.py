@@ -1,0 +1,1 @@
+"""What a run computes, by definition: the product on one process is compared with it."""
