@@ -47,7 +47,7 @@ def run_trace(key: TraceKey) -> Program:
     """Trace one microbatch on the first process of the smallest layout with the key's degrees."""
     shard = key.expert // gcd(key.expert, key.context * key.tensor)
     # With a second replica no group holds all ranks, so each has the name that the recipe gives it.
-    layout = Layout(1, 2, shard, key.context, key.tensor, key.expert)
+    layout = Layout(1, 2, shard, key.context, key.tensor, key.expert, sequence_parallel=key.sequence_parallel)
     mode, dtype = FakeTensorMode(allow_non_fake_inputs=True), getattr(torch, key.dtype)
     kinds = len(key.model.layer_counts)
     every_schedule = SCHEDULES if key.splits_backward else ()
@@ -90,10 +90,7 @@ def _config(key: TraceKey, layout: Layout) -> JobConfig:
             "micro_batch_size": key.micro_batch_size,
             "global_batch_size": key.micro_batch_size * layout.data_parallel,
         },
-        "parallelism": {
-            "sequence_parallel": key.sequence_parallel,
-            "context_parallel_method": key.context_method,
-        },
+        "parallelism": {"context_parallel_method": key.context_method},
         "activation_checkpoint": {"mode": key.recompute},
     }
     for name, value in layout.settings().items():
