@@ -24,6 +24,10 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | `testing._internal.distributed.fake_pg` | running one process as if it were part of a large job | all |
 | `distributed.checkpoint.filesystem._StorageInfo` | finding a checkpoint's tensors in its files | all |
 | `_foreach_mul_`, `_foreach_norm`, `_foreach_copy_`, `_foreach_add_` | all gradients in one kernel | all |
+| `_subclasses.fake_tensor.FakeTensorMode` | running the recipe without computing anything | all |
+| `utils._python_dispatch.TorchDispatchMode`, `OpOverload._schema` | recording the operators of a run | all |
+| `utils._pytree.tree_leaves` | the tensors in what a module returns | all |
+| `ops.aten._scaled_dot_product_attention_math` | attention in elementary operators | all |
 | `_grouped_mm` | products of experts' rows with their matrices | where `torch.nn.functional` lacks `grouped_mm` |
 | `ops.aten._grouped_mm` | the same, which selective recomputation keeps | all |
 | `_fused_adamw_` | an update without Python work for every parameter | all |
@@ -45,17 +49,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as local_shape_and_offset
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["local_shape_and_offset"]
+__all__ = ["TorchDispatchMode", "local_shape_and_offset", "tree_leaves"]
 
 functional_collectives = torch.ops._c10d_functional
 
 SUMS_USES_IN_FULL = torch.__version__ >= "2.15"  # see `sum_uses_in_full`; before, all layouts round the sum
 float8_product = torch.ops.aten._scaled_mm.default
 grouped_product_operator = torch.ops.aten._grouped_mm.default
+attention_by_elementary_operators = torch.ops.aten._scaled_dot_product_attention_math
 
 
 # On lists of tensors: multiply all by a scalar tensor of their dtype; copy to tensors that may have another dtype; add
@@ -63,6 +70,18 @@ grouped_product_operator = torch.ops.aten._grouped_mm.default
 multiply_all_, copy_all_ = torch._foreach_mul_, torch._foreach_copy_
 add_all_, norms_of = torch._foreach_add_, torch._foreach_norm
 views_of = torch._utils._unflatten_dense_tensors  # (one flat tensor, tensors) → its consecutive parts in their shapes
+
+
+def fake_tensor_mode() -> Any:
+    """A mode in which tensors have shapes and no content."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def schema_of(operator: Any) -> Any:
+    """An operator's `torch.FunctionSchema`."""
+    return operator._schema
 
 
 def grouped_product(x: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titan_like.config.schema import JobConfig
 from titan_like.data.lengths import sample_length
@@ -29,6 +28,7 @@ from titan_like.planner.trace.program import Collective, Segment
 from titan_like.planner.trace.recorder import Recorder
 from titan_like.planner.trace.run import microbatch
 from titan_like.planner.trace.stand_ins import as_on_gpu
+from titan_like.torch_private import fake_tensor_mode
 
 
 class WholeStep(NamedTuple):
@@ -43,7 +43,7 @@ class WholeStep(NamedTuple):
 def whole_step(config: JobConfig, model: TransformerConfig, layout: Layout, rank: int) -> WholeStep:
     """Run the forward and backward passes of one process's step."""
     work, device = workload_of(config, model, layout), torch.device("cpu")
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_tensor_mode()
     with fake_process_group(rank, layout.num_processes), as_on_gpu(mode):
         mesh = build_mesh(layout, "cpu")
         with parts.WithoutInit():

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_like.planner.trace.program import Attention, Collective, Gemm, Moment, Pass, Segment
 from titan_like.planner.trace.program import fullest as fullest_moments
-from titan_like.torch_private import process_group
+from titan_like.torch_private import TorchDispatchMode, process_group, schema_of
 
 FORWARD, BACKWARD, WEIGHTS = range(3)  # passes, in the order of `Segment.passes`
 
@@ -118,10 +117,10 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        name = func._schema.name.partition("::")[2]
+        name = schema_of(func).name.partition("::")[2]
         inputs = list(_tensors(args))
         outputs = list(_tensors([result, *kwargs.values()]))
-        changes_inputs = func._schema.is_mutable
+        changes_inputs = schema_of(func).is_mutable
         known = {self.number_of(tensor) for tensor in inputs}
         written = {self.number_of(tensor): tensor for tensor in outputs}
         is_message = "c10d" in func.namespace

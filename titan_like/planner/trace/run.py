@@ -9,9 +9,7 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch, model_fields
@@ -32,6 +30,7 @@ from titan_like.planner.trace.key import TraceKey
 from titan_like.planner.trace.program import Parameter, Program, Segment
 from titan_like.planner.trace.recorder import BACKWARD, FORWARD, WEIGHTS, Recorder, local_part
 from titan_like.planner.trace.stand_ins import as_on_gpu
+from titan_like.torch_private import fake_tensor_mode, tree_leaves
 
 _ENTRY, _INPUTS, _FIRST_LAYER = range(3)  # segments
 
@@ -48,7 +47,7 @@ def run_trace(key: TraceKey) -> Program:
     shard = key.expert // gcd(key.expert, key.context * key.tensor)
     # With a second replica no group holds all ranks, so each has the name that the recipe gives it.
     layout = Layout(1, 2, shard, key.context, key.tensor, key.expert, sequence_parallel=key.sequence_parallel)
-    mode, dtype = FakeTensorMode(allow_non_fake_inputs=True), getattr(torch, key.dtype)
+    mode, dtype = fake_tensor_mode(), getattr(torch, key.dtype)
     kinds = len(key.model.layer_counts)
     every_schedule = SCHEDULES if key.splits_backward else ()
     with (
@@ -182,7 +181,7 @@ def _watch(modules: Sequence[Transformer], segments: list[Segment], recorder: Re
     def watched_inputs(*args: Any) -> tuple[Any, ...]:
         recorder.enter(_INPUTS, FORWARD)
         found = layer_inputs(*args)
-        for tensor in pytree.tree_leaves(found):
+        for tensor in tree_leaves(found):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda gradient: recorder.enter(_INPUTS, BACKWARD, gradient))
         recorder.enter(_FIRST_LAYER, FORWARD)

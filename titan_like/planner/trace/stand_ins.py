@@ -15,14 +15,13 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from titan_like.models.layers import cross_entropy
 from titan_like.parallel import activation_checkpoint, cp_attention, experts, tensor_styles
 from titan_like.parallel.collectives import Group
-from titan_like.torch_private import is_in_backward_pass
+from titan_like.torch_private import attention_by_elementary_operators, is_in_backward_pass
 
 
 def _operator(name: str, fake: Callable[..., Any], schema: str) -> Callable[..., Any]:
@@ -129,7 +128,7 @@ def _scaled_dot_product_attention(
 ) -> torch.Tensor:
     is_grouped = q.shape[1] != k.shape[1]
     if is_grouped and q.dtype not in (torch.bfloat16, torch.float16):  # for which GPUs have no fused kernel
-        return torch.ops.aten._scaled_dot_product_attention_math(q, k, v, attn_mask, dropout_p, is_causal, **options)[0]
+        return attention_by_elementary_operators(q, k, v, attn_mask, dropout_p, is_causal, **options)[0]
     return _Attention.apply(q, k, v, attn_mask, is_causal)
 
 
@@ -179,21 +178,19 @@ class EqualLoads(experts.SplitExperts):
             return super().forward(x, ends)
 
 
-def _empty_on(mode: FakeTensorMode, dtype: torch.dtype | None) -> Callable[..., nn.Module]:
+def _empty_on(mode: Any, dtype: torch.dtype | None) -> Callable[..., nn.Module]:
     """`nn.Module.to_empty` on fake tensors, with parameters in ``dtype``, or in their own."""
 
     def to_empty(module: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
         new: dict[int, nn.Parameter] = {}
         with mode:
             for owner in module.modules():
-                for name, old in owner._parameters.items():
-                    if old is not None:
-                        if id(old) not in new:
-                            new[id(old)] = nn.Parameter(_empty_parameter(old, dtype or old.dtype))
-                        owner._parameters[name] = new[id(old)]
-                for name, buffer in owner._buffers.items():
-                    if buffer is not None:
-                        owner._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+                for name, old in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+                    if id(old) not in new:
+                        new[id(old)] = nn.Parameter(_empty_parameter(old, dtype or old.dtype))
+                    setattr(owner, name, new[id(old)])
+                for name, buffer in list(owner.named_buffers(recurse=False, remove_duplicate=False)):
+                    setattr(owner, name, torch.empty(buffer.shape, dtype=buffer.dtype))
         return module
 
     return to_empty
@@ -208,7 +205,7 @@ def _empty_parameter(old: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
 
 
 @contextmanager
-def as_on_gpu(mode: FakeTensorMode, dtype: torch.dtype | None = None) -> Iterator[Recomputation]:
+def as_on_gpu(mode: Any, dtype: torch.dtype | None = None) -> Iterator[Recomputation]:
     """Let the recipe run on fake tensors as on a GPU. Parameters are allocated in ``dtype``, or in their own."""
     recomputation = Recomputation()
     with suppress(RuntimeError):  # registered already
