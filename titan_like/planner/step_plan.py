@@ -6,7 +6,6 @@ All functions are pure functions of configuration, layout and schedule.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from titan_like.config.schema import JobConfig
@@ -16,10 +15,10 @@ from titan_like.models.moe.config import MoEConfig
 from titan_like.optim.state_size import optimizer_state
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.model import holders_of_copies
-from titan_like.parallel.schedules.communication import steps_of_rank
 from titan_like.parallel.schedules.simulate import bubble_fraction, ideal_bubble, max_in_flight, simulate, unit_time
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, Action, schedule_table
 from titan_like.parallel.split import layer_costs, layers_per_stage, split_layers
+from titan_like.planner.occupancy import steps_as_run
 from titan_like.planner.shapes import ParameterSplit, ShardOf, stage_units
 from titan_like.planner.step_collectives import Collective, StageTraffic, step_collectives
 from titan_like.planner.training_state import RankState, Storage, peak_state, rank_state
@@ -71,7 +70,7 @@ def plan_step(config: JobConfig, model: TransformerConfig, layout: Layout, rank:
     holders = {name: {ranks[i] for i in held} for name, held in holders_of_copies(model, splits).items()}
     copies = {name: len(held) - 1 for name, held in holders.items() if pp in held and len(held) > 1}
     splits_backward = layout.schedule in SPLIT_BACKWARD and not config.compile.enable
-    steps = steps_as_run(steps_of_rank(layout, pp, microbatches, backward=True), splits_backward)
+    steps = steps_as_run(layout, pp, microbatches, splits_backward)
     collectives = step_collectives(config, model, layout, stages, steps, storage, copies)
     # When each pass would run, first with equal stages, then with each stage's share of the matrix products.
     length = sample_length(config, model)
@@ -96,19 +95,6 @@ def plan_step(config: JobConfig, model: TransformerConfig, layout: Layout, rank:
     peak = peak_state(units, passes, storage)
     state = rank_state((unit for stage in stages for unit in stage.units), storage)
     return StepPlan(schedule, collectives, state, peak)
-
-
-def steps_as_run(steps: Sequence[Action], splits_backward: bool) -> list[Action]:
-    """A schedule's steps as `Pipeline` runs them: all backward passes in two parts, I and W, or all whole."""
-    found = []
-    for step in steps:
-        if step.kind == "B" and splits_backward:
-            found += [step._replace(kind="I"), step._replace(kind="W")]
-        elif step.kind == "I" and not splits_backward:
-            found.append(step._replace(kind="B"))
-        elif step.kind != "W" or splits_backward:
-            found.append(step)
-    return found
 
 
 def coordinates_of(layout: Layout, rank: int) -> tuple[int, int, int]:

@@ -32,7 +32,7 @@ from titan_like.torch_private import fake_tensor_mode
 
 
 class WholeStep(NamedTuple):
-    """What one process holds and sends."""
+    """The peak memory of one process in a step, and the messages that it sends."""
 
     peak: int  # most bytes of tensors at once, optimizer state included
     weights: int  # bytes of master weights

@@ -137,7 +137,7 @@ def _add_product(total: torch.Tensor | None, gradient: torch.Tensor, x: torch.Te
         total = x.new_zeros(gradient.shape[1], x.shape[1], dtype=_accumulator(x))
     if total.dtype == x.dtype:
         return total.addmm_(gradient.t(), x)
-    # At once, so that the product in the half type takes little memory; in steps that GPUs' fast kernels are made for.
+    # At once, so that the GEMM's result takes little memory; multiples of 128, so that GPUs have fast kernels for it.
     columns = max(128, PRODUCT // x.shape[1] // 128 * 128)
     for part, own in zip(total.split(columns), gradient.split(columns, 1), strict=True):
         part += own.t() @ x

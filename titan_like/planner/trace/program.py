@@ -68,7 +68,7 @@ class Moment(NamedTuple):
 
 @dataclass
 class Pass:
-    """What a pass over one segment does."""
+    """The operators, messages and memory of the forward or backward pass over one segment."""
 
     gemms: dict[Gemm, int] = field(default_factory=dict)  # → how often
     attention: dict[Attention, int] = field(default_factory=dict)

@@ -74,7 +74,7 @@ class Recorder(TorchDispatchMode):
 
     @property
     def current(self) -> Pass:
-        """What is being recorded into."""
+        """The pass that operators are recorded into now."""
         return self.segments[self.segment].passes[self.which]
 
     # --- Memory -------------------------------------------------------------------------------------------------------
