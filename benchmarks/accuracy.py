@@ -8,15 +8,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from benchmarks.measured_rows import Row
-from benchmarks.stack_memory import memory
+from benchmarks.stacks import STACKS, memory
 from titan_like.planner.profile import Profile, builtin_profiles
-from titan_like.planner.simulator import simulated_step_time
+from titan_like.planner.step_time import step_time
 
 SMALL_REGRET = 0.02
 
@@ -109,9 +109,12 @@ def predict_row(row: Row, profile: Profile | None = None) -> Prediction | None:
     profile = row.adapted(profile)
     if row.work.dtype not in profile.device.peak:
         return None
-    used = memory(row.work, profile)
+    stack = STACKS.get(profile.name)
+    if stack is not None and row.sums_in_float32:
+        stack = replace(stack, gradient_state=stack.gradient_state + 4)
+    used = memory(row.work, profile, stack, row.flash)
     compared = used.ranks[0].total if row.memory_of_first else used.largest
-    seconds = simulated_step_time(row.work, profile).total
+    seconds = step_time(row.work, profile).total
     gib = 2**30
     return Prediction(row, profile.name, seconds, compared / gib, used.capacity / gib, used.largest / gib)
 

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
 
+from benchmarks.stacks import STACKS
 from titan_like.config.errors import ConfigError, first_problem
 from titan_like.config.paths import file_problem
 from titan_like.metrics.devices import find_device
@@ -39,6 +40,7 @@ _RECOMPUTE = {  # mode, and every how many layers
     "selective-ac(per-op)": ("full", 2),
 }
 
+_ASYNC_EXPOSED = 0.7  # of tensor-parallel collectives that are split up to overlap with products
 _NOT_MODELLED = "experts in a model whose shape is not stated, nor modelled"
 
 _Count = Annotated[int, Field(ge=1, le=10**9)]
@@ -123,6 +125,7 @@ class Row(rows.Row):
 
     study: str  # first word of the notes
     notes: str
+    flash: bool = True  # attention is fused
     memory_gib: float | None = None
     out_of_memory: bool = False  # the run did not start to train, and has no time
     memory_of_first: bool = False  # memory_gib is the first pipeline rank's, not the fullest's
@@ -160,14 +163,26 @@ class Row(rows.Row):
         for number, unit in pairwise(self.notes.replace(";", " ").split()):
             if unit == "Gbps" and re.fullmatch(r"[1-9][0-9]{0,5}", number):
                 changes["node_bandwidth"] = float(number) * 1e9 / 8
-        if self.study in ("bloom", "production") and self.work.dtype == "bfloat16" and self.session != "bloom 02-17":
-            # The bf16 optimizer of 28 February also sums gradients in float32, and does not shard them.
-            changes["gradient_state"] = profile.gradient_state + 4
+        stack = STACKS.get(profile.name)
+        if self.sums_in_float32:
+            changes["accumulation_bytes"] = profile.accumulation_bytes + 8
         if "asyncTP" in self.notes:
-            changes["tensor_exposed"] = profile.tensor_async_exposed
+            changes["tensor_exposed"] = _ASYNC_EXPOSED
         if "rowwise" in self.notes:
             changes["float8_relative"] = profile.float8_rowwise
-        return profile.changed(**changes) if changes else profile
+        # Rows in the same circumstances share what has been computed.
+        how = stack and (self.work.recompute, self.work.dropout, self.work.dtype, self.flash)
+        known, key = profile.seconds, ("adapted", how, *changes.items())
+        if key not in known:
+            if stack is not None:
+                changes["operators"] = stack.operators(self.work, self.flash)
+            known[key] = profile.changed(**changes)
+        return known[key]
+
+    @property
+    def sums_in_float32(self) -> bool:
+        """Whether the stack is BLOOM's bf16 optimizer of 28 February, which keeps float32 sums, unsharded."""
+        return self.study in ("bloom", "production") and self.work.dtype == "bfloat16" and self.session != "bloom 02-17"
 
 
 def read_rows(path: str | Path) -> tuple[list[Row], list[str]]:
@@ -255,7 +270,6 @@ def row_from(table: dict[str, str]) -> Row:
         zero_stage=zero,
         recompute=recompute,
         recompute_every=every,
-        flash=defaults["flash"],
         dtype=_dtype(notes, study, defaults["dtype"]),
         dropout=defaults.get("dropout", False),
         compiled="compile" in notes or (study == "torchtitan" and "eager" not in notes),
@@ -271,6 +285,7 @@ def row_from(table: dict[str, str]) -> Row:
         table.get("source") or "",
         study,
         notes,
+        defaults["flash"],
         cells.mem_gib,
         out_of_memory,
         defaults.get("memory_of_first", False),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.measured_rows import Row
+from benchmarks.stacks import STACKS
 from titan_like.metrics.devices import find_device
 from titan_like.planner.predict import of_own_trainer
 from titan_like.planner.profile import Profile, builtin_profiles
@@ -45,11 +46,12 @@ class Recipe:
     def begin(self, name: str) -> Profile:
         """The profile before the fit."""
         profile = Profile(name, find_device(self.device), self.gpus_per_node, self.node_bandwidth, **self.start)
-        return of_own_trainer(profile, profile.dtype) if profile.trainer_state else profile
+        return profile if name in STACKS else of_own_trainer(profile, profile.dtype)
 
 
 _MEGATRON_H100 = {
-    "fused_accumulation": True,
+    "accumulation_bytes": 0.0,  # the product that makes a gradient adds it to the sum
+    "fusion": 0.6,
     "contention": 0.05,
     "optimizer_traffic": 36.0,
     "overlap": 0.9,
@@ -61,7 +63,7 @@ _MEGATRON_H100 = {
     "gather_hidden": True,
 }
 
-_FOUNDRY = {"gradient_bytes": 2, "fused_loss": True, "logit_state": 2.0}  # MPT uses flash-attention's loss operator
+_FOUNDRY = {"gradient_bytes": 2, "fusion": 0.6}
 
 _NARROW_TYPES = (
     "gemm_efficiency",
@@ -73,10 +75,10 @@ _NARROW_TYPES = (
 )
 # Megatron-LM's fp16 training sums gradients over data-parallel ranks in fp16 (only bf16 training sets
 # --accumulate-allreduce-grads-in-fp32 by default), and copies them to float32 for the update.
-_HALF_GRADIENTS = {"gradient_bytes": 2, "gradient_state": 2.0, "optimizer_state": 16.0}
+_HALF_GRADIENTS = {"gradient_bytes": 2, "accumulation_bytes": 6.0, "fusion": 0.6}
 # Half-precision weights and gradients; master weights, moments and a float32 copy of the gradients are sharded. The
 # overheads are the rest of the memory in rows that measured it.
-_DEEPSPEED_ZERO1 = {"gradient_state": 2.0, "optimizer_state": 16.0}
+_DEEPSPEED_ZERO1 = {"accumulation_bytes": 6.0, "fusion": 0.6}
 
 _BLOOM_NAMES = (*COMPUTE, *NETWORK, *REST, "operator_time")
 _BLOOM = {
@@ -115,6 +117,7 @@ RECIPES: dict[str, Recipe] = {
         ("network_efficiency", "overlap", "network_latency", "contention"),
         start={
             "dtype": "float16",
+            "fusion": 0.6,
             "gradient_bytes": 2,
             "only_zero": 3,
             "network_efficiency": 0.1,
@@ -186,6 +189,7 @@ RECIPES: dict[str, Recipe] = {
         ("gemm_efficiency", "memory_efficiency", "nvlink_efficiency", "network_efficiency", "message_efficiency"),
         start={
             "dtype": "float16",
+            "fusion": 0.6,
             "gradient_bytes": 2,
             "nvlink_switch": False,
             "network_efficiency": 0.34,
@@ -193,7 +197,6 @@ RECIPES: dict[str, Recipe] = {
             "nvlink_efficiency": 0.2,
             **_DEEPSPEED_ZERO1,
             "overhead_bytes": 2e9,
-            "buffer_state": 4.0,  # a flat copy of gradients and weights
         },
         gpus_per_node=4,
         rows=lambda row: row.work.zero_stage < 3,
@@ -206,6 +209,7 @@ RECIPES: dict[str, Recipe] = {
         ("gemm_efficiency", "network_efficiency", "overlap"),
         start={
             "dtype": "float16",
+            "fusion": 0.6,
             "gradient_bytes": 2,
             "nvlink_switch": False,
             "network_efficiency": 0.34,
@@ -267,10 +271,11 @@ RECIPES: dict[str, Recipe] = {
             "nvlink_efficiency",
             "float8_relative",
             "float8_rowwise",
-            "compiled_traffic",
+            "fusion",
             "contention",
         ),
         start={
+            "fusion": 0.3,
             "gradient_bytes": 4,
             "optimizer_traffic": 36.0,
             "overlap": 0.9,
@@ -278,7 +283,6 @@ RECIPES: dict[str, Recipe] = {
             "attention_efficiency": 0.4,
             "gemm_efficiency": 0.65,
             "memory_efficiency": 0.75,
-            "logit_state": 10.0,  # float32 logarithms and gradients, and gradients in bf16
         },
         group=by_layout,
     ),
@@ -289,7 +293,6 @@ RECIPES: dict[str, Recipe] = {
         200e9,
         ("gemm_efficiency", "attention_efficiency", "memory_efficiency", "operator_time", "step_time"),
         start={
-            "trainer_state": True,
             "causal_half": True,
             "attention_efficiency": 0.25,
             "gemm_efficiency": 0.7,
@@ -376,7 +379,7 @@ def _experts(
     )
 
 
-_EIGHT = {"node_bandwidth": 400e9, "sends_once_per_node": True}  # GPUs a node
+_EIGHT = {"node_bandwidth": 400e9}  # GPUs a node
 RECIPES |= {
     "megatron_bridge_experts_gb200_old": _experts("GB200", " old", "megatron_bridge_gb200"),
     "megatron_bridge_experts_gb200": _experts("GB200", " new", "megatron_bridge_gb200"),

@@ -17,8 +17,14 @@ class UpdateWork(NamedTuple):
 
     traffic: int = 28  # of every parameter: fused AdamW reads weight, gradient, moments and writes all but the gradient
     matrix_traffic: int = 0  # of matrices inside layers, in addition
-    newton_schulz_steps: int = 0  # on matrices inside layers, each of them on one process
-    newton_schulz_dtype: str | None = None  # None: bfloat16 on GPUs, float32 on CPUs
+    matrix_steps: int = 0  # of Newton-Schulz, on matrices inside layers, each of them on one process
+    matrix_dtype: str | None = None  # None: bfloat16 on GPUs, float32 on CPUs
+
+    @staticmethod
+    def products(rows: int, columns: int) -> list[tuple[int, int, int]]:
+        """The products [m, k] · [k, n] in one step on a matrix [rows, columns]: (m, n, k) of each."""
+        short, long = min(rows, columns), max(rows, columns)
+        return [(short, short, long), (short, short, short), (short, long, short)]
 
 
 ADAMW_WORK = UpdateWork()
@@ -41,12 +47,6 @@ def update_work(section: OptimizerSection) -> UpdateWork:
         return UpdateWork(96 + 24 * (section.beta1 is not None) + 12 * section.scale_parameter)
     # Plain SGD adds the decay to the gradient and the gradient to the weight: 12 each.
     return UpdateWork(24) if section.name == "sgd" else ADAMW_WORK
-
-
-def newton_schulz_products(rows: int, columns: int) -> list[tuple[int, int, int]]:
-    """The products [m, k] · [k, n] in one step on a matrix [rows, columns]: (m, n, k) of each."""
-    short, long = min(rows, columns), max(rows, columns)
-    return [(short, short, long), (short, short, short), (short, long, short)]
 
 
 _SIDE = 32  # of the matrices that are tried

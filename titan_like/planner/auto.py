@@ -8,11 +8,10 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.parallel.schedules.tables import stages_per_rank
-from titan_like.planner.layer_time import accumulation_time
 from titan_like.planner.profile import Profile
 from titan_like.planner.search import Candidate, Found, search
 from titan_like.planner.search_space import set_keys
-from titan_like.planner.step_time import most_parameters
+from titan_like.planner.stages import stages_of_rank
 from titan_like.planner.workload import Workload, pipeline_of
 from titan_like.train.environment import environment_number
 
@@ -85,13 +84,12 @@ def _because(part: str, seconds: float, best: Workload, work: Workload, profile:
 
 def _adding_up(work: Workload, profile: Profile) -> float:
     """Seconds per step in which gradients are added to those of earlier microbatches."""
-    counts = pipeline_of(work).counts
-    parameters = sum(most_parameters(work.model, counts)[0].here(work))
-    return work.microbatches * accumulation_time(parameters, work, profile)
+    held = (sum(stage.elements for stage in stages_of_rank(work, rank).values()) for rank in range(work.pipeline))
+    return work.accumulates * work.microbatches * max(held) * profile.accumulation_bytes / profile.memory_rate
 
 
 def _slower_products(best: Workload, work: Workload) -> str:
-    fullest, theirs = (pipeline_of(one).counts.most for one in (work, best))
+    fullest, theirs = (max(map(sum, pipeline_of(one).layers)) for one in (work, best))
     if fullest * work.pipeline > theirs * best.pipeline:
         return f"uneven stages: {fullest} of {work.model.num_layers} layers on one of {work.pipeline} ranks"
     return f"smaller products: microbatches of {work.micro_batch_size}, tensor {work.tensor}"

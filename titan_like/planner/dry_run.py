@@ -6,16 +6,13 @@ torch's fake process group, where tensors have shapes but no memory. `plan_step`
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -48,7 +45,7 @@ from titan_like.planner.forecast import check_profile
 from titan_like.planner.step_collectives import Collective
 from titan_like.planner.step_plan import StepPlan, plan_step
 from titan_like.planner.training_state import RankState
-from titan_like.torch_private import fake_store
+from titan_like.planner.trace.fake import fake_process_group
 from titan_like.train.environment import dry_run_world
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import check_folders
@@ -160,18 +157,6 @@ def dry_run(config: JobConfig) -> DryRun:
         data=data,
         notes=notes,
     )
-
-
-@contextmanager
-def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
-    """Act as one of many processes that do not exist. Collectives return without doing anything."""
-    hook = sys.excepthook  # which torch wraps with each group, so that every line of a traceback names all ranks
-    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        sys.excepthook = hook
 
 
 def _coordinates(mesh: DeviceMesh) -> dict[str, tuple[int, int]]:

@@ -1,36 +1,55 @@
-"""Bytes of memory on one GPU of every pipeline rank, by what takes them.
+"""The most bytes that one process holds during a step, composed from a traced microbatch.
 
-Parameters, gradients and optimizer state come from `training_state`, which is exact, and activations from
-`activations`. `titan_like.parallel.schedules.tables` says how many microbatches' activations each schedule holds at
-once.
+`occupancy` says how much of each state a schedule holds at each moment, and `stage_memory` what each of them takes. The
+fullest moment is the largest product of the two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
-from titan_like.metrics.devices import Device
-from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stages_per_rank
-from titan_like.planner.activations import Moment, full_moments, kept_of
-from titan_like.planner.profile import Profile
-from titan_like.planner.shapes import ParameterSplit, ShardOf
-from titan_like.planner.training_state import Storage, exact_state, rounds_of, trainer_states
-from titan_like.planner.workload import RankStages, Workload, element_bytes, pipeline_of
+import numpy as np
 
-MEMORY_MARGIN = 0.1  # share of a GPU's memory that a prediction must leave free; nine in ten errors are smaller
+from titan_like.metrics.devices import Device
+from titan_like.optim.state_size import OptimizerState
+from titan_like.planner.occupancy import Occupancy, occupancy, splits_backward
+from titan_like.planner.pass_gradients import Keeping
+from titan_like.planner.profile import Profile
+from titan_like.planner.stage_memory import StageMemory, Usage
+from titan_like.planner.stages import Sharding, StageProgram, shard_rows, sharding_of, stages_of_rank
+from titan_like.planner.trace.program import Parameter, Segment
+from titan_like.planner.workload import Workload, pipeline_of
+
+
+MEMORY_MARGIN = 0.1  # share of a GPU's memory that a prediction must leave free
+
+
+class StepMemory(NamedTuple):
+    """Bytes of tensors on one process at the fullest moment of a step."""
+
+    parameters: int  # master weights
+    gradients: int
+    optimizer: int
+    gathered: int  # weights in the type of computation, and buffers to gather them
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self)
 
 
 class RankMemory(NamedTuple):
-    """Bytes on one GPU of a pipeline rank at its fullest moment."""
+    """`StepMemory` of a pipeline rank, and what the process holds besides tensors."""
 
     parameters: float
     gradients: float
     optimizer: float
-    gathered: float  # gathered weights, and gradients that are not summed yet
+    gathered: float
     activations: float
-    logits: float
     overhead: float
     total: float
 
@@ -55,103 +74,119 @@ def usable_bytes(device: Device) -> float:
 
 def memory(work: Workload, profile: Profile) -> Memory:
     """Memory of all pipeline ranks."""
-    ranks = tuple(rank_memories(work, profile, range(work.pipeline)))
+    found = step_memory(work, range(work.pipeline), profile.gradient_bytes).values()
+    ranks = tuple(with_overhead(profile, *one) for one in found)
     return Memory(ranks, max(rank.total for rank in ranks), profile.device.memory_bytes)
 
 
-def largest_memory(work: Workload, profile: Profile, exact: bool = True) -> float:
-    """The largest total of `memory`, found without computing every rank.
-
-    Candidates are the first and the last rank, and the first rank with each combination of stages: once among all
-    ranks, once among those that hold fewer microbatches than the step has. With ``exact`` unset, the trainer's state
-    under a schedule that splits backward passes is a much faster estimate.
-    """
-    return max([rank.total for rank in rank_memories(work, profile, exact=exact)])
-
-
-def _first_with_gradients(work: Workload) -> int:
-    """The first rank that already has gradients when it holds the most activations.
-
-    It does not hold all microbatches of the step at once: solve `in_flight` < v·m for the rank.
-    """
-    p, m, stages = work.pipeline, work.microbatches, stages_per_rank(work.schedule, work.virtual_stages)
-    if work.schedule not in ("1f1b", "interleaved_1f1b"):
-        return p
-    return p - m + 1 if stages == 1 else ((stages + 1) * p - 1 - stages * m) // 2 + 1
-
-
-def rank_memories(
-    work: Workload, profile: Profile, ranks: Sequence[int] | None = None, exact: bool = True
-) -> Iterator[RankMemory]:
-    """Memory of some pipeline ranks, by default of those that may be fullest; ``exact`` as in `largest_memory`."""
-    if ranks is None and exact and work.schedule in SPLIT_BACKWARD:
-        ranks = range(work.pipeline)  # any rank may be the fullest
-    held = _held(work.sharded_alike(0), profile.device, ranks)
-    for (parameters, all_gradients, optimizer, gathered), moments in zip(
-        _states(work, held, exact), held.moments, strict=True
-    ):
-        share, activations, logits = max(
-            moments, key=lambda one: all_gradients * one.gradients + one.activations + one.logits
-        )
-        yield with_overhead(profile, parameters, all_gradients * share, optimizer, gathered, activations, logits)
+def largest_memory(work: Workload, profile: Profile) -> float:
+    """The largest total of `memory`, found without computing every rank."""
+    ranks = step_memory(work, reduce_bytes=profile.gradient_bytes).values()
+    return max([with_overhead(profile, *one).total for one in ranks])
 
 
 def with_overhead(profile: Profile, *parts: float) -> RankMemory:
-    """A rank's memory from its parts, parameters to logits, with the software's overhead and the total."""
+    """A rank's memory from its parts, parameters to activations."""
     overhead = profile.overhead_bytes + profile.fragmentation * sum(parts[3:])
     return RankMemory._make([*parts, overhead, sum(parts) + overhead])
 
 
-class _Held(NamedTuple):
-    """What some ranks hold, apart from state. Each field has an entry per rank."""
+class _RankMemory(NamedTuple):
+    """What a rank's moments are composed of."""
 
-    ranks: Sequence[int]
-    here: tuple[RankStages, ...]
-    moments: list[list[Moment]]  # see `full_moments`
-
-
-@lru_cache(maxsize=4096)
-def _held(work: Workload, device: Device, ranks: Sequence[int] | None) -> _Held:
-    pipeline, one, moments = pipeline_of(work), kept_of(work, device), []
-    if ranks is None:
-        start = _first_with_gradients(work)
-        # The first rank with each combination of stages among those that already have gradients.
-        later = reversed(range(start, work.pipeline) if start > 0 else ())
-        ranks = *pipeline.largest, *{pipeline.here[rank].layers: rank for rank in later}.values()
-    for rank in ranks:
-        stages, *ends = pipeline.here[rank]
-        chunks = in_flight(work.schedule, work.pipeline, len(stages), work.microbatches, rank)
-        moments.append(full_moments(work, one, pipeline.layers[rank], chunks, len(stages), ends))
-    return _Held(ranks, tuple(pipeline.here[rank] for rank in ranks), moments)
+    occupied: Occupancy
+    values: np.ndarray  # bytes, for each column of `Occupancy.counts`
+    usages: list[Usage]  # of the columns of passes
+    constant: tuple[int, int, int]  # bytes of master weights, of the optimizer, and of `ComputeCopies`
 
 
-def in_flight(schedule: str, pipeline: int, stages: int, microbatches: int, rank: int) -> int:
-    """The most chunks (one microbatch in one of the rank's stages) held at once; the formulas are those of `tables`."""
-    everything = stages * microbatches
-    if schedule in ("gpipe", "looped_bfs"):
-        return everything
-    if schedule == "1f1b" or (schedule == "interleaved_1f1b" and stages == 1):
-        return min(everything, pipeline - rank)
-    if schedule == "interleaved_1f1b":
-        return min(everything, (stages - 1) * pipeline + 2 * (pipeline - rank) - 1)
-    return min(everything, stages * pipeline + (schedule == "dualpipe_v"))
+def step_memory(work: Workload, ranks: Iterable[int] | None = None, reduce_bytes: int = 4) -> dict[int, StepMemory]:
+    """Memory of some pipeline ranks, by default of those that may be the fullest.
+
+    ``reduce_bytes``: of an element in `training.reduce_dtype`.
+    """
+    return {rank: rank_memory(work, rank, reduce_bytes) for rank in (candidates(work) if ranks is None else ranks)}
 
 
-def _states(work: Workload, held: _Held, exact: bool) -> Iterable[tuple[int, int, int, int]]:
-    """Of each rank, bytes of parameters, gradients and optimizer state, and of temporary copies of the first two."""
-    m, split = work.microbatches, work.schedule in SPLIT_BACKWARD
-    several = max(work.data_parallel * work.context, work.replicate * work.expert_shards * work.shares_experts) > 1
-    zero, element = work.zero_stage if several else 0, element_bytes(work.dtype)
-    shards, of_experts = (ShardOf(n if zero else 1) for n in (work.shard * work.context, work.expert_shards))
-    own = (ShardOf(work.expert), of_experts) if work.shares_experts else ()
-    # All degrees above 1 share cached results.
-    storage = Storage(
-        zero, ParameterSplit(ShardOf(work.tensor), shards, *own), 1 + several, compute=element, optimizer=work.optimizer
-    )
-    if exact and split:
-        # More than three rounds of microbatches through the ranks repeat the same moments.
-        shape, few = (work.schedule, work.pipeline, work.virtual_stages), min(m, 3 * work.pipeline)
-        ranks = zip(held.here, held.ranks, strict=True)
-        return (exact_state(work.model, here, *shape, rank, few, storage) for here, rank in ranks)
-    turns = split, rounds_of(work.schedule, work.pipeline, m), m > 1
-    return trainer_states(work.model, held.here, *turns, storage)
+def rank_memory(work: Workload, rank: int, reduce_bytes: int = 4) -> StepMemory:
+    """The fullest moment of a step on one pipeline rank; arguments are those of `step_memory`."""
+    occupied, values, usages, (weights, optimizer, copies) = _parts(work, rank, sharding_of(work, reduce_bytes))
+    totals = occupied.counts @ values
+    fullest = int(totals.argmax())
+    moment = occupied.counts[fullest] * values
+    num_stages = len(occupied.stages)
+    running = usages[int(occupied.counts[fullest, 8 * num_stages + 1 :].argmax())]
+    gathered, gradients = running.gathered + copies, running.gradients
+    for n in range(num_stages):
+        columns = moment[Occupancy.columns_of(n)]
+        gathered += int(columns[2:4].sum())
+        gradients += int(columns[4:].sum())
+    activations = int(totals[fullest]) + copies - gathered - gradients
+    return StepMemory(weights, gradients, optimizer, gathered, activations)
+
+
+def candidates(work: Workload) -> tuple[int, ...]:
+    """Both ends and, of ranks between them with equal stages, the first: later ones hold fewer microbatches."""
+    if splits_backward(work.schedule, work.pipeline, work.compiled):
+        return tuple(range(work.pipeline))
+    return pipeline_of(work).largest
+
+
+def _parts(work: Workload, rank: int, sharding: Sharding) -> _RankMemory:
+    splits = splits_backward(work.schedule, work.pipeline, work.compiled)
+    occupied = occupancy(work.schedule, work.pipeline, work.virtual_stages, work.microbatches, rank, splits)
+    programs, keeping, shards = stages_of_rank(work, rank), _keeping(sharding), tuple(sharding.shards.items())
+    values: list[float] = []
+    usages: list[Usage] = []
+    elements = state = copied = 0.0
+    for n, number in enumerate(occupied.stages):
+        program = programs[number]
+        shard, values_of_optimizer = _sharded(program, shards, work.optimizer)
+        stage = _stage_memory(program, keeping)
+        values += stage.states(shard)
+        usages += stage.usages(occupied.passes[n], shard)
+        elements, state = elements + shard, state + values_of_optimizer
+        copied += stage.elements
+    values.append(programs[occupied.stages[0]].message)
+    values += map(sum, usages)
+    master, copies = sharding.master, sharding.compute * sharding.copied
+    constant = round(master * elements), round(master * state), round(copies * copied)
+    return _RankMemory(occupied, np.array(values, dtype=float), usages, constant)
+
+
+def _keeping(sharding: Sharding) -> Keeping:
+    single = tuple([name for name, shards in sharding.shards.items() if shards == 1])
+    sizes = sharding.compute, sharding.reduce, sharding.master
+    return Keeping(sharding.zero_stage, sharding.wrapped, sharding.copied, single, *sizes)
+
+
+@lru_cache(maxsize=65536)
+def _stage_memory(stage: StageProgram, keeping: Keeping) -> StageMemory:
+    return StageMemory(stage, keeping)
+
+
+@lru_cache(maxsize=65536)
+def _sharded(stage: StageProgram, shards: tuple[tuple[str, int], ...], optimizer: OptimizerState) -> tuple[int, float]:
+    """Elements of the first process's shard of a stage, and values that the optimizer keeps for them."""
+    elements, state = 0, 0.0
+    for segment in stage.layers:
+        more, kept = _sharded_segment(segment, shards, optimizer)
+        elements, state = elements + more, state + kept
+    for parameter in [parameter for unit in stage.ends for parameter in unit.parameters]:
+        more, kept = _sharded_parameter(parameter, dict(shards), optimizer)
+        elements, state = elements + more, state + kept
+    return elements, state
+
+
+@lru_cache(maxsize=65536)
+def _sharded_segment(
+    segment: Segment, shards: tuple[tuple[str, int], ...], optimizer: OptimizerState
+) -> tuple[int, float]:
+    found = [_sharded_parameter(parameter, dict(shards), optimizer) for parameter in segment.parameters]
+    return sum(elements for elements, _ in found), sum(kept for _, kept in found)
+
+
+def _sharded_parameter(parameter: Parameter, shards: dict[str, int], optimizer: OptimizerState) -> tuple[int, float]:
+    rows, *others = parameter.shape
+    shape = shard_rows(rows, shards[parameter.sharers]), *others
+    return prod(shape), optimizer.of(parameter.name, shape)

@@ -18,8 +18,7 @@ from titan_like.parallel.schedules.tables import stages_per_rank
 from titan_like.parallel.split import layers_per_stage
 from titan_like.planner.memory import Memory, memory
 from titan_like.planner.profile import Profile, builtin_profiles, is_builtin, load_profile
-from titan_like.planner.simulator import simulated_step_time
-from titan_like.planner.step_time import StepTime, host_and_device_seconds
+from titan_like.planner.step_time import StepTime, host_and_device_seconds, step_time
 from titan_like.planner.workload import BYTES, Workload
 from titan_like.train.environment import cluster_size
 from titan_like.train.rules import check_rules
@@ -139,7 +138,7 @@ _LARGEST_BAND = 0.9  # errors are relative to the measured time, so 1 would mean
 
 def forecast(work: Workload, profile: Profile) -> Forecast:
     """Predict a run's step, with rates and an error band."""
-    time, device = simulated_step_time(work, profile), profile.device
+    time, device = step_time(work, profile), profile.device
     peak = None if device.is_cpu else device.peak_flops(work.dtype) / 1e12
     recompute = work.activation_checkpoint
     meter = ThroughputMeter(work.model, work.seq_len, recompute, work.num_gpus, peak, work.decoder_seq_len)
@@ -178,15 +177,14 @@ def for_run(profile: Profile, config: JobConfig, device: Device) -> Profile:
 def of_own_trainer(profile: Profile, dtype: str, reduce_dtype: str = "float32") -> Profile:
     """A stack's constants, with our own trainer's way of working in place of that stack's."""
     return profile.changed(
-        trainer_state=True,
         message_exposed=1.0 if profile.device.is_cpu else 0.0,  # our trainer waits only when a pass needs it
         # Weights are DTensors, and taking their local parts and gradients costs the host time. For a GPT layer with 12
         # parameters it needs 375 µs forward and 880 µs backward instead of 90 and 150 (PyTorch 2.13, server CPU).
         tensor_host_forward=285e-6,
         tensor_host_backward=730e-6,
-        fused_loss=True,  # by the compiler; else it is PyTorch's, in float32
-        logit_state=8.0,
-        recompute_whole=False,  # torch stops recomputing when nothing more is needed
+        message_shards=False,
+        fusion=0.0,
+        accumulation_bytes=BYTES[dtype] + 8.0,
         optimizer_traffic=28.0 + 8.0,  # fused AdamW in float32: weight, gradient and moments; plus the gradient norm
         gradient_bytes=BYTES[reduce_dtype],
         parameter_bytes=BYTES[dtype],
@@ -223,7 +221,6 @@ def workload_of(config: JobConfig, model: TransformerConfig, layout: Layout) -> 
         zero_stage=parallelism.zero_stage,
         recompute=recompute.mode,
         recompute_every=recompute.every_n_layers,
-        flash=True,
         dtype=compute_type(config),
         dropout=getattr(model, "dropout", 0.0) > 0,
         compiled=config.compile.enable,

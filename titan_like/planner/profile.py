@@ -11,7 +11,8 @@ means that the model is wrong. The others follow from how the software works or 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property, lru_cache
 from importlib import resources
 from pathlib import Path
@@ -46,7 +47,7 @@ FITTED: dict[str, Bounds] = {
     "gemm_depth": Bounds(30, 600, 0.35),
     "attention_efficiency": Bounds(0.1, 1.0, 0.3),
     "memory_efficiency": Bounds(0.3, 1.0, 0.2),
-    "compiled_traffic": Bounds(0.2, 1.0, 0.3),
+    "fusion": Bounds(0.01, 1.0, 0.5),
     "operator_time": Bounds(1e-6, 1e-4, 0.7),
     "nvlink_efficiency": Bounds(0.1, 0.95, 0.1),
     "network_efficiency": Bounds(0.05, 0.95, 0.4),
@@ -156,6 +157,11 @@ Count = Annotated[int, Field(ge=1, le=1_000_000)]
 Whole = Annotated[int, Field(ge=0, le=1_000_000)]
 
 
+def as_traced(segment: Any, is_layer: bool) -> Sequence[Any]:  # noqa: ARG001 - other stacks ask
+    """The passes of a traced segment: what this trainer runs."""
+    return segment.passes
+
+
 @dataclass(frozen=True, eq=False)
 class Profile:
     """Constants of a stack. Efficiencies are shares of the data sheet's figure; times are in seconds."""
@@ -180,7 +186,7 @@ class Profile:
     gemm_depth: Amount = 150.0  # multiply-adds that starting and ending a tile costs: efficiency K / (K + depth)
     attention_efficiency: Efficiency = 0.5  # of fused attention
     memory_efficiency: Efficiency = 0.8
-    compiled_traffic: Part = 0.6  # share of the memory traffic between products that compiled layers keep
+    fusion: Part = 0.0  # 0: every operator between products reads and writes memory; 1: neighbours are one kernel
     operator_time: Amount = 1e-5  # host's time to launch one operator
     nvlink_efficiency: Efficiency = 0.75
     network_efficiency: Efficiency = 0.6  # collectives between nodes
@@ -205,35 +211,30 @@ class Profile:
     message_shards: bool = True  # each tensor-parallel rank sends a part of a pipeline message
     message_exposed: Part = 1.0  # share of a pipeline message that computation waits for
     tensor_exposed: Part = 1.0  # the same for tensor-parallel collectives
-    tensor_async_exposed: Part = 0.7  # the same if they are split up to overlap with products
-    sends_once_per_node: bool = False  # a token's row goes to a node with several of its experts once
-    fused_loss: bool = False  # the loss is one operator each way and writes the gradient over the logits
-    fused_softmax: bool = True  # scale, mask and softmax are one operator
-    fused_accumulation: bool = False  # the product that makes a gradient adds it to the sum of earlier microbatches
     causal_half: bool = False  # fused attention skips what the mask hides
-    recompute_whole: bool = True  # recomputation also repeats a layer's last product and sum
     overlap_in_pipeline: bool = True  # a pipeline's last backward passes also hide gradient sums
     gather_hidden: bool = False  # ZeRO 1 and 2 gather parameters during the first forward pass
     gradient_bytes: Count = 4  # per gradient in data-parallel sums
     parameter_bytes: Count = 2  # per parameter in gathers
+    accumulation_bytes: Amount = 10.0  # per parameter and microbatch: read the new gradient, read and write the sum
     optimizer_traffic: Amount = 52.0  # bytes per parameter that clipping and the update read and write
     blocking_launches: bool = False  # the host waits for every operator (CUDA_LAUNCH_BLOCKING=1)
     launch_norm: Count = 4  # how sharply the slower of host and device sets a pass's time; see `host_and_device`
-    host_operators: tuple[Whole, Whole] = (24, 40)  # in a layer's forward and backward pass
     tensor_host_forward: Amount = 0.0  # extra host time per layer with tensor parallelism, uncompiled
     tensor_host_backward: Amount = 0.0
-    weight_state: Amount = 2.0  # resident bytes per parameter: weights
-    gradient_state: Amount = 4.0  # gradients
-    optimizer_state: Amount = 12.0  # master weights and moments
-    buffer_state: Amount = 0.0  # flat buffers for sums and gathers
-    logit_state: Amount = 8.0  # bytes per logit at the loss, apart from the logit: float32 copies, gradients
-    trainer_state: bool = False  # weights, gradients and optimizer state are kept as in our own trainer
     overhead_bytes: Amount = 3e9  # context, libraries and communication buffers
     fragmentation: Amount = 0.05  # of activations and gathered weights
     cores: Whole = 0  # of a CPU, if a node's processes share them; 0: each has its own
     # Of a job, not of a stack:
     one_node: bool = False  # it has no more GPUs than one node
     own_links: bool = False  # the links between nodes were measured on its cluster, so its settings do not change them
+    # What the stack runs for a traced segment, which is a layer or not; by default what this trainer runs.
+    operators: Callable[[Any, bool], Sequence[Any]] = as_traced
+
+    @cached_property
+    def seconds(self) -> dict[Any, Any]:
+        """What `titan_like.planner.cost` has computed with these constants."""
+        return {}
 
     @cached_property
     def links(self) -> Links:
@@ -260,7 +261,7 @@ class Profile:
         return replace(self, **values)
 
 
-_OF_JOBS = ("one_node", "own_links")
+_OF_JOBS = ("one_node", "own_links", "operators")
 
 
 @cache
@@ -301,7 +302,7 @@ def profile_from(name: str, table: dict[str, Any]) -> Profile:
 def profile_to_toml(profile: Profile) -> str:
     """The inverse of `profile_from`: values that differ from the defaults, and all fitted ones, to four digits."""
     defaults: dict[str, Any] = {f.name: f.default for f in fields(Profile)} | {"judged": {}}
-    values = asdict(profile) | {"device": profile.device.name}
+    values = {f.name: getattr(profile, f.name) for f in fields(Profile)} | {"device": profile.device.name}
     shown = {
         key: _rounded(value)
         for key, value in values.items()

@@ -1,9 +1,9 @@
 """A best-first search for the fastest layout that fits, among all that the trainer accepts, and the best of each kind.
 
-Groups of layouts wait in a heap in the order of a lower bound of their step time. A layout's own time is computed when
-nothing in the heap can be faster. So layouts come out in the exact order of their times by closed forms, and the many
-that cannot be among the first are never computed. For every kind and schedule, the first few layouts are then simulated
-pass by pass and ranked by the simulated time.
+Layouts wait in a heap in the order of a lower bound of their step time: first groups of them, by what their operators
+must take at least; then each pipeline of a group, by what its ranks compute; then each layout, by the shortest way
+through its pipeline. Only a layout that nothing in the heap can beat is followed pass by pass. So layouts come out in
+the exact order of their times, and the many that cannot be among the first are never computed.
 """
 
 from __future__ import annotations
@@ -12,32 +12,25 @@ import gc
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil
-from operator import add
 from typing import Any
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.models.registry import model_config
-from titan_like.parallel.schedules.tables import SCHEDULES, SPLIT_BACKWARD, V_SHAPED, stages_per_rank
-from titan_like.planner.activations import kept_of
-from titan_like.planner.layer_time import layer_cost
-from titan_like.planner.memory import MEMORY_MARGIN, in_flight, largest_memory, usable_bytes
+from titan_like.parallel.schedules.tables import SCHEDULES, SPLIT_BACKWARD, stages_per_rank
+from titan_like.planner.cost import Kernels, least_seconds
+from titan_like.planner.memory import MEMORY_MARGIN, largest_memory, usable_bytes
 from titan_like.planner.predict import checked_profile, profile_and_device
 from titan_like.planner.profile import Profile
 from titan_like.planner.search_space import Space
-from titan_like.planner.simulator import simulated_step_time
-from titan_like.planner.step_time import Passes, Sharding, StepTime, passes, sharded_step_time, sharding, step_time
-from titan_like.planner.workload import BYTES, Workload, pipeline_of
+from titan_like.planner.stages import stages_of
+from titan_like.planner.step_time import StepTime, least_step_seconds, step_time, steps_of
+from titan_like.planner.workload import BYTES, Workload
 from titan_like.train.environment import cluster_size
 
 _ROUNDING = 1 - 1e-9  # a bound and what it bounds are sums in different orders
-
-_CLOSED_FORMS = {True: 0.95, False: 0.98}  # least simulated time, relative to the closed form; True: V-shaped
-_SIMULATED = 6  # layouts per kind and schedule
-_UNSURE = (0.9, 1.25)  # in this range, the estimate for split backward passes cannot tell what fits
 
 
 @dataclass(frozen=True)
@@ -55,8 +48,8 @@ class Counts:
 
     valid: int = 0
     too_large: int = 0  # known not to fit; layouts that were passed over may not fit either
-    computed: int = 0  # layouts, and pipelines of a group, whose step time was computed
-    simulated: int = 0  # layouts whose pipeline was simulated
+    computed: int = 0  # layouts, and pipelines of a group, for which a bound was computed
+    followed: int = 0  # layouts whose passes were followed
 
 
 @dataclass(frozen=True)
@@ -122,15 +115,14 @@ class BestFirst:
         self.space, self.profile, self.kinds, self.progress = space, profile, kinds, progress
         self.usable = usable_bytes(profile.device)
         self.counts = Counts()
-        # (bound, depth, order, what). Depth 0 has groups, 1 the pipelines of a group, 2 layouts, 3 simulated layouts.
+        # (bound, depth, order, what). Depth 0 has groups, 1 the pipelines of a group, 2 layouts, 3 followed layouts.
         # Orders are unique, so comparisons stop there; among equally fast layouts, plainer settings come first.
         self.heap: list[tuple[float, int, tuple[int, ...], Any]] = []
         self.numbers = itertools.count()
         self.ranked: list[Candidate] = []
         self.cells: set[tuple[int, int, int]] = set()
-        self.too_large: dict[tuple[int, int], Candidate] = {}
-        self.tried: Counter[tuple[tuple[int, int, int], str]] = Counter()
-        self._held: dict[tuple[int, int], float] = {}
+        self.too_large: dict[tuple[int, int], tuple[Workload, float]] = {}
+        self._least: dict[Workload, tuple[float, float]] = {}
 
     def run(self) -> Found:
         """Search to the end.
@@ -138,147 +130,126 @@ class BestFirst:
         Raises:
             ConfigError: no layout is valid, or none fits.
         """
-        for group in self.space.groups():
+        for turn, group in enumerate(self.space.groups()):
+            if turn % 16 == 0:
+                self.progress(self.counts)
             self._add_group(group)
         for turn in itertools.count():
             if not self.heap or len(self.ranked) == self.kinds:
                 break
-            if turn % 256 == 0:
+            if turn % 64 == 0:
                 self.progress(self.counts)
-            # Whatever comes out first is replaced by its parts with closer bounds, until a simulated layout comes out.
+            # Whatever comes out first is replaced by its parts with closer bounds, until a followed layout comes out.
             _, depth, _, what = heapq.heappop(self.heap)
-            (self._add_pipelines, self._add_layouts, self._simulate, self._take)[depth](*what)
+            (self._add_pipelines, self._add_layouts, self._follow, self._take)[depth](*what)
         if not self.ranked:
             raise self._nothing_fits()
-        self.ranked.sort(key=lambda one: one.time.total)  # needed where a bound was above what it bounds
-        # Layouts that would win if they fitted are worth reporting. Their times are known from closed forms so far.
-        too_large = [self._predicted(one.work) for one in self.too_large.values() if self._may_be_best(one)]
+        # Layouts that would win if they fitted are worth reporting.
+        too_large = [Candidate(work, step_time(work, self.profile), used) for work, used in self.too_large.values()]
         too_large = [one for one in too_large if one.time.total < self.ranked[0].time.total]
         too_large.sort(key=lambda one: one.memory_bytes)
         return Found(self.space, self.profile, self.ranked, too_large, self.counts, self.usable)
+
+    def _push(self, bound: float, depth: int, what: tuple[Any, ...]) -> None:
+        heapq.heappush(self.heap, (bound * _ROUNDING, depth, (next(self.numbers),), what))
 
     def _add_group(self, group: Workload) -> None:
         """Put a group into the heap, unless none of its layouts can fit."""
         layouts = len(self.space.pipelines(group)) * len(self.space.splits(group))
         self.counts.valid += layouts
-        if self.least_memory(group) > self.usable:
+        seconds, kept = self._least_of(group)
+        # Master weights and their gradients, shared by all, and what a rank of any schedule keeps of its microbatches.
+        state = 2 * BYTES["float32"] * group.model.num_parameters() / group.num_gpus
+        held = min(group.microbatches, group.pipeline) / group.pipeline * kept
+        if state + held + self.profile.overhead_bytes > self.usable:
             self.counts.too_large += layouts
             return
-        self._push(least_group_time(group, self.profile), 0, (group,))
+        self._push(group.microbatches / group.pipeline * seconds, 0, (group,))
 
-    def _push(self, bound: float, depth: int, what: tuple[Any, ...]) -> None:
-        heapq.heappush(self.heap, (bound * _ROUNDING, depth, (next(self.numbers),), what))
-
-    def least_memory(self, group: Workload) -> float:
-        """A lower bound in bytes on a group's layouts: activations, and an equal share of weights and gradients."""
-        key = group.pipeline, group.microbatches
-        if key not in self._held:
-            pipelines = self.space.pipelines(group)
-            self._held[key] = min(self._held_layers(group, *choice) for choice in pipelines)
-        # Master weights and their gradients.
-        state = 2 * BYTES["float32"] * group.model.num_parameters() / group.num_gpus
-        layer = min(kept_of(group, self.profile.device).layers)
-        return self._held[key] * layer + state + self.profile.overhead_bytes
-
-    def _held_layers(self, group: Workload, schedule: str, virtual: int) -> float:
-        """The most layers times microbatches whose activations a rank holds."""
-        work = self.space.member(group, schedule, virtual, 0, 1, group.shard)
-        p, per_rank, layers = group.pipeline, stages_per_rank(schedule, virtual), pipeline_of(work).layers
-        held = (in_flight(schedule, p, per_rank, group.microbatches, rank) * sum(layers[rank]) for rank in range(p))
-        return max(held) / per_rank
+    def _least_of(self, group: Workload) -> tuple[float, float]:
+        """Lower bounds of the seconds and kept bytes of a microbatch in the whole model, from one of a single sample."""
+        one = group._replace(micro_batch_size=1, shard=1, schedule="1f1b", virtual_stages=1, stage_layers=None)
+        one = one._replace(global_batch_size=2, pipeline=min(2, group.pipeline))
+        if one not in self._least:
+            seconds, kept, kernels = 0.0, 0, Kernels.of(one)
+            for stage in stages_of(one):
+                kept += sum(segment.kept for segment in stage.layers)
+                for segment, is_layer, count in stage.counts:
+                    seconds += count * least_seconds(segment, is_layer, stage.groups, kernels, self.profile)
+            self._least[one] = seconds, kept
+        seconds, kept = self._least[one]
+        return group.micro_batch_size * seconds, group.micro_batch_size * kept
 
     def _add_pipelines(self, group: Workload) -> None:
-        if self._done(group):
-            return
-        for choice, bound in pipeline_bounds(self.space, group, self.profile):
-            self.counts.computed += 1
-            self._push(bound * _least_part(group.pipeline, choice[0]), 1, (group, choice))
+        """Put a group's pipelines into the heap, by the mean work of their ranks, which none of them can share better.
 
-    def _add_layouts(self, group: Workload, choice: tuple[str, int]) -> None:
-        """Put a pipeline's layouts into the heap by their step times, except those known not to fit.
-
-        The most sharded layouts come first. With fewer shards, memory only grows. In 16-bit types it also grows with a
-        lower ZeRO stage, if backward passes are whole. Layouts with split backward passes are judged when their turn
-        comes, because the exact judgement, needed where the estimate does not decide, takes long.
+        Those that do not split backward passes come with the shortest way through their pipelines.
         """
         if self._done(group):
             return
-        nothing_lower_fits = False
-        pipeline = self.space.member(group, *choice, 0, 1, group.shard)
-        found: dict[bool, Passes] = {}
-        for zero, splits in itertools.groupby(self.space.splits(group), key=lambda split: split[0]):
-            may_fit = not nothing_lower_fits
-            known = (group.tensor, group.pipeline, zero) in self.cells
-            for index, (_, replicas, shards) in enumerate(splits):
-                if not may_fit:
-                    self.counts.too_large += 1
-                elif not known:
-                    work = pipeline._replace(zero_stage=zero, replicate=replicas, shard=shards)
-                    if zero == 3 and choice[0] not in SPLIT_BACKWARD:
-                        may_fit = self._fits(work)
-                        # Not so in float32, where ZeRO 0 has its weights once and ZeRO 3 gathers a copy of that type.
-                        nothing_lower_fits = not may_fit and index == 0 and work.dtype != "float32"
-                    if may_fit:
-                        whole = work.gradients_are_whole
-                        if whole not in found:
-                            found[whole] = passes(work, self.profile)
-                        self._add_layout(work, found[whole])
+        zero = 2 if group.data_parallel * group.context > 1 else 0  # with which microbatches are fastest
+        split = (zero, 1, group.shard)
+        mean = 0.0
+        for choice in self.space.pipelines(group):
+            self.counts.computed += 1
+            if choice[0] in SPLIT_BACKWARD:
+                mean = mean or self._mean_work(self.space.member(group, "1f1b", 1, *split))
+                self._push(mean, 1, (group, choice))
+            else:
+                # Sums of gradients, which differ between the ways of splitting, are left out.
+                work = self.space.member(group, *choice, *split)
+                self._push(least_step_seconds(work, self.profile, passes_alone=True), 1, (group, choice))
 
-    def _fits(self, work: Workload, exact: bool = False) -> bool:
-        """Whether a layout fits, by an estimate; if ``exact`` and that is too rough, by following every pass."""
-        used = needed = largest_memory(work, self.profile, exact=False)
-        if exact and work.schedule in SPLIT_BACKWARD and _UNSURE[0] < used / self.usable < _UNSURE[1]:
-            needed = largest_memory(work, self.profile)
-        if needed > self.usable:
-            self._remember(work, used)
-        return needed <= self.usable
+    def _mean_work(self, work: Workload) -> float:
+        passes = steps_of(work, self.profile).stages
+        return work.microbatches / work.pipeline * sum(one.F + one.B for one in passes)
 
-    def _add_layout(self, work: Workload, found: Passes) -> None:
-        time = sharded_step_time(work, self.profile, found)
-        self.counts.computed += 1
-        heapq.heappush(self.heap, (time.total * _least_part(work.pipeline, work.schedule), 2, _order(work), (work,)))
-
-    def _remember(self, work: Workload, used: float) -> None:
-        """Count a layout that is too large. For every pair of degrees, keep the one nearest to fitting."""
-        self.counts.too_large += 1
-        key = work.tensor, work.pipeline
-        if key not in self.too_large or used < self.too_large[key].memory_bytes:
-            self.too_large[key] = Candidate(work, step_time(work, self.profile), used)
+    def _add_layouts(self, group: Workload, choice: tuple[str, int]) -> None:
+        """Put a pipeline's layouts into the heap by the shortest way through it."""
+        if self._done(group):
+            return
+        for split in self.space.splits(group):
+            work = self.space.member(group, *choice, *split)
+            if _cell(work) not in self.cells:
+                self.counts.computed += 1
+                bound = least_step_seconds(work, self.profile) * _ROUNDING
+                heapq.heappush(self.heap, (bound, 2, _order(work), (work,)))
 
     def _done(self, group: Workload) -> bool:
         """Whether the best layouts of all the group's kinds are known."""
         zeros = {zero for zero, _, _ in self.space.splits(group)}
         return all((group.tensor, group.pipeline, zero) in self.cells for zero in zeros)
 
-    def _simulate(self, work: Workload) -> None:
+    def _follow(self, work: Workload) -> None:
         """If a layout fits and may be the first of its kind, find the time that it is ranked by."""
-        is_known_to_fit = work.zero_stage == 3 and work.schedule not in SPLIT_BACKWARD
-        tried = self.tried[_cell(work), work.schedule]
-        if _cell(work) in self.cells or tried == _SIMULATED or (tried and work.pipeline == 1):
+        if _cell(work) in self.cells:
             return
-        if is_known_to_fit or self._fits(work, exact=True):
-            self.counts.simulated += 1
-            self.tried[_cell(work), work.schedule] += 1
-            time = simulated_step_time(work, self.profile)
-            heapq.heappush(self.heap, (time.total, 3, _order(work), (work, time)))
+        used = largest_memory(work, self.profile)
+        if used > self.usable:
+            self._remember(work, used)
+            return
+        self.counts.followed += 1
+        time = step_time(work, self.profile)
+        heapq.heappush(self.heap, (time.total, 3, _order(work), (work, time, used)))
 
-    def _take(self, work: Workload, time: StepTime) -> None:
+    def _remember(self, work: Workload, used: float) -> None:
+        """Count a layout that is too large. For every pair of degrees, keep the one nearest to fitting."""
+        self.counts.too_large += 1
+        key = work.tensor, work.pipeline
+        if key not in self.too_large or used < self.too_large[key][1]:
+            self.too_large[key] = work, used
+
+    def _take(self, work: Workload, time: StepTime, used: float) -> None:
         """Rank the next layout in the order of time, if it is the first of its kind."""
         if _cell(work) not in self.cells:
             self.cells.add(_cell(work))
-            self.ranked.append(Candidate(work, time, largest_memory(work, self.profile)))
-
-    def _may_be_best(self, one: Candidate) -> bool:
-        return one.time.total * _least_part(one.work.pipeline, one.work.schedule) < self.ranked[0].time.total
-
-    def _predicted(self, work: Workload) -> Candidate:
-        return Candidate(work, simulated_step_time(work, self.profile), largest_memory(work, self.profile))
+            self.ranked.append(Candidate(work, time, used))
 
     def _nothing_fits(self) -> ConfigError:
         if not self.counts.valid:
             return self.space.no_layout()
-        least = min(self.too_large.values(), key=lambda one: one.memory_bytes, default=None)
-        need = f"; the smallest found needs {least.memory_bytes / 2**30:.0f} GiB" if least else ""
+        least = min((used for _, used in self.too_large.values()), default=None)
+        need = f"; the smallest found needs {least / 2**30:.0f} GiB" if least else ""
         problem = (
             f"no layout of {self.counts.valid:,} on {self.space.num_gpus} GPUs fits into {self.usable / 2**30:.0f} GiB "
             f"({100 * MEMORY_MARGIN:.0f} % kept free){need}; use more or larger GPUs"
@@ -286,47 +257,9 @@ class BestFirst:
         return ConfigError("cluster.gpu", self.profile.device.name, problem)
 
 
-def least_group_time(group: Workload, profile: Profile) -> float:
-    """A lower bound in seconds on a group's layouts: the passes of a rank with at least the mean number of layers."""
-    work = group._replace(zero_stage=_least_zero(group))
-    one = work.one_microbatch()
-    costs = [layer_cost(one, profile, kind) for kind, count in enumerate(work.model.layer_counts) if count]
-    once = [cost.forward + cost.backward + cost.forward_tensor + cost.backward_tensor for cost in costs]
-    recomputed = [(cost.recomputed + cost.recomputed_tensor) / work.recompute_every for cost in costs]
-    return work.microbatches * ceil(work.model.num_layers / work.pipeline) * min(map(add, once, recomputed))
-
-
-def pipeline_bounds(space: Space, group: Workload, profile: Profile) -> Iterator[tuple[tuple[str, int], float]]:
-    """A group's pipelines, each with a lower bound in seconds over all ways in which ZeRO can split it.
-
-    Pipelines with the same slowest rank share what data parallelism adds. For ZeRO 0 and 1, the passes are those of
-    ZeRO 2: they are shorter, and by more than the communication that they would hide less.
-    """
-    known: dict[tuple[Any, ...], list[Sharding]] = {}
-    for choice in space.pipelines(group):
-        work = space.member(group, *choice, _least_zero(group), 1, group.shard)
-        found = passes(work, profile)
-        key = found[:5]  # everything that `sharding` depends on
-        if key not in known:
-            layouts = (space.member(group, *choice, *split) for split in space.splits(group))
-            known[key] = [sharding(layout, profile, found) for layout in layouts]
-        m = work.microbatches
-        added = [m * one.gathered + one.data + one.update + found.bubble * one.elsewhere for one in known[key]]
-        yield choice, found.seconds + min(added)
-
-
-def _least_zero(work: Workload) -> int:
-    """The ZeRO stage with the fastest microbatches: 2 accumulates only shards of gradients and gathers only once."""
-    return 2 if work.data_parallel * work.context > 1 else 0
-
-
 def _cell(work: Workload) -> tuple[int, int, int]:
     """A layout's kind: tensor degree, pipeline degree and ZeRO stage."""
     return work.tensor, work.pipeline, work.zero_stage
-
-
-def _least_part(pipeline: int, schedule: str) -> float:
-    return _CLOSED_FORMS[pipeline > 1 and schedule in V_SHAPED]
 
 
 _MODES = {"none": 0, "experts": 1, "selective": 2, "full": 3}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -40,11 +41,19 @@ class StageProgram:
     is_last: bool
     message: int  # bytes of the hidden states between two stages
     sharers: str  # mesh dimension over which ZeRO shards what is no expert's
+    groups: dict[str, tuple[int, int]]  # as `Program.groups`
 
     @property
     def layers(self) -> tuple[Segment, ...]:
         """The layers' segments."""
         return self.segments[self.first_layer : self.first_layer + self.num_layers]
+
+    @cached_property
+    def counts(self) -> list[tuple[Segment, bool, int]]:
+        """Each segment once, with whether it is a layer, and how often the stage has it."""
+        layers = Counter(self.layers)
+        others = [one for one in self.segments if one not in layers]
+        return [*((one, False, 1) for one in others), *((one, True, count) for one, count in layers.items())]
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
@@ -54,10 +63,20 @@ class StageProgram:
         return *tables, *layers, *(unit for unit in self.ends if not unit.name)
 
     @cached_property
+    def elements_by_sharers(self) -> dict[str, int]:
+        """Of all parameters before ZeRO shards them, by the mesh dimension over which it does."""
+        found = Counter[str]()
+        for segment, is_layer, count in self.counts:
+            for sharers, size in segment.elements.items():
+                found[sharers] += size * count * is_layer
+        for unit in self.ends:
+            found[unit.sharers] += unit.elements
+        return dict(found)
+
+    @property
     def elements(self) -> int:
         """Of all parameters, before ZeRO shards them."""
-        layers = sum(sum(segment.elements.values()) for segment in self.layers)
-        return layers + sum(unit.elements for unit in self.ends)
+        return sum(self.elements_by_sharers.values())
 
 
 class Sharding(NamedTuple):
@@ -76,7 +95,7 @@ class Sharding(NamedTuple):
 
 def sharding_of(work: Workload, reduce_bytes: int = BYTES["float32"]) -> Sharding:
     """A run's sharding. ``reduce_bytes``: of an element in `training.reduce_dtype`."""
-    sizes = {"dp_shard": work.shard * work.context, "expert_shard": work.expert_shards}
+    sizes = {name: size for name, (size, _) in shard_groups(work).items()}
     holders = {name: work.replicate * size for name, size in sizes.items()}
     shared = max(holders.values() if work.shares_experts else [holders["dp_shard"]]) > 1
     compute, zero = element_bytes(work.dtype), work.zero_stage if shared else 0
@@ -88,6 +107,11 @@ def sharding_of(work: Workload, reduce_bytes: int = BYTES["float32"]) -> Shardin
     return Sharding(zero, holders, shards, work.replicate, wrapped, in_half and not shared, compute, reduce, master)
 
 
+def shard_groups(work: Workload) -> dict[str, tuple[int, int]]:
+    """By the mesh dimension over which ZeRO shards: processes over which it does, and the stride of their ranks."""
+    return {"dp_shard": (work.shard * work.context, work.tensor), "expert_shard": (work.expert_shards, work.expert)}
+
+
 def shard_rows(rows: int, shards: int, rank: int = 0) -> int:
     """Rows of a parameter on one of ``shards`` processes, as `torch.chunk` divides them."""
     largest = -(-rows // shards)
@@ -96,21 +120,22 @@ def shard_rows(rows: int, shards: int, rank: int = 0) -> int:
 
 def stages_of_rank(work: Workload, rank: int) -> dict[int, StageProgram]:
     """The stages of a pipeline rank by their number."""
-    pipeline, key = pipeline_of(work), TraceKey.of(work)
+    return {n: one for n, (one, owner) in enumerate(zip(stages_of(work), pipeline_of(work).ranks)) if owner == rank}
+
+
+def stages_of(work: Workload) -> tuple[StageProgram, ...]:
+    """All stages of a run's pipeline."""
     every = 1 if work.recompute == "none" else work.recompute_every
-    return _stages_of_rank(key, pipeline.stages, pipeline.ranks, rank, every)
+    return _stages(TraceKey.of(work), pipeline_of(work).stages, every)
 
 
 @lru_cache(maxsize=65536)
-def _stages_of_rank(
-    key: TraceKey, stages: tuple[tuple[int, ...], ...], ranks: tuple[int, ...], rank: int, every: int
-) -> dict[int, StageProgram]:
-    before, last = list(accumulate(map(sum, stages), initial=0)), len(ranks) - 1
-    return {
-        stage: _stage_program(key, stages[stage], before[stage] % every, every, stage == 0, stage == last)
-        for stage, owner in enumerate(ranks)
-        if owner == rank
-    }
+def _stages(key: TraceKey, stages: tuple[tuple[int, ...], ...], every: int) -> tuple[StageProgram, ...]:
+    before, last = accumulate(map(sum, stages), initial=0), len(stages) - 1
+    return tuple(
+        _stage_program(key, counts, layers % every, every, stage == 0, stage == last)
+        for stage, (counts, layers) in enumerate(zip(stages, before, strict=False))
+    )
 
 
 @lru_cache(maxsize=65536)
@@ -130,7 +155,8 @@ def _stage_program(
     groups = units_of_layers([element * sum(program.layers[kind].elements.values()) for kind in kinds])
     ends = tuple(_ends(program, kinds, is_first, is_last))
     where = is_first + 1, len(layers), ends, tuple(groups), is_first, is_last
-    return StageProgram(tuple(segments), *where, program.entry.output, program.head.parameters[0].sharers)
+    others = program.entry.output, program.head.parameters[0].sharers, program.groups
+    return StageProgram(tuple(segments), *where, *others)
 
 
 def _ends(program: Program, kinds: list[int], is_first: bool, is_last: bool) -> Iterator[Unit]:

@@ -49,7 +49,6 @@ class Workload(NamedTuple):
     sequence_parallel: bool = False
     recompute: Literal["none", "full", "selective", "experts"] = "none"  # selective: only the attention core
     recompute_every: int = 1
-    flash: bool = True
     dtype: str = "bfloat16"
     dropout: bool = False
     compiled: bool = False  # a compiler fuses the layers' operators between products
@@ -58,7 +57,6 @@ class Workload(NamedTuple):
     decoder_seq_len: int = 0  # positions of a decoder, which come in addition to seq_len
     optimizer: OptimizerState = ADAMW_STATE  # what it keeps in our own trainer
     update: UpdateWork = ADAMW_WORK
-    # The last three say how data parallelism splits state; see `sharded_alike`.
     replicate: int = 1
     shard: int = 1
     zero_stage: int = 0
@@ -113,18 +111,6 @@ class Workload(NamedTuple):
         """Whether whole gradients are added to those of earlier microbatches."""
         return self.microbatches > 1 and self.gradients_are_whole
 
-    def one_microbatch(self) -> Workload:
-        """What the times of a layer depend on. Layouts that agree in it share cached results."""
-        batch = self.micro_batch_size * (1 + self.accumulates)
-        alone = self._replace(global_batch_size=batch, replicate=1, shard=1, zero_stage=0, recompute_every=1)
-        return alone._replace(pipeline=1, schedule="1f1b", virtual_stages=1, stage_layers=None)
-
-    def sharded_alike(self, zero_stage: int) -> Workload:
-        """The run with all data-parallel processes in one ZeRO group. Layouts that agree in it share cached results."""
-        if self.replicate == 1 and self.zero_stage == zero_stage:
-            return self
-        return Workload(*self[:-3], 1, self.data_parallel, zero_stage)  # `_replace` takes several times as long
-
     @property
     def num_gpus(self) -> int:
         """GPUs of the job."""
@@ -136,36 +122,12 @@ class Workload(NamedTuple):
         return -(-self.global_batch_size // (self.micro_batch_size * self.replicate * self.shard))
 
 
-class RankLayers(NamedTuple):
-    """Layers on the pipeline's ranks that the step time depends on."""
-
-    first: Counts  # on the rank with the embedding
-    last: Counts  # on the rank with the output matrix
-    largest: tuple[Counts, ...]  # on the ranks that may have more than these two: those with the most of some kind
-    ends_together: bool  # one rank holds both ends of the model
-    most: int  # the most on any rank, of all kinds together
-
-
-class RankStages(NamedTuple):
-    """A rank's stages in the order of the forward pass.
-
-    ``layers`` has the layers of each stage, by kind. ``first`` and ``last`` say whether the rank holds the pipeline's
-    first and last stage.
-    """
-
-    layers: tuple[Counts, ...]
-    first: bool
-    last: bool
-
-
 class PipelineRanks(NamedTuple):
     """How a pipeline's ranks share the model's layers."""
 
     stages: tuple[Counts, ...]  # layers of each stage
     ranks: tuple[int, ...]  # rank of each stage
     layers: tuple[Counts, ...]  # layers of each rank, over all its stages
-    here: tuple[RankStages, ...]  # stages of each rank
-    counts: RankLayers
     largest: tuple[int, ...]  # may be fullest: both ends, and the first rank with each combination of stages
 
 
@@ -184,15 +146,8 @@ def _pipeline(
     for rank, counts in zip(ranks, stages, strict=True):
         of_rank[rank].append(counts)
     layers = tuple(tuple(map(sum, zip(*counts, strict=True))) for counts in of_rank)
-    first, last = ranks[0], ranks[-1]
-    return PipelineRanks(
-        stages,
-        ranks,
-        layers,
-        tuple(RankStages(tuple(counts), rank == first, rank == last) for rank, counts in enumerate(of_rank)),
-        RankLayers(layers[first], layers[last], _largest(layers), first == last, max(map(sum, layers))),
-        tuple(sorted({0, pipeline - 1, *(of_rank.index(counts) for counts in of_rank)})),
-    )
+    largest = {0, pipeline - 1, *(of_rank.index(counts) for counts in of_rank)}
+    return PipelineRanks(stages, ranks, layers, tuple(sorted(largest)))
 
 
 def _kinds_of_stages(stages: tuple[int, ...], layer_counts: Counts) -> Iterator[Counts]:
@@ -201,15 +156,6 @@ def _kinds_of_stages(stages: tuple[int, ...], layer_counts: Counts) -> Iterator[
     for layers in stages:
         here = list(islice(kinds, layers))
         yield tuple(here.count(kind) for kind in range(len(layer_counts)))
-
-
-def _largest(layers: tuple[Counts, ...]) -> tuple[Counts, ...]:
-    """The distinct entries that no other entry matches or exceeds in every kind."""
-    distinct = set(layers)
-    found = [
-        one for one in distinct if not any(other != one and all(map(int.__ge__, other, one)) for other in distinct)
-    ]
-    return tuple(sorted(found))
 
 
 def equal_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:

@@ -3,9 +3,6 @@
 The fit is least squares on the logarithms of the constants. Residuals are the logarithms of predicted over measured
 step times, with Huber's loss so that single bad rows do not dominate. Each constant's prior is one more residual, so
 that only clear data moves a constant away from its physical value.
-
-Predictions simulate pipelines. The fit uses the faster closed forms, multiplied by the ratio of simulation to closed
-form at its starting point, and repeats this once from where it ended.
 """
 
 from __future__ import annotations
@@ -25,8 +22,7 @@ from titan_like.planner.commands.outcome import Outcome, check_toml
 from titan_like.planner.predict import of_own_trainer
 from titan_like.planner.profile import FITTED, Profile, is_builtin, load_profile, profile_to_toml
 from titan_like.planner.rows import Row, read_rows
-from titan_like.planner.simulator import simulated_step_time
-from titan_like.planner.step_time import StepTime, step_time
+from titan_like.planner.step_time import step_time
 from titan_like.planner.workload import Workload
 
 _NOISE = 0.03  # standard deviation of the logarithm of a row's time
@@ -90,11 +86,9 @@ def check_scipy() -> None:
         raise ConfigError("command line", "calibrate", 'needs scipy; pip install "titan_like[calibrate]"')
 
 
-def log_errors(
-    rows: Sequence[Row], profile: Profile, predicted: Callable[[Workload, Profile], StepTime] = simulated_step_time
-) -> np.ndarray:
+def log_errors(rows: Sequence[Row], profile: Profile) -> np.ndarray:
     """Logarithm of predicted over measured step time for each row."""
-    return np.array([np.log(predicted(row.work, row.adapted(profile)).total / row.seconds) for row in rows])
+    return np.array([np.log(step_time(row.work, row.adapted(profile)).total / row.seconds) for row in rows])
 
 
 def fit(rows: Sequence[Row], start: Profile, names: Sequence[str], weights: np.ndarray | None = None) -> Profile:
@@ -111,7 +105,7 @@ def fit(rows: Sequence[Row], start: Profile, names: Sequence[str], weights: np.n
         return start.changed(**{name: float(np.exp(x)) for name, x in zip(names, point, strict=True)})
 
     def residuals(point: np.ndarray) -> np.ndarray:
-        errors = (log_errors(rows, with_values(point), step_time) + correction) / _NOISE
+        errors = log_errors(rows, with_values(point)) / _NOISE
         size = np.abs(errors)
         # Beyond `_HUBER` the squared residual grows linearly: its root is what least squares needs.
         tail = np.sqrt(2 * _HUBER * np.maximum(size, _HUBER) - _HUBER**2)
@@ -126,13 +120,7 @@ def fit(rows: Sequence[Row], start: Profile, names: Sequence[str], weights: np.n
             columns.append((residuals(point + step * one) - here) / step)
         return np.stack(columns, axis=1)
 
-    best = center
-    for _ in range(2):
-        # `correction` turns closed forms into what the simulation gives, near this profile.
-        profile = with_values(best)
-        correction = log_errors(rows, profile) - log_errors(rows, profile, step_time)
-        best = least_squares(residuals, best, jacobian, (low, high), ftol=1e-5, xtol=1e-5, max_nfev=40).x
-    return with_values(best)
+    return with_values(least_squares(residuals, center, jacobian, (low, high), ftol=1e-5, xtol=1e-5, max_nfev=40).x)
 
 
 def leave_one_group_out(

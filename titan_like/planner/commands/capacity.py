@@ -30,7 +30,7 @@ from titan_like.planner.memory import largest_memory, usable_bytes
 from titan_like.planner.predict import Forecast, checked_profile, forecast, profile_and_device
 from titan_like.planner.profile import Profile
 from titan_like.planner.search_space import SEARCHED, STAGE_SIZES, Space, divisors
-from titan_like.planner.simulator import simulated_step_time
+from titan_like.planner.step_time import step_time
 from titan_like.planner.workload import Workload
 from titan_like.train.layout_rules import check_sequence
 
@@ -286,7 +286,7 @@ def _fastest(
     for work in valid_layouts(config, model_for, gpus, fixed):
         place = (work.tensor, work.pipeline, work.zero_stage, work.recompute)
         if place not in too_large and largest_memory(work, profile) <= usable_bytes(profile.device):
-            found.append((simulated_step_time(work, profile).total, work))
+            found.append((step_time(work, profile).total, work))
         else:
             too_large.add(place)
     best = min(found, key=lambda one: (one[0], one[1].zero_stage))[1]  # `fits` found one

@@ -24,7 +24,7 @@ from titan_like.metrics.timeline_trace import chrome_trace, read_trace
 from titan_like.parallel.schedules.simulate import bubble_fraction
 from titan_like.planner.commands.outcome import Outcome, add_profile, chosen_profile, does_not_fit, loaded
 from titan_like.planner.predict import predict
-from titan_like.planner.simulator import timeline
+from titan_like.planner.step_time import timeline
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -25,6 +25,7 @@ class Gemm(NamedTuple):
     batch: int
     recomputed: bool  # by activation checkpointing
     alignment: int  # elements, at most 16, of which the distance between rows of all three matrices is a multiple
+    grouped: bool = False  # products of experts, each of which has its own number of rows
 
     @property
     def flops(self) -> int:

@@ -277,7 +277,7 @@ def _gemm(name: str, inputs: list[torch.Tensor], recomputed: bool) -> Gemm:
             m, n = m // batch, b.shape[2] if b.shape[1] == k else b.shape[1]
     # Fast kernels need rows of whole 16 bytes, so what counts are strides, not sizes.
     alignment = gcd(16, n, *(max(matrix.stride()[-2:]) for matrix in (a, b)))
-    return Gemm(m, n, k, batch, recomputed, alignment)
+    return Gemm(m, n, k, batch, recomputed, alignment, name in _GROUPED)
 
 
 def _attention(name: str, args: Any, inputs: list[torch.Tensor], recomputed: bool) -> Attention:

@@ -25,7 +25,7 @@ from titan_like.parallel.schedules.tables import SCHEDULES
 from titan_like.parallel.split import StageLayers
 from titan_like.parallel.tensor import partial_parameters
 from titan_like.parallel.weight_gradients import Product
-from titan_like.planner.dry_run import fake_process_group
+from titan_like.planner.trace.fake import fake_process_group
 from titan_like.planner.trace.key import TraceKey
 from titan_like.planner.trace.program import Parameter, Program, Segment
 from titan_like.planner.trace.recorder import BACKWARD, FORWARD, WEIGHTS, Recorder, local_part

@@ -1,0 +1,168 @@
+"""Seconds of traced passes on a stack: a GPU, its software, and a network.
+
+Matrix products are computed in waves, one output tile per multiprocessor. The last wave and the tiles at the edges may
+be partly empty (NVIDIA, "Matrix Multiplication Background": tile and wave quantization). A tile of depth K takes as
+long as K + ``gemm_depth`` multiply-adds per element at the sustained rate. A product may instead be bound by memory.
+All other operators read and write memory. Collectives are those of `titan_like.planner.profile.Links`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from titan_like.planner.profile import Profile
+from titan_like.planner.trace.program import Attention, Gemm, Pass, Segment
+from titan_like.planner.workload import NARROW, Workload, element_bytes, stored_dtype
+
+# Rows, columns, and rate relative to the largest tile: smaller tiles reuse less of what they load.
+_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.85), (128, 64, 0.65), (64, 64, 0.45))
+
+_MESSAGES = ("send", "receive")  # between neighbours of a ring
+EXPERTS = "ep"  # the group whose messages are rows of tokens on their way to experts
+
+Groups = Mapping[str, tuple[int, int]]
+"""Process group → number of ranks, distance between neighbours; see `Program.groups`."""
+
+
+class Kernels(NamedTuple):
+    """What the kernels of a traced operator depend on besides the profile."""
+
+    dtype: str  # of products with weights inside layers
+    compiled: bool = False  # a compiler fuses the operators between products
+    expert_load: float = 1.0  # as in `Workload`
+
+    @classmethod
+    def of(cls, work: Workload) -> Kernels:
+        """Those of a run."""
+        return cls(work.dtype, work.compiled, work.expert_load)
+
+
+class Times(NamedTuple):
+    """Seconds of passes over one segment, or over several."""
+
+    compute: float = 0.0
+    recomputed: float = 0.0  # computation of a forward pass that the backward pass repeats
+    exposed: float = 0.0  # communication within layers that computation waits for
+    host: float = 0.0  # the host's time to launch the operators
+
+    @property
+    def device(self) -> float:
+        """Seconds from the first kernel to the last, if the host is fast."""
+        return self.compute + self.recomputed + self.exposed
+
+    def plus(self, other: Times, count: int = 1) -> Times:
+        """These and ``count`` times the others."""
+        return Times(*[one + count * more for one, more in zip(self, other, strict=True)])
+
+
+def gemm_rate(dtype: str, profile: Profile) -> float:
+    """FLOP/s of products whose tiles are the largest and fill all multiprocessors."""
+    rate = profile.device.peak_flops(dtype) * profile.gemm_efficiency
+    if dtype in NARROW:
+        rate *= profile.float8_relative if dtype == "float8" else profile.float4_relative
+    return rate
+
+
+def gemm_time(m: float, n: float, k: float, batch: float, dtype: str, profile: Profile, alignment: int = 16) -> float:
+    """Seconds of ``batch`` products [m, k] · [k, n], with elements of 4 bytes in float32, else 2.
+
+    Fast kernels need rows that begin at multiples of the device's `tensor_element`; see `Gemm.alignment`.
+    """
+    known, key = profile.seconds, (m, n, k, batch, dtype, alignment)
+    if key not in known:
+        device, best, rate = profile.device, float("inf"), gemm_rate(dtype, profile)
+        # The best tile: waves, each as long as one tile takes, over all multiprocessors.
+        for rows, columns, relative in _TILES:
+            waves = -(-(-(-m // rows) * -(-n // columns) * batch) // device.multiprocessors)
+            best = min(best, waves * rows * columns / relative)
+        compute = best * device.multiprocessors * 2 * (k + profile.gemm_depth) / rate
+        moved = element_bytes(dtype) * batch * (m * k + k * n + m * n)
+        seconds = max(compute, moved / profile.memory_rate)
+        if alignment % min(16, device.tensor_element):
+            seconds = max(seconds, 2 * m * n * k * batch / profile.misaligned_rate)
+        known[key] = seconds
+    return known[key]
+
+
+def _traced_gemm_time(gemm: Gemm, dtype: str, kernels: Kernels, profile: Profile) -> float:
+    seconds = gemm_time(*gemm[:4], dtype, profile, gemm.alignment)
+    return seconds * kernels.expert_load / profile.grouped_relative if gemm.grouped else seconds
+
+
+def attention_time(core: Attention, dtype: str, profile: Profile) -> float:
+    """Seconds of fused attention (arXiv 2205.14135): bound by computation, five products backward and two forward."""
+    flops = core.flops(profile.causal_half) * (1.25 if core.backward else 1)
+    return flops / (profile.device.peak_flops(stored_dtype(dtype)) * profile.attention_efficiency)
+
+
+def collective_time(kind: str, nbytes: float, size: int, stride: int, profile: Profile) -> float:
+    """Seconds of a collective. ``nbytes``: the result of an all-gather, the input of all others."""
+    links = profile.links
+    if kind == "all_reduce":
+        return links.all_reduce(nbytes, size, stride)
+    if kind == "all_to_all":
+        return links.all_to_all(nbytes, size, stride)
+    if kind in _MESSAGES:  # to the next one of a ring, which does both at once
+        return links.all_gather(nbytes * size, size, stride) / (size - 1) / 2
+    return links.all_gather(nbytes, size, stride)
+
+
+def pass_times(one: Pass, is_layer: bool, groups: Groups, kernels: Kernels, profile: Profile) -> Times:
+    """Seconds of a pass. ``is_layer``: products outside layers never run in narrow types."""
+    dtype = kernels.dtype if is_layer else stored_dtype(kernels.dtype)
+    seconds, exposed, hides = [0.0, 0.0], 0.0, 0.0  # computed first, again
+    for gemm, count in one.gemms.items():
+        seconds[gemm.recomputed] += count * _traced_gemm_time(gemm, dtype, kernels, profile)
+    for core, count in one.attention.items():
+        time = count * attention_time(core, dtype, profile)
+        seconds[core.recomputed] += time
+        hides += time * (not core.backward)
+    fused = 1.0 if kernels.compiled else profile.fusion
+    for again in (False, True):
+        eager, in_groups = (both[1] if again else both[0] - both[1] for both in (one.eager_bytes, one.fused_bytes))
+        seconds[again] += ((1 - fused) * eager + fused * in_groups) / profile.memory_rate
+    for (kind, group, _), (calls, nbytes) in one.collectives.items():
+        if group in groups:
+            size, stride = groups[group]
+            time = calls * collective_time(kind, nbytes / calls, size, stride, profile)
+            if kind in _MESSAGES:  # arrive during attention to what is there; backward, sums wait for each other
+                time, hides = max(0.0, time - hides), max(0.0, hides - time)
+            rows = kernels.expert_load * profile.expert_exposed
+            exposed += time * (rows if group == EXPERTS else profile.tensor_exposed)
+    launches = one.fused_launches if kernels.compiled else one.launches
+    return Times(*seconds, exposed, launches * profile.operator_time)
+
+
+def segment_times(
+    segment: Segment, is_layer: bool, groups: Groups, kernels: Kernels, profile: Profile
+) -> tuple[Times, Times, Times]:
+    """Seconds of a segment's passes, in the order of `Segment.passes`. The profile keeps what it has computed."""
+    known, key = profile.seconds, (segment, is_layer, kernels)
+    if key not in known:
+        as_run = profile.operators(segment, is_layer)
+        known[key] = tuple(pass_times(one, is_layer, groups, kernels, profile) for one in as_run)
+    return known[key]
+
+
+def least_seconds(segment: Segment, is_layer: bool, groups: Groups, kernels: Kernels, profile: Profile) -> float:
+    """A lower bound on the device's seconds for all passes over a segment, in proportion to the microbatch's size.
+
+    Without partly empty waves, latencies, and products that are bound by memory or by their depth.
+    """
+    known, key = profile.seconds, (segment, is_layer, kernels, "least")
+    if key in known:
+        return known[key]
+    dtype, found = kernels.dtype if is_layer else stored_dtype(kernels.dtype), 0.0
+    fused = 1.0 if kernels.compiled else profile.fusion
+    for one in profile.operators(segment, is_layer):
+        flops = sum(count * gemm.flops for gemm, count in one.gemms.items())
+        found += flops / gemm_rate(dtype, profile)
+        found += sum(count * attention_time(core, dtype, profile) for core, count in one.attention.items())
+        found += ((1 - fused) * one.eager_bytes[0] + fused * one.fused_bytes[0]) / profile.memory_rate
+        for (kind, group, _), (_, nbytes) in one.collectives.items():
+            if group in groups and kind not in _MESSAGES:
+                once, twice = (collective_time(kind, n * nbytes, *groups[group], profile) for n in (1, 2))
+                found += (twice - once) * (profile.expert_exposed if group == EXPERTS else profile.tensor_exposed)
+    known[key] = found
+    return found
