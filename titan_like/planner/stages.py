@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -118,36 +118,49 @@ def shard_rows(rows: int, shards: int, rank: int = 0) -> int:
     return max(0, min(largest, rows - rank * largest))
 
 
-def stages_of_rank(work: Workload, rank: int) -> dict[int, StageProgram]:
+Source = Callable[[TraceKey], Program]
+"""`trace`, or `estimate`."""
+
+
+def stages_of_rank(work: Workload, rank: int, source: Source = trace) -> dict[int, StageProgram]:
     """The stages of a pipeline rank by their number."""
-    return {n: one for n, (one, owner) in enumerate(zip(stages_of(work), pipeline_of(work).ranks)) if owner == rank}
+    owners = zip(stages_of(work, source), pipeline_of(work).ranks, strict=True)
+    return {number: stage for number, (stage, owner) in enumerate(owners) if owner == rank}
 
 
-def stages_of(work: Workload) -> tuple[StageProgram, ...]:
+def stages_of(work: Workload, source: Source = trace) -> tuple[StageProgram, ...]:
     """All stages of a run's pipeline."""
     every = 1 if work.recompute == "none" else work.recompute_every
-    return _stages(TraceKey.of(work), pipeline_of(work).stages, every)
+    return _stages(TraceKey.of(work), pipeline_of(work).stages, every, source)
 
 
 @lru_cache(maxsize=65536)
-def _stages(key: TraceKey, stages: tuple[tuple[int, ...], ...], every: int) -> tuple[StageProgram, ...]:
+def _stages(
+    key: TraceKey, stages: tuple[tuple[int, ...], ...], every: int, source: Source
+) -> tuple[StageProgram, ...]:
     before, last = accumulate(map(sum, stages), initial=0), len(stages) - 1
     return tuple(
-        _stage_program(key, counts, layers % every, every, stage == 0, stage == last)
+        _stage_program(key, counts, layers % every, every, stage == 0, stage == last, source)
         for stage, (counts, layers) in enumerate(zip(stages, before, strict=False))
     )
 
 
 @lru_cache(maxsize=65536)
 def _stage_program(
-    key: TraceKey, counts: tuple[int, ...], before: int, every: int, is_first: bool, is_last: bool
+    key: TraceKey,
+    counts: tuple[int, ...],
+    before: int,
+    every: int,
+    is_first: bool,
+    is_last: bool,
+    source: Source,
 ) -> StageProgram:
     """A stage with so many layers of each kind, of which every n-th of the model is recomputed.
 
     ``before``: layers of earlier stages, modulo n.
     """
-    program = trace(key)
-    plain = program if every == 1 else trace(key._replace(recompute="none"))
+    program = source(key)
+    plain = program if every == 1 else source(key._replace(recompute="none"))
     kinds = [kind for kind, count in enumerate(counts) for _ in range(count)]
     layers = [(plain if (before + n) % every else program).layers[kind] for n, kind in enumerate(kinds)]
     segments = [*[program.entry] * is_first, program.inputs, *layers, *[program.head] * is_last]

@@ -10,7 +10,8 @@ from titan_like.metrics.step_timeline import Phase, StepTimeline, simulated
 from titan_like.parallel.schedules.tables import Action
 from titan_like.planner.cost import Kernels, Times, segment_times
 from titan_like.planner.profile import Profile
-from titan_like.planner.stages import StageProgram, shard_groups, stages_of
+from titan_like.planner.stages import Source, StageProgram, shard_groups, stages_of
+from titan_like.planner.trace import trace
 from titan_like.planner.update_time import update_time
 from titan_like.planner.walk import least_span, span_of
 from titan_like.planner.workload import Workload, pipeline_of
@@ -66,12 +67,14 @@ def step_time(work: Workload, profile: Profile) -> StepTime:
     return _added_up(work, profile, steps, _span(work, steps, span_of))
 
 
-def least_step_seconds(work: Workload, profile: Profile, passes_alone: bool = False) -> float:
+def least_step_seconds(
+    work: Workload, profile: Profile, passes_alone: bool = False, source: Source = trace
+) -> float:
     """A lower bound on the total of `step_time`, which takes a fraction of its time.
 
-    ``passes_alone``: without what follows the passes.
+    ``passes_alone``: without what follows the passes. ``source`` as in `stages_of`.
     """
-    steps = steps_of(work, profile)
+    steps = steps_of(work, profile, source)
     if passes_alone:
         steps = steps._replace(data=0.0, update=0.0, link=0.0)
     span = least_span(steps.ranks, work.microbatches, _durations(steps.stages), steps.transfer)
@@ -113,9 +116,9 @@ def timeline(work: Workload, profile: Profile) -> StepTimeline:
     return step
 
 
-def steps_of(work: Workload, profile: Profile) -> Steps:
+def steps_of(work: Workload, profile: Profile, source: Source = trace) -> Steps:
     """The times of all passes, and of what follows them."""
-    stages, ranks = stages_of(work), pipeline_of(work).ranks
+    stages, ranks = stages_of(work, source), pipeline_of(work).ranks
     # Messages across each boundary: before the first stage, between neighbours, and after the last.
     crossings = [0, *(int(one != other) for one, other in pairwise(ranks)), 0]
     message = message_time(work, profile, stages[0].message) if work.pipeline > 1 else 0.0
