@@ -3,7 +3,7 @@
     python benchmarks/planner_accuracy.py [--points FILE.csv] [--rows] [--json PATH]
 
 Judges the rows of a file (columns: `measured_rows.py`), or those of published_rows.toml, which include
-the ten of arXiv 2104.04473, Table 1, and this trainer's of titan_h100_rows.json. Each row is predicted with the profile
+the ten of arXiv 2104.04473, Table 1, and this trainer's of titan_rows.json. Each row is predicted with the profile
 for its GPU and the first word of its notes. For each such group it prints n; the median, mean and p90 of the absolute
 error of the step time; the bias (signed median); the worst regret of choosing the layout that is predicted fastest, and
 the number of sweeps in which it is at most 2 %; the rank correlation over layouts; the errors of memory, if it was
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
 
 def own_rows() -> list[Row]:
     """The rows of this trainer."""
-    return read_rows(RESULTS / "titan_h100_rows.json")[0]
+    return read_rows(RESULTS / "titan_rows.json")[0]
 
 
 def predict_all(rows: list[Row]) -> tuple[list[Prediction], dict[str, int]]:

@@ -237,7 +237,7 @@ def test_our_own_trainer_has_its_own_loss_whosever_constants_it_takes():
     assert times[False] > times[True]  # PyTorch's loss in float32, which the compiler fuses
 
 
-OWN_ROWS, OWN_LEFT_OUT = read_rows(ROOT / "benchmarks/results/titan_h100_rows.json")
+OWN_ROWS, OWN_LEFT_OUT = read_rows(ROOT / "benchmarks/results/titan_rows.json")
 
 
 def test_this_trainer_on_an_h100():
@@ -254,7 +254,7 @@ def test_this_trainer_on_an_h100():
 
 @pytest.mark.parametrize(("row", "is_host_bound"), [(0, True), (1, False), (3, False), (4, False)])
 def test_what_the_host_binds_is_told(row, is_host_bound):
-    cases = json.loads((ROOT / "benchmarks/results/titan_h100_rows.json").read_text(encoding="utf-8"))["cases"]
+    cases = json.loads((ROOT / "benchmarks/results/titan_rows.json").read_text(encoding="utf-8"))["cases"]
     found = predict(
         load_config([*cases[row]["command"].split()[1:], "--cluster.gpu=H100", "--cluster.gpus_per_node=1"])
     )

@@ -90,7 +90,7 @@ def search(
         num_gpus: GPUs of the job (default: those of the run's cluster).
         profile: the stack (default: that of the GPU).
         fixed: keys that stay as they are.
-        kinds: how many combinations of tensor degree, pipeline degree and ZeRO stage to find the best layout of.
+        kinds: how many combinations of tensor and pipeline degree to find the best layout of.
         progress: called now and then with the counts so far.
 
     Raises:
@@ -121,7 +121,7 @@ class BestFirst:
         self.heap: list[tuple[float, int, tuple[int, ...], Any]] = []
         self.numbers = itertools.count()
         self.ranked: list[Candidate] = []
-        self.cells: set[tuple[int, int, int]] = set()
+        self.cells: set[tuple[int, int]] = set()
         self.too_large: dict[tuple[int, int], tuple[Workload, float]] = {}
         self._least: dict[Workload, tuple[float, float]] = {}
 
@@ -186,7 +186,7 @@ class BestFirst:
 
         Those that do not split backward passes come with the shortest way through their pipelines.
         """
-        if self._done(group):
+        if _cell(group) in self.cells:
             return
         zero = 2 if group.data_parallel * group.context > 1 else 0  # with which microbatches are fastest
         split = (zero, 1, group.shard)
@@ -207,19 +207,13 @@ class BestFirst:
 
     def _add_layouts(self, group: Workload, choice: tuple[str, int]) -> None:
         """Put a pipeline's layouts into the heap by the shortest way through it."""
-        if self._done(group):
+        if _cell(group) in self.cells:
             return
         for split in self.space.splits(group):
             work = self.space.member(group, *choice, *split)
-            if _cell(work) not in self.cells:
-                self.counts.computed += 1
-                bound = least_step_seconds(work, self.profile, source=estimate) * _ROUNDING
-                heapq.heappush(self.heap, (bound, 2, _order(work), (work,)))
-
-    def _done(self, group: Workload) -> bool:
-        """Whether the best layouts of all the group's kinds are known."""
-        zeros = {zero for zero, _, _ in self.space.splits(group)}
-        return all((group.tensor, group.pipeline, zero) in self.cells for zero in zeros)
+            self.counts.computed += 1
+            bound = least_step_seconds(work, self.profile, source=estimate) * _ROUNDING
+            heapq.heappush(self.heap, (bound, 2, _order(work), (work,)))
 
     def _follow(self, work: Workload) -> None:
         """If a layout fits and may be the first of its kind, find the time that it is ranked by."""
@@ -260,9 +254,9 @@ class BestFirst:
         return ConfigError("cluster.gpu", self.profile.device.name, problem)
 
 
-def _cell(work: Workload) -> tuple[int, int, int]:
-    """A layout's kind: tensor degree, pipeline degree and ZeRO stage."""
-    return work.tensor, work.pipeline, work.zero_stage
+def _cell(work: Workload) -> tuple[int, int]:
+    """A layout's kind: tensor and pipeline degree."""
+    return work.tensor, work.pipeline
 
 
 _MODES = {"none": 0, "experts": 1, "selective": 2, "full": 3}
