@@ -21,8 +21,8 @@ from titan_like.parallel.schedules.simulate import max_in_flight
 from titan_like.parallel.schedules.tables import SCHEDULES, schedule_table, stages_per_rank
 from titan_like.planner import trace as traces
 from titan_like.planner.occupancy import occupancy
+from titan_like.planner.memory import rank_memory, step_memory
 from titan_like.planner.predict import workload_of
-from titan_like.planner.step_memory import largest_bytes, rank_memory, step_memory
 from titan_like.planner.trace import run, trace
 from titan_like.planner.trace.key import TraceKey
 from titan_like.planner.trace.program import Moment, Program, fullest

@@ -23,7 +23,6 @@ from titan_like.planner.stages import Sharding, StageProgram, shard_rows, shardi
 from titan_like.planner.trace.program import Parameter, Segment
 from titan_like.planner.workload import Workload, pipeline_of
 
-
 MEMORY_MARGIN = 0.1  # share of a GPU's memory that a prediction must leave free
 
 
