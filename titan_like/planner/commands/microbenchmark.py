@@ -34,7 +34,6 @@ from titan_like.metrics.hardware import peak_memory_bytes
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.gpt.model import GPTLayer
 from titan_like.planner.commands.outcome import Outcome, check_toml
-from titan_like.planner.cost import Kernels, gemm_time, segment_times
 from titan_like.planner.links import network
 from titan_like.planner.predict import default_profile
 from titan_like.planner.profile import Profile, profile_to_toml
