@@ -288,7 +288,6 @@ def test_command_reports_groups_and_writes_json(tmp_path, monkeypatch, capsys):
 
     target = tmp_path / "accuracy.json"
     monkeypatch.setattr(script, "SEARCHES", {})
-    monkeypatch.setattr(script, "memory_tracker", str)
     assert script.main(["--json", str(target)]) == 0
     printed = capsys.readouterr().out
     for line in ("ptdp_table1", "rows left out of the fit", "predicted not to fit", "closed forms", "layouts a second"):
