@@ -186,7 +186,9 @@ class BestFirst:
 
         Those that do not split backward passes come with the shortest way through their pipelines.
         """
-        if _cell(group) in self.cells:
+        if _cell(group) in self.cells or self._is_too_large(
+            self.space.member(group, "1f1b", 1, *self.space.splits(group)[0])
+        ):
             return
         zero = 2 if group.data_parallel * group.context > 1 else 0  # with which microbatches are fastest
         split = (zero, 1, group.shard)
@@ -209,19 +211,28 @@ class BestFirst:
         """Put a pipeline's layouts into the heap by the shortest way through it."""
         if _cell(group) in self.cells:
             return
-        for split in self.space.splits(group):
+        for split in self.space.splits(group):  # the most sharded first
             work = self.space.member(group, *choice, *split)
+            if self._is_too_large(work):
+                if split == self.space.splits(group)[0] and work.dtype != "float32":
+                    return  # nor does a lower ZeRO stage; in float32, ZeRO 3 gathers a copy that ZeRO 0 does not need
+                continue
             self.counts.computed += 1
             bound = least_step_seconds(work, self.profile, source=estimate) * _ROUNDING
             heapq.heappush(self.heap, (bound, 2, _order(work), (work,)))
+
+    def _is_too_large(self, work: Workload) -> bool:
+        """Whether a layout surely does not fit."""
+        used = largest_memory(work, self.profile, estimate)
+        if used > _UNSURE * self.usable:
+            self._remember(work, used)
+        return used > _UNSURE * self.usable
 
     def _follow(self, work: Workload) -> None:
         """If a layout fits and may be the first of its kind, find the time that it is ranked by."""
         if _cell(work) in self.cells:
             return
-        used = largest_memory(work, self.profile, estimate)
-        if used < _UNSURE * self.usable:
-            used = largest_memory(work, self.profile)
+        used = largest_memory(work, self.profile)
         if used > self.usable:
             self._remember(work, used)
             return
