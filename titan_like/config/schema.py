@@ -41,15 +41,15 @@ class Job(Section):
     deterministic: bool = Field(False, description="use deterministic kernels only (slower)")
     dry_run: bool = Field(
         False,
-        description="check the settings, print what one rank of the job would hold, send and compute, and exit "
-        "without allocating memory; --json PATH also writes this to a file",
+        description="check everything, print what one process of the job would hold, send and compute, and stop "
+        "without allocating anything; --json PATH also writes it to a file",
     )
     dry_run_rank: int = Field(
         0,
         ge=0,
         lt=MOST_PROCESSES,
-        description="rank that a dry run describes, of cluster.nodes × cluster.gpus_per_node ranks (else WORLD_SIZE, "
-        "else the product of the degrees)",
+        description="rank of the process that a dry run describes, in a job of cluster.nodes × cluster.gpus_per_node "
+        "processes (else WORLD_SIZE, else the product of the degrees)",
     )
 
 
@@ -58,8 +58,8 @@ class Model(Section):
 
     family: str = Field(
         "gpt",
-        examples=["gpt", "llama", "moe", "bert", "t5"],
-        description="model family: gpt, llama, moe, bert, t5, or one that an installed package adds",
+        examples=["gpt", "llama", "bert", "t5"],
+        description="model family: gpt, llama, bert, t5, or one that an installed package adds",
     )
     flavor: str = Field("debug", description="named shape in the family's flavors.toml or in [model.flavors.NAME]")
     flavors: dict[str, dict[str, Any]] = Field({}, description="your own flavors, each a table of model fields")
@@ -82,72 +82,78 @@ class Data(Section):
 
     dataset: str = Field(
         "stdlib",
-        description="stdlib: the source files of Python's standard library; text: the files in paths; indexed: "
-        "Megatron-LM's .bin and .idx files; hf: files or a Hugging Face dataset, tokenized on the fly; "
+        description="stdlib: the source files of the Python standard library; text: the files named by paths; indexed: "
+        "Megatron-LM's .bin and .idx files; hf: files or a Hugging Face dataset, tokenized as the run reads them; "
         "conversations: records of messages or of prompts and answers, to fine-tune on the answers "
-        "(docs/fine_tuning.md); race: a RACE folder, for bert with sentence_head choice; or a dataset of an installed "
+        "(docs/fine_tuning.md); race: the folder of RACE, for bert with sentence_head choice; or a dataset of your own "
         "package (docs/data.md)",
         examples=["stdlib", "text", "indexed", "hf", "conversations", "race"],
     )
     paths: PathList = Field(
         [],
-        description="files, folders or glob patterns of text, JSON, Parquet, …, indexed datasets without .bin and "
-        '.idx, or for hf also names such as "org/name:config"; for a blend, alternate weights and paths: '
+        description="files, folders or glob patterns of text, JSON, parquet, …, indexed datasets without .bin and "
+        '.idx, or for hf also names such as "org/name:config"; weights and paths in turn make a blend: '
         '[0.7, "web", 0.3, "books"]',
     )
-    options: dict[str, Any] = Field({}, description="settings of an installed package's dataset")
-    text_key: str = Field("text", description="key or column that holds the text in JSONL, Parquet and Arrow")
+    options: dict[str, Any] = Field({}, description="settings of a dataset of your own package")
+    text_key: str = Field("text", description="key or column of the text in documents of JSONL, parquet and arrow")
     bad_lines: Literal["stop", "skip"] = Field(
         "stop",
-        description="text, hf and conversations: stop at a record that cannot be used, or skip and count it",
+        description="text, hf and conversations: stop at a record that cannot be learned, or skip and count it",
     )
     split: str = Field("969,30,1", description="weights of the train, validation and test splits")
     tokenizer: TokenizerText = Field(
         "byte",
         description='"byte", the path of a Hugging Face tokenizer.json or of its folder, "gpt2:vocab.json,merges.txt", '
-        "or the name of a Hugging Face hub repository that has one",
+        "or the name of a repository of the Hugging Face hub that has one",
     )
     bos: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="whether documents, prompts and evaluated texts start with the tokenizer's bos_token; auto: with "
-        "whatever the tokenizer itself puts before a text",
+        description="whether documents, prompts and evaluated texts begin with the tokenizer's bos_token; auto: with "
+        "what the tokenizer itself puts before a text",
     )
     eod_token: str = Field(
         "", description="token that ends every document (default: eos_token of tokenizer_config.json)"
     )
     split_special_tokens: bool = Field(
         True,
-        description="treat special tokens written in a document, such as <|endoftext|>, as plain text; if false, "
-        "they become the special tokens",
+        description="whether special tokens such as <|endoftext|> that are written in a document are text; if false, "
+        "they become those tokens",
     )
     reset_position_ids: bool = Field(False, description="count positions from 0 in each document of a sample")
     reset_attention_mask: bool = Field(False, description="let tokens attend to their own document only")
-    eod_mask_loss: bool = Field(False, description="no loss where the input is an end-of-document token")
+    eod_mask_loss: bool = Field(
+        False, description="no loss where the input is an end-of-document token, which cannot know what comes next"
+    )
     prefix_lm: bool = Field(
         False,
-        description="prefix language model: bidirectional attention over a random number of first tokens of a sample",
+        description="prefix language model: the first tokens of a sample, a random number of them, see each other",
     )
     prefix_lm_loss: Literal["targets", "all"] = Field(
         "targets", description="tokens that carry a loss with prefix_lm: those after the prefix, or all"
     )
-    mlm_probability: float = Field(0.15, gt=0, le=1, description="fraction of tokens masked (MLM, as in bert)")
+    mlm_probability: float = Field(
+        0.15, gt=0, le=1, description="share of the tokens that a model of masked tokens, such as bert, has to name"
+    )
     mlm_whole_words: bool = Field(
-        False, description="MLM: mask whole words, as the tokenizer splits text into words, instead of tokens"
+        False, description="mask whole words, as the tokenizer divides text, instead of tokens"
     )
     mlm_max_ngram: int = Field(
         1,
         ge=1,
         le=16,
-        description="MLM: mask n-grams of up to this many tokens or words, length n with probability ∝ 1/n",
+        description="mask up to this many neighbouring tokens or words together, n of them with weight 1/n",
     )
-    noise_density: float = Field(0.15, gt=0, lt=1, description="fraction of tokens removed (span corruption, as in t5)")
+    noise_density: float = Field(
+        0.15, gt=0, lt=1, description="span corruption, the objective of t5: share of the tokens that are taken out"
+    )
     mean_noise_span_length: float = Field(
-        3.0, ge=1, le=10**6, description="mean length of the removed spans, tokens (span corruption)"
+        3.0, ge=1, le=10**6, description="span corruption: mean length of the spans that are taken out, tokens"
     )
     sentence_objective: Literal["none", "next_sentence", "sentence_order"] = Field(
         "none",
-        description="for bert with sentence_head pair, in addition to MLM: predict whether the second of two sentences "
-        "follows the first or comes from another text (next_sentence), or whether the two are swapped "
+        description="for bert with sentence_head pair, in addition to masked tokens: tell whether the second of two "
+        "sentences follows the first or is of another text (next_sentence), or whether the two are swapped "
         "(sentence_order)",
     )
     num_workers: int = Field(
@@ -173,8 +179,8 @@ class Data(Section):
         16,
         ge=1,
         le=2**16,
-        description="hf: sample i of the run comes from reader i mod num_readers. With a multiple of micro_batch_size "
-        "× data-parallel ranks × num_workers nothing is tokenized twice; changing it changes the samples",
+        description="for hf: sample i of the run comes from reader i mod num_readers. A multiple of micro_batch_size × "
+        "data-parallel ranks × num_workers tokenizes nothing twice; another number gives other samples",
     )
 
 
@@ -183,7 +189,7 @@ class Training(Section):
 
     seq_len: int = Field(256, gt=0, le=MOST_SEQ_LEN, description="tokens per sample; for t5, the encoder's positions")
     decoder_seq_len: int = Field(
-        0, ge=0, le=MOST_SEQ_LEN, description="t5: the decoder's positions; 0 means as many as the targets need"
+        0, ge=0, le=MOST_SEQ_LEN, description="t5: the decoder's positions; 0 means as many as the targets take"
     )
     micro_batch_size: int = Field(8, gt=0, le=2**16, description="samples per forward pass on one data-parallel rank")
     global_batch_size: int = Field(16, gt=0, le=2**20, description="samples per optimizer step over the whole job")
@@ -198,7 +204,7 @@ class Training(Section):
     max_norm: float = Field(1.0, ge=0, le=1e30, description="gradient norm to clip at; 0 turns clipping off")
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = Field(
         "float32",
-        description="compute dtype, also of gathered weights; master weights are float32. float64 applies to "
+        description="type of compute and of gathered weights; master weights are float32. float64 applies to "
         "everything, for exact comparisons",
     )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
@@ -211,8 +217,8 @@ class Optimizer(Section):
 
     name: str = Field(
         "adamw",
-        description="adamw, adafactor, muon (AdamW except for the layers' matrices), sgd (without momentum), or an "
-        "installed package's optimizer",
+        description="adamw, adafactor, muon (with AdamW for all but the layers' matrices), plain sgd without momentum, "
+        "or the name of an installed package's optimizer",
     )
     lr: float = Field(3e-4, gt=0, le=1e6, description="peak learning rate")
     betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="AdamW's decay rates of the two moments")
@@ -225,38 +231,35 @@ class Optimizer(Section):
     )
     relative_step: bool = Field(
         False,
-        description="adafactor: at update t use the rate min(0.01, 1/√t) in place of optimizer.lr, times the "
-        "schedule's fraction of its peak",
+        description="adafactor: at the t-th update use the rate min(0.01, 1/√t) in place of optimizer.lr, times the "
+        "schedule's share of the peak",
     )
     scale_parameter: bool = Field(
         False, description="adafactor: multiply the rate by the parameter's root mean square, at least 0.001"
     )
     clip_threshold: float = Field(
-        1.0,
-        gt=0,
-        le=1e6,
-        description="adafactor: largest root mean square of a parameter's update, before the learning rate",
+        1.0, gt=0, le=1e6, description="adafactor: largest root mean square of a parameter's update, before the rate"
     )
     decay_rate: float = Field(
-        0.8, gt=0, le=1, description="adafactor: the second moment decays by 1 - t^-decay_rate at update t"
+        0.8, gt=0, le=1, description="adafactor: the second moment's decay rate at the t-th update is 1 - t^-decay_rate"
     )
     beta1: float | None = Field(
-        None, ge=0, lt=1, description="adafactor: decay rate of a first moment (default: no first moment)"
+        None, ge=0, lt=1, description="adafactor: decay rate of a first moment (default: there is none)"
     )
-    momentum: float = Field(0.95, ge=0, lt=1, description="muon: decay rate of its Nesterov momentum")
+    momentum: float = Field(0.95, ge=0, lt=1, description="muon: decay rate of the momentum, which is Nesterov's")
     matrix_lr: float | None = Field(
         None, gt=0, le=1e6, description="muon: peak learning rate of the layers' matrices (default: optimizer.lr)"
     )
     adjust_lr: Literal["match_rms_adamw", "original"] = Field(
         "match_rms_adamw",
-        description="muon: factor on a matrix's learning rate: 0.2·√max(rows, columns), so that AdamW's rates carry "
-        "over, or √max(1, rows/columns)",
+        description="muon: factor of a matrix's rate: 0.2·√max(rows, columns), so that AdamW's rates fit, or "
+        "√max(1, rows/columns)",
     )
-    newton_schulz_steps: int = Field(5, gt=0, lt=100, description="muon: Newton-Schulz iterations")
+    newton_schulz_steps: int = Field(5, gt=0, lt=100, description="muon: steps of the iteration that orthogonalises")
     newton_schulz_dtype: Literal["bfloat16", "float32"] | None = Field(
         None,
-        description="muon: dtype of the Newton-Schulz iterations (default: bfloat16, float32 on a CPU); float64 "
-        "training always uses float64",
+        description="muon: type of that iteration (default: bfloat16, on a CPU float32); float64 training always uses "
+        "float64",
     )
     options: dict[str, Any] = Field({}, description="settings of an installed package's optimizer")
 
@@ -266,8 +269,8 @@ class LRScheduler(Section):
 
     warmup_steps: StepCount = Field(
         0,
-        description="steps of linear warm-up from 0; if the run's length is in samples or tokens, a step of this "
-        "section is global_batch_size samples, as set when the run began",
+        description="steps of linear warm-up from 0; for a length in samples or tokens, a step of this section is "
+        "global_batch_size samples, as they were when the run began",
     )
     decay: Literal["cosine", "linear", "constant", "inverse_sqrt", "wsd"] = Field(
         "cosine", description="shape of the decay after warm-up; wsd: constant, then linear at the end of the run"
@@ -277,7 +280,7 @@ class LRScheduler(Section):
         description="cosine, linear: step at which the decay ends, counted from the start (default: the run's length); "
         "wsd: length of the final decay (default: a tenth of the run)",
     )
-    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="floor of the learning rate as a fraction of optimizer.lr")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="floor of the learning rate as a share of optimizer.lr")
 
 
 class Parallelism(Section):
@@ -285,12 +288,12 @@ class Parallelism(Section):
 
     auto: bool = Field(
         False,
-        description="let the planner choose, for the GPU and the number of ranks, whatever is left unset in this "
-        "section, [activation_checkpoint] and training.micro_batch_size",
+        description="let the planner choose whatever is left unset of this section, [activation_checkpoint] and "
+        "training.micro_batch_size, to suit the GPU and the number of processes",
     )
     tensor_parallel_degree: Degree = Field(1, description="ranks that split each layer's matrices")
-    sequence_parallel: bool = Field(False, description="shard activations along the sequence between TP blocks")
-    pipeline_parallel_degree: Degree = Field(1, description="pipeline ranks, each of which holds some of the layers")
+    sequence_parallel: bool = Field(False, description="shard activations between tensor-parallel regions")
+    pipeline_parallel_degree: Degree = Field(1, description="pipeline ranks, each of which holds a share of the layers")
     pipeline_schedule: Literal[
         "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"
     ] = Field("1f1b", description="order of the pipeline's forward and backward passes")
@@ -308,12 +311,12 @@ class Parallelism(Section):
         "auto", description="how a CP group attends to whole sequences (docs/long_context.md)"
     )
     expert_parallel_degree: Degree = Field(1, description="ranks of an expert-parallel (EP) group")
-    data_parallel_replicate_degree: Degree = Field(1, description="replicas of the ZeRO sharding group (HSDP)")
+    data_parallel_replicate_degree: Degree = Field(1, description="full replicas of the ZeRO-sharded group")
     data_parallel_shard_degree: int = Field(
         -1,
         ge=-1,
         le=MOST_PROCESSES,
-        description="ranks that ZeRO shards over; -1 uses all that the other degrees leave",
+        description="processes that ZeRO shards over; -1 uses all that the other degrees leave",
     )
     zero_stage: ZeroStage = Field(
         0, description="what is sharded: nothing (0), optimizer state (1), also gradients (2), also parameters (3)"
@@ -325,10 +328,10 @@ class ActivationCheckpoint(Section):
 
     mode: Literal["none", "full", "selective", "experts"] = Field(
         "none",
-        description="full recomputes whole layers; selective saves the results of matmuls and recomputes the rest; "
-        "experts recomputes only routers and experts",
+        description="full recomputes whole layers; selective keeps matrix products and recomputes the rest; experts "
+        "recomputes routers and experts alone",
     )
-    every_n_layers: int = Field(1, gt=0, le=MOST_LAYERS, description="apply the mode to every n-th layer")
+    every_n_layers: int = Field(1, gt=0, le=MOST_LAYERS, description="checkpoint every n-th layer")
 
 
 class Compile(Section):
@@ -338,21 +341,21 @@ class Compile(Section):
 
 
 class Float8(Section):
-    """Float8 matmuls in the linear modules of the transformer layers (docs/float8.md)."""
+    """Float8 products in the linear modules of the transformer layers (docs/float8.md)."""
 
     enable: bool = Field(
         False, description="multiply in float8: on CUDA from compute capability 8.9 on; on a CPU it is emulated"
     )
     recipe: Literal["tensorwise", "rowwise"] = Field(
         "tensorwise",
-        description="one scale for each tensor, or one for each row or column that a matmul sums over, which is slower "
-        "and more accurate",
+        description="scale each tensor by one number, or each row or column that a product sums over by its own, which "
+        "is slower and more accurate",
     )
     filter: TextList = Field(
         [],
         description="modules of the layers that stay in training.dtype, by name, with * for any one part between dots: "
-        '"layers.0", "layers.*.attention", "layers.*.mlp.fc2". The output matrix, and modules with a side that is not '
-        "a multiple of 16, always stay",
+        '"layers.0", "layers.*.attention", "layers.*.mlp.fc2". The output matrix, and modules whose sides are no '
+        "multiples of 16, always stay",
     )
 
 
@@ -366,15 +369,15 @@ class Checkpoint(Section):
     )
     on_failure: Literal["stop", "continue"] = Field(
         "stop",
-        description="what to do if a checkpoint cannot be written, as on a full disk; if the last one cannot, the run "
-        "always stops",
+        description="what to do if a checkpoint cannot be written, as on a full disk; a failure of the "
+        "last one always stops the run",
     )
     keep_latest: StepCount = Field(0, description="checkpoints to keep; 0 keeps all")
     load_step: StepCount | None = Field(None, description="step to resume from (default: the newest complete one)")
     folder: OptionalPath = Field(None, description="folder of the checkpoints (default: <job.dump_folder>/checkpoint)")
     initial_load_path: OptionalPath = Field(
         None,
-        description="Hugging Face folder or hub name, or a checkpoint's step-N folder, with the weights that a new run "
+        description="Hugging Face folder or name of the hub, or a checkpoint's step-N folder, whose weights a new run "
         "starts from",
     )
 
@@ -388,7 +391,7 @@ class Metrics(Section):
     wandb_project: str = Field("titan_like", description="wandb project")
     wandb_mode: Literal["auto", "online", "offline"] = Field(
         "auto",
-        description="auto: WANDB_MODE if set, else online if a wandb key is configured, else offline",
+        description="auto uses WANDB_MODE if it is set, else online if a wandb key is configured, else offline",
     )
 
 
@@ -404,11 +407,11 @@ class Health(Section):
         0.0,
         ge=0,
         le=1e6,
-        description="robust standard deviations above the median of recent losses from which a loss counts as a spike; "
+        description="robust standard deviations above the median of recent losses at which a loss counts as a spike; "
         "0 turns this off",
     )
     loss_spike_window: int = Field(
-        128, gt=1, le=10**6, description="number of recent losses to compare the next one with"
+        128, gt=1, le=10**6, description="number of recent losses that the next one is compared with"
     )
     loss_spike_action: Literal["skip", "rewind"] = Field(
         "skip",
@@ -421,7 +424,7 @@ class Health(Section):
     )
     hang_timeout_seconds: OffOrSeconds = Field(
         600.0,
-        description="seconds without progress after which the job ends and names the rank that hangs or has died; "
+        description="seconds without progress after which the job ends and names the process that hangs or has died; "
         "0 waits forever",
     )
 
@@ -431,11 +434,10 @@ class Profiling(Section):
 
     timeline_steps: StepList = Field(
         [],
-        description="steps in which every pipeline rank times its forwards and backwards, to report the bubble, the "
-        "slowest stage and exposed communication in <job.dump_folder>/timeline/step-N.json (for ui.perfetto.dev), "
-        ".png and .txt",
+        description="steps whose passes are timed on every pipeline rank, to report the bubble, the slowest stage and "
+        "exposed communication in <job.dump_folder>/timeline/step-N.json (for ui.perfetto.dev), .png and .txt",
     )
-    timeline_interval: StepCount = Field(0, description="also time every n-th step; 0 turns this off")
+    timeline_interval: StepCount = Field(0, description="also time the passes of every n-th step; 0 turns this off")
     trace_steps: StepList = Field(
         [],
         description="steps to record with torch.profiler, in <job.dump_folder>/trace/step-N-rank-R.json",
@@ -449,7 +451,8 @@ class Evaluation(Section):
     steps: StepNumber = Field(10, description="global batches per validation")
     datasets: TextList = Field(
         [],
-        description="tasks to score at each validation, as NAME=PATH, where NAME is text, wikitext103, lambada or race",
+        description="tasks to score at each validation, each NAME=PATH, where NAME is text, wikitext103, "
+        "lambada or race",
         examples=[["lambada=lambada_test.jsonl"]],
     )
 
@@ -458,7 +461,7 @@ class Cluster(Section):
     """The machine that the run is meant for."""
 
     gpu: str | None = Field(
-        None, description='GPU against whose peak MFU is measured, such as "A100" (default: the one found)'
+        None, description='GPU against whose peak MFU is measured, for example "A100" (default: the one found)'
     )
     gpus_per_node: int | None = Field(None, gt=0, le=1024, description="GPUs per node, with one process each")
     nodes: int | None = Field(None, gt=0, le=MOST_NODES, description="number of nodes, for a dry run and the planner")
@@ -466,13 +469,13 @@ class Cluster(Section):
         None,
         ge=0.001,
         le=1e5,
-        description="total bandwidth of a node's network cards in one direction, in GB/s (1e9 bytes), for the planner: "
-        "200 for eight cards of 200 Gb/s (default: the stack profile's)",
+        description="bandwidth of all network cards of a node together, in one direction, in GB/s (1e9 bytes), for the "
+        "planner: 200 for eight cards of 200 Gb/s (default: that of the stack profile)",
     )
     profile: OptionalPath = Field(
         None,
-        description="stack profile for predictions: the name of a shipped one, or a TOML file written by "
-        "scripts/plan.py microbenchmark or calibrate (default: the GPU's)",
+        description="stack profile for predictions: the name of a shipped one, or a TOML file that "
+        "scripts/plan.py microbenchmark or calibrate wrote (default: that of the GPU)",
     )
 
 
