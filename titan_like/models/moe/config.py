@@ -34,7 +34,7 @@ class MoEConfig(LlamaConfig):
     router_score: Literal["softmax", "sigmoid"] = Field(
         "softmax", description="router scores: softmax over all experts, or the sigmoid of each logit"
     )
-    renormalize: bool = Field(True, description="normalize the weights of a token's experts to sum to 1")
+    renormalize: bool = Field(True, description="normalise the weights of a token's experts to sum to 1")
     routed_scaling: float = Field(1.0, gt=0, le=1e6, description="factor on the experts' weights, after renormalize")
     balance: Literal["none", "auxiliary", "bias"] = Field(
         "auxiliary", description="load balancing: an auxiliary loss, a bias on the scores for the choice alone, or none"
