@@ -24,12 +24,10 @@ class MoEConfig(LlamaConfig):
     experts_per_token: int = Field(gt=0, description="experts that each token is routed to (top-k)")
     expert_ffn_hidden_size: int = Field(0, ge=0, le=2**23, description="width of one expert; 0 means ffn_hidden_size")
     num_shared_experts: int = Field(0, ge=0, le=2**10, description="number of shared experts (fused into one MLP)")
-    num_dense_layers: int = Field(
-        0, ge=0, description="number of first layers with a dense MLP, of width ffn_hidden_size"
-    )
+    num_dense_layers: int = Field(0, ge=0, description="first layers with a dense MLP of ffn_hidden_size")
     head_size: int = Field(0, ge=0, description="width of an attention head; 0 means hidden_size / num_attention_heads")
     qk_norm: Literal["none", "head", "all"] = Field(
-        "none", description="RMSNorm of queries and keys: head, each head (Qwen3); all, all heads together (OLMoE)"
+        "none", description="RMSNorm of queries and keys: of each head (Qwen3) or of all heads together (OLMoE)"
     )
     router_score: Literal["softmax", "sigmoid"] = Field(
         "softmax", description="router scores: softmax over all experts, or the sigmoid of each logit"
