@@ -150,7 +150,7 @@ WORLDS = {  # WORLD_SIZE, settings, words
     "compiled dropout of heads": (
         "2",
         ["--parallelism.tensor_parallel_degree=2", "--compile.enable=true", "--model.overrides.dropout=0.1"],
-        ["compile.enable = true", "set sequence_parallel to true"],
+        ["compile.enable = true", "sequence_parallel", "set that to true"],
     ),
 }
 

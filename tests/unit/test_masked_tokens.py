@@ -232,12 +232,12 @@ def test_what_cannot_be_masked_is_one_sentence(tmp_path) -> None:
         (
             "bert",
             "--data.eod_mask_loss=true",
-            "bert predicts masked tokens, never the first token of the next document",
+            "bert names masked tokens from both sides, never the first token of the next document",
         ),
         (
             "bert",
             "--evaluation.datasets=[text=README.md]",
-            "bert predicts masked tokens, but these predict",
+            "bert names masked tokens from both sides, but these predict",
         ),
     ):
         config = load_config([f"--model.family={family}", "--training.steps=1", setting])

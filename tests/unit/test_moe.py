@@ -329,10 +329,10 @@ def test_what_transformers_lacks_is_not_exported(tmp_path, values, told):
                 "model.overrides": {"qk_norm": "all"},
             },
             2,
-            'parallelism.tensor_parallel_degree = 2: MoE with qk_norm = "all" does not support tensor',
+            'parallelism.tensor_parallel_degree = 2: qk_norm = "all" normalises all heads',
         ),
         ({"model.overrides": {"ffn_hidden_size": 64}}, 1, "no layer of moe debug is dense"),
-        ({"float8.enable": True}, 1, "float8.enable = true: moe does not support float8"),
+        ({"float8.enable": True}, 1, "float8.enable = true: the products of moe's experts"),
         ({"optimizer.name": "muon"}, 1, 'optimizer.name = "muon": does not support the stacked expert weights'),
         ({"parallelism.expert_parallel_degree": 3}, 3, "degree = 3: does not divide the model's num_experts (8)"),
         (

@@ -42,12 +42,12 @@ def check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: L
     for name, size in sizes.items():
         problem = f"does not divide the model's {name} ({size}); use a divisor of it"
         require(size % layout.tensor == 0, "parallelism.tensor_parallel_degree", layout.tensor, problem)
-    rows = -(-model.padded_vocab_size // layout.tensor)  # on every rank except the last, which takes the remainder
+    rows = -(-model.padded_vocab_size // layout.tensor)  # on every process except the last, which takes the remainder
     if rows * (layout.tensor - 1) >= model.padded_vocab_size:
-        problem = f"leaves ranks without a row of the vocabulary ({model.padded_vocab_size}); use a smaller one"
+        problem = f"leaves processes without a row of the vocabulary ({model.padded_vocab_size}); use a smaller one"
         raise ConfigError("parallelism.tensor_parallel_degree", layout.tensor, problem)
     if config.parallelism.sequence_parallel and layout.tensor == 1:
-        problem = "needs tensor parallelism; raise parallelism.tensor_parallel_degree or set it to false"
+        problem = "splits activations over tensor-parallel processes, but there is one; raise tensor_parallel_degree"
         raise ConfigError("parallelism.sequence_parallel", True, problem)
 
 
@@ -103,7 +103,7 @@ def check_expert_parallel(config: JobConfig, model: TransformerConfig, layout: L
         raise ConfigError(key, degree, f"does not divide {factors}; use a divisor of it")
     problem = "MoE with tensor parallelism needs sequence parallelism; set it to true"
     require(layout.tensor == 1 or layout.sequence_parallel, "parallelism.sequence_parallel", False, problem)
-    problem = 'MoE with qk_norm = "all" does not support tensor parallelism; use 1'
+    problem = 'qk_norm = "all" normalises all heads of a token together, which are on several processes; use 1'
     require(layout.tensor == 1 or model.qk_norm != "all", "parallelism.tensor_parallel_degree", layout.tensor, problem)
     # FSDP2 gathers split experts within the layer, which torch's selective checkpoints do not expect to recompute.
     if layout.splits_experts and config.activation_checkpoint.mode == "selective":
@@ -121,14 +121,14 @@ def check_context_parallel(config: JobConfig, model: TransformerConfig, layout: 
     if dropout > 0:
         problem = f"does not support dropout; set model.overrides.dropout = 0 (it is {dropout})"
     elif not {"pair", "choice"}.isdisjoint(model.predictions):
-        problem = f"does not support heads for pairs and choices; use 1, or {family} without that head"
+        problem = f"a head for the first token needs whole sequences; use 1, or {family} without that head"
     elif config.float8.enable:
-        problem = "does not support float8; use 1, or set float8.enable to false"
+        problem = "float8 scales are those of whole sequences; use 1, or set float8.enable to false"
     if problem is not None:
         raise ConfigError("parallelism.context_parallel_degree", degree, problem)
     key = "parallelism.context_parallel_method"
     if model.has_decoder and method in ("ulysses", "ring"):
-        raise ConfigError(key, method, f'does not support the position biases of {family}; use "all_gather"')
+        raise ConfigError(key, method, f'{family} adds a bias to all pairs of positions; use "all_gather"')
     heads = model.num_kv_heads // layout.tensor
     if method == "ulysses" and heads % degree:
         problem = f"needs a multiple of {degree} key-value heads on each rank, not {heads}; use"

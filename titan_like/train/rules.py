@@ -32,15 +32,15 @@ from titan_like.train.layout_rules import (
     is_sparse,
 )
 
-_MOST_PASSES = 2**18  # forwards of a step in all stages together; each is an entry in the schedule's table
+_MOST_PASSES = 2**18  # forward passes of a step in all stages together; each is an entry in the schedule's table
 _SHORTEST_PAIR = 5  # tokens of two sentences of one token each, with those around them
 
 _LEARNS = {
     "causal": "predicts the next token",
-    "mlm": "predicts masked tokens",
-    "span_corruption": "predicts removed spans",
+    "mlm": "names masked tokens from both sides",
+    "span_corruption": "writes the spans that a text lacks",
 }
-_ATTENTION = {"causal": "causal", "mlm": "bidirectional", "span_corruption": "encoder-decoder"}
+_ATTENTION = {"causal": "causal", "mlm": "bidirectional", "span_corruption": "an encoder's and a decoder's"}
 # Objective → a family that has it, and the settings that concern it alone.
 _ONLY_FOR = {
     "mlm": ("bert", ("data.mlm_probability", "data.mlm_whole_words", "data.mlm_max_ngram")),
@@ -183,7 +183,7 @@ def _check_batches(config: JobConfig, layout: Layout) -> None:
     stages, size = len(layout.stage_ranks), training.global_batch_size
     problem = (
         f"gives {size // unit:,} microbatches of {training.micro_batch_size} × {layout.data_parallel} samples in "
-        f"each of {stages} stages, above the limit of {_MOST_PASSES:,} in all; lower it or raise micro_batch_size"
+        f"each of {stages} stages, but a step can have {_MOST_PASSES:,} passes; lower it or raise micro_batch_size"
     )
     require(stages * (size // unit) <= _MOST_PASSES, "training.global_batch_size", size, problem)
 
@@ -210,8 +210,8 @@ def _check_tasks(config: JobConfig, model: TransformerConfig) -> None:
 
 
 def check_predicts_next_token(config: JobConfig, model: TransformerConfig) -> None:
-    """Refuse a family that is not causal, for a command that predicts the next token."""
-    problem = f"{_LEARNS[model.objective]}, not the next token; choose a causal family, such as gpt or llama"
+    """Refuse a family that is not causal, for a command that needs a model of the next token."""
+    problem = f"{_LEARNS[model.objective]} and continues no text; choose a causal family, such as gpt or llama"
     require(model.is_causal, "model.family", config.model.family, problem)
 
 
@@ -234,18 +234,18 @@ def _check_compile(config: JobConfig, model: TransformerConfig) -> None:
         return
     problem = 'cannot be compiled with tensor parallelism; use "full" or "none", or set compile.enable to false'
     require(config.activation_checkpoint.mode != "selective", "activation_checkpoint.mode", "selective", problem)
-    problem = "needs sequence parallelism with tensor parallelism and dropout; set sequence_parallel to true"
+    problem = "attention dropout over several processes cannot be compiled without sequence_parallel; set that to true"
     require(getattr(model, "dropout", 0) <= 0 or layout.sequence_parallel, "compile.enable", True, problem)
 
 
 def _check_experts(config: JobConfig, model: TransformerConfig) -> None:
-    """Refuse what does not support stacked expert weights."""
+    """Refuse what has not been made to work for matrices that are stacked."""
     if not is_sparse(model):
         problem = f"{config.model.family} has no experts to recompute; use one of the other modes"
         require(config.activation_checkpoint.mode != "experts", "activation_checkpoint.mode", "experts", problem)
         return
     family, rule = config.model.family, config.optimizer.name
-    problem = f"{family} does not support float8; set it to false"
+    problem = f"the products of {family}'s experts cannot be computed in float8 yet; set it to false"
     require(not config.float8.enable, "float8.enable", True, problem)
     problem = f"does not support the stacked expert weights of {family}; use adamw or sgd"
     require(rule not in ("muon", "adafactor"), "optimizer.name", rule, problem)
@@ -296,8 +296,8 @@ def _check_sentences(config: JobConfig, model: TransformerConfig) -> None:
         if head == "choice":
             problem = 'has no questions with answers to choose from, which sentence_head "choice" needs; use "race"'
         raise ConfigError("data.dataset", dataset, problem)
-    problem = f"two sentences need {_SHORTEST_PAIR} tokens; use at least that"
+    problem = f"two sentences take {_SHORTEST_PAIR} tokens; use at least that"
     require(head == "none" or training.seq_len >= _SHORTEST_PAIR, "training.seq_len", training.seq_len, problem)
     if head == "choice" and training.micro_batch_size % NUM_OPTIONS:
-        problem = f"a question is {NUM_OPTIONS} samples, one per option; use a multiple of {NUM_OPTIONS}"
+        problem = f"the {NUM_OPTIONS} options of a question are as many samples of a microbatch; use a multiple"
         raise ConfigError("training.micro_batch_size", training.micro_batch_size, problem)
