@@ -9,12 +9,12 @@ from titan_like.metrics.step_timeline import (
     RankTimes,
     StepTimeline,
     as_simulated,
+    chrome_trace,
     clock_offset,
     measured,
     simulated,
 )
 from titan_like.metrics.timeline_report import figures, rank_shares, report
-from titan_like.metrics.timeline_trace import chrome_trace
 from titan_like.parallel.schedules.simulate import Event, bubble_fraction, ideal_bubble, simulate, unit_time
 from titan_like.parallel.schedules.tables import SCHEDULES, Action, schedule_table, stage_ranks
 from titan_like.parallel.timeline import Timeline

@@ -9,7 +9,7 @@ from pathlib import Path
 from titan_like.config import ConfigError
 from titan_like.config.options import path_option
 from titan_like.config.paths import file_problem
-from titan_like.metrics.step_timeline import StepTimeline
+from titan_like.metrics.step_timeline import StepTimeline, chrome_trace, read_trace
 from titan_like.metrics.timeline_plot import check_picture, draw
 from titan_like.metrics.timeline_report import (
     LEGEND,
@@ -20,7 +20,6 @@ from titan_like.metrics.timeline_report import (
     lanes,
     parts_of,
 )
-from titan_like.metrics.timeline_trace import chrome_trace, read_trace
 from titan_like.parallel.schedules.simulate import bubble_fraction
 from titan_like.planner.commands.outcome import Outcome, add_profile, chosen_profile, does_not_fit, loaded
 from titan_like.planner.predict import predict
