@@ -29,7 +29,7 @@ from titan_like.checkpoint.step_folders import (
 )
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.paths import to_toml
-from titan_like.config.schema import DEFAULT_TOKENS, Data, JobConfig, Model
+from titan_like.config.schema import DEFAULT_TOKENS, JobConfig
 from titan_like.data.special_tokens import GENERATION_FILE, ORIGIN_FILE, tokenizer_names
 from titan_like.data.tokenizer import build_tokenizer, tokenizer_in
 from titan_like.hugging_face.folder import CONFIG_FILE, INDEX_FILE, HuggingFaceFolder, slice_reader
@@ -70,26 +70,24 @@ def from_hugging_face(source: HuggingFaceFolder, output: Path) -> Path:
 
 def settings_to_train(source: HuggingFaceFolder, path: Path) -> str:
     """TOML lines for a run that starts from a converted checkpoint."""
+    tree = _settings(source, path) | {"checkpoint": {"initial_load_path": str(path)}}
+    missing = "The folder has no tokenizer.json. Set data.tokenizer to the model's: without it, every byte is a token."
+    return to_toml(tree, [] if tree["data"] else [missing]).strip()
+
+
+def _settings(source: HuggingFaceFolder, path: Path) -> dict[str, dict[str, Any]]:
+    """Model and tokenizer of a converted checkpoint, which is or will be at ``path``, as settings by section."""
     shape, tokenizer = source.model.model_dump(mode="json", exclude_none=True), tokenizer_in(source.path, path)
-    missing = [
-        "The folder has no tokenizer.json. Set data.tokenizer to the model's: without it, every byte is a token."
-    ]
-    tree: dict[str, dict[str, Any]] = {
+    return {
         "model": {"family": source.family, "flavor": FLAVOR, "flavors": {FLAVOR: shape}},
         "data": {} if tokenizer is None else {"tokenizer": tokenizer},
-        "checkpoint": {"initial_load_path": str(path)},
     }
-    return to_toml(tree, missing if tokenizer is None else []).strip()
 
 
-def _run_state(source: HuggingFaceFolder, final: Path) -> RunState:
-    shape = source.model.model_dump(mode="json")
-    model = Model.model_validate({"family": source.family, "flavor": FLAVOR, "flavors": {FLAVOR: shape}})
-    tokenizer = tokenizer_in(source.path, final)
-    data = Data() if tokenizer is None else Data(tokenizer=tokenizer)
-    config = JobConfig(model=model, data=data).model_dump(mode="json")
+def _run_state(source: HuggingFaceFolder, path: Path) -> RunState:
+    config = JobConfig.model_validate(_settings(source, path)).model_dump(mode="json")
     versions = {name: version(name) for name in ("torch", "safetensors")}
-    return RunState(0, 0, 0, 0, 1.0, 0, shape, config, versions=versions)
+    return RunState(0, 0, 0, 0, 1.0, 0, source.model.model_dump(mode="json"), config, versions=versions)
 
 
 class _ReadsOnDemand(DefaultSavePlanner):
