@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from tests.unit.hugging_face_cases import gpt_config
 from tests.unit.tokenizer_cases import save_kind
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import TokenOptions
@@ -20,10 +21,10 @@ from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer
 from titan_like.evaluate.scoring import token_scores
 from titan_like.evaluate.task import Score, TaskError, TextSettings, ending_window, sliding_windows
 from titan_like.evaluate.tasks import (
-    check_tasks,
     count_words,
     detokenize,
     lambada_task,
+    named_tasks,
     open_tasks,
     read_passages,
     read_published,
@@ -31,6 +32,8 @@ from titan_like.evaluate.tasks import (
     text_task,
     wikitext_task,
 )
+
+GPT = gpt_config()
 
 
 @pytest.mark.parametrize(("seq_len", "stride"), [(1, 1), (4, 1), (4, 3), (4, 4), (7, 2), (7, 5), (7, 7)])
@@ -230,7 +233,7 @@ def test_a_bad_task_is_one_sentence(tmp_path: Path, spec: str, monkeypatch: pyte
         name = Path(spec.partition("=")[2]).name
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match=problem):
-        open_tasks("--task", [spec], ByteTokenizer(), TextSettings(8, 4))
+        open_tasks(named_tasks("--task", [spec], GPT), ByteTokenizer(), TextSettings(8, 4))
 
 
 def test_names_of_tasks(tmp_path: Path) -> None:
@@ -238,7 +241,7 @@ def test_names_of_tasks(tmp_path: Path) -> None:
     for path in paths.values():
         path.write_text("two words")
     specs = [f"text={paths['a']}", f"lambada={paths['a']}", f"text={paths['b']}"]
-    tasks = open_tasks("--task", specs, ByteTokenizer(), TextSettings(8, 4))
+    tasks = open_tasks(named_tasks("--task", specs, GPT), ByteTokenizer(), TextSettings(8, 4))
     assert [task.name for task in tasks] == ["text/a", "lambada", "text/b"]
     with pytest.raises(ConfigError, match="both be called text/a"):
-        check_tasks("--task", [specs[0], specs[0]])
+        named_tasks("--task", [specs[0], specs[0]], GPT)

@@ -107,7 +107,7 @@ def test_what_is_not_race_is_one_sentence(race: Path, tmp_path: Path) -> None:
             config = load_config([*start, f"--data.paths={paths}", f"--job.dump_folder={tmp_path}/out"])
             prepare_run(resolve_settings(config))
     for family, task, words_of in (
-        ("bert", f"text={race}/tokenizer.json", "bert with this head chooses answers; only race is for it"),
+        ("bert", f"text={race}/tokenizer.json", "this model chooses answers; only race is for it"),
         ("gpt", f"race={race}/test", "needs a model that chooses answers: bert, fine-tuned with"),
         ("bert", f"race={race}/tokenizer.json", "is not a folder; name one of the data set's"),
     ):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,37 +39,34 @@ def text_task(name: str, text: str, tokenizer: Tokenizer, settings: TextSettings
     Raises:
         TaskError: no token can be scored.
     """
-    windows, num_scored = text_windows(text, tokenizer, settings)
     num_bytes = len(text.encode("utf-8"))
-
-    def results(scores: Sequence[Score]) -> dict[str, float]:
-        loss = -math.fsum(score.log_probability for score in scores)  # nats
-        return text_results(loss, num_scored) | {"bits_per_byte": loss / math.log(2) / num_bytes}
-
-    return Task(name, windows, results)
+    return _text_task(name, text, tokenizer, settings, lambda loss: {"bits_per_byte": loss / math.log(2) / num_bytes})
 
 
-def text_windows(text: str, tokenizer: Tokenizer, settings: TextSettings) -> tuple[list[Window], int]:
-    """The windows of a text and the number of scored tokens.
+def _text_task(
+    name: str, text: str, tokenizer: Tokenizer, settings: TextSettings, more: Callable[[float], dict[str, float]]
+) -> Task:
+    """The figures of a text by token, and those that ``more`` makes of its summed loss in nats.
 
     A text begins as documents do in training. What begins it is not scored; without that the first token is not.
-
-    Raises:
-        TaskError: no token can be scored.
     """
     first = tokenizer.first_ids
     tokens, num_given = np.concatenate((first, tokenizer.encode(text))).astype(np.int64), max(1, len(first))
-    if len(tokens) <= num_given:
-        raise TaskError(_TOO_SHORT)
-    return sliding_windows(tokens, settings.seq_len, settings.stride, num_given), len(tokens) - num_given
+    num_scored = len(tokens) - num_given
+    if num_scored <= 0:
+        raise TaskError("has fewer than two tokens, so that none can be scored; name a longer text")
+
+    def results(scores: Sequence[Score]) -> dict[str, float]:
+        loss = _loss(scores)
+        by_token = {"tokens": num_scored, "loss": loss / num_scored, "perplexity": exponential(loss / num_scored)}
+        return by_token | more(loss)
+
+    return Task(name, sliding_windows(tokens, settings.seq_len, settings.stride, num_given), results)
 
 
-_TOO_SHORT = "has fewer than two tokens, so that none can be scored; name a longer text"
-
-
-def text_results(loss: float, num_tokens: int) -> dict[str, float]:
-    """Figures by token of a summed loss in nats over ``num_tokens`` scored tokens."""
-    return {"tokens": num_tokens, "loss": loss / num_tokens, "perplexity": exponential(loss / num_tokens)}
+def _loss(scores: Sequence[Score]) -> float:
+    """The summed loss in nats."""
+    return -math.fsum(score.log_probability for score in scores)
 
 
 def exponential(loss: float) -> float:
@@ -154,15 +151,12 @@ def wikitext_task(name: str, text: str, tokenizer: Tokenizer, settings: TextSett
     """
     num_words = count_words(text)
     if num_words < 2:
-        raise TaskError(_TOO_SHORT)
-    windows, num_scored = text_windows(detokenize(text), tokenizer, settings)
+        raise TaskError("has fewer than two words, so that none can be scored; name a longer text")
 
-    def results(scores: Sequence[Score]) -> dict[str, float]:
-        loss = -math.fsum(score.log_probability for score in scores)  # nats
-        by_word = {"words": num_words, "word_perplexity": exponential(loss / (num_words - 1))}
-        return by_word | text_results(loss, num_scored)
+    def by_word(loss: float) -> dict[str, float]:
+        return {"words": num_words, "word_perplexity": exponential(loss / (num_words - 1))}
 
-    return Task(name, windows, results)
+    return _text_task(name, detokenize(text), tokenizer, settings, by_word)
 
 
 def lambada_task(name: str, passages: Sequence[tuple[int, str]], tokenizer: Tokenizer, settings: TextSettings) -> Task:
@@ -184,8 +178,7 @@ def lambada_task(name: str, passages: Sequence[tuple[int, str]], tokenizer: Toke
 
     def results(scores: Sequence[Score]) -> dict[str, float]:
         right = sum(score.num_right == window.num_targets for score, window in zip(scores, windows, strict=True))
-        loss = -math.fsum(score.log_probability for score in scores)
-        accuracy, perplexity = right / len(windows), exponential(loss / len(windows))
+        accuracy, perplexity = right / len(windows), exponential(_loss(scores) / len(windows))
         return {"passages": len(windows), "accuracy": accuracy, "perplexity": perplexity}
 
     return Task(name, windows, results)
@@ -255,70 +248,69 @@ def race_task(name: str, folder: Path, tokenizer: Tokenizer, settings: TextSetti
     return Task(name, windows, results)
 
 
-# What makes a task of its label and its file or folder.
-_TASKS: dict[str, Callable[[str, Path, Tokenizer, TextSettings], Task]] = {
-    "text": lambda name, path, *others: text_task(name, read_text(path), *others),
-    "wikitext103": lambda name, path, *others: wikitext_task(name, read_published(path), *others),
-    "lambada": lambda name, path, *others: lambada_task(name, read_passages(path), *others),
-    "race": race_task,
+class _Kind(NamedTuple):
+    """A task that can be named."""
+
+    build: Callable[[str, Path, Tokenizer, TextSettings], Task]  # of its label and its file or folder
+    slides: bool = False  # cuts a text into windows that overlap
+    chooses: bool = False  # is a folder of questions, for a model that chooses answers
+
+
+_KINDS = {
+    "text": _Kind(lambda name, path, *others: text_task(name, read_text(path), *others), slides=True),
+    "wikitext103": _Kind(lambda name, path, *others: wikitext_task(name, read_published(path), *others), slides=True),
+    "lambada": _Kind(lambda name, path, *others: lambada_task(name, read_passages(path), *others)),
+    "race": _Kind(race_task, chooses=True),
 }
-_SLIDING, _OF_FOLDERS = ("text", "wikitext103"), ("race",)
 
 
-def check_tasks(key: str, specs: Sequence[str]) -> list[tuple[str, Path]]:
-    """Check tasks written NAME=PATH, without opening their files; returns the names and paths.
+class NamedTask(NamedTuple):
+    """A task that the setting ``key`` names as ``spec``, NAME=PATH. Its file is not opened before `open_tasks`."""
+
+    key: str
+    spec: str
+    label: str  # NAME, or NAME/FILE, with the file's name without its ending, if several have that name
+    kind: _Kind
+    path: Path
+
+
+def named_tasks(key: str, specs: Sequence[str], model: TransformerConfig) -> list[NamedTask]:
+    """The tasks that are written NAME=PATH in the setting ``key``.
 
     Raises:
-        ConfigError: there is no such task or file, or one is named twice; ``key`` is the setting to blame.
+        ConfigError: there is no such task or file, one is named twice, or one scores what the model does not predict.
     """
-    found = []
-    for spec in specs:
-        name, _, written = spec.partition("=")
-        expected = f"must be NAME=PATH, where NAME is {', '.join(_TASKS)}; for example lambada=lambada_test.jsonl"
-        require(name in _TASKS and written, key, spec, expected)
+    tasks: list[NamedTask] = []
+    names, chooses = [spec.partition("=")[0] for spec in specs], "choice" in model.predictions
+    for name, spec in zip(names, specs, strict=True):
+        written = spec.partition("=")[2]
+        expected = f"must be NAME=PATH, where NAME is {', '.join(_KINDS)}; for example lambada=lambada_test.jsonl"
+        require(name in _KINDS and written, key, spec, expected)
         try:
-            path = Path(expanded(written))
+            kind, path = _KINDS[name], Path(expanded(written))
         except ValueError as error:
             raise ConfigError(key, spec, f"the path {error}") from None
-        if name in _OF_FOLDERS:
+        if kind.chooses:
             require(os.path.isdir(path), key, spec, f"{path} is not a folder; name one of the data set's")
         elif (problem := file_problem(path)) is not None:
             raise ConfigError(key, spec, f"{path} {problem}; name a readable text file")
-        found.append((name, path))
-    labels = _labels(found)
-    for label, spec in zip(labels, specs, strict=True):
-        if labels.count(label) > 1:
-            raise ConfigError(key, spec, f"two files would both be called {label}; name one of them, or rename it")
-    return found
+        only = "needs a model that chooses answers: bert, fine-tuned with model.overrides.sentence_head choice"
+        require(
+            kind.chooses == chooses, key, spec, "this model chooses answers; only race is for it" if chooses else only
+        )
+        label = name if names.count(name) == 1 else f"{name}/{path.stem}"
+        twice = f"two files would both be called {label}; name one of them, or rename it"
+        require(label not in [task.label for task in tasks], key, spec, twice)
+        tasks.append(NamedTask(key, spec, label, kind, path))
+    return tasks
 
 
-def slides_windows(specs: Sequence[str]) -> bool:
-    """Whether any of the tasks, written NAME=PATH, cuts a text into windows that overlap."""
-    return any(spec.partition("=")[0] in _SLIDING for spec in specs)
-
-
-def check_predictions(key: str, specs: Sequence[str], family: str, predictions: Sequence[str]) -> None:
-    """Refuse tasks written NAME=PATH that score what the model does not predict: next tokens, or answers for RACE."""
-    for spec in specs:
-        if (spec.partition("=")[0] in _OF_FOLDERS) != ("choice" in predictions):
-            chooses = f"{family} with this head chooses answers; only {', '.join(_OF_FOLDERS)} is for it"
-            predicts = "needs a model that chooses answers: bert, fine-tuned with model.overrides.sentence_head choice"
-            raise ConfigError(key, spec, chooses if "choice" in predictions else predicts)
-
-
-def open_tasks(key: str, specs: Sequence[str], tokenizer: Tokenizer, settings: TextSettings) -> list[Task]:
-    """Read and tokenize the files of tasks written NAME=PATH. ``key`` is the setting that errors blame.
-
-    A task has its name, or NAME/FILE, with the file's name without its ending, if there are several of that name.
-
-    Raises:
-        ConfigError: a task or file cannot be used.
-    """
-    found = check_tasks(key, specs)
+def open_tasks(named: Sequence[NamedTask], tokenizer: Tokenizer, settings: TextSettings) -> list[Task]:
+    """Read and tokenize the files of tasks; a `ConfigError` if one cannot be used."""
     tasks = []
-    for (name, path), label, spec in zip(found, _labels(found), specs, strict=True):
+    for key, spec, label, kind, path in named:
         try:
-            tasks.append(_TASKS[name](label, path, tokenizer, settings))
+            tasks.append(kind.build(label, path, tokenizer, settings))
         except (TaskError, RaceError) as error:
             raise ConfigError(key, spec, f"{path} {error}") from None
     return tasks
@@ -330,13 +322,12 @@ def validation_tasks(config: JobConfig, model: TransformerConfig) -> list[Task]:
     Raises:
         ConfigError: a task or file cannot be used.
     """
-    if not config.evaluation.datasets:
+    named = named_tasks("evaluation.datasets", config.evaluation.datasets, model)
+    if not named:
         return []
-    check_predictions("evaluation.datasets", config.evaluation.datasets, config.model.family, model.predictions)
     tokenizer = tokenizer_of(config.data)
     check_vocabulary(config.data.tokenizer, tokenizer, model.vocab_size)
-    settings = TextSettings.of(config.training.seq_len)
-    return open_tasks("evaluation.datasets", config.evaluation.datasets, tokenizer, settings)
+    return open_tasks(named, tokenizer, TextSettings.of(config.training.seq_len))
 
 
 def run_tasks(
@@ -350,8 +341,3 @@ def run_tasks(
         task.name: task.results(scorer(task.windows, None if progress is None else progress(task.name)))
         for task in tasks
     }
-
-
-def _labels(found: Sequence[tuple[str, Path]]) -> list[str]:
-    times = Counter(name for name, _ in found)
-    return [name if times[name] == 1 else f"{name}/{path.stem}" for name, path in found]
