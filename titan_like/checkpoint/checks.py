@@ -84,6 +84,16 @@ def _of_model(state: RunState, config: JobConfig, model: TransformerConfig) -> l
     return [family, *((f"model.overrides.{k}", v, saved[k]) for k, v in shape.items() if k not in _MAY_CHANGE)]
 
 
+def usable_steps(folder: Path, wanted: int | None) -> list[int]:
+    """The steps of a run's checkpoints, or only the ``wanted`` one; a `ConfigError` if there is no such checkpoint."""
+    steps = complete_steps(folder)
+    if wanted is None:
+        return steps
+    there = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
+    require(wanted in steps, "checkpoint.load_step", wanted, f"no such checkpoint in {folder}; {there}")
+    return [wanted]
+
+
 def newest_state(folder: Path, steps: list[int]) -> RunState | None:
     """What the newest readable `run.json` says; None if there is none. `resume` reports damaged checkpoints."""
     for step in reversed(steps):
@@ -116,14 +126,11 @@ def check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path,
             not fit the run that goes on from there.
     """
     check_writable("checkpoint.folder", folder, make)
-    steps, wanted = complete_steps(folder), config.checkpoint.load_step
-    if wanted is not None and wanted not in steps:
-        there = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
-        raise ConfigError("checkpoint.load_step", wanted, f"no such checkpoint in {folder}; {there}")
-    state = newest_state(folder, steps if wanted is None else [wanted])
+    steps = usable_steps(folder, config.checkpoint.load_step)
+    state = newest_state(folder, steps)
     so_far = state.come_to(config.training) if state else ()
     check_decay(config.lr_scheduler, schedule_length(config.training, *so_far))
-    for step in steps[-1:] if wanted is None else [wanted]:
+    for step in steps[-1:]:
         check_same_run(checkpoint_path(folder, step), config, model)
     return bool(steps)
 
