@@ -158,20 +158,18 @@ def test_timeline_notes_passes_waits_and_phases(tmp_path):
 def test_report_says_what_the_figures_are():
     step = measured("1f1b", 4, 1, seen_by_ranks(unit_step(), [0.0] * 4))
     lines = report(step, "timeline of step 7").splitlines()
-    assert lines[0] == (
-        "timeline of step 7: 1f1b, 4 pipeline ranks, 8 microbatches, 33000.00 ms from first to last pass"
-    )
+    assert lines[0] == "timeline of step 7: 1f1b, 4 ranks, 8 microbatches; 33,000.00 ms, bubble 0.375"
     text = "\n".join(lines)
-    assert "bubble fraction (idle / compute): 0.375 measured, 0.375 with these passes alone, 0.375 ideal" in text
+    assert "bubble fraction (idle / compute): 0.375, 0.375 without messages, 0.375 for equal stages" in text
     assert "slowest stage: 0, 0.0% over the mean" in text
     assert "exposed communication: 0.00% of the ranks' time" in text
-    assert "after the last pass: optimizer 3000.00 ms" in text
+    assert "after the last pass: optimizer 3,000.00 ms, step 36,000.00 ms" in text
     assert all(len(line) <= 110 for line in lines)
 
 
 def test_report_of_one_rank_compares_no_clocks():
     text = report(simulated("1f1b", 1, 1, 1, unit_time), "timeline")
-    assert "1 pipeline rank, 1 microbatch," in text
+    assert "1 rank, 1 microbatch;" in text
     assert "compare within" not in text
 
 
