@@ -109,10 +109,6 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ValueError(f"cannot be read ({problem})") from None
     if not isinstance(content, dict):
         raise ValueError("is not a table of keys and values")
-    included = content.get("include", [])
-    for name in included if isinstance(included, list) else [included]:
-        if not (path.parent / str(name)).is_file():
-            raise ValueError(f"includes {name}, which is not a file")
     return content
 
 
