@@ -174,15 +174,33 @@ def is_quick(name: str, dtype: torch.dtype) -> bool:
     [
         # Every model in one type, and every type with one model.
         pytest.param(name, dtype, marks=[] if is_quick(name, dtype) else pytest.mark.exhaustive)
-        for name in ("gpt", "llama", "llama, tied, stretched", "bert", "bert, pairs", "bert, choices", "t5", *MOE)
+        for name in MODELS
         for dtype in (torch.bfloat16, torch.float16, torch.float32)
     ],
 )
-def test_import_and_export_give_back_every_byte(tmp_path, caplog, name, dtype):
-    theirs = reference_of(random_model(MODELS[name]).to(dtype))
+def test_an_import_is_the_model_and_its_export_gives_back_every_byte(tmp_path, caplog, capsys, name, dtype):
+    model = random_model(MODELS[name]).to(dtype).eval()
+    theirs = reference_of(model)
     theirs.save_pretrained(tmp_path / "hf", max_shard_size="60KB")
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
     convert("from-hf", "--input", tmp_path / "hf", "--output", tmp_path / "run")
+    settings = tomllib.loads(capsys.readouterr().out)
+    weights = CheckpointWeights(tmp_path / "run" / "step-0")
+    for parameter, expected in model.float().named_parameters():
+        found = weights.read(parameter)
+        if parameter in ("embedding.weight", "output.weight", "output_bias.bias"):
+            assert found[VOCAB:].eq(0).all()
+            found, expected = found[:VOCAB], expected[:VOCAB]
+        assert torch.equal(found, expected), parameter
+
+    # The settings that it prints describe the same model, and generate.py's way of loading takes it.
+    settings["checkpoint"]["folder"] = str(tmp_path / "run")
+    config = JobConfig.model_validate(settings)
+    loaded = load_for_inference(config, find_checkpoint(config), torch.device("cpu"))
+    tokens = torch.arange(40)[None]
+    for one, other in zip(outputs(loaded, tokens), outputs(model, tokens), strict=True):
+        assert torch.equal(one, other)
+
     convert("to-hf", "--checkpoint", tmp_path / "run", "--output", tmp_path / "back")
     same_bytes(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back"))
     again = load(tmp_path / "back", caplog)
@@ -218,31 +236,6 @@ def test_files_of_gpt2_as_first_published(tmp_path, caplog):
     del state["lm_head.weight"]
     same_bytes(state, tensors_of(tmp_path / "back"))
     load(tmp_path / "back", caplog)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if is_quick(n, torch.bfloat16) else pytest.mark.exhaustive) for n in MODELS]
-)
-def test_imported_checkpoint_is_the_model_that_was_exported(tmp_path, capsys, name):
-    model = random_model(MODELS[name]).float().eval()
-    reference_of(model).save_pretrained(tmp_path / "hf")
-    convert("from-hf", "--input", tmp_path / "hf", "--output", tmp_path / "run")
-    weights = CheckpointWeights(tmp_path / "run" / "step-0")
-    for parameter, expected in model.named_parameters():
-        found = weights.read(parameter)
-        if parameter in ("embedding.weight", "output.weight", "output_bias.bias"):
-            assert found[VOCAB:].eq(0).all()
-            found, expected = found[:VOCAB], expected[:VOCAB]
-        assert torch.equal(found, expected), parameter
-
-    # The settings that it prints describe the same model, and generate.py's way of loading takes it.
-    settings = tomllib.loads(capsys.readouterr().out)
-    settings["checkpoint"]["folder"] = str(tmp_path / "run")
-    config = JobConfig.model_validate(settings)
-    loaded = load_for_inference(config, find_checkpoint(config), torch.device("cpu"))
-    tokens = torch.arange(40)[None]
-    for one, other in zip(outputs(loaded, tokens), outputs(model, tokens), strict=True):
-        assert torch.equal(one, other)
 
 
 def test_a_bert_with_tensorflow_s_names_pooler_and_sentence_head_is_read_alike(tmp_path):
@@ -287,14 +280,12 @@ def test_byte_tokenizer_comes_along(tmp_path):
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (256, 256)
 
-
-def test_byte_tokenizer_of_a_bert_has_its_mask_token(tmp_path):
-    save_checkpoint(tmp_path / "run", random_model(MODELS["bert"]).float())
-    convert("to-hf", "--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)
+    save_checkpoint(tmp_path / "bert run", random_model(MODELS["bert"]).float())  # which has a mask token
+    convert("to-hf", "--checkpoint", tmp_path / "bert run", "--output", tmp_path / "bert")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "bert", local_files_only=True)
     assert theirs("a<mask>b")["input_ids"] == [97, 257, 98]
     assert (theirs.mask_token_id, theirs.eos_token_id) == (257, 256) == (build_tokenizer("byte").mask_id, 256)
-    again = build_tokenizer(str(tmp_path / "hf" / "tokenizer.json"))
+    again = build_tokenizer(str(tmp_path / "bert" / "tokenizer.json"))
     assert (again.mask_id, again.special_ids) == (257, {256, 257})
 
 
