@@ -116,10 +116,7 @@ def test_clock_offset_lies_within_its_bounds():
     offset, error = clock_offset(reference, [(100.2, 101.1), (102.1, 102.4)])
     assert offset == pytest.approx(100, abs=error)
     assert 0 < error <= 0.5
-
-
-def test_one_clock_has_no_offset():
-    assert clock_offset([(0.0, 1.0)], [(0.5, 1.0)])[0] == 0
+    assert clock_offset([(0.0, 1.0)], [(0.5, 1.0)])[0] == 0  # one clock
 
 
 def test_as_simulated_drops_gaps_and_keeps_passes():
@@ -189,6 +186,9 @@ def test_trace_keeps_to_the_trace_event_format(schedule):
         assert event["pid"] in range(4)
         assert event.get("dur", 0) >= 0
 
+    names = [e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M" and "name" in e["args"]]
+    assert names == [n for rank in range(4) for n in (f"pipeline rank {rank}", "passes", "waiting", "rest of the step")]
+
     passes = [e for e in trace["traceEvents"] if e["ph"] == "X" and "args" in e]
     assert len(passes) == len(step.passes)
     for found, expected in zip(passes, step.passes, strict=True):
@@ -220,12 +220,3 @@ def test_arrows_of_a_trace_join_passes_of_two_ranks():
         assert maker["args"]["microbatch"] == taker["args"]["microbatch"]
         assert maker["args"]["pass"] == taker["args"]["pass"]
         assert start["ts"] <= ends[number]["ts"]
-
-
-def test_rows_of_a_trace_have_names():
-    step = measured("1f1b", 4, 1, seen_by_ranks(unit_step(), [0.0] * 4))
-    events = chrome_trace(step)["traceEvents"]
-    names = {(e["pid"], e.get("tid")): e["args"]["name"] for e in events if e["ph"] == "M" and "name" in e["args"]}
-    assert names[3, None] == "pipeline rank 3"
-    assert {names[e["pid"], e["tid"]] for e in events if e.get("cat") == "phase"} == {"rest of the step"}
-    assert {names[e["pid"], e["tid"]] for e in events if e.get("cat") == "waiting"} == {"waiting"}
