@@ -26,8 +26,7 @@ from titan_like.evaluate.task import (
     TextSettings,
     Window,
     ending_window,
-    read_records,
-    read_text,
+    read_file,
     sliding_windows,
 )
 from titan_like.models.config import NUM_OPTIONS, TransformerConfig
@@ -41,6 +40,13 @@ def text_task(name: str, text: str, tokenizer: Tokenizer, settings: TextSettings
     """
     num_bytes = len(text.encode("utf-8"))
     return _text_task(name, text, tokenizer, settings, lambda loss: {"bits_per_byte": loss / math.log(2) / num_bytes})
+
+
+def _read_text(path: Path) -> str:
+    content = read_file(path)
+    if not isinstance(content, str):
+        raise TaskError("holds records, not text; write the text alone")
+    return content
 
 
 def _text_task(
@@ -122,13 +128,13 @@ def read_published(path: Path) -> str:
         TaskError: the file is not UTF-8, or its records are not lines.
         OSError: the file cannot be read.
     """
-    records = read_records(path)
-    if records is None:
-        return read_text(path)
-    for number, line in records:
+    content = read_file(path)
+    if isinstance(content, str):
+        return content
+    for number, line in content:
         if line and not line.endswith("\n"):
             raise TaskError(f"has a text without a line end in record {number}; WikiText's records are lines")
-    return "".join(line or " \n" for _, line in records)
+    return "".join(line or " \n" for _, line in content)
 
 
 def count_words(text: str) -> int:
@@ -191,8 +197,8 @@ def read_passages(path: Path) -> list[tuple[int, str]]:
         TaskError: the file or a record cannot be used.
         OSError: the file cannot be read.
     """
-    records = read_records(path)
-    passages = enumerate(read_text(path).split("\n"), start=1) if records is None else records
+    content = read_file(path)
+    passages = enumerate(content.split("\n"), start=1) if isinstance(content, str) else content
     return [(number, passage) for number, passage in passages if passage.strip()]
 
 
@@ -257,7 +263,7 @@ class _Kind(NamedTuple):
 
 
 _KINDS = {
-    "text": _Kind(lambda name, path, *others: text_task(name, read_text(path), *others), slides=True),
+    "text": _Kind(lambda name, path, *others: text_task(name, _read_text(path), *others), slides=True),
     "wikitext103": _Kind(lambda name, path, *others: wikitext_task(name, read_published(path), *others), slides=True),
     "lambada": _Kind(lambda name, path, *others: lambada_task(name, read_passages(path), *others)),
     "race": _Kind(race_task, chooses=True),
