@@ -32,21 +32,17 @@ from titan_like.evaluate.task import (
 from titan_like.models.config import NUM_OPTIONS, TransformerConfig
 
 
-def text_task(name: str, text: str, tokenizer: Tokenizer, settings: TextSettings) -> Task:
+def text_task(name: str, path: Path, tokenizer: Tokenizer, settings: TextSettings) -> Task:
     """The perplexity of a text under a sliding window.
 
     Raises:
-        TaskError: no token can be scored.
+        TaskError: the file is no text, or no token can be scored.
     """
-    num_bytes = len(text.encode("utf-8"))
-    return _text_task(name, text, tokenizer, settings, lambda loss: {"bits_per_byte": loss / math.log(2) / num_bytes})
-
-
-def _read_text(path: Path) -> str:
-    content = read_file(path)
-    if not isinstance(content, str):
+    text = read_file(path)
+    if not isinstance(text, str):
         raise TaskError("holds records, not text; write the text alone")
-    return content
+    bits = math.log(2) * len(text.encode("utf-8"))
+    return _text_task(name, text, tokenizer, settings, lambda loss: {"bits_per_byte": loss / bits})
 
 
 def _text_task(
@@ -119,24 +115,6 @@ def detokenize(text: str) -> str:
     return text
 
 
-def read_published(path: Path) -> str:
-    """The text of a split as published: the file itself, or the lines in its records, as on Hugging Face's hub.
-
-    The hub's records have nothing in place of the lines that hold a single space.
-
-    Raises:
-        TaskError: the file is not UTF-8, or its records are not lines.
-        OSError: the file cannot be read.
-    """
-    content = read_file(path)
-    if isinstance(content, str):
-        return content
-    for number, line in content:
-        if line and not line.endswith("\n"):
-            raise TaskError(f"has a text without a line end in record {number}; WikiText's records are lines")
-    return "".join(line or " \n" for _, line in content)
-
-
 def count_words(text: str) -> int:
     """The number of words of a text as published. Words are between single spaces, so a line end counts as a word.
 
@@ -145,16 +123,23 @@ def count_words(text: str) -> int:
     return len(text.strip().split(" "))
 
 
-def wikitext_task(name: str, text: str, tokenizer: Tokenizer, settings: TextSettings) -> Task:
+def wikitext_task(name: str, path: Path, tokenizer: Tokenizer, settings: TextSettings) -> Task:
     """The perplexity per word of a split of WikiText-103 (arXiv 1609.07843) or WikiText-2, as it is published.
 
     It is published as words between spaces, and models that read words are compared by their perplexity per word.
     Megatron-LM (arXiv 1909.08053, appendix E) gives a model with tokens of its own ordinary text, and divides the loss
-    of that text by the number of words that were there before.
+    of that text by the number of words that were there before. A file of records has its lines, as on Hugging Face's
+    hub, with nothing in place of those that hold a single space.
 
     Raises:
-        TaskError: the text has fewer than two words, or no token can be scored.
+        TaskError: records are not lines, the text has fewer than two words, or no token can be scored.
     """
+    text = read_file(path)
+    if not isinstance(text, str):
+        for number, line in text:
+            if line and not line.endswith("\n"):
+                raise TaskError(f"has a text without a line end in record {number}; WikiText's records are lines")
+        text = "".join(line or " \n" for _, line in text)
     num_words = count_words(text)
     if num_words < 2:
         raise TaskError("has fewer than two words, so that none can be scored; name a longer text")
@@ -165,8 +150,8 @@ def wikitext_task(name: str, text: str, tokenizer: Tokenizer, settings: TextSett
     return _text_task(name, detokenize(text), tokenizer, settings, by_word)
 
 
-def lambada_task(name: str, passages: Sequence[tuple[int, str]], tokenizer: Tokenizer, settings: TextSettings) -> Task:
-    """LAMBADA (arXiv 1606.06031): accuracy and perplexity of passages' last words, each with its line in the file.
+def lambada_task(name: str, path: Path, tokenizer: Tokenizer, settings: TextSettings) -> Task:
+    """LAMBADA (arXiv 1606.06031): accuracy and perplexity of the last words of passages, which are records or lines.
 
     A word is right if each of its tokens is the most probable one after all tokens before it. The perplexity is by
     word: the exponential of the mean over passages of the word's loss.
@@ -174,7 +159,9 @@ def lambada_task(name: str, passages: Sequence[tuple[int, str]], tokenizer: Toke
     Raises:
         TaskError: there is no passage, one has no context, or a word has more than ``seq_len`` tokens.
     """
-    pairs = [split_passage(number, passage) for number, passage in passages]
+    content = read_file(path)
+    passages = enumerate(content.split("\n"), start=1) if isinstance(content, str) else content
+    pairs = [split_passage(number, passage) for number, passage in passages if passage.strip()]
     if not pairs:
         raise TaskError("has no passages; write one a line")
     try:
@@ -188,18 +175,6 @@ def lambada_task(name: str, passages: Sequence[tuple[int, str]], tokenizer: Toke
         return {"passages": len(windows), "accuracy": accuracy, "perplexity": perplexity}
 
     return Task(name, windows, results)
-
-
-def read_passages(path: Path) -> list[tuple[int, str]]:
-    """Numbers and passages of a file of records, or the lines of one of ordinary text.
-
-    Raises:
-        TaskError: the file or a record cannot be used.
-        OSError: the file cannot be read.
-    """
-    content = read_file(path)
-    passages = enumerate(content.split("\n"), start=1) if isinstance(content, str) else content
-    return [(number, passage) for number, passage in passages if passage.strip()]
 
 
 def split_passage(number: int, passage: str) -> tuple[str, str]:
@@ -263,9 +238,9 @@ class _Kind(NamedTuple):
 
 
 _KINDS = {
-    "text": _Kind(lambda name, path, *others: text_task(name, _read_text(path), *others), slides=True),
-    "wikitext103": _Kind(lambda name, path, *others: wikitext_task(name, read_published(path), *others), slides=True),
-    "lambada": _Kind(lambda name, path, *others: lambada_task(name, read_passages(path), *others)),
+    "text": _Kind(text_task, slides=True),
+    "wikitext103": _Kind(wikitext_task, slides=True),
+    "lambada": _Kind(lambada_task),
     "race": _Kind(race_task, chooses=True),
 }
 
@@ -301,9 +276,8 @@ def named_tasks(key: str, specs: Sequence[str], model: TransformerConfig) -> lis
         elif (problem := file_problem(path)) is not None:
             raise ConfigError(key, spec, f"{path} {problem}; name a readable text file")
         only = "needs a model that chooses answers: bert, fine-tuned with model.overrides.sentence_head choice"
-        require(
-            kind.chooses == chooses, key, spec, "this model chooses answers; only race is for it" if chooses else only
-        )
+        only = "this model chooses answers; only race is for it" if chooses else only
+        require(kind.chooses == chooses, key, spec, only)
         label = name if names.count(name) == 1 else f"{name}/{path.stem}"
         twice = f"two files would both be called {label}; name one of them, or rename it"
         require(label not in [task.label for task in tasks], key, spec, twice)
