@@ -33,15 +33,16 @@ from titan_like.train.initial_weights import check_initial_weights
 
 LLAMA = llama_config(num_layers=1)
 GPT = gpt_config(num_layers=1)
+BERT = bert_config(num_layers=1)
 INDEX = "model.safetensors.index.json"
 TABLE = "model.embed_tokens.weight"
 
 
 @pytest.fixture(scope="module")
 def whole_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama in two files and a GPT in one, both without fault."""
+    """A Llama in two files, and a GPT and a BERT in one, without fault."""
     folder = tmp_path_factory.mktemp("folders")
-    for name, config in (("llama", LLAMA), ("gpt", GPT)):
+    for name, config in (("llama", LLAMA), ("gpt", GPT), ("bert", BERT)):
         weights = CheckpointWeights(save_checkpoint(folder / f"{name} run", random_model(config).float()))
         size = 30_000 if name == "llama" else 10**9
         tokenizer = str(folder / "tokenizer.json")
@@ -85,36 +86,9 @@ def first_file(folder: Path) -> Path:
     return sorted(folder.glob("*.safetensors"))[0]
 
 
-def test_folders_without_fault_are_read(llama: Path, gpt: Path) -> None:
-    assert open_hugging_face(llama, "--input").model == LLAMA
-    assert open_hugging_face(gpt, "--input").model == GPT
-
-
-def test_a_bert_that_its_class_lacks_is_refused(tmp_path: Path) -> None:
-    weights = CheckpointWeights(save_checkpoint(tmp_path / "run", random_model(bert_config(num_layers=1)).float()))
-    to_hugging_face(weights, tmp_path / "bert", None, 10**9, "none")
-    assert open_hugging_face(tmp_path / "bert", "--input").model == bert_config(num_layers=1)
-    whole = json.loads((tmp_path / "bert" / "config.json").read_text())
-    changes = {
-        "hidden_act": "gelu_new",
-        "position_embedding_type": "relative_key",
-        "is_decoder": True,
-        "tie_word_embeddings": False,
-        "attention_probs_dropout_prob": 0.3,
-        "architectures": ["BertForMaskedLM"],
-        "model_type": "bert",
-    }
-    for field, value in changes.items():
-        edit(tmp_path / "bert" / "config.json", lambda fields, field=field, value=value: fields.update({field: value}))
-        assert field in refusal(tmp_path / "bert") or field == "model_type"
-        (tmp_path / "bert" / "config.json").write_text(json.dumps(whole))
-    for number, (change, word) in enumerate(
-        [({"num_kv_heads": 2}, "2 key and value heads"), ({"tied_embeddings": False}, "tied_embeddings = false")]
-    ):
-        model = random_model(bert_config(num_layers=1, **change)).float()
-        other = CheckpointWeights(save_checkpoint(tmp_path / f"run{number}", model))
-        with pytest.raises(ConfigError, match=word):
-            to_hugging_face(other, tmp_path / "other", None, 10**9, "none")
+def test_folders_without_fault_are_read(whole_folders: Path) -> None:
+    for name, model in (("llama", LLAMA), ("gpt", GPT), ("bert", BERT)):
+        assert open_hugging_face(whole_folders / name, "--input").model == model
 
 
 FIELDS: dict[str, dict[str, Any]] = {
@@ -149,6 +123,14 @@ FIELDS: dict[str, dict[str, Any]] = {
         "layer_norm_epsilon": True,
         "architectures": "GPT2LMHeadModel",
         "model_type": ["gpt2"],
+    },
+    "bert": {
+        "hidden_act": "gelu_new",
+        "position_embedding_type": "relative_key",
+        "is_decoder": True,
+        "tie_word_embeddings": False,
+        "attention_probs_dropout_prob": 0.3,
+        "architectures": ["BertForMaskedLM"],
     },
 }
 
@@ -252,9 +234,17 @@ def test_two_tables_that_should_be_one_are_refused(gpt: Path, tmp_path: Path) ->
     assert not list((tmp_path / "run").iterdir())  # neither a checkpoint nor a part of one
 
 
-def test_shapes_that_gpt2_lacks_are_not_exported(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, random_model(gpt_config(num_kv_heads=2)).float())
-    with pytest.raises(ConfigError, match="2 key and value heads for 4 query heads, but GPT2LMHeadModel has one"):
+@pytest.mark.parametrize(
+    ("shape", "told"),
+    [
+        (gpt_config(num_kv_heads=2), "2 key and value heads for 4 query heads, but GPT2LMHeadModel has one"),
+        (bert_config(num_kv_heads=2), "2 key and value heads"),
+        (bert_config(tied_embeddings=False), "tied_embeddings = false"),
+    ],
+)
+def test_shapes_that_a_class_lacks_are_not_exported(tmp_path: Path, shape: Any, told: str) -> None:
+    path = save_checkpoint(tmp_path, random_model(shape).float())
+    with pytest.raises(ConfigError, match=told):
         to_hugging_face(CheckpointWeights(path), tmp_path / "hf", None, 10**9, None)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["step-1"]
 
