@@ -110,7 +110,6 @@ def test_simulate_draws_writes_and_compares(tmp_path):
     [
         (["--width", "3"], "--width"),
         (["--picture", "step.jpg"], "--picture"),
-        (["--measured", "no-such-file.json"], "--measured"),
         (["--measured", "train_configs/schema.json"], "--measured"),
         (["--training.global_batch_size", "7"], "global_batch_size"),
     ],

@@ -277,8 +277,6 @@ class CheckpointWeights:
             stored = self._stored.get(name)
             if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != parameter.shape:
                 raise ValueError(f"run.json describes a {name} of shape {list(parameter.shape)}, which is not there")
-            if not stored.properties.dtype.is_floating_point:
-                raise ValueError(f"{name} is of type {stored.properties.dtype}")
             known.add(name)
         for name in self._stored:
             if name.startswith("model.") and name not in known:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from titan_like.config import ConfigError
 from titan_like.config.options import path_option
-from titan_like.config.paths import file_problem
 from titan_like.metrics.step_timeline import StepTimeline, chrome_trace, read_trace
 from titan_like.metrics.timeline_plot import check_picture, draw
 from titan_like.metrics.timeline_report import (
@@ -88,16 +87,10 @@ def measured_timeline(path: str, predicted: StepTimeline) -> StepTimeline:
     Raises:
         ConfigError: the file has none, or it has another pipeline.
     """
-    unreadable = file_problem(Path(path))
-    if unreadable is not None:
-        raise ConfigError("--measured", path, f"{unreadable}; give a step-N.json that the trainer wrote")
     try:
         step = read_trace(Path(path))
-    except OSError as error:
-        raise ConfigError("--measured", path, f"cannot be read: {error.strerror}") from None
     except ValueError as error:
-        problem = f"give a step-N.json that the trainer wrote; {error}"
-        raise ConfigError("--measured", path, problem) from None
+        raise ConfigError("--measured", path, f"give a step-N.json that the trainer wrote; {error}") from None
     if headline(step).split(";")[0] != headline(predicted).split(";")[0]:
         theirs, ours = (headline(found).split(";")[0] for found in (step, predicted))
         raise ConfigError("--measured", path, f"has {theirs}; the run has {ours}")
