@@ -31,8 +31,8 @@ class RefusedError(ValueError):
 class Stored:
     """How Hugging Face's files store one parameter: in the rows of ``sources``, one tensor below the other.
 
-    ``parts`` divide these rows, for example into queries, keys and values. Ours take an equal share of each part in
-    turn, ``groups`` times. Further rows of the parameter are padding of the vocabulary.
+    ``parts`` divide these rows, for example into queries, keys and values; each has its own source, or all are in one.
+    Ours take an equal share of each part in turn, ``groups`` times. Further rows are padding of the vocabulary.
     """
 
     name: str  # in the full model
@@ -51,7 +51,7 @@ class Stored:
     def order(self) -> torch.Tensor:
         """For each row of the parameter, padding left out, its number among the rows of all sources: int64 [rows]."""
         numbers = torch.arange(sum(self.rows))
-        parts = numbers.split(list(self.parts or self.rows)) if self.groups > 1 else (numbers,)
+        parts = numbers.split(list(self.parts or [len(numbers)]))
         return torch.cat([part.view(self.groups, -1) for part in parts], 1).flatten()
 
 
@@ -145,13 +145,14 @@ def fill_part(part: torch.Tensor, offsets: tuple[int, ...], stored: Stored, read
     """
     part.zero_()
     columns = tuple(slice(offset, offset + size) for offset, size in zip(offsets[1:], part.shape[1:], strict=True))
-    order, ends = stored.order()[offsets[0] :][: len(part)], torch.tensor(stored.rows).cumsum(0)
-    owners = torch.bucketize(order, ends, right=True)
-    by_source = owners.argsort(stable=True).split(owners.bincount(minlength=len(ends)).tolist())
-    for source, end, rows, here in zip(stored.sources, ends, stored.rows, by_source, strict=True):
+    order, lengths = stored.order()[offsets[0] :][: len(part)], stored.parts or stored.rows
+    owners = torch.bucketize(order, ends := torch.tensor(lengths).cumsum(0), right=True)
+    by_part = owners.argsort(stable=True).split(owners.bincount(minlength=len(ends)).tolist())
+    sources = [*stored.sources] * (len(ends) // len(stored.sources))  # each part's own, or one for all
+    for source, end, length, here in zip(sources, ends, lengths, by_part, strict=True):
         if not here.numel() or not part.numel():
             continue
-        theirs = order[here] - (end - rows)
+        theirs = order[here] - (0 if len(stored.sources) == 1 else end - length)
         first = int(theirs.min())
         there = slice(first, int(theirs.max()) + 1)
         index = (*columns, there) if stored.is_transposed else (there, *columns)
