@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -331,31 +330,14 @@ def scores(trained: tuple[Path, str]) -> dict[str, torch.Tensor]:
 
 
 @cache
-def perplexity_by_transformers(name: str) -> float:
-    """The loop of Hugging Face's guide to perplexity, over windows of SEQ_LEN inputs."""
-    tokens = torch.from_numpy(random_text())
-    loss, previous_end = 0.0, 1
-    for begin in range(0, len(tokens), STRIDE):
-        end = min(begin + SEQ_LEN + 1, len(tokens))
-        window, old = tokens[begin:end], previous_end - begin
-        if end > previous_end:
-            likely = log_probabilities(name, window, old)[old - 1 : -1]  # of the new tokens
-            loss -= likely.gather(1, window[old:, None]).double().sum().item()
-        previous_end = end
-        if end == len(tokens):
-            break
-    return math.exp(loss / (len(tokens) - 1))
-
-
-@cache
 def scores_by_transformers(name: str) -> list[tuple[float, int]]:
-    """Of each continued window: the log probability of its targets, and how many of them are the most probable."""
+    """Of each window: the log probability of its targets, and how many of them are the most probable."""
     scores = []
-    for window in continued(name):
-        tokens = torch.from_numpy(window.tokens)
-        likely = log_probabilities(name, tokens[:-1], len(tokens) - TARGETS)[-TARGETS:]
-        right = (likely.argmax(-1) == tokens[-TARGETS:]).sum().item()
-        scores.append((likely.gather(1, tokens[-TARGETS:, None]).sum().item(), int(right)))
+    for window in windows_of(name):
+        tokens, targets = torch.from_numpy(window.tokens), torch.from_numpy(window.tokens[-window.num_targets :])
+        likely = log_probabilities(name, tokens[:-1], len(tokens) - len(targets))[-len(targets) :]
+        right = (likely.argmax(-1) == targets).sum().item()
+        scores.append((likely.gather(1, targets[:, None]).sum().item(), int(right)))
     return scores
 
 
@@ -368,8 +350,8 @@ def scores_by_transformers(name: str) -> list[tuple[float, int]]:
     ],
 )
 def test_scores_are_those_of_transformers(scores: dict[str, torch.Tensor], family: str, layout: str) -> None:
-    text, words = scores[f"{family} {layout}"].split((len(windows_of(family)) - len(continued(family)), 23))
-    assert math.exp(-text[:, 0].sum().item() / 159) == pytest.approx(perplexity_by_transformers(family), rel=1e-6)
-    for expected, (found, right) in zip(scores_by_transformers(family), words.tolist(), strict=True):
+    for expected, (found, right) in zip(
+        scores_by_transformers(family), scores[f"{family} {layout}"].tolist(), strict=True
+    ):
         assert (found, right) == (pytest.approx(expected[0], rel=1e-5), expected[1])
-    assert {TARGETS - 1, TARGETS} <= set(words[:, 1].int().tolist())
+    assert {TARGETS - 1, TARGETS} <= set(scores[f"{family} {layout}"][-23:, 1].int().tolist())
