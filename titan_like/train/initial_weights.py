@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from titan_like.checkpoint.loader import agree, is_checkpoint, load_checkpoint, model_tensors, unreadable
-from titan_like.checkpoint.step_folders import complete_steps, read_run_state
+from titan_like.checkpoint.step_folders import RUN_FILE, complete_steps, read_run_state
 from titan_like.config.errors import ConfigError, RunError, first_line, require
+from titan_like.config.paths import file_problem
 from titan_like.config.schema import JobConfig
 from titan_like.hugging_face.folder import is_hugging_face, local_folder, open_hugging_face, slice_reader
 from titan_like.models.config import TransformerConfig
@@ -37,6 +38,9 @@ def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
         family, shape = source.family, source.model.model_dump(mode="json")
         may_differ |= {"vocab_multiple"}
     else:
+        problem = file_problem(path / RUN_FILE)
+        if problem is not None and problem != "does not exist":
+            raise ConfigError(_KEY, text, f"{path / RUN_FILE} {problem}; name a folder that you may read")
         steps = complete_steps(path)
         cure = f"name {path}/step-{steps[-1]}" if steps else "name one with run.json or with config.json"
         raise ConfigError(_KEY, text, f"neither a checkpoint's step-N folder nor a Hugging Face folder; {cure}")
