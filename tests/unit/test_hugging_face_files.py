@@ -327,18 +327,12 @@ def test_tokenizer_files_come_along(tmp_path, kind):
     assert theirs.eos_token_id == theirs.bos_token_id == ours.eod_id
     for text in texts:
         assert theirs(text)["input_ids"] == ours.encode(text).tolist()
-    # And on: an import keeps them, and the export of that gives them back.
-    convert("from-hf", "--input", tmp_path / "hf", "--output", tmp_path / "imported")
-    convert("to-hf", "--checkpoint", tmp_path / "imported", "--output", tmp_path / "back")
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / "back" / file).read_bytes() == (tmp_path / "hf" / file).read_bytes()
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == ours.eod_id
     # A run that trains on with the tokenizer of such a folder keeps what the folder says of it.
     about = tmp_path / "hf" / "tokenizer_config.json"
     about.write_text(about.read_text().replace("bos_token", "pad_token"))
     (tmp_path / "hf" / "chat_template.jinja").write_text("{{ messages }}")
     spec = f"{tmp_path}/hf/tokenizer.json"
-    convert("to-hf", "--checkpoint", tmp_path / "imported", "--output", tmp_path / "more", "--tokenizer", spec)
+    convert("to-hf", "--checkpoint", tmp_path / "run", "--output", tmp_path / "more", "--tokenizer", spec)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (tmp_path / "more" / file).read_bytes() == (tmp_path / "hf" / file).read_bytes()
 

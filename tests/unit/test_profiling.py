@@ -94,20 +94,11 @@ def test_traces_of_named_steps(mesh: Any, tmp_path: Path) -> None:
 def test_processes_beside_the_first_pipeline_look_at_nothing(tmp_path: Path) -> None:
     """The profiler of data-parallel rank 1, whose mesh only tells its coordinates."""
 
-    class Dimension:
-        def __init__(self, rank: int) -> None:
-            self.rank = rank
-
-        def get_group(self) -> None:
-            return None
-
-        def get_local_rank(self) -> int:
-            return self.rank
-
-    class Mesh(dict[str, Dimension]):
+    class Mesh(dict[str, Any]):
         mesh_dim_names = ("pp", "dp_shard")
 
-    run = Run(Mesh(pp=Dimension(0), dp_shard=Dimension(1)), tmp_path, {"timeline_interval": 1, "trace_steps": [1]})
+    first, second = (SimpleNamespace(get_group=lambda: None, get_local_rank=lambda rank=rank: rank) for rank in (0, 1))
+    run = Run(Mesh(pp=first, dp_shard=second), tmp_path, {"timeline_interval": 1, "trace_steps": [1]})
     assert run.step(1).profile is None
     assert list(tmp_path.iterdir()) == []
 
