@@ -105,25 +105,22 @@ def name_class(ours: Tokenizer, folder: Path) -> None:
 
 def _about(ours: Tokenizer, tokenizer: HFTokenizer, bos_id: int, model: TransformerConfig) -> dict[str, object]:
     """What tokenizer_config.json says of a tokenizer whose folder does not."""
+    known = range(model.vocab_size)
+    roles: dict[str, int | None] = {"bos": bos_id, "eos": ours.eod_id}
+    if model.objective == "mlm":
+        roles["mask"] = ours.mask_id
+    if model.objective == "span_corruption":
+        roles["pad"] = ours.pad_id
+    if ours.pair_ids is not None and _has_pairs(model):
+        roles |= zip(("cls", "sep", "pad"), ours.pair_ids, strict=True)
     about: dict[str, object] = {
         "tokenizer_class": _ANY_CLASS,
-        "bos_token": tokenizer.id_to_token(bos_id),
-        "eos_token": tokenizer.id_to_token(ours.eod_id),
+        **{f"{role}_token": tokenizer.id_to_token(n) for role, n in roles.items() if n is not None and n in known},
         "model_max_length": model.max_seq_len,
         "clean_up_tokenization_spaces": False,
     }
-    known = range(model.vocab_size)
-    if model.objective == "mlm" and ours.mask_id is not None and ours.mask_id in known:
-        about["mask_token"] = tokenizer.id_to_token(ours.mask_id)
     if model.objective == "span_corruption":
         about["additional_special_tokens"] = [tokenizer.id_to_token(n) for n in ours.sentinel_ids if n in known]
-        if ours.pad_id is not None and ours.pad_id in known:
-            about["pad_token"] = tokenizer.id_to_token(ours.pad_id)
-    if ours.pair_ids is not None and _has_pairs(model):
-        about |= {
-            f"{name}_token": tokenizer.id_to_token(number)
-            for name, number in zip(("cls", "sep", "pad"), ours.pair_ids, strict=True)
-        }
     return about
 
 
