@@ -28,7 +28,7 @@ from titan_like.data.open_source import open_data
 from titan_like.data.packed import corpus_files, corpus_folder, corpus_job, split_weights
 from titan_like.data.registry import DATASETS
 from titan_like.data.tokenizer import check_vocabulary, is_on_hub, tokenizer_files, tokenizer_of
-from titan_like.evaluate.tasks import check_tasks
+from titan_like.evaluate.tasks import named_tasks
 from titan_like.metrics.hardware import peak_tflops
 from titan_like.models.config import TransformerConfig
 from titan_like.optim.schedule import describe_warmup, schedule_length
@@ -239,7 +239,7 @@ def _check_this_machine(config: JobConfig, model: TransformerConfig) -> list[str
         ConfigError: the run is for this machine, and something is wrong.
     """
     try:
-        check_tasks("evaluation.datasets", config.evaluation.datasets)
+        named_tasks("evaluation.datasets", config.evaluation.datasets, model)
         check_folders(config, model, make=False)
     except OtherRunError as error:
         return [f"the run itself will not start: {error}"]
