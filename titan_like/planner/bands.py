@@ -12,19 +12,19 @@ from titan_like.planner.profile import Profile, builtin_profiles
 from titan_like.planner.workload import Workload
 
 # 90th percentiles of absolute errors on rows that differ from those of the fit in this.
-UNSEEN = {"another GPU": 0.15, "more nodes": 0.15, "experts": 0.3, "another type": 0.15}
+UNSEEN = {"another GPU": 0.15, "more GPUs": 0.15, "experts": 0.3, "another type": 0.15}
 _LARGEST = 0.9  # errors are relative to the measured time, so 1 would mean that nothing is known
 
 
 def unseen(work: Workload, profile: Profile) -> list[str]:
     """In what a run differs from those that a profile was fitted on."""
     own = builtin_profiles().get(profile.name, profile)
-    nodes = -(-work.num_gpus // profile.gpus_per_node)
+    nodes, known = (-(-gpus // profile.gpus_per_node) for gpus in (work.num_gpus, profile.most_gpus))
     differs = {
         "another GPU": profile.device.name not in (own.device.name, *profile.fitted_gpus),
-        "more nodes": nodes > profile.fitted_nodes or (work.num_gpus > 1) > (profile.fitted_gpus_together > 1),
-        "experts": profile.expert_exposed == 1.0 and hasattr(work.model, "num_experts"),
-        "another type": work.dtype != profile.dtype,
+        "more GPUs": nodes > known or work.num_gpus > profile.most_gpus == 1,
+        "experts": work.has_experts and not profile.fitted_experts,
+        "another type": work.dtype != own.dtype,
     }
     return [name for name, is_unseen in differs.items() if is_unseen]
 

@@ -18,7 +18,6 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.load import edit, setting
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
-from titan_like.models.moe.config import MoEConfig
 from titan_like.parallel.layout import FACTORS, Layout, method_of
 from titan_like.parallel.schedules.tables import SCHEDULES, stages_per_rank
 from titan_like.parallel.split import layers_per_stage
@@ -80,8 +79,8 @@ class Space:
         self._splits: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         # Degrees of expert parallelism and kinds of recomputation; models without experts have fewer.
         self._experts, self._modes = [1], ["none", "selective", "full"]
-        if isinstance(model, MoEConfig):
-            self._experts, self._modes = divisors(model.num_experts), ["none", "experts", "selective", "full"]
+        if number := getattr(model, "num_experts", 0):
+            self._experts, self._modes = divisors(number), ["none", "experts", "selective", "full"]
         self._stages: dict[int, tuple[int, ...]] = {}
         self.refusals: list[ConfigError] = []
 
