@@ -65,9 +65,16 @@ class Found:
     usable_bytes: float  # of a GPU's memory, without the margin
 
     @property
-    def best(self) -> Candidate:
+    def fastest(self) -> Candidate:
         """The fastest layout that fits."""
         return self.ranked[0]
+
+    @property
+    def best(self) -> Candidate:
+        """The simplest of the ranked layouts that predictions cannot tell from the fastest."""
+        slowest = self.fastest.time.total * (1 + self.profile.error_median)
+        alike = [one for one in self.ranked if one.time.total <= slowest]
+        return min(alike, key=lambda one: (_complexity(one.work), one.time.total))
 
     @property
     def config(self) -> JobConfig:
@@ -268,6 +275,13 @@ class BestFirst:
 def _cell(work: Workload) -> tuple[int, int]:
     """A layout's kind: tensor and pipeline degree."""
     return work.tensor, work.pipeline
+
+
+def _complexity(work: Workload) -> int:
+    """How many things there are in a layout to understand and to go wrong."""
+    splits = (work.tensor, work.pipeline, work.context, work.expert, work.replicate, work.virtual_stages)
+    is_usual = work.pipeline == 1 or work.schedule in ("1f1b", "interleaved_1f1b")
+    return sum(degree > 1 for degree in splits) + (not is_usual) + (work.recompute_every > 1)
 
 
 _MODES = {"none": 0, "experts": 1, "selective": 2, "full": 3}
