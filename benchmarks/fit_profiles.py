@@ -40,7 +40,7 @@ def main() -> int:
     for name, recipe in RECIPES.items():
         if options.only not in (None, name):
             continue
-        chosen = [row for row in rows if recipe.rows(row) and _covered(row, recipe.studies) and not row.out_of_memory]
+        chosen = recipe.chosen(name, rows)
         if not chosen:
             continue
         start = recipe.begin(name)
@@ -57,8 +57,6 @@ def main() -> int:
             "  " + ", ".join(f"{key} {getattr(start, key):.3g} → {getattr(profile, key):.3g}" for key in recipe.names)
         )
         profile = profile.changed(
-            description=recipe.description,
-            groups=recipe.covered or recipe.studies + recipe.also,
             fitted_on=tuple(_described(chosen)),
             fitted_gpus=tuple(sorted({row.adapted(start).device.name for row in chosen})),
             most_gpus=max(row.gpus for row in chosen),
@@ -78,10 +76,6 @@ def left_out_predictions(rows: list[Row], start: Profile, recipe: Recipe) -> dic
     groups = leave_one_group_out(rows, start, recipe.names, recipe.group)
     found = {group: [predict_row(row, profile) for row in held] for group, (profile, held) in groups.items()}
     return {group: [one for one in predictions if one is not None] for group, predictions in found.items()}
-
-
-def _covered(row: Row, groups: tuple[tuple[str, str], ...]) -> bool:
-    return any(row.gpu.startswith(gpu) and row.study == study for gpu, study in groups)
 
 
 def _described(rows: list[Row]) -> list[str]:
