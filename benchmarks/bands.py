@@ -84,10 +84,8 @@ class Fits:
 
     def of(self, name: str, rows: list[Row]) -> tuple[Profile, float]:
         """The profile of a recipe on some of its rows, and its own p90."""
-        key = name, *map(id, rows)
+        key, recipe, start = (name, *map(id, rows)), RECIPES[name], RECIPES[name].begin(name)
         if key not in self._known:
-            recipe = RECIPES[name]
-            start = recipe.begin(name)
             groups = leave_one_group_out(rows, start, recipe.names, recipe.group).values()
             held = np.concatenate([np.abs(np.expm1(log_errors(some, profile))) for profile, some in groups])
             self._known[key] = fit(rows, start, recipe.names), float(np.quantile(held, 0.9))
@@ -116,13 +114,14 @@ def main() -> None:
     options = parser.parse_args()
     read = [row for path in options.points for row in read_rows(path)[0]]
     rows, fits = {name: recipe.chosen(name, read) for name, recipe in RECIPES.items()}, Fits()
-    found: dict[str, dict[str, list[tuple[float, np.ndarray]]]] = {kind: defaultdict(list) for kind in UNSEEN}
+    found: dict[str, dict[str, list[Any]]] = {kind: defaultdict(list) for kind in UNSEEN}
     for case in cases(rows):
         if case.recipe in options.only and len(case.known) >= FEWEST and case.unseen:
             found[case.kind][case.recipe].append(fits.judge(case))
     result: dict[str, Any] = {}
     for kind, by_recipe in found.items():
         pooled = {name: np.concatenate([errors for _, errors in judged]) for name, judged in by_recipe.items()}
+        print(f"{kind}: UNSEEN is {UNSEEN[kind]}")
         result[kind] = {"all": summary(np.concatenate(list(pooled.values())))} if pooled else {}
         for name, judged in by_recipe.items():
             result[kind][name] = summary(pooled[name])
@@ -133,8 +132,7 @@ def main() -> None:
                 result[kind][name]["coverage"] = float(inside.mean())
         for name, one in result[kind].items():
             told = f", the band covers {one['coverage']:.0%}" if "coverage" in one else ""
-            told += f"; UNSEEN is {UNSEEN[kind]}" if name == "all" else ""
-            print(f"{kind:13s} {name:34s} n {one['n']:3d}, median {one['median']:.1%}, p90 {one['p90']:.1%}{told}")
+            print(f"  {name:34s} n {one['n']:3d}, median {one['median']:.1%}, p90 {one['p90']:.1%}{told}")
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
