@@ -11,9 +11,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.accuracy import predict_row
@@ -34,7 +35,6 @@ from titan_like.planner.workload import Workload
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "images"
@@ -198,49 +198,6 @@ def plot(panel: Axes, curves: Curves, x_label: str, y_label: str, title: str, do
     panel.legend(fontsize=7)
 
 
-def figure(panels: int) -> tuple[Figure, list[Axes]]:
-    """A figure with panels side by side."""
-    from matplotlib.figure import Figure
-
-    made = Figure(figsize=(5.2 * panels, 3.6), layout="constrained")
-    return made, list(made.subplots(1, panels, squeeze=False)[0])
-
-
-def draw_microbatch_sizes(path: Path) -> None:
-    """One panel."""
-    made, (panel,) = figure(1)
-    title = "91B parameters, tensor 8 × pipeline 8, 64 A100"
-    plot(panel, microbatch_sizes(), "microbatch size", "TFLOP/s per GPU", title)
-    made.savefig(path, dpi=130)
-
-
-def draw_tensor_against_pipeline(path: Path) -> None:
-    """One panel."""
-    made, (panel,) = figure(1)
-    label, title = "tensor-parallel size (pipeline: 64 over it)", "162B parameters, 64 A100 in nodes of 8"
-    plot(panel, tensor_against_pipeline(), label, "TFLOP/s per GPU", title)
-    made.savefig(path, dpi=130)
-
-
-def draw_bubble(path: Path) -> None:
-    """Draw the bubble and the resulting throughput."""
-    made, (left, right) = figure(2)
-    title = "175B parameters, tensor 8 × pipeline 12, 96 A100"
-    rates, bubbles = interleaving()
-    plot(left, bubbles, "batch size", "bubble, % of the step without it", title)
-    plot(right, rates, "batch size", "TFLOP/s per GPU", title)
-    made.savefig(path, dpi=130)
-
-
-def draw_jean_zay(path: Path) -> None:
-    """Draw a panel for each batch size."""
-    made, panels = figure(2)
-    for panel, batch in zip(panels, (512, 192), strict=True):
-        title = f"1.3B parameters, V100-32GB in nodes of 4, batch {batch}"
-        plot(panel, jean_zay(batch), "GPUs", "thousand tokens per second", title, doubling=True)
-    made.savefig(path, dpi=130)
-
-
 def draw_simulated(path: Path) -> None:
     """Draw one step of train_configs/gpt_76b.toml with 8 microbatches per pipeline, like `plan.py simulate`."""
     config = load_config(
@@ -268,19 +225,12 @@ def long_sequences(seq_len: int, gpus: int) -> Curves:
     return curves
 
 
-def draw_long_sequences(path: Path) -> None:
-    """Draw a panel for each length."""
-    made, panels = figure(2)
-    for panel, tokens, gpus in zip(panels, (131072, 1048576), (32, 64), strict=True):
-        title = f"Llama 3.1 8B, {tokens:,} tokens, {gpus} H100, ZeRO 3, recomputation"
-        curves = long_sequences(tokens, gpus)
-        plot(panel, curves, "context-parallel degree", "GiB of activations", title, doubling=True)
-    made.savefig(path, dpi=130)
-
-
 def draw_predicted(path: Path) -> None:
     """Predicted against measured step times of the published rows; the band is 10 % wide on either side."""
-    drawing, (panel,) = figure(1)
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(5.2, 3.6), layout="constrained")
+    panel = drawing.subplots()
     found = [predict_row(row) for row in published_rows() if not row.out_of_memory]
     groups = {"PTD-P, Table 1: nothing fitted on it": True, "other published runs": False}
     for (name, is_test), style in zip(groups.items(), ("o", "x"), strict=True):
@@ -296,15 +246,43 @@ def draw_predicted(path: Path) -> None:
     drawing.savefig(path, dpi=110)
 
 
-PICTURES: dict[str, Callable[[Path], None]] = {
-    "microbatch_size": draw_microbatch_sizes,
-    "tensor_against_pipeline": draw_tensor_against_pipeline,
-    "bubble_batch_size": draw_bubble,
-    "jean_zay": draw_jean_zay,
-    "simulated": draw_simulated,
-    "long_sequences": draw_long_sequences,
-    "predicted": draw_predicted,
-}
+RATE = "TFLOP/s per GPU"
+
+
+def curves_of(name: str) -> list[tuple[Any, ...]]:
+    """The arguments of `plot` for each panel of a picture."""
+    if name == "microbatch_size":
+        return [(microbatch_sizes(), "microbatch size", RATE, "91B parameters, tensor 8 × pipeline 8, 64 A100")]
+    if name == "tensor_against_pipeline":
+        label, title = "tensor-parallel size (pipeline: 64 over it)", "162B parameters, 64 A100 in nodes of 8"
+        return [(tensor_against_pipeline(), label, RATE, title)]
+    if name == "bubble_batch_size":
+        rates, bubbles = interleaving()
+        title, bubble = "175B parameters, tensor 8 × pipeline 12, 96 A100", "bubble, % of the step without it"
+        return [(bubbles, "batch size", bubble, title), (rates, "batch size", RATE, title)]
+    if name == "jean_zay":
+        title = "1.3B parameters, V100-32GB in nodes of 4, batch {}"
+        label = "thousand tokens per second"
+        return [(jean_zay(batch), "GPUs", label, title.format(batch), True) for batch in (512, 192)]
+    title, label = "Llama 3.1 8B, {:,} tokens, {} H100, ZeRO 3, recomputation", "GiB of activations"
+    sizes = ((131072, 32), (1048576, 64))
+    return [(long_sequences(*size), "context-parallel degree", label, title.format(*size), True) for size in sizes]
+
+
+def draw_curves(name: str, path: Path) -> None:
+    """Draw a picture's panels side by side."""
+    from matplotlib.figure import Figure
+
+    panels = curves_of(name)
+    made = Figure(figsize=(5.2 * len(panels), 3.6), layout="constrained")
+    for panel, arguments in zip(made.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        plot(panel, *arguments)
+    made.savefig(path, dpi=130)
+
+
+CURVES = ("microbatch_size", "tensor_against_pipeline", "bubble_batch_size", "jean_zay", "long_sequences")
+PICTURES: dict[str, Callable[[Path], None]] = {name: partial(draw_curves, name) for name in CURVES}
+PICTURES |= {"simulated": draw_simulated, "predicted": draw_predicted}
 
 
 def main() -> None:
