@@ -38,7 +38,7 @@ Functions import what they need when they are called: planning must not load wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -258,7 +258,7 @@ def replicate_modules(unit: list[nn.Module], mesh: DeviceMesh, policy: MixedPrec
 
 def convert_gathers(
     units: Iterable[Any],
-    modules: list[nn.Module],
+    modules: Sequence[nn.Module],
     convert: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
     restore: Callable[..., torch.Tensor],
 ) -> list[Callable[[], torch.Tensor]]:

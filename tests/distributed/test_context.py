@@ -22,6 +22,7 @@ from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.parallel.collectives import Group
 from titan_like.parallel.context import CORES, CPShard
 from titan_like.parallel.cp_attention import shard_positions
+from titan_like.parallel.extend import extend
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 
@@ -82,7 +83,7 @@ def attend_on_shards(rank: int, size: int) -> dict[str, Any]:
                 leaves = [x.clone().requires_grad_() for x in inputs]
                 expected = whole(*leaves, mask_of(mask))
                 expected.backward(gradient)
-                part.__class__, part.group = CORES[method], group  # type: ignore[assignment]
+                extend(part, CORES[method], group=group)
                 places = shard_positions(LENGTH, size, rank)
                 own = [x[:, :, places].to(dtype).requires_grad_() for x in inputs]
                 tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)

@@ -24,6 +24,7 @@ from titan_like.models.layers.cross_entropy import IGNORED_LABEL
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.tensor import apply_tensor_parallel, full_logits
+from titan_like.parallel.tensor_styles import TensorParallel
 
 
 class CountCollectives(TorchDispatchMode):
@@ -114,7 +115,7 @@ def largest_difference_with_torch_s_styles(mesh: DeviceMesh) -> float:
     plan |= {"layers.*.mlp.fc1": ColwiseParallel(), "layers.*.mlp.fc2": RowwiseParallel()}
     with with_plan(plan):
         mixed = build("gpt", mesh)
-    assert not hasattr(mixed.layers["0"].mlp.fc1, "tensor_style")  # it is torch's
+    assert not isinstance(mixed.layers["0"].mlp.fc1, TensorParallel)  # it is torch's
     for model in (ours, mixed):
         summed_loss(model, tokens, labels).backward()
     differences = []

@@ -1,17 +1,38 @@
-"""Whether torch's compiler has work to do before the first step. It keeps its results on disk between starts."""
+"""Compiling layers, and whether torch's compiler has work to do before the first step: it keeps its results on disk."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import torch
+from torch import nn
 
 from titan_like import __version__
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
+from titan_like.models.transformer import Transformer
+from titan_like.parallel.extend import extend
 from titan_like.parallel.layout import Layout
 from titan_like.torch_private import compiler_cache
+
+
+class Compiled(nn.Module):
+    """Extends a layer whose forward pass is compiled, as one graph: communication hooks stay outside."""
+
+    compiled: Callable[..., Any]
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """As the layer itself."""
+        return self.compiled(*inputs, **named)
+
+
+def compile_layers(model: Transformer, fullgraph: bool) -> None:
+    """Compile each layer of a model, or of one pipeline stage, when it first runs."""
+    for layer in model.layers.values():
+        extend(layer, Compiled, compiled=torch.compile(layer.forward, fullgraph=fullgraph))
 
 
 class CompileCache:

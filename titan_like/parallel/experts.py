@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from titan_like.models.layers.experts import ExpertLinear, Experts, inverse_of, permuted
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.collectives import Group, all_to_all, all_to_all_rows
+from titan_like.parallel.extend import extend
 
 
 def apply_expert_parallel(model: Transformer, mesh: DeviceMesh) -> None:
@@ -34,10 +35,9 @@ def apply_expert_parallel(model: Transformer, mesh: DeviceMesh) -> None:
                 distribute_tensor(module.weight.data, mesh, [Shard(0)], src_data_rank=None)
             )
             module.num_experts //= group.size
-            module.__class__ = SplitExpertLinear
+            extend(module, SplitExpertLinear)
         elif isinstance(module, Experts) and group.size > 1:
-            module.__class__ = SplitExperts
-            module.group = group  # type: ignore[assignment]
+            extend(module, SplitExperts, group=group)
 
 
 class SplitExpertLinear(ExpertLinear):

@@ -169,14 +169,15 @@ def experts_gradients_doubled() -> Iterator[None]:
 @contextmanager
 def routers_not_summed_over_tensor_ranks() -> Iterator[None]:
     """A tensor-parallel rank's router learns from its own part of the sequence alone."""
-    with patch.object(tensor_styles.RouterStyle, "partial_gradients", ()):
+    with patch.object(tensor_styles.ReplicatedRouter, "partial_gradients", ()):
         yield
 
 
-@bug(tensor_styles.RouterStyle, "forward")
-def padding_of_the_first_rank(original: Any, self: Any, module: Any, group: Any, *inputs: Any) -> Any:
+@bug(tensor_styles.ReplicatedRouter, "forward")
+def padding_of_the_first_rank(original: Any, self: Any, *inputs: Any) -> Any:
     """Every tensor-parallel rank takes the first rank's part of the padding for its own."""
-    return original(self, module, SimpleNamespace(size=group.size, rank=0), *inputs)
+    with patch.object(self, "tensor_group", SimpleNamespace(size=self.tensor_group.size, rank=0)):
+        return original(self, *inputs)
 
 
 @bug(DataParallel, "__init__")
