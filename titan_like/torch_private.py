@@ -13,7 +13,6 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | `FSDPState._fsdp_param_groups` and its groups' parameters | reducing gradients after a split backward pass | a list from 2.12 on; from 2.15 on autograd accumulates in the reduction's dtype |
 | `FSDPParam._extensions_data`, `.sharded_param`, `._sharded_param_data` | gathering weights in float8 | all |
 | `FSDPParamGroup._fsdp_params_with_wider_grad_dtype` | the sum of a tied table's two uses | from 2.15 on |
-| `_inductor.runtime.cache_dir_utils.cache_dir` | telling whether layers have been compiled before | all |
 | `_dynamo` | importing it early, in the server that forks processes | all |
 | `distributed.distributed_c10d._resolve_process_group` | the group of an operator that can be compiled | all |
 | `ops.aten._scaled_dot_product_flash_attention`, `…_for_cpu` and their backward passes | attention with the denominators of its softmax | all |
@@ -41,7 +40,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -197,13 +195,6 @@ def is_in_backward_pass() -> bool:
 def import_compiler() -> None:
     """Import what `torch.compile`, and much else in torch, would import when it is first used."""
     import torch._dynamo  # noqa: F401
-
-
-def compiler_cache() -> Path:
-    """The folder in which the compiler keeps its results: TORCHINDUCTOR_CACHE_DIR, or one for temporary files."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir())
 
 
 def reduce_fsdp_gradients(module: nn.Module, every_parameter: bool) -> None:

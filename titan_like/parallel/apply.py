@@ -20,7 +20,7 @@ from titan_like.models.moe.config import MoEConfig
 from titan_like.models.registry import build_model
 from titan_like.parallel.activation_checkpoint import apply_activation_checkpoint
 from titan_like.parallel.collectives import Group
-from titan_like.parallel.compile_cache import compile_layers
+from titan_like.parallel.compile import compile_layers
 from titan_like.parallel.context import apply_context_parallel
 from titan_like.parallel.data import DataParallel, shares_nothing
 from titan_like.parallel.experts import apply_expert_parallel

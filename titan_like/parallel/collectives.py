@@ -72,22 +72,6 @@ def gathered(x: torch.Tensor, group: Group) -> torch.Tensor:
     return _Gathered.apply(x, group)
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group, ones = group, [1] * group.size
-        return _operations.wait_tensor(_operations.all_to_all_single(x.contiguous(), ones, ones, group.name))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _AllToAll.apply(gradient, ctx.group), None
-
-
-def all_to_all(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Send x[r] to rank r of the group: [ranks, …] → [ranks, …], of which [r] is from rank r."""
-    return _AllToAll.apply(x, group)
-
-
 class _AllToAllRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sent: list[int], received: list[int], group: Group) -> torch.Tensor:
@@ -103,6 +87,11 @@ class _AllToAllRows(torch.autograd.Function):
 def all_to_all_rows(x: torch.Tensor, sent: list[int], received: list[int], group: Group) -> torch.Tensor:
     """Send the first sent[0] rows to rank 0, and so on: [rows, …] → received[0] rows of rank 0, and so on."""
     return _AllToAllRows.apply(x, sent, received, group)
+
+
+def all_to_all(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Send x[r] to rank r of the group: [ranks, …] → [ranks, …], of which [r] is from rank r."""
+    return all_to_all_rows(x, [1] * group.size, [1] * group.size, group)
 
 
 def _spread(x: torch.Tensor, sequence_parallel: bool, group: Group) -> torch.Tensor:

@@ -85,7 +85,7 @@ class GatheredCore(ContextCore):
         keys = unshard(gathered(torch.stack((k, v)), self.group))
         if document_mask is not None or bias is not None or not self.is_causal:
             return super().forward(q, keys[0], keys[1], document_mask, bias)
-        return cp_attention(q, keys, None, None, True, self.scale_of(q), self.group, travels=False)
+        return cp_attention(q, keys, (None, None), True, self.scale_of(q), self.group, travels=False)
 
 
 class UlyssesCore(ContextCore):
@@ -106,9 +106,8 @@ class RingCore(ContextCore):
 
     def forward(self, q, k, v, document_mask=None, bias=None):  # type: ignore[no-untyped-def]  # as in the base class
         """As in the base class; there is no bias."""
-        first, end = (None, None) if document_mask is None else (document_mask.first, document_mask.end)
-        keys, scale = torch.stack((k, v)), self.scale_of(q)
-        return cp_attention(q, keys, first, end, self.is_causal, scale, self.group, travels=True)
+        ranges = (None, None) if document_mask is None else (document_mask.first, document_mask.end)
+        return cp_attention(q, torch.stack((k, v)), ranges, self.is_causal, self.scale_of(q), self.group, travels=True)
 
 
 CORES: dict[str, type[ContextCore]] = {"all_gather": GatheredCore, "ulysses": UlyssesCore, "ring": RingCore}

@@ -31,12 +31,7 @@ class BertLayer(nn.Module):
         self.norms_first = config.norm_placement == "pre"
         self.attention_norm = nn.LayerNorm(hidden, config.norm_eps)
         self.attention = SelfAttention(
-            hidden,
-            config.num_attention_heads,
-            config.num_kv_heads,
-            bias=True,
-            dropout=config.dropout,
-            is_causal=False,
+            hidden, config.num_attention_heads, config.num_kv_heads, bias=True, dropout=config.dropout, is_causal=False
         )
         self.mlp_norm = nn.LayerNorm(hidden, config.norm_eps)
         self.mlp = GeluMLP(hidden, config.ffn_hidden_size, approximate="none")
