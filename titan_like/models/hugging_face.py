@@ -103,6 +103,17 @@ def whole(
     return Stored(name, shape, sources, lambda: [Rows(0, held[0], source, 0)], is_transposed, copies)
 
 
+def linear(ours: str, theirs: str, shape: tuple[int, int], is_transposed: bool = False) -> Iterator[Stored]:
+    """The weight, [out, in], and the bias of a linear layer."""
+    yield whole(f"{ours}.weight", f"{theirs}.weight", shape, is_transposed=is_transposed)
+    yield whole(f"{ours}.bias", f"{theirs}.bias", shape[:1])
+
+
+def norm(ours: str, theirs: str, hidden: int) -> Iterator[Stored]:
+    """The weight and the bias of a LayerNorm."""
+    yield from (whole(f"{ours}.{part}", f"{theirs}.{part}", (hidden,)) for part in ("weight", "bias"))
+
+
 def fused_rows(config: TransformerConfig, places: tuple[tuple[str, int], ...]) -> Iterator[Rows]:
     """The rows of a fused projection, ordered [kv_heads, queries per kv head + 2, head_dim].
 
