@@ -21,9 +21,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_like.checkpoint import saver
 from titan_like.config.schema import JobConfig, Optimizer
+from titan_like.data.batch import collate
 from titan_like.parallel import split
 from titan_like.parallel.mesh import build_mesh
 from titan_like.train import training_state
@@ -140,6 +142,36 @@ def plain_adamw(model: torch.nn.Module, section: Optimizer) -> torch.optim.AdamW
     return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps)
 
 
+def plain_losses(folder: Path, settings: dict[str, Any], model: Any, loss_of: Callable[..., Any]) -> list[float]:
+    """The losses of a loop over the run's samples. ``loss_of`` inputs and labels: the loss, and what is trained on."""
+    run, losses = prepare_run(resolve_settings(base_config(folder, settings), 1)), []
+    model, samples = model.double().train(), run.masks.over(run.datasets["train"])
+    optimizer, batch = plain_adamw(model, run.config.optimizer), run.config.training.global_batch_size
+    for step in range(settings["training.steps"]):
+        inputs, labels, *_ = collate([samples[index] for index in range(batch * step, batch * (step + 1))])
+        loss, total = loss_of(inputs, labels)
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.015 * len(losses)
+    return losses
+
+
+class Collectives(TorchDispatchMode):
+    """Records each collective of compiled code and the layers: its name, and the bytes that go in and come out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "_c10d_functional" and "wait" not in func._schema.name:
+            self.calls.append((func._schema.name.partition("::")[2], args[0].nbytes, result.nbytes))
+        return result
+
+
 def train_case(case: Case, folder: Path) -> Result:
     """Train one case in this process group."""
     with case.layer_units():
@@ -179,7 +211,7 @@ def assert_same(
 
 
 def without_key_biases(weights: Mapping[str, torch.Tensor], heads: int = 4) -> dict[str, torch.Tensor]:
-    """Weights, but of a fused bias, ordered [head, (query, key, value), head_dim], no keys (see `test_parity`)."""
+    """Weights; of a fused bias, [head, (query, key, value), head_dim], no keys (`test_layout_matrix` says why)."""
     return {
         name: weight.view(heads, 3, -1)[:, [0, 2]] if name.endswith("qkv.bias") else weight
         for name, weight in weights.items()
