@@ -27,10 +27,7 @@ def compiled(name: str, layout: dict[str, object], mode: str) -> Case:
 
 CASES = {  # by number of ranks
     1: [],
-    2: [
-        compiled("zero 3", zero(3), "selective"),
-        compiled("sequence", tensor(2, True), "full"),
-    ],
+    2: [compiled("zero 3", zero(3), "selective"), compiled("sequence", tensor(2, True), "full")],
 }
 MORE_CASES = {
     1: [compiled("zero 0", zero(0), mode) for mode in ("none", "full", "selective")],

@@ -117,10 +117,7 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {  # what the set has not: ranks a
         {"model.overrides": {"vocab_multiple": 1}} | tensor(2, True) | pipeline(),
     ),
     "bert pairs, both ends on one rank, shards": (4, BERT_PAIRS | pipeline(2, "zbv_zero_bubble") | zero(3)),
-    "bert pairs, norms after, 2 stages, sequence": (
-        4,
-        PAIRS_AFTER | tensor(2, True) | pipeline() | recompute("full"),
-    ),
+    "bert pairs, norms after, 2 stages, sequence": (4, PAIRS_AFTER | tensor(2, True) | pipeline() | recompute("full")),
     "unequal shards of gpt, zero 3 of 4": (4, ODD_GPT | zero(3)),
     "unequal shards of llama, zero 1 of 4": (4, ODD_LLAMA | zero(1)),
     "one process, 4 microbatches": (1, micro_batch(2)),

@@ -341,10 +341,7 @@ def test_what_transformers_lacks_is_not_exported(tmp_path, values, told):
             "degree = 4: does not divide shard × context × tensor = 6·1·1 = 6",
         ),
         (
-            {
-                "parallelism.expert_parallel_degree": 2,
-                "activation_checkpoint.mode": "selective",
-            },
+            {"parallelism.expert_parallel_degree": 2, "activation_checkpoint.mode": "selective"},
             2,
             'activation_checkpoint.mode = "selective": does not work with split experts',
         ),
