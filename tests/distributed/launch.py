@@ -24,8 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_like.checkpoint import saver
-from titan_like.config.schema import JobConfig, Optimizer
-from titan_like.data.batch import collate
+from titan_like.config.schema import JobConfig
 from titan_like.parallel import split
 from titan_like.parallel.mesh import build_mesh
 from titan_like.train import training_state
@@ -131,31 +130,6 @@ def losses_of_layouts(
         found[name] = [trainer.read_step(trainer.train_step(data)).loss for _ in range(trainer.total_steps)]
         data.close()
     return found
-
-
-def plain_adamw(model: torch.nn.Module, section: Optimizer) -> torch.optim.AdamW:
-    """torch's own optimizer, which decays matrices alone."""
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": section.weight_decay},
-        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps)
-
-
-def plain_losses(folder: Path, settings: dict[str, Any], model: Any, loss_of: Callable[..., Any]) -> list[float]:
-    """The losses of a loop over the run's samples. ``loss_of`` inputs and labels: the loss, and what is trained on."""
-    run, losses = prepare_run(resolve_settings(base_config(folder, settings), 1)), []
-    model, samples = model.double().train(), run.masks.over(run.datasets["train"])
-    optimizer, batch = plain_adamw(model, run.config.optimizer), run.config.training.global_batch_size
-    for step in range(settings["training.steps"]):
-        inputs, labels, *_ = collate([samples[index] for index in range(batch * step, batch * (step + 1))])
-        loss, total = loss_of(inputs, labels)
-        total.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] - 0.015 * len(losses)
-    return losses
 
 
 class Collectives(TorchDispatchMode):

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.distributed.launch import Collectives, collect, losses_of_layouts, plain_losses
+from tests.distributed.launch import Collectives, base_config, collect, losses_of_layouts
 from tests.distributed.layouts import pipeline, zero
+from tests.unit.plain_loop import plain_losses
 from titan_like.data.batch import Batch
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.key_ranges import KeyRanges
@@ -22,6 +23,8 @@ from titan_like.parallel.collectives import Group
 from titan_like.parallel.context import CORES, CPShard
 from titan_like.parallel.cp_attention import shard_positions
 from titan_like.parallel.extend import extend
+from titan_like.train.rules import resolve_settings
+from titan_like.train.setup import prepare_run
 
 BATCH, HEADS, KV_HEADS, LENGTH, HEAD_DIM = 2, 8, 4, 32, 8
 MASKS = ("causal", "documents", "prefix", "bidirectional")
@@ -149,10 +152,12 @@ def test_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, steps: int) 
     }
     found = collect(losses_of_layouts, 4, tmp_path, LAYOUTS, settings)
 
-    def loss_of(inputs: torch.Tensor, labels: torch.Tensor) -> Any:
-        loss = F.cross_entropy(theirs(input_ids=inputs).logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
-        return loss, loss
+    def terms_of(batch: Batch) -> list[torch.Tensor]:
+        logits, labels = theirs(input_ids=batch.tokens).logits, batch.labels
+        return [F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)]
 
-    expected = plain_losses(tmp_path, settings, theirs, loss_of)
+    run = prepare_run(resolve_settings(base_config(tmp_path, settings), 1))
+    expected = [loss for (loss,) in plain_losses(run, theirs.double().train(), terms_of)]
+    assert expected[-1] < expected[0] - 0.015 * steps
     for name in LAYOUTS:
         assert found[0][name] == pytest.approx(expected, rel=2e-6), name

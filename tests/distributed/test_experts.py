@@ -11,8 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.distributed.launch import Collectives, by_name, collect, losses_of_layouts, plain_losses, trainer_of
+from tests.distributed.launch import Collectives, base_config, by_name, collect, losses_of_layouts, trainer_of
 from tests.distributed.layouts import pipeline, zero
+from tests.unit.plain_loop import plain_losses
+from titan_like.data.batch import Batch
+from titan_like.train.rules import resolve_settings
+from titan_like.train.setup import prepare_run
 
 COEFFICIENT = 0.02  # of the auxiliary loss
 EXPERTS, CHOSEN = 8, 2
@@ -76,17 +80,19 @@ def test_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, kind: str, s
 
     loads = [torch.full((EXPERTS,), 1 / EXPERTS, dtype=torch.float64)] * 2  # of each layer
 
-    def loss_of(inputs: torch.Tensor, labels: torch.Tensor) -> Any:
-        result = model(input_ids=inputs)
-        total = loss = F.cross_entropy(result.logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    def terms_of(batch: Batch) -> list[torch.Tensor]:
+        result, labels = model(input_ids=batch.tokens), batch.labels
+        terms = [F.cross_entropy(result.logits.flatten(0, 1), labels.flatten(), ignore_index=-100)]
         for number, logits in enumerate(result.router_logits):
             logits = logits.view(-1, EXPERTS)
-            total = total + COEFFICIENT * EXPERTS * (logits.softmax(1).mean(0) @ loads[number])
+            terms.append(COEFFICIENT * EXPERTS * (logits.softmax(1).mean(0) @ loads[number]))
             counts = torch.bincount(logits.topk(CHOSEN).indices.flatten(), minlength=EXPERTS)
             loads[number] = counts.double() / counts.sum()
-        return loss, total
+        return terms
 
-    expected = plain_losses(tmp_path, settings, model, loss_of)
+    run = prepare_run(resolve_settings(base_config(tmp_path, settings), 1))
+    expected = [terms[0] for terms in plain_losses(run, model.double().train(), terms_of)]
+    assert expected[-1] < expected[0] - 0.015 * steps
     for name in layouts:
         assert found[0][name] == pytest.approx(expected, rel=5e-6), name
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -85,7 +86,8 @@ def micro_batch(size: int) -> dict[str, Any]:
 
 
 RELU_TIED = {"mlp": "relu", "tied_embeddings": True}
-FLOAT32 = {"training.dtype": "float32"}
+FLOAT32: dict[str, Any] = {"training.dtype": "float32"}
+COMPILED = FLOAT32 | {"compile.enable": True, "model.overrides": {"num_layers": 2}}
 
 
 def by_rules(ranks: int, family: str, layout: dict[str, Any], layers: int = 2) -> dict[str, tuple[int, dict[str, Any]]]:
@@ -177,6 +179,21 @@ EXHAUSTIVE: dict[str, tuple[int, dict[str, Any]]] = {
     **by_rules(8, "gpt", zero(3) | pipeline()),
     **by_rules(8, "gpt", zero(1) | pipeline(2, "zbv_zero_bubble"), layers=4),
 }
+if shutil.which("g++") or shutil.which("clang++"):  # which torch.compile needs on a CPU
+    MORE |= {
+        "compiled, zero 3, recompute selective": (2, COMPILED | zero(3) | recompute("selective")),
+        "compiled, sequence, recompute full": (2, COMPILED | tensor(2, True) | recompute("full")),
+    }
+    EXHAUSTIVE |= {
+        **{f"compiled, recompute {mode}": (1, COMPILED | recompute(mode)) for mode in ("none", "full", "selective")},
+        **{
+            f"compiled, zero 3, recompute {mode}": (2, COMPILED | zero(3) | recompute(mode))
+            for mode in ("none", "full")
+        },
+        "compiled, pipeline": (2, COMPILED | pipeline()),
+        "compiled, tensor": (2, COMPILED | tensor()),
+        "compiled, sequence": (2, COMPILED | tensor(2, True)),
+    }
 
 
 def settings(choices: dict[str, Any], run: str, steps: int) -> dict[str, Any]:
@@ -237,6 +254,9 @@ def test_same_training_as_one_process(results: Callable[[str], dict[str, Result]
     tolerances = (1e-5, 1e-4) if FLOAT32.items() <= choices.items() else (FLOAT64_TOLERANCE, None)
     assert_same(found[name], expected, *tolerances, heads=heads)
     assert all(gradient.any() for gradient in expected.gradients.values())
+    # The compiler fuses operations, which rounds differently: equal to the last bit would mean it did not run.
+    compiles = "compile.enable" in choices
+    assert not compiles or any(not torch.equal(g, expected.gradients[n]) for n, g in found[name].gradients.items())
     assert "optimizer.name" not in choices or expected.losses[-1] < expected.losses[0] - 0.01
 
 
