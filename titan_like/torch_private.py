@@ -82,11 +82,11 @@ def schema_of(operator: Any) -> Any:
     return operator._schema
 
 
-def grouped_product(x: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """[rows, in] and [groups, in, out] → [rows, out]. ``ends``, int32 [groups], says where each group's rows end."""
+def grouped_product(x: torch.Tensor, matrices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """[rows, in] and [groups, in, out] → [rows, out]. ``offsets``: ends of the groups' rows, int32 [groups]."""
     if hasattr(torch.nn.functional, "grouped_mm"):
-        return torch.nn.functional.grouped_mm(x, matrices, offs=ends)
-    return torch._grouped_mm(x, matrices, offs=ends)
+        return torch.nn.functional.grouped_mm(x, matrices, offs=offsets)
+    return torch._grouped_mm(x, matrices, offs=offsets)
 
 
 def fused_adamw_(

@@ -63,11 +63,11 @@ class TensorParallel(nn.Module):
             module.register_parameter(name, nn.Parameter(distributed))
         extend(module, cls, tensor_group=Group.of(mesh), sequence_parallel=sequence_parallel)
 
-    def enter(self, x: torch.Tensor) -> torch.Tensor:
+    def copy_to_region(self, x: torch.Tensor) -> torch.Tensor:
         """Activation between layers → full activation [batch, seq, hidden]; sums its gradient over the ranks."""
         return CopyToTensorRegion.apply(x, self.sequence_parallel, self.tensor_group)
 
-    def leave(self, x: torch.Tensor) -> torch.Tensor:
+    def reduce_from_region(self, x: torch.Tensor) -> torch.Tensor:
         """Partial sums [batch, seq, hidden] → activation between layers."""
         return ReduceFromTensorRegion.apply(x, self.sequence_parallel, self.tensor_group)
 
@@ -90,7 +90,7 @@ class Region(TensorParallel):
 
     def forward(self, x: torch.Tensor, *inputs: Any, **named: Any) -> torch.Tensor:
         """Activation between layers → activation between layers."""
-        return super().forward(self.enter(x), *inputs, **named)
+        return super().forward(self.copy_to_region(x), *inputs, **named)
 
 
 class CrossRegion(Region):
@@ -101,7 +101,7 @@ class CrossRegion(Region):
     def forward(self, x: torch.Tensor, *inputs: Any, **named: Any) -> torch.Tensor:
         """x and memory: activations between layers → activation between layers."""
         memory, *others = inputs
-        return super().forward(x, self.enter(memory), *others, **named)
+        return super().forward(x, self.copy_to_region(memory), *others, **named)
 
 
 class ColumnLinear(TensorParallel, LinearGemms):
@@ -123,7 +123,7 @@ class RowLinear(TensorParallel, LinearGemms):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """[batch, seq, in of this rank] → activation between layers."""
-        x = self.leave(self.gemm(x, self.weight, local(self.weight), None))
+        x = self.reduce_from_region(self.gemm(x, self.weight, local(self.weight), None))
         return x if self.bias is None else x + local(self.bias)
 
 
@@ -211,7 +211,7 @@ class VocabularyEmbedding(TensorParallel):
         here = self.tensor_group.vocabulary(self.num_embeddings)
         elsewhere = (tokens < here.start) | (tokens >= here.stop)
         rows = (tokens - here.start).masked_fill(elsewhere, 0)
-        return self.leave(F.embedding(rows, local(self.weight)).masked_fill(elsewhere[..., None], 0))
+        return self.reduce_from_region(F.embedding(rows, local(self.weight)).masked_fill(elsewhere[..., None], 0))
 
 
 class PositionEmbedding(TensorParallel):
@@ -248,7 +248,7 @@ class VocabularyOutput(TensorParallel, LinearGemms):
     def forward(self, x: torch.Tensor, table: torch.Tensor | None = None) -> torch.Tensor:
         """Activation between layers → [batch, seq, tokens of this rank]."""
         weight = self.weight if table is None else table
-        return self.gemm(self.enter(x), weight, local(weight), None)
+        return self.gemm(self.copy_to_region(x), weight, local(weight), None)
 
 
 class VocabularyLoss(TensorParallel):
@@ -274,7 +274,7 @@ class VocabularyLoss(TensorParallel):
         most = -(-self.padded_vocab_size // group.size)
         vocabulary = Vocabulary(tokens, self.vocab_size, most, here.start, partial(combine, group))
         bias = None if bias is None else local(bias)
-        return scaled_loss(self.enter(x), local(weight), bias, labels, factor, vocabulary)
+        return scaled_loss(self.copy_to_region(x), local(weight), bias, labels, factor, vocabulary)
 
 
 def combine(group: Group, parts: torch.Tensor) -> torch.Tensor:
