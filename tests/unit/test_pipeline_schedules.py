@@ -3,10 +3,12 @@ import subprocess
 import sys
 from collections import Counter
 from itertools import pairwise, product
+from typing import get_args
 
 import pytest
 
 from tests.unit.pipeline_cases import SINGLE, SPLIT, V_SHAPED, cases, unit_run
+from titan_like.config.schema import Parallelism
 from titan_like.parallel.schedules.simulate import (
     bubble_fraction,
     ideal_bubble,
@@ -40,6 +42,10 @@ def peak(schedule, degree, virtual, microbatches):
 def test_nothing_of_torch_is_needed():
     code = "import sys, titan_like.parallel.schedules; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_every_schedule_can_be_configured():
+    assert get_args(Parallelism.model_fields["pipeline_schedule"].annotation) == tuple(SCHEDULES)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from titan_like.models.layers.cross_entropy import TokenLoss
 from titan_like.models.transformer import Transformer
-from titan_like.parallel.tensor_styles import STYLES, Style, StyleKind, TensorParallel, kind_of, split_logits
+from titan_like.parallel.tensor_styles import STYLES, Style, TensorParallel, split_logits
 from titan_like.torch_private import coalesced
 
 Plan = Mapping[str, str | ParallelStyle]  # by module name, in which `*` matches one part between dots
@@ -51,16 +51,6 @@ def family_plan(model: Transformer) -> Plan:
     """The tensor-parallel plan in the `sharding` module of the model's family, which may be a function of the shape."""
     plan = model.config.family_module("sharding").TENSOR_PARALLEL_PLAN
     return plan(model.config) if callable(plan) else plan
-
-
-def styles_by_module(model: Transformer) -> dict[str, StyleKind]:
-    """Expand the family's plan: module name → what its style does. Patterns match as in `parallelize_module`.
-
-    Raises:
-        ValueError: the plan names a style that does not exist or is not known here.
-    """
-    styles = styles_of(family_plan(model), model, sequence_parallel=False)
-    return {name: kind_of(style, model.get_submodule(name)) for name, style in styles.items()}
 
 
 def styles_of(plan: Plan, model: Transformer, sequence_parallel: bool) -> dict[str, ParallelStyle]:

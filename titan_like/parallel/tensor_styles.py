@@ -12,14 +12,14 @@ Between layers, activations are [batch, seq, hidden] and equal on every rank. Wi
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from titan_like.models.layers.cross_entropy import Vocabulary, scaled_loss
 from titan_like.models.layers.init import generator_of
@@ -363,33 +363,6 @@ STYLES: dict[str, type[TensorParallel]] = {
     "vocabulary_mask": VocabularyMask,
     "vocabulary_loss": VocabularyLoss,
 }
-
-
-class StyleKind(NamedTuple):
-    """The properties of a style on which memory and traffic depend."""
-
-    split: dict[str, int]  # own parameter → the dimension that is split; all others are replicated
-    partial_gradients: tuple[str, ...]
-    enters: int
-    leaves: int
-
-
-def kind_of(style: ParallelStyle, module: nn.Module) -> StyleKind:
-    """Describe what a style does to a module. It knows the styles here, and torch's for linear layers.
-
-    Raises:
-        ValueError: it is another style.
-    """
-    if isinstance(style, Style):
-        kind = style.kind
-        split = {name: at.dim for name, at in kind.placements.items() if isinstance(at, Shard)}
-        return StyleKind(split, kind.partial_gradients, kind.enters, kind.leaves)
-    if isinstance(style, ColwiseParallel) and isinstance(module, nn.Linear):
-        return StyleKind({"weight": 0, "bias": 0}, (), enters=1, leaves=0)
-    if isinstance(style, RowwiseParallel) and isinstance(module, nn.Linear):
-        return StyleKind({"weight": 1}, (), enters=0, leaves=1)
-    known = "a name in STYLES, or ColwiseParallel or RowwiseParallel for a linear layer"
-    raise ValueError(f"how {type(style).__name__} splits a {type(module).__name__} is not known; use {known}")
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:

@@ -35,8 +35,7 @@ from titan_like.models.parts import (
 )
 from titan_like.models.transformer import shared_modules
 from titan_like.parallel.split import StageLayers, kinds_of_layers, units_of_layers
-from titan_like.parallel.tensor import styles_by_module
-from titan_like.parallel.tensor_styles import StyleKind
+from titan_like.planner.style_kinds import StyleKind, styles_by_module
 from titan_like.planner.workload import Counts
 
 OF_EXPERTS = " experts"  # ends the name of a unit of experts
