@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from tests.unit.pipeline_cases import SINGLE, SPLIT, V_SHAPED, cases, unit_run
+from tests.unit.pipeline_cases import SINGLE, cases, unit_run
 from titan_like.config.schema import Parallelism
 from titan_like.parallel.schedules.simulate import (
     bubble_fraction,
@@ -19,6 +19,8 @@ from titan_like.parallel.schedules.simulate import (
 )
 from titan_like.parallel.schedules.tables import (
     SCHEDULES,
+    SPLIT_BACKWARD,
+    V_SHAPED,
     Action,
     check_schedule,
     forward_table,
@@ -81,7 +83,7 @@ def test_tables_are_complete_and_can_run(schedule):
                 if kind == "W":
                     assert position["I", stage, microbatch] < position["W", stage, microbatch]
         assert set(seen.values()) == {1} and len(seen) == len(ranks)
-        assert any(action.kind == "W" for action in table[0]) == (schedule in SPLIT)
+        assert any(action.kind == "W" for action in table[0]) == (schedule in SPLIT_BACKWARD)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -180,7 +182,7 @@ def test_bubbles_are_the_closed_forms(schedule):
         assert ideal_bubble(schedule, degree, virtual, microbatches) == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("schedule", SPLIT)
+@pytest.mark.parametrize("schedule", SPLIT_BACKWARD)
 def test_zero_bubble_schedules_idle_only_until_the_last_rank_starts(schedule):
     above_bound = Counter()
     for degree, virtual, microbatches in cases(schedule):
