@@ -21,7 +21,7 @@ from titan_like.parallel.timeline import Timeline
 
 
 def unit_step(schedule="1f1b", degree=4, microbatches=8, transfer=0.0):
-    return simulated(schedule, degree, (SCHEDULES[schedule].stages or 2), microbatches, unit_time, transfer)
+    return simulated(schedule, degree, SCHEDULES[schedule].stages or 2, microbatches, unit_time, transfer)
 
 
 def seen_by_ranks(step, offsets):
