@@ -162,7 +162,7 @@ def random_ranks(count):
     pick = generator.choice
     while count:
         model, tensor, degree = pick(MODELS), pick([1, 2, 8]), pick([1, 2, 3, 4, 8])
-        schedule, virtual, microbatches = pick(SCHEDULES), pick([1, 2, 3]), pick([1, 2, 4, 6, 8, 16, 24])
+        schedule, virtual, microbatches = pick([*SCHEDULES]), pick([1, 2, 3]), pick([1, 2, 4, 6, 8, 16, 24])
         zero, shard, compute = pick(range(4)), pick([1, 2, 24]), pick([2, 4])
         schedule = schedule if degree > 1 else "1f1b"
         stages = stages_per_rank(schedule, virtual)

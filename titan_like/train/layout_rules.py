@@ -9,7 +9,7 @@ from titan_like.data.lengths import sample_length
 from titan_like.models.config import TransformerConfig
 from titan_like.models.moe.config import MoEConfig
 from titan_like.parallel.layout import Layout
-from titan_like.parallel.schedules.tables import check_schedule
+from titan_like.parallel.schedules.tables import SCHEDULES, check_schedule
 
 
 def check_sequence(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
@@ -68,17 +68,18 @@ def check_stages(config: JobConfig, model: TransformerConfig, layout: Layout) ->
     """Check that the schedule and the layers fit the number of stages."""
     section, pipeline = config.parallelism, layout.pipeline
     schedule, virtual = section.pipeline_schedule, section.virtual_stages_per_rank
-    if virtual > 1 and (pipeline == 1 or schedule in ("gpipe", "1f1b")):
+    prescribed = SCHEDULES[schedule].stages  # on each rank
+    if virtual > 1 and (pipeline == 1 or prescribed == 1):
         problem = "needs pipeline_parallel_degree > 1 and an interleaved schedule; use 1 or interleaved_1f1b"
         raise ConfigError("parallelism.virtual_stages_per_rank", virtual, problem)
     if pipeline == 1:
         problem = "there is one stage; leave it out or raise pipeline_parallel_degree"
         require(section.pipeline_layers is None, "parallelism.pipeline_layers", section.pipeline_layers, problem)
         return
-    if virtual == 1 and schedule in ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble"):
+    if virtual == 1 and prescribed is None:
         problem = "needs virtual_stages_per_rank of at least 2; raise it or use 1f1b"
         raise ConfigError("parallelism.pipeline_schedule", schedule, problem)
-    if virtual > 2 and schedule in ("zbv_zero_bubble", "dualpipe_v"):
+    if virtual > 2 and prescribed == 2:
         problem = f"{schedule} has exactly 2 stages per rank; use 2 or leave it out"
         raise ConfigError("parallelism.virtual_stages_per_rank", virtual, problem)
     stages = len(layout.stage_ranks)
