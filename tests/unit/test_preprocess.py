@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tests.e2e.scripts import Script
 from titan_like.commands.preprocess_data import main
 from titan_like.config import ConfigError
-from titan_like.data import preprocess, raw_text
+from titan_like.data import long_text, preprocess, raw_text
 from titan_like.data.indexed import IndexedDataset
 from titan_like.data.preprocess import Job, tokenize_files
 from titan_like.data.raw_text import UnreadableError, read_pieces
@@ -89,33 +89,9 @@ def test_every_format_gives_its_documents_in_order(num_workers: int, tmp_path: P
     assert not (tmp_path / "out.unfinished").exists()
 
 
-def test_tokens_are_those_of_the_tokenizer(byte_pairs: str, tmp_path: Path) -> None:
-    texts = [text_of(200, number) for number in range(20)]
-    (tmp_path / "a.jsonl").write_bytes(jsonl(texts))
-    tokenize_files(Job([tmp_path / "a.jsonl"], byte_pairs, ends_documents=False), tmp_path / "out")
-    tokenizer = Tokenizer.from_file(byte_pairs)
-    assert documents(tmp_path / "out") == [tokenizer.encode(text).ids for text in texts]
-
-
-def test_a_long_text_is_cut_where_its_tokens_do_not_change(
-    byte_pairs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(raw_text, "_LONG_DOCUMENT", 1 << 16)
-    monkeypatch.setattr(raw_text, "_CHUNK", 1 << 14)
-    text = text_of(60_000)
-    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    pieces = [piece for piece, _ in read_pieces(tmp_path / "a.txt", "text")]
-    assert len(pieces) > 4
-    assert [piece.is_whole for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-    tokenize_files(Job([tmp_path / "a.txt"], byte_pairs), tmp_path / "out")
-    tokenizer = Tokenizer.from_file(byte_pairs)
-    assert documents(tmp_path / "out") == [[*tokenizer.encode(text).ids, tokenizer.token_to_id("<|endoftext|>")]]
-
-
 @pytest.mark.parametrize("text", ["漢字仮名交じり文" * 5000, "-\n" * (1 << 14)])  # the second could be cut at its end
 def test_a_long_text_without_spaces_loses_nothing(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raw_text, "_LONG_DOCUMENT", 1 << 14)
-    monkeypatch.setattr(raw_text, "_CHUNK", 1 << 12)
+    monkeypatch.setattr(long_text, "PIECE", 1 << 13)
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     assert all(piece.content for piece, _ in read_pieces(tmp_path / "a.txt", "text"))
     tokenize_files(Job([tmp_path / "a.txt"], "byte"), tmp_path / "out")
@@ -124,8 +100,8 @@ def test_a_long_text_without_spaces_loses_nothing(text: str, tmp_path: Path, mon
 
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", ".stream.arrow", ".txt"])
 def test_pieces_go_on_after_any_of_them(ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in (("_PIECE", 1 << 12), ("_CHUNK", 1 << 10), ("_LONG_DOCUMENT", 1 << 12)):
-        monkeypatch.setattr(raw_text, name, size)
+    for module, name, size in ((raw_text, "_PIECE", 1 << 12), (raw_text, "_CHUNK", 1 << 10), (long_text, "PIECE", 4096)):
+        monkeypatch.setattr(module, name, size)
     texts, path = [text_of(30, number) for number in range(600)], tmp_path / f"a{ending}"
     content = jsonl(texts) if "jsonl" in ending else "\n".join(texts).encode()
     if ending == ".parquet":
@@ -149,33 +125,16 @@ def test_pieces_go_on_after_any_of_them(ending: str, tmp_path: Path, monkeypatch
     assert list(read_pieces(path, "text", pieces[-1].end, 99)) == []  # else an interruption there adds a document
 
 
-class CountedBytes(bytes):
-    """Counts the bytes that are copied when it is appended to others."""
-
-    copied = 0
-
-    def __radd__(self, before: bytes) -> bytes:
-        CountedBytes.copied += len(before)
-        return bytes(before) + bytes(self)
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "text"])
-def test_a_long_line_is_not_copied_with_every_chunk(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_may_be_longer_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raw_text, "_PIECE", 1 << 10)
-    monkeypatch.setattr(raw_text, "_LONG_DOCUMENT", 1 << 10)
     content = b"x\n" + b"long" * (1 << 14) + b"\n" + b"short\n" * 300 + b"end"
-    CountedBytes.copied = 0
-    pieces = list(
-        raw_text._cut((CountedBytes(content[at : at + 100]) for at in range(0, len(content), 100)), kind, 0, 1)
-    )
-    assert CountedBytes.copied <= 16 * len(content)
-    assert joined(pieces) == content
-    assert [piece.end for piece in pieces] == list(itertools.accumulate(len(piece.content) for piece in pieces))
-    if kind == "jsonl":
-        ends = [piece.end for piece in pieces[:-1]]
-        assert ends[:2] == [2, ends[1]] and ends[1] > len(content) - 2000
-        assert all(content[end - 1 : end] == b"\n" for end in ends)
-        assert [piece.first_record for piece in pieces] == [1 + content[:end].count(b"\n") for end in (0, *ends)]
+    chunks = [content[at : at + 100] for at in range(0, len(content), 100)]
+    pieces = list(raw_text._lines(lambda start: chunks, 0, 1, None))
+    assert joined(pieces) == content and len(pieces) > 2
+    ends = list(itertools.accumulate(len(piece.content) for piece in pieces))
+    assert [piece.end for piece in pieces] == ends
+    assert all(content[end - 1 : end] == b"\n" for end in ends[:-1])
+    assert [piece.first_record for piece in pieces] == [1 + content[:end].count(b"\n") for end in (0, *ends[:-1])]
 
 
 def joined(pieces: list[raw_text.Piece]) -> object:
@@ -376,18 +335,6 @@ def test_a_tokenizer_that_lacks_a_token_is_one_sentence(num_workers: int, tmp_pa
     assert not list(tmp_path.glob("out*"))
 
 
-def test_names_of_files_need_not_be_utf8(tmp_path: Path) -> None:
-    paths = [tmp_path / os.fsdecode(b"a\xff" + ending) for ending in (b".jsonl", b".parquet", b".arrow")]
-    paths[0].write_bytes(jsonl(["one"]))
-    write_parquet(tmp_path / "b.parquet", ["two"])
-    (tmp_path / "b.parquet").rename(paths[1])
-    table = pyarrow.table({"text": ["three"]})
-    with open(paths[2], "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
-        writer.write_table(table)
-    tokenize_files(Job(paths, "byte"), tmp_path / "out")
-    assert documents(tmp_path / "out") == tokenized(["one", "two", "three"])
-
-
 def overwritten_parquet(start: int) -> bytes:
     """A file with 64 bytes that are not its own."""
     file, texts = io.BytesIO(), [f"{number} {text_of(2, number)}" for number in range(20_000)]
@@ -434,10 +381,9 @@ def test_parquet_without_the_column_says_which_there_are(tmp_path: Path) -> None
     write_parquet(tmp_path / "a.parquet", ["x", None], number=[1, 2])
     with pytest.raises(UnreadableError, match='has no column "body"; it has text, number'):
         list(read_pieces(tmp_path / "a.parquet", "body"))
-    with pytest.raises(UnreadableError, match='has no text in the column "number", but int64'):
-        list(read_pieces(tmp_path / "a.parquet", "number"))
-    with pytest.raises(ConfigError, match=r"a.parquet:2.*the row has no text"):
-        tokenize_files(Job([tmp_path / "a.parquet"], "byte"), tmp_path / "out")
+    for key, row in (("text", 2), ("number", 1)):
+        with pytest.raises(ConfigError, match=rf'a.parquet:{row}.*the record has no text under "{key}"'):
+            tokenize_files(Job([tmp_path / "a.parquet"], "byte", key), tmp_path / key)
 
 
 def test_between_the_two_renames_an_interruption_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -495,7 +441,7 @@ def test_only_one_job_at_a_time_writes_a_dataset(tmp_path: Path) -> None:
 def test_a_long_text_with_a_bad_byte_is_left_out_whole(
     num_workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raw_text, "_LONG_DOCUMENT", 1 << 14)
+    monkeypatch.setattr(long_text, "PIECE", 1 << 13)
     monkeypatch.setattr(raw_text, "_CHUNK", 1 << 12)
     text = text_of(20_000, 1).encode()
     (tmp_path / "a.txt").write_bytes(text[:60_000] + b"\xe9" + text[60_000:])

@@ -229,8 +229,6 @@ def _write_tokens(job: Job, output: _Output, num_workers: int, report: Callable[
     for number, piece, share, result in _tokenized(job, output.progress, num_workers, output.dtype):
         tokens, lengths, bad = result
         path, is_text, progress = job.files[number], piece.kind == "text", output.progress
-        if number < progress.file:  # the rest of a text that is left out
-            continue
         for before, (record, problem) in enumerate(bad, progress.bad_lines):
             place = str(path) if is_text else f"{path}:{record}"
             if job.bad_lines == "stop":
@@ -316,8 +314,7 @@ def _tokenize(piece: Piece, job: Job, dtype: str) -> Result:
         else:
             texts.append(text)
     if texts and (piece.before or piece.after):
-        before, after = (part.decode(errors="ignore") for part in (piece.before, piece.after))
-        part = encode_piece(built, before, texts[0], after)
+        part = encode_piece(built, piece.before, texts[0], piece.after)
         encoded = [] if part is None else [part]
         if part is None:
             problem = "repeats itself so far that it cannot be cut; divide it, or write it as .jsonl"

@@ -74,9 +74,9 @@ class HubShard:
             for batch in rows.iter(batch_size=_ROWS):
                 if key not in batch:
                     raise UnreadableError(f'has no column "{key}"; it has {", ".join(batch)}')
-                texts = [text if isinstance(text, str) else None for text in batch[key]]
-                yield Piece("rows", texts, start + 1, len(texts), start + len(texts))
-                start += len(texts)
+                rows = [{key: text} for text in batch[key]]
+                yield Piece("rows", rows, start + 1, len(rows), start + len(rows))
+                start += len(rows)
         except UnreadableError:
             raise
         except Exception as error:  # of whatever library reads the network and the format

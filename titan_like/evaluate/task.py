@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from titan_like.data.raw_text import (
-    BadRecord,
-    Piece,
-    UnreadableError,
-    kind_of,
-    read_pieces,
-    texts_of,
-)
+from titan_like.data.raw_text import BadRecord, UnreadableError, kind_of, read_pieces, texts_of
 
 
 @dataclass(frozen=True)
@@ -98,15 +91,10 @@ def read_text(path: Path) -> str:
         TaskError: the file is not UTF-8, or holds something else than text.
         OSError: it cannot be read.
     """
-    try:
-        if kind_of(path) != "text":
-            raise TaskError("holds records, not text; write the text alone")
-        content = b"".join(bytes(piece.content) for piece, _ in read_pieces(path, _KEY))
-        return content.decode("utf-8").removeprefix("\ufeff")
-    except UnreadableError as error:
-        raise TaskError(str(error)) from None
-    except UnicodeDecodeError as error:
-        raise TaskError(f"is not valid UTF-8 at byte {error.start}; convert the file") from None
+    texts = _texts(path, in_records=False)
+    if texts is None:
+        raise TaskError("holds records, not text; write the text alone")
+    return "".join(text for _, text in texts)
 
 
 def read_records(path: Path) -> list[tuple[int, str]] | None:
@@ -119,17 +107,17 @@ def read_records(path: Path) -> list[tuple[int, str]] | None:
         TaskError: the file is damaged, or a record has no text.
         OSError: the file cannot be read.
     """
+    return _texts(path, in_records=True)
+
+
+def _texts(path: Path, in_records: bool) -> list[tuple[int, str]] | None:
     try:
-        if kind_of(path) == "text":
+        if (kind_of(path) == "text") is in_records:
             return None
-        return [record for piece, _ in read_pieces(path, _KEY) for record in _records(piece)]
+        texts = [record for piece, _ in read_pieces(path, _KEY) for record in texts_of(piece, _KEY)]
     except UnreadableError as error:
         raise TaskError(str(error)) from None
-
-
-def _records(piece: Piece) -> Iterator[tuple[int, str]]:
-    unit = "row" if piece.kind == "rows" else "line"
-    for number, text in texts_of(piece, _KEY):
+    for number, text in texts:
         if isinstance(text, BadRecord):
-            raise TaskError(f"cannot be used because of {unit} {number} ({text}); correct it")
-        yield number, text
+            raise TaskError(f"cannot be used because of record {number} ({text}); correct it" if in_records else str(text))
+    return texts
