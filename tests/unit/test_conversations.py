@@ -33,7 +33,6 @@ from titan_like.data.conversations import pack
 from titan_like.data.indexed import IndexedDataset
 from titan_like.data.open_source import open_data
 from titan_like.data.preprocess import Job, tokenize_files
-from titan_like.data.raw_text import BadRecord
 from titan_like.data.source import Source
 from titan_like.models.registry import model_config
 from titan_like.planner.dry_run import describe_data
@@ -151,7 +150,7 @@ def test_an_unknown_token_neither_ends_an_answer_nor_begins_a_text(tmp_path: Pat
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
     saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
-    saved.chat_template = PLAIN.replace("{{ message.content }}\n", "{{ message.content }} </s> !\n")
+    saved.chat_template = PLAIN.replace("{{ message.content }}\n", "{{ message.content }} </s>\n")
     saved.save_pretrained(tmp_path)
     chat = Chat(str(tmp_path / "tokenizer.json"))
     assert chat.tokenizer.first_ids == [2]
@@ -358,7 +357,7 @@ def test_conversations_are_read_from_parquet_and_arrow(tmp_path: Path) -> None:
         paths = f"--data.paths={tmp_path}/chats.{ending}"
         assert opened(tmp_path, f"--data.tokenizer={spec}", paths)["train"].fingerprint == expected
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "other.parquet")
-    with pytest.raises(ConfigError, match=r"has none of the columns messages, .*; it has text"):
+    with pytest.raises(ConfigError, match=r'has no column "messages or .*; it has text'):
         opened(tmp_path, f"--data.paths={tmp_path}/other.parquet", "--data.bad_lines=skip")
 
 
@@ -384,37 +383,23 @@ def test_bad_lines_are_skipped_and_counted(tmp_path: Path, capfd: pytest.Capture
 
 USER, SYSTEM = {"role": "user", "content": "a"}, {"role": "system", "content": "a"}
 ANSWER = {"role": "assistant", "content": "b"}
-CUT = '{"messages": [{"role": "user", "content": "a"}'
 
 
 @pytest.mark.parametrize(
     ("template", "line", "words"),
     [
-        (CHATML, CUT, "the line is not JSON"),
+        (CHATML, '{"messages": [', "the line is not JSON"),
         (CHATML, '["a"]', 'has no "messages", "conversations"'),
         (CHATML, json.dumps({"messages": []}), 'no "assistant" that answers'),
         (CHATML, json.dumps({"messages": [{"content": "a"}]}), 'message 1 has neither a "role" nor "value" and "from"'),
         (CHATML, json.dumps({"messages": [USER, {"role": "assistant", "content": 3}]}), '"content" of message 2 is'),
         (CHATML, json.dumps({"conversations": [{"from": "bard", "value": "a"}]}), '"from", which is one of system'),
-        (
-            CHATML,
-            json.dumps({"conversations": [{"from": "function_call", "value": "f("}]}),
-            "the call of message 1 is no object, nor the JSON text",
-        ),
-        (
-            CHATML,
-            json.dumps({"messages": [USER, ANSWER], "tools": "adder"}),
-            "the tools are no list, nor the JSON text of one",
-        ),
         (CHATML, json.dumps({"messages": [USER, {"role": "assistant", "content": [{}]}]}), "a list of parts"),
         (CHATML, json.dumps({"prompt": "a", "answer": 3}), 'or "prompt" with "answer" or "completion"'),
-        (CHATML, json.dumps({"instruction": "a", "input": "", "output": "b"}), 'or "prompt" with "answer"'),
         (CHATML, json.dumps({"prompt": [USER, ANSWER], "completion": [USER]}), 'no "assistant" that answers'),
-        (CHATML, json.dumps({"messages": [USER]}), 'no "assistant" that answers'),
         (CHATML, '{"prompt": "\\ud800", "answer": "b"}', "half a surrogate pair"),
         (None, json.dumps({"messages": [USER, ANSWER]}), "the tokenizer's folder has no chat template"),
         (TEMPLATES["llama"], json.dumps({"messages": [SYSTEM, USER, ANSWER]}), "refuses the record (no system here)"),
-        ("{{ 1 // 0 }}", json.dumps({"messages": [USER, ANSWER]}), "refuses the record (integer division"),
         (
             "{{ ''.__class__.mro() }}",
             json.dumps({"messages": [USER, ANSWER]}),
@@ -430,12 +415,6 @@ CUT = '{"messages": [{"role": "user", "content": "a"}'
             CHATML.replace("\n{{", "\n{{ '<think></think>' if loop.last and message.role == 'assistant' }}{{"),
             json.dumps({"messages": [USER, ANSWER, USER, ANSWER]}),
             "writes the beginning of the conversation in another way once more follows",
-        ),
-        # As Qwen2.5's: an answer's line begins with its text.
-        (
-            CHATML.replace("\n{{ message.content }}", "{{ '\\n' + message.content if message.content }}"),
-            json.dumps({"messages": [USER, ANSWER, USER, ANSWER | {"content": ""}]}),
-            "the record has an answer without text",
         ),
     ],
 )
@@ -509,13 +488,6 @@ def pairs(count: int, seed: int = 0) -> list[dict[str, str]]:
     return [
         {"prompt": f"{number}+{draw.randint(0, 10**6)}=", "answer": "9" * draw.randint(1, 9)} for number in range(count)
     ]
-
-
-def test_the_seed_decides_the_order_alone(tmp_path: Path) -> None:
-    write_lines(tmp_path / "chats.jsonl", pairs(200))
-    one, other = (opened(tmp_path, f"--job.seed={seed}")["train"] for seed in (5, 6))
-    assert one.fingerprint == other.fingerprint
-    assert [one[i][0].tolist() for i in range(len(one))] != [other[i][0].tolist() for i in range(len(other))]
 
 
 def test_splits_share_no_conversation_and_validation_ends(tmp_path: Path) -> None:
@@ -604,12 +576,3 @@ def test_a_blend_of_conversations_tells_each(tmp_path: Path) -> None:
     source = opened(tmp_path, f"--data.paths={paths}")["train"]
     first, second = (source.described(1, 1) or "").split("\n")
     assert first.startswith("50 conversations in ") and second.startswith(" 60 conversations in ")
-
-
-def test_a_record_s_tools_reach_the_template(tmp_path: Path) -> None:
-    template = "{% for tool in tools or [] %}{{ tool.name }}{% endfor %}" + CHATML
-    chat = Chat(str(save_tokenizer(tmp_path, template)))
-    record = {"messages": [USER, ANSWER], "tools": [{"name": "adder"}]}
-    assert chat.tokenizer.decode(encoded(chat, record)[0]).startswith("adder")
-    with pytest.raises(BadRecord, match="the tools are no list"):
-        chat.encode(record | {"tools": 3})

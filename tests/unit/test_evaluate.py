@@ -216,7 +216,10 @@ BAD: dict[str, tuple[str | bytes | None, str]] = {
         '{"text": "a b"}\n{"text": "\\ud800 c"}',
         r"because of record 2 \(.* half a surrogate pair\); correct",
     ),
-    "lambada=.///FILE": ('{"text": "a b"}\n{"text": 3}', r'because of record 2 \(the record has no text under "text"\)'),
+    "lambada=.///FILE": (
+        '{"text": "a b"}\n{"text": 3}',
+        r'because of record 2 \(the record has no text under "text"\)',
+    ),
     "text=./array.json": ('[{"text": "a b"}]', "array.json holds records, not text; write the text alone"),
     "wikitext103=./FILE": ('{"txt": "a b"}', "because of record 1"),
 }

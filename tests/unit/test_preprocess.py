@@ -100,7 +100,11 @@ def test_a_long_text_without_spaces_loses_nothing(text: str, tmp_path: Path, mon
 
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", ".stream.arrow", ".txt"])
 def test_pieces_go_on_after_any_of_them(ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name, size in ((raw_text, "_PIECE", 1 << 12), (raw_text, "_CHUNK", 1 << 10), (long_text, "PIECE", 4096)):
+    for module, name, size in (
+        (raw_text, "_PIECE", 1 << 12),
+        (raw_text, "_CHUNK", 1 << 10),
+        (long_text, "PIECE", 4096),
+    ):
         monkeypatch.setattr(module, name, size)
     texts, path = [text_of(30, number) for number in range(600)], tmp_path / f"a{ending}"
     content = jsonl(texts) if "jsonl" in ending else "\n".join(texts).encode()

@@ -503,7 +503,7 @@ def test_skipped_records_are_no_documents(folder, capfd):
     assert samples_of(source, indices) == expected
     told = capfd.readouterr().err
     assert f"skipped {folder}/data/0.jsonl:8: the line is not JSON" in told
-    assert f"skipped {folder}/data/5.parquet:61: the row has no text" in told
+    assert f'skipped {folder}/data/5.parquet:61: the record has no text under "text"' in told
     assert re.search(r"reader \d of 3 skipped .* \(\d of [\d,]+ records so far\)", told)
     assert samples_of(source_of(folder, **skipping), indices[::-7]) == {n: expected[n] for n in indices[::-7]}
     stopping = source_of(folder, split="1,0,0")

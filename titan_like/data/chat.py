@@ -5,17 +5,16 @@ a prompt and its answer become the tokens of the one text that they are together
 
 transformers renders templates, in its sandbox. If a template marks what the assistant says by ``{% generation %}``,
 that is the answers. Otherwise an answer is what the template writes for a message of the assistant, calls of tools
-included, after the prompt that it would give the model at this place. It ends with its last special token, such as
-<|im_end|>, if it has one.
+included, after the prompt that it would give the model at this place, without the white space after a special token,
+such as <|im_end|>, that ends it.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -99,16 +98,15 @@ class Chat:
             text = _FIXED_DATE + text if "strftime_now" in text else text
             known: Any = {"tools": tools, "chat_template": text, **self.template.special_tokens_map}
             write: Callable[..., Any] = partial(render_jinja_template, **known)
-            prompts, throughs, said = list[str](), list[str](), list[list[str]]()
+            spans, prompts, throughs = list[tuple[int, int]](), list[str](), list[str]()
             if _MARKS_ANSWERS.search(text):
                 wanted = [messages, messages[:num_given]] if num_given else [messages]
                 (whole, *_), (marked, *given) = write(wanted, return_assistant_tokens_mask=True)
-                spans = [(begin, end, end) for begin, end in marked[sum(map(len, given)) :]]
+                spans = marked[sum(map(len, given)) :]
             else:
                 answers = np.flatnonzero(is_learned).tolist()
                 (whole, *throughs), _ = write([messages, *(messages[: number + 1] for number in answers)])
                 prompts = [_prompt(write, messages[:number], throughs[0]) for number in answers]
-                said = [list(_said([messages[n].get("content"), messages[n].get("tool_calls")])) for n in answers]
         except Exception as error:  # a template may raise anything
             raise BadRecord(f"the chat template refuses the record ({first_line(error)})") from None
         if any(str(m["content"]) in whole for m in messages if m.get("content") and isinstance(m["content"], list)):
@@ -119,28 +117,23 @@ class Chat:
             written = whole[begins[number] : ends[number]]
             begins[number] += len(written) - len(written.lstrip())
         can_end = is_special & (tokens != self.template.unk_token_id)
-        if throughs:
-            cut = partial(
-                _without_end, whole, begins, ends, is_special, can_end & (tokens != self.template.bos_token_id)
-            )
-            prompts, throughs = list(map(cut, prompts)), list(map(cut, throughs))
-            spans = list(map(_span, prompts, said, throughs))
-        for prompt, texts, through in zip(prompts, said, throughs, strict=True):
+        can_follow = can_end & (tokens != self.template.bos_token_id)
+        cut = partial(_without_end, whole, begins, ends, is_special, can_follow)
+        for prompt, through in zip(map(cut, prompts), map(cut, throughs), strict=True):
             if not whole.startswith(prompt) or not whole.startswith(through):
                 problem = "the chat template writes the beginning of the conversation in another way once more follows"
                 if whole.startswith(through):
                     problem = "an answer does not begin with what the chat template gives the model to begin it"
-                problem = problem if texts else "the record has an answer without text"
-                raise BadRecord(
-                    f"{problem}, so answers cannot be found; mark them in the template by {{% generation %}}"
-                )
+                cure = "mark them in the template by {% generation %}"
+                raise BadRecord(f"{problem}, so answers cannot be found; {cure}")
+            own = can_end & (begins >= len(prompt)) & (ends <= len(through))
+            last = ends[own].max(initial=len(prompt))
+            is_ended = own.any() and not whole[last : len(through)].strip()
+            spans.append((len(prompt), last if is_ended else len(through)))
         is_answer = np.zeros(len(tokens), dtype=bool)
-        for begin, said_end, end in spans:
+        for begin, end in spans:
             # A token across a border is the answer's, unless it is a header's that takes in the white space after it.
-            own = (ends > begin) & (begins < end) & ~(can_end & (begins < begin))
-            last = np.flatnonzero(own & can_end & (begins >= said_end))
-            own[last[-1] + 1 if len(last) else len(own) :] = False
-            is_answer |= own
+            is_answer |= (ends > begin) & (begins < end) & ~(can_end & (begins < begin))
         return tokens, is_answer
 
 
@@ -177,21 +170,6 @@ def _without_end(
     before, after = (np.flatnonzero(~is_blank & side) for side in (ends <= len(body), begins >= len(body)))
     ends_otherwise = len(after) > 1 and can_end[after[0]] and is_special[after[1]] and not is_special[before[-1:]].any()
     return whole[: ends[after[0]]] if ends_otherwise and whole.startswith(body) else body
-
-
-def _span(prompt: str, said: list[str], through: str) -> tuple[int, int, int]:
-    """Where an answer begins, where the last of what is ``said`` ends, and where the message ends, in ``through``."""
-    found = ((through.find(text, len(prompt)), text) for text in said)
-    return len(prompt), max([len(prompt), *(at + len(text) for at, text in found if at >= 0)]), len(through)
-
-
-def _said(value: Any) -> Iterator[str]:
-    """The texts in a message's content or calls of tools. Templates may drop the white space around them."""
-    if isinstance(value, str) and value.strip():
-        yield value.strip()
-    elif isinstance(value, dict | list):
-        parts = [value[key] for key in value if key != "type"] if isinstance(value, dict) else value
-        yield from chain.from_iterable(map(_said, parts))
 
 
 def build_chat(spec: str, options: TokenOptions, template: str) -> Chat:

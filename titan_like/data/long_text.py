@@ -104,5 +104,5 @@ def cut_text(parts: Iterable[str], find_cut: FindCut, before: str = "") -> Itera
                 yield text[max(0, begin - CONTEXT) : begin], text[begin:at], text[at : at + CONTEXT]
                 text, begin = text[at - CONTEXT :], CONTEXT
                 at = begin + PIECE
-    if len(text) > begin or not before and begin == 0:
+    if len(text) > begin or (not before and begin == 0):
         yield text[max(0, begin - CONTEXT) : begin], text[begin:], ""

@@ -111,7 +111,7 @@ def kind_of(path: Path) -> str:
     if ending == ".json" and not is_lines:
         raise UnreadableError("holds neither a JSON array nor a JSON object on each line; write it so (jq -c .)")
     if ending in _TABLES:
-        raise UnreadableError(f"is a table ({ending}); write it as .jsonl or .parquet, or name it .txt to read it as text")
+        raise UnreadableError(f"is a table ({ending}); write it as .jsonl or .parquet, or name it .txt to read as text")
     return "jsonl" if is_lines or ending in JSON_ENDINGS else "text"
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property, lru_cache
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,15 +15,13 @@ import numpy as np
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as HFTokenizer
 
-from titan_like.config.errors import ConfigError, first_line
+from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import DEFAULT_TOKENS, Data, TokenOptions
 from titan_like.data.special_tokens import ABOUT_FILE, COMPANIONS, HUB_FILES, TEMPLATES, TOKENIZER_FILE, SpecialTokens
 from titan_like.data.words import Words, words_of
 
 _KEY, _BOS_KEY, _EOD_KEY = "data.tokenizer", "data.bos", "data.eod_token"
-_MOST_TOKENS = 2**31  # datasets hold ids as int32
-_FALLBACK_BYTE = re.compile("<0x([0-9A-F]{2})>")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _CHOICES = (
     'give "byte", a tokenizer.json or its folder, "gpt2:vocab.json,merges.txt", or a name of the Hugging Face hub'
@@ -66,10 +63,6 @@ class ByteTokenizer:
         """Text of the bytes, without end-of-document tokens. Invalid UTF-8 becomes replacement characters."""
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
-    def decode_after(self, before: list[int], ids: list[int]) -> str:
-        """What `decode` writes for ``ids`` where they follow the tokens ``before``."""
-        return _less(self.decode([*before, *ids]), self.decode(before))
-
     @cached_property
     def words(self) -> Words:
         """Words are runs of letters, digits and underscores; every other character is a word."""
@@ -97,9 +90,6 @@ class HuggingFaceTokenizer:
         except ValueError as error:
             raise ConfigError(key, self._spec, str(error)) from None
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        if self.vocab_size > _MOST_TOKENS:
-            problem = f"has the token id {self.vocab_size - 1}; ids must be below 2^31; give another"
-            raise ConfigError(key, self._spec, problem)
         with self._in_use():
             tokenizer.encode("")
             found = tokenizer.post_process(HFTokenizer(models.WordLevel({"a": 0}, "a")).encode("a"))
@@ -124,7 +114,7 @@ class HuggingFaceTokenizer:
 
     def _end_of_document(self, wanted: str, known: int | None) -> int:
         number = self.tokenizer.token_to_id(wanted) if wanted else known
-        if number is None and wanted:
+        if wanted and number is None:
             raise ConfigError(_EOD_KEY, wanted, f"is no token of {self._spec}; name one of its tokens")
         if number is None:
             cure = f"name the token that ends a document in {_EOD_KEY}"
@@ -145,15 +135,14 @@ class HuggingFaceTokenizer:
         ``parses_special``: whether special tokens that are written in the text become those tokens, or stay text;
         None does what `data.split_special_tokens` says.
         """
-        return self.encode_all([text], parses_special)[0]
+        return self.encode_with_places(text, parses_special)[0]
 
-    def encode_all(self, texts: list[str], parses_special: bool | None = None) -> list[np.ndarray]:
+    def encode_all(self, texts: list[str]) -> list[np.ndarray]:
         """Token ids of several texts, each int64 [tokens]; faster than one by one."""
-        parses_special = self._parses_special if parses_special is None else parses_special
-        self.tokenizer.encode_special_tokens = not parses_special
+        self.tokenizer.encode_special_tokens = not self._parses_special
         with self._in_use():
             encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [self._checked(text.ids, parses_special)[0] for text in encoded]
+        return [self._checked(text.ids, self._parses_special)[0] for text in encoded]
 
     def encode_with_places(
         self, text: str, parses_special: bool | None = None
@@ -175,33 +164,19 @@ class HuggingFaceTokenizer:
         tokens, origins = np.asarray(ids, dtype=np.int64), np.arange(len(ids))
         if parses_special or not self._is_control[tokens].any():
             return tokens, origins
-        parts = [self._characters(token) if self._is_control[token] else [token] for token in ids]
+        pieces = self.tokenizer.model.tokenize
+        parts = [
+            [piece.id for character in self.tokenizer.id_to_token(token) or "" for piece in pieces(character)]
+            if self._is_control[token]
+            else [token]
+            for token in ids
+        ]
         return np.concatenate(parts), np.repeat(origins, list(map(len, parts)))
-
-    def _characters(self, token: int) -> list[int]:
-        characters = str(self.tokenizer.id_to_token(token))
-        return [piece.id for character in characters for piece in self.tokenizer.model.tokenize(character)]
 
     def decode(self, ids: list[int], skips_special: bool = True) -> str:
         """Text of the tokens, by default without special tokens."""
         with self._in_use():
             return self.tokenizer.decode(ids, skip_special_tokens=skips_special)
-
-    def decode_after(self, before: list[int], ids: list[int]) -> str:
-        """What `decode` writes for ``ids`` where they follow the tokens ``before``."""
-        # One incomplete character makes the library replace every byte of an uninterrupted run.
-        kept, added = self._run(reversed(before))[::-1], self._run(ids)
-        if not kept or not added:
-            return _less(self.decode([*before, *ids]), self.decode(before))
-        text = _less((kept + added).decode(errors="replace"), kept.decode(errors="replace"))
-        return text + self.decode_after([*before, *ids[: len(added)]], ids[len(added) :])
-
-    def _run(self, ids: Iterable[int]) -> bytes:
-        """The bytes that the first tokens stand for in a byte fallback, up to one that is no byte."""
-        if "ByteFallback" not in str(self.tokenizer.decoder):
-            return b""
-        found = (_FALLBACK_BYTE.fullmatch(str(self.tokenizer.id_to_token(token))) for token in ids)
-        return bytes(int(match[1], 16) for match in takewhile(bool, found) if match)
 
     @cached_property
     def digest(self) -> str:
@@ -227,20 +202,17 @@ Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 @contextmanager
 def _blamed(key: str, spec: str, problem: str) -> Iterator[None]:
-    """Turn whatever the tokenizers library raises into a ConfigError: bare Exceptions, and panics of Rust, which are
-    no Exceptions.
-    """
+    """Turn whatever the tokenizers library raises, which are bare Exceptions, into a ConfigError."""
     try:
         yield
-    except BaseException as error:
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise ConfigError(key, spec, f"{problem} ({first_line(error)}); give another") from None
-        raise
+    except Exception as error:
+        raise ConfigError(key, spec, f"{problem} ({first_line(error)}); give another") from None
 
 
-def _less(whole: str, beginning: str) -> str:
-    """A text without its beginning, whose last character may be incomplete."""
-    return whole[len(os.path.commonprefix((whole, beginning))) :]  # noqa: RUF071 (no paths)
+def decode_after(tokenizer: Tokenizer, before: list[int], ids: list[int]) -> str:
+    """The text of ``ids`` where they follow the tokens ``before``, whose last character may be incomplete."""
+    whole = tokenizer.decode([*before, *ids])
+    return whole[len(os.path.commonprefix((whole, tokenizer.decode(before)))) :]  # noqa: RUF071 (no paths)
 
 
 def tokenizer_of(section: Data) -> Tokenizer:
@@ -294,9 +266,8 @@ def check_ids(spec: str, what: str, largest: int, vocab_size: int) -> None:
     Raises:
         ConfigError: it has not.
     """
-    if largest >= vocab_size:
-        problem = f"{what}, but the model's vocab_size is {vocab_size}; set model.overrides.vocab_size to {largest + 1}"
-        raise ConfigError(_KEY, spec, problem)
+    cure = f"set model.overrides.vocab_size to {largest + 1}"
+    require(largest < vocab_size, _KEY, spec, f"{what}, but the model's vocab_size is {vocab_size}; {cure}")
 
 
 def is_on_hub(spec: str) -> bool:
@@ -370,8 +341,7 @@ def from_hub(name: str, fetch: Callable[..., str], needed: str, key: str, proble
 
 
 def _read_gpt2(spec: str, paths: Sequence[Path], key: str) -> HFTokenizer:
-    if len(paths) != 2:
-        raise ConfigError(key, spec, "must name two files, gpt2:vocab.json,merges.txt")
+    require(len(paths) == 2, key, spec, "must name two files, gpt2:vocab.json,merges.txt")
     for path in paths:
         _require_file(path, spec, key, "give the paths of GPT-2's vocab.json and merges.txt")
     with _blamed(key, spec, "not GPT-2's vocab.json and merges.txt"):
@@ -384,6 +354,5 @@ def _read_gpt2(spec: str, paths: Sequence[Path], key: str) -> HFTokenizer:
 
 def _require_file(path: Path, spec: str, key: str, cure: str) -> None:
     problem = file_problem(path)
-    if problem is not None:
-        problem = f"no such file as {path}" if problem == "does not exist" else f"{path} {problem}"
-        raise ConfigError(key, spec, f"{problem}; {cure}")
+    sentence = f"no such file as {path}" if problem == "does not exist" else f"{path} {problem}"
+    require(problem is None, key, spec, f"{sentence}; {cure}")

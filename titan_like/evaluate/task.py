@@ -119,5 +119,7 @@ def _texts(path: Path, in_records: bool) -> list[tuple[int, str]] | None:
         raise TaskError(str(error)) from None
     for number, text in texts:
         if isinstance(text, BadRecord):
-            raise TaskError(f"cannot be used because of record {number} ({text}); correct it" if in_records else str(text))
+            raise TaskError(
+                f"cannot be used because of record {number} ({text}); correct it" if in_records else str(text)
+            )
     return texts
