@@ -133,7 +133,7 @@ def test_what_cannot_be_corrupted_is_one_sentence(tmp_path: Path) -> None:
 
     few = tokenizer_file(tmp_path, ["<pad>", "</s>", "<extra_id_0>"])
     told = refusal(data={"tokenizer": few}, training={"seq_len": 512})
-    assert "has 1 sentinels" in told and "each of the 28 spans of a sample needs one" in told
+    assert "has 1 sentinels" in told and "each of a sample's 28 spans needs one" in told
     no_padding = tokenizer_file(tmp_path, ["</s>", *(f"<extra_id_{number}>" for number in range(9))])
     assert "has no padding token" in refusal(data={"tokenizer": no_padding}, training={"seq_len": 64})
     small = MODEL.model_copy(update={"vocab_size": 257})

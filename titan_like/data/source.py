@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -94,6 +95,11 @@ class Source(Dataset[Batch], ABC):
             epoch, within = divmod(index, len(self))
             return self.sample(epoch_order(len(self), self.request.seed, self.request.part, epoch)(within))
         return self.sample(index) if index < len(self) else without_labels(self.sample(0))
+
+
+def digest_of(*parts: object) -> str:
+    """A digest of what the parts' ``repr`` says."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
 @lru_cache(maxsize=256)  # of two epochs of each source of a blend

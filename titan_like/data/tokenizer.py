@@ -252,22 +252,22 @@ def _build(spec: str, key: str, options: TokenOptions, files: tuple[Path, ...], 
 
 
 def check_vocabulary(spec: str, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Check that a model of ``vocab_size`` has an embedding for every token of the tokenizer ``spec``.
-
-    Raises:
-        ConfigError: the tokenizer has more tokens.
-    """
+    """Raise a `ConfigError` unless a model of ``vocab_size`` has an embedding for every token of the tokenizer."""
     check_ids(spec, f"it has {tokenizer.vocab_size} tokens", tokenizer.vocab_size - 1, vocab_size)
 
 
 def check_ids(spec: str, what: str, largest: int, vocab_size: int) -> None:
-    """Check that a model of ``vocab_size`` has the token ``largest`` of the tokenizer ``spec``; ``what`` names it.
-
-    Raises:
-        ConfigError: it has not.
-    """
+    """Raise a `ConfigError` unless a model of ``vocab_size`` has the token ``largest``, which ``what`` names."""
     cure = f"set model.overrides.vocab_size to {largest + 1}"
     require(largest < vocab_size, _KEY, spec, f"{what}, but the model's vocab_size is {vocab_size}; {cure}")
+
+
+def check_token(spec: str, what: str, number: int | None, names: str, vocab_size: int | None = None) -> int:
+    """The id of a special token that the objective needs; a `ConfigError` if the tokenizer or the model lacks it."""
+    if number is None:
+        raise ConfigError(_KEY, spec, f"has no {what} token, which the objective needs; use a tokenizer with {names}")
+    check_ids(spec, f"its {what} token is {number}", number, vocab_size or number + 1)
+    return number
 
 
 def is_on_hub(spec: str) -> bool:
