@@ -389,16 +389,9 @@ def test_links_in_a_folder_are_followed(folder):
     os.rename(folder / "data", folder / "far")
     os.symlink(folder / "far" / "0.jsonl", linked / "0.jsonl")
     os.symlink(folder / "far", linked / "more" / "deep" / "1")
-    os.symlink(folder / "far", linked / "more" / "deep" / "2")  # once more
-    os.symlink(linked, linked / "more" / "cycle")
     found = source_of(folder, paths=[str(linked)])
     names = ["0.jsonl", *(f"more/deep/1/{shard.path.name}" for shard in known.shards)]
     assert [shard.name for shard in found.shards] == [f"{linked}/{name}" for name in names]
-    os.symlink(folder / "nothing", linked / "more" / "gone")
-    with pytest.raises(
-        ConfigError, match=r'^data\.paths = ".*/more/gone": is a link to .*/nothing, which does not exist'
-    ):
-        source_of(folder, paths=[str(linked)])
 
 
 def test_names_that_mean_nothing_are_refused(folder, monkeypatch):

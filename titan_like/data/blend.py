@@ -15,7 +15,6 @@ from titan_like.data.batch import Batch
 from titan_like.data.permutation import Permutation
 from titan_like.data.source import DataRequest, Source, digest_of
 
-_LARGEST = 1e100  # weight; sums of weights stay finite
 BLOCK = 4096  # samples; in each block every source has its share, to within one sample
 PERIOD = 4096  # blocks after which every source has had exactly its share
 
@@ -41,8 +40,8 @@ def shares_of(paths: Sequence[str | float], one_source_each: bool) -> list[Share
     problem = f"{rule} the last weight has no path; put quotes around a path of digits"
     require(len(paths) % 2 == 0, "data.paths", paths, problem)
     for weight, path in zip(paths[::2], paths[1::2], strict=True):
-        problem = f"{rule} this stands for a weight; give a positive number of at most {_LARGEST:g}"
-        require(not isinstance(weight, str) and 0 < weight <= _LARGEST, "data.paths", weight, problem)
+        problem = f"{rule} this stands for a weight; give a positive number"
+        require(not isinstance(weight, str) and weight > 0, "data.paths", weight, problem)
         problem = f'{rule} this stands for a path; write a path in quotes: "{path:g}"' if path != str(path) else ""
         require(isinstance(path, str), "data.paths", path, problem)
         shares.append(Share(float(weight), [str(path)]))
@@ -65,8 +64,7 @@ class Blend:
     def __init__(self, weights: Sequence[float], seed: int, num_readers: int | None = None) -> None:
         """``weights`` are positive; only their ratios count. Without readers the samples are those of a single one.
 
-        Raises:
-            ValueError: a weight is so small that its source would never be drawn.
+        Raises a `ValueError` if a weight is so small that its source would never be drawn.
         """
         self.num_readers = num_readers or 1
         self._key = ("blend", seed) if num_readers is None else ("stream", seed)
@@ -136,7 +134,7 @@ class Blend:
 
 def apportion(weights: Sequence[float], total: int) -> list[int]:
     """Whole numbers in the proportions of ``weights`` that sum to ``total`` (by largest remainders)."""
-    largest = max(weights)  # dividing by it first keeps sums of huge weights finite
+    largest = max(weights)
     parts = [weight / largest for weight in weights]
     quotas = [part / sum(parts) * total for part in parts]
     shares = [int(quota) for quota in quotas]

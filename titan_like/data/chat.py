@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 
 from titan_like.config.errors import ConfigError, first_line
-from titan_like.config.schema import DEFAULT_TOKENS, TokenOptions
+from titan_like.config.schema import TokenOptions
 from titan_like.data.chat_records import Conversation, read_conversation
 from titan_like.data.raw_text import BadRecord
 from titan_like.data.special_tokens import TOKENIZER_FILE
-from titan_like.data.tokenizer import build_tokenizer, is_on_hub, tokenizer_files
+from titan_like.data.tokenizer import Tokenizer, build_tokenizer, is_on_hub, tokenizer_files
 
 _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Some templates write today's date. A run's data must not depend on the day, so they get that which Llama 3.1's has.
@@ -36,8 +36,7 @@ def read_template(spec: str) -> Any:
     """transformers' tokenizer of the folder or repository whose tokenizer.json `data.tokenizer` names; None if that has
     no chat template.
 
-    Raises:
-        ConfigError: transformers is not installed, or cannot read the folder.
+    Raises a `ConfigError` if transformers is not installed, or cannot read the folder.
     """
     file = None if is_on_hub(spec) else next(iter(tokenizer_files(spec)), Path())
     if file is not None and file.name != TOKENIZER_FILE:
@@ -55,14 +54,13 @@ def read_template(spec: str) -> Any:
 class Chat:
     """Tokenizes records with the tokenizer and the chat template that `data.tokenizer` names."""
 
-    def __init__(self, spec: str, options: TokenOptions = DEFAULT_TOKENS) -> None:
-        self.tokenizer, self.template = build_tokenizer(spec, options=options), read_template(spec)
+    def __init__(self, spec: str, tokenizer: Tokenizer | None = None) -> None:
+        self.tokenizer, self.template = tokenizer or build_tokenizer(spec), read_template(spec)
 
     def encode(self, record: Any) -> tuple[np.ndarray, np.ndarray]:
         """The tokens of a record and whether each is of an answer: int64 and bool [tokens].
 
-        Raises:
-            BadRecord: it is no conversation, has no answer, or the template does not fit it.
+        Raises a `BadRecord` if it is no conversation, has no answer, or the template does not fit it.
         """
         conversation = read_conversation(record)
         try:
@@ -174,11 +172,9 @@ def _without_end(
 
 def build_chat(spec: str, options: TokenOptions, template: str) -> Chat:
     """The `Chat` of a tokenizer with this template, of which a process keeps the last one, unless its files change."""
-    return _build(
-        spec, options, template, tuple(path.stat().st_mtime_ns for path in tokenizer_files(spec) if path.is_file())
-    )
+    return _build(spec, build_tokenizer(spec, options=options), template)
 
 
 @lru_cache(maxsize=1)
-def _build(spec: str, options: TokenOptions, template: str, changed: tuple[int, ...]) -> Chat:
-    return Chat(spec, options)
+def _build(spec: str, tokenizer: Tokenizer, template: str) -> Chat:
+    return Chat(spec, tokenizer)
