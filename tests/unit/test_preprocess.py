@@ -456,11 +456,3 @@ def test_a_long_text_with_a_bad_byte_is_left_out_whole(
     assert documents(tmp_path / "out") == tokenized(["good"]) and (done.tokens, done.bad_lines) == (5, 1)
     problem = "byte 60000 is not valid UTF-8; convert the file or remove it"
     assert told == [f"skipped {tmp_path}/a.txt: {problem}", "skipped 1 of 2 records"]
-
-
-@pytest.mark.parametrize("name", ["tokens.bin", "lengths.bin"])
-def test_an_interrupted_job_whose_files_are_damaged_is_refused(name: str, tmp_path: Path) -> None:
-    job = stopped_job(tmp_path)
-    (tmp_path / "out.unfinished" / name).write_bytes(b"")
-    with pytest.raises(ConfigError, match="of an interrupted job is damaged; delete the folder to begin again"):
-        tokenize_files(job, tmp_path / "out")

@@ -75,6 +75,23 @@ def encode_piece(tokenizer: Tokenizer, before: str, text: str, after: str) -> np
     return ids[slice(*bounds)]
 
 
+def encode_documents(
+    tokenizer: Tokenizer, texts: list[str], ends: bool = True, before: str = "", after: str = ""
+) -> list[np.ndarray] | None:
+    """Texts as documents, each int64 [tokens], between what begins one and, if it ``ends``, the token for that.
+
+    A part of a long text has context on one side or both; None if it cannot be cut there after all.
+    """
+    first, end = [] if before else tokenizer.first_ids, [tokenizer.eod_id] if ends and not after else []
+    if not (before or after):
+        encoded = encode_texts(tokenizer, texts)
+    elif (part := encode_piece(tokenizer, before, texts[0], after)) is not None:
+        encoded = [part]
+    else:
+        return None
+    return [np.concatenate((first, tokens, end)).astype(np.int64) for tokens in encoded]
+
+
 def encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
     """The tokens of several texts, each int64 [tokens], those of long ones in pieces."""
     short = iter(tokenizer.encode_all([text for text in texts if len(text) <= PIECE]))
@@ -82,9 +99,12 @@ def encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
 
 
 def _encode_long(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    pieces = cut_text([text], partial(find_cut, tokenizer))
-    parts = [encode_piece(tokenizer, *piece) for piece in pieces]
-    return tokenizer.encode(text) if any(part is None for part in parts) else np.concatenate(parts)
+    parts = list[np.ndarray]()
+    for piece in cut_text([text], partial(find_cut, tokenizer)):
+        if (tokens := encode_piece(tokenizer, *piece)) is None:
+            return tokenizer.encode(text)
+        parts.append(tokens)
+    return np.concatenate(parts)
 
 
 def cut_text(parts: Iterable[str], find_cut: FindCut, before: str = "") -> Iterator[tuple[str, str, str]]:

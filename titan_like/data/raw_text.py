@@ -72,11 +72,6 @@ class Piece:
         """Whether the document ends with the piece."""
         return not self.after
 
-    @property
-    def begins_document(self) -> bool:
-        """Whether a document, and not the rest of one, begins with the piece."""
-        return not self.before
-
 
 def ending_of(path: Path) -> str:
     """The file's ending in lower case, without that of its compression: .jsonl for a.JSONL.gz."""

@@ -79,7 +79,7 @@ class SpecialTokens:
         self.unk_id, self.cls_id, self.sep_id = self._id("unk"), self._id("cls"), self._id("sep")
         self.sample_id = None if self.bos_id is not None else tokenizer.token_to_id(names.get("cls") or "[CLS]")
         sentinels = map(tokenizer.token_to_id, map("<extra_id_{}>".format, count()))
-        self.sentinel_ids = list(takewhile(lambda number: number is not None, sentinels))
+        self.sentinel_ids = [n for n in takewhile(lambda number: number is not None, sentinels) if n is not None]
         self.end_ids = [] if folder is None else end_ids(folder)
         # The tokenizer's own word counts before the model's, and both before a well-known name.
         ends = (number for number in self.end_ids if tokenizer.id_to_token(number) is not None)
@@ -88,7 +88,7 @@ class SpecialTokens:
         added = [number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special]
         known = _ids(tokenizer, chain(*_WELL_KNOWN.values()))
         own = (self.eos_id, self.bos_id, self.mask_id, self.pad_id, self.unk_id, self.cls_id, self.sep_id)
-        self.all_ids = frozenset({*added, *known, *own} - {None})
+        self.all_ids = frozenset(number for number in (*added, *known, *own) if number is not None)
 
     @property
     def pair_ids(self) -> tuple[int, int, int] | None:

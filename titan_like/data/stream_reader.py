@@ -16,7 +16,7 @@ import numpy as np
 
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import Data
-from titan_like.data.long_text import encode_texts
+from titan_like.data.long_text import encode_documents
 from titan_like.data.preprocess import SKIP, tell
 from titan_like.data.raw_text import BadRecord, Piece, ReadFailure, UnreadableError, texts_of
 from titan_like.data.shards import Shard
@@ -119,10 +119,9 @@ class Documents:
             )
 
     def _tokenized(self, batch: list[tuple[int, str]], place: Place) -> Iterator[tuple[Place, np.ndarray]]:
-        first, end = self.tokenizer.first_ids, [self.tokenizer.eod_id]
-        encoded = encode_texts(self.tokenizer, [text for _, text in batch])
-        for (record, _), tokens in zip(batch, encoded, strict=True):
-            yield replace(place, record=record), np.concatenate((first, tokens, end)).astype(np.int64)
+        documents = encode_documents(self.tokenizer, [text for _, text in batch])
+        for (record, _), tokens in zip(batch, documents or (), strict=True):
+            yield replace(place, record=record), tokens
 
     def _pieces(self, shard: Shard, place: Place) -> Iterator[tuple[int, Piece]]:
         """The shard's pieces from that of ``place`` on, each with its start. Tries again when reading fails."""
