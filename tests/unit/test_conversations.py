@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
@@ -18,7 +19,6 @@ from tests.unit.chat_cases import (
     CHATML,
     HEADLESS,
     MARKED,
-    PLAIN,
     TEMPLATES,
     TOOLS,
     VOCAB_SIZE,
@@ -29,7 +29,6 @@ from tests.unit.chat_cases import (
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import JobConfig
 from titan_like.data.chat import Chat
-from titan_like.data.conversations import pack
 from titan_like.data.indexed import IndexedDataset
 from titan_like.data.open_source import open_data
 from titan_like.data.preprocess import Job, tokenize_files
@@ -70,13 +69,7 @@ def encoded(chat: Chat, record: Any) -> list[list[int]]:
 
 
 # What is learned of an answer in each template.
-ANSWERS = {
-    "chatml": "{}<|im_end|>",
-    "llama": " {} </s>",
-    "plain": " {}\n",
-    "marked": "{}<|im_end|>",
-    "dated": "{}<|im_end|>",
-}
+ANSWERS = {"llama": " {} </s>", "plain": " {}\n", **dict.fromkeys(("chatml", "marked", "dated"), "{}<|im_end|>")}
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -142,22 +135,6 @@ def test_tokens_at_the_borders_of_answers(
     assert [[tokenizer.id_to_token(token) for token, _ in run] for run in runs] == expected
 
 
-def test_an_unknown_token_neither_ends_an_answer_nor_begins_a_text(tmp_path: Path) -> None:
-    words = {
-        word: number for number, word in enumerate(["<unk>", "</s>", "<s>", "user", "assistant", ":", "no", "yes"])
-    }
-    tokenizer = Tokenizer(models.WordLevel(words, "<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
-    saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
-    saved.chat_template = PLAIN.replace("{{ message.content }}\n", "{{ message.content }} </s>\n")
-    saved.save_pretrained(tmp_path)
-    chat = Chat(str(tmp_path / "tokenizer.json"))
-    assert chat.tokenizer.first_ids == [2]
-    tokens, is_answer = chat.encode({"messages": [USER, {"role": "assistant", "content": "no what yes"}]})
-    assert tokens[is_answer].tolist() == [6, 0, 7, 1]
-
-
 def test_a_prompt_with_an_answer_is_a_conversation_if_there_is_a_template(tmp_path: Path) -> None:
     record = {"prompt": "the sum of 1 and 2", "answer": "3"}
     with_template = Chat(str(save_tokenizer(tmp_path / "a", CHATML)))
@@ -210,18 +187,6 @@ def test_a_prompt_with_its_answer_is_one_text(
     assert tokens[:-1].tolist() == tokenizer.encode(prompt + answer, add_special_tokens=False).ids
     learned = [tokenizer.id_to_token(token) for token in tokens[is_answer]]
     assert learned == [*expected, tokenizer.id_to_token(tokens[-1])]
-
-
-def test_what_a_tokenizer_puts_before_every_text_comes_before_a_prompt(tmp_path: Path) -> None:
-    path = save_tokenizer(tmp_path, None)
-    content = json.loads(path.read_text())
-    first = {"id": "<s>", "ids": [3], "tokens": ["<s>"]}
-    single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-    processor = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": {"<s>": first}}
-    content["post_processor"] = processor
-    path.write_text(json.dumps(content))
-    tokens, is_answer = Chat(str(path)).encode({"prompt": "", "answer": "0"})
-    assert tokens[0] == 3 and not is_answer[0]
 
 
 CALL: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "id": "x"}]}
@@ -278,8 +243,14 @@ def test_every_form_of_a_record_is_the_same_conversation(tmp_path: Path) -> None
         assert encoded(chat, record) == expected
     in_parts = [USER | {"content": PARTS}, ANSWER | {"content": PARTS}]
     assert learned(chat, {"messages": in_parts}) == ["the sum<|im_end|>"]
-    for texts in ({"prompt": "a", "answer": "b"}, {"prompt": "a", "completion": "b"}):
-        assert encoded(chat, texts) == encoded(chat, {"messages": [USER, ANSWER]})
+    for record in (
+        {"prompt": "a", "answer": "b"},
+        {"prompt": "a", "completion": "b"},
+        {"prompt": json.dumps([USER]), "completion": json.dumps([ANSWER])},
+        {"messages": None, "conversations": [USER, ANSWER]},
+    ):
+        assert encoded(chat, record) == encoded(chat, {"messages": [USER, ANSWER]})
+    assert learned(chat, {"prompt": "[]", "completion": "[]"}) == ["[]<|im_end|>"]  # texts
 
 
 END = "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
@@ -319,16 +290,6 @@ def test_a_special_token_that_takes_in_white_space_before_it_belongs_to_its_own_
         token["lstrip"] = token["content"] in ("<|im_start|>", "<|im_end|>")
     file.write_text(json.dumps(tokenizer))
     assert learned(Chat(str(file)), {"messages": [USER, ANSWER, USER, ANSWER]}) == ["b<|im_end|>"] * 2
-
-
-def test_lists_as_json_text_and_null_keys_are_read(tmp_path: Path) -> None:
-    chat = Chat(str(save_tokenizer(tmp_path, CHATML)))
-    expected = encoded(chat, {"messages": [USER, ANSWER]})
-    assert encoded(chat, {"messages": None, "conversations": [USER, ANSWER]}) == expected
-    for prompt in (json.dumps([USER]), [USER]):
-        assert encoded(chat, {"prompt": prompt, "completion": json.dumps([ANSWER])}) == expected
-    assert learned(chat, {"prompt": "[]", "completion": json.dumps([ANSWER])}) == ["b<|im_end|>"]
-    assert learned(chat, {"prompt": "[]", "completion": "[]"}) == ["[]<|im_end|>"]  # texts
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
@@ -458,30 +419,6 @@ def test_only_causal_models_with_masks_are_fine_tuned(tmp_path: Path) -> None:
         resolve_settings(config_of(tmp_path, f"--model.family={family}"))
 
 
-def best_fit(lengths: list[int], size: int) -> list[list[int]]:
-    """The definition: the longest first, each to the fullest bin that has room for it."""
-    bins, room = list[list[int]](), list[int]()
-    for number in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
-        fitting = [at for at in range(len(bins)) if room[at] >= lengths[number]]
-        if not fitting:
-            fitting, bins, room = [len(bins)], [*bins, []], [*room, size]
-        chosen = min(fitting, key=lambda at: (room[at], at))
-        bins[chosen].append(number)
-        room[chosen] -= lengths[number]
-    return bins
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_packing_is_best_fit_decreasing(seed: int) -> None:
-    draw = random.Random(seed)
-    size = draw.randint(5, 40)
-    lengths = [draw.randint(1, size) for _ in range(draw.randint(0, 60))]
-    packed = pack(lengths, size)
-    assert packed == best_fit(lengths, size)
-    assert sorted(number for one in packed for number in one) == list(range(len(lengths)))
-    assert len(packed) <= 2 * sum(lengths) / size + 1  # any two bins hold more than one has room for
-
-
 def pairs(count: int, seed: int = 0) -> list[dict[str, str]]:
     """Sums whose prompts all differ."""
     draw = random.Random(seed)
@@ -493,20 +430,13 @@ def pairs(count: int, seed: int = 0) -> list[dict[str, str]]:
 def test_splits_share_no_conversation_and_validation_ends(tmp_path: Path) -> None:
     write_lines(tmp_path / "chats.jsonl", pairs(400))
     sources = opened(tmp_path, "--data.split=7,3,0")
-    prompts = {
-        split: {
-            begin
-            for index in range(len(source))
-            for begin in bytes(t for t in source[index][0].tolist() if t < 256)
-            .decode()
-            .replace("=", "+")
-            .split("+")[:1]
-        }
-        for split, source in sources.items()
-    }
-    assert prompts["train"].isdisjoint(prompts["validation"])
-    told = [source.described(1, 1).split(" ")[0] for source in sources.values()]
-    assert sum(map(int, told)) == 400 and abs(int(told[0]) - 280) <= 2
+    texts = [
+        "".join(chr(t) for n in range(len(source)) for t in source[n].tokens if t < 256) for source in sources.values()
+    ]
+    numbers = [re.findall(r"(\d+)\+", text) for text in texts]
+    assert set(numbers[0]).isdisjoint(numbers[1])
+    told = [int(source.described(1, 1).split(" ")[0]) for source in sources.values()]
+    assert sum(told) == 400 and abs(told[0] - 280) <= 2
     assert sources["train"].fingerprint != sources["validation"].fingerprint
     past = sources["validation"][len(sources["validation"])]
     assert past.labels is not None and (past.labels == -100).all()

@@ -114,8 +114,7 @@ class Chat:
         for number in np.flatnonzero(is_special):  # which may take in the white space of the message before
             written = whole[begins[number] : ends[number]]
             begins[number] += len(written) - len(written.lstrip())
-        can_end = is_special & (tokens != self.template.unk_token_id)
-        can_follow = can_end & (tokens != self.template.bos_token_id)
+        can_follow = is_special & (tokens != self.template.bos_token_id)
         cut = partial(_without_end, whole, begins, ends, is_special, can_follow)
         for prompt, through in zip(map(cut, prompts), map(cut, throughs), strict=True):
             if not whole.startswith(prompt) or not whole.startswith(through):
@@ -124,14 +123,14 @@ class Chat:
                     problem = "an answer does not begin with what the chat template gives the model to begin it"
                 cure = "mark them in the template by {% generation %}"
                 raise BadRecord(f"{problem}, so answers cannot be found; {cure}")
-            own = can_end & (begins >= len(prompt)) & (ends <= len(through))
+            own = is_special & (begins >= len(prompt)) & (ends <= len(through))
             last = ends[own].max(initial=len(prompt))
             is_ended = own.any() and not whole[last : len(through)].strip()
             spans.append((len(prompt), last if is_ended else len(through)))
         is_answer = np.zeros(len(tokens), dtype=bool)
         for begin, end in spans:
             # A token across a border is the answer's, unless it is a header's that takes in the white space after it.
-            is_answer |= (ends > begin) & (begins < end) & ~(can_end & (begins < begin))
+            is_answer |= (ends > begin) & (begins < end) & ~(is_special & (begins < begin))
         return tokens, is_answer
 
 
