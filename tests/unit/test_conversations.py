@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
@@ -425,32 +424,6 @@ def pairs(count: int, seed: int = 0) -> list[dict[str, str]]:
     return [
         {"prompt": f"{number}+{draw.randint(0, 10**6)}=", "answer": "9" * draw.randint(1, 9)} for number in range(count)
     ]
-
-
-def test_splits_share_no_conversation_and_validation_ends(tmp_path: Path) -> None:
-    write_lines(tmp_path / "chats.jsonl", pairs(400))
-    sources = opened(tmp_path, "--data.split=7,3,0")
-    texts = [
-        "".join(chr(t) for n in range(len(source)) for t in source[n].tokens if t < 256) for source in sources.values()
-    ]
-    numbers = [re.findall(r"(\d+)\+", text) for text in texts]
-    assert set(numbers[0]).isdisjoint(numbers[1])
-    told = [int(source.described(1, 1).split(" ")[0]) for source in sources.values()]
-    assert sum(told) == 400 and abs(told[0] - 280) <= 2
-    assert sources["train"].fingerprint != sources["validation"].fingerprint
-    past = sources["validation"][len(sources["validation"])]
-    assert past.labels is not None and (past.labels == -100).all()
-
-
-def test_the_first_samples_hold_no_longer_conversations_than_the_last(tmp_path: Path) -> None:
-    """Short validation looks at the first ones alone, which packing fills with the longest."""
-    draw = random.Random(0)
-    write_lines(tmp_path / "chats.jsonl", [{"prompt": "p" * draw.randint(1, 50), "answer": "a"} for _ in range(600)])
-    held_out = opened(tmp_path, "--data.split=0.5,0.5,0")["validation"]
-    starts = [held_out.sample(n).document_starts for n in range(len(held_out))]
-    longest = [max(one.unique(return_counts=True)[1].tolist()) for one in starts]
-    half = len(longest) // 2
-    assert sum(longest[:half]) / half == pytest.approx(sum(longest[-half:]) / half, rel=0.2)
 
 
 def test_a_stored_conversation_is_its_tokens_and_the_borders_of_its_answers(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from titan_like.config.schema import Data
 from titan_like.data.blend import Share, shares_of
 from titan_like.data.indexed import DTYPES, FormatError, IndexedDataset, IndexedWriter, token_dtype
 from titan_like.data.open_source import open_source
-from titan_like.data.source import IGNORED_LABEL, DataRequest
+from titan_like.data.source import DataRequest
 
 SEQ_LEN = 8
 
@@ -116,27 +116,6 @@ def test_nothing_is_left_where_writing_fails(tmp_path: Path) -> None:
         writer.add(np.arange(10))
         raise OSError(28, "No space left on device")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_samples_are_windows_over_the_documents_of_a_split(tmp_path: Path) -> None:
-    path = str(write(tmp_path / "data", [[[number] * 10, [number] * 6] for number in range(100)]))
-    train, validation = (open_source(request([path], part, split="50,50,0")) for part in ("train", "validation"))
-    assert len(train) == len(validation) == 99  # of 800 tokens each, and each window needs one more
-    seen = {tuple(train[index][0].tolist()) for index in range(len(train))}
-    assert seen == {tuple(train.sample(position)[0].tolist()) for position in range(len(train))}
-    assert [x.tolist() for x in validation[0][:2]] == [[50] * SEQ_LEN, [50] * SEQ_LEN]
-    assert (validation[99][1] == IGNORED_LABEL).all()
-
-
-def test_a_blend_draws_from_its_sources_in_proportion(tmp_path: Path) -> None:
-    paths = [corpus(tmp_path / "a", 0, 300), corpus(tmp_path / "b", 100, 100), corpus(tmp_path / "c", 200, 50)]
-    blend = open_source(request([0.5, paths[0], 0.25, paths[1], 0.25, paths[2]], split="100,0,0"))
-    found = [int(blend[index].tokens[0]) // 100 for index in range(8192)]
-    assert [found.count(number) for number in range(3)] == [4096, 2048, 2048]
-    for name, samples, length in zip("abc", (4096, 2048, 2048), (1499, 499, 249), strict=True):
-        assert blend.drawn(8192)[f"samples/{name}"] == samples
-        assert blend.drawn(8192)[f"epochs/{name}"] == samples / length
-    assert len(blend) == 1499 + 499 + 249
 
 
 def test_a_source_without_validation_samples_leaves_its_share_to_the_others(tmp_path: Path) -> None:

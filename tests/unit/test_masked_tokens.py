@@ -53,11 +53,7 @@ def test_positions_without_a_label_and_samples_of_special_tokens_alone_are_left_
     inputs, labels, *_ = masked.apply(Batch(ends, ends), 3, 0)
     assert torch.equal(inputs, ends) and (labels == IGNORED_LABEL).all()
     short = Batch(*torch.tensor([[65, END, END], [END, END, END]]))
-    assert masked_tokens_of(Data(), ByteTokenizer(), 258).apply(short, 3, 0)[1].tolist() == [
-        65,
-        IGNORED_LABEL,
-        IGNORED_LABEL,
-    ]
+    assert byte_masks().apply(short, 3, 0)[1].tolist() == [65, IGNORED_LABEL, IGNORED_LABEL]
 
 
 def test_whole_words_and_n_grams_are_chosen_together() -> None:
@@ -225,22 +221,13 @@ def test_what_cannot_be_masked_is_one_sentence(tmp_path) -> None:
     for family, setting, words in (
         (
             "gpt",
-            "--data.mlm_whole_words=true",
-            "gpt predicts the next token, which this does not change; leave it out, or train bert",
+            "mlm_whole_words",
+            "gpt predicts the next token, which this does not change",
         ),
-        ("bert", "--data.prefix_lm=true", "bert has only bidirectional attention over whole samples"),
-        (
-            "bert",
-            "--data.eod_mask_loss=true",
-            "bert names masked tokens from both sides, never the first token of the next document",
-        ),
-        (
-            "bert",
-            "--evaluation.datasets=[text=README.md]",
-            "bert names masked tokens from both sides, but these predict",
-        ),
+        ("bert", "prefix_lm", "bert has only bidirectional attention over whole samples"),
+        ("bert", "eod_mask_loss", "bert names masked tokens from both sides, never the first token of the next doc"),
     ):
-        config = load_config([f"--model.family={family}", "--training.steps=1", setting])
+        config = load_config([f"--model.family={family}", "--training.steps=1", f"--data.{setting}=true"])
         with pytest.raises(ConfigError, match=words):
             resolve_settings(config, 1)
     assert isinstance(masks_of(JobConfig(), BERT).objective, MaskedTokens)

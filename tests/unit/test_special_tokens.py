@@ -137,15 +137,6 @@ def test_an_export_begins_texts_as_training_did(tmp_path: Path, kind: str, bos: 
     assert (config["bos_token_id"], config["eos_token_id"]) == (theirs.bos_token_id, theirs.eos_token_id)
 
 
-def test_an_export_names_what_began_and_ended_documents(tmp_path: Path) -> None:
-    spec = save_kind(tmp_path / "tokenizer", "l3", bos_token=None)
-    data = {"tokenizer": str(spec), "eod_token": "<|end_of_text|>"}
-    save_checkpoint(tmp_path / "run", random_model(llama_config(vocab_size=512)).float(), data=data)
-    to_hugging_face(CheckpointWeights(tmp_path / "run" / "step-1"), tmp_path / "hf", None, 10**9, None)
-    theirs = _theirs(tmp_path / "hf")
-    assert (theirs.bos_token, theirs.eos_token) == ("<|begin_of_text|>", "<|end_of_text|>")
-
-
 def test_what_a_source_says_survives_saves(tmp_path: Path) -> None:
     """From a folder into a run's checkpoint, from there into the next, and out again."""
     model = random_model(llama_config(vocab_size=512)).float()
@@ -284,14 +275,6 @@ def test_a_run_with_its_own_tokenizer_adds_its_end(tmp_path: Path) -> None:
         assert end_ids(folder) == end_ids(out) == [299, 302] and build_tokenizer(str(folder)).eod_id == 302
         assert json.loads((out / "config.json").read_text())["eos_token_id"] == [299, 302]
         assert json.loads((out / "generation_config.json").read_text())["top_k"] == 5
-
-
-def test_more_chat_templates_go_along(tmp_path: Path) -> None:
-    spec = save_kind(tmp_path / "tokenizer", "chatml")
-    (spec.parent / "additional_chat_templates").mkdir()
-    (spec.parent / "additional_chat_templates" / "tool_use.jinja").write_text("TOOLS")
-    out = _export(tmp_path, {"tokenizer": str(spec)})
-    assert _theirs(out).chat_template["tool_use"] == "TOOLS"
 
 
 def test_tokens_of_the_folder_change_what_is_tokenized_already(tmp_path: Path) -> None:

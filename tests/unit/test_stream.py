@@ -92,13 +92,6 @@ def samples_of(source, indices):
     return {index: digest(source[index]) for index in indices}
 
 
-@pytest.mark.parametrize("num_readers", [1, 2, 3, 4, 16])
-def test_samples_are_those_of_the_definition(folder, num_readers):
-    source = source_of(folder, num_readers=num_readers)
-    defined = defined_of(source)
-    assert all(digest(source[index]) == digest(defined[index]) for index in range(400))  # many epochs of a small share
-
-
 @pytest.mark.parametrize("num_readers", [1, 3, 10])
 def test_readers_and_splits_divide_the_records_among_them(folder, num_readers):
     """In each epoch, and each reader has all records in as many epochs as there are readers."""

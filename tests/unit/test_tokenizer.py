@@ -77,16 +77,6 @@ def test_tokens_before_every_text(tokenizer_json):
         assert build_tokenizer(path).encode("to").tolist() == [1]
 
 
-def test_tokens_before_every_text_do_not_depend_on_the_vocabulary(tmp_path):
-    path = str(tmp_path / "tokenizer.json")
-    tokenizer = Tokenizer(models.WordLevel({"A": 0, "C": 1, "</s>": 2, "<s>": 3}))  # no other word is known
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 3)])
-    tokenizer.save(path)
-    assert build_tokenizer(path).first_ids == [3]
-    assert build_tokenizer(path).encode("C A").tolist() == [1, 0]
-
-
 def test_stored_truncation_and_padding_are_ignored(tokenizer_json):
     path = tokenizer_json(["?", "to", "be", "</s>"])
     tokenizer = Tokenizer.from_file(path)
@@ -96,14 +86,6 @@ def test_stored_truncation_and_padding_are_ignored(tokenizer_json):
     found = build_tokenizer(path)
     assert found.encode("to be to be to be").tolist() == [1, 2, 1, 2, 1, 2]
     assert [ids.tolist() for ids in found.encode_all(["to", "to be to"])] == [[1], [1, 2, 1]]
-
-
-def test_vocabulary_with_a_gap_counts_up_to_its_largest_id(tokenizer_json, tmp_path):
-    path = tokenizer_json(["?", "to", "</s>"])
-    content = json.loads((tmp_path / "tokenizer.json").read_text())
-    content["model"]["vocab"]["to"] = 9
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    assert build_tokenizer(path).vocab_size == 10
 
 
 def test_gpt2_merges_bytes(gpt2_files):
