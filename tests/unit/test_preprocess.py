@@ -384,16 +384,15 @@ def test_only_one_job_at_a_time_writes_a_dataset(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_long_text_with_a_bad_byte_is_left_out_whole(
-    num_workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(long_text, "PIECE", 1 << 13)
     monkeypatch.setattr(raw_text, "_CHUNK", 1 << 12)
     text = text_of(20_000, 1).encode()
     (tmp_path / "a.txt").write_bytes(text[:60_000] + b"\xe9" + text[60_000:])
     (tmp_path / "b.txt").write_bytes(b"good")
-    told: list[str] = []
     job = Job([tmp_path / "a.txt", tmp_path / "b.txt"], "byte", bad_lines="skip")
-    done = tokenize_files(job, tmp_path / "out", num_workers, told.append)
+    done = tokenize_files(job, tmp_path / "out", num_workers)
     assert documents(tmp_path / "out") == tokenized(["good"]) and (done.tokens, done.bad_lines) == (5, 1)
     problem = "byte 60000 is not valid UTF-8; convert the file or remove it"
-    assert told == [f"skipped {tmp_path}/a.txt: {problem}", "skipped 1 of 2 records"]
+    assert capsys.readouterr().err.splitlines() == [f"skipped {tmp_path}/a.txt: {problem}", "skipped 1 of 2 records"]

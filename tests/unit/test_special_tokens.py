@@ -13,7 +13,6 @@ import huggingface_hub
 import numpy as np
 import pytest
 import transformers
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from tests.unit.hugging_face_cases import llama_config, random_model, save_checkpoint
@@ -300,17 +299,14 @@ def test_a_hub_cache_without_what_explains_its_tokenizer_is_completed(tmp_path: 
     shutil.copytree(remote, cache)
     (cache / "tokenizer_config.json").unlink()
 
-    def download(name: str, file: str, local_files_only: bool = False) -> str:
+    def download(name: str, allow_patterns: list[str], local_files_only: bool = False) -> str:
         if not local_files_only and not online[0]:
-            raise LocalEntryNotFoundError("no network")
-        if not local_files_only and (remote / file).exists():
-            shutil.copy(remote / file, cache)
-        elif not (cache / file).exists():
-            raise LocalEntryNotFoundError(file) if local_files_only else EntryNotFoundError(file)
-        return str(cache / file)
+            raise OSError("no network")
+        if not local_files_only:
+            shutil.copytree(remote, cache, dirs_exist_ok=True)
+        return str(cache)
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(cache))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
     eods = []
     for online[0] in (False, True, False):

@@ -400,22 +400,6 @@ def test_a_dataset_of_the_hub_is_streamed_by_its_files(tmp_path, monkeypatch, wa
         source_of(tmp_path, paths=["org/name"], text_key="body")[0]
 
 
-def test_the_state_of_a_file_that_was_changed_in_place_is_not_used(tmp_path):
-    """Its fingerprint looks at pieces of the file only, so it may be the same."""
-    path, texts = tmp_path / "data" / "a.jsonl", [f"{number:06}" * 9 for number in range(3000)]
-    path.parent.mkdir()
-    write_jsonl(path, texts)
-    changes = {"paths": [str(path)], "num_readers": 1, "split": "1,0,0"}
-    source = source_of(tmp_path, **changes)
-    samples_of(source, range(1500))
-    write_jsonl(path, [*texts[:1000], *reversed(texts[1000:1100]), *texts[1100:]])
-    again = source_of(tmp_path, **changes)
-    vars(again)["fingerprint"] = source.fingerprint
-    again.load_state_dict(source.state_dict())
-    assert samples_of(again, range(1500, 1510)) == samples_of(source_of(tmp_path, **changes), range(1500, 1510))
-    assert again.state_dict().keys() != source.state_dict().keys()
-
-
 def test_validation_on_readers_without_samples_is_refused_at_the_start(tmp_path):
     (tmp_path / "data").mkdir()
     write_jsonl(tmp_path / "data" / "a.jsonl", ["abcdefgh" * 9] * 8)

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
@@ -89,14 +89,11 @@ class Progress:
     bad_lines: int = 0
 
 
-def tokenize_files(
-    job: Job, prefix: Path, num_workers: int = 0, report: Callable[[str], None] | None = None
-) -> Progress:
+def tokenize_files(job: Job, prefix: Path, num_workers: int = 0) -> Progress:
     """Write ``prefix``.bin and .idx, which appear when they are complete. Processes tokenize, or this one if 0.
 
-    ``report`` is given a line every few seconds, one for each of the first bad lines, and at the end their number. What
-    has been written stays after an error, for a later call to go on with; if there is nothing, the folder is removed
-    when bad input ends the job.
+    Bad lines are counted, and the first ones named. What has been written stays after an error, for a later call to go
+    on with; if there is nothing, the folder is removed when bad input ends the job.
 
     Raises:
         ConfigError: a file that cannot be read, a bad line unless they are skipped, another job at work or unfinished
@@ -108,13 +105,13 @@ def tokenize_files(
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / "lock", timeout=0):
-            return _complete(job, prefix, folder, num_workers, report or tell)
+            return _complete(job, prefix, folder, num_workers)
     except Timeout:
         problem = "another job is writing it; wait until that has ended, or name another place"
         raise ConfigError("--output", str(prefix), problem) from None
 
 
-def _complete(job: Job, prefix: Path, folder: Path, num_workers: int, report: Callable[[str], None]) -> Progress:
+def _complete(job: Job, prefix: Path, folder: Path, num_workers: int) -> Progress:
     """Write what is missing of a dataset; an interruption may have come at any moment."""
     tokens, lengths, index, moved = folder / "tokens.bin", folder / "lengths.bin", folder / "index", f"{prefix}.idx"
     vocab_size = build_tokenizer(job.tokenizer, job.tokenizer_key, job.token_options).vocab_size
@@ -124,7 +121,7 @@ def _complete(job: Job, prefix: Path, folder: Path, num_workers: int, report: Ca
     if tokens.exists() or not (index.exists() or are_moved):
         try:
             with output:
-                _write_tokens(job, output, num_workers, report)
+                _write_tokens(job, output, num_workers)
             if output.progress.documents == 0:
                 problem = "there is no document in it, nor in another file; give some with text"
                 raise ConfigError(job.key, str(job.files[0]), problem)
@@ -209,7 +206,7 @@ class _Output:
                 file.close()
 
 
-def _write_tokens(job: Job, output: _Output, num_workers: int, report: Callable[[str], None]) -> None:
+def _write_tokens(job: Job, output: _Output, num_workers: int) -> None:
     sizes = [max(1, path.stat().st_size) for path in job.files]
     began = told = time.monotonic()
     tokens_before, done_before = output.progress.tokens, None
@@ -223,7 +220,7 @@ def _write_tokens(job: Job, output: _Output, num_workers: int, report: Callable[
             if job.bad_lines == "stop":
                 raise ConfigError(job.key, place, problem if is_text else f"{problem}; {job.cure}")
             if before < _MOST_NAMED:
-                report(f"skipped {place}: {problem}")
+                tell(f"skipped {place}: {problem}")
         progress = replace(progress, bad_lines=progress.bad_lines + len(bad))
         if bad and is_text:
             output.drop_open_document(replace(progress, file=number + 1, end=0, record=1))
@@ -239,10 +236,10 @@ def _write_tokens(job: Job, output: _Output, num_workers: int, report: Callable[
             left = f", {seconds * (1 - done) / gained:.0f} s left" if gained > 0 else ""
             output.save()
             where = f"file {number + 1} of {len(sizes)}, {output.progress.tokens:,} tokens, {rate:,.0f} tokens/s{left}"
-            report(f"tokenizing: {done:.1%}, {where}")
+            tell(f"tokenizing: {done:.1%}, {where}")
     if bad_lines := output.progress.bad_lines:
         records = bad_lines + output.progress.documents // job.num_sequences
-        report(f"skipped {bad_lines:,} of {records:,} records")
+        tell(f"skipped {bad_lines:,} of {records:,} records")
 
 
 Result = tuple[np.ndarray, list[int], list[tuple[int, str]]]  # tokens; documents' lengths; bad lines, and why

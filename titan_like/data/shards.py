@@ -40,11 +40,6 @@ class LocalShard:
         """Its path."""
         return str(self.path)
 
-    @property
-    def changed_at(self) -> int:
-        """When the file was changed last, in ns."""
-        return self.path.stat().st_mtime_ns
-
     def pieces(self, key: str, start: int, first_record: int) -> Iterator[Piece]:
         """The pieces from ``start`` on, which is 0 or a `Piece.end`, with the number of the first record there.
 
@@ -62,7 +57,6 @@ class HubShard:
     name: str
     dataset: Any  # datasets.IterableDataset
     number: int
-    changed_at: int = 0  # the fingerprint tells every change, as the revision is in it
 
     def pieces(self, key: str, start: int, first_record: int) -> Iterator[Piece]:
         """As `LocalShard.pieces`. An error that is not known to be damage may come from the network."""

@@ -30,8 +30,6 @@ TOKENIZER_FILES = (  # of a tokenizer alone; transformers may look for any of th
     "chat_template.jinja",
 )
 TEMPLATES = "additional_chat_templates/*.jinja"
-# Last the one that proves, in a cache, that all have been asked for.
-HUB_FILES = (*sorted({*COMPANIONS, *TOKENIZER_FILES} - {TOKENIZER_FILE, ABOUT_FILE}), ABOUT_FILE)
 
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # in the order in which transformers adds their tokens

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from tokenizers import Regex, decoders, models, pre_tokenizers
@@ -18,7 +18,14 @@ from tokenizers import Tokenizer as HFTokenizer
 from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import DEFAULT_TOKENS, Data, TokenOptions
-from titan_like.data.special_tokens import ABOUT_FILE, COMPANIONS, HUB_FILES, TEMPLATES, TOKENIZER_FILE, SpecialTokens
+from titan_like.data.special_tokens import (
+    ABOUT_FILE,
+    COMPANIONS,
+    TEMPLATES,
+    TOKENIZER_FILE,
+    TOKENIZER_FILES,
+    SpecialTokens,
+)
 from titan_like.data.words import Words, words_of
 
 _KEY, _BOS_KEY, _EOD_KEY = "data.tokenizer", "data.bos", "data.eod_token"
@@ -90,7 +97,7 @@ class HuggingFaceTokenizer:
         except ValueError as error:
             raise ConfigError(key, self._spec, str(error)) from None
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        with self._in_use():
+        with _blamed(self._key, self._spec):
             tokenizer.encode("")
             found = tokenizer.post_process(HFTokenizer(models.WordLevel({"a": 0}, "a")).encode("a"))
         # What the tokenizer puts before a text, whatever that is, and not what it puts after it.
@@ -140,7 +147,7 @@ class HuggingFaceTokenizer:
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
         """Token ids of several texts, each int64 [tokens]; faster than one by one."""
         self.tokenizer.encode_special_tokens = not self._parses_special
-        with self._in_use():
+        with _blamed(self._key, self._spec):
             encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [self._checked(text.ids, self._parses_special)[0] for text in encoded]
 
@@ -150,7 +157,7 @@ class HuggingFaceTokenizer:
         """Token ids as `encode` returns them, and the characters where each begins and ends: int64 [tokens] each."""
         parses_special = self._parses_special if parses_special is None else parses_special
         self.tokenizer.encode_special_tokens = not parses_special
-        with self._in_use():
+        with _blamed(self._key, self._spec):
             encoded = self.tokenizer.encode(text, add_special_tokens=False)
         tokens, origins = self._checked(encoded.ids, parses_special)
         begins, ends = np.array(encoded.offsets, dtype=np.int64).reshape(-1, 2)[origins].T
@@ -175,17 +182,13 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: list[int], skips_special: bool = True) -> str:
         """Text of the tokens, by default without special tokens."""
-        with self._in_use():
+        with _blamed(self._key, self._spec):
             return self.tokenizer.decode(ids, skip_special_tokens=skips_special)
 
     @cached_property
     def digest(self) -> str:
         """A digest of all that decides which tokens a text becomes, with the tokens that only the folder names."""
         return hashlib.blake2b(self.tokenizer.to_str().encode(), digest_size=16).hexdigest()
-
-    def _in_use(self) -> AbstractContextManager[None]:
-        """Blames the tokenizer for whatever the library raises, such as for an unknown word without [UNK]."""
-        return _blamed(self._key, self._spec, "cannot be used")
 
     @cached_property
     def words(self) -> Words:
@@ -201,11 +204,11 @@ Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 
 @contextmanager
-def _blamed(key: str, spec: str, problem: str) -> Iterator[None]:
-    """Turn whatever the tokenizers library raises, which are bare Exceptions, into a ConfigError."""
+def _blamed(key: str, spec: str, problem: str = "cannot be used") -> Iterator[None]:
+    """Turn whatever the tokenizers library raises, such as for an unknown word without [UNK], into a ConfigError."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # bare ones
         raise ConfigError(key, spec, f"{problem} ({first_line(error)}); give another") from None
 
 
@@ -288,23 +291,9 @@ def tokenizer_files(spec: str, key: str = _KEY) -> list[Path]:
         return [Path(part) for part in spec.removeprefix("gpt2:").split(",")]
     if not is_on_hub(spec):
         return [Path(spec, TOKENIZER_FILE) if os.path.isdir(spec) else Path(spec)]
-    from huggingface_hub import hf_hub_download, snapshot_download  # which the package tokenizers brings
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    def fetch(name: str, **options: Any) -> str:
-        file: str = hf_hub_download(name, TOKENIZER_FILE, **options)
-        for companion in () if options else HUB_FILES:
-            try:
-                hf_hub_download(name, companion)
-            except (EntryNotFoundError, FileNotFoundError) as error:  # a repository may lack it
-                if isinstance(error, LocalEntryNotFoundError):  # of the network
-                    raise
-        with suppress(Exception):  # most repositories have none
-            snapshot_download(name, allow_patterns=TEMPLATES, **options)
-        return str(Path(file).parent)
-
+    patterns = [*COMPANIONS, *TOKENIZER_FILES, TEMPLATES]
     problem = f"no such file, nor can the Hugging Face hub give its {TOKENIZER_FILE}"
-    return [from_hub(spec, fetch, ABOUT_FILE, key, problem, _CHOICES) / TOKENIZER_FILE]
+    return [from_hub(spec, patterns, ABOUT_FILE, key, problem, _CHOICES) / TOKENIZER_FILE]
 
 
 def tokenizer_in(folder: Path, named: Path | None = None) -> str | None:
@@ -316,24 +305,24 @@ def tokenizer_in(folder: Path, named: Path | None = None) -> str | None:
     return f"gpt2:{files[0]},{files[1]}" if len(files) == 2 else None
 
 
-def from_hub(name: str, fetch: Callable[..., str], needed: str, key: str, problem: str, cure: str) -> Path:
-    """The folder in the hub's cache of this machine to which ``fetch`` downloads parts of a repository.
+def from_hub(name: str, patterns: list[str], needed: str, key: str, problem: str, cure: str) -> Path:
+    """The folder in the hub's cache of this machine to which the files of a repository that match are downloaded.
 
     If ``needed`` is there already, the network is not used. Without a network, what is there has to do.
 
     Raises:
         ConfigError: ``problem``, for setting ``key``: the hub does not have it, or cannot be reached.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, snapshot_download  # which the package tokenizers brings
 
     cached = None
     with suppress(Exception):
-        cached = Path(fetch(name, local_files_only=True))
+        cached = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
     if cached is not None and (cached / needed).is_file():
         return cached
     try:
         HfApi().model_info(name, timeout=30)  # fails at once, where a download would be tried for half a minute
-        return Path(fetch(name))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # of the network, or the hub's answer
         if cached is not None:
             return cached
