@@ -42,7 +42,9 @@ def find_files(paths: list[str], key: str, endings: tuple[str, ...] = KNOWN_ENDI
         require(named, key, name, "no such file or folder, and no file matches it as a glob pattern")
         # A pattern passes over what is neither, and over folders without such files, unless it matches nothing else.
         kept = [path for path in named if os.path.isfile(path) or os.path.isdir(path)] or named[:1]
-        found = [path for one in kept for path in (_files_of_folder(one, key, endings) if one.is_dir() else [one])]
+        found = [
+            path for one in kept for path in (_files_of_folder(one, key, endings) if os.path.isdir(one) else [one])
+        ]
         none = f"is a folder, not a file, and no file in the folder ends with {', '.join(endings)}"
         require(found, key, str(kept[0]), none)
         for path in found:

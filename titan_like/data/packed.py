@@ -235,7 +235,9 @@ def corpus_files(section: Data) -> list[Path]:
         files = [path for path in files if path.stat().st_size > 0]
         names = {path: path.relative_to(root).as_posix() for path in files}
     else:
-        require(section.paths, "data.paths", None, f'dataset "{section.dataset}" needs files; give paths or patterns')
+        require(
+            section.paths, "data.paths", None, f'dataset "{section.dataset}" needs files; give paths or glob patterns'
+        )
         is_chat = section.dataset == "conversations"
         files = find_files(section.paths, "data.paths", RECORD_ENDINGS if is_chat else KNOWN_ENDINGS)
         problem = f"conversations are records of {', '.join(RECORD_ENDINGS[:3])} files; write it as one"
