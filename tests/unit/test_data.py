@@ -346,15 +346,6 @@ class Numbers(torch.utils.data.Dataset):
         return Batch(torch.tensor(index))
 
 
-def test_loader_yields_the_sampler_s_batches_and_ends():
-    loader = BackgroundLoader(
-        Numbers(), GlobalSampler(0, 2, 0, 1, last_sample=40), num_workers=0, device=torch.device("cpu")
-    )
-    assert torch.cat([batch.tokens for batch in loader]).tolist() == list(range(40))
-    assert list(loader) == []  # and stays ended
-    loader.close()
-
-
 def test_loader_raises_a_worker_s_error_after_the_batches_before_it():
     loader = BackgroundLoader(Numbers(bad=5), GlobalSampler(0, 2, 0, 1), num_workers=0, device=torch.device("cpu"))
     assert next(loader).tokens.tolist() == [0, 1]
@@ -380,18 +371,15 @@ def test_closing_a_full_loader_ends_its_thread_and_its_processes(workers):
 
 
 def test_a_loader_that_repeats_keeps_its_processes():
-    before = set(active_children())
-    loader = BackgroundLoader(
-        Numbers(), GlobalSampler(0, 2, 0, 1, last_sample=40), 2, device=torch.device("cpu"), repeats=True
-    )
-    assert torch.cat([batch.tokens for batch in loader]).tolist() == list(range(40))
-    processes = set(active_children()) - before
-    loader.close()
-    loader.start()
-    assert next(loader).tokens.tolist() == [0, 1]
-    loader.close()  # in the middle of a pass
-    loader.start()
-    assert torch.cat([batch.tokens for batch in loader]).tolist() == list(range(40))
+    before, sampler = set(active_children()), GlobalSampler(0, 2, 0, 1, last_sample=40)
+    loader = BackgroundLoader(Numbers(), sampler, 2, device=torch.device("cpu"), repeats=True)
+    for number_of_batches in (20, 1, 20):  # in the second pass it is closed in the middle
+        batches = [next(loader) for _ in range(number_of_batches)]
+        assert torch.cat([batch.tokens for batch in batches]).tolist() == list(range(2 * number_of_batches))
+        assert number_of_batches == 1 or list(loader) == list(loader) == []  # and stays ended
+        processes = set(active_children()) - before
+        loader.close()
+        loader.start()
     assert set(active_children()) - before == processes and len(processes) == 2
     loader.close()
     del loader

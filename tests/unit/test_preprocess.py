@@ -201,17 +201,6 @@ def test_another_job_does_not_go_on_with_an_interrupted_one(tmp_path: Path) -> N
     assert documents(tmp_path / "out") == tokenized([text_of(100, number) for number in range(100)])
 
 
-def test_a_job_that_bad_input_ended_before_any_document_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b'{"body": "one"}\n')
-    (tmp_path / "b.parquet").write_bytes(b"no parquet")
-    for name, words in (("a.jsonl", "no text under"), ("b.parquet", "is damaged")):
-        with pytest.raises(ConfigError, match=words):
-            tokenize_files(Job([tmp_path / name], "byte"), tmp_path / "out")
-        assert not list(tmp_path.glob("out*"))
-    tokenize_files(Job([tmp_path / "a.jsonl"], "byte", text_key="body"), tmp_path / "out")
-    assert documents(tmp_path / "out") == tokenized(["one"])
-
-
 def test_a_process_that_was_killed_goes_on(tmp_path: Path) -> None:
     texts = [text_of(3000, number) for number in range(300)]
     (tmp_path / "a.jsonl").write_bytes(jsonl(texts))
