@@ -6,14 +6,14 @@ import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 
 from titan_like.config.errors import ConfigError, require
 from titan_like.data.batch import Batch
 from titan_like.data.permutation import Permutation
-from titan_like.data.source import DataRequest, Source, digest_of
+from titan_like.data.source import DataRequest, Source, digest_of, epoch_order
 
 BLOCK = 4096  # samples; in each block every source has its share, to within one sample
 PERIOD = 4096  # blocks after which every source has had exactly its share
@@ -116,7 +116,7 @@ class Blend:
         return found
 
     def _order(self, block: int, reader: int) -> Permutation:
-        return _permutation(self._slots, *self._key, block, *((reader,) if self._key[0] == "stream" else ()))
+        return epoch_order(self._slots, *self._key, block, *((reader,) if self._key[0] == "stream" else ()))
 
     def _before(self, reader: int, block: int) -> list[int]:
         """How many samples of each source a reader took in all blocks before ``block``."""
@@ -162,11 +162,6 @@ def count_reversed(k: int, least: int) -> int:
         found += digit * max(0, free - 1 - full) + (max(0, digit - edge) if full < free else 0)
         free, base = free // 16, base + digit * worth
     return found
-
-
-@lru_cache(maxsize=8)
-def _permutation(size: int, *key: object) -> Permutation:
-    return Permutation(size, *key)
 
 
 class BlendedSource(Source):

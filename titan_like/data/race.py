@@ -26,7 +26,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from titan_like.config.errors import ConfigError, require
 from titan_like.data.batch import Batch
 from titan_like.data.sentence_pairs import ADDED, PairTokens, pair_tokens_of
-from titan_like.data.source import IGNORED_LABEL, DataRequest, Source, epoch_order
+from titan_like.data.source import IGNORED_LABEL, DataRequest, Source
 from titan_like.data.tokenizer import Tokenizer, check_vocabulary, tokenizer_of
 from titan_like.models.config import NUM_OPTIONS
 
@@ -107,7 +107,9 @@ def _records(file: Path) -> Iterator[Record]:
 
 
 class RaceSource(Source):
-    """One split of RACE. The order of the questions in an epoch of training is a function of the seed and the epoch."""
+    """One split of RACE. The options of a question stay together."""
+
+    together = NUM_OPTIONS
 
     def __init__(self, request: DataRequest) -> None:
         """Raises a `ConfigError` if the folder is not of RACE, or the tokenizer does not fit the model."""
@@ -133,15 +135,6 @@ class RaceSource(Source):
         question = self._questions[number]
         tokens = torch.from_numpy(question.inputs(option, self._around, self.request.seq_len))
         return self._around.batch(tokens, sample_labels=torch.tensor(IGNORED_LABEL if option else question.answer))
-
-    def __getitem__(self, index: int) -> Batch:
-        """Sample ``index`` of the run. The options of a question stay together."""
-        if self.request.split != "train":
-            return super().__getitem__(index)
-        question, option = divmod(index, NUM_OPTIONS)
-        epoch, within = divmod(question, len(self._questions))
-        order = epoch_order(len(self._questions), self.request.seed, self.request.part, epoch)
-        return self.sample(NUM_OPTIONS * order(within) + option)
 
     @cached_property
     def fingerprint(self) -> str:

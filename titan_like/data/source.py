@@ -46,6 +46,8 @@ class Source(Dataset[Batch], ABC):
     samples and a run can resume. Without an order of positions it needs no `sample`.
     """
 
+    together = 1  # samples that stay together in every order, such as the options of a question
+
     def __init__(self, request: DataRequest) -> None:
         self.request = request
 
@@ -92,8 +94,10 @@ class Source(Dataset[Batch], ABC):
         seed and the epoch. Other splits are read in order, and an index past the end gives a sample without labels.
         """
         if self.request.split == "train":
-            epoch, within = divmod(index, len(self))
-            return self.sample(epoch_order(len(self), self.request.seed, self.request.part, epoch)(within))
+            number, within = divmod(index, self.together)
+            epoch, place = divmod(number, len(self) // self.together)
+            order = epoch_order(len(self) // self.together, self.request.seed, self.request.part, epoch)
+            return self.sample(order(place) * self.together + within)
         return self.sample(index) if index < len(self) else without_labels(self.sample(0))
 
 

@@ -108,7 +108,10 @@ class HuggingFaceTokenizer:
         self.bos_id = next(iter(by_itself), None) if special.bos_id is None else special.bos_id
         self.eod_id = self._end_of_document(options.eod_token, special.eos_id)
         self.mask_id, self.pad_id, self.names_eos = special.mask_id, special.pad_id, special.names_eos
-        first_ids = self._first_ids(options.bos, by_itself)
+        has_bos = options.bos != "always" or self.bos_id is not None
+        require(has_bos, _BOS_KEY, options.bos, f"{spec} has no bos_token; use auto or never")
+        alone = [self.bos_id] if options.bos == "always" and self.bos_id is not None else []
+        first_ids = [] if options.bos == "never" else by_itself or alone
         # An end of document stands before the next document already.
         self.first_ids = first_ids[1:] if first_ids[:1] == [self.eod_id] else first_ids
         # What the tokenizer itself puts after a text that begins so.
@@ -121,20 +124,11 @@ class HuggingFaceTokenizer:
 
     def _end_of_document(self, wanted: str, known: int | None) -> int:
         number = self.tokenizer.token_to_id(wanted) if wanted else known
-        if wanted and number is None:
-            raise ConfigError(_EOD_KEY, wanted, f"is no token of {self._spec}; name one of its tokens")
         if number is None:
             cure = f"name the token that ends a document in {_EOD_KEY}"
+            require(not wanted, _EOD_KEY, wanted, f"is no token of {self._spec}; name one of its tokens")
             raise ConfigError(self._key, self._spec, f"does not say which of its tokens ends a document; {cure}")
         return number
-
-    def _first_ids(self, bos: str, by_itself: list[int]) -> list[int]:
-        """What begins every document, where the tokenizer itself puts ``by_itself`` before a text."""
-        if bos != "always":
-            return by_itself if bos == "auto" else []
-        if self.bos_id is None:
-            raise ConfigError(_BOS_KEY, bos, f"{self._spec} has no bos_token; use auto or never")
-        return by_itself or [self.bos_id]
 
     def encode(self, text: str, parses_special: bool | None = None) -> np.ndarray:
         """Token ids, int64 [tokens], without the special tokens that the tokenizer's template would add.
