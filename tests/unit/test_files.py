@@ -238,6 +238,9 @@ def test_folders_of_text_and_patterns(tmp_path: Path) -> None:
     (tmp_path / "links").mkdir()
     (tmp_path / "links" / "far").symlink_to(tmp_path / "wiki")
     assert [path.name for path in find_files([str(tmp_path / "links")], "--input")] == ["train.txt"]
+    (tmp_path / "links" / "gone").symlink_to(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match=r"links/gone\": is a link to what does not exist"):
+        find_files([str(tmp_path / "links")], "--input")
     with pytest.raises(ConfigError, match=r"no file in the folder ends with \.jsonl, \.parquet, \.arrow"):
         find_files([str(write(tmp_path / "none", "a.csv"))], "--input")
     spelled = [str(tmp_path / "wiki" / "**" / "train.txt"), str(tmp_path / "docs" / ".." / "wiki" / "train.txt")]

@@ -69,6 +69,8 @@ def named_paths(text: str) -> list[Path]:
 
 def _files_of_folder(folder: Path, key: str, endings: tuple[str, ...]) -> list[Path]:
     below = sorted(map(Path, glob.glob("**/*", root_dir=folder, recursive=True)))  # follows links, skips hidden files
+    for path in (folder / path for path in below):
+        require(path.exists(), key, str(path), "is a link to what does not exist; remove it")
     names = [str(path) for path in below if (folder / path).is_file() and "__" not in {part[:2] for part in path.parts}]
     chosen = _saved(folder, key)
     if chosen is None:

@@ -107,6 +107,6 @@ def digest_of(*parts: object) -> str:
 
 
 @lru_cache(maxsize=256)  # of two epochs of each source of a blend
-def epoch_order(num_samples: int, *key: int) -> Permutation:
-    """The order of an epoch, given the seed, the number of the source in a blend and the epoch."""
+def epoch_order(num_samples: int, *key: object) -> Permutation:
+    """The order of an epoch, given the seed, the number of the source in a blend and the epoch; or of a block."""
     return Permutation(num_samples, *key)
