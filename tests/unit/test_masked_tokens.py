@@ -56,32 +56,6 @@ def test_positions_without_a_label_and_samples_of_special_tokens_alone_are_left_
     assert byte_masks().apply(short, 3, 0)[1].tolist() == [65, IGNORED_LABEL, IGNORED_LABEL]
 
 
-def test_whole_words_and_n_grams_are_chosen_together() -> None:
-    text = "".join(f"word_{number} " * (number % 3) + "a,b " for number in range(60))
-    tokens = torch.from_numpy(ByteTokenizer().encode(text)).long()
-    before = Batch(tokens[:-1], tokens[1:])
-    inside = torch.tensor([chr(token).isalnum() or chr(token) == "_" for token in before[0].tolist()])
-    begins = torch.ones_like(inside)
-    begins[1:] = ~(inside[1:] & inside[:-1])
-    word = begins.cumsum(0)
-    runs = {1: [], 3: []}
-    for most, lengths in runs.items():
-        masked = byte_masks(mlm_whole_words=True, mlm_max_ngram=most)
-        for index in range(200):
-            chosen = masked.apply(before, 3, index)[1] != IGNORED_LABEL
-            assert int(chosen.sum()) <= round(0.15 * len(inside))
-            whole = torch.zeros(int(word.max()) + 1).scatter_add_(0, word, chosen.float())
-            sizes = torch.bincount(word)
-            assert set(zip(whole.tolist(), sizes.tolist(), strict=True)) <= {
-                (part, size) for size in set(sizes.tolist()) for part in (0.0, float(size))
-            }
-            picked = (whole > 0).tolist()
-            lengths += [len(run) for run in "".join("x" if p else " " for p in picked).split()]
-    mean = {most: sum(lengths) / len(lengths) for most, lengths in runs.items()}
-    # n = 1, 2, 3 with weights 1, 1/2, 1/3 has a mean of 18/11; neighbours that are chosen apart lengthen both.
-    assert 1 <= mean[1] < 1.4 < 1.6 < mean[3] < 2.2
-
-
 LANGUAGES = {
     "English": "The quick brown fox doesn't jump over 12345 lazy dogs; they've   said: (see http://a.example/b_c?d=1).\n",
     "French": "L'été à Évreux, où l'élève dîne déjà : « ça coûte 3 € », s'écria-t-il. À côté, être aimé ici.\n",
