@@ -26,6 +26,7 @@ from types import TracebackType
 
 import numpy as np
 
+from titan_like.config.errors import require
 from titan_like.config.paths import file_problem
 from titan_like.data.unfinished import removed_unless_renamed
 
@@ -40,12 +41,9 @@ DTYPES: dict[int, np.dtype] = {
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
-class FormatError(ValueError):
-    """A file that is not an indexed dataset, or is damaged; the message says what is wrong with it."""
-
-    def __init__(self, path: Path, problem: str) -> None:
-        super().__init__(problem)
-        self.path = path
+def _require(condition: bool, path: Path, problem: str) -> None:
+    cure = "name a dataset as scripts/preprocess_data.py or Megatron-LM writes it"
+    require(condition, "data.paths", str(path), f"{problem}; {cure}")
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -93,21 +91,19 @@ class IndexedDataset:
     """An open dataset. Only the pages of the index that have been read take memory."""
 
     def __init__(self, prefix: str | Path) -> None:
-        """Open both files; a `FormatError` if one is missing, foreign, truncated or contradicts the other."""
+        """Open both files; a `ConfigError` if one is missing, foreign, truncated or contradicts the other."""
         self.prefix = prefix_of(prefix)
         index, data = Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.bin")
         for path in (index, data):
             problem = file_problem(path)
-            if problem is not None:
-                raise FormatError(path, "there is no such file" if problem == "does not exist" else problem)
+            _require(problem is None, path, "there is no such file" if problem == "does not exist" else str(problem))
         self.dtype, self.lengths, self._pointers, self._documents = _open_index(index)
         self.tokens = StoredTokens(data, self.dtype)
         found, wanted = os.stat(data).st_size, int(self.lengths.sum(dtype=np.int64)) * self.dtype.itemsize
-        if found != wanted:
-            what = "is cut off" if found < wanted else "is longer than its index says"
-            raise FormatError(data, f"{what}: it has {found:,} bytes, and {index.name} describes {wanted:,}")
-        if len(self._documents) == 0 or self._documents[0] != 0 or self._documents[-1] != len(self):
-            raise FormatError(index, f"is damaged: its documents do not cover its {len(self):,} sequences")
+        what = "is cut off" if found < wanted else "is longer than its index says"
+        _require(found == wanted, data, f"{what}: it has {found:,} bytes, and {index.name} describes {wanted:,}")
+        covers = len(self._documents) > 0 and self._documents[0] == 0 and self._documents[-1] == len(self)
+        _require(covers, index, f"is damaged: its documents do not cover its {len(self):,} sequences")
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -144,15 +140,15 @@ def _open_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
     size = path.stat().st_size
     with open(path, "rb") as file:
         header = file.read(_HEADER.size)
-    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-        raise FormatError(path, "is no index of Megatron-LM, or is cut off: it lacks the header MMIDIDX")
+    is_index = len(header) == _HEADER.size and header.startswith(_MAGIC)
+    _require(is_index, path, "is no index of Megatron-LM, or is cut off: it lacks the header MMIDIDX")
     _, version, code, sequences, boundaries = _HEADER.unpack(header)
-    if version != 1 or code not in DTYPES:
-        raise FormatError(path, f"has version {version} of the format and tokens of type {code}, which are unknown")
+    problem = f"has version {version} of the format and tokens of type {code}, which are unknown"
+    _require(version == 1 and code in DTYPES, path, problem)
     wanted = _HEADER.size + 12 * sequences + 8 * boundaries
-    if size not in (wanted, wanted + sequences):
-        what = "is cut off" if size < wanted else "is damaged"
-        raise FormatError(path, f"{what}: it has {size:,} bytes, and its header describes {wanted:,}")
+    what = "is cut off" if size < wanted else "is damaged"
+    is_whole = size in (wanted, wanted + sequences)
+    _require(is_whole, path, f"{what}: it has {size:,} bytes, and its header describes {wanted:,}")
 
     def mapped(dtype: str, offset: int, count: int) -> np.ndarray:
         return np.memmap(path, dtype, "r", offset, (count,)) if count else np.empty(0, dtype)

@@ -25,7 +25,7 @@ from titan_like.config.schema import Data
 from titan_like.data.batch import Batch, arrays_of
 from titan_like.data.chat import read_template
 from titan_like.data.files import find_files
-from titan_like.data.indexed import FormatError, IndexedDataset, StoredTokens
+from titan_like.data.indexed import IndexedDataset, StoredTokens
 from titan_like.data.preprocess import SKIP, Job, tell, tokenize_files
 from titan_like.data.raw_text import KNOWN_ENDINGS, RECORD_ENDINGS, kind_of
 from titan_like.data.source import SPLITS, DataRequest, Source
@@ -129,11 +129,7 @@ class IndexedSource(PackedDataset):
         weights, paths = split_weights(request.section.split), request.section.paths
         require(paths, "data.paths", None, 'dataset "indexed" needs the paths of .bin and .idx files')
         self.path = str(paths[0])
-        try:
-            dataset = IndexedDataset(self.path)
-        except FormatError as error:
-            problem = f"{error}; name a dataset as scripts/preprocess_data.py or Megatron-LM writes it"
-            raise ConfigError("data.paths", str(error.path), problem) from None
+        dataset = IndexedDataset(self.path)
         if request.section.tells_documents_apart:
             _check_ends(dataset, self.path, tokenizer_of(request.section).eod_id)
         super().__init__(request, _split_of(dataset, weights, request))
