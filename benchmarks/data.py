@@ -185,7 +185,7 @@ def _open_megatron(folder: Path) -> Iterator[Any]:
     yield "blended_dataset_seconds", time.perf_counter() - began
 
 
-def blend_of(folder: Path, vocab_size: int) -> list[str]:
+def blend_of(folder: Path, vocab_size: int) -> list[str | float]:
     """`data.paths` of a blend of two datasets of random tokens, 32 million in all."""
     import numpy as np
 
@@ -197,7 +197,7 @@ def blend_of(folder: Path, vocab_size: int) -> list[str]:
             for _ in range(documents):
                 writer.add(generator.integers(0, vocab_size, 1000))
                 writer.end_document()
-    return ["0.7", f"{folder}/a", "0.3", f"{folder}/b"]
+    return [0.7, f"{folder}/a", 0.3, f"{folder}/b"]
 
 
 def loader(options: argparse.Namespace, folder: Path) -> dict[str, Any]:

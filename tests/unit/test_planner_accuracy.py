@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from titan_like.planner.simulator import simulated_step_time
 
 from benchmarks.accuracy import Prediction, accuracy, predict_row, profile_for_group, rank_correlation, sweeps
 from benchmarks.fit_profiles import left_out_predictions
@@ -25,7 +26,6 @@ from titan_like.planner.commands.duration import duration
 from titan_like.planner.commands.predict import describe
 from titan_like.planner.predict import default_profile, for_run, predict
 from titan_like.planner.profile import builtin_profiles, load_profile, profile_from, profile_to_toml
-from titan_like.planner.simulator import simulated_step_time
 from titan_like.planner.step_time import step_time
 
 ROOT = Path(__file__).parents[2]

@@ -3,9 +3,11 @@ import math
 import random
 
 import pytest
+from benchmarks.stack_memory import layer_activations, rank_parameters
+from titan_like.planner.shapes import ParameterSplit, ShardOf, stage_units
+from titan_like.planner.training_state import Storage, peak_state, rounds_of, trainer_states
 
 from benchmarks import stack_memory
-from benchmarks.stack_memory import layer_activations, rank_parameters
 from tests.unit.planner_cases import MODELS, flavor, random_workloads, state_bytes
 from titan_like.config.schema import Optimizer
 from titan_like.optim.state_size import ADAMW_STATE, StateValues, optimizer_state
@@ -23,8 +25,6 @@ from titan_like.parallel.split import StageLayers, balanced_layers, split_layers
 from titan_like.planner import training_state
 from titan_like.planner.memory import in_flight, largest_memory, memory
 from titan_like.planner.profile import builtin_profiles
-from titan_like.planner.shapes import ParameterSplit, ShardOf, stage_units
-from titan_like.planner.training_state import Storage, peak_state, rounds_of, trainer_states
 from titan_like.planner.workload import BYTES, RankStages, Workload
 
 MEGATRON = builtin_profiles()["selene_2021"]

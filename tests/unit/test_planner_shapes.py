@@ -5,6 +5,9 @@ from types import ModuleType
 
 import pytest
 import torch
+from titan_like.planner.saved_tensors import layer_input_bytes, saved_inside
+from titan_like.planner.shapes import Region, description
+from titan_like.planner.style_kinds import kind_of
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
@@ -14,9 +17,6 @@ from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.gpt.model import build
 from titan_like.models.gpt.sharding import TENSOR_PARALLEL_PLAN
 from titan_like.models.parts import one_of_each, parts_of
-from titan_like.planner.saved_tensors import layer_input_bytes, saved_inside
-from titan_like.planner.shapes import Region, description
-from titan_like.planner.style_kinds import kind_of
 
 GPT, LLAMA = model("gpt", "debug"), model("llama", "debug")  # llama: half as many keys and values
 HIDDEN, KV = 128, 64

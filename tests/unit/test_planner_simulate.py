@@ -2,6 +2,7 @@ import json
 import math
 
 import pytest
+from titan_like.planner.simulator import simulated_step_time, timeline
 
 from tests.unit.planner_cases import random_workloads
 from tests.unit.test_planner_command import plan
@@ -10,7 +11,6 @@ from titan_like.metrics.timeline_report import differences, lanes, parts_of
 from titan_like.parallel.schedules.simulate import unit_time
 from titan_like.parallel.schedules.tables import SCHEDULES, stages_per_rank
 from titan_like.planner.profile import builtin_profiles
-from titan_like.planner.simulator import simulated_step_time, timeline
 from titan_like.planner.step_time import step_time
 
 RUN = ("--job.config_file", "train_configs/gpt_76b.toml", "--training.global_batch_size", "256")

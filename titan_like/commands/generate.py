@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
     from titan_like.checkpoint.inference import find_checkpoint
     from titan_like.data.chat import read_template
     from titan_like.data.span_corruption import decode_with_sentinels, encode_with_sentinels, padding_of
-    from titan_like.data.tokenizer import tokenizer_of
+    from titan_like.data.tokenizer import decode_after, tokenizer_of
     from titan_like.evaluate.sampling import stop_ids
     from titan_like.models.registry import model_config
 
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
             prompt = [*first, *prompt]
         prompt = prompt or [tokenizer.eod_id]
         tokens = sample(config, path, prompt, ends, options)
-        answer = options.prompt + (continuation := tokenizer.decode_after(prompt, tokens))
+        answer = options.prompt + (continuation := decode_after(tokenizer, prompt, tokens))
     else:
         prompt = [*encode_with_sentinels(tokenizer, options.prompt), tokenizer.eod_id][-model.max_seq_len :]
         start = [padding_of(config.data.tokenizer, tokenizer)]
