@@ -33,7 +33,7 @@ STEPS = "--training.steps=5"
 
 # (command-line settings, words that the message must contain); {tmp} is the test's folder
 OVERRIDES = {
-    "unknown key": ([STEPS, "--training.step=5"], ["--training.step", '"5"', "did you mean training.steps?"]),
+    "unknown key": ([STEPS, "--training.step=5"], ["training.step = 5", "did you mean training.steps?"]),
     "two TOMLs": (["--job.config_file", "a.toml", "b.toml"], ["job.config_file", "a.toml", "path of one TOML file"]),
     "unknown flavor": ([STEPS, "--model.flavor=gpt2_124"], ["model.flavor", '"gpt2_124"', "did you mean gpt2_124m?"]),
     "no length": ([], ["training.steps | samples | tokens = (not set)", "set exactly one"]),

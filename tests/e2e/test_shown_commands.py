@@ -189,7 +189,7 @@ def check_call(program, environment, arguments, monkeypatch):
     elif script in ("scripts/evaluate.py", "scripts/generate.py", "scripts/verify.py"):
         module = importlib.import_module(f"titan_like.commands.{Path(script).stem}")
         options, settings = module.build_parser().parse_known_args(arguments)
-        module.check_options(options)
+        getattr(module, "check_options", bool)(options)
         load_config(settings)
     elif script == "benchmarks/optimizers.py":
         batch = ["--training.micro_batch_size=1", f"--training.global_batch_size={8 * processes}"]

@@ -272,7 +272,7 @@ def test_json_does_not_overwrite_the_settings(
     path = tmp_path / "run.toml"
     path.write_text('[model]\nfamily = "gpt"\n')
     code, _, err = run_here(monkeypatch, capfd, f"--job.config_file={path}", "--json", f"{tmp_path}/./run.toml")
-    assert code == 2 and err.endswith(": is a file that this command reads; name another one\n")
+    assert code == 2 and err.endswith(": is there already and is no result; name another file\n")
     assert path.read_text().startswith("[model]")
 
 
