@@ -17,7 +17,6 @@ after step 10. System time is spent in the kernel, mostly to hand out pages.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
@@ -27,7 +26,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from runs import ROOT, machine, parser_of, read_records, write
+
 sys.path.insert(0, str(ROOT))
 SETTINGS = {"ours": "glibc.malloc.tcache_count=0", "tcache": "", "default": ""}  # glibc's tunables
 TOKENS = 8 * 256
@@ -61,7 +61,7 @@ def measure(setting: str, steps: int, threads: int, folder: Path) -> dict[str, f
     done = subprocess.run([*command, f"--training.steps={steps}"], env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{setting} failed:\n{done.stdout}{done.stderr}")
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = read_records(folder)
     peaks = [record["peak_memory_bytes"] for record in records]
     return {
         "peak_at_10_mib": peaks[9] / 2**20,
@@ -74,14 +74,11 @@ def measure(setting: str, steps: int, threads: int, folder: Path) -> dict[str, f
 
 def main() -> None:
     """Read the command line, measure the settings in turn, write the result."""
-    from overhead import machine
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=300, help="steps of each run (default 300)")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each setting (default 2)")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="default: all")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="OMP_NUM_THREADS (default: all cores)")
-    parser.add_argument("--json", type=Path, help="file to write the result to")
     args = parser.parse_args()
 
     runs: dict[str, list[dict[str, float]]] = {setting: [] for setting in args.settings}
@@ -98,15 +95,8 @@ def main() -> None:
                 f"{run['tokens_per_second']:9.0f} {run['user_s']:6.0f} s {run['system_s']:6.1f} s  round {number + 1}",
                 flush=True,
             )
-    if args.json:
-        result = {
-            "command": " ".join(["python benchmarks/host_memory.py", *sys.argv[1:]]),
-            "run": RUN,
-            "machine": machine(),
-            "libc": " ".join(os.confstr("CS_GNU_LIBC_VERSION").split()),  # type: ignore[union-attr]
-            "runs": runs,
-        }
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    libc = " ".join(os.confstr("CS_GNU_LIBC_VERSION").split())  # type: ignore[union-attr]
+    write(args.json, {"run": RUN, "machine": machine(), "libc": libc, "runs": runs})
 
 
 if __name__ == "__main__":
