@@ -1,5 +1,7 @@
+import ast
 import math
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -8,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from titan_like.config import ConfigError, JobConfig, load, load_config
-from titan_like.config.load import json_schema, run_command
+from titan_like.config.load import json_schema, run_command, setting
 from titan_like.config.options import as_installed
 from titan_like.data.batch_size import total_steps
 from titan_like.parallel.layout import resolve_layout
@@ -34,53 +36,51 @@ def problem_of(*argv):
 def test_command_line_beats_toml_beats_default(tmp_path):
     file = write_toml(tmp_path, "[training]\nsteps = 7\nseq_len = 64\n[optimizer]\nlr = 0.5\n")
     config = load_config([file, "--training.steps", "9"])
-    assert config.training.steps == 9
-    assert config.training.seq_len == 64
-    assert config.optimizer.lr == 0.5
+    assert (config.training.steps, config.training.seq_len, config.optimizer.lr) == (9, 64, 0.5)
     assert config.training.micro_batch_size == JobConfig().training.micro_batch_size
+    assert load_config(["--training.steps", "9", file]) == config
 
 
-def test_order_of_file_and_overrides_does_not_matter(tmp_path):
-    file = write_toml(tmp_path, "[training]\nsteps = 7\n")
-    assert load_config(["--training.steps", "9", file]) == load_config([file, "--training.steps", "9"])
+# Arguments => the value of a key
+OVERRIDES = """
+--training.steps 5 => training.steps = 5
+--training.steps=5 => training.steps = 5
+--training.steps 1_000 => training.steps = 1000
+--training.steps 5 --training.steps 6 => training.steps = 6
+--optimizer.lr 3 => optimizer.lr = 3.0
+--optimizer.lr=1e-3 => optimizer.lr = 1e-3
+--parallelism.data_parallel_shard_degree -1 => parallelism.data_parallel_shard_degree = -1
+--checkpoint.enable => checkpoint.enable = True
+--checkpoint.enable false => checkpoint.enable = False
+--training.batch_size_rampup 2 2 64 => training.batch_size_rampup = [2, 2, 64]
+'--training.batch_size_rampup=[2, 2, 64]' => training.batch_size_rampup = [2, 2, 64]
+--optimizer.betas 0.8 0.9 => optimizer.betas = (0.8, 0.9)
+--data.paths a.txt 'b c.txt' => data.paths = ["a.txt", "b c.txt"]
+--data.paths=a.txt => data.paths = ["a.txt"]
+--data.paths '["a.txt", "b.txt"]' => data.paths = ["a.txt", "b.txt"]
+--data.paths 2023 2024 => data.paths = ["2023", "2024"]
+--data.paths 0.7 web 0.3 books => data.paths = [0.7, "web", 0.3, "books"]
+--data.paths 3 a b c => data.paths = ["3", "a", "b", "c"]
+--data.paths 2023 a => data.paths = ["2023", "a"]
+--data.paths '[2023,"2024"]' => data.paths = [2023.0, "2024"]
+--data.split 8,1,1 => data.split = "8,1,1"
+--job.description 42 => job.description = "42"
+--job.dump_folder=a=b => job.dump_folder = "a=b"
+--model.flavor 1.7b => model.flavor = "1.7b"
+--model.overrides.num_layers 2 => model.overrides = {"num_layers": 2}
+--model.overrides.tied_embeddings=false => model.overrides = {"tied_embeddings": False}
+--model.overrides '{num_layers = 2}' => model.overrides = {"num_layers": 2}
+--model.flavors.a.num_layers=2 => model.flavors = {"a": {"num_layers": 2}}
+--model.overrides.rope_scaling.factor 8.0 => model.overrides = {"rope_scaling": {"factor": 8.0}}
+--training.steps=3 --training.steps none => training.steps = None
+""".strip().splitlines()
 
 
-@pytest.mark.parametrize(
-    ("argv", "section", "key", "value"),
-    [
-        (["--training.steps", "5"], "training", "steps", 5),
-        (["--training.steps=5"], "training", "steps", 5),
-        (["--training.steps", "1_000"], "training", "steps", 1000),
-        (["--training.steps", "5", "--training.steps", "6"], "training", "steps", 6),
-        (["--optimizer.lr", "3"], "optimizer", "lr", 3.0),
-        (["--optimizer.lr=1e-3"], "optimizer", "lr", 1e-3),
-        (["--parallelism.data_parallel_shard_degree", "-1"], "parallelism", "data_parallel_shard_degree", -1),
-        (["--checkpoint.enable"], "checkpoint", "enable", True),
-        (["--checkpoint.enable", "false"], "checkpoint", "enable", False),
-        (["--training.batch_size_rampup", "2", "2", "64"], "training", "batch_size_rampup", [2, 2, 64]),
-        (["--training.batch_size_rampup=[2, 2, 64]"], "training", "batch_size_rampup", [2, 2, 64]),
-        (["--optimizer.betas", "0.8", "0.9"], "optimizer", "betas", (0.8, 0.9)),
-        (["--data.paths", "a.txt", "b c.txt"], "data", "paths", ["a.txt", "b c.txt"]),
-        (["--data.paths=a.txt"], "data", "paths", ["a.txt"]),
-        (["--data.paths", '["a.txt", "b.txt"]'], "data", "paths", ["a.txt", "b.txt"]),
-        (["--data.split", "8,1,1"], "data", "split", "8,1,1"),
-        (["--job.description", "42"], "job", "description", "42"),
-        (["--job.dump_folder=a=b"], "job", "dump_folder", "a=b"),
-        (["--model.flavor", "1.7b"], "model", "flavor", "1.7b"),
-        (["--model.overrides.num_layers", "2"], "model", "overrides", {"num_layers": 2}),
-        (["--model.overrides.tied_embeddings=false"], "model", "overrides", {"tied_embeddings": False}),
-        (["--model.overrides", "{num_layers = 2}"], "model", "overrides", {"num_layers": 2}),
-        (["--model.flavors.a.num_layers=2"], "model", "flavors", {"a": {"num_layers": 2}}),
-        (
-            ["--model.overrides.rope_scaling.factor", "8.0"],
-            "model",
-            "overrides",
-            {"rope_scaling": {"factor": 8.0}},
-        ),
-    ],
-)
-def test_override_is_read_as_the_setting_s_type(argv, section, key, value):
-    found = getattr(getattr(load_config(argv), section), key)
+@pytest.mark.parametrize("case", OVERRIDES)
+def test_override_is_read_as_the_setting_s_type(case):
+    given, _, expected = case.partition(" => ")
+    key, _, text = expected.partition(" = ")
+    found, value = setting(load_config(shlex.split(given)), key), ast.literal_eval(text)
     assert found == value
     assert type(found) is type(value)
 
@@ -203,13 +203,6 @@ def test_shard_degree_takes_what_the_other_degrees_leave(overrides, world_size, 
     assert layout.data_parallel == expected[1] * expected[2]
 
 
-def test_none_on_the_command_line_unsets_what_the_file_sets(tmp_path):
-    (tmp_path / "run.toml").write_text("[training]\nsteps = 5\n")
-    argv = [f"--job.config_file={tmp_path}/run.toml", "--training.steps", "none", "--training.tokens=4096"]
-    training = load_config(argv).training
-    assert (training.steps, training.tokens) == (None, 4096)
-
-
 def test_a_file_that_cannot_be_opened_is_a_sentence_and_a_bug_a_traceback(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         run_command(lambda _: open(tmp_path / "a.txt"))
@@ -281,34 +274,12 @@ def test_paths_are_expanded(key, monkeypatch):
     monkeypatch.setenv("RUNS", "/scratch/runs")
     monkeypatch.delenv("NOWHERE", raising=False)
     section, _, name = key.partition(".")
-    for text, path in {
-        "~/a": "/home/ada/a",
-        "$RUNS/a": "/scratch/runs/a",
-        "${RUNS}x/$HOME": "/scratch/runsx//home/ada",
-        "a$/~b": "a$/~b",
-    }.items():
+    paths = {"~/a": "/home/ada/a", "$RUNS/a": "/scratch/runs/a", "${RUNS}x/$HOME": "/scratch/runsx//home/ada"}
+    for text, path in {**paths, "a$/~b": "a$/~b"}.items():
         assert getattr(getattr(load_config([f"--{key}={text}"]), section), name) == path
-    for text, words in {
-        "$NOWHERE/a": "variable NOWHERE, which is not set",
-        "": "is empty",
-        "  ": "is empty",
-    }.items():
+    for text, words in {"$NOWHERE/a": "variable NOWHERE, which is not set", "": "is empty", "  ": "is empty"}.items():
         message = problem_of(f"--{key}={text}")
         assert message.startswith(f'{key} = "{text}"') and words in message
-
-
-@pytest.mark.parametrize(
-    ("words", "paths"),
-    [
-        ("2023 2024", ["2023", "2024"]),
-        ("0.7 web 0.3 books", [0.7, "web", 0.3, "books"]),
-        ("3 a b c", ["3", "a", "b", "c"]),
-        ("2023 a", ["2023", "a"]),
-        ('[2023,"2024"]', [2023.0, "2024"]),
-    ],
-)
-def test_weights_are_numbers_before_each_of_several_paths(words, paths):
-    assert load_config(["--data.paths", *words.split()]).data.paths == paths
 
 
 def test_lists_of_paths_and_the_file_itself_are_expanded(tmp_path, monkeypatch):

@@ -78,10 +78,7 @@ def check_stages(config: JobConfig, model: TransformerConfig, layout: Layout) ->
         problem = "there is one stage; leave it out or raise pipeline_parallel_degree"
         require(section.pipeline_layers is None, "parallelism.pipeline_layers", section.pipeline_layers, problem)
         return
-    interleaves, is_v = (
-        "interleaved" in schedule or schedule == "looped_bfs",
-        schedule in ("zbv_zero_bubble", "dualpipe_v"),
-    )
+    interleaves = schedule in ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble")
     problem = "needs virtual_stages_per_rank of at least 2; raise it or use 1f1b"
     require(virtual > 1 or not interleaves, "parallelism.pipeline_schedule", schedule, problem)
     problem = f"{schedule} has exactly 2 stages per rank; use 2 or leave it out"
