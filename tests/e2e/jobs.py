@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from tests.e2e.scripts import REPO, TORCHRUN, Script
+from tests.e2e.scripts import PLAIN, REPO, TORCHRUN, Script
 
 
 class Job:
@@ -55,8 +55,7 @@ class TorchrunJob(Job):
         self.log = log
         log.write_text("")
         words = ["--nproc_per_node", str(processes), *options, str(script), *arguments]
-        environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPO)}
-        self.process = Script(TORCHRUN, words, environment=environment, log=log)
+        self.process = Script(TORCHRUN, words, environment=PLAIN, log=log)
 
     @property
     def is_over(self) -> bool:
@@ -141,13 +140,9 @@ def train_on(processes: int, log: Path, arguments: list[str], **options: Any) ->
 def short(steps: int, batch: int = 8, micro_batch: int = 2, warmup: int = 2) -> list[str]:
     """Settings of a run of few tokens that does not validate."""
     return [
-        "--training.seq_len=32",
-        f"--training.micro_batch_size={micro_batch}",
-        f"--training.global_batch_size={batch}",
-        f"--training.steps={steps}",
-        f"--lr_scheduler.warmup_steps={warmup}",
-        "--evaluation.interval=0",
-    ]
+        "--training.seq_len=32", f"--training.micro_batch_size={micro_batch}", f"--training.global_batch_size={batch}",
+        f"--training.steps={steps}", f"--lr_scheduler.warmup_steps={warmup}", "--evaluation.interval=0",
+    ]  # fmt: skip
 
 
 def free_port() -> int:
