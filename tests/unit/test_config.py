@@ -105,7 +105,7 @@ BAD = """
 --training.steps true => training.steps = true ; integer
 --optimizer.lr inf => optimizer.lr = inf ; finite
 --training.batch_size_rampup 1 2 x => training.batch_size_rampup ; integer
---parallelism.zero_stage 4 => parallelism.zero_stage = 4 ; 0, 1, 2 or 3
+--parallelism.zero_stage 4 => parallelism.zero_stage = 4 ; less than or equal to 3
 --model.overrides 3 => model.overrides = 3 ; dictionary
 --checkpoint.enable yes => checkpoint.enable = "yes" ; write true
 --checkpoint.enable=Off => checkpoint.enable = "Off" ; write false

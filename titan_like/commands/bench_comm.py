@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_like.config import ConfigError, load_config
+from titan_like.config import load_config
 from titan_like.config.errors import require
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, path_option, write_json
@@ -41,9 +41,9 @@ _UNITS = {"k": 2**10, "m": 2**20, "g": 2**30}
 def build_parser() -> argparse.ArgumentParser:
     """The options that the measurement adds to the settings of a run, of which the layout counts."""
     parser = OptionParser(description=__doc__, takes_settings=True)
-    parser.add_argument("--smallest", default="4k", help="bytes of the smallest buffers (default: 4k)")
+    parser.add_argument("--smallest", type=size_option, default="4k", help="bytes of the smallest buffers (4k)")
     parser.add_argument(
-        "--largest", default="1g", help="bytes of the largest buffers, 4 times as large each (default: 1g)"
+        "--largest", type=size_option, default="1g", help="bytes of the largest buffers, 4 times as large each (1g)"
     )
     parser.add_number("--seconds", float, least=1e-3, most=1e6, default=1.0, help="for each operation and size")
     parser.add_number("--link_gbit", float, least=1e-3, most=1e6, help="peak of a node's links, to state shares of it")
@@ -53,20 +53,20 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def size_option(text: str) -> int:
+    """Bytes, of a text such as 4k, 16m or 1g."""
+    number, unit = (text[:-1], _UNITS[text[-1].lower()]) if text[-1:].lower() in _UNITS else (text, 1)
+    if not (number.isdecimal() and 2**10 <= int(number) * unit <= 2**36):
+        raise argparse.ArgumentTypeError(f'"{text}" must be from 1k to 64g, such as 4k, 16m or 1g')
+    return int(number) * unit
+
+
 def sizes_of(options: argparse.Namespace) -> list[int]:
-    """Bytes of the buffers to measure, ascending; a `ConfigError` if an option is out of range."""
-    found = {}
-    for name in ("smallest", "largest"):
-        text = str(getattr(options, name)).lower()
-        number, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1)
-        if not (number.isdecimal() and 2**10 <= int(number) * unit <= 2**36):
-            raise ConfigError(f"--{name}", getattr(options, name), "must be from 1k to 64g, such as 4k, 16m or 1g")
-        found[name] = int(number) * unit
-    if found["smallest"] > found["largest"]:
-        raise ConfigError("--smallest", options.smallest, f"is above --largest {options.largest}")
-    sizes = [found["smallest"]]
-    while sizes[-1] < found["largest"]:
-        sizes.append(min(4 * sizes[-1], found["largest"]))
+    """Bytes of the buffers to measure, ascending."""
+    require(options.smallest <= options.largest, "--smallest", options.smallest, f"is above {options.largest}")
+    sizes = [options.smallest]
+    while sizes[-1] < options.largest:
+        sizes.append(min(4 * sizes[-1], options.largest))
     return sizes
 
 

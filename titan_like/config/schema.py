@@ -13,7 +13,6 @@ from pydantic import Field
 from titan_like.config.section import (
     Degree,
     Layers,
-    OffOrSeconds,
     OptionalPath,
     PathList,
     PathText,
@@ -24,7 +23,6 @@ from titan_like.config.section import (
     StepNumber,
     TextList,
     TokenizerText,
-    ZeroStage,
     option,
 )
 
@@ -236,7 +234,9 @@ class Parallelism(Section):
     data_parallel_shard_degree: int = option(
         -1, "processes that ZeRO shards over; -1 uses all that the other degrees leave", ge=-1, le=2**20
     )
-    zero_stage: ZeroStage = option(0, "ZeRO shards nothing (0), optimizer state (1), + gradients (2), + parameters (3)")
+    zero_stage: int = option(
+        0, "ZeRO shards nothing (0), optimizer state (1), also gradients (2), also parameters (3)", ge=0, le=3
+    )
 
 
 class ActivationCheckpoint(Section):
@@ -311,8 +311,8 @@ class Health(Section):
         "skip", "on a spike, skip the update, or resume from the newest checkpoint with the samples after the spike"
     )
     max_consecutive_skips: StepNumber = option(100, "consecutive steps without an update after which the run ends")
-    hang_timeout_seconds: OffOrSeconds = option(
-        600.0, "seconds without progress until the job ends and names the rank that hangs or has died; 0: never"
+    hang_timeout_seconds: float = option(  # socket timeouts are milliseconds in 32 bits
+        600.0, "seconds without progress until the job ends and names the rank at fault; 0: never", ge=0, le=10**6
     )
 
 

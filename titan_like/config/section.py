@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -36,28 +36,11 @@ def expanded_tokenizer(spec: str) -> str:
     return "gpt2:" + ",".join(expanded(path) if path else path for path in spec.removeprefix("gpt2:").split(","))
 
 
-def _no_boolean(value: Any) -> Any:
-    """Refuse true and 1.0 where a whole number is wanted, although both equal 1."""
-    if isinstance(value, bool | float):
-        raise ValueError("should be a whole number")
-    return value
-
-
-def _off_or_seconds(value: float) -> float:
-    """Check that a time is 0, which turns it off, or long enough for work to make progress."""
-    if 0 < value < 1:
-        raise ValueError("must be 0, or at least 1")
-    return value
-
-
 Degree = Annotated[int, Field(gt=0, le=2**20)]
 Layers = Annotated[int, Field(le=2048)]
 Samples = Annotated[int, Field(le=10**15)]
 StepNumber = Annotated[int, Field(gt=0, le=10**12)]
 StepCount = Annotated[int, Field(ge=0, le=10**12)]
-# Socket timeouts are milliseconds in 32 bits.
-OffOrSeconds = Annotated[float, Field(ge=0, le=10**6), AfterValidator(_off_or_seconds)]
-ZeroStage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_no_boolean)]
 PathText = Annotated[str, AfterValidator(expanded)]
 TokenizerText = Annotated[str, AfterValidator(expanded_tokenizer)]
 OptionalPath = Annotated[str | None, AfterValidator(lambda path: None if path is None else expanded(path))]
