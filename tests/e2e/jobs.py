@@ -17,6 +17,14 @@ from typing import Any, Self
 from tests.e2e.scripts import PLAIN, REPO, TORCHRUN, Script
 
 
+def wait_until(condition: Callable[[], object], seconds: float = 60, told: Callable[[], object] = str) -> None:
+    """Wait until something is so; if it does not come about, ``told`` says more."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, told()
+        time.sleep(0.02)
+
+
 class Job:
     """Processes that write to ``log``; a context manager that leaves nothing running.
 
@@ -39,11 +47,12 @@ class Job:
 
     def until(self, condition: Callable[[], bool], what: str, seconds: float = 240) -> None:
         """Wait until a condition holds."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, f"{what} does not come\n{self.output}"
-            assert not self.is_over or condition(), f"the job ended before {what}\n{self.output}"
-            time.sleep(0.02)
+
+        def has_come() -> bool:
+            assert condition() or not self.is_over or condition(), f"the job ended before {what}\n{self.output}"
+            return condition()
+
+        wait_until(has_come, seconds, lambda: f"{what} does not come\n{self.output}")
 
 
 class TorchrunJob(Job):

@@ -12,13 +12,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import REPO, free_port, processes_with, short, steps
+from tests.e2e.jobs import REPO, free_port, processes_with, short, steps, wait_until
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
 NODES = ("127.0.0.1", "127.0.0.2")  # names that every machine can resolve
@@ -134,19 +133,6 @@ class SlurmCluster:
     def _start(self, *command: str) -> None:
         with open(self.folder / "daemons.log", "ab") as log:
             self._daemons.append(subprocess.Popen(command, env=self.environment, stdout=log, stderr=log))
-
-
-def wait_until(condition: Callable[[], bool], seconds: float) -> None:
-    """Wait until something is so.
-
-    Raises:
-        TimeoutError: it has not come about.
-    """
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {seconds:.0f} s")
-        time.sleep(0.1)
 
 
 STEPS = 80
