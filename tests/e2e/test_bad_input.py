@@ -4,7 +4,6 @@ Cases of every stage before a run begins. All that one stage refuses is in its u
 """
 
 import os
-import runpy
 import socket
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import torch
 
 import titan_like.train.job
 import titan_like.train.setup
-from tests.e2e.scripts import REPO, Script
+from tests.e2e.scripts import REPO, Script, run_here
 from titan_like.checkpoint.step_folders import hold
 from titan_like.commands import generate
 from titan_like.config import ConfigError, load_config
@@ -128,12 +127,9 @@ def arguments(folder, settings):
     return [*([] if "job.config_file" in "".join(given) else [f"--job.config_file={folder}/run.toml"]), *given]
 
 
-def run_here(monkeypatch, capfd, argv):
-    """train.py as a script, in this process; (exit code, stdout, stderr)."""
-    monkeypatch.setattr(sys, "argv", ["train.py", *argv])
-    with pytest.raises(SystemExit) as stop:
-        runpy.run_path(str(REPO / "train.py"), run_name="__main__")
-    return stop.value.code, *capfd.readouterr()
+def train(capfd, argv):
+    """(exit code, stdout, stderr)"""
+    return run_here("train.py", *argv), *capfd.readouterr()
 
 
 def check_refusal(result, words, folder=""):
@@ -166,7 +162,7 @@ def test_bad_input(monkeypatch, capfd, folder, case):
         monkeypatch.setenv(name, value)
     if variables.get("RANK"):  # each process has an environment of its own: none waits for the first to speak
         monkeypatch.setattr("time.sleep", lambda _: pytest.fail("waits"))
-    check_refusal(run_here(monkeypatch, capfd, argv), words, folder)
+    check_refusal(train(capfd, argv), words, folder)
 
 
 SLURM_JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
@@ -192,7 +188,7 @@ def test_processes_of_another_launcher(monkeypatch, capfd, folder, variables, wo
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     if words:
-        check_refusal(run_here(monkeypatch, capfd, arguments(folder, [STEPS])), words)
+        check_refusal(train(capfd, arguments(folder, [STEPS])), words)
     else:
         assert number_of_processes() == 1
 
@@ -203,15 +199,15 @@ def test_other_processes_of_a_job_leave_the_first_time_to_speak(monkeypatch, cap
     monkeypatch.setenv("WORLD_SIZE", "3")
     argv = arguments(folder, [STEPS])
     monkeypatch.setenv("RANK", "0")
-    first = run_here(monkeypatch, capfd, argv)
+    first = train(capfd, argv)
     assert waited == []
     monkeypatch.setenv("RANK", "1")
-    assert run_here(monkeypatch, capfd, argv) == first
+    assert train(capfd, argv) == first
     assert len(waited) == 1 and waited[0] >= 5
 
 
 def test_good_settings_pass_the_checks_that_the_bad_ones_fail(monkeypatch, capfd, folder):
-    code, out, _ = run_here(monkeypatch, capfd, arguments(folder, [STEPS, "--job.dry_run"]))
+    code, out, _ = train(capfd, arguments(folder, [STEPS, "--job.dry_run"]))
     assert code == 0
     assert out.startswith("gpt debug: ")
 
@@ -240,7 +236,7 @@ def test_folder_with_another_model_s_checkpoint(monkeypatch, capfd, folder):
 --checkpoint.load_step=2 => checkpoint.load_step = 2 ; no such checkpoint ; there are 1
 """.strip().splitlines():
         _, argv, words = split(f"{' '.join(enable)} {case}", folder)
-        check_refusal(run_here(monkeypatch, capfd, argv), words)
+        check_refusal(train(capfd, argv), words)
 
 
 def test_a_pattern_passes_over_what_is_no_file(folder):
@@ -255,7 +251,7 @@ def test_unreadable_files_are_named(monkeypatch, capfd, folder):
         [f"--job.config_file={folder}/text.txt"],
         arguments(folder, [STEPS, f"--data.paths={folder}/text.txt"]),
     ):
-        check_refusal(run_here(monkeypatch, capfd, argv), ["text.txt", "cannot be read (Permission denied)"])
+        check_refusal(train(capfd, argv), ["text.txt", "cannot be read (Permission denied)"])
 
 
 def test_lock_that_cannot_be_opened_says_so(monkeypatch, tmp_path):
@@ -296,7 +292,7 @@ def test_what_is_in_a_folder_without_permission(monkeypatch, capfd, folder, case
         monkeypatch.setattr(os, name, refusing(getattr(os, name)))
     _, argv, words = split(case, folder)
     for dry_run in ([], ["--job.dry_run"]):
-        check_refusal(run_here(monkeypatch, capfd, [*argv, *dry_run]), [*words, "(Permission denied)"], folder)
+        check_refusal(train(capfd, [*argv, *dry_run]), [*words, "(Permission denied)"], folder)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +326,7 @@ def test_port_in_use_is_named(monkeypatch):
 def test_host_without_memory_names_the_model(monkeypatch, capfd, folder):
     monkeypatch.setattr(titan_like.train.setup, "host_memory_bytes", lambda: 100_000)
     wide = ['model.flavor = "debug"', "this machine has 9.31e-05 GiB", "choose a smaller model"]
-    check_refusal(run_here(monkeypatch, capfd, arguments(folder, [STEPS])), wide)
+    check_refusal(train(capfd, arguments(folder, [STEPS])), wide)
 
 
 @pytest.mark.parametrize(
@@ -346,7 +342,7 @@ def test_allocation_that_fails_names_the_setting(monkeypatch, capfd, folder, pla
 
     trainer = SimpleNamespace(step=0, start_step=0, num_actions=0, train=fail)
     monkeypatch.setattr(titan_like.train.job, "Trainer", lambda run, remark: fail() if place == "build" else trainer)
-    check_refusal(run_here(monkeypatch, capfd, arguments(folder, [STEPS])), words)
+    check_refusal(train(capfd, arguments(folder, [STEPS])), words)
     assert not torch.distributed.is_initialized()
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.e2e.jobs import short, train_on
-from tests.e2e.scripts import REPO, TORCHRUN, Script
+from tests.e2e.scripts import REPO, TORCHRUN, Script, run_here
 from titan_like.train.signals import STOP_SIGNALS
 
 SHORT = [
@@ -52,15 +50,12 @@ def first(home: Path) -> subprocess.CompletedProcess[str]:
 def here(home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Any]:
     """Runs a script in this process: (exit code, stdout, stderr)."""
 
-    def run(script: str, *argv: str) -> tuple[int, str, str]:
+    def run(script: str, *argv: str) -> tuple[object, str, str]:
         monkeypatch.chdir(REPO)
         monkeypatch.setenv("HOME", str(home))
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        monkeypatch.setattr(sys, "argv", [script, *argv])
         capfd.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            runpy.run_path(str(REPO / script), run_name="__main__")
-        return stop.value.code, *capfd.readouterr()
+        return run_here(script, *argv), *capfd.readouterr()
 
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield run

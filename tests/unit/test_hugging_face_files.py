@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import runpy
-import sys
 import tomllib
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from tests.e2e.scripts import run_here
 from tests.unit.hugging_face_cases import (
     MOE,
     SCALING,
@@ -40,7 +39,6 @@ from titan_like.hugging_face.convert import TensorSpec, plan_shards, to_hugging_
 from titan_like.train.initial_weights import check_initial_weights
 from titan_like.train.setup import check_folders
 
-REPO = Path(__file__).parents[2]
 NEW_TOKENS = 50
 VOCAB = 301  # odd: the table is padded to 384
 MODELS = {
@@ -410,11 +408,8 @@ def test_new_checkpoint_is_not_written_over_and_options_are_checked(tmp_path, mo
         (["from-hf", "--input", f"{tmp_path}/empty", "--output", "x"], ["--input", "has no config.json"]),
         (["from-hf", "--input", f"{tmp_path}/none", "--output", "x"], ["--input", "has no config.json"]),
     ]:
-        monkeypatch.setattr(sys, "argv", ["convert.py", *argv])
-        with pytest.raises(SystemExit) as stop:
-            runpy.run_path(str(REPO / "scripts" / "convert.py"), run_name="__main__")
-        (line,) = capsys.readouterr().err.splitlines()
-        assert stop.value.code == 2 and line.startswith("error: ")
+        code, (line,) = run_here("scripts/convert.py", *argv), capsys.readouterr().err.splitlines()
+        assert code == 2 and line.startswith("error: ")
         assert all(word in line for word in words), line
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "full", "run"]
     monkeypatch.chdir(tmp_path / "empty")
