@@ -120,7 +120,7 @@ def test_flavor_of_the_run_s_own_toml(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--model.family=gtp"], ["model.family", '"gtp"', "did you mean gpt? there are bert, gpt, llama"]),
+        (["--model.family=gtp"], ["model.family", '"gtp"', "did you mean gpt?"]),
         (["--model.flavor=debgu"], ["model.flavor", '"debgu"', "did you mean debug?"]),
         (["--model.overrides.hidden_sise=64"], ["model.overrides.hidden_sise = 64", "did you mean hidden_size?"]),
         (["--model.overrides.hidden_size=x"], ["model.overrides.hidden_size", '"x"', "integer"]),

@@ -284,7 +284,6 @@ def test_unfit_options_are_refused_before_any_work(tmp_path: Path, monkeypatch: 
         ("--json", "/nonexistent/x.json"): "not a file in a folder that you may write to",
         ("--input", "empty.txt"): "the file is empty; remove it",
         ("--input", "object.json"): "holds neither a JSON array nor a JSON object on each line; write it so",
-        ("--output", "file/out"): "cannot be written (Not a directory); name a place that you may write to",
         ("--input", "$NOWHERE/x"): "names the environment variable NOWHERE, which is not set",
         ("--json", "${A\nerror: }/x"): r'"${A\nerror: }/x" has ${A\nerror: }, which names no environment variable',
     }.items():

@@ -121,11 +121,11 @@ def test_what_has_no_pairs_is_one_sentence(tmp_path) -> None:
     order, pair = "--data.sentence_objective=sentence_order", "--model.overrides.sentence_head=pair"
     choice = "--model.overrides.sentence_head=choice"
     for family, settings, words in (
-        ("gpt", [order], 'gpt has no head for pairs of sentences; leave it out, or train "bert"'),
+        ("gpt", [order], "needs a head for pairs of sentences"),
         ("bert", [order], 'set model.overrides.sentence_head to "pair"'),
         ("bert", [pair], 'nothing trains this head; set data.sentence_objective to "sentence_order"'),
-        ("bert", [choice], 'data.dataset = "stdlib": has no questions with answers to choose from.*use "race"'),
-        ("bert", ["--data.dataset=race"], 'for models that choose answers; set model.overrides.sentence_head to "cho'),
+        ("bert", [choice], 'data.dataset = "stdlib": race and sentence_head "choice" go together'),
+        ("bert", ["--data.dataset=race"], 'data.dataset = "race": race and sentence_head "choice" go together'),
         ("bert", [pair, order, "--training.seq_len=4"], "two sentences take 5 tokens; use at least that"),
         ("bert", [choice, "--data.dataset=race", "--training.micro_batch_size=6"], "4 options of a question.*multiple"),
         ("bert", [choice, "--model.overrides.tied_embeddings=true"], "has no output matrix to tie; set tied_emb"),
