@@ -104,4 +104,3 @@ def read_file(path: Path) -> str | list[tuple[int, str]]:
             of_record = f"cannot be used because of record {number} ({text}); correct it"
             raise TaskError(of_record if has_records else str(text))
     return texts if has_records else "".join(text for _, text in texts)
-
