@@ -61,7 +61,6 @@ def layouts() -> list[Workload]:
                 sequence_parallel=tensor > 1,
                 zero_stage=zero,
                 recompute=recompute,
-                flash=False,
                 dtype="float16",
             )
             found.append(work)

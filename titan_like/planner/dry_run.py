@@ -44,8 +44,8 @@ from titan_like.planner.auto import with_chosen_layout
 from titan_like.planner.forecast import check_profile
 from titan_like.planner.step_collectives import Collective
 from titan_like.planner.step_plan import StepPlan, plan_step
-from titan_like.planner.training_state import RankState
 from titan_like.planner.trace.fake import fake_process_group
+from titan_like.planner.training_state import RankState
 from titan_like.train.environment import dry_run_world
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import check_folders

@@ -19,10 +19,10 @@ from titan_like.planner.occupancy import Occupancy, occupancy, splits_backward
 from titan_like.planner.pass_gradients import Keeping
 from titan_like.planner.profile import Profile
 from titan_like.planner.stage_memory import StageMemory, Usage
-from titan_like.planner.stages import Sharding, StageProgram, shard_rows, sharding_of, stages_of_rank
+from titan_like.planner.stages import Sharding, Source, StageProgram, shard_rows, sharding_of, stages_of_rank
+from titan_like.planner.trace import trace
 from titan_like.planner.trace.program import Parameter, Segment
 from titan_like.planner.workload import Workload, pipeline_of
-
 
 MEMORY_MARGIN = 0.1  # share of a GPU's memory that a prediction must leave free
 
@@ -79,9 +79,9 @@ def memory(work: Workload, profile: Profile) -> Memory:
     return Memory(ranks, max(rank.total for rank in ranks), profile.device.memory_bytes)
 
 
-def largest_memory(work: Workload, profile: Profile) -> float:
-    """The largest total of `memory`, found without computing every rank."""
-    ranks = step_memory(work, reduce_bytes=profile.gradient_bytes).values()
+def largest_memory(work: Workload, profile: Profile, source: Source = trace) -> float:
+    """The largest total of `memory`, found without computing every rank. ``source`` as in `stages_of`."""
+    ranks = step_memory(work, None, profile.gradient_bytes, source).values()
     return max([with_overhead(profile, *one).total for one in ranks])
 
 
@@ -100,17 +100,20 @@ class _RankMemory(NamedTuple):
     constant: tuple[int, int, int]  # bytes of master weights, of the optimizer, and of `ComputeCopies`
 
 
-def step_memory(work: Workload, ranks: Iterable[int] | None = None, reduce_bytes: int = 4) -> dict[int, StepMemory]:
+def step_memory(
+    work: Workload, ranks: Iterable[int] | None = None, reduce_bytes: int = 4, source: Source = trace
+) -> dict[int, StepMemory]:
     """Memory of some pipeline ranks, by default of those that may be the fullest.
 
     ``reduce_bytes``: of an element in `training.reduce_dtype`.
     """
-    return {rank: rank_memory(work, rank, reduce_bytes) for rank in (candidates(work) if ranks is None else ranks)}
+    chosen = candidates(work) if ranks is None else ranks
+    return {rank: rank_memory(work, rank, reduce_bytes, source) for rank in chosen}
 
 
-def rank_memory(work: Workload, rank: int, reduce_bytes: int = 4) -> StepMemory:
+def rank_memory(work: Workload, rank: int, reduce_bytes: int = 4, source: Source = trace) -> StepMemory:
     """The fullest moment of a step on one pipeline rank; arguments are those of `step_memory`."""
-    occupied, values, usages, (weights, optimizer, copies) = _parts(work, rank, sharding_of(work, reduce_bytes))
+    occupied, values, usages, (weights, optimizer, copies) = _parts(work, rank, sharding_of(work, reduce_bytes), source)
     totals = occupied.counts @ values
     fullest = int(totals.argmax())
     moment = occupied.counts[fullest] * values
@@ -132,10 +135,10 @@ def candidates(work: Workload) -> tuple[int, ...]:
     return pipeline_of(work).largest
 
 
-def _parts(work: Workload, rank: int, sharding: Sharding) -> _RankMemory:
+def _parts(work: Workload, rank: int, sharding: Sharding, source: Source) -> _RankMemory:
     splits = splits_backward(work.schedule, work.pipeline, work.compiled)
     occupied = occupancy(work.schedule, work.pipeline, work.virtual_stages, work.microbatches, rank, splits)
-    programs, keeping, shards = stages_of_rank(work, rank), _keeping(sharding), tuple(sharding.shards.items())
+    programs, keeping, shards = stages_of_rank(work, rank, source), _keeping(sharding), tuple(sharding.shards.items())
     values: list[float] = []
     usages: list[Usage] = []
     elements = state = copied = 0.0

@@ -157,7 +157,7 @@ Count = Annotated[int, Field(ge=1, le=1_000_000)]
 Whole = Annotated[int, Field(ge=0, le=1_000_000)]
 
 
-def as_traced(segment: Any, is_layer: bool) -> Sequence[Any]:  # noqa: ARG001 - other stacks ask
+def as_traced(segment: Any, is_layer: bool) -> Sequence[Any]:
     """The passes of a traced segment: what this trainer runs."""
     return segment.passes
 

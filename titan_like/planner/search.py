@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import heapq
 import itertools
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.models.registry import model_config
-from titan_like.parallel.schedules.tables import SCHEDULES, SPLIT_BACKWARD, stages_per_rank
+from titan_like.parallel.schedules.tables import SCHEDULES, SPLIT_BACKWARD
 from titan_like.planner.cost import Kernels, least_seconds
 from titan_like.planner.memory import MEMORY_MARGIN, largest_memory, usable_bytes
 from titan_like.planner.predict import checked_profile, profile_and_device
@@ -27,10 +26,12 @@ from titan_like.planner.profile import Profile
 from titan_like.planner.search_space import Space
 from titan_like.planner.stages import stages_of
 from titan_like.planner.step_time import StepTime, least_step_seconds, step_time, steps_of
+from titan_like.planner.trace import estimate
 from titan_like.planner.workload import BYTES, Workload
 from titan_like.train.environment import cluster_size
 
-_ROUNDING = 1 - 1e-9  # a bound and what it bounds are sums in different orders
+_ROUNDING = 0.997  # bounds come from estimates of larger microbatches, whose losses are up to 0.3 % of a step off
+_UNSURE = 1.15  # estimated memory, relative to a GPU's, above which a layout surely does not fit
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ class BestFirst:
         one = one._replace(global_batch_size=2, pipeline=min(2, group.pipeline))
         if one not in self._least:
             seconds, kept, kernels = 0.0, 0, Kernels.of(one)
-            for stage in stages_of(one):
+            for stage in stages_of(one, estimate):
                 kept += sum(segment.kept for segment in stage.layers)
                 for segment, is_layer, count in stage.counts:
                     seconds += count * least_seconds(segment, is_layer, stage.groups, kernels, self.profile)
@@ -198,10 +199,10 @@ class BestFirst:
             else:
                 # Sums of gradients, which differ between the ways of splitting, are left out.
                 work = self.space.member(group, *choice, *split)
-                self._push(least_step_seconds(work, self.profile, passes_alone=True), 1, (group, choice))
+                self._push(least_step_seconds(work, self.profile, True, estimate), 1, (group, choice))
 
     def _mean_work(self, work: Workload) -> float:
-        passes = steps_of(work, self.profile).stages
+        passes = steps_of(work, self.profile, estimate).stages
         return work.microbatches / work.pipeline * sum(one.F + one.B for one in passes)
 
     def _add_layouts(self, group: Workload, choice: tuple[str, int]) -> None:
@@ -212,7 +213,7 @@ class BestFirst:
             work = self.space.member(group, *choice, *split)
             if _cell(work) not in self.cells:
                 self.counts.computed += 1
-                bound = least_step_seconds(work, self.profile) * _ROUNDING
+                bound = least_step_seconds(work, self.profile, source=estimate) * _ROUNDING
                 heapq.heappush(self.heap, (bound, 2, _order(work), (work,)))
 
     def _done(self, group: Workload) -> bool:
@@ -224,7 +225,9 @@ class BestFirst:
         """If a layout fits and may be the first of its kind, find the time that it is ranked by."""
         if _cell(work) in self.cells:
             return
-        used = largest_memory(work, self.profile)
+        used = largest_memory(work, self.profile, estimate)
+        if used < _UNSURE * self.usable:
+            used = largest_memory(work, self.profile)
         if used > self.usable:
             self._remember(work, used)
             return

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from titan_like.parallel.split import units_of_layers
@@ -79,6 +79,45 @@ class StageProgram:
         return sum(self.elements_by_sharers.values())
 
 
+class RankKind(NamedTuple):
+    """Pipeline ranks with equal stages."""
+
+    kinds: tuple[int, ...]  # of their stages
+    last: int  # the last of these ranks
+    first_stage: int  # of that rank
+    elements: dict[str, int]  # of parameters before ZeRO shards them, by the mesh dimension over which it does
+
+
+class PipelineProgram:
+    """The stages of a pipeline, and which ranks have which. Runs with equal pipelines share the object."""
+
+    def __init__(self, stages: tuple[StageProgram, ...], ranks: tuple[int, ...]) -> None:
+        self.stages, self.ranks = stages, ranks
+        self.crosses = [one != other for one, other in pairwise(ranks)]  # whether a message crosses each boundary
+        # Kinds of stages: the program, and whether a message goes back and on.
+        found = list(zip(stages, [False, *self.crosses], [*self.crosses, False], strict=True))
+        self.kinds = list(dict.fromkeys(found))
+        self.kind_of = [self.kinds.index(one) for one in found]
+        of_rank: dict[int, list[int]] = {}
+        for stage, rank in enumerate(ranks):
+            of_rank.setdefault(rank, []).append(stage)
+        alike = {tuple(self.kind_of[stage] for stage in here): rank for rank, here in sorted(of_rank.items())}
+        self.rank_kinds = [
+            RankKind(kinds, rank, of_rank[rank][0], self._elements(kinds)) for kinds, rank in alike.items()
+        ]
+        self.fullest = max(self.rank_kinds, key=lambda one: sum(one.elements.values()))  # the most parameters
+        self.copied = 0  # elements of parameters that both ends hold, on different ranks
+        if ranks[0] != ranks[-1]:
+            first, last = ({p.name: p.elements for unit in stages[n].ends for p in unit.parameters} for n in (0, -1))
+            self.copied = sum(first[name] for name in first.keys() & last.keys())
+
+    def _elements(self, kinds: tuple[int, ...]) -> dict[str, int]:
+        found = Counter[str]()
+        for kind in kinds:
+            found.update(self.kinds[kind][0].elements_by_sharers)
+        return dict(found)
+
+
 class Sharding(NamedTuple):
     """How data parallelism keeps parameters, gradients and optimizer state."""
 
@@ -118,36 +157,55 @@ def shard_rows(rows: int, shards: int, rank: int = 0) -> int:
     return max(0, min(largest, rows - rank * largest))
 
 
-def stages_of_rank(work: Workload, rank: int) -> dict[int, StageProgram]:
+Source = Callable[[TraceKey], Program]
+"""`trace`, or `estimate`."""
+
+
+def stages_of_rank(work: Workload, rank: int, source: Source = trace) -> dict[int, StageProgram]:
     """The stages of a pipeline rank by their number."""
-    return {n: one for n, (one, owner) in enumerate(zip(stages_of(work), pipeline_of(work).ranks)) if owner == rank}
+    owners = zip(stages_of(work, source), pipeline_of(work).ranks, strict=True)
+    return {number: stage for number, (stage, owner) in enumerate(owners) if owner == rank}
 
 
-def stages_of(work: Workload) -> tuple[StageProgram, ...]:
+def stages_of(work: Workload, source: Source = trace) -> tuple[StageProgram, ...]:
     """All stages of a run's pipeline."""
-    every = 1 if work.recompute == "none" else work.recompute_every
-    return _stages(TraceKey.of(work), pipeline_of(work).stages, every)
+    return pipeline_program(work, source).stages
+
+
+def pipeline_program(work: Workload, source: Source = trace) -> PipelineProgram:
+    """The stages of a run's pipeline on their ranks."""
+    every, pipeline = 1 if work.recompute == "none" else work.recompute_every, pipeline_of(work)
+    return _pipeline_program(TraceKey.of(work), pipeline.stages, pipeline.ranks, every, source)
 
 
 @lru_cache(maxsize=65536)
-def _stages(key: TraceKey, stages: tuple[tuple[int, ...], ...], every: int) -> tuple[StageProgram, ...]:
+def _pipeline_program(
+    key: TraceKey, stages: tuple[tuple[int, ...], ...], ranks: tuple[int, ...], every: int, source: Source
+) -> PipelineProgram:
     before, last = accumulate(map(sum, stages), initial=0), len(stages) - 1
-    return tuple(
-        _stage_program(key, counts, layers % every, every, stage == 0, stage == last)
+    programs = (
+        _stage_program(key, counts, layers % every, every, stage == 0, stage == last, source)
         for stage, (counts, layers) in enumerate(zip(stages, before, strict=False))
     )
+    return PipelineProgram(tuple(programs), ranks)
 
 
 @lru_cache(maxsize=65536)
 def _stage_program(
-    key: TraceKey, counts: tuple[int, ...], before: int, every: int, is_first: bool, is_last: bool
+    key: TraceKey,
+    counts: tuple[int, ...],
+    before: int,
+    every: int,
+    is_first: bool,
+    is_last: bool,
+    source: Source,
 ) -> StageProgram:
     """A stage with so many layers of each kind, of which every n-th of the model is recomputed.
 
     ``before``: layers of earlier stages, modulo n.
     """
-    program = trace(key)
-    plain = program if every == 1 else trace(key._replace(recompute="none"))
+    program = source(key)
+    plain = program if every == 1 else source(key._replace(recompute="none"))
     kinds = [kind for kind, count in enumerate(counts) for _ in range(count)]
     layers = [(plain if (before + n) % every else program).layers[kind] for n, kind in enumerate(kinds)]
     segments = [*[program.entry] * is_first, program.inputs, *layers, *[program.head] * is_last]

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping
+from itertools import accumulate
 from typing import NamedTuple
 
 from titan_like.metrics.step_timeline import Phase, StepTimeline, simulated
 from titan_like.parallel.schedules.tables import Action
 from titan_like.planner.cost import Kernels, Times, segment_times
 from titan_like.planner.profile import Profile
-from titan_like.planner.stages import StageProgram, shard_groups, stages_of
+from titan_like.planner.stages import PipelineProgram, Source, StageProgram, pipeline_program, shard_groups
+from titan_like.planner.trace import trace
 from titan_like.planner.update_time import update_time
-from titan_like.planner.walk import least_span, span_of
-from titan_like.planner.workload import Workload, pipeline_of
+from titan_like.planner.walk import span_of
+from titan_like.planner.workload import Workload
 
 
 class StepTime(NamedTuple):
@@ -51,31 +52,40 @@ class StagePasses(NamedTuple):
 class Steps(NamedTuple):
     """A step's passes and what follows them."""
 
-    stages: tuple[StagePasses, ...]
-    ranks: tuple[int, ...]  # of each stage
-    busiest: int  # the rank whose passes take longest
+    pipeline: PipelineProgram
+    kinds: list[StagePasses]  # of each kind of stages
+    busiest: tuple[int, ...]  # kinds of the stages of the rank whose passes take longest
     transfer: float  # seconds of a message during which its sender and its receiver may compute
     data: float  # after the passes
     update: float
     link: float  # time that a rank's messages keep its link busy
 
+    @property
+    def stages(self) -> list[StagePasses]:
+        """The passes of all stages."""
+        return [self.kinds[kind] for kind in self.pipeline.kind_of]
+
+    @property
+    def here(self) -> list[StagePasses]:
+        """Those of the busiest rank."""
+        return [self.kinds[kind] for kind in self.busiest]
+
 
 def step_time(work: Workload, profile: Profile) -> StepTime:
     """Predict a step by following every pass."""
     steps = steps_of(work, profile)
-    return _added_up(work, profile, steps, _span(work, steps, span_of))
+    return _added_up(work, profile, steps, _span(work, steps))
 
 
-def least_step_seconds(work: Workload, profile: Profile, passes_alone: bool = False) -> float:
+def least_step_seconds(work: Workload, profile: Profile, passes_alone: bool = False, source: Source = trace) -> float:
     """A lower bound on the total of `step_time`, which takes a fraction of its time.
 
-    ``passes_alone``: without what follows the passes.
+    ``passes_alone``: without what follows the passes. ``source`` as in `stages_of`.
     """
-    steps = steps_of(work, profile)
+    steps = steps_of(work, profile, source)
     if passes_alone:
         steps = steps._replace(data=0.0, update=0.0, link=0.0)
-    span = least_span(steps.ranks, work.microbatches, _durations(steps.stages), steps.transfer)
-    return _added_up(work, profile, steps, span).total
+    return _added_up(work, profile, steps, _least_span(work, steps)).total
 
 
 def host_and_device_seconds(work: Workload, profile: Profile) -> tuple[float, float]:
@@ -84,9 +94,8 @@ def host_and_device_seconds(work: Workload, profile: Profile) -> tuple[float, fl
     A run is bound by the host if the first exceeds the second.
     """
     steps = steps_of(work, profile)
-    here = _here(steps, steps.busiest)
-    device = sum(one.compute + one.recompute + one.tensor for one in here)
-    return work.microbatches * sum(one.host for one in here), work.microbatches * device + steps.update
+    device = sum(one.compute + one.recompute + one.tensor for one in steps.here)
+    return work.microbatches * sum(one.host for one in steps.here), work.microbatches * device + steps.update
 
 
 def timeline(work: Workload, profile: Profile) -> StepTimeline:
@@ -96,9 +105,10 @@ def timeline(work: Workload, profile: Profile) -> StepTimeline:
         ValueError: the schedule cannot run with this many microbatches.
     """
     steps = steps_of(work, profile)
+    passes = steps.stages
 
     def duration(action: Action) -> float:
-        return getattr(steps.stages[action.stage], action.kind)
+        return getattr(passes[action.stage], action.kind)
 
     shape = work.schedule, work.pipeline, work.virtual_stages, work.microbatches
     step = simulated(*shape, duration, steps.transfer)
@@ -113,59 +123,59 @@ def timeline(work: Workload, profile: Profile) -> StepTimeline:
     return step
 
 
-def steps_of(work: Workload, profile: Profile) -> Steps:
+def steps_of(work: Workload, profile: Profile, source: Source = trace) -> Steps:
     """The times of all passes, and of what follows them."""
-    stages, ranks = stages_of(work), pipeline_of(work).ranks
-    # Messages across each boundary: before the first stage, between neighbours, and after the last.
-    crossings = [0, *(int(one != other) for one, other in pairwise(ranks)), 0]
-    message = message_time(work, profile, stages[0].message) if work.pipeline > 1 else 0.0
-    known: dict[tuple[StageProgram, int, int], StagePasses] = {}
-    passes = []
-    for key in zip(stages, crossings, crossings[1:], strict=False):
-        if key not in known:
-            known[key] = _stage_passes(work, profile, message * profile.message_exposed, *key)
-        passes.append(known[key])
-    busy, last = [0.0] * work.pipeline, [0.0] * work.pipeline
-    elements: list[dict[str, int]] = [{} for _ in range(work.pipeline)]
-    for one, stage, rank in zip(passes, stages, ranks, strict=True):
-        busy[rank] += one.F + one.B
-        last[rank] += one.B - one.messages - one.gathered
-        for sharers, size in stage.elements_by_sharers.items():
-            elements[rank][sharers] = elements[rank].get(sharers, 0) + size
-    fullest = max(range(work.pipeline), key=lambda rank: sum(elements[rank].values()))
-    data = _after_backward(work, profile, elements[fullest], last[fullest], passes)
-    data += _sums_of_copies(work, profile, stages, ranks)
-    return Steps(
-        tuple(passes),
-        ranks,
-        max(range(work.pipeline), key=busy.__getitem__),
-        message * (1 - profile.message_exposed),
-        data,
-        update_time(work, profile, elements[fullest]),
-        2 * work.microbatches * len(stages) / work.pipeline * message,
-    )
+    pipeline, p = pipeline_program(work, source), work.pipeline
+    num_stages = len(pipeline.stages)
+    message = message_time(work, profile, pipeline.stages[0].message) if p > 1 else 0.0
+    waits, besides = message * profile.message_exposed, microbatch_overhead(profile, num_stages // p) * p / num_stages
+    kinds = [_stage_passes(work, profile, waits, besides, *kind) for kind in pipeline.kinds]
+    busy = [(sum([kinds[n].F + kinds[n].B for n in one.kinds]), one.kinds) for one in pipeline.rank_kinds]
+    fullest = pipeline.fullest
+    backward = sum([kinds[n].B - kinds[n].messages - kinds[n].gathered for n in fullest.kinds])
+    forward = sum([kinds[n].F for n in fullest.kinds])
+    data = _after_backward(work, profile, fullest.elements, forward, backward)
+    if pipeline.copied:  # tables that both ends hold, whose gradients are summed
+        stride = work.tensor * work.data_parallel * work.context
+        data += profile.links.message(pipeline.copied * profile.gradient_bytes, stride)
+    update = update_time(work, profile, fullest.elements)
+    transfer, link = message * (1 - profile.message_exposed), 2 * work.microbatches * num_stages / p * message
+    return Steps(pipeline, kinds, max(busy)[1], transfer, data, update, link)
 
 
-def _durations(stages: Sequence[StagePasses]) -> list[float]:
-    return [seconds for one in stages for seconds in one[:4]]
-
-
-def _span(work: Workload, steps: Steps, walk: Callable[..., float]) -> float:
+def _span(work: Workload, steps: Steps) -> float:
+    """Seconds from the first pass to the last, over the trainer's own schedule table."""
     if work.pipeline == 1:
-        (one,) = steps.stages
-        return work.microbatches * (one.F + one.B)
+        return work.microbatches * sum(one.F + one.B for one in steps.here)
+    durations = [seconds for one in steps.stages for seconds in one[:4]]
     shape = work.schedule, work.pipeline, work.virtual_stages, work.microbatches
-    return walk(*shape, _durations(steps.stages), steps.transfer)
+    return span_of(*shape, durations, steps.transfer)
 
 
-def _here(steps: Steps, rank: int) -> list[StagePasses]:
-    return [one for one, owner in zip(steps.stages, steps.ranks, strict=True) if owner == rank]
+def _least_span(work: Workload, steps: Steps) -> float:
+    """A lower bound on `_span`, whatever the schedule is.
+
+    A rank starts when the first microbatch has come to its first stage, computes all passes of its stages, and after
+    the last one that other ranks need, a microbatch goes back to the first stage. Exact for equal stages under 1F1B and
+    GPipe, and for interleaved stages. Of ranks with equal stages, the last one waits longest.
+    """
+    pipeline, kinds, m = steps.pipeline, steps.kinds, work.microbatches
+    sent = [steps.transfer * crosses for crosses in pipeline.crosses]
+    # Until a microbatch is there, and from its backward pass until the end.
+    there = [0.0, *accumulate([kinds[kind].F + one for kind, one in zip(pipeline.kind_of, sent, strict=False)])]
+    back = [0.0, *accumulate([kinds[kind].I + one for kind, one in zip(pipeline.kind_of, sent, strict=False)])]
+    most = 0.0
+    for here, _, first, _ in pipeline.rank_kinds:
+        busy = sum([kinds[kind].F + kinds[kind].B for kind in here])
+        needed = sum([kinds[kind].F + kinds[kind].I for kind in here])
+        most = max(most, there[first] + max(m * busy, m * needed + back[first]))
+    return most
 
 
 def _added_up(work: Workload, profile: Profile, steps: Steps, span: float) -> StepTime:
     """The busiest rank's work, by what takes it. Where ranks share cores it is their mean work that counts."""
     waits = waiting_share(work, profile)
-    here = steps.stages if waits < 1 else _here(steps, steps.busiest)
+    here = steps.stages if waits < 1 else steps.here
     m = work.microbatches / (work.pipeline if waits < 1 else 1)
     mine, parts = m * sum(one.F + one.B for one in here), list(zip(*here, strict=True))[4:9]
     compute, recompute, tensor, messages, gathered = (m * sum(part) for part in parts)
@@ -217,17 +227,25 @@ def host_and_device(host: float, device: float, profile: Profile) -> float:
 
 
 def _stage_passes(
-    work: Workload, profile: Profile, message: float, stage: StageProgram, back: int, on: int
+    work: Workload,
+    profile: Profile,
+    message: float,
+    besides: float,
+    stage: StageProgram,
+    back: bool,
+    on: bool,
 ) -> StagePasses:
-    """The passes of a stage that sends ``on`` messages on and ``back`` back, for each of which it waits ``message``."""
-    key = stage, Kernels.of(work), work.tensor > 1
+    """The passes of a stage.
+
+    ``message``: seconds that it waits for each that it sends ``back`` and ``on``. ``besides``: what a microbatch costs
+    it besides its passes, a third of which belongs to the forward pass.
+    """
+    key = stage, work.dtype, work.compiled, work.expert_load, work.tensor > 1
     if key not in profile.seconds:
         profile.seconds[key] = _stage_times(stage, Kernels.of(work), work.tensor > 1, profile)
     forward, backward, weights = profile.seconds[key]
     # Gradients are added to those of earlier microbatches.
     summed = work.accumulates * stage.elements * profile.accumulation_bytes / profile.memory_rate
-    # A third of what a microbatch costs a rank besides its passes, which its stages share, belongs to the forward pass.
-    besides = microbatch_overhead(work, profile) / stages_here(work)
     first = host_and_device(forward.host, forward.device, profile) + besides / 3
     deferred = host_and_device(weights.host, weights.device, profile)
     second = host_and_device(backward.host, backward.device + summed, profile) + deferred + 2 * besides / 3
@@ -264,17 +282,12 @@ def _stage_times(stage: StageProgram, kernels: Kernels, is_split: bool, profile:
     return found[0], found[1], found[2]
 
 
-def stages_here(work: Workload) -> int:
-    """Stages of each pipeline rank."""
-    return len(pipeline_of(work).ranks) // work.pipeline
-
-
-def microbatch_overhead(work: Workload, profile: Profile) -> float:
-    """Seconds that a microbatch costs a rank besides its passes.
+def microbatch_overhead(profile: Profile, stages: int) -> float:
+    """Seconds that a microbatch costs a rank with so many stages besides its passes.
 
     The host waits for the messages of each further stage on the rank, as far as they do not overlap with computation.
     """
-    return profile.microbatch_time * (1 + (stages_here(work) - 1) * profile.message_exposed)
+    return profile.microbatch_time * (1 + (stages - 1) * profile.message_exposed)
 
 
 # --- Data parallelism -------------------------------------------------------------------------------------------------
@@ -306,8 +319,8 @@ def _after_backward(
     work: Workload,
     profile: Profile,
     elements: Mapping[str, int],
+    forward: float,
     backward: float,
-    passes: Sequence[StagePasses],
 ) -> float:
     """Seconds of the data-parallel sums that the last backward pass of a rank with these parameters does not hide."""
     links, zero, replicas = profile.links, work.zero_stage, work.replicate
@@ -329,18 +342,5 @@ def _after_backward(
     if zero == 2:  # gradients are reduced and scattered after every microbatch
         reduced, hidden = reduced * work.microbatches, hidden * work.microbatches
     if zero and profile.gather_hidden:
-        forward = sum(one.F for one in passes) / work.pipeline
         return exposed(gathered, profile.overlap * forward, profile) + exposed(reduced, hidden, profile)
     return exposed(reduced + gathered, hidden, profile)
-
-
-def _sums_of_copies(work: Workload, profile: Profile, stages: Sequence[StageProgram], ranks: Sequence[int]) -> float:
-    """Seconds to sum the gradients of tables that both ends of a pipeline hold."""
-    if ranks[0] == ranks[-1]:
-        return 0.0
-    first, last = (
-        {p.name: p.elements for unit in stage.ends for p in unit.parameters} for stage in (stages[0], stages[-1])
-    )
-    shared = sum(first[name] for name in first.keys() & last.keys())
-    stride = work.tensor * work.data_parallel * work.context
-    return profile.links.message(shared * profile.gradient_bytes, stride) if shared else 0.0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
-from operator import add
 
 from titan_like.parallel.schedules.tables import schedule_table, stage_ranks
 
@@ -41,27 +39,6 @@ def span_of(
             busy[rank] += durations[4 * stage] + durations[4 * stage + 1]
         seconds += rounds * max(round_, pipeline * max(busy))
     return seconds
-
-
-def least_span(ranks: Sequence[int], microbatches: int, durations: Sequence[float], transfer: float) -> float:
-    """A lower bound on `span_of`, whatever the schedule is.
-
-    A rank starts when the first microbatch has come to its first stage, computes all passes of its stages, and after
-    the last one that other ranks need, a microbatch goes back to the first stage. Exact for equal stages under 1F1B and
-    GPipe, and for interleaved stages without messages.
-    """
-    forward, inputs = durations[::4], durations[2::4]
-    sent = [transfer * (one != other) for one, other in zip(ranks, [*ranks[1:], ranks[-1]], strict=True)]
-    # Until a microbatch is there, and from its backward pass until the end.
-    there = list(accumulate(map(add, forward, sent), initial=0.0))
-    back = list(accumulate(map(add, inputs, sent), initial=0.0))
-    starts, ends, busy, needed = {}, {}, dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 0.0)
-    for stage, rank in enumerate(ranks):
-        starts.setdefault(rank, there[stage])
-        ends.setdefault(rank, back[stage])
-        busy[rank] += forward[stage] + durations[4 * stage + 1]
-        needed[rank] += forward[stage] + inputs[stage]
-    return max(starts[rank] + max(microbatches * busy[rank], microbatches * needed[rank] + ends[rank]) for rank in busy)
 
 
 Program = list[tuple[int, int, int]]

@@ -22,8 +22,8 @@ from titan_like.parallel.apply import build_parallel_model, run_batches
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.mesh import build_mesh
 from titan_like.planner.dry_run import built_optimizer, built_state
-from titan_like.planner.trace.fake import fake_process_group
 from titan_like.planner.predict import workload_of
+from titan_like.planner.trace.fake import fake_process_group
 from titan_like.planner.trace.key import TraceKey
 from titan_like.planner.trace.program import Collective, Segment
 from titan_like.planner.trace.recorder import Recorder

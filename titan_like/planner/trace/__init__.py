@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
+from titan_like.planner.trace.grown import grown
 from titan_like.planner.trace.key import TraceKey, default_folder, load, save
 from titan_like.planner.trace.program import Program
 
@@ -27,3 +28,12 @@ def trace(key: TraceKey, folder: Path | None = None) -> Program:
         program = run_trace(key)
         save(key, program, where)
     return program
+
+
+@lru_cache(maxsize=4096)
+def estimate(key: TraceKey) -> Program:
+    """About what `trace` gives, from the programs of microbatches of one sample and of two."""
+    if key.micro_batch_size <= 2:
+        return trace(key)
+    one, two = (trace(key._replace(micro_batch_size=samples)) for samples in (1, 2))
+    return grown(one, two, key.micro_batch_size)
