@@ -9,51 +9,50 @@ from titan_like.config import ConfigError, load_config
 from titan_like.config.load import edit
 from titan_like.config.paths import to_toml
 from titan_like.planner.auto import choose_layout, with_chosen_layout
-from titan_like.planner.dry_run import dry_run
 from titan_like.planner.predict import predict
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 
-BIG = ["--model.flavor=18b", "--training.steps=3", "--training.seq_len=2048", "--training.global_batch_size=1024",
+BIG = ["--model.flavor=1.7b", "--training.steps=3", "--training.seq_len=2048", "--training.global_batch_size=256",
        "--training.dtype=bfloat16"]  # fmt: skip
 AUTO = [*BIG, "--parallelism.auto=true"]
 
 
-@pytest.mark.parametrize("world", [16, 64, 768])
+@pytest.mark.parametrize("world", [16, 24])
 def test_choice_fits_any_number_of_processes_and_keeps_the_batch(world):
     config, told = choose_layout(load_config(AUTO), world, "NVIDIA A100-SXM4-80GB", 8)
     layout = resolve_settings(config, world).layout
     assert layout.num_processes == world
     assert not config.parallelism.auto
-    assert config.training.global_batch_size == 1024
+    assert config.training.global_batch_size == 256
     assert config.cluster.gpu is None, "what was found is no setting"
     assert "\n" not in told
     assert "layout chosen: " in told and "GiB on A100-80GB" in told
 
 
 def test_choice_is_the_search_s_and_the_same_again(tmp_path):
-    config, _ = choose_layout(load_config(AUTO), 64, "A100", 8)
-    assert choose_layout(load_config(AUTO), 64, "A100", 8)[0] == config
+    config, _ = choose_layout(load_config(AUTO), 16, "A100", 8)
+    assert choose_layout(load_config(AUTO), 16, "A100", 8)[0] == config
     target = tmp_path / "best.toml"
-    done = plan("search", *BIG, "--cluster.gpu=A100", "--cluster.gpus_per_node=8", "--gpus", 64, "--out", target)
+    done = plan("search", *BIG, "--cluster.gpu=A100", "--cluster.gpus_per_node=8", "--gpus", 16, "--out", target)
     assert done.returncode == 0, done.stderr
     written = load_config(["--job.config_file", str(target)])
     assert written.parallelism.model_dump(exclude={"auto"}) == config.parallelism.model_dump(exclude={"auto"})
     assert written.activation_checkpoint == config.activation_checkpoint
     assert written.training == config.training
-    assert written.cluster.nodes == 8
+    assert written.cluster.nodes == 2
 
 
 def test_prediction_is_of_the_chosen_layout():
-    cluster = ["--cluster.gpu=A100", "--cluster.gpus_per_node=8", "--cluster.nodes=8"]
-    chosen, _ = choose_layout(load_config(AUTO), 64, "A100", 8)
-    cluster_of_chosen = edit(chosen, {"cluster.gpu": "A100", "cluster.gpus_per_node": 8, "cluster.nodes": 8})
+    cluster = ["--cluster.gpu=A100", "--cluster.gpus_per_node=8", "--cluster.nodes=2"]
+    chosen, _ = choose_layout(load_config(AUTO), 16, "A100", 8)
+    cluster_of_chosen = edit(chosen, {"cluster.gpu": "A100", "cluster.gpus_per_node": 8, "cluster.nodes": 2})
     assert predict(load_config([*AUTO, *cluster])).time == predict(cluster_of_chosen).time
 
 
 def test_what_is_set_stays():
     kept = ["--parallelism.tensor_parallel_degree=2", "--parallelism.zero_stage=1", "--activation_checkpoint.mode=full"]
-    config, _ = choose_layout(load_config([*AUTO, *kept, "--training.micro_batch_size=1"]), 64, "A100", 8)
+    config, _ = choose_layout(load_config([*AUTO, *kept, "--training.micro_batch_size=1"]), 16, "A100", 8)
     assert config.parallelism.tensor_parallel_degree == 2
     assert config.parallelism.zero_stage == 1
     assert config.activation_checkpoint.mode == "full"
@@ -72,7 +71,7 @@ def test_named_gpu_comes_before_the_one_found():
 )
 def test_nothing_to_plan_for_is_one_sentence(gpu, per_node, named):
     with pytest.raises(ConfigError, match=named):
-        choose_layout(load_config(AUTO), 64, gpu, per_node)
+        choose_layout(load_config(AUTO), 16, gpu, per_node)
 
 
 def test_every_process_of_a_run_gets_the_layout_and_one_tells_it(tmp_path, monkeypatch, capsys):
@@ -97,6 +96,8 @@ def test_dry_run_and_predict_take_the_chosen_layout(capsys):
     small = ["--parallelism.auto=true", "--parallelism.tensor_parallel_degree=2", "--training.global_batch_size=2"]
     no_data = ["--data.dataset=text", "--data.paths=/nowhere/*.txt"]
     chosen, _ = choose_layout(load_config([*small, *cluster]), 4, None, None)
+    from titan_like.planner.dry_run import dry_run
+
     run = dry_run(load_config([*small, *cluster, *no_data, "--job.dry_run=true"]))
     assert chosen.parallelism.tensor_parallel_degree == 2
     assert run.mesh["tp"][1] == chosen.parallelism.tensor_parallel_degree

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from titan_like.planner.step_memory import largest_bytes, rank_memory, step_memory
 
 from benchmarks.trace_memory import settings_of
 from titan_like.config.load import load_config
@@ -22,7 +23,6 @@ from titan_like.parallel.schedules.tables import SCHEDULES, schedule_table, stag
 from titan_like.planner import trace as traces
 from titan_like.planner.occupancy import occupancy
 from titan_like.planner.predict import workload_of
-from titan_like.planner.step_memory import largest_bytes, rank_memory, step_memory
 from titan_like.planner.trace import run, trace
 from titan_like.planner.trace.key import TraceKey
 from titan_like.planner.trace.program import Moment, Program, fullest
