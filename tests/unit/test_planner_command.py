@@ -12,6 +12,7 @@ import pytest
 
 from titan_like.commands.plan import COMMANDS, main
 from titan_like.config import ConfigError, load_config
+from titan_like.models.registry import model_config
 from titan_like.planner.commands import calibrate
 from titan_like.planner.predict import predict
 from titan_like.planner.profile import load_profile
@@ -62,14 +63,15 @@ def test_what_does_not_fit_ends_with_1():
 
 def test_search_tells_why_others_lose_and_what_the_run_costs(tmp_path):
     target = tmp_path / "found.json"
-    words = ["--params", "2e9", "--gpus", "8", "--top", "4", "--parallelism.zero_stage", "1", "--json", target]
-    words += ["--training.global_batch_size", "64", "--training.seq_len", "1024", "--tokens", "1e11", "--price", "2"]
+    words = ["--params", "6e9", "--gpus", "8", "--top", "3", "--parallelism.zero_stage", "1", "--json", target]
+    words += ["--training.global_batch_size", "8", "--training.seq_len", "1024", "--tokens", "1e11", "--price", "2"]
+    words += ["--parallelism.pipeline_parallel_degree", "1", "--out", tmp_path / "best.toml"]
     done = plan("search", "--job.config_file", "train_configs/gpt_7.5b.toml", *words)
     assert done.returncode == 0, done.stderr
     found = json.loads(target.read_text())["search"]
     assert found["gpus"] == 8
     assert found["valid"] > found["too_large"] > 0
-    assert len(found["ranked"]) == 4
+    assert len(found["ranked"]) == 3
     best, *others = found["ranked"]
     for one in others:
         assert one["settings"]["parallelism.zero_stage"] == 1, "the command line's settings stay"
@@ -78,11 +80,13 @@ def test_search_tells_why_others_lose_and_what_the_run_costs(tmp_path):
         assert seconds == pytest.approx(one["step_seconds"][lost] - best["step_seconds"][lost])
         assert one["why"] in done.stdout
     assert "valid layouts on 8 GPUs" in done.stdout
-    assert re.match(r"(1.9[0-9]*|2|2.0[0-9]*) billion parameters", done.stdout)
-    steps = 1e11 / (64 * 1024)
+    assert re.match(r"(5.9[0-9]*|6|6.0[0-9]*) billion parameters", done.stdout)
+    steps = 1e11 / (8 * 1024)
     assert found["days"] == pytest.approx(steps * best["step_seconds"]["total"] / 86400)
     assert found["gpu_hours"] == pytest.approx(8 * 24 * found["days"]) == found["cost"] / 2
     assert "100 billion tokens in" in done.stdout
+    written = model_config(load_config(["--job.config_file", str(tmp_path / "best.toml")]).model)
+    assert written.num_parameters() == pytest.approx(6e9, rel=0.02)
 
 
 def test_duration_of_the_paper_s_trillion_parameter_run(tmp_path):

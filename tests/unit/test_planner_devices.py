@@ -175,7 +175,9 @@ def test_training_prints_the_line_once(tmp_path, capfd):
     with process_group(torch.device("cpu")):
         run = prepare_run(resolve_settings(config))
         Trainer(run, step_forecast(run)).train()
-    told = [line for line in capfd.readouterr().out.splitlines() if " predicted, " in line]
+    out = capfd.readouterr().out
+    told = [line for line in out.splitlines() if " predicted, " in line]
+    assert told, out
     assert len(told) == 1
     assert told[0].startswith(f" steps {WARM_UP + 1} to {WARM_UP + MEASURED}: ")
     assert f"{predict(config).time.total:.4g} s predicted" in told[0]

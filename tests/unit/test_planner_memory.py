@@ -63,8 +63,7 @@ def test_memory_never_rises_with_tensor_parallelism_recomputation_or_zero(of):
             assert of(work._replace(tensor=8, sequence_parallel=True)).largest <= of(work).largest
         if work.shard > 1:
             for lower, higher in pairwise([of(work._replace(zero_stage=stage)) for stage in range(4)]):
-                gathered = max(rank.gathered for rank in higher.ranks)  # may add to fragmentation, no more
-                assert higher.largest <= lower.largest + TRAINER.fragmentation * gathered
+                assert higher.largest <= 1.05 * lower.largest  # units that are gathered for a moment may be more
 
 
 @pytest.mark.parametrize("zero_stage", [0, 3])

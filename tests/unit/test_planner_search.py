@@ -17,7 +17,7 @@ from titan_like.planner.profile import load_profile
 from titan_like.planner.search import MEMORY_MARGIN, search
 from titan_like.planner.search_space import SEARCHED, Space, divisors, layout_of
 from titan_like.planner.shape import shape_of
-from titan_like.planner.step_time import step_time
+from titan_like.planner.step_time import least_step_seconds, step_time
 from titan_like.train.rules import check_rules
 
 NONE_FIT_WHOLE = [

@@ -14,6 +14,7 @@ from math import ceil, inf, sqrt
 from typing import Any, NamedTuple
 
 from titan_like.config import ConfigError, JobConfig
+from titan_like.config.errors import require
 from titan_like.config.load import edit, parse_overrides
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import model_config
@@ -86,39 +87,31 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     """
     config, profile, show = loaded(settings), chosen_profile(options), Progress()
     fixed = frozenset(parse_overrides(settings)) & {*SEARCHED, STAGE_SIZES}
-    tokens, family = tokens_of(options, config), config.model.family
-    per_node = gpus_per_node(config, profile)
-    on = f"{per_node} × {profile_and_device(config, profile)[1].name}"
-    batch = f"sequences of {config.training.seq_len}, batches of {config.training.global_batch_size}"
-    lines = [f"largest {family} model, {batch}"]
-    result: dict[str, Any] = {"tokens": tokens, "largest": []}
+    tokens, per_node = tokens_of(options, config), config.cluster.gpus_per_node
+    if per_node is None:
+        known = profile is not None or config.cluster.profile is not None
+        require(known, "cluster.gpus_per_node", None, "say how many GPUs a node has")
+        per_node = profile_and_device(config, profile)[0].gpus_per_node
+        config = edit(config, {"cluster.gpus_per_node": per_node})
+    on, training = f"{per_node} × {profile_and_device(config, profile)[1].name}", config.training
+    batch = f"sequences of {training.seq_len}, batches of {training.global_batch_size}"
+    lines, largest = [f"largest {config.model.family} model, {batch}"], []
 
-    def tell(found: Capacity | None, what: str) -> dict[str, Any] | None:
-        lines.append(f"  {what}: {sized(found.model)}" if found else f"  {what}")
-        lines.extend(f"    {line}" for line in (layout_of(found, tokens, options.price) if found else ()))
-        return as_dict(found, tokens, options.price) if found else None
+    def tell(found: Capacity | None, otherwise: str) -> dict[str, Any] | None:
+        if found is None:
+            lines.append(f"  {otherwise}")
+            return None
+        lines.append(f"  {found.nodes} × {on}: {sized(found.model)}")
+        lines.extend(f"    {line}" for line in described_run(found.forecast, tokens, options.price))
+        return as_dict(found) | days_of(found.forecast, tokens, options.price)
 
     for nodes in dict.fromkeys((1, config.cluster.nodes or 1)):
-        found = largest_model(config, profile, nodes, fixed, show)
-        told = tell(found, f"{nodes} × {on}" + ("" if found else ": none fits"))
-        result["largest"] += [told] if told else []
+        told = tell(largest_model(config, profile, nodes, fixed, show), f"{nodes} × {on}: none fits")
+        largest += [told] if told else []
     lines.append(f"fewest nodes for {config.model.flavor}")
-    fewest = fewest_nodes(config, profile, fixed, show)
-    result["fewest"] = tell(fewest, f"{fewest.nodes} × {on}" if fewest else "fits on no number of nodes")
+    fewest = tell(fewest_nodes(config, profile, fixed, show), "fits on no number of nodes")
+    result = {"tokens": tokens, "largest": largest} | ({"fewest": fewest} if fewest else {})
     return Outcome("\n".join(lines), {"capacity": result}, int(fewest is None))
-
-
-def gpus_per_node(config: JobConfig, profile: Profile | None) -> int:
-    """GPUs of a node, from the run or a profile that it names.
-
-    Raises:
-        ConfigError: neither says it.
-    """
-    if config.cluster.gpus_per_node is not None:
-        return config.cluster.gpus_per_node
-    if profile is None and config.cluster.profile is None:
-        raise ConfigError("cluster.gpus_per_node", None, "say how many GPUs a node has")
-    return profile_and_device(config, profile)[0].gpus_per_node
 
 
 def largest_model(
@@ -129,7 +122,7 @@ def largest_model(
     Raises:
         ConfigError: no layout is valid for the run, whatever the memory.
     """
-    gpus = nodes * gpus_per_node(config, profile)
+    gpus = nodes * (config.cluster.gpus_per_node or 1)
 
     def of_size(parameters: float) -> JobConfig:
         return edit(config, {"model.overrides": shape_of(config.model, parameters, config.training.seq_len).overrides})
@@ -156,7 +149,7 @@ def fewest_nodes(config: JobConfig, profile: Profile | None, fixed: frozenset[st
     Raises:
         ConfigError: no layout on any number of nodes is valid for the run.
     """
-    model, per_node = model_config(config.model), gpus_per_node(config, profile)
+    model, per_node = model_config(config.model), config.cluster.gpus_per_node or 1
     stack, device = profile_and_device(config, profile)
     room = usable_bytes(device) - stack.overhead_bytes
     least = model.num_parameters() * _LEAST_STATE / room / per_node if room > 0 else inf
@@ -196,31 +189,25 @@ def fits(config: JobConfig, profile: Profile | None, gpus: int, fixed: frozenset
 def fastest(config: JobConfig, profile: Profile | None, nodes: int, fixed: frozenset[str]) -> Capacity:
     """The fastest layout in which a model fits, of the schedules and splits that decide whether it does."""
     plain = {key: value for key, value in _LEAST_MEMORY.items() if key not in fixed and key not in _CHOSEN}
-    gpus = nodes * gpus_per_node(config, profile)
+    gpus = nodes * (config.cluster.gpus_per_node or 1)
     found = search(edit(config, plain), gpus, profile, fixed | plain.keys(), kinds=1)
     return Capacity(nodes, found.config, forecast(found.best.work, found.profile))
 
 
-def layout_of(found: Capacity, tokens: float | None, price: float | None) -> list[str]:
+def described_run(ahead: Forecast, tokens: float | None, price: float | None) -> list[str]:
     """A model's layout and speed in words."""
-    ahead, memory, rates = found.forecast, found.forecast.memory, found.forecast.rates
+    memory, rates = ahead.memory, ahead.rates
+    rate = f"{rates.tokens_per_second:,.0f} tokens/s, {per_gpu(rates.tflops_per_device)} per GPU"
     return [
         f"{described(ahead.work)}: {memory.largest / 2**30:.1f} of {memory.capacity / 2**30:.0f} GiB",
-        f"{rates.tokens_per_second:,.0f} tokens/s, {per_gpu(rates.tflops_per_device)} per GPU (profile "
-        f"{ahead.profile.name})" + as_days(ahead, tokens, price),
+        f"{rate} (profile {ahead.profile.name}){as_days(ahead, tokens, price)}",
     ]
 
 
-def as_dict(found: Capacity, tokens: float | None, price: float | None) -> dict[str, Any]:
+def as_dict(found: Capacity) -> dict[str, Any]:
     """A result for JSON."""
     model, work = found.model, found.forecast.work
-    return {
-        "nodes": found.nodes,
-        "parameters": model.num_parameters(),
-        "layers": model.num_layers,
-        "width": model.hidden_size,
-        "heads": model.num_attention_heads,
-        **{name: getattr(work, name) for name in SEARCHED.values()},
-        **days_of(found.forecast, tokens, price),
-        "predict": found.forecast.as_dict(),
-    }
+    shape = {"layers": model.num_layers, "width": model.hidden_size, "heads": model.num_attention_heads}
+    layout = {name: getattr(work, name) for name in SEARCHED.values()}
+    size = {"nodes": found.nodes, "parameters": model.num_parameters()}
+    return size | shape | layout | {"predict": found.forecast.as_dict()}

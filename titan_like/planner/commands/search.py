@@ -102,8 +102,8 @@ def summary(found: Found) -> list[str]:
         f"{found.profile.device.memory_bytes / 2**30:.0f} GiB; profile {found.profile.name} on "
         f"{found.profile.device.name}",
         f"fastest of {counts.valid:,} valid layouts on {gpus(found.space.num_gpus)}; {counts.too_large:,} of them are "
-        f"known not to fit ({100 * MEMORY_MARGIN:.0f} % of the memory is kept free), and closed forms show that the "
-        f"others are slower{_of_slices(found)}",
+        f"known not to fit ({100 * MEMORY_MARGIN:.0f} % of the memory is kept free), and bounds show that the others "
+        f"are slower{_of_slices(found)}",
     ]
 
 
