@@ -1,7 +1,7 @@
 """Fit the shipped profiles to a file of measured rows, and report how well each predicts rows left out of the fit.
 
     python benchmarks/fit_profiles.py --points FILE.csv [--only NAME] [--write]
-    python benchmarks/fit_profiles.py --points benchmarks/results/titan_h100_rows.json --write
+    python benchmarks/fit_profiles.py --points benchmarks/results/titan_rows.json --write
 
 It fits the profiles for which the file has rows. The second command fits this project's own; a JSON file that
 `peers.py` writes does too. Rows of arXiv 2104.04473, Table 1, are refused because they are the test set.
@@ -60,6 +60,9 @@ def main() -> int:
             description=recipe.description,
             groups=recipe.covered or recipe.studies + recipe.also,
             fitted_on=tuple(_described(chosen)),
+            fitted_gpus=tuple(sorted({row.adapted(start).device.name for row in chosen})),
+            most_gpus=max(row.gpus for row in chosen),
+            fitted_experts=any(row.work.expert > 1 for row in chosen),
             error_median=float(np.median(held)),
             error_p90=float(np.quantile(held, 0.9)),
             judged=judgement(predictions, len(left_out)),

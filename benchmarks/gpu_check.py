@@ -3,7 +3,7 @@
 1. speed      tokens/s, TFLOP/s and MFU of a 124M and a 1.3B GPT, eager and compiled, as train.py logs them.
 2. waits      how often the host waits for the GPU in a step that logs nothing.
 3. checkpoint a run resumed from a checkpoint has bit-identical losses to one that never stopped.
-4. memory     the allocator's peak in a step against the planner's formulas, by model and recomputation.
+4. memory     the allocator's peak in a step against the planner's prediction, by model and recomputation.
 5. parity     what scripts/verify.py compares, on the GPU, for each layout that fits on one GPU.
 
 Each part runs in its own processes, so a failure does not affect the others; the file is written after each part. A
@@ -127,7 +127,7 @@ def checkpoint(cases: Row, tiny: bool) -> Iterator[Row]:
 
 
 def memory(cases: Row, tiny: bool) -> Iterator[Row]:
-    """Measure each model's peak and compare it with the formulas."""
+    """Measure each model's peak and compare it with the prediction."""
     for case, (family, flavor, mode) in cases.items():
         size = ["--model.overrides.num_layers=8", "--training.seq_len=1024", "--training.micro_batch_size=4"]
         size += ["--training.global_batch_size=16", "--training.dtype=bfloat16", f"--model.flavor={flavor}"]
@@ -228,10 +228,8 @@ def peak(settings: list[str]) -> Iterator[Row]:
     """Peak bytes of a step: the allocator's and the planner's."""
     import torch
 
-    from titan_like.metrics.devices import find_device
-    from titan_like.planner.memory import memory as planned
+    from titan_like.planner.memory import step_memory
     from titan_like.planner.predict import workload_of
-    from titan_like.planner.profile import builtin_profiles
 
     trainer, data = trainer_of(settings)
     on_gpu = trainer.run.device.type == "cuda"
@@ -240,12 +238,10 @@ def peak(settings: list[str]) -> Iterator[Row]:
         torch.cuda.reset_peak_memory_stats()
     trainer.train_step(data)
     data.close()
-    device = find_device(torch.cuda.get_device_name() if on_gpu else "A100")
-    tensors = {"trainer_state": True, "overhead_bytes": 0.0, "fragmentation": 0.0}
-    profile = builtin_profiles()["fsdp_a100"].changed(device=device, **tensors)
-    predicted = planned(workload_of(trainer.config, trainer.run.model, trainer.run.layout), profile).largest
+    torch.distributed.destroy_process_group()  # for that of the trace
+    ranks = step_memory(workload_of(trainer.config, trainer.run.model, trainer.run.layout)).values()
     yield {
-        "predicted_bytes": int(predicted),
+        "predicted_bytes": max(rank.total for rank in ranks),
         "measured_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
     }
 

@@ -36,13 +36,15 @@ def worker(settings: list[str], steps: int, output: Path) -> None:
     import torch.distributed as dist
 
     from titan_like.config import load_config
-    from titan_like.planner.step_plan import plan_step
+    from titan_like.planner.predict import workload_of
+    from titan_like.planner.traffic import Coordinates, step_traffic
     from titan_like.train.job import process_group
     from titan_like.train.rules import resolve_settings
     from titan_like.train.setup import prepare_run
     from titan_like.train.trainer import Trainer
 
     run = prepare_run(resolve_settings(load_config(settings)))
+    traffic = step_traffic(workload_of(run.config, run.model, run.layout), Coordinates(0))
     with process_group(run.device):
         trainer = Trainer(run)
         data, seconds = trainer._load_data(), []
@@ -52,23 +54,22 @@ def worker(settings: list[str], steps: int, output: Path) -> None:
             seconds.append(time.perf_counter() - started)
         data.close()
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        calls = plan_step(run.config, run.model, run.layout, dist.get_rank()).collectives
         size, rank = dist.get_world_size(), dist.get_rank()
 
         def again() -> None:
-            for call in calls:
-                part = torch.zeros(-(-call.bytes // call.count // 4 // size))
+            for message, (calls, nbytes) in traffic.items():
+                part = torch.zeros(-(-nbytes // calls // 4 // size))
                 whole = torch.zeros(len(part) * size)
-                for _ in range(call.count):
-                    if call.kind == "all_gather":
+                for _ in range(calls):
+                    if message.kind == "all_gather":
                         dist.all_gather_into_tensor(whole, part)
-                    elif call.kind == "reduce_scatter":
+                    elif message.kind == "reduce_scatter":
                         dist.reduce_scatter_tensor(part, whole)
-                    elif call.kind == "all_to_all":
+                    elif message.kind == "all_to_all":
                         dist.all_to_all_single(torch.empty_like(whole), whole)
-                    elif call.kind == "all_reduce":
+                    elif message.kind == "all_reduce":
                         dist.all_reduce(whole)
-                    elif call.kind == "send":
+                    elif message.kind == "send":
                         exchange = [
                             dist.P2POp(dist.isend, whole, (rank + 1) % size),
                             dist.P2POp(dist.irecv, torch.empty_like(whole), (rank - 1) % size),

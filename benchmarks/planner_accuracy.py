@@ -3,15 +3,14 @@
     python benchmarks/planner_accuracy.py [--points FILE.csv] [--rows] [--json PATH]
 
 Judges the rows of a file (columns: `measured_rows.py`), or those of published_rows.toml, which include
-the ten of arXiv 2104.04473, Table 1, and this trainer's of titan_h100_rows.json. Each row is predicted with the profile
+the ten of arXiv 2104.04473, Table 1, and this trainer's of titan_rows.json. Each row is predicted with the profile
 for its GPU and the first word of its notes. For each such group it prints n; the median, mean and p90 of the absolute
 error of the step time; the bias (signed median); the worst regret of choosing the layout that is predicted fastest, and
 the number of sweeps in which it is at most 2 %; the rank correlation over layouts; the errors of memory, if it was
 measured; and rows that ran out of memory.
 
 Without --points it also prints the errors on rows left out of each profile's fit; the pipeline's closed forms against
-the simulated tables; the simulation against the real steps that `simulator_check.py` measured; the state of this
-project's trainer against its exact formulas, and its activations against torch's memory tracker; the number of layouts
+the simulated tables; the simulation against the real steps that `simulator_check.py` measured; the number of layouts
 judged per second; and the time of the searches in `planner_speed.py`. This takes about a minute.
 """
 
@@ -20,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -84,7 +82,7 @@ def main(argv: list[str]) -> int:
 
 def own_rows() -> list[Row]:
     """The rows of this trainer."""
-    return read_rows(RESULTS / "titan_h100_rows.json")[0]
+    return read_rows(RESULTS / "titan_rows.json")[0]
 
 
 def predict_all(rows: list[Row]) -> tuple[list[Prediction], dict[str, int]]:
@@ -164,8 +162,6 @@ def everything_else() -> dict[str, Any]:
         f"pipeline: simulated and measured steps of sleeping stages, {len(measured)} cases: median error "
         f"{_percent(statistics.median(measured)).strip()}, largest {_percent(max(measured)).strip()}"
     )
-    tracked = memory_tracker()
-    print(f"memory of our own trainer: activations within 1 %, a step's most within 5 % of torch's tracker: {tracked}")
     print(
         f"speed: {speed[0]:,.0f} layouts a second on one core, {speed[1]:,.0f} when seen again (time and memory each)"
     )
@@ -174,7 +170,6 @@ def everything_else() -> dict[str, Any]:
         "left_out": left_out,
         "bubble_deviation": bubble,
         "simulated_step_errors": measured,
-        "memory_tracker": tracked,
         "layouts_per_second": speed,
     }
 
@@ -232,14 +227,6 @@ def simulated_steps() -> list[float]:
         layout = (case["schedule"], found["ranks"], case["virtual_stages"], case["microbatches"])
         errors.append(abs(simulator_check.predicted(*layout, times, extra) / case["measured_s"] - 1))
     return errors
-
-
-def memory_tracker() -> str:
-    """The outcome of the test that compares activations with torch's memory tracker."""
-    command = [sys.executable, "-m", "pytest", "-m", "exhaustive or not exhaustive"]
-    command += ["tests/distributed/test_activation_memory.py"]
-    done = subprocess.run(command, cwd=RESULTS.parents[1], capture_output=True, text=True)
-    return (done.stdout or done.stderr).strip().splitlines()[-1]
 
 
 def evaluations_per_second() -> tuple[float, float]:

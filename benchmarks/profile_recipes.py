@@ -288,7 +288,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "titan_h100": Recipe(
         "H100, this trainer: one process, bf16, compiled layers and loss; links and overlap are those of fsdp_h100",
-        (("H100", "titan_like"),),
+        (("H100", "titan_like"), ("H200", "titan_like")),
         "H100-80GB",
         200e9,
         ("gemm_efficiency", "attention_efficiency", "memory_efficiency", "operator_time", "step_time"),

@@ -180,7 +180,7 @@ def _rank_memories(work: Workload, profile: Profile, stack: Stack, flash: bool) 
         activations = own.activations + matrices * held / len(stages) + most * (work.recompute != "none")
         logits = 0.0
         if any(stage.is_last for stage in stages):
-            count = work.labelled * work.model.padded_vocab_size / work.tensor
+            count = work.tokens * work.model.padded_vocab_size / work.tensor
             logits = count * (stack.logit_state + element_bytes(work.dtype))
         yield own_trainer.with_overhead(profile, *_state(work, stack, stages), activations + logits)
 

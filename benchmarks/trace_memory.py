@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from titan_like.config.load import load_config
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
+from titan_like.planner.memory import rank_memory
 from titan_like.planner.predict import workload_of
-from titan_like.planner.step_memory import rank_memory
 from titan_like.planner.whole_step import whole_step
 
 GROUPS: dict[str, list[str]] = {

@@ -13,7 +13,7 @@ from titan_like.planner import stages, trace
 @contextmanager
 def fresh_stages(folder: Path) -> Iterator[None]:
     """Keep traces in ``folder``, and compose stages anew, as after a change of `LAYER_UNIT_BYTES`."""
-    composed = (stages._stage_program, stages._stages_of_rank)
+    composed = (stages._stage_program, stages._pipeline_program)
     for cached in composed:
         cached.cache_clear()
     with patch.object(trace, "default_folder", lambda: folder):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed import crash_worker
-from tests.distributed.launch import base_config, collect, launch
-from titan_like.checkpoint.step_folders import complete_steps, read_run_state
+from tests.distributed.launch import base_config, collect, launch, runs_exhaustive_tests
+from titan_like.checkpoint.step_folders import complete_steps
 
+Digests = tuple[dict[str, str], dict[Any, str]]  # by layout, and by layouts before and after
 HSDP = {"parallelism.data_parallel_replicate_degree": 2}
 FOUR_LAYERS = {"model.overrides": crash_worker.SETTINGS["model.overrides"] | {"num_layers": 4}}
 PIPELINE = {"parallelism.pipeline_parallel_degree": 2}
@@ -28,70 +27,56 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "2 replicas of zero3": {"parallelism.zero_stage": 3} | HSDP,
         "2 stages of tensor 2": PIPELINE | TENSOR,
         "tensor 2 of zero1": TENSOR | {"parallelism.zero_stage": 1, "parallelism.sequence_parallel": True},
-    },
-    2: {
-        "zero0 of 2": {"parallelism.zero_stage": 0},
-        "bfloat16 zero0 of 2": {"parallelism.zero_stage": 0, "training.dtype": "bfloat16"},
-        "interleaved": INTERLEAVED,
-    },
-    1: {"1 rank": {}, "1 rank in bfloat16": {"training.dtype": "bfloat16"}},
-}
-MORE_LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
-    4: LAYOUTS[4]
-    | {
         "zero0 of 4": {"parallelism.zero_stage": 0},
         "2 stages of zero3": PIPELINE | {"parallelism.zero_stage": 3},
         "zero1 of 4": {"parallelism.zero_stage": 1},
         "bfloat16 zero0 of 4": {"parallelism.zero_stage": 0, "training.dtype": "bfloat16"},
     },
-    2: LAYOUTS[2] | {"zero3 of 2": {"parallelism.zero_stage": 3}},
-    1: LAYOUTS[1],
+    2: {
+        "zero0 of 2": {"parallelism.zero_stage": 0},
+        "bfloat16 zero0 of 2": {"parallelism.zero_stage": 0, "training.dtype": "bfloat16"},
+        "interleaved": INTERLEAVED,
+        "zero3 of 2": {"parallelism.zero_stage": 3},
+    },
+    1: {"1 rank": {}, "1 rank in bfloat16": {"training.dtype": "bfloat16"}},
 }
+EVERY = [name for layouts in LAYOUTS.values() for name in layouts]
+EXHAUSTIVE = {"zero0 of 4", "2 stages of zero3", "zero1 of 4", "bfloat16 zero0 of 4", "zero3 of 2"}
 # One process reads every checkpoint. Other layouts read other parts, whose borders may not be those of what was saved.
 LOADED = {
     "2 stages of tensor 2": ["zero3 of 4", "tensor 2 of zero1", "interleaved"],
     "interleaved": ["2 stages of tensor 2", "2 replicas of zero3", "1 rank"],
-    "1 rank": [name for layouts in LAYOUTS.values() for name in layouts],
+    "1 rank": [name for name in EVERY if name not in EXHAUSTIVE],
 }
-LOADED_MORE = {layout: [name for layouts in MORE_LAYOUTS.values() for name in layouts] for layout in LOADED}
-SETS = {"normal": (LAYOUTS, LOADED), "exhaustive": (MORE_LAYOUTS, LOADED_MORE)}
 
 
 @pytest.fixture(scope="module")
-def digests(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dict[str, str], dict[Any, str]]]:
-    """Of everything that is saved, and of what is loaded where, in the normal or in the exhaustive run."""
-
-    @cache
-    def save_and_load(chosen: str) -> tuple[dict[str, str], dict[Any, str]]:
-        folder, (saved, loaded) = tmp_path_factory.mktemp("layouts"), SETS[chosen]
-        base_config(folder, {})
-        before: dict[str, str] = {}
-        after: dict[Any, str] = {}
-        for ranks, layouts in saved.items():
-            settings = {name: FOUR_LAYERS | layout for name, layout in layouts.items()}
-            before |= collect(crash_worker.save_each, ranks, folder, settings)[0]
-        for ranks, layouts in saved.items():
-            settings = {name: FOUR_LAYERS | layout for name, layout in layouts.items() if name in loaded}
-            after |= collect(crash_worker.load_each, ranks, folder, loaded, settings)[0]
-        return before, after
-
-    return save_and_load
+def digests(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Digests:
+    """Of everything that is saved, and of what is loaded where."""
+    folder, exhaustive = tmp_path_factory.mktemp("layouts"), runs_exhaustive_tests(request)
+    base_config(folder, {})
+    names = {layout: EVERY if exhaustive else LOADED[layout] for layout in LOADED}
+    saved: dict[str, str] = {}
+    loaded: dict[Any, str] = {}
+    for ranks, layouts in LAYOUTS.items():
+        settings = {name: FOUR_LAYERS | layouts[name] for name in layouts if exhaustive or name not in EXHAUSTIVE}
+        saved |= collect(crash_worker.save_each, ranks, folder, settings)[0]
+    for ranks, layouts in LAYOUTS.items():
+        settings = {name: FOUR_LAYERS | layouts[name] for name in layouts if name in LOADED}
+        loaded |= collect(crash_worker.load_each, ranks, folder, names, settings)[0]
+    return saved, loaded
 
 
 @pytest.mark.parametrize(
-    ("chosen", "saved", "layout"),
+    ("saved", "layout"),
     [
-        pytest.param(chosen, name, layout, marks=[pytest.mark.exhaustive] * (chosen == "exhaustive"))
-        for chosen, (_, loaded) in SETS.items()
-        for layout, names in loaded.items()
-        for name in names
+        pytest.param(name, layout, marks=[] if name in LOADED[layout] else [pytest.mark.exhaustive])
+        for layout in LOADED
+        for name in EVERY
     ],
 )
-def test_weights_and_optimizer_state_are_bit_equal_in_every_layout(
-    digests: Callable[[str], tuple[dict[str, str], dict[Any, str]]], chosen: str, saved: str, layout: str
-) -> None:
-    before, after = digests(chosen)
-    assert after[saved, layout] == before[saved]
+def test_weights_and_optimizer_state_are_bit_equal_in_every_layout(digests: Digests, saved: str, layout: str) -> None:
+    assert digests[1][saved, layout] == digests[0][saved]
 
 
 def test_keep_latest_keeps_exactly_that_many(tmp_path: Path) -> None:
@@ -113,24 +98,6 @@ def train_three_times(rank: int, folder: Path) -> None:
     (checkpoints / "step-5" / "mark").touch()
     assert train(training_steps=5, checkpoint_keep_latest=2, checkpoint_load_step=4) == [4, 5]
     assert not (checkpoints / "step-5" / "mark").exists()
-
-
-def test_going_back_replaces_later_steps_as_they_are_reached(tmp_path: Path) -> None:
-    base_config(tmp_path, {})
-    dump = tmp_path / "run"
-    runs = [{"training.steps": 4}, {"checkpoint.load_step": 1, "optimizer.lr": 5e-3, "training.steps": 3}]
-    launch(train_each, 1, tmp_path, dump, runs)
-    rates = {
-        step: read_run_state(dump / "checkpoint" / f"step-{step}").config["optimizer"]["lr"]
-        for step in complete_steps(dump / "checkpoint")
-    }
-    assert rates == {1: 1e-3, 2: 5e-3, 3: 5e-3, 4: 1e-3}
-    assert [json.loads(line)["step"] for line in (dump / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
-
-
-def train_each(rank: int, folder: Path, dump: Path, runs: list[dict[str, Any]]) -> None:
-    for settings in runs:
-        crash_worker.train(rank, folder, dump, settings)
 
 
 def test_run_saved_before_its_first_update_resumes(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         (folder / f"{name}.pt").rename(folder / name / "expected.pt")
         weights = CheckpointWeights(save_checkpoint(folder / name / "run", model, step=5))
         to_hugging_face(weights, folder / name / "hf", None, 100_000, None)
-        from_hugging_face(open_hugging_face(folder / name / "hf", "x"), folder / name / "run", most_chunk_bytes=5_000)
+        from_hugging_face(open_hugging_face(folder / name / "hf", "x"), folder / name / "run")
     for ranks in LAYOUTS:
         launch(load_each, ranks, folder, ranks, runs_exhaustive_tests(request))
     return folder

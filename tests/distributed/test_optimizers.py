@@ -32,7 +32,7 @@ from tests.distributed.layouts import pipeline, tensor, zero
 from tests.distributed.test_host_reads import CountReads, refuse
 from titan_like.checkpoint.loader import model_tensors, optimizer_tensors
 from titan_like.optim.shards import local
-from titan_like.planner.step_plan import plan_step
+from titan_like.optim.state_size import optimizer_state
 from titan_like.train.trainer import Trainer
 
 TOLERANCE = 1e-10
@@ -208,8 +208,8 @@ def watch_steps(rank: int, folder: Path) -> dict[str, list[Any]]:
             trainer.train_step(data)
             moved = [key for key, value in bits(trainer).items() if value.numel() and torch.equal(value, after[key])]
             data.close()
-            run = trainer.run
-            planned = plan_step(run.config, run.model, run.layout, rank).state.optimizer
+            kept = optimizer_state(trainer.run.config.optimizer)
+            planned = sum(4 * kept.of(name, local(value).shape) for name, value in trainer.model.named_parameters())
             state = [value for key, value in before.items() if key.startswith("optimizer.") and value.ndim]
             held = sum(value.numel() * value.element_size() for value in state)
             traffic = trainer.optimizer.traffic()

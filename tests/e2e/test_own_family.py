@@ -17,8 +17,8 @@ from titan_like.config.load import load_config
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
 from titan_like.planner import trace as traces
+from titan_like.planner.memory import rank_memory
 from titan_like.planner.predict import workload_of
-from titan_like.planner.step_memory import rank_memory
 from titan_like.planner.traffic import microbatch_flops
 from titan_like.planner.whole_step import whole_step
 from titan_like.verify import verify as verify_module

@@ -119,10 +119,7 @@ def test_run_file_written_by_hand_needs_no_checksum(tmp_path):
 
 
 BY_HAND = {
-    "no section": ({"config": {}}, "config: should have the key model"),
-    "no section of data": ({"config": {k: v for k, v in CONFIG.items() if k != "data"}}, "should have the key data"),
     "null for a section": ({"config": CONFIG | {"data": None}}, "config.data: should be a valid dictionary"),
-    "no family": ({"config": CONFIG | {"model": {}}}, "config: should have the key model.family"),
     "another step": ({"step": 4}, "is of step 4, and its folder is step-3"),
 }
 

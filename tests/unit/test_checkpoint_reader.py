@@ -118,6 +118,15 @@ def test_tensor_outside_of_the_folder_is_refused(tmp_path: Path, name: Any) -> N
     assert torch.equal(weight, torch.zeros(2))
 
 
+def test_metadata_without_all_rows_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, {"weight": torch.ones(2)})
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    metadata.state_dict_metadata["weight"].chunks.clear()
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(pickle.UnpicklingError, match="leaves out parts of 'weight'"):
+        TensorReader(tmp_path).read_metadata()
+
+
 def test_metadata_written_by_python_3_13_is_read(tmp_path: Path) -> None:
     save(tmp_path, {"weight": torch.ones(2)})
     metadata = tmp_path / ".metadata"

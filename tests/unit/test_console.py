@@ -58,37 +58,39 @@ def test_mfu_is_left_out_where_the_peak_is_unknown():
     assert line(record(throughput=UNKNOWN_PEAK)) == f"{CONTRACT} memory: 21.3 GiB |"
 
 
-def test_a_slow_and_a_quick_step_are_averaged_by_their_time():
-    slow = record(step=1, loss=3.0, step_time_s=3.0, throughput=replace(RATES, tflops_per_device=10.0, mfu_model=0.1))
-    quick = record(step=2, loss=2.0, step_time_s=1.0, throughput=replace(RATES, tflops_per_device=30.0, mfu_model=0.3))
-    text = line(slow, quick)
-    assert field(text, "lm loss") == "2.500000E+00"
-    assert field(text, "elapsed time per iteration (ms)") == "2000.0"
-    assert field(text, "samples per second") == "96.000"  # 384 in 4 s
-    assert field(text, "TFLOPs") == "15.00"  # 3 s at 10 and 1 s at 30
-    assert field(text, "MFU") == "15.0%"
+def rated(seconds, tflops, mfu, **changes):
+    return record(step_time_s=seconds, throughput=replace(RATES, tflops_per_device=tflops, mfu_model=mfu), **changes)
 
 
-def test_rates_count_the_samples_of_a_growing_batch():
-    text = line(record(global_batch_size=64, step_time_s=1.0), record(global_batch_size=128, step_time_s=1.0))
-    assert field(text, "samples per second") == "96.000"
-    assert field(text, "global batch size") == "128"
+FIELDS = {
+    "a slow and a quick step are averaged by their time": (
+        [rated(3.0, 10.0, 0.1, loss=3.0), rated(1.0, 30.0, 0.3, loss=2.0)],
+        {"lm loss": "2.500000E+00", "elapsed time per iteration (ms)": "2000.0", "samples per second": "96.000"}
+        | {"TFLOPs": "15.00", "MFU": "15.0%"},  # 384 samples in 4 s: 3 s at 10 and 1 s at 30
+    ),
+    "rates count the samples of a growing batch": (
+        [record(global_batch_size=size, step_time_s=1.0) for size in (64, 128)],
+        {"samples per second": "96.000", "global batch size": "128"},
+    ),
+    "other values are the last step's": (
+        [record(grad_norm=5.0, lr=1e-3, num_zeros=None), record(grad_norm=0.25, lr=2e-3, num_zeros=7.0)],
+        {"grad norm": "0.250", "learning rate": "2.000E-03", "num zeros": "7.0"},
+    ),
+    "loss is nan where every step's was": (
+        [record(loss=math.nan, grad_norm=math.nan, nan=1)],
+        {"lm loss": "NAN", "grad norm": "nan"},
+    ),
+    "wide numbers keep their digits": (
+        [record(step=123_456_789, consumed_tokens=15_000_000_000_000, peak_memory_bytes=3 * 2**29)],
+        {" iteration 123456789/": "", "consumed tokens": "15000000000000", "memory": "1.5 GiB"},
+    ),
+}
 
 
-def test_other_values_are_the_last_step_s():
-    first = record(step=9, grad_norm=5.0, lr=1e-3, consumed_samples=1, consumed_tokens=1, num_zeros=None)
-    last = record(
-        step=10, grad_norm=0.25, lr=2e-3, consumed_samples=1920, consumed_tokens=3_932_160, num_zeros=7.0,
-        peak_memory_bytes=3 * 2**29,
-    )  # fmt: skip
-    text = line(first, last)
-    assert text.startswith(
-        " iteration       10/  250000 | consumed samples:         1920 | consumed tokens:      3932160"
-    )
-    assert field(text, "grad norm") == "0.250"
-    assert field(text, "learning rate") == "2.000E-03"
-    assert field(text, "num zeros") == "7.0"
-    assert field(text, "memory") == "1.5 GiB"
+@pytest.mark.parametrize("case", FIELDS)
+def test_fields_of_a_line(case):
+    records, fields = FIELDS[case]
+    assert {name: field(line(*records), name) for name in fields} == fields
 
 
 def test_bad_steps_are_counted_over_the_interval_and_left_out_of_the_loss():
@@ -104,12 +106,6 @@ def test_bad_steps_are_counted_over_the_interval_and_left_out_of_the_loss():
     text = line(*records)
     assert "| number of skipped iterations:   2 | number of nan iterations:   3 |" in text
     assert field(text, "lm loss") == "3.500000E+00"
-
-
-def test_loss_is_nan_where_every_step_s_was():
-    text = line(record(loss=math.nan, grad_norm=math.nan, nan=1))
-    assert field(text, "lm loss") == "NAN"
-    assert field(text, "grad norm") == "nan"
 
 
 def test_loss_scale_is_shown_for_float16():
@@ -159,13 +155,6 @@ def test_time_that_is_left_knows_the_ramp_up():
 )
 def test_durations_have_two_units(seconds, expected):
     assert format_duration(seconds) == expected
-
-
-def test_wide_numbers_keep_their_digits():
-    text = format_log_line([record(step=123_456_789, consumed_tokens=15_000_000_000_000)], 987_654_321, 131_072)
-    assert text.startswith(" iteration 123456789/987654321 | ")
-    assert field(text, "consumed tokens") == "15000000000000"
-    assert field(text, "actual seq length") == "131072"
 
 
 @pytest.mark.parametrize("enabled", [True, False])

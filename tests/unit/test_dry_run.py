@@ -57,7 +57,7 @@ def shapes(run: DryRun) -> dict[str, tuple[int, ...]]:
 
 
 def sent(run: DryRun) -> dict[tuple[str, str, str], tuple[int, int]]:
-    return {(c.group, c.kind, c.what): (c.count, c.bytes) for c in run.plan.collectives}
+    return {tuple(message): tuple(amount) for message, amount in run.traffic.items()}
 
 
 def layer_on_two(number: int) -> dict[str, tuple[int, ...]]:
@@ -96,10 +96,10 @@ def test_bytes_are_4_4_and_8_for_each_parameter(optimizer: str, moments: int) ->
     run = plan(*PP2_TP2, *EIGHT, *BATCH, f"--optimizer.name={optimizer}", rank=7)
     layer = sum(prod(shape) for shape in layer_on_two(0).values())
     here = 2 * layer + TABLE // 2 + 256
-    assert run.state.num_parameters == run.plan.state.num_parameters == here == 223_872
-    for state in (run.state, run.plan.state):
-        assert (state.parameters, state.gradients, state.optimizer) == (4 * here, 4 * here, moments * here)
-    assert run.plan.peak_state == (8 + moments) * here  # float32 and ZeRO 0: nothing is there twice
+    assert run.state == (here, 4 * here, 4 * here, moments * here)
+    assert here == 223_872
+    # float32 and ZeRO 0: nothing is there twice but the table's gradient, before it is added to earlier microbatches'.
+    assert run.peak[:4] == (4 * here, 4 * here + 2 * TABLE, moments * here, 0)
     assert run.num_parameters == 4 * LAYER + TABLE + POSITIONS + 256
 
 
@@ -112,11 +112,10 @@ def test_state_of_rules_for_matrices_depends_on_shapes(optimizer: str) -> None:
         values = sum(map(sum, in_layers + outside))
     else:
         values = sum(prod(shape) * (1 if len(shape) == 2 else 2) for shape in in_layers) + 2 * sum(map(prod, outside))
-    assert run.state.optimizer == run.plan.state.optimizer == 4 * values
-    assert run.plan.peak_state == 8 * run.state.num_parameters + 4 * values
-    sent = [(c.group, c.kind, c.count) for c in run.plan.collectives if c.what == "optimizer"]
+    assert run.state.optimizer == run.peak.optimizer == 4 * values
+    updates = [(*message[:2], amount.calls) for message, amount in run.traffic.items() if message.what == "optimizer"]
     # Only tensor parallelism splits the parameters here: those of the layers, and the table.
-    assert sent == [("tp", "all_reduce", 4) if optimizer == "adafactor" else ("tp", "all_to_all", 2)]
+    assert updates == [("tp", "all_reduce", 4) if optimizer == "adafactor" else ("tp", "all_to_all", 2)]
 
 
 UNEVEN = ["--parallelism.data_parallel_shard_degree=3", "--training.global_batch_size=48"]
@@ -141,8 +140,10 @@ def test_parts_of_all_ranks_make_the_whole(settings: list[str], optimizer: str) 
     whole: dict[tuple[int, str], int] = {}
     for rank in range(world):
         run = plan(*settings, rank=rank)
-        assert run.state.num_parameters == run.plan.state.num_parameters
-        assert run.state.optimizer == run.plan.state.optimizer
+        if run.mesh["dp_shard"][0] < 2:  # the peak is that of the first shard, and the last one is the smallest
+            assert (run.state.parameters, run.state.optimizer) == (run.peak.parameters, run.peak.optimizer)
+        else:
+            assert run.state.parameters < run.peak.parameters
         assert run.state.optimizer == 8 * run.state.num_parameters or optimizer != "adamw"
         for stage in run.stages:
             for p in stage.parameters:
@@ -160,7 +161,7 @@ def test_parts_of_all_ranks_make_the_whole(settings: list[str], optimizer: str) 
 def test_1f1b_in_the_published_order() -> None:
     """Rank 1 of 4: two warm-up passes, then one forward and one backward pass in turn (arXiv 2104.04473, figure 4)."""
     pipe = ["--parallelism.pipeline_parallel_degree=4", "--training.micro_batch_size=2"]
-    schedule = plan(*pipe, "--training.global_batch_size=16", rank=1).plan.schedule
+    schedule = plan(*pipe, "--training.global_batch_size=16", rank=1).schedule
     order = " ".join(f"{action.kind}{action.microbatch}" for action in schedule.actions)
     assert order == "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7"
     assert schedule.in_flight == 3
@@ -173,17 +174,38 @@ def test_what_is_sent() -> None:
     assert sent(plan(*PP2_TP2, *EIGHT, *BATCH)) == {
         ("pp", "send", "hidden states"): (4, 4 * hidden),
         ("pp", "receive", "gradients of hidden states"): (4, 4 * hidden),
-        ("pp", "send", "gradient of the tied table"): (1, 2 * TABLE),
-        ("pp", "receive", "gradient of the tied table"): (1, 2 * TABLE),
+        ("pp", "send", "gradients of shared tables"): (1, 2 * TABLE),
+        ("pp", "receive", "gradients of shared tables"): (1, 2 * TABLE),
         ("dp_shard", "all_reduce", "gradients"): (2, here),  # two layers together, and the rest
         # Two layers each sum an attention and an MLP in both directions; the embedding's sum is in one.
-        ("tp", "all_reduce", "hidden states"): (4 * 9, 4 * 9 * hidden),
+        ("tp", "all_reduce", "activations"): (4 * 9, 4 * 9 * hidden),
     }
+
+
+def test_what_is_sent_of_experts_by_who_shares_them() -> None:
+    """Qwen3 235B on 256 processes, of which 32 share the 128 experts of each layer."""
+    run = plan(
+        "--model.family=moe", "--model.flavor=qwen3_235b_a22b", "--training.seq_len=4096", "--training.dtype=bfloat16",
+        "--training.micro_batch_size=1", "--training.global_batch_size=64", "--cluster.nodes=32",
+        "--cluster.gpus_per_node=8", "--parallelism.pipeline_parallel_degree=8",
+        "--parallelism.tensor_parallel_degree=2", "--parallelism.sequence_parallel=true",
+        "--parallelism.expert_parallel_degree=32", "--parallelism.zero_stage=1", rank=37,
+    )  # fmt: skip
+    assert run.mesh == {
+        "pp": (1, 8), "dp_replicate": (0, 1), "dp_shard": (2, 16), "tp": (1, 2), "expert_shard": (0, 1), "ep": (5, 32)
+    }  # fmt: skip
+    (gate,) = {p.local_shape for s in run.stages for p in s.parameters if p.name.endswith("experts.gate.weight")}
+    assert gate == (128 // 32 * 1536, 4096)
+    layers, microbatches = run.stages[0].layers[1] - run.stages[0].layers[0] + 1, 64 // 16
+    rows = 4096 // 2 * 8 * 4096 * 2  # tokens of a tensor rank, experts of each, hidden size, bytes
+    # There and back, forward and backward; before them, how many rows there are.
+    exchanged = 5 * layers * microbatches, layers * microbatches * (4 * rows + 128 * 4)
+    assert sent(run)["ep", "all_to_all", "activations"] == exchanged
 
 
 def test_one_process_sends_nothing() -> None:
     run = plan()
-    assert run.plan.collectives == []
+    assert run.traffic == {}
     assert format_dry_run(run).endswith("nothing is sent")
 
 
@@ -205,10 +227,9 @@ def test_page() -> None:
     assert "  attention.qkv.weight    384 × 128  192 × 128  rows over tp" in page
     assert "  mlp.fc2.weight          128 × 512  128 × 256  columns over tp" in page
     assert "parameters here: 223,872 of 973,568 (23 %)" in page
-    memory = "parameters 874.5 KiB, gradients 874.5 KiB, optimizer 1.708 MiB; 2.562 MiB between steps"
-    assert f"memory: {memory}, at most 3.416 MiB in a step" in page
+    assert "memory: parameters 874.5 KiB, optimizer 1.708 MiB; 2.562 MiB between steps" in page
     assert "order: F0 B0 F1 B1 F2 B2 F3 B3" in page
-    assert "tp (2)        all_reduce  hidden states                  36     18 MiB" in page
+    assert "tp (2)        all_reduce  activations                    36     18 MiB" in page
 
 
 # ---- refusals, and what is only noted
@@ -286,7 +307,7 @@ def test_another_machine_s_files_are_only_noted(
     assert "data: not looked at: /nowhere/*.txt is not on this machine" in out
     assert 'not checked on this machine: job.dump_folder = "/dev/null/out": the folder cannot be created' in out
     tree = json.loads(path.read_text())
-    assert tree["plan"]["schedule"]["actions"] == ["F0:0", "B0:0"]
+    assert tree["schedule"]["actions"] == ["F0:0", "B0:0"]
     assert tree["state"]["parameters"] == 4 * 973_568
     assert not (tmp_path / "outputs").exists()
 
@@ -374,8 +395,8 @@ def test_a_trillion_parameters_on_3072_processes(tmp_path: Path) -> None:
     assert tree["state"]["num_parameters"] == here
     sizes = [tree["state"][kind] for kind in ("parameters", "gradients", "optimizer")]
     assert sizes == [4 * here, 4 * here, 8 * here]
-    assert tree["plan"]["schedule"]["counts"] == {"F": 512, "B": 512}
-    assert tree["plan"]["schedule"]["in_flight"] == 64 - 32
-    calls = {(c["kind"], c["what"]): c["count"] for c in tree["plan"]["collectives"] if c["group"] == "tp"}
+    assert tree["schedule"]["counts"] == {"F": 512, "B": 512}
+    assert tree["schedule"]["in_flight"] == 64 - 32
+    calls = {(c["kind"], c["what"]): c["calls"] for c in tree["traffic"] if c["group"] == "tp"}
     # Of every microbatch and layer: 2 sums forward, 2 backward, 1 while it is computed again.
-    assert calls == {("all_reduce", "hidden states"): 512 * 2 * 5}
+    assert calls == {("all_reduce", "activations"): 512 * 2 * 5}

@@ -13,24 +13,25 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from tests.unit.hugging_face_cases import gpt_config
 from tests.unit.tokenizer_cases import save_kind
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import TokenOptions
 from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer
 from titan_like.evaluate.scoring import token_scores
-from titan_like.evaluate.task import Score, TaskError, TextSettings, ending_window, sliding_windows
+from titan_like.evaluate.task import Score, Task, TaskError, TextSettings, ending_window, sliding_windows
 from titan_like.evaluate.tasks import (
-    check_tasks,
     count_words,
     detokenize,
     lambada_task,
+    named_tasks,
     open_tasks,
-    read_passages,
-    read_published,
     split_passage,
     text_task,
     wikitext_task,
 )
+
+GPT = gpt_config()
 
 
 @pytest.mark.parametrize(("seq_len", "stride"), [(1, 1), (4, 1), (4, 3), (4, 4), (7, 2), (7, 5), (7, 7)])
@@ -88,10 +89,10 @@ def test_detokenizes_as_the_evaluation_harness_does() -> None:
     assert detokenize(text) == reference.wikitext_detokenizer({"page": text})
 
 
-def test_line_ends_count_as_words() -> None:
+def test_line_ends_count_as_words(tmp_path: Path) -> None:
     text = " \n = A B = \n \n One two , three . \n"
     assert count_words(text) == 11  # = A B = \n \n One two , three . : without the first and the last line end
-    task = wikitext_task("w", text, ByteTokenizer(), TextSettings(16, 8))
+    task = wikitext_task("w", written(tmp_path, text), ByteTokenizer(), TextSettings(16, 8))
     targets = sum(window.num_targets for window in task.windows)
     assert targets == len(detokenize(text).encode()) - 1
     results = task.results([Score(-2.0 * window.num_targets, 0) for window in task.windows])
@@ -100,9 +101,9 @@ def test_line_ends_count_as_words() -> None:
     assert results["perplexity"] == pytest.approx(math.exp(2))
 
 
-def test_bits_per_byte_are_over_utf8_bytes() -> None:
+def test_bits_per_byte_are_over_utf8_bytes(tmp_path: Path) -> None:
     text = "naïve façade, für Ü"
-    task = text_task("t", text, ByteTokenizer(), TextSettings(4, 2))
+    task = text_task("t", written(tmp_path, text), ByteTokenizer(), TextSettings(4, 2))
     results = task.results([Score(-math.log(2) * window.num_targets, 0) for window in task.windows])
     assert results["bits_per_byte"] == pytest.approx((len(text.encode()) - 1) / len(text.encode()))
     assert results["loss"] == pytest.approx(math.log(2))
@@ -115,7 +116,12 @@ def test_lambada_splits_off_the_last_word() -> None:
         split_passage(3, " word ")
 
 
-PASSAGES = ["one two", "three\nfour", "fünf"]
+PASSAGES = ["one two", "three\nfour", "sechs fünf"]
+
+
+def written(folder: Path, text: str) -> Path:
+    (folder / "text.txt").write_text(text)
+    return folder / "text.txt"
 
 
 def write_records(path: Path, texts: list[str], key: str = "text") -> Path:
@@ -132,29 +138,36 @@ def write_records(path: Path, texts: list[str], key: str = "text") -> Path:
     return path
 
 
+def texts_of(task: Task) -> list[str]:
+    return [bytes(window.tokens.tolist()).decode() for window in task.windows]
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt", "a.jsonl.gz", "a.parquet", "array.json"])
 def test_lambada_is_read_in_every_format(tmp_path: Path, name: str) -> None:
-    assert read_passages(write_records(tmp_path / name, PASSAGES)) == list(enumerate(PASSAGES, start=1))
+    task = lambada_task("l", write_records(tmp_path / name, PASSAGES), ByteTokenizer(), TextSettings(64, 1))
+    assert texts_of(task) == ["one two", "three four", "sechs fünf"]
     with pytest.raises(TaskError, match=r'(under|column) "text"'):
-        read_passages(write_records(tmp_path / name, PASSAGES, "txt"))
+        lambada_task("l", write_records(tmp_path / name, PASSAGES, "txt"), ByteTokenizer(), TextSettings(64, 1))
     (tmp_path / "lines").write_text('one two\r\n\n"three" four', encoding="utf-8-sig")
-    assert read_passages(tmp_path / "lines") == [(1, "one two\r"), (3, '"three" four')]
+    task = lambada_task("l", tmp_path / "lines", ByteTokenizer(), TextSettings(64, 1))
+    assert texts_of(task) == ["one two", '"three" four']
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 def test_wikitext_is_read_from_the_hubs_records(tmp_path: Path, name: str) -> None:
     published = " \n = A fox = \n \n One , two . \n Three . \n \n = = B = = \n"
     lines = ["" if line == " \n" else line for line in published.splitlines(keepends=True)]
-    assert read_published(write_records(tmp_path / name, lines)) == published
     (tmp_path / "plain").write_text(published, encoding="utf-8-sig")
-    assert read_published(tmp_path / "plain") == published
+    for path in (write_records(tmp_path / name, lines), tmp_path / "plain"):
+        task = wikitext_task("w", path, ByteTokenizer(), TextSettings(999, 999))
+        assert texts_of(task) == [detokenize(published)]
     with pytest.raises(TaskError, match="in record 1; WikiText's records are lines"):
-        read_published(write_records(tmp_path / name, PASSAGES))
+        wikitext_task("w", write_records(tmp_path / name, PASSAGES), ByteTokenizer(), TextSettings(999, 999))
 
 
-def test_a_last_word_is_right_only_with_all_its_tokens() -> None:
-    task = lambada_task("l", [(1, "aa bb"), (2, "cc dd"), (3, "ee f")], ByteTokenizer(), TextSettings(64, 1))
-    assert [bytes(window.tokens.tolist()).decode() for window in task.windows] == ["aa bb", "cc dd", "ee f"]
+def test_a_last_word_is_right_only_with_all_its_tokens(tmp_path: Path) -> None:
+    task = lambada_task("l", written(tmp_path, "aa bb\ncc dd\nee f"), ByteTokenizer(), TextSettings(64, 1))
+    assert texts_of(task) == ["aa bb", "cc dd", "ee f"]
     assert [window.num_targets for window in task.windows] == [3, 3, 2]
     results = task.results([Score(-1.0, 3), Score(-2.0, 2), Score(-6.0, 2)])
     assert results == {"passages": 3, "accuracy": pytest.approx(2 / 3), "perplexity": pytest.approx(math.exp(3))}
@@ -166,17 +179,17 @@ def test_texts_are_tokenized_whole_and_begin_as_documents_do(tmp_path: Path, kin
     path, settings = save_kind(tmp_path / kind, kind, **bos_token), TextSettings(64, 32)
     theirs = AutoTokenizer.from_pretrained(path.parent)
     passages = {"the cat sat on the mat": " mat", "it said 日本 é日": " é日", "a \u0301b": " \u0301b"}
-    task = lambada_task("l", list(enumerate(passages)), build_tokenizer(str(path)), settings)
+    task = lambada_task("l", written(tmp_path, "\n".join(passages)), build_tokenizer(str(path)), settings)
     for (passage, word), window in zip(passages.items(), task.windows, strict=True):
         assert window.tokens.tolist() == theirs(passage).input_ids
         whole, context = (theirs.decode(window.tokens[:end], True) for end in (None, -window.num_targets))
         assert whole == context + word == passage
-    lines = "the mat\n" * 20
+    lines, text = "the mat\n" * 20, written(tmp_path, "the mat\n" * 20)
     for bos in ("auto", "always", "never"):
         tokenizer = build_tokenizer(str(path), options=TokenOptions(bos))
         first = [] if bos == "never" or (bos, kind) == ("auto", "chatml") else [theirs.bos_token_id]
         tokens = [*first, *theirs(lines, add_special_tokens=False).input_ids]
-        for scored in (text_task("t", lines, tokenizer, settings), wikitext_task("w", lines, tokenizer, settings)):
+        for scored in (text_task("t", text, tokenizer, settings), wikitext_task("w", text, tokenizer, settings)):
             assert scored.windows[0].tokens.tolist() == tokens[:65]
             assert sum(window.num_targets for window in scored.windows) == len(tokens) - 1
             results = scored.results([Score(-1.0 * window.num_targets, 0) for window in scored.windows])
@@ -209,7 +222,7 @@ BAD: dict[str, tuple[str | bytes | None, str]] = {
     "text=$NO_SUCH_VARIABLE/a": (None, "the path names the environment variable NO_SUCH_VARIABLE, which is not set"),
     "wikitext103=FILE": (b"ab\xff", "FILE is not valid UTF-8 at byte 2; convert"),
     "lambada=FILE": ("a bcdefghijklmnop", "raise training.seq_len"),
-    "text=./FILE": (b"PAR1\x00\xff", "FILE holds records, not text; write the text alone"),
+    "text=./FILE": (b"PAR1\x00\xff", r"FILE is damaged \(Parquet"),
     "text=.//FILE": ("ab".encode("utf-16"), "FILE holds no text, JSON, parquet or arrow; convert it to UTF-8 text"),
     "lambada=./FILE": ('[{"text": "a b"},\n {"text": "c d"', r"FILE is damaged JSON \("),
     "lambada=.//FILE": (
@@ -230,7 +243,7 @@ def test_a_bad_task_is_one_sentence(tmp_path: Path, spec: str, monkeypatch: pyte
         name = Path(spec.partition("=")[2]).name
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match=problem):
-        open_tasks("--task", [spec], ByteTokenizer(), TextSettings(8, 4))
+        open_tasks(named_tasks("--task", [spec], GPT), ByteTokenizer(), TextSettings(8, 4))
 
 
 def test_names_of_tasks(tmp_path: Path) -> None:
@@ -238,7 +251,7 @@ def test_names_of_tasks(tmp_path: Path) -> None:
     for path in paths.values():
         path.write_text("two words")
     specs = [f"text={paths['a']}", f"lambada={paths['a']}", f"text={paths['b']}"]
-    tasks = open_tasks("--task", specs, ByteTokenizer(), TextSettings(8, 4))
+    tasks = open_tasks(named_tasks("--task", specs, GPT), ByteTokenizer(), TextSettings(8, 4))
     assert [task.name for task in tasks] == ["text/a", "lambada", "text/b"]
     with pytest.raises(ConfigError, match="both be called text/a"):
-        check_tasks("--task", [specs[0], specs[0]])
+        named_tasks("--task", [specs[0], specs[0]], GPT)

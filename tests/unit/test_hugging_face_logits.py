@@ -1,5 +1,7 @@
 """Logits equal those of transformers' classes, an independent implementation."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -94,49 +96,38 @@ def test_heads_of_the_first_token_equal_those_of_transformers(placement, head):
     assert num_labels(batch, model.config.predictions).tolist() == [int((labels != -100).sum()), 3]
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("scaling", [None, SCALING])
-def test_llama_equals_hugging_face(tied, kv_heads, scaling):
-    model = random_model(llama_config(num_kv_heads=kv_heads, rope_scaling=scaling, tied_embeddings=tied))
+WITH_RMS_NORM = {
+    f"llama, {kv_heads} kv heads, {scaling}, {tied}": llama_config(
+        num_kv_heads=kv_heads, rope_scaling=SCALING if scaling else None, tied_embeddings=tied
+    )
+    for kv_heads, scaling, tied in product((1, 2, 4), (False, True), (False, True))
+} | MOE
+
+
+@pytest.mark.parametrize("name", WITH_RMS_NORM)
+def test_llama_and_experts_equal_hugging_face(name):
+    model = random_model(WITH_RMS_NORM[name])
     ours, theirs = logits_of(model)
+    assert type(reference_of(model)).__name__.lower().startswith(name.partition(",")[0].replace("_", ""))
     assert theirs.abs().max() > 1
-    # transformers rounds to float32 in every RMSNorm and in its frequencies even in a float64 model, so it may differ
-    # by as much as float32 rounding moves this model's own logits.
+    # transformers rounds to float32 in every RMSNorm, in its frequencies and in routers even in a float64 model, so it
+    # may differ by as much as float32 rounding moves this model's own logits.
     with torch.no_grad():
         rounding = (model.float()(tokens(101))[..., :101] - ours).abs().max()
     assert rounding < 1e-5 * theirs.abs().max()
     assert (ours - theirs).abs().max() < 4 * rounding
 
 
-@pytest.mark.parametrize("name", MOE)
-def test_experts_equal_hugging_face(name):
-    model = random_model(MOE[name])
-    ours, theirs = logits_of(model)
-    assert type(reference_of(model)).__name__.lower().startswith(name.replace("_", ""))
-    assert theirs.abs().max() > 1
-    with torch.no_grad():  # transformers rounds to float32, as above, and in the router too
-        rounding = (model.float()(tokens(101))[..., :101] - ours).abs().max()
-    assert rounding < 1e-5 * theirs.abs().max()
-    assert (ours - theirs).abs().max() < 4 * rounding
-
-
-T5_VARIANTS = pytest.mark.parametrize(("mlp", "tied"), [("gated_gelu", False), ("relu", True)])  # v1.1, the original
-
-
-def t5_logits(model):
-    theirs, inputs = reference_of(model), tokens(101)
-    with torch.no_grad():
-        expected = theirs(input_ids=inputs[:, :30], decoder_input_ids=inputs[:, 30:]).logits
-        return model(inputs, encoder_len=30)[..., :101], expected
-
-
-@T5_VARIANTS
+@pytest.mark.parametrize(("mlp", "tied"), [("gated_gelu", False), ("relu", True)])  # v1.1, the original
 def test_t5_equals_hugging_face(mlp, tied, monkeypatch):
     norm = transformers.models.t5.modeling_t5.T5LayerNorm
     in_float64 = lambda self, x: F.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)  # noqa: E731
     monkeypatch.setattr(norm, "forward", in_float64)  # which transformers' own rounds to float32
-    ours, theirs = t5_logits(random_model(t5_config(mlp=mlp, tied_embeddings=tied)).eval())
+    model = random_model(t5_config(mlp=mlp, tied_embeddings=tied)).eval()
+    reference, inputs = reference_of(model), tokens(101)
+    with torch.no_grad():
+        theirs = reference(input_ids=inputs[:, :30], decoder_input_ids=inputs[:, 30:]).logits
+        ours = model(inputs, encoder_len=30)[..., :101]
     assert theirs.abs().max() > 0.5 and ours.shape == (3, 18, 101)
     assert (ours - theirs).abs().max() < 1e-11 * theirs.abs().max()
 

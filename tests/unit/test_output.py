@@ -36,10 +36,9 @@ def run(tmp_path: Path, redirections: str) -> tuple[str, str]:
     ("redirection", "problem"),
     [
         (">/dev/full 2>{err}", "No space left on device"),
-        (">&- 2>{err}", "it is closed"),
         ("> >(exec true) 2>{err}", "Broken pipe"),
     ],
-    ids=["full", "closed", "broken pipe"],
+    ids=["full", "broken pipe"],
 )
 def test_a_stdout_that_fails_is_told_once(tmp_path: Path, redirection: str, problem: str) -> None:
     lines = run(tmp_path, redirection)[1].splitlines()
@@ -48,7 +47,7 @@ def test_a_stdout_that_fails_is_told_once(tmp_path: Path, redirection: str, prob
     assert len(lines) == 3001
 
 
-@pytest.mark.parametrize("redirections", [">{out} 2>&-", ">{out} 2>/dev/full", ">/dev/full 2>&1"])
+@pytest.mark.parametrize("redirections", [">{out} 2>&-", ">{out} 2>/dev/full", ">&- 2>{err}"])
 def test_no_stream_is_needed(tmp_path: Path, redirections: str) -> None:
     out, _ = run(tmp_path, redirections)
     assert len(out.splitlines()) == (3000 if "{out}" in redirections else 0)

@@ -171,7 +171,7 @@ def test_profile_of_a_row_is_the_most_special_one():
     assert profile_for_group("A100-80GB", "bloom", 1, "bloom 02-25").name == "jean_zay_a100"
 
 
-OWN = ROOT / "benchmarks/results/titan_h100_rows.json"
+OWN = ROOT / "benchmarks/results/titan_rows.json"
 
 
 @pytest.mark.parametrize(("row", "is_host_bound"), [(0, True), (1, False), (3, False), (4, False)])

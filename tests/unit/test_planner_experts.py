@@ -77,7 +77,8 @@ def test_experts_multiply_the_rows_of_their_tokens():
     """8 of 128 experts are here, with the rows of 8 processes: as long as 8 products of a sixteenth of these each."""
     exact = PROFILE.changed(grouped_relative=1.0)
     one = work(expert=16, shard=16)
-    grouped = [gemm for gemm in trace(TraceKey.of(one)).layers[0].forward.gemms if gemm.grouped]
+    gemms = trace(TraceKey.of(one)).layers[0].forward.gemms
+    grouped = [gemm for gemm, count in gemms.items() if gemm.grouped for _ in range(count)]
     rows = 4096 * 8 / 8
     assert all(gemm.batch == 8 and gemm.m == rows for gemm in grouped)
     assert sum(gemm.flops for gemm in grouped) == 2 * 3 * 4096 * 8 * 768 * 2048
@@ -98,11 +99,10 @@ def test_a_step_computes_what_a_token_uses():
 
 
 @pytest.mark.parametrize("load", [1.25, 2.0])
-def test_unequal_loads_take_longer_and_more_memory(load):
+def test_unequal_loads_take_longer(load):
     equal = work()
     busy = equal._replace(expert_load=load)
     assert step_time(busy, PROFILE).total > step_time(equal, PROFILE).total
-    assert largest_memory(busy, PROFILE) > largest_memory(equal, PROFILE)
 
 
 # ---- weights
@@ -155,12 +155,12 @@ def test_search_finds_the_best_of_all_degrees_of_experts():
             assert one.shard * one.context * one.tensor % one.expert == 0
             degrees.add(one.expert)
             if largest_memory(one, found.profile) <= (1 - MEMORY_MARGIN) * found.profile.device.memory_bytes:
-                kind = one.tensor, one.pipeline, one.zero_stage
+                kind = one.tensor, one.pipeline
                 best[kind] = min(best.get(kind, math.inf), step_time(one, found.profile).total)
     assert degrees == {1, 2, 4}
-    assert {(one.work.tensor, one.work.pipeline, one.work.zero_stage) for one in found.ranked} == set(best)
+    assert {(one.work.tensor, one.work.pipeline) for one in found.ranked} == set(best)
     for one in found.ranked:
-        assert one.time.total == pytest.approx(best[one.work.tensor, one.work.pipeline, one.work.zero_stage])
+        assert one.time.total == pytest.approx(best[one.work.tensor, one.work.pipeline])
 
 
 def test_a_fixed_degree_of_experts_stays():

@@ -3,6 +3,7 @@
 import itertools
 import random
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -75,16 +76,16 @@ def test_search_finds_what_trying_everything_finds():
         expected = predict(config, None)
         if expected.memory.largest > (1 - MEMORY_MARGIN) * 32 * 2**30:
             continue
-        kind = expected.work.tensor, expected.work.pipeline, expected.work.zero_stage
+        kind = expected.work.tensor, expected.work.pipeline
         best[kind] = min(best.get(kind, float("inf")), expected.time.total)
     assert found.counts.valid == valid > 1000
-    assert 0 < len(best) < 24, "memory must decide in some of the kinds"
-    ranked = {(one.work.tensor, one.work.pipeline, one.work.zero_stage): one.time.total for one in found.ranked}
+    assert len(best) > 3
+    ranked = {(one.work.tensor, one.work.pipeline): one.time.total for one in found.ranked}
     assert ranked == pytest.approx(best, rel=1e-12)
     assert list(ranked.values()) == sorted(ranked.values())
     for one in found.too_large:
         assert one.memory_bytes > found.usable_bytes
-        assert one.time.total < found.best.time.total
+        assert one.time.total < found.fastest.time.total
 
 
 SLOW_LINKS = ["--model.flavor=gpt2_124m", "--model.overrides.num_layers=6", "--cluster.gpu=H100",
@@ -100,9 +101,9 @@ def test_slow_links_do_not_hide_the_best_layout():
     for group in space.groups():
         for choice, split in itertools.product(space.pipelines(group), space.splits(group)):
             work = space.member(group, *choice, *split)
-            if least_step_seconds(work, profile) < found.best.time.total and fits(work, profile):
+            if least_step_seconds(work, profile) < found.fastest.time.total and fits(work, profile):
                 best = min(best, step_time(work, profile).total)
-    assert found.best.time.total == pytest.approx(best, rel=1e-9)
+    assert found.fastest.time.total == pytest.approx(best, rel=1e-9)
     assert all(fits(one.work, profile) for one in found.ranked)
 
 
@@ -190,16 +191,26 @@ def test_fixed_settings_that_leave_no_layout_are_named(fixed, problem):
 
 
 def test_adding_up_whole_gradients_is_named_where_it_is_what_costs():
-    config = run("--model.flavor=1.7b", "--cluster.gpu=A100", "--training.global_batch_size=256",
-                 "--training.dtype=bfloat16", "--activation_checkpoint.mode=full",
-                 "--training.micro_batch_size=8", "--parallelism.tensor_parallel_degree=1",
-                 "--parallelism.pipeline_parallel_degree=1")  # fmt: skip
-    fixed = {"activation_checkpoint.mode", "training.micro_batch_size", "parallelism.tensor_parallel_degree",
-             "parallelism.pipeline_parallel_degree"}  # fmt: skip
-    found = search(config, 8, load_profile("selene_2021").changed(accumulation_bytes=10.0), frozenset(fixed))
-    stages = {one.work.zero_stage: one for one in found.ranked}
-    assert differences(stages[2], stages[1])["compute"] > 0
-    assert "ZeRO 1 accumulates whole gradients of 4 microbatches" in why_slower(stages[2], stages[1], found.profile)
+    keys = {"activation_checkpoint.mode": "full", "training.micro_batch_size": 8, "parallelism.zero_stage": 1,
+            "parallelism.tensor_parallel_degree": 1, "parallelism.pipeline_parallel_degree": 1}  # fmt: skip
+    profile, fastest = load_profile("selene_2021").changed(accumulation_bytes=10.0), {}
+    for stage in (1, 2):
+        settings = [f"--{key}={value}" for key, value in (keys | {"parallelism.zero_stage": stage}).items()]
+        config = run(*settings, "--model.flavor=1.7b", "--cluster.gpu=A100", "--training.global_batch_size=256",
+                     "--training.dtype=bfloat16")  # fmt: skip
+        found = search(config, 8, profile, frozenset(keys))
+        fastest[stage] = found.fastest
+    assert differences(fastest[2], fastest[1])["compute"] > 0
+    why = why_slower(fastest[2], fastest[1], found.profile)
+    assert "ZeRO 1 accumulates whole gradients of 4 microbatches" in why
+
+
+def test_of_layouts_that_predictions_cannot_tell_apart_the_simplest_is_best():
+    found = search(run(*SLOW_LINKS, "--training.dtype=float32"), 6, fixed=PLAIN, kinds=20)
+    sure = replace(found, profile=found.profile.changed(error_median=0.0))
+    assert sure.best is sure.fastest is found.ranked[0]
+    unsure = replace(found, profile=found.profile.changed(error_median=1e9))
+    assert (unsure.best.work.tensor, unsure.best.work.pipeline) == (1, 1)
 
 
 # The configurations of arXiv 2104.04473's Table 1 hold the paper's own layouts.
@@ -210,7 +221,7 @@ def test_best_layout_is_no_slower_than_the_paper_s(name, gpus):
     profile = load_profile("selene_2021")
     papers = predict(config, profile)
     found = search(config, profile=profile, kinds=1)
-    assert found.best.time.total <= papers.time.total
+    assert found.fastest.time.total <= papers.time.total
     assert found.best.memory_bytes <= (1 - MEMORY_MARGIN) * 80 * 2**30
     again = predict(found.config, profile)
     assert (again.time, again.memory.largest) == (found.best.time, found.best.memory_bytes)
@@ -232,12 +243,12 @@ def test_tensor_parallelism_over_a_node_is_best_as_in_figure_13():
     assert next(iter(times)) == (8, 8)
     assert set(times) == {(2, 32), (4, 16), (8, 8), (16, 4), (32, 2), (64, 1)}
     across = next(one for one in found.ranked if one.work.tensor == 16)
-    assert "traffic within layers" in why_slower(found.best, across, found.profile)
-    assert "over 2 nodes" in why_slower(found.best, across, found.profile)
+    assert "traffic within layers" in why_slower(found.fastest, across, found.profile)
+    assert "over 2 nodes" in why_slower(found.fastest, across, found.profile)
     deep = next(one for one in found.ranked if one.work.pipeline == 32)
-    assert "bubble" in why_slower(found.best, deep, found.profile)
-    gap = differences(found.best, deep)
-    assert sum(gap.values()) == pytest.approx(deep.time.total - found.best.time.total)
+    assert "bubble" in why_slower(found.fastest, deep, found.profile)
+    gap = differences(found.fastest, deep)
+    assert sum(gap.values()) == pytest.approx(deep.time.total - found.fastest.time.total)
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,8 @@ import re
 import pytest
 
 from tests.unit.test_planner_command import plan
-from titan_like.metrics.step_timeline import Phase, simulated
+from titan_like.metrics.step_timeline import Phase, chrome_trace, read_trace, simulated
 from titan_like.metrics.timeline_report import differences, lanes, parts_of
-from titan_like.metrics.timeline_trace import chrome_trace, read_trace
 from titan_like.parallel.schedules.simulate import unit_time
 from titan_like.parallel.schedules.tables import SCHEDULES, stages_per_rank
 
@@ -41,13 +40,7 @@ def test_a_timeline_comes_back_from_its_file(schedule, tmp_path):
     path = tmp_path / "step-1.json"
     path.write_text(json.dumps(chrome_trace(step)))
     back = read_trace(path)
-    assert (back.schedule, back.pipeline_degree, back.virtual_stages) == (schedule, 4, virtual)
-    for ours, theirs in ((step.passes, back.passes), (step.waits, back.waits)):
-        assert [(e.rank, e.action) for e in ours] == [(e.rank, e.action) for e in theirs]
-        assert [t for e in ours for t in e[2:]] == pytest.approx([t for e in theirs for t in e[2:]])
-    assert [(p.rank, p.name, p.end) for p in back.phases] == [
-        (p.rank, p.name, pytest.approx(p.end)) for p in step.phases
-    ]
+    assert back == step
 
 
 def test_parts_of_a_step_sum_up_and_differ_where_the_step_does():
@@ -116,7 +109,6 @@ def test_simulate_draws_writes_and_compares(tmp_path):
     [
         (["--width", "3"], "--width"),
         (["--picture", "step.jpg"], "--picture"),
-        (["--measured", "no-such-file.json"], "--measured"),
         (["--measured", "train_configs/schema.json"], "--measured"),
         (["--training.global_batch_size", "7"], "global_batch_size"),
     ],
@@ -147,68 +139,17 @@ def test_what_is_no_timeline_is_refused(text, tmp_path):
         read_trace(path)
 
 
-def about(**values):
-    return lambda trace: trace["otherData"].update(values)
-
-
-def first_pass(**values):
-    def change(trace):
-        next(event for event in trace["traceEvents"] if event["ph"] == "X" and event["tid"] == 0).update(values)
-
-    return change
-
-
-def shifted(microseconds):
-    def change(trace):
-        for event in trace["traceEvents"]:
-            if "ts" in event:
-                event["ts"] += microseconds
-
-    return change
-
-
-def reversed_in_time(trace):
-    slices = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["tid"] == 0]
-    end = max(event["ts"] + event["dur"] for event in slices)
-    for event in slices:
-        event["ts"] = end - event["ts"] - event["dur"]
-
-
-def wait_of_rank(rank):
-    return lambda trace: next(e for e in trace["traceEvents"] if e["ph"] == "X" and e["tid"] == 1).update(pid=rank)
-
-
-def without_time(trace):
-    for event in trace["traceEvents"]:
-        event["dur"] = 0.0
-
-
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (without_time, "take no time"),
-        (about(pipeline_degree=0), "not those of the schedule"),
-        (about(virtual_stages=10**9), "passes are missing"),
-        (about(virtual_stages=2), "1f1b has 1 stage per rank"),
-        (about(schedule="fastest"), "not a pipeline schedule"),
-        (about(schedule=["1f1b"]), "unhashable|not a pipeline schedule"),
-        (about(clock_error_us="none"), "TypeError"),
-        (first_pass(name="F7 of stage 0"), "passes are missing"),
-        (first_pass(name="X0 of stage 0"), "AttributeError"),
-        (first_pass(pid=1), "not those of the schedule"),
-        (first_pass(ts=float("nan")), "not a number"),
-        (first_pass(dur=-1.0), "end before its start"),
-        (first_pass(ts="soon"), "TypeError"),
-        (about(clock_error_us=-1.0), "not a number"),
-        (shifted(-1e9), "does not start at 0"),
-        (reversed_in_time, "not those of the schedule, in its order"),
-        (wait_of_rank(99), "outside the pipeline"),
+        ({"schedule": "fastest"}, "not a pipeline schedule"),
+        ({"pipeline_degree": 4}, "not those of the schedule"),
+        ({"clock_error": "none"}, "clock_error: should be a valid number"),
     ],
-)  # fmt: skip
+)
 def test_a_timeline_that_can_be_no_step_of_its_schedule_is_refused(change, problem, tmp_path):
     trace = chrome_trace(simulated("1f1b", 2, 1, 2, unit_time))
-    change(trace)
-    path = tmp_path / "step.json"
-    path.write_text(json.dumps(trace))
+    trace["otherData"] |= change
+    (tmp_path / "step.json").write_text(json.dumps(trace))
     with pytest.raises(ValueError, match=problem):
-        read_trace(path)
+        read_trace(tmp_path / "step.json")

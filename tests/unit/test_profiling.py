@@ -91,29 +91,14 @@ def test_traces_of_named_steps(mesh: Any, tmp_path: Path) -> None:
         assert sum(event.get("name") == "aten::matmul" for event in events) == 2 * MICROBATCHES
 
 
-def test_nothing_is_looked_into_unless_asked(mesh: Any, tmp_path: Path) -> None:
-    run = Run(mesh, tmp_path, {})
-    assert [run.step(number).profile for number in range(1, 4)] == [None] * 3
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_processes_beside_the_first_pipeline_look_at_nothing(tmp_path: Path) -> None:
     """The profiler of data-parallel rank 1, whose mesh only tells its coordinates."""
 
-    class Dimension:
-        def __init__(self, rank: int) -> None:
-            self.rank = rank
-
-        def get_group(self) -> None:
-            return None
-
-        def get_local_rank(self) -> int:
-            return self.rank
-
-    class Mesh(dict[str, Dimension]):
+    class Mesh(dict[str, Any]):
         mesh_dim_names = ("pp", "dp_shard")
 
-    run = Run(Mesh(pp=Dimension(0), dp_shard=Dimension(1)), tmp_path, {"timeline_interval": 1, "trace_steps": [1]})
+    first, second = (SimpleNamespace(get_group=lambda: None, get_local_rank=lambda rank=rank: rank) for rank in (0, 1))
+    run = Run(Mesh(pp=first, dp_shard=second), tmp_path, {"timeline_interval": 1, "trace_steps": [1]})
     assert run.step(1).profile is None
     assert list(tmp_path.iterdir()) == []
 
@@ -164,6 +149,9 @@ def test_boxes_are_the_passes() -> None:
     ]
     assert [label.get_text() for label in panel.get_yticklabels()] == ["rank 0", "rank 1"]
     assert panel.get_ylim() == (1.5, -0.5)  # the first rank above
+    narrow = figures.Figure().subplots()
+    timeline_plot._draw_step(narrow, step_of_two(), inches_per_second=5)  # 0.05 and 0.1 inches
+    assert [text.get_position()[0] for text in narrow.texts] == pytest.approx([60, 35])
 
 
 def test_second_stage_of_a_rank_is_lighter() -> None:
@@ -176,13 +164,6 @@ def test_second_stage_of_a_rank_is_lighter() -> None:
     for box, event in zip(boxes, sorted(step.passes, key=lambda event: event.rank), strict=True):
         dark, light = timeline_plot._COLOURS[event.action.kind]
         assert box[3] == pytest.approx(light if event.action.stage >= 2 else dark)
-
-
-def test_numbers_are_left_out_of_boxes_that_are_too_narrow() -> None:
-    figures = pytest.importorskip("matplotlib.figure")
-    panel = figures.Figure().subplots()
-    timeline_plot._draw_step(panel, step_of_two(), inches_per_second=5)  # 0.05 and 0.1 inches
-    assert [text.get_position()[0] for text in panel.texts] == pytest.approx([60, 35])
 
 
 def test_picture_is_written_beside_the_trace(tmp_path: Path) -> None:

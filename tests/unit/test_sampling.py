@@ -1,4 +1,3 @@
-import itertools
 import json
 
 import pytest
@@ -16,71 +15,25 @@ from titan_like.models.registry import build_model, model_config
 VOCABULARY = 29
 
 
-def kept_by_top_k(row, k):
-    return set(sorted(range(len(row)), key=lambda token: -row[token])[:k])
+def kept_by_definition(row, k, p):
+    """Of the k most probable tokens, of equal ones the lowest, the smallest set whose probabilities reach p."""
+    left = sorted(range(len(row)), key=lambda token: -row[token])[: k or len(row)]
+    probabilities = torch.tensor([row[token] for token in left], dtype=torch.float64).softmax(-1).tolist()
+    sizes = (size for size in range(1, len(left)) if p < 1 and sum(probabilities[:size]) >= p)
+    return {token for token in left[: next(sizes, len(left))] if row[token] > float("-inf")}
 
 
-def kept_by_top_p(row, p):
-    """The smallest set of tokens whose probabilities reach p, by trying the sizes."""
-    probabilities = torch.tensor(row, dtype=torch.float64).softmax(-1).tolist()
-    ranked = sorted(range(len(row)), key=lambda token: -probabilities[token])
-    return next(
-        set(ranked[:size])
-        for size in range(1, len(row) + 1)
-        if sum(probabilities[token] for token in ranked[:size]) >= p or size == len(row)
-    )
-
-
-def kept(logits):
-    return [set(torch.isfinite(row).nonzero().flatten().tolist()) for row in logits]
-
-
-@pytest.fixture
-def logits():
-    return 2 * torch.randn(50, VOCABULARY, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.mark.parametrize("k", [1, 2, 7, VOCABULARY, 2 * VOCABULARY])
-def test_top_k_keeps_the_k_most_probable(logits, k):
-    filtered = filter_logits(logits, k, 1.0)
-    assert kept(filtered) == [kept_by_top_k(row, k) for row in logits.tolist()]
-    assert torch.equal(filtered[filtered.isfinite()], logits[filtered.isfinite()])
-
-
-def test_of_equal_logits_those_of_the_lowest_tokens_are_kept(logits):
-    rows = torch.cat((logits.round(), torch.zeros(1, VOCABULARY)))  # many are equal
-    for k in (1, 2, 7):  # sorted(), which decides here, keeps the order of equals
-        assert kept(filter_logits(rows, k, 1.0)) == [kept_by_top_k(row, k) for row in rows.tolist()]
-    for p in (1e-6, 0.3, 0.75):
-        assert kept(filter_logits(rows, 0, p)) == [kept_by_top_p(row, p) for row in rows.tolist()]
-    assert kept(filter_logits(rows, 5, 0.5))[-1] == {0, 1, 2}
-
-
-@pytest.mark.parametrize("p", [1e-300, 1e-6, 0.1, 0.5, 0.9, 0.999])
-def test_top_p_keeps_the_fewest_that_reach_p(logits, p):
-    filtered = filter_logits(logits, 0, p)
-    expected = [kept_by_top_p(row, p) for row in logits.tolist()]
-    assert kept(filtered) == expected
-    assert max(len(tokens) for tokens in expected) > (1 if p >= 0.5 else 0)
-    assert torch.equal(filtered[filtered.isfinite()], logits[filtered.isfinite()])
-
-
-@pytest.mark.parametrize(("k", "p"), list(itertools.product((2, 5, 20), (0.3, 0.8))))
-def test_top_p_counts_among_what_top_k_left(logits, k, p):
+@pytest.mark.parametrize("k", [0, 1, 2, 7, VOCABULARY, 2 * VOCABULARY])
+@pytest.mark.parametrize("p", [1e-300, 1e-6, 0.3, 0.5, 0.8, 0.999, 1.0])
+def test_top_k_and_top_p_keep_what_their_definitions_keep(k, p):
+    logits = 2 * torch.randn(50, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    logits[:10] = logits[:10].round()  # many are equal
+    logits[0] = 0
+    logits[20:30, -4:] = float("-inf")  # padding, which never comes back
     filtered = filter_logits(logits, k, p)
-    for row, tokens in zip(logits.tolist(), kept(filtered), strict=True):
-        left = sorted(kept_by_top_k(row, k))
-        assert tokens == {left[i] for i in kept_by_top_p([row[token] for token in left], p)}
-
-
-def test_no_filter_changes_nothing(logits):
-    assert torch.equal(filter_logits(logits, 0, 1.0), logits)
-
-
-def test_padding_never_comes_back(logits):
-    logits[:, -4:] = float("-inf")
-    for k, p in ((0, 0.999), (VOCABULARY, 1.0), (VOCABULARY, 0.999)):
-        assert not any(tokens & set(range(VOCABULARY - 4, VOCABULARY)) for tokens in kept(filter_logits(logits, k, p)))
+    kept = [set(torch.isfinite(row).nonzero().flatten().tolist()) for row in filtered]
+    assert kept == [kept_by_definition(row, k, p) for row in logits.tolist()]
+    assert torch.equal(filtered[filtered.isfinite()], logits[filtered.isfinite()])
 
 
 @pytest.fixture(scope="module", params=["gpt", "llama"])
@@ -98,31 +51,21 @@ def model(request):
 PROMPT = [1, 2, 3, 4]
 
 
-def next_logits(model, tokens):
-    with torch.no_grad():
-        return model(torch.tensor([tokens[-model.config.max_seq_len :]]))[0, -1]
-
-
-def test_temperature_0_takes_the_most_probable_token(model):
-    tokens = list(PROMPT)
-    for _ in range(8):
-        tokens.append(int(next_logits(model, tokens).argmax()))
-    assert generate(model, PROMPT, 8, temperature=0) == tokens[4:]
-    assert generate(model, PROMPT, 8, temperature=0, seed=5, top_k=3, top_p=0.1) == tokens[4:]
-    assert generate(model, PROMPT, 8, top_k=1, seed=9) == tokens[4:]
-    assert generate(model, PROMPT, 8, temperature=1e-4, seed=9) == tokens[4:]
-
-
-def test_prompt_of_a_prefix_language_model_is_its_prefix(model):
-    tokens = list(PROMPT)
-    for _ in range(8):
+@pytest.mark.parametrize("prefix_lm", [False, True])
+@pytest.mark.parametrize("length", [4, 40])
+def test_temperature_0_takes_the_most_probable_token_after_the_last_max_seq_len(model, length, prefix_lm):
+    tokens = prompt = [(7 * i + 1) % 250 for i in range(length)]
+    for _ in range(20):
         first = max(0, len(tokens) - model.config.max_seq_len)  # of the window
-        ends = [max(position + 1, len(PROMPT) - first) for position in range(len(tokens) - first)]
+        ends = [max(at + 1, length - first) if prefix_lm else at + 1 for at in range(len(tokens) - first)]
         mask = KeyRanges(torch.zeros(1, len(ends), dtype=torch.int64), torch.tensor([ends]))
         with torch.no_grad():
-            logits = model(torch.tensor([tokens[first:]]), document_mask=mask)
-        tokens.append(int(logits[0, -1].argmax()))
-    assert generate(model, PROMPT, 8, temperature=0, prefix_lm=True) == tokens[len(PROMPT) :]
+            tokens = [*tokens, int(model(torch.tensor([tokens[first:]]), document_mask=mask)[0, -1].argmax())]
+    settings = {"prefix_lm": prefix_lm}
+    assert generate(model, prompt, 20, temperature=0, **settings) == tokens[length:]
+    assert generate(model, prompt, 20, temperature=0, seed=5, top_k=3, top_p=0.1, **settings) == tokens[length:]
+    assert generate(model, prompt, 20, top_k=1, seed=9, **settings) == tokens[length:]
+    assert generate(model, prompt, 20, temperature=1e-4, seed=9, **settings) == tokens[length:]
 
 
 def test_seed_decides_the_text(model):
@@ -137,9 +80,11 @@ def test_seed_decides_the_text(model):
 def test_first_token_follows_the_distribution(model, temperature, top_k):
     draws = [generate(model, PROMPT, 1, temperature=temperature, top_k=top_k, seed=seed)[0] for seed in range(200)]
     observed = torch.bincount(torch.tensor(draws), minlength=model.config.padded_vocab_size) / len(draws)
-    scaled = next_logits(model, PROMPT).double() / temperature
+    with torch.no_grad():
+        scaled = model(torch.tensor([PROMPT]))[0, -1].double() / temperature
     if top_k:
-        scaled[[t for t in range(len(scaled)) if t not in kept_by_top_k(scaled.tolist(), top_k)]] = float("-inf")
+        kept = kept_by_definition(scaled.tolist(), top_k, 1.0)
+        scaled[[t for t in range(len(scaled)) if t not in kept]] = float("-inf")
     expected = scaled.softmax(-1)
     assert set(draws) <= set((expected > 0).nonzero().flatten().tolist())
     # Each frequency is within 5 standard deviations of its probability.
@@ -152,31 +97,13 @@ def test_only_real_tokens_are_drawn(model):
     assert max(generate(model, PROMPT, 200, temperature=50.0)) in range(240, 257)
 
 
-def test_stops_at_the_end_of_the_document(model):
-    text = generate(model, PROMPT, 12, seed=0)
-    end = text[5]
-    assert generate(model, PROMPT, 12, seed=0, stop_ids={end, 999}) == text[: text.index(end)]
+def test_stops_at_the_end_of_the_document_or_when_the_text_is_complete(model):
+    text, seen = generate(model, PROMPT, 12, seed=0), []
+    assert generate(model, PROMPT, 12, seed=0, stop_ids={text[5], 999}) == text[: text.index(text[5])]
     unused = next(token for token in range(257) if token not in text)
     assert generate(model, PROMPT, 12, seed=0, stop_ids={unused}) == text
-
-
-def test_stops_when_the_text_is_complete(model):
-    text = generate(model, PROMPT, 12, seed=0)
-    seen = []
     assert generate(model, PROMPT, 12, seed=0, is_complete=lambda new: seen.append(new) or len(new) == 4) == text[:4]
     assert seen == [text[:1], text[:2], text[:3], text[:4]]
-
-
-def test_context_is_the_last_max_seq_len_tokens(model):
-    assert model.config.max_seq_len == 16
-    long_prompt = [(7 * i) % 250 for i in range(40)]
-    continuation = generate(model, long_prompt, 20, temperature=0)
-    assert len(continuation) == 20
-    assert continuation == generate(model, long_prompt[-16:], 20, temperature=0)
-    tokens = list(long_prompt)
-    for _ in range(20):
-        tokens.append(int(next_logits(model, tokens).argmax()))
-    assert continuation == tokens[40:]
 
 
 def test_dropout_is_off_while_sampling():

@@ -346,7 +346,7 @@ def test_failures_are_told_apart(log: str, outcome: str, reason: str) -> None:
 
 def test_a_process_that_the_system_killed_is_out_of_memory() -> None:
     found = trial.failure(TORCHRUN.format(code=-9, more="traceback : Signal 9 (SIGKILL) received by PID 7"), 1)
-    assert found == {"outcome": TOO_LARGE, "reason": "the system killed a process, perhaps for want of memory"}
+    assert found == {"outcome": TOO_LARGE, "reason": "the system killed a process, perhaps because memory ran out"}
 
 
 def test_the_median_step_counts(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ from titan_like.metrics.step_timeline import (
     RankTimes,
     StepTimeline,
     as_simulated,
+    chrome_trace,
     clock_offset,
     measured,
     simulated,
 )
 from titan_like.metrics.timeline_report import figures, rank_shares, report
-from titan_like.metrics.timeline_trace import chrome_trace
 from titan_like.parallel.schedules.simulate import Event, bubble_fraction, ideal_bubble, simulate, unit_time
 from titan_like.parallel.schedules.tables import SCHEDULES, Action, schedule_table, stage_ranks
 from titan_like.parallel.timeline import Timeline
@@ -64,6 +64,9 @@ def test_messages_are_exposed_communication_and_not_in_the_simulated_bubble():
     assert slow.bubble_fraction > quick.bubble_fraction
     assert slow.bubble_fraction_simulated == pytest.approx(quick.bubble_fraction)
     assert slow.exposed_communication > 0.01
+    step = unit_step(transfer=1.0)
+    assert as_simulated(step).seconds == pytest.approx(unit_step().seconds)
+    assert as_simulated(step).mean_seconds() == pytest.approx(step.mean_seconds())
 
 
 @pytest.mark.parametrize("transfer", [0.0, 0.25])
@@ -116,16 +119,7 @@ def test_clock_offset_lies_within_its_bounds():
     offset, error = clock_offset(reference, [(100.2, 101.1), (102.1, 102.4)])
     assert offset == pytest.approx(100, abs=error)
     assert 0 < error <= 0.5
-
-
-def test_one_clock_has_no_offset():
-    assert clock_offset([(0.0, 1.0)], [(0.5, 1.0)])[0] == 0
-
-
-def test_as_simulated_drops_gaps_and_keeps_passes():
-    step = unit_step(transfer=1.0)
-    assert as_simulated(step).seconds == pytest.approx(unit_step().seconds)
-    assert as_simulated(step).mean_seconds() == pytest.approx(step.mean_seconds())
+    assert clock_offset([(0.0, 1.0)], [(0.5, 1.0)])[0] == 0  # one clock
 
 
 def test_timeline_notes_passes_waits_and_phases(tmp_path):
@@ -158,21 +152,15 @@ def test_timeline_notes_passes_waits_and_phases(tmp_path):
 def test_report_says_what_the_figures_are():
     step = measured("1f1b", 4, 1, seen_by_ranks(unit_step(), [0.0] * 4))
     lines = report(step, "timeline of step 7").splitlines()
-    assert lines[0] == (
-        "timeline of step 7: 1f1b, 4 pipeline ranks, 8 microbatches, 33000.00 ms from first to last pass"
-    )
+    assert lines[0] == "timeline of step 7: 1f1b, 4 ranks, 8 microbatches; 33,000.00 ms, bubble 0.375"
     text = "\n".join(lines)
-    assert "bubble fraction (idle / compute): 0.375 measured, 0.375 with these passes alone, 0.375 ideal" in text
+    assert "bubble fraction (idle / compute): 0.375, 0.375 without messages, 0.375 for equal stages" in text
     assert "slowest stage: 0, 0.0% over the mean" in text
     assert "exposed communication: 0.00% of the ranks' time" in text
-    assert "after the last pass: optimizer 3000.00 ms" in text
+    assert "after the last pass: optimizer 3,000.00 ms, step 36,000.00 ms" in text
     assert all(len(line) <= 110 for line in lines)
-
-
-def test_report_of_one_rank_compares_no_clocks():
-    text = report(simulated("1f1b", 1, 1, 1, unit_time), "timeline")
-    assert "1 pipeline rank, 1 microbatch," in text
-    assert "compare within" not in text
+    alone = report(simulated("1f1b", 1, 1, 1, unit_time), "timeline")
+    assert "1 rank, 1 microbatch;" in alone and "compare within" not in alone
 
 
 # ---- trace
@@ -190,6 +178,9 @@ def test_trace_keeps_to_the_trace_event_format(schedule):
         assert {"name", "ph", "pid"} | required[event["ph"]] <= set(event)
         assert event["pid"] in range(4)
         assert event.get("dur", 0) >= 0
+
+    names = [e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M" and "name" in e["args"]]
+    assert names == [n for rank in range(4) for n in (f"pipeline rank {rank}", "passes", "waiting", "rest of the step")]
 
     passes = [e for e in trace["traceEvents"] if e["ph"] == "X" and "args" in e]
     assert len(passes) == len(step.passes)
@@ -222,12 +213,3 @@ def test_arrows_of_a_trace_join_passes_of_two_ranks():
         assert maker["args"]["microbatch"] == taker["args"]["microbatch"]
         assert maker["args"]["pass"] == taker["args"]["pass"]
         assert start["ts"] <= ends[number]["ts"]
-
-
-def test_rows_of_a_trace_have_names():
-    step = measured("1f1b", 4, 1, seen_by_ranks(unit_step(), [0.0] * 4))
-    events = chrome_trace(step)["traceEvents"]
-    names = {(e["pid"], e.get("tid")): e["args"]["name"] for e in events if e["ph"] == "M" and "name" in e["args"]}
-    assert names[3, None] == "pipeline rank 3"
-    assert {names[e["pid"], e["tid"]] for e in events if e.get("cat") == "phase"} == {"rest of the step"}
-    assert {names[e["pid"], e["tid"]] for e in events if e.get("cat") == "waiting"} == {"waiting"}

@@ -8,10 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pydantic_core import PydanticUndefined
-
 from titan_like.checkpoint.step_folders import (
-    RUN_FILE,
     RunState,
     checkpoint_path,
     complete_steps,
@@ -33,23 +30,15 @@ class OtherRunError(ConfigError):
 
 _MAY_CHANGE = {"dropout"}
 # Optimizer state fits only its own optimizer, and the data cursor counts samples of the same data in the same order.
-_MUST_STAY = [
-    ("optimizer", "name"),
-    ("optimizer", "beta1"),
-    ("job", "seed"),
-    ("training", "seq_len"),
-    ("training", "decoder_seq_len"),
-    ("data", "dataset"),
-    ("data", "options"),
-    ("data", "split"),
-    ("data", "tokenizer"),
-    ("data", "mlm_probability"),
-    ("data", "mlm_whole_words"),
-    ("data", "mlm_max_ngram"),
-    ("data", "noise_density"),
-    ("data", "mean_noise_span_length"),
-    ("data", "sentence_objective"),
-]
+_MUST_STAY = {
+    "optimizer": ("name", "beta1"),
+    "job": ("seed",),
+    "training": ("seq_len", "decoder_seq_len"),
+    "data": (
+        *("dataset", "options", "split", "tokenizer", "mlm_probability", "mlm_whole_words", "mlm_max_ngram"),
+        *("noise_density", "mean_noise_span_length", "sentence_objective"),
+    ),
+}
 
 
 def check_same_run(path: Path, config: JobConfig, model: TransformerConfig, resumes: bool = True) -> None:
@@ -66,13 +55,11 @@ def check_same_run(path: Path, config: JobConfig, model: TransformerConfig, resu
         return
     compared, now, then = _of_model(state, config, model), config.model_dump(mode="json"), state.config
     if resumes and state.step > 0:  # at step 0 there is no cursor and no optimizer state
-        compared += [(f"{s}.{key}", now[s][key], then[s].get(key, now[s][key])) for s, key in _MUST_STAY]
+        of_run = ((section, key) for section, keys in _MUST_STAY.items() for key in keys)
+        compared += [(f"{s}.{key}", now[s][key], then[s].get(key, now[s][key])) for s, key in of_run]
     for key, value, saved in compared:
         if key == "data.tokenizer" and value != saved and _is_copied(value, path, config.data):
             continue
-        if saved is PydanticUndefined:
-            problem = f"{path / RUN_FILE} does not say what it was saved with; restore the file, or name another folder"
-            raise OtherRunError(key, value, problem)
         if value != saved:
             then_text = "none" if saved is None else saved
             raise OtherRunError(key, value, f"{path} was saved with {then_text}; keep that, or name another folder")
@@ -95,6 +82,16 @@ def _of_model(state: RunState, config: JobConfig, model: TransformerConfig) -> l
     defaults = {key: fields[key].get_default(call_default_factory=True) for key in shape}
     saved = defaults | state.model  # an older one may lack a newer field
     return [family, *((f"model.overrides.{k}", v, saved[k]) for k, v in shape.items() if k not in _MAY_CHANGE)]
+
+
+def usable_steps(folder: Path, wanted: int | None) -> list[int]:
+    """The steps of a run's checkpoints, or only the ``wanted`` one; a `ConfigError` if there is no such checkpoint."""
+    steps = complete_steps(folder)
+    if wanted is None:
+        return steps
+    there = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
+    require(wanted in steps, "checkpoint.load_step", wanted, f"no such checkpoint in {folder}; {there}")
+    return [wanted]
 
 
 def newest_state(folder: Path, steps: list[int]) -> RunState | None:
@@ -129,14 +126,11 @@ def check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path,
             not fit the run that goes on from there.
     """
     check_writable("checkpoint.folder", folder, make)
-    steps, wanted = complete_steps(folder), config.checkpoint.load_step
-    if wanted is not None and wanted not in steps:
-        there = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
-        raise ConfigError("checkpoint.load_step", wanted, f"no such checkpoint in {folder}; {there}")
-    state = newest_state(folder, steps if wanted is None else [wanted])
+    steps = usable_steps(folder, config.checkpoint.load_step)
+    state = newest_state(folder, steps)
     so_far = state.come_to(config.training) if state else ()
     check_decay(config.lr_scheduler, schedule_length(config.training, *so_far))
-    for step in steps[-1:] if wanted is None else [wanted]:
+    for step in steps[-1:]:
         check_same_run(checkpoint_path(folder, step), config, model)
     return bool(steps)
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_like.checkpoint.checks import check_same_run
-from titan_like.checkpoint.loader import load_checkpoint
+from titan_like.checkpoint.checks import check_same_run, usable_steps
+from titan_like.checkpoint.loader import load_checkpoint, reading
 from titan_like.checkpoint.step_folders import RUN_FILE, checkpoint_folder, checkpoint_path, complete_steps
-from titan_like.config.errors import ConfigError, RunError, first_line, require
+from titan_like.config.errors import require
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch
 from titan_like.models.config import TransformerConfig
@@ -32,14 +31,9 @@ def find_checkpoint(config: JobConfig) -> Path:
     Raises:
         ConfigError: there is no such checkpoint, or it belongs to another model.
     """
-    folder, wanted = checkpoint_folder(config), config.checkpoint.load_step
-    steps = complete_steps(folder)
-    require(steps, "checkpoint.folder", str(folder), _problem_without_checkpoints(folder))
-    if wanted is not None and wanted not in steps:
-        shown = ", ".join(map(str, steps))
-        raise ConfigError("checkpoint.load_step", wanted, f"{folder} has the steps {shown}; name one of them")
-    step = steps[-1] if wanted is None else wanted
-    path = checkpoint_path(folder, step)
+    folder = checkpoint_folder(config)
+    require(complete_steps(folder), "checkpoint.folder", str(folder), _problem_without_checkpoints(folder))
+    path = checkpoint_path(folder, usable_steps(folder, config.checkpoint.load_step)[-1])
     check_same_run(path, config, model_config(config.model), resumes=False)
     return path
 
@@ -66,19 +60,13 @@ def load_for_inference(config: JobConfig, path: Path, device: torch.device) -> T
     with torch.device("meta"):
         model = build_model(model_config(config.model), config.model.family)
     model.to_empty(device=device)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process is intended
-        _load(path, model)
+    _load(path, model)
     return model.eval()
 
 
 def _load(path: Path, model: ParallelModel | Transformer) -> None:
-    try:
+    with reading(path, f"; {_other_checkpoints(path.parent, int(path.name.removeprefix('step-')))}"):
         load_checkpoint(path, model)
-    except Exception as error:  # whatever a damaged file raises
-        step = int(path.name.removeprefix("step-"))
-        cure = _other_checkpoints(path.parent, step)
-        raise RunError(f"{path} cannot be loaded ({first_line(error)}); {cure}") from error
 
 
 def load_parallel_model(config: JobConfig, path: Path, mesh: DeviceMesh, device: torch.device) -> ParallelModel:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from titan_like.checkpoint.step_folders import (
     read_run_state,
     sweep,
 )
-from titan_like.config.errors import ConfigError, RunError, first_line, require
+from titan_like.config.errors import RunError, first_line, require
 from titan_like.config.schema import Data, TokenOptions
 from titan_like.models.hugging_face import family_module
 from titan_like.models.registry import config_class
@@ -187,6 +188,17 @@ def first_failure(error: BaseException) -> str:
     return f"rank {rank}: {first_line(cause)}"
 
 
+@contextmanager
+def reading(path: Path, cure: str = "") -> Iterator[None]:
+    """Turn whatever a damaged checkpoint raises into a `RunError`, which ends with ``cure``."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is intended
+            yield
+    except (CheckpointException, Exception) as error:  # the former is a BaseException
+        raise RunError(f"{path} cannot be loaded ({first_failure(error)}){cure}") from error
+
+
 def agree(problem: str | None) -> None:
     """Raise on every rank if any rank has a problem. Every rank calls it.
 
@@ -219,18 +231,14 @@ def one_checkpoint(path: Path, key: str) -> Path:
     """``path`` if it is a step-N folder, or the newest checkpoint in it.
 
     Raises:
-        ConfigError: it is neither, or its run.json is damaged; ``key`` is the setting to blame.
+        ConfigError: it is neither; ``key`` is the setting to blame.
     """
-    if not is_checkpoint(path):
-        steps = complete_steps(path)
-        problem = "neither a checkpoint (a step-N folder) nor a folder of them; name one that a run has saved"
-        require(steps, key, str(path), problem)
-        path = checkpoint_path(path, steps[-1])
-    try:
-        read_run_state(path)
-    except Exception as error:  # whatever a damaged file raises
-        raise ConfigError(key, str(path), f"cannot be loaded ({first_line(error)}); name another checkpoint") from None
-    return path
+    if is_checkpoint(path):
+        return path
+    steps = complete_steps(path)
+    problem = "neither a checkpoint (a step-N folder) nor a folder of them; name one that a run has saved"
+    require(steps, key, str(path), problem)
+    return checkpoint_path(path, steps[-1])
 
 
 class CheckpointWeights:
@@ -243,7 +251,7 @@ class CheckpointWeights:
             RunError: it is damaged or inconsistent.
         """
         self.path = path
-        try:
+        with reading(path):
             self.run = read_run_state(path)
             self.family: str = self.run.config["model"]["family"]
             data = {name: value for name, value in self.run.config["data"].items() if name in _SAYS_TOKENS}
@@ -251,35 +259,26 @@ class CheckpointWeights:
             self.model = config_class(self.family).model_validate(self.run.model)
             self._reader = TensorReader(path)
             self._stored = self._reader.read_metadata().state_dict_metadata
-        except Exception as error:  # whatever a damaged file raises
-            raise RunError(f"{path} cannot be loaded ({first_line(error)})") from error
-        self._check()
+            self._check()
 
     def read(self, name: str) -> torch.Tensor:
         """One full weight by its name in the model; a `RunError` if its file is damaged."""
         stored = self._stored[f"model.{name}"]
         assert isinstance(stored, TensorStorageMetadata)  # checked before
-        try:
+        with reading(self.path):
             tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.load({f"model.{name}": tensor}, storage_reader=self._reader, no_dist=True)
-        except (CheckpointException, Exception) as error:  # whatever a damaged file raises
-            raise RunError(f"{self.path} cannot be loaded ({first_failure(error)})") from error
+            dcp.load({f"model.{name}": tensor}, storage_reader=self._reader, no_dist=True)
         return tensor
 
     def _check(self) -> None:
-        problem, known = None, set()
+        known = set()
         for parameter in family_module(self.family).stored_parameters(self.model):
             name = f"model.{parameter.name}"
             stored = self._stored.get(name)
             if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != parameter.shape:
-                problem = f"run.json describes a {name} of shape {list(parameter.shape)}, which is not there"
-                raise RunError(f"{self.path} cannot be loaded ({problem})")
-            if not stored.properties.dtype.is_floating_point:
-                raise RunError(f"{self.path} cannot be loaded ({name} is of type {stored.properties.dtype})")
+                raise ValueError(f"run.json describes a {name} of shape {list(parameter.shape)}, which is not there")
             known.add(name)
         for name in self._stored:
             if name.startswith("model.") and name not in known:
                 problem = f"stored_parameters of {self.family!r} does not describe {name!r} for the shape in run.json"
-                raise RunError(f"{self.path} cannot be loaded ({problem})")
+                raise ValueError(problem)

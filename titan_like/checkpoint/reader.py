@@ -155,8 +155,6 @@ def _is_as_written(archive: io.BytesIO) -> bool:
 
 def _check_places(metadata: Metadata) -> None:
     """Check that every stored tensor is in a file of the same folder."""
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise pickle.UnpicklingError("checkpoint metadata describes no stored tensors")
     for place in metadata.storage_data.values():
         name = getattr(place, "relative_path", None)
         if not isinstance(place, storage_info()) or not isinstance(name, str) or not is_file_name(name):

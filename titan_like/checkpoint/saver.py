@@ -140,14 +140,13 @@ class Saver:
 
     def _copy(self, tensors: Tensors, ready: torch.cuda.Event | None) -> Tensors:
         """Copies of the tensors in host memory, with the values that they had at the event ``ready``."""
-        if ready is None:
-            return {name: self._copy_one(name, tensor) for name, tensor in tensors.items()}
-        device = next(tensor.device for tensor in tensors.values() if tensor.device.type == "cuda")
-        stream = torch.cuda.Stream(device)
-        with torch.cuda.device(device), torch.cuda.stream(stream):
-            stream.wait_event(ready)
+        stream = None if ready is None else torch.cuda.Stream(ready.device)
+        with torch.cuda.stream(stream):  # nothing without a stream
+            if ready is not None:
+                ready.wait()
             copies = {name: self._copy_one(name, tensor) for name, tensor in tensors.items()}
-        stream.synchronize()
+        if stream is not None:
+            stream.synchronize()
         return copies
 
     @torch.no_grad()

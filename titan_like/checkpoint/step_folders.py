@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from zlib import crc32
 
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from titan_like.config.errors import first_problem
 from titan_like.config.schema import JobConfig, Training
@@ -34,18 +34,8 @@ REPLACED = ".replaced"
 _DESCRIPTION = ".metadata"  # torch's name for it
 
 _STEP = r"step-(0|[1-9][0-9]*)"  # name of a complete checkpoint
-_READ = ("model", "job", "data", "training", "optimizer")  # sections of the configuration that a resumed run looks at
-
-
-def _has_sections(config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    missing = [section for section in _READ if section not in config]
-    if missing or "family" not in config["model"]:
-        raise ValueError(f"should have the key {missing[0] if missing else 'model.family'}")
-    return config
-
 
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
-_Sections = Annotated[dict[str, dict[str, Any]], AfterValidator(_has_sections)]
 
 
 @dataclass(frozen=True)
@@ -59,7 +49,7 @@ class RunState:
     loss_scale: float
     loss_scale_good_steps: int
     model: dict[str, Any]  # the resolved shape
-    config: _Sections  # the whole configuration
+    config: dict[str, dict[str, Any]]  # the whole configuration
     recent_losses: list[float] = field(default_factory=list)  # the window that loss spikes are detected with
     consecutive_skips: _Count = 0
     data: str = ""  # fingerprint of the training tokens

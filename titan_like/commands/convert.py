@@ -108,11 +108,11 @@ def from_hf(options: argparse.Namespace) -> int:
 
 def check_new(output: Path) -> None:
     """Refuse a folder that exists and is not empty, or that cannot be created."""
-    if os.path.islink(output) or (os.path.exists(output) and (not output.is_dir() or any(output.iterdir()))):
-        raise ConfigError("--output", str(output), "already exists; name a new folder")
-    there = next(path for path in output.absolute().parents if os.path.exists(path))
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ConfigError("--output", str(output), f"{there} is not a folder that you may write to; name another place")
+    from titan_like.checkpoint.checks import check_writable
+
+    is_new = not os.path.islink(output) and (not output.exists() or (output.is_dir() and not any(output.iterdir())))
+    require(is_new, "--output", str(output), "already exists; name a new folder")
+    check_writable("--output", output.absolute().parent, make=False)
 
 
 def unwritable(output: Path, error: OSError) -> ConfigError:

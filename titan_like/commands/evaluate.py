@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from titan_like.config.schema import JobConfig
     from titan_like.evaluate.scoring import Progress
     from titan_like.evaluate.task import TextSettings
+    from titan_like.evaluate.tasks import NamedTask
 
 _SECONDS_BETWEEN_LINES = 10
 
@@ -89,7 +90,7 @@ def main(argv: list[str]) -> int:
 
     from titan_like.checkpoint.inference import find_checkpoint
     from titan_like.evaluate.task import TextSettings
-    from titan_like.evaluate.tasks import check_predictions, check_tasks, slides_windows
+    from titan_like.evaluate.tasks import named_tasks
     from titan_like.models.registry import model_config
 
     # Refuse what cannot be scored before the checkpoint is looked for and torch is loaded.
@@ -100,18 +101,17 @@ def main(argv: list[str]) -> int:
     if not specs and not options.lm_eval:
         key, specs = "evaluation.datasets", config.evaluation.datasets
         require(specs, "--task", None, "there is nothing to evaluate; give --task NAME=PATH or --lm_eval TASKS")
-    check_tasks(key, specs)
-    slides = slides_windows(specs)
+    named = named_tasks(key, specs, shape)
+    slides = any(task.kind.slides for task in named)
     if options.stride is not None and not slides:
         raise ConfigError("--stride", options.stride, "is for the tasks text and wikitext103 only; leave it out")
     windows = TextSettings.of(config.training.seq_len, options.stride)
     problem = f"longer than training.seq_len = {windows.seq_len}; use at most that"
     require(windows.stride <= windows.seq_len, "--stride", windows.stride, problem)
-    check_predictions(key, specs, config.model.family, shape.predictions)
     if options.lm_eval and not shape.is_causal:
         raise ConfigError("--lm_eval", options.lm_eval, "its tasks predict tokens, and this model chooses answers")
     path = find_checkpoint(config)
-    results, of_harness = score(config, path, key, specs, windows, options)
+    results, of_harness = score(config, path, named, windows, options)
     # Every process has the results; one of them reports.
     if os.environ.get("RANK", "0") != "0":
         return 0
@@ -131,7 +131,7 @@ def main(argv: list[str]) -> int:
 
 
 def score(
-    config: JobConfig, path: Path, key: str, specs: list[str], windows: TextSettings, options: argparse.Namespace
+    config: JobConfig, path: Path, named: list[NamedTask], windows: TextSettings, options: argparse.Namespace
 ) -> tuple[dict[str, dict[str, float]], dict[str, Any]]:
     """Score the tasks in one process or, under torchrun, in the run's layout.
 
@@ -155,7 +155,7 @@ def score(
     check_sequence(config, shape, layout)
     tokenizer = tokenizer_of(config.data)
     check_vocabulary(config.data.tokenizer, tokenizer, shape.vocab_size)
-    tasks = open_tasks(key, specs, tokenizer, windows)
+    tasks = open_tasks(named, tokenizer, windows)
     names = options.lm_eval.split(",") if options.lm_eval else []
     if names:
         from titan_like.evaluate.harness import CheckpointLM, find_tasks, run_harness

@@ -51,6 +51,13 @@ class HarnessTasks(TaskManager):
             raise ConfigError("--lm_eval", ",".join(task_list), f"{problem}; see its YAML file") from error
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads a task's file without importing the functions that it names."""
+
+
+_Loader.add_constructor("!function", lambda loader, node: str(node.value))
+
+
 def find_tasks(names: Sequence[str], folder: str | None) -> tuple[list[str], HarnessTasks]:
     """Find the harness's tasks, and those that YAML files in ``folder`` describe.
 
@@ -60,17 +67,16 @@ def find_tasks(names: Sequence[str], folder: str | None) -> tuple[list[str], Har
     Raises:
         ConfigError: there is no task of one of the names, or a file in the folder cannot be used.
     """
-    files = {}
     for path in sorted(Path(folder).rglob("*.yaml")) if folder is not None else ():
-        if ".ipynb_checkpoints" in path.parts:  # which the harness does not read
-            continue
         try:
-            files[path] = _read_yaml(path)
-        except ValueError as error:
-            raise ConfigError("--lm_eval_folder", folder, f"{path} {error}; correct it") from None
+            content = yaml.load(path.read_bytes(), _Loader)
+        except (ValueError, yaml.YAMLError) as error:  # the harness leaves such a file out, without a word
+            problem = " ".join(str(error).split())  # YAML's errors have several lines, of which the first says little
+            raise ConfigError("--lm_eval_folder", folder, f"{path} cannot be read ({problem}); correct it") from None
+        problem = f"{path} is not a table of keys and values; correct it"
+        require(isinstance(content, dict), "--lm_eval_folder", folder, problem)
     manager = HarnessTasks(include_path=folder, include_defaults=False) if folder is not None else None
-    groups = [content for content in files.values() if "group" in content]  # which may name any task
-    if manager is None or groups or not set(names) <= set(manager.all_subtasks):
+    if manager is None or not set(names) <= set(manager.all_subtasks):
         manager = HarnessTasks(include_path=folder)  # reads some ten thousand files of the harness
     wanted: dict[str, None] = {}
     for name in names:
@@ -80,40 +86,7 @@ def find_tasks(names: Sequence[str], folder: str | None) -> tuple[list[str], Har
         wanted |= dict.fromkeys(matches)
         problem = "the harness has no such task; `lm-eval ls tasks` lists them, --lm_eval_folder adds your own"
         require(matches, "--lm_eval", name, problem)
-    for path, content in files.items():
-        is_group = "group" in content and not {"dataset_path", "output_type"} & content.keys()  # else it describes them
-        members = content.get("task") if is_group else None
-        for member in members if isinstance(members, list) else ():
-            problem = f'{path} names a task "{member}", which does not exist; correct it'
-            require(not isinstance(member, str) or member in manager.all_tasks, "--lm_eval_folder", folder, problem)
     return list(wanted), manager
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads a task's file without importing the functions that it names."""
-
-
-_Loader.add_constructor("!function", lambda loader, node: str(node.value))
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    """The content of a task's file. The harness itself leaves out files that it cannot read, without a word.
-
-    Raises:
-        ValueError: what is wrong with the file, as the predicate of a sentence.
-    """
-    try:
-        content = yaml.load(path.read_bytes(), _Loader)
-    except (ValueError, yaml.YAMLError) as error:
-        problem = " ".join(str(error).split())  # YAML's errors have several lines, of which the first says little
-        raise ValueError(f"cannot be read ({problem})") from None
-    if not isinstance(content, dict):
-        raise ValueError("is not a table of keys and values")
-    included = content.get("include", [])
-    for name in included if isinstance(included, list) else [included]:
-        if not (path.parent / str(name)).is_file():
-            raise ValueError(f"includes {name}, which is not a file")
-    return content
 
 
 _MAX_NEW_TOKENS = 256  # the harness's own default

@@ -91,40 +91,25 @@ class TaskError(ValueError):
 _KEY = "text"  # of a record
 
 
-def read_text(path: Path) -> str:
-    """The text of a file, without a byte-order mark.
-
-    Raises:
-        TaskError: the file is not UTF-8, or holds something else than text.
-        OSError: it cannot be read.
-    """
-    try:
-        if kind_of(path) != "text":
-            raise TaskError("holds records, not text; write the text alone")
-        content = b"".join(bytes(piece.content) for piece, _ in read_pieces(path, _KEY))
-        return content.decode("utf-8").removeprefix("\ufeff")
-    except UnreadableError as error:
-        raise TaskError(str(error)) from None
-    except UnicodeDecodeError as error:
-        raise TaskError(f"is not valid UTF-8 at byte {error.start}; convert the file") from None
-
-
-def read_records(path: Path) -> list[tuple[int, str]] | None:
-    """The texts of a file of records, with their numbers in the file from 1. None if the file is ordinary text.
+def read_file(path: Path) -> str | list[tuple[int, str]]:
+    """The text of a file, without a byte-order mark, or the texts of a file of records, with their numbers from 1.
 
     Records are the rows of a parquet or arrow file, with their text in the column "text", or the lines of a file of
     JSON objects or the elements of a JSON array, with their text under "text".
 
     Raises:
-        TaskError: the file is damaged, or a record has no text.
-        OSError: the file cannot be read.
+        TaskError: the file is damaged or not UTF-8, or a record has no text.
+        OSError: it cannot be read.
     """
     try:
-        if kind_of(path) == "text":
-            return None
-        return [record for piece, _ in read_pieces(path, _KEY) for record in _records(piece)]
+        pieces = [piece for piece, _ in read_pieces(path, _KEY)]
+        if kind_of(path) != "text":
+            return [record for piece in pieces for record in _records(piece)]
+        return b"".join(bytes(piece.content) for piece in pieces).decode("utf-8").removeprefix("\ufeff")
     except UnreadableError as error:
         raise TaskError(str(error)) from None
+    except UnicodeDecodeError as error:
+        raise TaskError(f"is not valid UTF-8 at byte {error.start}; convert the file") from None
 
 
 def _records(piece: Piece) -> Iterator[tuple[int, str]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,50 +26,49 @@ from titan_like.evaluate.task import (
     TextSettings,
     Window,
     ending_window,
-    read_records,
-    read_text,
+    read_file,
     sliding_windows,
 )
 from titan_like.models.config import NUM_OPTIONS, TransformerConfig
 
 
-def text_task(name: str, text: str, tokenizer: Tokenizer, settings: TextSettings) -> Task:
+def text_task(name: str, path: Path, tokenizer: Tokenizer, settings: TextSettings) -> Task:
     """The perplexity of a text under a sliding window.
 
     Raises:
-        TaskError: no token can be scored.
+        TaskError: the file is no text, or no token can be scored.
     """
-    windows, num_scored = text_windows(text, tokenizer, settings)
-    num_bytes = len(text.encode("utf-8"))
-
-    def results(scores: Sequence[Score]) -> dict[str, float]:
-        loss = -math.fsum(score.log_probability for score in scores)  # nats
-        return text_results(loss, num_scored) | {"bits_per_byte": loss / math.log(2) / num_bytes}
-
-    return Task(name, windows, results)
+    text = read_file(path)
+    if not isinstance(text, str):
+        raise TaskError("holds records, not text; write the text alone")
+    bits = math.log(2) * len(text.encode("utf-8"))
+    return _text_task(name, text, tokenizer, settings, lambda loss: {"bits_per_byte": loss / bits})
 
 
-def text_windows(text: str, tokenizer: Tokenizer, settings: TextSettings) -> tuple[list[Window], int]:
-    """The windows of a text and the number of scored tokens.
+def _text_task(
+    name: str, text: str, tokenizer: Tokenizer, settings: TextSettings, more: Callable[[float], dict[str, float]]
+) -> Task:
+    """The figures of a text by token, and those that ``more`` makes of its summed loss in nats.
 
     A text begins as documents do in training. What begins it is not scored; without that the first token is not.
-
-    Raises:
-        TaskError: no token can be scored.
     """
     first = tokenizer.first_ids
     tokens, num_given = np.concatenate((first, tokenizer.encode(text))).astype(np.int64), max(1, len(first))
-    if len(tokens) <= num_given:
-        raise TaskError(_TOO_SHORT)
-    return sliding_windows(tokens, settings.seq_len, settings.stride, num_given), len(tokens) - num_given
+    num_scored = len(tokens) - num_given
+    if num_scored <= 0:
+        raise TaskError("has fewer than two tokens, so that none can be scored; name a longer text")
+
+    def results(scores: Sequence[Score]) -> dict[str, float]:
+        loss = _loss(scores)
+        by_token = {"tokens": num_scored, "loss": loss / num_scored, "perplexity": exponential(loss / num_scored)}
+        return by_token | more(loss)
+
+    return Task(name, sliding_windows(tokens, settings.seq_len, settings.stride, num_given), results)
 
 
-_TOO_SHORT = "has fewer than two tokens, so that none can be scored; name a longer text"
-
-
-def text_results(loss: float, num_tokens: int) -> dict[str, float]:
-    """Figures by token of a summed loss in nats over ``num_tokens`` scored tokens."""
-    return {"tokens": num_tokens, "loss": loss / num_tokens, "perplexity": exponential(loss / num_tokens)}
+def _loss(scores: Sequence[Score]) -> float:
+    """The summed loss in nats."""
+    return -math.fsum(score.log_probability for score in scores)
 
 
 def exponential(loss: float) -> float:
@@ -116,24 +115,6 @@ def detokenize(text: str) -> str:
     return text
 
 
-def read_published(path: Path) -> str:
-    """The text of a split as published: the file itself, or the lines in its records, as on Hugging Face's hub.
-
-    The hub's records have nothing in place of the lines that hold a single space.
-
-    Raises:
-        TaskError: the file is not UTF-8, or its records are not lines.
-        OSError: the file cannot be read.
-    """
-    records = read_records(path)
-    if records is None:
-        return read_text(path)
-    for number, line in records:
-        if line and not line.endswith("\n"):
-            raise TaskError(f"has a text without a line end in record {number}; WikiText's records are lines")
-    return "".join(line or " \n" for _, line in records)
-
-
 def count_words(text: str) -> int:
     """The number of words of a text as published. Words are between single spaces, so a line end counts as a word.
 
@@ -142,31 +123,35 @@ def count_words(text: str) -> int:
     return len(text.strip().split(" "))
 
 
-def wikitext_task(name: str, text: str, tokenizer: Tokenizer, settings: TextSettings) -> Task:
+def wikitext_task(name: str, path: Path, tokenizer: Tokenizer, settings: TextSettings) -> Task:
     """The perplexity per word of a split of WikiText-103 (arXiv 1609.07843) or WikiText-2, as it is published.
 
     It is published as words between spaces, and models that read words are compared by their perplexity per word.
     Megatron-LM (arXiv 1909.08053, appendix E) gives a model with tokens of its own ordinary text, and divides the loss
-    of that text by the number of words that were there before.
+    of that text by the number of words that were there before. A file of records has its lines, as on Hugging Face's
+    hub, with nothing in place of those that hold a single space.
 
     Raises:
-        TaskError: the text has fewer than two words, or no token can be scored.
+        TaskError: records are not lines, the text has fewer than two words, or no token can be scored.
     """
+    text = read_file(path)
+    if not isinstance(text, str):
+        for number, line in text:
+            if line and not line.endswith("\n"):
+                raise TaskError(f"has a text without a line end in record {number}; WikiText's records are lines")
+        text = "".join(line or " \n" for _, line in text)
     num_words = count_words(text)
     if num_words < 2:
-        raise TaskError(_TOO_SHORT)
-    windows, num_scored = text_windows(detokenize(text), tokenizer, settings)
+        raise TaskError("has fewer than two words, so that none can be scored; name a longer text")
 
-    def results(scores: Sequence[Score]) -> dict[str, float]:
-        loss = -math.fsum(score.log_probability for score in scores)  # nats
-        by_word = {"words": num_words, "word_perplexity": exponential(loss / (num_words - 1))}
-        return by_word | text_results(loss, num_scored)
+    def by_word(loss: float) -> dict[str, float]:
+        return {"words": num_words, "word_perplexity": exponential(loss / (num_words - 1))}
 
-    return Task(name, windows, results)
+    return _text_task(name, detokenize(text), tokenizer, settings, by_word)
 
 
-def lambada_task(name: str, passages: Sequence[tuple[int, str]], tokenizer: Tokenizer, settings: TextSettings) -> Task:
-    """LAMBADA (arXiv 1606.06031): accuracy and perplexity of passages' last words, each with its line in the file.
+def lambada_task(name: str, path: Path, tokenizer: Tokenizer, settings: TextSettings) -> Task:
+    """LAMBADA (arXiv 1606.06031): accuracy and perplexity of the last words of passages, which are records or lines.
 
     A word is right if each of its tokens is the most probable one after all tokens before it. The perplexity is by
     word: the exponential of the mean over passages of the word's loss.
@@ -174,7 +159,9 @@ def lambada_task(name: str, passages: Sequence[tuple[int, str]], tokenizer: Toke
     Raises:
         TaskError: there is no passage, one has no context, or a word has more than ``seq_len`` tokens.
     """
-    pairs = [split_passage(number, passage) for number, passage in passages]
+    content = read_file(path)
+    passages = enumerate(content.split("\n"), start=1) if isinstance(content, str) else content
+    pairs = [split_passage(number, passage) for number, passage in passages if passage.strip()]
     if not pairs:
         raise TaskError("has no passages; write one a line")
     try:
@@ -184,23 +171,10 @@ def lambada_task(name: str, passages: Sequence[tuple[int, str]], tokenizer: Toke
 
     def results(scores: Sequence[Score]) -> dict[str, float]:
         right = sum(score.num_right == window.num_targets for score, window in zip(scores, windows, strict=True))
-        loss = -math.fsum(score.log_probability for score in scores)
-        accuracy, perplexity = right / len(windows), exponential(loss / len(windows))
+        accuracy, perplexity = right / len(windows), exponential(_loss(scores) / len(windows))
         return {"passages": len(windows), "accuracy": accuracy, "perplexity": perplexity}
 
     return Task(name, windows, results)
-
-
-def read_passages(path: Path) -> list[tuple[int, str]]:
-    """Numbers and passages of a file of records, or the lines of one of ordinary text.
-
-    Raises:
-        TaskError: the file or a record cannot be used.
-        OSError: the file cannot be read.
-    """
-    records = read_records(path)
-    passages = enumerate(read_text(path).split("\n"), start=1) if records is None else records
-    return [(number, passage) for number, passage in passages if passage.strip()]
 
 
 def split_passage(number: int, passage: str) -> tuple[str, str]:
@@ -255,70 +229,68 @@ def race_task(name: str, folder: Path, tokenizer: Tokenizer, settings: TextSetti
     return Task(name, windows, results)
 
 
-# What makes a task of its label and its file or folder.
-_TASKS: dict[str, Callable[[str, Path, Tokenizer, TextSettings], Task]] = {
-    "text": lambda name, path, *others: text_task(name, read_text(path), *others),
-    "wikitext103": lambda name, path, *others: wikitext_task(name, read_published(path), *others),
-    "lambada": lambda name, path, *others: lambada_task(name, read_passages(path), *others),
-    "race": race_task,
+class _Kind(NamedTuple):
+    """A task that can be named."""
+
+    build: Callable[[str, Path, Tokenizer, TextSettings], Task]  # of its label and its file or folder
+    slides: bool = False  # cuts a text into windows that overlap
+    chooses: bool = False  # is a folder of questions, for a model that chooses answers
+
+
+_KINDS = {
+    "text": _Kind(text_task, slides=True),
+    "wikitext103": _Kind(wikitext_task, slides=True),
+    "lambada": _Kind(lambada_task),
+    "race": _Kind(race_task, chooses=True),
 }
-_SLIDING, _OF_FOLDERS = ("text", "wikitext103"), ("race",)
 
 
-def check_tasks(key: str, specs: Sequence[str]) -> list[tuple[str, Path]]:
-    """Check tasks written NAME=PATH, without opening their files; returns the names and paths.
+class NamedTask(NamedTuple):
+    """A task that the setting ``key`` names as ``spec``, NAME=PATH. Its file is not opened before `open_tasks`."""
+
+    key: str
+    spec: str
+    label: str  # NAME, or NAME/FILE, with the file's name without its ending, if several have that name
+    kind: _Kind
+    path: Path
+
+
+def named_tasks(key: str, specs: Sequence[str], model: TransformerConfig) -> list[NamedTask]:
+    """The tasks that are written NAME=PATH in the setting ``key``.
 
     Raises:
-        ConfigError: there is no such task or file, or one is named twice; ``key`` is the setting to blame.
+        ConfigError: there is no such task or file, one is named twice, or one scores what the model does not predict.
     """
-    found = []
-    for spec in specs:
-        name, _, written = spec.partition("=")
-        expected = f"must be NAME=PATH, where NAME is {', '.join(_TASKS)}; for example lambada=lambada_test.jsonl"
-        require(name in _TASKS and written, key, spec, expected)
+    tasks: list[NamedTask] = []
+    names, chooses = [spec.partition("=")[0] for spec in specs], "choice" in model.predictions
+    for name, spec in zip(names, specs, strict=True):
+        written = spec.partition("=")[2]
+        expected = f"must be NAME=PATH, where NAME is {', '.join(_KINDS)}; for example lambada=lambada_test.jsonl"
+        require(name in _KINDS and written, key, spec, expected)
         try:
-            path = Path(expanded(written))
+            kind, path = _KINDS[name], Path(expanded(written))
         except ValueError as error:
             raise ConfigError(key, spec, f"the path {error}") from None
-        if name in _OF_FOLDERS:
+        if kind.chooses:
             require(os.path.isdir(path), key, spec, f"{path} is not a folder; name one of the data set's")
         elif (problem := file_problem(path)) is not None:
             raise ConfigError(key, spec, f"{path} {problem}; name a readable text file")
-        found.append((name, path))
-    labels = _labels(found)
-    for label, spec in zip(labels, specs, strict=True):
-        if labels.count(label) > 1:
-            raise ConfigError(key, spec, f"two files would both be called {label}; name one of them, or rename it")
-    return found
+        only = "needs a model that chooses answers: bert, fine-tuned with model.overrides.sentence_head choice"
+        only = "this model chooses answers; only race is for it" if chooses else only
+        require(kind.chooses == chooses, key, spec, only)
+        label = name if names.count(name) == 1 else f"{name}/{path.stem}"
+        twice = f"two files would both be called {label}; name one of them, or rename it"
+        require(label not in [task.label for task in tasks], key, spec, twice)
+        tasks.append(NamedTask(key, spec, label, kind, path))
+    return tasks
 
 
-def slides_windows(specs: Sequence[str]) -> bool:
-    """Whether any of the tasks, written NAME=PATH, cuts a text into windows that overlap."""
-    return any(spec.partition("=")[0] in _SLIDING for spec in specs)
-
-
-def check_predictions(key: str, specs: Sequence[str], family: str, predictions: Sequence[str]) -> None:
-    """Refuse tasks written NAME=PATH that score what the model does not predict: next tokens, or answers for RACE."""
-    for spec in specs:
-        if (spec.partition("=")[0] in _OF_FOLDERS) != ("choice" in predictions):
-            chooses = f"{family} with this head chooses answers; only {', '.join(_OF_FOLDERS)} is for it"
-            predicts = "needs a model that chooses answers: bert, fine-tuned with model.overrides.sentence_head choice"
-            raise ConfigError(key, spec, chooses if "choice" in predictions else predicts)
-
-
-def open_tasks(key: str, specs: Sequence[str], tokenizer: Tokenizer, settings: TextSettings) -> list[Task]:
-    """Read and tokenize the files of tasks written NAME=PATH. ``key`` is the setting that errors blame.
-
-    A task has its name, or NAME/FILE, with the file's name without its ending, if there are several of that name.
-
-    Raises:
-        ConfigError: a task or file cannot be used.
-    """
-    found = check_tasks(key, specs)
+def open_tasks(named: Sequence[NamedTask], tokenizer: Tokenizer, settings: TextSettings) -> list[Task]:
+    """Read and tokenize the files of tasks; a `ConfigError` if one cannot be used."""
     tasks = []
-    for (name, path), label, spec in zip(found, _labels(found), specs, strict=True):
+    for key, spec, label, kind, path in named:
         try:
-            tasks.append(_TASKS[name](label, path, tokenizer, settings))
+            tasks.append(kind.build(label, path, tokenizer, settings))
         except (TaskError, RaceError) as error:
             raise ConfigError(key, spec, f"{path} {error}") from None
     return tasks
@@ -330,13 +302,12 @@ def validation_tasks(config: JobConfig, model: TransformerConfig) -> list[Task]:
     Raises:
         ConfigError: a task or file cannot be used.
     """
-    if not config.evaluation.datasets:
+    named = named_tasks("evaluation.datasets", config.evaluation.datasets, model)
+    if not named:
         return []
-    check_predictions("evaluation.datasets", config.evaluation.datasets, config.model.family, model.predictions)
     tokenizer = tokenizer_of(config.data)
     check_vocabulary(config.data.tokenizer, tokenizer, model.vocab_size)
-    settings = TextSettings.of(config.training.seq_len)
-    return open_tasks("evaluation.datasets", config.evaluation.datasets, tokenizer, settings)
+    return open_tasks(named, tokenizer, TextSettings.of(config.training.seq_len))
 
 
 def run_tasks(
@@ -350,8 +321,3 @@ def run_tasks(
         task.name: task.results(scorer(task.windows, None if progress is None else progress(task.name)))
         for task in tasks
     }
-
-
-def _labels(found: Sequence[tuple[str, Path]]) -> list[str]:
-    times = Counter(name for name, _ in found)
-    return [name if times[name] == 1 else f"{name}/{path.stem}" for name, path in found]

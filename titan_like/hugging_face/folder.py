@@ -10,8 +10,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from math import prod
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from titan_like.data.tokenizer import from_hub, is_on_hub
 from titan_like.models.config import TransformerConfig
 from titan_like.models.hugging_face import (
     Fields,
+    ReadSlice,
     RefusedError,
     Stored,
     architecture_of,
@@ -60,7 +60,6 @@ WEIGHTS_FILE = "model.safetensors"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # types that float32 represents exactly
 
 _MOST_SHOWN = 400  # characters
-_REOPEN_AFTER_BYTES = 32 << 20
 _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # as TensorFlow called them
 
 
@@ -72,11 +71,6 @@ class FileTensor:
     name: str  # in the file
     shape: tuple[int, ...]
     dtype: str  # as safetensors calls it
-
-    @property
-    def num_bytes(self) -> int:
-        """Size in the file."""
-        return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
@@ -116,39 +110,13 @@ def is_hugging_face(path: Path) -> bool:
     return os.path.isfile(path / CONFIG_FILE)
 
 
-class TensorSlices:
-    """Reads slices of tensors, with at most one file open.
+def slice_reader(tensors: dict[str, FileTensor]) -> ReadSlice:
+    """What reads a slice of one of the tensors, in the type of its file, of which one is open at a time.
 
-    A file is memory-mapped, and pages that were read count towards the process's memory while it is open. So it is
-    reopened after some tens of megabytes.
+    It raises errors of any type if the file has changed since it was checked.
     """
-
-    def __init__(self, tensors: dict[str, FileTensor]) -> None:
-        self._tensors = tensors
-        self._file: Any = None
-        self._path: Path | None = None
-        self._bytes_touched = 0
-
-    def __call__(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        """The slice ``index`` of a tensor, in the type of the file.
-
-        Raises:
-            Exception: of any type, if the file has changed since it was checked.
-        """
-        tensor = self._tensors[name]
-        if tensor.file != self._path or self._bytes_touched > _REOPEN_AFTER_BYTES:
-            self.close()
-            self._file, self._path = safe_open(tensor.file, framework="pt"), tensor.file
-            self._file.__enter__()
-        self._bytes_touched += tensor.num_bytes
-        return self._file.get_slice(tensor.name)[index]
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.__exit__(None, None, None)
-        self._file = self._path = None
-        self._bytes_touched = 0
+    opened = lru_cache(maxsize=1)(partial(safe_open, framework="pt"))
+    return lambda name, index: opened(tensors[name].file).get_slice(tensors[name].name)[index]
 
 
 def _read_json(path: Path, name: str) -> dict[str, Any]:
@@ -211,11 +179,8 @@ def _file_tensors(path: Path) -> Iterator[FileTensor]:
             raise RefusedError(
                 f"its {INDEX_FILE} names {json.dumps(name)[:200]}, which is not a safetensors file in the folder"
             )
-    found = {tensor.name: tensor for name in sorted(set(weight_map.values())) for tensor in _header(path / name)}
-    for name, file in weight_map.items():
-        if name not in found or found[name].file.name != file:
-            raise RefusedError(f"its {INDEX_FILE} says that {file} has the tensor {name}, but it does not")
-    yield from found.values()
+    for name in sorted(set(weight_map.values())):
+        yield from _header(path / name)
 
 
 def _header(file: Path) -> list[FileTensor]:

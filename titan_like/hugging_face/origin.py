@@ -27,7 +27,7 @@ from titan_like.data.special_tokens import (
     tokenizer_names,
 )
 from titan_like.data.tokenizer import HuggingFaceTokenizer, tokenizer_files, tokenizer_of
-from titan_like.hugging_face.folder import CONFIG_FILE, DTYPES, is_hugging_face
+from titan_like.hugging_face.folder import CONFIG_FILE, DTYPES
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,10 @@ def origin_files(source: Path | None, section: Data) -> dict[str, bytes]:
     """
     files, tokenizer = dict[str, bytes](), dict[str, bytes]()
     if source is not None:
-        files, tokenizer = _read(source, (GENERATION_FILE, ORIGIN_FILE)), _read(source, tokenizer_names(source))
-        if is_hugging_face(source):
-            content = {"config": read_json(source / CONFIG_FILE), "dtypes": {}}
-            files[ORIGIN_FILE] = json.dumps(content, indent=2).encode()
-        elif ORIGIN_FILE in files:  # the run's own weights have no original types
-            content = {"config": read_origin(source).fields, "dtypes": {}}
-            files[ORIGIN_FILE] = json.dumps(content, indent=2).encode()
+        files, tokenizer = _read(source, (GENERATION_FILE,)), _read(source, tokenizer_names(source))
+        fields = read_json(source / CONFIG_FILE) or read_origin(source).fields
+        if fields:  # the run's own weights have no original types
+            files[ORIGIN_FILE] = json.dumps({"config": fields, "dtypes": {}}, indent=2).encode()
     if section.learns_bytes:
         return {name: content for name, content in files.items() if name == ORIGIN_FILE}
     with suppress(ConfigError):  # data that is tokenized already needs no tokenizer

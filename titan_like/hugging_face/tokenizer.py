@@ -34,7 +34,6 @@ _SAMPLES = (
     "Hello, World! 1234 don't",
     "\u00c9t\u00e9 \u4f60\u597d e\u0301 \U0001f642 ",
 )
-_PAIR = ("[CLS]", "[SEP]", "[PAD]")
 
 
 def write_tokenizer(spec: str, options: TokenOptions, model: TransformerConfig, folder: Path) -> dict[str, int]:
@@ -46,9 +45,7 @@ def write_tokenizer(spec: str, options: TokenOptions, model: TransformerConfig, 
     ours = build_tokenizer(spec, _KEY, options)
     problem = f"has {ours.vocab_size} tokens, but the model has {model.vocab_size}; name the one it was trained with"
     require(ours.vocab_size <= model.vocab_size, _KEY, spec, problem)
-    eod_id, tokenizer = ours.eod_id, byte_tokenizer() if isinstance(ours, ByteTokenizer) else ours.tokenizer
-    if spec == "byte":
-        _add_tokens_of(model, tokenizer)
+    eod_id, tokenizer = ours.eod_id, byte_tokenizer(model) if isinstance(ours, ByteTokenizer) else ours.tokenizer
     # Where nothing else begins a document, the end of another does.
     bos_id = eod_id if isinstance(ours, ByteTokenizer) or ours.bos_id is None else ours.bos_id
     ids = {"bos_token_id": bos_id, "eos_token_id": eod_id}
@@ -59,8 +56,8 @@ def write_tokenizer(spec: str, options: TokenOptions, model: TransformerConfig, 
         write_durably(folder / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
     else:  # copied, because this version of the library might write it differently
         shutil.copyfile(files[0], folder / TOKENIZER_FILE)
-    if len(files) == 1 and files[0].name == TOKENIZER_FILE:
-        copy_files(files[0].parent, folder, tokenizer_names(files[0].parent))
+        if files[0].name == TOKENIZER_FILE:
+            copy_files(files[0].parent, folder, tokenizer_names(files[0].parent))
     about = {name: _plain(value) for name, value in read_about(folder).items()}
     # With its class the file was written by transformers, so it is complete.
     full = about if "tokenizer_class" in about else _about(ours, tokenizer, bos_id, model) | about
@@ -68,13 +65,18 @@ def write_tokenizer(spec: str, options: TokenOptions, model: TransformerConfig, 
         full = full | {"eos_token": tokenizer.id_to_token(eod_id)}
     if bos_id != eod_id and not about.get("bos_token"):  # what the tokenizer itself puts before a text
         full = full | {"bos_token": tokenizer.id_to_token(bos_id)}
+    if model.is_causal and not isinstance(ours, ByteTokenizer) and ours.first_ids != ours.template_ids:
+        _begin_with(ours.first_ids, folder)
+        full = full | {"add_bos_token": bool(ours.first_ids), "tokenizer_class": _ANY_CLASS}
     if full != about:
-        write_durably(folder / ABOUT_FILE, json.dumps(full, indent=2, ensure_ascii=False) + "\n")
+        _write_about(folder, full)
         (folder / MAP_FILE).unlink(missing_ok=True)  # what it says is there, and might be outdated
-    if model.is_causal:
-        _begin_as_trained(ours, folder)
     name_class(ours, folder)
     return ids
+
+
+def _write_about(folder: Path, about: dict[str, Any]) -> None:
+    write_durably(folder / ABOUT_FILE, json.dumps(about, indent=2, ensure_ascii=False) + "\n")
 
 
 def _plain(value: Any) -> Any:
@@ -98,64 +100,39 @@ def name_class(ours: Tokenizer, folder: Path) -> None:
     except Exception:  # it is not installed, or cannot read the folder at all
         return
     if found != [ours.encode(text, parses_special=True).tolist() for text in _SAMPLES]:
-        about = read_json(folder / ABOUT_FILE) | {"tokenizer_class": _ANY_CLASS}
-        write_durably(folder / ABOUT_FILE, json.dumps(about, indent=2, ensure_ascii=False) + "\n")
+        _write_about(folder, read_json(folder / ABOUT_FILE) | {"tokenizer_class": _ANY_CLASS})
 
 
 def _about(ours: Tokenizer, tokenizer: HFTokenizer, bos_id: int, model: TransformerConfig) -> dict[str, object]:
     """What tokenizer_config.json says of a tokenizer whose folder does not."""
+    known = range(model.vocab_size)
+    roles: dict[str, int | None] = {"bos": bos_id, "eos": ours.eod_id}
+    if model.objective == "mlm":
+        roles["mask"] = ours.mask_id
+    if model.objective == "span_corruption":
+        roles["pad"] = ours.pad_id
+    if ours.pair_ids is not None and _has_pairs(model):
+        roles |= zip(("cls", "sep", "pad"), ours.pair_ids, strict=True)
     about: dict[str, object] = {
         "tokenizer_class": _ANY_CLASS,
-        "bos_token": tokenizer.id_to_token(bos_id),
-        "eos_token": tokenizer.id_to_token(ours.eod_id),
+        **{f"{role}_token": tokenizer.id_to_token(n) for role, n in roles.items() if n is not None and n in known},
         "model_max_length": model.max_seq_len,
         "clean_up_tokenization_spaces": False,
     }
-    known = range(model.vocab_size)
-    if model.objective == "mlm" and ours.mask_id is not None and ours.mask_id in known:
-        about["mask_token"] = tokenizer.id_to_token(ours.mask_id)
     if model.objective == "span_corruption":
         about["additional_special_tokens"] = [tokenizer.id_to_token(n) for n in ours.sentinel_ids if n in known]
-        if ours.pad_id is not None and ours.pad_id in known:
-            about["pad_token"] = tokenizer.id_to_token(ours.pad_id)
-    if ours.pair_ids is not None and _has_pairs(model):
-        about |= {
-            f"{name}_token": tokenizer.id_to_token(number)
-            for name, number in zip(("cls", "sep", "pad"), ours.pair_ids, strict=True)
-        }
     return about
 
 
-def _begin_as_trained(ours: Tokenizer, folder: Path) -> None:
+def _begin_with(first_ids: list[int], folder: Path) -> None:
     """Let a written tokenizer put before a text what the model's documents began with."""
-    if isinstance(ours, ByteTokenizer) or ours.first_ids == ours.template_ids:
-        return
     tokenizer = HFTokenizer.from_file(str(folder / TOKENIZER_FILE))
-    first = [(str(tokenizer.id_to_token(number)), number) for number in ours.first_ids]
+    first = [(str(tokenizer.id_to_token(number)), number) for number in first_ids]
     names = "".join(f"{name} " for name, _ in first)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{names}$A", pair=f"{names}$A {names}$B", special_tokens=first
     )
     write_durably(folder / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
-    about = read_json(folder / ABOUT_FILE) | {"add_bos_token": bool(first), "tokenizer_class": _ANY_CLASS}
-    write_durably(folder / ABOUT_FILE, json.dumps(about, indent=2, ensure_ascii=False) + "\n")
-
-
-def _add_tokens_of(model: TransformerConfig, tokenizer: HFTokenizer) -> None:
-    """Add to `byte_tokenizer` the tokens that `ByteTokenizer` has for the model's objective."""
-    ours = ByteTokenizer()
-    names = [] if model.is_causal else ["<mask>"]
-    if model.objective == "span_corruption":
-        names += ["<pad>", *(f"<extra_id_{number}>" for number in range(len(ours.sentinel_ids)))]
-        end = tokenizer.id_to_token(ours.eod_id)  # which ends an encoder's input in training
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"$A {end}", special_tokens=[(end, ours.eod_id)]
-        )
-    if _has_pairs(model):
-        names += _PAIR
-    names = names[: model.vocab_size - ours.vocab_size]
-    tokenizer.add_special_tokens(names)
-    assert all(tokenizer.token_to_id(name) == number for number, name in enumerate(names, start=ours.vocab_size))
 
 
 def _has_pairs(model: TransformerConfig) -> bool:
@@ -171,12 +148,23 @@ def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
             shutil.copyfile(source / name, target / name)
 
 
-def byte_tokenizer() -> HFTokenizer:
-    """`ByteTokenizer` as a tokenizer of the `tokenizers` library: byte-pair encoding without merges."""
-    vocab = {character: byte for byte, character in enumerate(byte_characters())}
+def byte_tokenizer(model: TransformerConfig | None = None) -> HFTokenizer:
+    """`ByteTokenizer`, with the tokens that it has for the model's objective, as byte-pair encoding without merges."""
+    ours, vocab = ByteTokenizer(), {character: byte for byte, character in enumerate(byte_characters())}
     tokenizer = HFTokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>"])
-    assert tokenizer.token_to_id("<|endoftext|>") == ByteTokenizer.eod_id
+    names = ["<|endoftext|>"]
+    if model is not None and not model.is_causal:
+        names.append("<mask>")
+        if model.objective == "span_corruption":
+            names += ["<pad>", *(f"<extra_id_{number}>" for number in range(len(ours.sentinel_ids)))]
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=f"$A {names[0]}", special_tokens=[(names[0], ours.eod_id)]
+            )  # which ends an encoder's input in training
+        if _has_pairs(model):
+            names += ["[CLS]", "[SEP]", "[PAD]"]
+        names = names[: model.vocab_size - ours.eod_id]
+    tokenizer.add_special_tokens(names)
+    assert all(tokenizer.token_to_id(name) == number for number, name in enumerate(names, start=ours.eod_id))
     return tokenizer

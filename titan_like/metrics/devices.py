@@ -69,18 +69,14 @@ def _tables() -> dict[str, dict[str, Any]]:
     return tomli.loads(text)
 
 
+_SCALES = {"memory_gib": 2**30, "memory_bandwidth": 1e9, "nvlink": 1e9, "multiprocessors": 1, "tensor_element": 1}
+
+
 def device_from(name: str, table: dict[str, Any]) -> Device:
     """A device from its table in TOML, where bandwidths are in GB/s, memory in GiB and peaks in TFLOP/s."""
-    return Device(
-        name,
-        table["memory_gib"] * 2**30,
-        table["memory_bandwidth"] * 1e9,
-        table["nvlink"] * 1e9,
-        table["multiprocessors"],
-        table["tensor_element"],
-        {dtype: rate * 1e12 for dtype, rate in table["peak"].items()},
-        table.get("is_cpu", False),
-    )
+    values: list[Any] = [table[key] * scale for key, scale in _SCALES.items()]
+    values += [{dtype: rate * 1e12 for dtype, rate in table["peak"].items()}, table.get("is_cpu", False)]
+    return Device(name, *values)
 
 
 def check_device_table(key: str, table: Any) -> None:
@@ -94,15 +90,11 @@ def check_device_table(key: str, table: Any) -> None:
 
 def device_to_table(device: Device) -> dict[str, Any]:
     """The inverse of `device_from`."""
-    return {
-        "memory_gib": device.memory_bytes / 2**30,
-        "memory_bandwidth": device.memory_bandwidth / 1e9,
-        "nvlink": device.nvlink_bandwidth / 1e9,
-        "multiprocessors": device.multiprocessors,
-        "tensor_element": device.tensor_element,
-        "is_cpu": device.is_cpu,
-        "peak": {dtype: rate / 1e12 for dtype, rate in device.peak.items()},
+    _, *values, peak, is_cpu = vars(device).values()
+    table = {
+        key: value if scale == 1 else value / scale for (key, scale), value in zip(_SCALES.items(), values, strict=True)
     }
+    return table | {"is_cpu": is_cpu, "peak": {dtype: rate / 1e12 for dtype, rate in peak.items()}}
 
 
 @cache

@@ -1,7 +1,7 @@
 """FLOPs of training in three conventions, each with a name.
 
 - ``hardware``: with recomputation and the full attention matrix (arXiv 2104.04473, appendix). HFU is this rate over the
-  peak. It counts the whole forward pass of a recomputed layer; torch skips that layer's last matrix product if nothing
+  peak. It counts the whole forward pass of a recomputed layer; torch skips that layer's last matmul if nothing
   after it needs the result.
 - ``model``: without recomputation, with the full attention matrix. It gives MFU as defined in arXiv 2204.02311.
 - ``causal``: without recomputation, with the half of the attention matrix that a causal mask leaves. Where samples have

@@ -9,21 +9,15 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+from titan_like.metrics.run_files import complete_lines
+
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
 def read_losses(path: Path) -> list[tuple[int, float]]:
     """(step, loss) of each line of a metrics.jsonl whose loss is finite. A line that is being written is left out."""
-    found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-            step, loss = int(record["step"]), float(record["loss"])
-        except (ValueError, KeyError, TypeError):
-            continue
-        if math.isfinite(loss):
-            found.append((step, loss))
-    return found
+    losses = ((step, json.loads(line).get("loss")) for step, line in complete_lines(path))
+    return [(step, loss) for step, loss in losses if isinstance(loss, int | float) and math.isfinite(loss)]
 
 
 def text_curve(losses: Sequence[tuple[int, float]], width: int = 72, height: int = 10) -> str:

@@ -13,10 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.config.schema import JobConfig
 from titan_like.metrics.record import StepRecord
-from titan_like.metrics.step_timeline import RankTimes, StepTimeline, as_simulated, measured
+from titan_like.metrics.step_timeline import RankTimes, StepTimeline, as_simulated, chrome_trace, measured
 from titan_like.metrics.timeline_plot import can_draw, draw
 from titan_like.metrics.timeline_report import figures, report
-from titan_like.metrics.timeline_trace import chrome_trace
 from titan_like.parallel.model import WholeModel
 from titan_like.parallel.timeline import Timeline
 

@@ -27,7 +27,9 @@ def run_ids(folder: Path) -> dict[str, str]:
 def lacks_validation(path: Path, run_id: str, step: int) -> bool:
     """Whether ``path`` is the run's file and has a line of ``step`` without a validation's figures."""
     is_own = run_ids(path.parent).get(path.name) == run_id and path.exists()
-    return is_own and any(number == step and "validation_loss" not in json.loads(line) for number, line in _lines(path))
+    return is_own and any(
+        number == step and "validation_loss" not in json.loads(line) for number, line in complete_lines(path)
+    )
 
 
 def own_file(path: Path, start_step: int, run_id: str, goes_back: bool = False) -> None:
@@ -64,7 +66,7 @@ def own_file(path: Path, start_step: int, run_id: str, goes_back: bool = False) 
 
 def _drop_lines_after(step: int, path: Path, keeps_copy: bool) -> None:
     """Drop all but the complete lines of steps up to ``step``. A line that a crash cut off is dropped, too."""
-    content, lines = path.read_bytes(), _lines(path)
+    content, lines = path.read_bytes(), complete_lines(path)
     kept = "".join(line for number, line in lines if number <= step).encode()
     if keeps_copy and any(number > step for number, _ in lines):
         _replace(_next_aside(path), content)
@@ -74,8 +76,8 @@ def _drop_lines_after(step: int, path: Path, keeps_copy: bool) -> None:
         os.truncate(path, len(kept))  # which needs no room on the disk
 
 
-def _lines(path: Path) -> list[tuple[int, str]]:
-    """Each complete line with its step."""
+def complete_lines(path: Path) -> list[tuple[int, str]]:
+    """Each complete line of a metrics.jsonl, with its step."""
     found = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with suppress(ValueError, KeyError, TypeError):

@@ -1,14 +1,21 @@
-"""One training step of a pipeline on one clock: what each rank computed and waited for, and when."""
+"""One training step of a pipeline on one clock: what each rank computed and waited for, and when.
+
+It is kept as a trace for ui.perfetto.dev or chrome://tracing ("Trace Event Format"), which also has it as it is.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from pathlib import Path
 from statistics import fmean
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from pydantic import BaseModel, Field
+
+from titan_like.config.errors import first_line
 from titan_like.parallel.schedules.simulate import Event, simulate, step_time
 from titan_like.parallel.schedules.tables import Action, inputs, outcome, schedule_table, stage_ranks
 from titan_like.parallel.timeline import Phase, RankTimes
@@ -130,3 +137,69 @@ def clock_offset(reference: Sequence[tuple[float, float]], other: Sequence[tuple
     if lowest <= 0 <= highest:
         return 0.0, max(-lowest, highest)
     return (lowest + highest) / 2, (highest - lowest) / 2
+
+
+_PASSES, _WAITS, _PHASES = range(3)  # rows of a rank
+_ROWS = ("passes", "waiting", "rest of the step")
+
+
+def chrome_trace(timeline: StepTimeline) -> dict[str, Any]:
+    """The trace as a JSON object: a process per pipeline rank, an arrow per message between ranks. Times are in µs."""
+    return {"traceEvents": list(_events(timeline)), "displayTimeUnit": "ms", "otherData": asdict(timeline)}
+
+
+def _events(timeline: StepTimeline) -> Iterator[dict[str, Any]]:
+    for rank in range(timeline.pipeline_degree):
+        yield from _named("process", f"pipeline rank {rank}", rank, pid=rank)
+        for row, name in enumerate(_ROWS):
+            yield from _named("thread", name, row, pid=rank, tid=row)
+    for event in timeline.passes:
+        kind, stage, microbatch = event.action
+        arguments = {"pass": KINDS[kind], "stage": stage, "microbatch": microbatch}
+        yield _slice(event, f"{kind}{microbatch} of stage {stage}", KINDS[kind], _PASSES) | {"args": arguments}
+    for wait in timeline.waits:
+        kind, stage, microbatch = wait.action
+        yield _slice(wait, f"for {kind}{microbatch} of stage {stage}", "waiting", _WAITS)
+    for phase in timeline.phases:
+        yield _slice(phase, phase.name, "phase", _PHASES)
+    messages = ((sender, taker) for taker in timeline.passes for sender in timeline.senders(taker.action))
+    for number, (sender, taker) in enumerate(messages, 1):
+        arrow = {"name": "message", "cat": "message", "id": number, "tid": _PASSES}
+        # An arrow attaches to the slice around its time, and a slice does not include its end.
+        leaves = sender.start + 0.999 * (sender.end - sender.start)
+        yield {**arrow, "ph": "s", "pid": sender.rank, "ts": 1e6 * leaves}
+        yield {**arrow, "ph": "f", "bp": "e", "pid": taker.rank, "ts": 1e6 * taker.start}
+
+
+def _named(what: str, name: str, place: int, **where: int) -> Iterator[dict[str, Any]]:
+    yield {"name": f"{what}_name", "ph": "M", **where, "args": {"name": name}}
+    yield {"name": f"{what}_sort_index", "ph": "M", **where, "args": {"sort_index": place}}
+
+
+def _slice(span: Event | Phase, name: str, category: str, row: int) -> dict[str, Any]:
+    times = {"ts": 1e6 * span.start, "dur": 1e6 * (span.end - span.start)}
+    return {"name": name, "cat": category, "ph": "X", "pid": span.rank, "tid": row, **times}
+
+
+class _Trace(BaseModel):
+    timeline: StepTimeline = Field(alias="otherData")
+
+
+def read_trace(path: Path) -> StepTimeline:
+    """Read the timeline back from a file with the JSON of `chrome_trace`.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it contains something else, or passes that are not those of its schedule.
+    """
+    try:
+        step = _Trace.model_validate_json(path.read_bytes()).timeline
+        order = defaultdict(list)
+        for event in sorted(step.passes, key=lambda event: event.start):
+            order[event.rank].append(event.action)
+        shape = step.schedule, step.pipeline_degree, step.virtual_stages
+        if order != dict(enumerate(schedule_table(*shape, step.num_microbatches))):
+            raise ValueError("its passes are not those of the schedule, in its order")
+    except ValueError as error:
+        raise ValueError(f"no timeline: {first_line(error)}") from None
+    return step

@@ -89,6 +89,27 @@ def rank_shares(timeline: StepTimeline) -> list[RankShares]:
     return shares
 
 
+def headline(step: StepTimeline) -> str:
+    """A step's pipeline, and how long it takes."""
+    stages, bubble = len(step.ranks) // step.pipeline_degree, bubble_fraction(step.passes, step.pipeline_degree)
+    of_each = f" of {stages} stages each" if stages > 1 else ""
+    ranks = "1 rank" if step.pipeline_degree == 1 else f"{step.pipeline_degree} ranks"
+    microbatches = "1 microbatch" if step.num_microbatches == 1 else f"{step.num_microbatches} microbatches"
+    return f"{step.schedule}, {ranks}{of_each}, {microbatches}; {milliseconds(step.seconds)} ms, bubble {bubble:.3f}"
+
+
+def sentences(summary: TimelineFigures, parts: dict[str, float]) -> list[str]:
+    """The bubble, and what follows the last pass."""
+    names = list(parts)[list(parts).index("first to last pass") + 1 : -1]
+    after = "".join(f"{name} {milliseconds(parts[name])} ms, " for name in names)
+    return [
+        f"bubble fraction (idle / compute): {summary.bubble_fraction:.3f}, "
+        f"{summary.bubble_fraction_simulated:.3f} without messages, "
+        f"{summary.bubble_fraction_ideal:.3f} for equal stages",
+        f"after the last pass: {after}step {milliseconds(parts['step'])} ms",
+    ]
+
+
 def report(timeline: StepTimeline, title: str) -> str:
     """The figures as text for a terminal."""
     found, means, total = figures(timeline), timeline.mean_seconds(), timeline.seconds
@@ -98,27 +119,21 @@ def report(timeline: StepTimeline, title: str) -> str:
     columns = ("compute", "bubble", "exposed communication", "other", "sum")
     ranks = _table("where each rank's time went (ms)", ("rank",), columns)
     for stage, (rank, seconds) in enumerate(zip(timeline.ranks, found.stage_seconds, strict=True)):
-        times = [_ms(means[kind, stage]) if (kind, stage) in means else "" for kind in kinds]
+        times = [milliseconds(means[kind, stage]) if (kind, stage) in means else "" for kind in kinds]
         off = round(100 * (seconds / fmean(found.stage_seconds) - 1), 1) + 0.0  # no minus zero
-        stages.add_row(str(stage), str(rank), *times, _ms(seconds), f"{off:+.1f}%")
+        stages.add_row(str(stage), str(rank), *times, milliseconds(seconds), f"{off:+.1f}%")
     for rank, share in enumerate(found.ranks):
-        ranks.add_row(str(rank), *map(_ms, (*share, total)))
-    degree, microbatches = timeline.pipeline_degree, timeline.num_microbatches
-    size = f"{degree} pipeline rank{'s' * (degree > 1)}, {microbatches} microbatch{'es' * (microbatches > 1)}"
+        ranks.add_row(str(rank), *map(milliseconds, (*share, total)))
     parts: list[str | Table] = [
-        f"{title}: {timeline.schedule}, {size}, {_ms(total)} ms from first to last pass",
+        f"{title}: {headline(timeline)}",
         stages,
         ranks,
-        f"bubble fraction (idle / compute): {found.bubble_fraction:.3f} measured, "
-        f"{found.bubble_fraction_simulated:.3f} with these passes alone, {found.bubble_fraction_ideal:.3f} ideal",
         f"slowest stage: {found.slowest_stage}, {100 * found.slowest_stage_excess:.1f}% over the mean",
         f"exposed communication: {100 * found.exposed_communication:.2f}% of the ranks' time",
+        *sentences(found, parts_of(timeline)),
     ]
-    if timeline.phases:
-        after = (f"{name} {_ms(seconds)} ms" for name, seconds in timeline.after_passes().items())
-        parts.append(f"after the last pass: {', '.join(after)}")
-    if degree > 1:
-        parts.append(f"times of different ranks compare within {_ms(timeline.clock_error)} ms")
+    if timeline.pipeline_degree > 1:
+        parts.append(f"times of different ranks compare within {milliseconds(timeline.clock_error)} ms")
     text = StringIO()  # not the terminal, whose encoding would change the tables' lines
     Console(file=text, width=_WIDTH, highlight=False, color_system=None).print(Group(*parts))
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
@@ -130,8 +145,9 @@ def _table(title: str, names: Iterable[str], numbers: Iterable[str]) -> Table:
     return Table(*columns, box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="")
 
 
-def _ms(seconds: float) -> str:
-    return f"{round(1000 * seconds, 2) + 0.0:.2f}"
+def milliseconds(seconds: float) -> str:
+    """Milliseconds with two decimals, never minus zero."""
+    return f"{round(1000 * seconds, 2) + 0.0:,.2f}"
 
 
 def lanes(step: StepTimeline, width: int, seconds: float | None = None) -> list[str]:

@@ -7,7 +7,6 @@ import math
 import netrc
 import os
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import FileIO
@@ -77,15 +76,10 @@ class JsonLinesWriter:
         self._waiting = self._waiting[:-2]
 
     def close(self) -> None:
-        """Write the waiting lines and close the file. A line on stderr says how many could not be written."""
-        lines, self._waiting = self._waiting.splitlines(keepends=True), b""
-        for number, line in enumerate(lines):
-            problem = self._written(line)
-            if problem is not None:
-                missing = len(lines) - number
-                lacks = f"{missing:,} lines" if missing > 1 else "line"
-                print(f"{self._path} lacks its last {lacks} ({problem})", file=sys.stderr, flush=True)
-                break
+        """Write the waiting lines and close the file. A line on stderr says if they could not be written."""
+        problem = self._written(self._waiting)
+        if problem is not None and self._waiting:
+            print(f"{self._path} lacks its last lines ({problem})", file=sys.stderr, flush=True)
         if self._file is not None:
             self._file.close()
 
@@ -123,9 +117,8 @@ class TensorBoardWriter:
     def __init__(self, folder: Path, start_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._folder, self._others = folder, threading.excepthook
+        self._folder = folder
         self._writer: Any = None
-        threading.excepthook = self._without_traceback
         with self._until_it_fails():
             self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
 
@@ -142,7 +135,6 @@ class TensorBoardWriter:
         if self._writer is not None:
             with self._until_it_fails():
                 self._writer.close()
-        threading.excepthook = self._others
 
     @contextmanager
     def _until_it_fails(self) -> Iterator[None]:
@@ -153,11 +145,6 @@ class TensorBoardWriter:
             told = f"{self._folder} cannot be written ({error.strerror or error}) and gets no more figures"
             print(f"{told}; metrics.jsonl has them", flush=True)
             self._writer = None
-
-    def _without_traceback(self, failed: threading.ExceptHookArgs) -> None:
-        """The thread in which tensorboard writes dies of an error, which the next call raises again."""
-        if not (failed.thread and type(failed.thread).__module__.startswith("tensorboard.")):
-            self._others(failed)
 
 
 class WandbWriter:

@@ -56,7 +56,7 @@ class TransformerConfig(BaseModel):
     # Limits are far above any real model. Up to them the size of each matrix in bytes fits into 63 bits, and the layers
     # can be built and counted one by one.
     num_layers: int = Field(gt=0, le=2048, description="transformer layers")
-    hidden_size: int = Field(gt=0, le=2**20, description="width of the residual stream")
+    hidden_size: int = Field(gt=0, le=2**20, description="hidden size (width of the residual stream)")
     num_attention_heads: int = Field(gt=0, description="query heads")
     num_kv_heads: int = Field(0, ge=0, description="key and value heads; 0 means one per query head")
     ffn_hidden_size: int = Field(0, ge=0, le=2**23, description="width of the MLP; 0 means 4 × hidden_size")

@@ -7,10 +7,9 @@ docs/families.md says what the module has.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -29,25 +28,31 @@ class RefusedError(ValueError):
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Rows [start, stop) of a parameter, which are stored in the tensor ``source`` from its row ``offset`` on."""
-
-    start: int
-    stop: int
-    source: str
-    offset: int
-
-
-@dataclass(frozen=True)
 class Stored:
-    """How Hugging Face's files store one parameter. Rows that no tensor has are padding of the vocabulary."""
+    """How Hugging Face's files store one parameter: in the rows of ``sources``, one tensor below the other.
+
+    ``parts`` divide these rows, for example into queries, keys and values; each has its own source, or all are in one.
+    Ours take an equal share of each part in turn, ``groups`` times. Further rows are padding of the vocabulary.
+    """
 
     name: str  # in the full model
     shape: tuple[int, ...]
     sources: dict[str, tuple[int, ...]]  # the tensors that hold it → their shapes in the files
-    rows: Callable[[], Iterable[Rows]]  # lazy: shapes are checked before this makes entries for every head
+    parts: tuple[int, ...] = ()
+    groups: int = 1
     is_transposed: bool = False  # the parameter's rows are columns in the files
     copies: tuple[str, ...] = ()  # further tensors that may be in the files, each equal to the only source
+
+    @property
+    def rows(self) -> list[int]:
+        """The number of the parameter's rows in each source."""
+        return [shape[-1 if self.is_transposed else 0] for shape in self.sources.values()]
+
+    def order(self) -> torch.Tensor:
+        """For each row of the parameter, padding left out, its number among the rows of all sources: int64 [rows]."""
+        numbers = torch.arange(sum(self.rows))
+        parts = numbers.split(list(self.parts or [len(numbers)]))
+        return torch.cat([part.view(self.groups, -1) for part in parts], 1).flatten()
 
 
 def family_module(family: str) -> Any:
@@ -99,54 +104,33 @@ def whole(
     """A parameter that is stored in one tensor, completely or only its first ``rows``, and perhaps in copies of it."""
     copies = (copy,) if isinstance(copy, str) else copy or ()
     held = (shape[0] if rows is None else rows, *shape[1:])
-    sources = {source: held[::-1] if is_transposed else held}
-    return Stored(name, shape, sources, lambda: [Rows(0, held[0], source, 0)], is_transposed, copies)
+    return Stored(
+        name, shape, {source: held[::-1] if is_transposed else held}, is_transposed=is_transposed, copies=copies
+    )
 
 
-def fused_rows(config: TransformerConfig, places: tuple[tuple[str, int], ...]) -> Iterator[Rows]:
-    """The rows of a fused projection, ordered [kv_heads, queries per kv head + 2, head_dim].
+def fused(
+    config: TransformerConfig, name: str, columns: tuple[int, ...], sources: tuple[str, ...], transposed: bool = False
+) -> Stored:
+    """A fused projection, ordered [kv_heads, queries per kv head + 2, head_dim], or [kv_heads, 2, head_dim].
 
-    ``places`` has three pairs (tensor, first row): where all queries, all keys and all values begin. Without the first,
-    they are ordered [kv_heads, 2, head_dim].
+    The files store queries, keys and values, or only the last two, in a tensor each, or in one, one below the other.
     """
-    queries = config.num_attention_heads // config.num_kv_heads
-    start = 0
-    for head in range(config.num_kv_heads):
-        for (source, first), heads in zip(places, (queries, 1, 1)[-len(places) :], strict=True):
-            length = heads * config.head_dim
-            yield Rows(start, start + length, source, first + head * length)
-            start += length
-
-
-def fused(config: TransformerConfig, name: str, columns: tuple[int, ...], sources: tuple[str, ...]) -> Stored:
-    """A fused projection, if the files store queries, keys and values, or only the last two, in a tensor each."""
     key_rows = config.num_kv_heads * config.head_dim
-    lengths = (config.attention_size, key_rows, key_rows)[-len(sources) :]
-    shapes = {source: (length, *columns) for source, length in zip(sources, lengths, strict=True)}
-    places = tuple((source, 0) for source in sources)
-    return Stored(name, (sum(lengths), *columns), shapes, partial(fused_rows, config, places))
-
-
-def fused_in_one(config: TransformerConfig, name: str, columns: tuple[int, ...], source: str) -> Stored:
-    """The fused projection, if one tensor (transposed) stores all queries, then all keys, then all values."""
-    key_rows = config.num_kv_heads * config.head_dim
-    first_rows = (0, config.attention_size, config.attention_size + key_rows)
-    shape = (config.attention_size + 2 * key_rows, *columns)
-    places = tuple((source, first) for first in first_rows)
-    rows = partial(fused_rows, config, places)
-    return Stored(name, shape, {source: shape[::-1]}, rows, is_transposed=len(shape) > 1)
+    parts = (config.attention_size, key_rows, key_rows)[1 if len(sources) == 2 else 0 :]
+    rows = parts if len(sources) > 1 else (sum(parts),)
+    shapes = {
+        source: (length, *columns)[:: -1 if transposed else 1] for source, length in zip(sources, rows, strict=True)
+    }
+    return Stored(name, (sum(parts), *columns), shapes, parts, config.num_kv_heads, transposed)
 
 
 @torch.no_grad()
 def to_tensors(stored: Stored, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) for each source of a full parameter, [rows, …], as the files store it."""
-    pieces: dict[str, list[Rows]] = {source: [] for source in stored.sources}
-    for rows in stored.rows():
-        pieces[rows.source].append(rows)
-    for source, its_rows in pieces.items():
-        ordered = sorted(its_rows, key=lambda rows: rows.offset)
-        parts = [parameter[rows.start : rows.stop] for rows in ordered]
-        tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+    rows = parameter[: sum(stored.rows)]
+    rows = rows if stored.groups == 1 else torch.empty_like(rows).index_copy_(0, stored.order(), rows)
+    for source, tensor in zip(stored.sources, rows.split(stored.rows), strict=True):
         yield source, tensor.t() if stored.is_transposed else tensor
 
 
@@ -160,22 +144,25 @@ def fill_part(part: torch.Tensor, offsets: tuple[int, ...], stored: Stored, read
         RefusedError: the files hold the parameter twice, with different values.
     """
     part.zero_()
-    first, last = offsets[0], offsets[0] + part.shape[0]
     columns = tuple(slice(offset, offset + size) for offset, size in zip(offsets[1:], part.shape[1:], strict=True))
-    # Read only the rows that both this shard and the stored range contain.
-    for rows in stored.rows() if part.numel() else ():
-        start, stop = max(first, rows.start), min(last, rows.stop)
-        if start >= stop:
+    order, lengths = stored.order()[offsets[0] :][: len(part)], stored.parts or stored.rows
+    owners = torch.bucketize(order, ends := torch.tensor(lengths).cumsum(0), right=True)
+    by_part = owners.argsort(stable=True).split(owners.bincount(minlength=len(ends)).tolist())
+    sources = [*stored.sources] * (len(ends) // len(stored.sources))  # each part's own, or one for all
+    for source, end, length, here in zip(sources, ends, lengths, by_part, strict=True):
+        if not here.numel() or not part.numel():
             continue
-        from_row = rows.offset + start - rows.start
-        there = slice(from_row, from_row + stop - start)
+        theirs = order[here] - (0 if len(stored.sources) == 1 else end - length)
+        first = int(theirs.min())
+        there = slice(first, int(theirs.max()) + 1)
         index = (*columns, there) if stored.is_transposed else (there, *columns)
-        value = read(rows.source, index)
+        value = read(source, index)
         for copy in stored.copies:
             if not torch.equal(read(copy, index), value):
-                problem = f"config.json ties {rows.source} and {copy}, but the files hold different values for them"
+                problem = f"config.json ties {source} and {copy}, but the files hold different values for them"
                 raise RefusedError(f"{problem}; set tie_word_embeddings to false there")
-        part[start - first : stop - first].copy_(value.t() if stored.is_transposed else value)
+        value = (value.t() if stored.is_transposed else value)[theirs - first]
+        part[here] = value.to(part.device, part.dtype)
 
 
 class Fields:

@@ -21,7 +21,7 @@ Block = tuple[tuple[int, ...], tuple[int, ...]]  # a process's part of a matrix:
 
 
 class MatrixExchange:
-    """Spreads matrices over the processes that share them, so that each process works on some whole ones.
+    """Spreads sharded matrices over the ranks of a group, so that each rank works on some whole ones.
 
     Gathering and scattering take one all-to-all each. Making it takes a collective too.
     """
@@ -90,9 +90,9 @@ def rectangle(whole: torch.Tensor, block: Block) -> torch.Tensor:
 
 
 def assign_owners(shapes: Sequence[tuple[int, ...]], size: int) -> list[int]:
-    """An owner for each matrix, such that the most work of any process is small. Equal on all processes.
+    """An owner for each matrix that balances the work. Equal on all ranks.
 
-    The work of a matrix is that of its Newton-Schulz products. The largest comes first, to the least busy process.
+    A matrix's work is its Newton-Schulz matmuls. The largest goes first, to the least busy rank.
     """
     owners, work = [0] * len(shapes), [0] * size
     costs = [prod(shape) * min(shape) for shape in shapes]
@@ -111,8 +111,8 @@ _EPS = 1e-7  # the least norm by which a matrix is divided
 class Muon(ShardedOptimizer):
     """Moves matrices along their orthogonalised momentum, and all other parameters as AdamW does.
 
-    A matrix that several processes share is gathered on one of them, which orthogonalises it and sends the parts back.
-    Each process owns about as much of this work as the others. Processes with equal copies all do the same work.
+    A sharded matrix is gathered on one rank, which orthogonalises it and sends the shards back. Each rank owns about as
+    much of this work as the others. Ranks with equal copies all do the same work.
 
     `match_rms_adamw` of `optimizer.adjust_lr` gives a matrix's update the root mean square that AdamW's have (arXiv
     2502.16982, section 2.2).
@@ -122,7 +122,7 @@ class Muon(ShardedOptimizer):
         """Each of the ``groups`` has its ``weight_decay``; those with ``orthogonal`` set hold the matrices."""
         super().__init__(groups, section.lr)
         self.section = section
-        # Matrices that the same dimensions of the mesh split, and how their processes exchange them.
+        # Matrices sharded over the same mesh dimensions, and how their ranks exchange them.
         self._sets: list[tuple[list[_Member], MatrixExchange | None]] | None = None
 
     def new_state(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -162,7 +162,7 @@ class Muon(ShardedOptimizer):
                 self._update_by_adamw(group)
 
     def _update_matrices(self, members: list[_Member], exchange: MatrixExchange | None) -> None:
-        """Update the momenta and the matrices that the same processes share."""
+        """Update the momenta and the matrices of one set."""
         if exchange is None:
             for parameter, group in members:
                 self._apply(
@@ -218,7 +218,7 @@ def _exchange_of(members: list[_Member], dimensions: tuple[str, ...]) -> MatrixE
 
 
 def orthogonalise(matrix: torch.Tensor, steps: int) -> torch.Tensor:
-    """Bring a matrix's singular values close to 1 by Newton-Schulz steps, in its own type. [m, n] → [m, n].
+    """Bring a matrix's singular values close to 1 by Newton-Schulz iterations, in its own dtype. [m, n] → [m, n].
 
     A step is x ← a·x + (b·g + c·g²)·x with g = x·xᵀ, which applies the polynomial a·s + b·s³ + c·s⁵ to every singular
     value s. In bfloat16 this is what torch.optim.Muon computes.

@@ -76,8 +76,8 @@ def describe_warmup(section: LRScheduler, total_steps: float) -> str | None:
     warmup = warmup_steps(section, total_steps)
     if warmup == section.warmup_steps:
         return None
-    told = f"lr_scheduler.warmup_steps = {section.warmup_steps} is too long for this run"
-    return f"{told}; the warm-up takes {warmup:.12g}"
+    message = f"lr_scheduler.warmup_steps = {section.warmup_steps} is too long for this run"
+    return f"{message}; the warm-up takes {warmup:.12g}"
 
 
 def wsd_decay_steps(section: LRScheduler, total_steps: float) -> float:

@@ -67,23 +67,13 @@ class OptimizerState(NamedTuple):
     tables: StateValues  # matrices outside layers
     vector: float  # for each element of a vector
 
-    def per_row(self, name: str, columns: Sequence[int]) -> float:
-        """Values for each row of a parameter, whose other dimensions are ``columns``."""
-        if not columns:
-            return self.vector
-        values = self._of_matrix(name)
-        return values.element * columns[0] + values.row
-
-    def per_parameter(self, name: str, columns: Sequence[int]) -> float:
-        """Values kept in addition, however many rows there are."""
-        return self._of_matrix(name).column * columns[0] if columns else 0
-
     def of(self, name: str, shape: Sequence[int]) -> float:
         """Values for a process's part of a parameter: a vector or a matrix."""
-        return shape[0] * self.per_row(name, shape[1:]) + self.per_parameter(name, shape[1:])
-
-    def _of_matrix(self, name: str) -> StateValues:
-        return self.layers if name.startswith("layers.") else self.tables
+        rows, *columns = shape
+        if not columns:
+            return self.vector * rows
+        values = self.layers if name.startswith("layers.") else self.tables
+        return rows * (values.element * columns[0] + values.row) + values.column * columns[0]
 
 
 ADAMW_STATE = OptimizerState(StateValues(element=2), StateValues(element=2), 2)

@@ -172,9 +172,10 @@ def _summary(found: Found) -> str:
     line = (
         f"layout chosen: {described(best.work)}; predicted {best.time.total:.4g} s a step and "
         f"{best.memory_bytes / 2**30:.1f} of {capacity / 2**30:.0f} GiB on {found.profile.device.name} (profile "
-        f"{found.profile.name}); fastest of {found.counts.valid:,} valid layouts"
+        f"{found.profile.name}); the simplest of {found.counts.valid:,} valid layouts that predictions cannot tell from "
+        "the fastest"
     )
-    for other in found.ranked[1:2]:
+    for other in [one for one in found.ranked if one is not best][:1]:
         slower = 100 * (other.time.total / best.time.total - 1)
         line += f"; next: {described(other.work)}, {slower:+.1f} %: {why_slower(best, other, found.profile)}"
     return line

@@ -1,24 +1,22 @@
 """What one process of a job of any size would hold, send and compute, found by a single process without a GPU.
 
 The settings pass the checks of a real run. The process's stages are built by the real recipe on the meta device and in
-torch's fake process group, where tensors have shapes but no memory. `plan_step` says what happens in a step.
+torch's fake process group, where tensors have shapes but no memory. What happens in a step is composed from a trace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from titan_like.checkpoint.checks import OtherRunError
-from titan_like.checkpoint.loader import materialise_optimizer_state
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import ConfigError, require
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import total_samples, total_steps
@@ -30,22 +28,26 @@ from titan_like.data.open_source import open_data
 from titan_like.data.packed import corpus_files, corpus_folder, corpus_job, split_weights
 from titan_like.data.registry import DATASETS
 from titan_like.data.tokenizer import check_vocabulary, is_on_hub, tokenizer_files, tokenizer_of
-from titan_like.evaluate.tasks import check_tasks
+from titan_like.evaluate.tasks import named_tasks
 from titan_like.metrics.hardware import peak_tflops
 from titan_like.models.config import TransformerConfig
-from titan_like.optim.optimizer import build_optimizer
 from titan_like.optim.schedule import describe_warmup, schedule_length
-from titan_like.optim.shards import ShardedOptimizer
+from titan_like.optim.shards import ShardedOptimizer, local, sharded_dimensions
 from titan_like.parallel.apply import build_parallel_model
-from titan_like.parallel.layout import method_of
+from titan_like.parallel.layout import Layout, method_of
 from titan_like.parallel.mesh import build_mesh
-from titan_like.parallel.model import ParallelModel, Stage
+from titan_like.parallel.model import Stage
+from titan_like.parallel.schedules.simulate import bubble_fraction, ideal_bubble, max_in_flight, simulate, unit_time
+from titan_like.parallel.schedules.tables import Action, schedule_table
 from titan_like.planner.auto import with_chosen_layout
 from titan_like.planner.forecast import check_profile
-from titan_like.planner.step_collectives import Collective
-from titan_like.planner.step_plan import StepPlan, plan_step
+from titan_like.planner.memory import StepMemory, rank_memory
+from titan_like.planner.predict import workload_of
+from titan_like.planner.stages import sharding_of, stages_of
 from titan_like.planner.trace.fake import fake_process_group
-from titan_like.planner.training_state import RankState
+from titan_like.planner.traffic import Amount, Coordinates, Message, stage_flops, step_traffic
+from titan_like.planner.whole_step import RankState, built_optimizer, built_state
+from titan_like.planner.workload import BYTES, Workload
 from titan_like.train.environment import dry_run_world
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import check_folders
@@ -71,6 +73,21 @@ class StageReport:
 
 
 @dataclass(frozen=True)
+class Schedule:
+    """What the process computes. Bubbles are idle time over compute time and leave out the time of messages."""
+
+    name: str
+    num_stages: int  # in the whole pipeline
+    microbatches: int
+    counts: dict[str, int]  # of F, B, I and W
+    bubble: float  # if F, I and W take equally long in every stage
+    bubble_by_flops: float  # if they take as long as the stage's GEMMs and attention
+    ideal_bubble: float  # the published formula, or its bound, for equal stages
+    in_flight: int  # the most chunks (one microbatch in one stage) whose activations the process holds
+    actions: list[Action]
+
+
+@dataclass(frozen=True)
 class DryRun:
     """Everything that a dry run reports."""
 
@@ -79,28 +96,29 @@ class DryRun:
     num_parameters: int  # in the whole model
     active_parameters: int  # those that a token uses
     zero_stage: int
-    context: int  # processes that share a sequence
     world_size: int
     rank: int
     mesh: dict[str, tuple[int, int]]  # mesh dimension → this process's coordinate, size
     node: tuple[int, int] | None  # this process's node, and its index on that node
     steps: int
     samples: int
-    tokens: int
     global_batch_size: int
     seq_len: int
     stages: list[StageReport]
     state: RankState  # of the stages as built, and of their optimizer after one step
-    plan: StepPlan
+    copies: int  # bytes of weights in a 16-bit type that stay between steps
+    peak: StepMemory  # fullest moment of a step, on the first process that shards these stages
+    schedule: Schedule
+    traffic: dict[Message, Amount]  # of one step
+    groups: dict[str, int]  # process group → number of its processes
     data: str
     notes: list[str]  # settings that the run changes, and what is wrong on this machine
 
     def as_dict(self) -> dict[str, Any]:
         """The report for JSON. Actions become short words: F2:0 is the forward pass of microbatch 2 in stage 0."""
-        tree = asdict(self)
-        tree["plan"]["schedule"]["actions"] = [
-            f"{action.kind}{action.microbatch}:{action.stage}" for action in self.plan.schedule.actions
-        ]
+        tree = asdict(self) | {"state": self.state._asdict(), "peak": self.peak._asdict()}
+        tree["schedule"]["actions"] = [f"{one.kind}{one.microbatch}:{one.stage}" for one in self.schedule.actions]
+        tree["traffic"] = [message._asdict() | amount._asdict() for message, amount in self.traffic.items()]
         return tree
 
 
@@ -116,7 +134,10 @@ def dry_run(config: JobConfig) -> DryRun:
     check_profile(config)
     settings = resolve_settings(config, world_size)
     model, layout = settings.model, settings.layout
-    _check_gpu_type(config)
+    training, gpu, gpus = config.training, config.cluster.gpu, config.cluster.gpus_per_node
+    lacks_type = gpu is not None and training.dtype == "bfloat16" and peak_tflops(gpu, "bfloat16") is None
+    cure = f'{gpu} has no bfloat16 arithmetic; use "float16" or "float32"'  # a real run asks the GPU itself
+    require(not lacks_type, "training.dtype", training.dtype, cure)
     data = describe_data(config, model)
     warmup = describe_warmup(config.lr_scheduler, schedule_length(config.training))
     notes = [*([warmup] if warmup else []), *_check_this_machine(config, model)]
@@ -131,9 +152,18 @@ def dry_run(config: JobConfig) -> DryRun:
         coordinates = _coordinates(mesh)
         if parallel_model.expert_mesh is not None:
             coordinates = _coordinates(parallel_model.expert_mesh) | coordinates
-        updates = update_collectives(optimizer, coordinates)
-    plan = plan_step(config, model, layout, rank)
-    training, gpus = config.training, config.cluster.gpus_per_node
+    # What it does in a step. float64 is computed as it is, while forecasts of time take it for float32.
+    work = workload_of(config, model, layout)._replace(dtype=training.dtype)
+    at, reduce_bytes, sharding = coordinates["pp"][0], BYTES[training.reduce_dtype], sharding_of(work)
+    shards = {name: coordinate for name, (coordinate, _) in coordinates.items()}
+    traffic = step_traffic(work, Coordinates(at, shards), reduce_bytes)
+    groups = {name: size for name, (_, size) in coordinates.items()} | {"cp": layout.context, "dp": layout.weight_ranks}
+    groups["expert_dp"] = layout.replicate * layout.expert_shards
+    # Rules of other packages are taken to send nothing.
+    for names, kind, calls, size in optimizer.traffic() if isinstance(optimizer, ShardedOptimizer) else ():
+        group = "_".join(names)
+        traffic[Message(group, kind, "optimizer")] = Amount(calls, size)
+        groups[group] = prod(coordinates[name][1] for name in names)
     samples = total_samples(training)
     return DryRun(
         family=config.model.family,
@@ -141,21 +171,46 @@ def dry_run(config: JobConfig) -> DryRun:
         num_parameters=model.num_parameters(),
         active_parameters=model.active_parameters,
         zero_stage=config.parallelism.zero_stage,
-        context=layout.context,
         world_size=world_size,
         rank=rank,
         mesh=coordinates,
         node=divmod(rank, gpus) if gpus else None,
         steps=total_steps(training),
         samples=samples,
-        tokens=samples * training.seq_len,
         global_batch_size=training.global_batch_size,
         seq_len=training.seq_len,
         stages=stages,
         state=state,
-        plan=replace(plan, collectives=[*plan.collectives, *updates]),
+        copies=state.num_parameters * sharding.compute * sharding.copied,
+        peak=rank_memory(work, at, reduce_bytes),
+        schedule=schedule_of(work, layout, at),
+        traffic=traffic,
+        groups=groups,
         data=data,
         notes=notes,
+    )
+
+
+def schedule_of(work: Workload, layout: Layout, rank: int) -> Schedule:
+    """What a pipeline rank computes in a step."""
+    table = schedule_table(layout.schedule, layout.pipeline, layout.virtual_stages, work.microbatches)
+    flops = [stage_flops(stage, recomputed=True) for stage in stages_of(work)]
+    parts = {"F": (0,), "B": (1, 2), "I": (1,), "W": (2,)}  # of `PASSES`
+
+    def by_flops(action: Action) -> float:
+        return sum(flops[action.stage][part] for part in parts[action.kind])
+
+    equal, real = (simulate(table, layout.stage_ranks, duration) for duration in (unit_time, by_flops))
+    return Schedule(
+        name=layout.schedule,
+        num_stages=len(flops),
+        microbatches=work.microbatches,
+        counts=dict(Counter(action.kind for action in table[rank])),
+        bubble=bubble_fraction(equal, layout.pipeline),
+        bubble_by_flops=bubble_fraction(real, layout.pipeline),
+        ideal_bubble=ideal_bubble(layout.schedule, layout.pipeline, layout.virtual_stages, work.microbatches),
+        in_flight=max_in_flight(table)[rank],
+        actions=table[rank],
     )
 
 
@@ -170,61 +225,9 @@ def describe_stage(stage: Stage) -> StageReport:
     layers = [int(name) for name in stage.module.layers]
     parameters = []
     for name, parameter in stage.module.named_parameters():
-        split = {}
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            for dimension, placement in zip(mesh.mesh_dim_names or (), parameter.placements, strict=True):
-                dim = getattr(placement, "dim", None)  # Shard has one, and so have rows that are split a second time
-                if dim is not None and mesh[dimension].size() > 1:
-                    split[dimension] = dim
-        parameters.append(ParameterReport(name, tuple(parameter.shape), tuple(_local(parameter).shape), split))
+        split = {mesh: dim for dim in range(parameter.ndim) for mesh in sharded_dimensions(parameter, dim)}
+        parameters.append(ParameterReport(name, tuple(parameter.shape), tuple(local(parameter).shape), split))
     return StageReport(stage.index, (layers[0], layers[-1]), parameters)
-
-
-def built_optimizer(config: JobConfig, model: ParallelModel) -> torch.optim.Optimizer:
-    """The model's optimizer with the state that it has after its first step."""
-    # The fused implementation needs a real device, but keeps the same state.
-    section = config.optimizer.model_copy(update={"implementation": "foreach"})
-    optimizer = build_optimizer(model.named_parameters(), section)
-    materialise_optimizer_state(optimizer)
-    return optimizer
-
-
-def built_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> RankState:
-    """Count the model's local parameters, and what their optimizer keeps."""
-    parameters = list(model.parameters())
-    values = (value for state in optimizer.state.values() for value in state.values() if value.ndim)
-    weights = _bytes(parameters)  # gradients have the same shapes and types
-    return RankState(sum(_local(parameter).numel() for parameter in parameters), weights, weights, _bytes(values))
-
-
-def update_collectives(optimizer: torch.optim.Optimizer, mesh: dict[str, tuple[int, int]]) -> list[Collective]:
-    """What the optimizer's update sends. Rules of other packages are taken to send nothing."""
-    if not isinstance(optimizer, ShardedOptimizer):
-        return []
-    return [
-        Collective("_".join(names), prod(mesh[name][1] for name in names), kind, "optimizer", calls, size)
-        for names, kind, calls, size in optimizer.traffic()
-    ]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(_local(tensor).numel() * tensor.element_size() for tensor in tensors)
-
-
-def _check_gpu_type(config: JobConfig) -> None:
-    """Refuse a data type that the named GPU lacks. A real run asks the GPU itself.
-
-    Raises:
-        ConfigError: the GPU has no bfloat16.
-    """
-    gpu, dtype = config.cluster.gpu, config.training.dtype
-    if gpu is not None and dtype == "bfloat16" and peak_tflops(gpu, dtype) is None:
-        raise ConfigError("training.dtype", dtype, f'{gpu} has no bfloat16 arithmetic; use "float16" or "float32"')
 
 
 def _check_this_machine(config: JobConfig, model: TransformerConfig) -> list[str]:
@@ -236,7 +239,7 @@ def _check_this_machine(config: JobConfig, model: TransformerConfig) -> list[str
         ConfigError: the run is for this machine, and something is wrong.
     """
     try:
-        check_tasks("evaluation.datasets", config.evaluation.datasets)
+        named_tasks("evaluation.datasets", config.evaluation.datasets, model)
         check_folders(config, model, make=False)
     except OtherRunError as error:
         return [f"the run itself will not start: {error}"]

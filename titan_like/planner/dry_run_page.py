@@ -11,9 +11,8 @@ from titan_like.config.options import check_output_file, write_output_file
 from titan_like.config.schema import JobConfig
 from titan_like.metrics.console import parameters_told
 from titan_like.parallel.schedules.tables import Action
-from titan_like.planner.dry_run import DryRun, ParameterReport, StageReport, dry_run
+from titan_like.planner.dry_run import DryRun, ParameterReport, Schedule, StageReport, dry_run
 from titan_like.planner.predict import FLOAT8_NOTE
-from titan_like.planner.step_plan import SchedulePlan
 
 _WHOLE_ROW = 64  # the most actions that are printed in full
 
@@ -35,45 +34,41 @@ def print_dry_run(config: JobConfig, json_path: str | None) -> None:
 
 def format_dry_run(run: DryRun) -> str:
     """The dry run as a page of text."""
-    replicas, shards = run.mesh["dp_replicate"][1], run.mesh["dp_shard"][1] // run.context
-    context = f", context {run.context}" if run.context > 1 else ""
+    (_, replicas), (_, shards), context = run.mesh["dp_replicate"], run.mesh["dp_shard"], run.groups["cp"]
+    degrees = f"{replicas} × {shards // context}" + f", context {context}" * (context > 1)
     lines = [
         f"{run.family} {run.flavor}: {parameters_told(run.num_parameters, run.active_parameters)}, {run.steps:,} steps "
-        f"of {run.global_batch_size} samples × {run.seq_len} tokens, data parallel {replicas} × {shards}{context}, "
-        f"ZeRO {run.zero_stage}; "
-        f"{run.samples:,} samples, {run.tokens:,} tokens",
+        f"of {run.global_batch_size} samples × {run.seq_len} tokens, data parallel {degrees}, "
+        f"ZeRO {run.zero_stage}; {run.samples:,} samples, {run.samples * run.seq_len:,} tokens",
         f"data: {run.data}",
         *run.notes,
         "",
         f"rank {run.rank} of {_several(run.world_size, 'process', 'es')}: " + ", ".join(_places(run)),
     ]
     for stage in run.stages:
-        lines += ["", *_format_stage(stage, run.plan.schedule.num_stages)]
-    lines += ["", *_format_memory(run), "", *_format_schedule(run.plan.schedule), "", *_format_collectives(run)]
+        lines += ["", *_format_stage(stage, run.schedule.num_stages)]
+    lines += ["", *_format_memory(run), "", *_format_schedule(run.schedule, len(run.stages)), "", *_format_traffic(run)]
     return "\n".join(lines)
 
 
-def _places(run: DryRun) -> list[str]:
-    mesh = sorted(run.mesh.items(), key=lambda dimension: dimension[0] in ("expert_shard", "ep"))
-    if run.context > 1:  # the innermost ranks of dp_shard
-        (coordinate, size), at = run.mesh["dp_shard"], [name for name, _ in mesh].index("dp_shard")
-        (shard, context), shards = divmod(coordinate, run.context), size // run.context
-        mesh[at : at + 1] = [("dp_shard", (shard, shards)), ("cp", (context, run.context))]
-    places = [f"{name} {coordinate} of {size}" for name, (coordinate, size) in mesh]
-    return places if run.node is None else [*places, f"node {run.node[0]}, GPU {run.node[1]}"]
+def _places(run: DryRun) -> Iterator[str]:
+    for name, (coordinate, size) in sorted(run.mesh.items(), key=lambda item: item[0] in ("expert_shard", "ep")):
+        context = run.groups["cp"] if name == "dp_shard" else 1  # its innermost ranks
+        yield f"{name} {coordinate // context} of {size // context}"
+        if context > 1:
+            yield f"cp {coordinate % context} of {context}"
+    if run.node is not None:
+        yield f"node {run.node[0]}, GPU {run.node[1]}"
 
 
 def _format_stage(stage: StageReport, num_stages: int) -> list[str]:
     first, last = stage.layers
-    count = last - first + 1
-    layers = f"layer {first}" if count == 1 else f"layers {first}–{last}"
+    layers = f"layers {first}–{last}" if last > first else f"layer {first}"
     title = f"stage {stage.index} of {num_stages}: {layers}" if num_stages > 1 else layers
     rows = [(title, "whole", "here", "")]
     for name, parameters in _collapse(stage.parameters):
-        indent = ""
-        if name:
-            rows.append((name, "", "", ""))
-            indent = "  "
+        rows += [(name, "", "", "")] if name else []
+        indent = "  " if name else ""
         rows += [(indent + p.name, _shape(p.shape), _shape(p.local_shape), _split(p.split)) for p in parameters]
     return _aligned(rows, "<>><")
 
@@ -90,17 +85,12 @@ def _aligned(rows: Sequence[tuple[str, ...]], sides: str) -> list[str]:
 def _collapse(parameters: list[ParameterReport]) -> Iterator[tuple[str, list[ParameterReport]]]:
     """Parameters by layer, with runs of equal layers as one entry. Those outside layers have an empty name."""
     blocks = []
-    for layer, group in groupby(parameters, key=lambda p: _layer_of(p.name)):
+    for layer, group in groupby(parameters, lambda p: p.name.split(".")[1] if p.name.startswith("layers.") else None):
         blocks.append((layer, [replace(p, name=p.name.removeprefix(f"layers.{layer}.")) for p in group]))
     for (in_layers, same), layers in groupby(blocks, key=lambda block: (block[0] is not None, block[1])):
         numbers = [number for number, _ in layers]
         name = f"layers.{numbers[0]}" + (f"–{numbers[-1]}" if len(numbers) > 1 else "")
         yield name if in_layers else "", same
-
-
-def _layer_of(name: str) -> int | None:
-    parts = name.split(".")
-    return int(parts[1]) if parts[0] == "layers" else None
 
 
 def _shape(shape: tuple[int, ...]) -> str:
@@ -114,17 +104,15 @@ def _split(split: dict[str, int]) -> str:
 
 
 def _format_memory(run: DryRun) -> list[str]:
-    state = run.state
-    share = 100 * state.num_parameters / run.num_parameters
-    copies = run.plan.state.copies
-    between = state.parameters + state.optimizer + copies
-    copied = f", copies in the half type {_size(copies)}" if copies else ""
+    state, peak = run.state, run.peak
+    copies = f", copies in the 16-bit type {_size(run.copies)}" if run.copies else ""
     return [
-        f"parameters here: {state.num_parameters:,} of {run.num_parameters:,} ({share:.3g} %)",
-        f"memory: parameters {_size(state.parameters)}, gradients {_size(state.gradients)}, optimizer "
-        f"{_size(state.optimizer)}{copied}; {_size(between)} between steps, at most {_size(run.plan.peak_state)} in a "
-        "step",
-        "        (activations and buffers of collectives come on top)",
+        f"parameters here: {state.num_parameters:,} of {run.num_parameters:,} "
+        f"({100 * state.num_parameters / run.num_parameters:.3g} %)",
+        f"memory: parameters {_size(state.parameters)}, optimizer {_size(state.optimizer)}{copies}; "
+        f"{_size(state.parameters + state.optimizer + run.copies)} between steps",
+        f"        at most {_size(peak.total)} in a step, of which activations {_size(peak.activations)}, gradients "
+        f"{_size(peak.gradients)}, gathered parameters {_size(peak.gathered)}",
     ]
 
 
@@ -137,19 +125,18 @@ def _size(count: float) -> str:
     return f"{count:,.2f} GiB"
 
 
-def _format_schedule(schedule: SchedulePlan) -> list[str]:
+def _format_schedule(schedule: Schedule, stages: int) -> list[str]:
     counts = ", ".join(f"{count} {kind}" for kind, count in schedule.counts.items())
     microbatches = _several(schedule.microbatches, "microbatch", "es")
     if schedule.num_stages == 1:
         return [f"schedule: {microbatches} ({counts}), one after the other"]
-    bubbles = (schedule.bubble, schedule.ideal_bubble, schedule.bubble_of_real_stages)
-    unit, ideal, real = (f"{100 * share:.3g} %" for share in bubbles)
-    stages = len(schedule.stages_here)
-    held = _several(schedule.in_flight, "microbatch", "es") if stages == 1 else _several(schedule.in_flight, "chunk")
+    held = _several(schedule.in_flight, "microbatch", "es")
+    held = held if stages == 1 else f"{_several(schedule.in_flight, 'chunk')} of {stages} stages"
     return [
         f"schedule: {schedule.name}, {microbatches} ({counts})",
-        f"bubble: {unit} of compute time where all stages take equally long (formula: {ideal}), {real} by their sizes",
-        f"in flight here: at most {held}" + (f" of {stages} stages" if stages > 1 else ""),
+        f"bubble: {100 * schedule.bubble:.3g} % of compute time where all stages take equally long (formula: "
+        f"{100 * schedule.ideal_bubble:.3g} %), {100 * schedule.bubble_by_flops:.3g} % by their FLOPs",
+        f"in flight here: at most {held}",
         "order: " + _order(schedule.actions, stages > 1),
     ]
 
@@ -165,10 +152,8 @@ def _order(actions: list[Action], names_stages: bool) -> str:
     return " ".join(words)
 
 
-def _format_collectives(run: DryRun) -> list[str]:
-    if not run.plan.collectives:
-        return ["nothing is sent"]
+def _format_traffic(run: DryRun) -> list[str]:
     rows = [("in one step", "kind", "of", "calls", "bytes")]
-    for c in sorted(run.plan.collectives, key=lambda c: (c.group, c.kind, c.what)):
-        rows.append((f"{c.group} ({c.size})", c.kind, c.what, f"{c.count:,}", _size(c.bytes)))
-    return _aligned(rows, "<<<>>")
+    for (group, kind, what), (calls, size) in sorted(run.traffic.items()):
+        rows.append((f"{group} ({run.groups[group]})", kind, what, f"{calls:,}", _size(size)))
+    return _aligned(rows, "<<<>>") if run.traffic else ["nothing is sent"]

@@ -16,6 +16,7 @@ from titan_like.optim.state_size import optimizer_state, update_work
 from titan_like.parallel.layout import Layout, method_of, resolve_layout
 from titan_like.parallel.schedules.tables import stages_per_rank
 from titan_like.parallel.split import layers_per_stage
+from titan_like.planner.bands import band
 from titan_like.planner.memory import Memory, memory
 from titan_like.planner.profile import Profile, builtin_profiles, is_builtin, load_profile
 from titan_like.planner.step_time import StepTime, host_and_device_seconds, step_time
@@ -133,9 +134,6 @@ def profile_and_device(config: JobConfig, profile: Profile | None) -> tuple[Prof
     return profile or default_profile(device), device
 
 
-_LARGEST_BAND = 0.9  # errors are relative to the measured time, so 1 would mean that nothing is known
-
-
 def forecast(work: Workload, profile: Profile) -> Forecast:
     """Predict a run's step, with rates and an error band."""
     time, device = step_time(work, profile), profile.device
@@ -143,7 +141,7 @@ def forecast(work: Workload, profile: Profile) -> Forecast:
     recompute = work.activation_checkpoint
     meter = ThroughputMeter(work.model, work.seq_len, recompute, work.num_gpus, peak, work.decoder_seq_len)
     rates = meter.measure(work.global_batch_size * work.seq_len, time.total)
-    band = profile.error_p90
+    error = band(work, profile)
     return Forecast(
         work,
         profile,
@@ -151,8 +149,8 @@ def forecast(work: Workload, profile: Profile) -> Forecast:
         memory(work, profile),
         *host_and_device_seconds(work, profile),
         rates,
-        time.total / (1 + band),
-        time.total / (1 - min(band, _LARGEST_BAND)),
+        time.total / (1 + error),
+        time.total / (1 - error),
     )
 
 
@@ -185,7 +183,8 @@ def of_own_trainer(profile: Profile, dtype: str, reduce_dtype: str = "float32") 
         message_shards=False,
         fusion=0.0,
         accumulation_bytes=BYTES[dtype] + 8.0,
-        optimizer_traffic=28.0 + 8.0,  # fused AdamW in float32: weight, gradient and moments; plus the gradient norm
+        # Fused AdamW 28, norm 4, clipping 8, and in half types the float32 gradient 6 and the new copy of a weight 6.
+        optimizer_traffic=40.0 + 12.0 * (BYTES[dtype] < 4),
         gradient_bytes=BYTES[reduce_dtype],
         parameter_bytes=BYTES[dtype],
         dtype=dtype,

@@ -176,6 +176,9 @@ class Profile:
     # Only rows with this ZeRO stage, which some studies run on another stack.
     only_zero: Annotated[int, Field(ge=0, le=3)] | None = None
     fitted_on: tuple[str, ...] = ()
+    fitted_gpus: tuple[str, ...] = ()  # names of the GPUs of the rows that it is fitted on, if not the device's alone
+    most_gpus: Count = 1  # of these rows
+    fitted_experts: bool = False  # some of these rows have experts
     error_median: Amount = 0.1  # of the step time, relative, on rows left out of the fit
     error_p90: Amount = 0.2
     judged: dict[str, float] = field(default_factory=dict)  # by benchmarks/accuracy.py

@@ -65,9 +65,16 @@ class Found:
     usable_bytes: float  # of a GPU's memory, without the margin
 
     @property
-    def best(self) -> Candidate:
+    def fastest(self) -> Candidate:
         """The fastest layout that fits."""
         return self.ranked[0]
+
+    @property
+    def best(self) -> Candidate:
+        """The simplest of the ranked layouts that predictions cannot tell from the fastest."""
+        slowest = self.fastest.time.total * (1 + self.profile.error_median)
+        alike = [one for one in self.ranked if one.time.total <= slowest]
+        return min(alike, key=lambda one: (_complexity(one.work), one.time.total))
 
     @property
     def config(self) -> JobConfig:
@@ -90,7 +97,7 @@ def search(
         num_gpus: GPUs of the job (default: those of the run's cluster).
         profile: the stack (default: that of the GPU).
         fixed: keys that stay as they are.
-        kinds: how many combinations of tensor degree, pipeline degree and ZeRO stage to find the best layout of.
+        kinds: how many combinations of tensor and pipeline degree to find the best layout of.
         progress: called now and then with the counts so far.
 
     Raises:
@@ -121,7 +128,7 @@ class BestFirst:
         self.heap: list[tuple[float, int, tuple[int, ...], Any]] = []
         self.numbers = itertools.count()
         self.ranked: list[Candidate] = []
-        self.cells: set[tuple[int, int, int]] = set()
+        self.cells: set[tuple[int, int]] = set()
         self.too_large: dict[tuple[int, int], tuple[Workload, float]] = {}
         self._least: dict[Workload, tuple[float, float]] = {}
 
@@ -186,7 +193,9 @@ class BestFirst:
 
         Those that do not split backward passes come with the shortest way through their pipelines.
         """
-        if self._done(group):
+        if _cell(group) in self.cells or self._is_too_large(
+            self.space.member(group, "1f1b", 1, *self.space.splits(group)[0])
+        ):
             return
         zero = 2 if group.data_parallel * group.context > 1 else 0  # with which microbatches are fastest
         split = (zero, 1, group.shard)
@@ -207,27 +216,30 @@ class BestFirst:
 
     def _add_layouts(self, group: Workload, choice: tuple[str, int]) -> None:
         """Put a pipeline's layouts into the heap by the shortest way through it."""
-        if self._done(group):
+        if _cell(group) in self.cells:
             return
-        for split in self.space.splits(group):
+        for split in self.space.splits(group):  # the most sharded first
             work = self.space.member(group, *choice, *split)
-            if _cell(work) not in self.cells:
-                self.counts.computed += 1
-                bound = least_step_seconds(work, self.profile, source=estimate) * _ROUNDING
-                heapq.heappush(self.heap, (bound, 2, _order(work), (work,)))
+            if self._is_too_large(work):
+                if split == self.space.splits(group)[0] and work.dtype != "float32":
+                    return  # nor does a lower ZeRO stage; in float32, ZeRO 3 gathers a copy that ZeRO 0 does not need
+                continue
+            self.counts.computed += 1
+            bound = least_step_seconds(work, self.profile, source=estimate) * _ROUNDING
+            heapq.heappush(self.heap, (bound, 2, _order(work), (work,)))
 
-    def _done(self, group: Workload) -> bool:
-        """Whether the best layouts of all the group's kinds are known."""
-        zeros = {zero for zero, _, _ in self.space.splits(group)}
-        return all((group.tensor, group.pipeline, zero) in self.cells for zero in zeros)
+    def _is_too_large(self, work: Workload) -> bool:
+        """Whether a layout surely does not fit."""
+        used = largest_memory(work, self.profile, estimate)
+        if used > _UNSURE * self.usable:
+            self._remember(work, used)
+        return used > _UNSURE * self.usable
 
     def _follow(self, work: Workload) -> None:
         """If a layout fits and may be the first of its kind, find the time that it is ranked by."""
         if _cell(work) in self.cells:
             return
-        used = largest_memory(work, self.profile, estimate)
-        if used < _UNSURE * self.usable:
-            used = largest_memory(work, self.profile)
+        used = largest_memory(work, self.profile)
         if used > self.usable:
             self._remember(work, used)
             return
@@ -260,9 +272,16 @@ class BestFirst:
         return ConfigError("cluster.gpu", self.profile.device.name, problem)
 
 
-def _cell(work: Workload) -> tuple[int, int, int]:
-    """A layout's kind: tensor degree, pipeline degree and ZeRO stage."""
-    return work.tensor, work.pipeline, work.zero_stage
+def _cell(work: Workload) -> tuple[int, int]:
+    """A layout's kind: tensor and pipeline degree."""
+    return work.tensor, work.pipeline
+
+
+def _complexity(work: Workload) -> int:
+    """How many things there are in a layout to understand and to go wrong."""
+    splits = (work.tensor, work.pipeline, work.context, work.expert, work.replicate, work.virtual_stages)
+    is_usual = work.pipeline == 1 or work.schedule in ("1f1b", "interleaved_1f1b")
+    return sum(degree > 1 for degree in splits) + (not is_usual) + (work.recompute_every > 1)
 
 
 _MODES = {"none": 0, "experts": 1, "selective": 2, "full": 3}

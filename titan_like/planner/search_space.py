@@ -18,12 +18,11 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.load import edit, setting
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
-from titan_like.models.moe.config import MoEConfig
 from titan_like.parallel.layout import FACTORS, Layout, method_of
 from titan_like.parallel.schedules.tables import SCHEDULES, stages_per_rank
 from titan_like.parallel.split import layers_per_stage
 from titan_like.planner.predict import workload_of
-from titan_like.planner.workload import Workload
+from titan_like.planner.workload import Workload, pipeline_of
 from titan_like.train.layout_rules import (
     check_context_parallel,
     check_expert_parallel,
@@ -80,8 +79,8 @@ class Space:
         self._splits: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         # Degrees of expert parallelism and kinds of recomputation; models without experts have fewer.
         self._experts, self._modes = [1], ["none", "selective", "full"]
-        if isinstance(model, MoEConfig):
-            self._experts, self._modes = divisors(model.num_experts), ["none", "experts", "selective", "full"]
+        if number := getattr(model, "num_experts", 0):
+            self._experts, self._modes = divisors(number), ["none", "experts", "selective", "full"]
         self._stages: dict[int, tuple[int, ...]] = {}
         self.refusals: list[ConfigError] = []
 
@@ -174,14 +173,20 @@ class Space:
                         yield of_batch._replace(recompute=mode, recompute_every=n)
 
     def pipelines(self, group: Workload) -> list[tuple[str, int]]:
-        """Pairs of schedule and stages per rank that are valid for a group."""
+        """Pairs of schedule and stages per rank that are valid for a group and share the layers as evenly as any."""
         key = group.pipeline, group.micro_batch_size * group.data_parallel
         if key not in self._pipelines:
             choices = self._schedules(group.pipeline)
             works = [group._replace(schedule=schedule, virtual_stages=virtual) for schedule, virtual in choices]
             accepted = [self._accepts(check_pipeline, work) for work in works]
-            self._pipelines[key] = [choice for choice, valid in zip(choices, accepted, strict=True) if valid]
+            valid = [choice for choice, is_valid in zip(choices, accepted, strict=True) if is_valid]
+            fullest = [self._fullest(group, choice) for choice in valid]
+            self._pipelines[key] = [one for one, most in zip(valid, fullest, strict=True) if most == min(fullest)]
         return self._pipelines[key]
+
+    def _fullest(self, group: Workload, choice: tuple[str, int]) -> int:
+        """Layers on the rank with the most."""
+        return max(map(sum, pipeline_of(self.member(group, *choice, 0, 1, group.shard)).layers))
 
     def _schedules(self, pipeline: int) -> list[tuple[str, int]]:
         if pipeline == 1:
@@ -196,19 +201,25 @@ class Space:
     def splits(self, group: Workload) -> list[tuple[int, int, int]]:
         """Triples of ZeRO stage, replicas and shards, most sharded first.
 
-        Replicas help only ZeRO 3, which otherwise gathers weights over all nodes. Experts are shared within each.
+        Replicas help only ZeRO 3, which otherwise gathers weights over all nodes. Each is a node, or 2, 4, … of them.
+        Experts are shared within each.
         """
         # The processes that share experts are a multiple of this number of shards.
         multiple = group.expert // gcd(group.expert, group.context * group.tensor)
-        key = group.data_parallel, multiple
+        innermost = group.context * group.tensor
+        key = group.data_parallel, multiple, innermost
         if key not in self._splits:
-            self._splits[key] = [split for split in self._splits_of(group.data_parallel) if split[2] % multiple == 0]
+            found = self._splits_of(group.data_parallel, innermost)
+            self._splits[key] = [split for split in found if split[2] % multiple == 0]
         return self._splits[key]
 
-    def _splits_of(self, size: int) -> list[tuple[int, int, int]]:
+    def _splits_of(self, size: int, innermost: int) -> list[tuple[int, int, int]]:
         stages = sorted(self._choices("zero_stage", [0, 1, 2, 3]), reverse=True)
-        shapes = [(replicas, size // replicas) for replicas in divisors(size)]
+        node = self.config.cluster.gpus_per_node or self.num_gpus
+        sizes = {node << exponent for exponent in range(self.num_gpus.bit_length())}  # of replicas, in GPUs
+        shapes = [(n, size // n) for n in divisors(size) if n == 1 or size // n * innermost in sizes]
         if not self.fixed.isdisjoint({_KEY["replicate"], _KEY["shard"]}):
+            shapes = [(n, size // n) for n in divisors(size)]
             chosen = [
                 (r, s) for r, s in shapes if r in self._choices("replicate", [r]) and s in self._choices("shard", [s])
             ]

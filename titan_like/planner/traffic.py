@@ -20,10 +20,11 @@ from titan_like.planner.workload import Workload
 
 
 class Message(NamedTuple):
-    """Messages of one kind in one group; kinds are those of `Collective`."""
+    """Messages of one kind in one group; kinds are those of a traced `Collective`."""
 
     group: str  # as the recipe calls it
     kind: str
+    what: str
 
 
 class Amount(NamedTuple):
@@ -52,30 +53,31 @@ def step_traffic(work: Workload, at: Coordinates, reduce_bytes: int = 4) -> dict
     calls: Counter[Message] = Counter()
     sizes: Counter[Message] = Counter()
 
-    def add(group: str, kind: str, size: int, count: int = 1, total: int | None = None) -> None:
+    def add(group: str, kind: str, what: str, count: int, size: int) -> None:
         if count:
-            calls[Message(group, kind)] += count
-            sizes[Message(group, kind)] += size * count if total is None else total
+            calls[Message(group, kind, what)] += count
+            sizes[Message(group, kind, what)] += size
 
     for step in steps:
         if step.kind.startswith(("SEND", "RECV")):
-            add("pp", "send" if step.kind.startswith("SEND") else "receive", stages[step.stage].message)
+            what = "hidden states" if step.kind.endswith("F") else "gradients of hidden states"
+            add("pp", "send" if step.kind.startswith("SEND") else "receive", what, 1, stages[step.stage].message)
     for number, stage in stages.items():
         kinds = [step.kind for step in steps if step.stage == number and step.kind in ("F", "B", "I", "W")]
         forwards, backwards = kinds.count("F"), sum(kind in "BI" for kind in kinds)
         for segment in stage.segments:
             for one, times in ((segment.forward, forwards), (segment.backward, backwards)):
                 for (kind, group, _), (count, size) in one.collectives.items():
-                    add(group, kind, 0, count * times, size * times)
+                    add(group, kind, "activations", count * times, size * times)
         for group, kind, size in _data_parallel(stage, kinds, sharding):
-            add(group, kind, size)
+            add(group, kind, "parameters" if kind == "all_gather" else "gradients", 1, size)
     parameters = [parameter for stage in stages.values() for unit in stage.units for parameter in unit.parameters]
     local = {p.name: sharding.master * _elements_here(p, sharding, at) for p in parameters}
     partial = sum(sharding.master * _elements_here(p, sharding, at) for p in parameters if p.partial)
-    add("tp", "all_reduce", partial, 1 if partial else 0)
-    for name, holders in _copies(work, local).items():  # of tied and shared tables, by name
+    add("tp", "all_reduce", "partial gradients", min(partial, 1), partial)
+    for name, holders in _copies(work, local).items():
         for kind in ("send", "receive"):
-            add("pp", kind, local[name], holders - 1)
+            add("pp", kind, "gradients of shared tables", holders - 1, local[name] * (holders - 1))
     return {message: Amount(calls[message], sizes[message]) for message in calls}
 
 
@@ -178,9 +180,13 @@ def microbatch_flops(work: Workload, rank: int, recomputed: bool = False, causal
         recomputed: count what activation checkpointing repeats.
         causal: count half of an attention matrix with a causal mask.
     """
-    stages = stages_of_rank(work, rank).values()
-    passes = (one for stage in stages for segment in stage.segments for one in segment.passes)
-    return sum(pass_flops(one, recomputed, causal) for one in passes)
+    return sum(sum(stage_flops(stage, recomputed, causal)) for stage in stages_of_rank(work, rank).values())
+
+
+def stage_flops(stage: StageProgram, recomputed: bool = False, causal: bool = False) -> list[int]:
+    """FLOPs of each of `PASSES` of one microbatch; arguments are those of `microbatch_flops`."""
+    columns = zip(*(segment.passes for segment in stage.segments), strict=True)
+    return [sum(pass_flops(one, recomputed, causal) for one in passes) for passes in columns]
 
 
 def pass_flops(one: Pass, recomputed: bool, causal: bool) -> int:

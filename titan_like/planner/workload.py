@@ -9,7 +9,6 @@ from typing import Literal, NamedTuple
 
 from titan_like.config.schema import ActivationCheckpoint
 from titan_like.models.config import TransformerConfig
-from titan_like.models.moe.config import MoEConfig
 from titan_like.optim.state_size import ADAMW_STATE, ADAMW_WORK, OptimizerState, UpdateWork
 from titan_like.parallel.schedules.tables import stage_ranks
 
@@ -67,21 +66,6 @@ class Workload(NamedTuple):
         return self.micro_batch_size * self.seq_len / self.context
 
     @property
-    def positions(self) -> float:
-        """The same with a decoder's."""
-        return self.micro_batch_size * (self.seq_len + self.decoder_seq_len) / self.context
-
-    @property
-    def stack_tokens(self) -> tuple[float, float]:
-        """`tokens`, and the decoder's part of `positions`."""
-        return self.tokens, self.micro_batch_size * self.decoder_seq_len / self.context
-
-    @property
-    def labelled(self) -> float:
-        """Positions of one microbatch on one rank that have logits: a decoder's alone, if there is one."""
-        return self.stack_tokens[1] if self.decoder_seq_len else self.tokens
-
-    @property
     def activation_checkpoint(self) -> ActivationCheckpoint:
         """What is recomputed, as a section of the configuration."""
         return ActivationCheckpoint(mode=self.recompute, every_n_layers=self.recompute_every)
@@ -94,7 +78,12 @@ class Workload(NamedTuple):
     @property
     def shares_experts(self) -> bool:
         """Whether there are experts that other processes hold than the rest of a layer."""
-        return (self.expert > 1 or self.tensor > 1) and isinstance(self.model, MoEConfig)
+        return (self.expert > 1 or self.tensor > 1) and self.has_experts
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether layers have experts."""
+        return getattr(self.model, "num_experts", 0) > 0
 
     @property
     def data_parallel(self) -> int:
@@ -102,14 +91,9 @@ class Workload(NamedTuple):
         return self.replicate * self.shard
 
     @property
-    def gradients_are_whole(self) -> bool:
-        """Whether a rank accumulates all gradients of its layers: below ZeRO 2, or with a single shard."""
-        return self.zero_stage < 2 or self.shard * self.context == 1
-
-    @property
     def accumulates(self) -> bool:
-        """Whether whole gradients are added to those of earlier microbatches."""
-        return self.microbatches > 1 and self.gradients_are_whole
+        """Whether whole gradients are added to those of earlier microbatches: below ZeRO 2, or with a single shard."""
+        return self.microbatches > 1 and (self.zero_stage < 2 or self.shard * self.context == 1)
 
     @property
     def num_gpus(self) -> int:

@@ -117,10 +117,10 @@ def calibration_rows(runs: Sequence[tuple[JobConfig, Row]], steps: int, gpu: str
     """The measured layouts as ``plan.py calibrate --points`` reads them; ``gpu`` is the device's name."""
     from torch import __version__
 
-    told = ("layout", "step_time_s", "peak_memory_bytes")
+    columns = ("layout", "step_time_s", "peak_memory_bytes")
     cases = [
         {"command": shlex.join(["train.py", *measured(config, steps, "outputs")]), "gpus": row["processes"]}
-        | {name: row[name] for name in told}
+        | {name: row[name] for name in columns}
         for config, row in runs
         if row["outcome"] == OK
     ]

@@ -88,7 +88,7 @@ class Place:
         srun += [f"--time={int(plan.timeout // 60) + 2}"]  # minutes; nothing is left running if srun is killed
         together = [f"--nnodes={len(hosts)}", f"--nproc_per_node={each}", "--rdzv_backend=c10d"]
         together += [f"--rdzv_endpoint={hosts[0]}:{20000 + (self.job + number) % 10000}"]
-        identity = f"--rdzv_id={self.job}.{number}.{os.getpid()}"  # not that of a step which a killed search has left
+        identity = f"--rdzv_id={self.job}.{number}.{os.getpid()}"  # differs from the step that a killed search has left
         return [*srun, *torchrun, *together, identity, *self.program, *settings]
 
 
@@ -110,7 +110,7 @@ def settings_of(config: JobConfig) -> list[str]:
 
 
 def measured(config: JobConfig, steps: int, folder: str) -> list[str]:
-    """The arguments of a run as it is measured: so many steps, and nothing besides training."""
+    """The arguments of a run as it is measured: this many steps, and nothing besides training."""
     length = {"steps": steps, "samples": None, "tokens": None, "batch_size_rampup": None}
     plain = {
         "job": config.job.model_copy(update={"dump_folder": folder, "dry_run": False, "description": ""}),
@@ -158,10 +158,10 @@ def run_trial(folder: Path, config: JobConfig, processes: int, place: Place, pla
     if code is None:
         return {"outcome": HUNG, "reason": f"ended because it was not over after {plan.timeout:g} s"}
     if code != 0:
-        told = log.read_text(encoding="utf-8", errors="replace")
-        if code == -signal.SIGTERM or "SignalException" in told:  # ended from outside, as at the end of a Slurm job
+        text = log.read_text(encoding="utf-8", errors="replace")
+        if code == -signal.SIGTERM or "SignalException" in text:  # ended from outside, as at the end of a Slurm job
             raise KeyboardInterrupt
-        return failure(told, code)
+        return failure(text, code)
     return figures(run / "metrics.jsonl", plan)
 
 
@@ -170,11 +170,11 @@ def failure(log: str, code: int) -> dict[str, Any]:
     from titan_like.verify.processes import error_in
 
     text = re.sub(r"^\[rank\d+\]: ?", "", log, flags=re.MULTILINE)
-    told = re.search(r"^error: (.+)", text, re.MULTILINE)
+    sentence = re.search(r"^error: (.+)", text, re.MULTILINE)
     ours = re.split(r"^.* failed \(exitcode: ", text, maxsplit=1, flags=re.MULTILINE)[0]
-    reason = told[1] if told else error_in(ours) or (ours.strip().splitlines() or [f"exit code {code}"])[-1]
+    reason = sentence[1] if sentence else error_in(ours) or (ours.strip().splitlines() or [f"exit code {code}"])[-1]
     if _KILLED in log:
-        reason = "the system killed a process, perhaps for want of memory"
+        reason = "the system killed a process, perhaps because memory ran out"
     return {"outcome": TOO_LARGE if any(word in log for word in _NO_MEMORY) else FAILED, "reason": reason}
 
 

@@ -12,7 +12,7 @@ from titan_like.checkpoint.step_folders import RUN_FILE, complete_steps, read_ru
 from titan_like.config.errors import ConfigError, RunError, first_line, require
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import JobConfig
-from titan_like.hugging_face.folder import TensorSlices, is_hugging_face, local_folder, open_hugging_face
+from titan_like.hugging_face.folder import is_hugging_face, local_folder, open_hugging_face, slice_reader
 from titan_like.models.config import TransformerConfig
 from titan_like.models.hugging_face import fill_part
 from titan_like.models.layers.init import local_part
@@ -80,14 +80,13 @@ def _read_hugging_face(folder: Path, model: ParallelModel) -> str | None:
         source = open_hugging_face(folder, _KEY)
         shape = model.stages[0].module.config
         tensors = model_tensors(model)
-        read = TensorSlices(source.tensors)
+        read = slice_reader(source.tensors)
         may_lack = tuple(f"{name}." for name in model.stages[0].module.may_be_new)
         for stored in source.stored_parameters(shape):
             tensor = tensors.get(f"model.{stored.name}")
             is_new = stored.name.startswith(may_lack) and not stored.sources.keys() <= source.tensors.keys()
             if tensor is not None and not is_new:  # otherwise another pipeline stage holds it
                 fill_part(*local_part(tensor), stored, read)
-        read.close()
         for copy, original in model.copies():
             copy.copy_(original)
     except Exception as error:  # a damaged file may raise anything

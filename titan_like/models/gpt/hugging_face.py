@@ -8,7 +8,7 @@ from typing import Any
 
 from titan_like.models.config import TransformerConfig
 from titan_like.models.gpt.config import GPTConfig
-from titan_like.models.hugging_face import Fields, Stored, fused_in_one, read_fields, validated, whole, written_fields
+from titan_like.models.hugging_face import Fields, Stored, fused, read_fields, validated, whole, written_fields
 
 MODEL_TYPE = "gpt2"
 ARCHITECTURE = "GPT2LMHeadModel"
@@ -41,7 +41,7 @@ def stored_parameters(config: GPTConfig) -> Iterator[Stored]:
         for norm, ln in (("attention_norm", "ln_1"), ("mlp_norm", "ln_2")):
             yield from (whole(f"{ours}.{norm}.{p}", f"{theirs}.{ln}.{p}", (hidden,)) for p in ("weight", "bias"))
         for part, columns in (("weight", (hidden,)), ("bias", ())):
-            yield fused_in_one(config, f"{ours}.attention.qkv.{part}", columns, f"{theirs}.attn.c_attn.{part}")
+            yield fused(config, f"{ours}.attention.qkv.{part}", columns, (f"{theirs}.attn.c_attn.{part}",), True)
         for linear, conv, shape in (
             ("attention.proj", "attn.c_proj", (hidden, hidden)),
             ("mlp.fc1", "mlp.c_fc", (ffn, hidden)),

@@ -37,7 +37,7 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Chooses k experts for each token and says with which weights their results are added.
 
-    Scores are computed in float32 at least: a difference in the last bits of a half type would choose other experts.
+    Scores are computed in float32 at least: a difference in the last bits of a 16-bit dtype would choose other experts.
     docs/experts.md defines the losses.
     """
 

@@ -63,7 +63,7 @@ class RelativeBias(nn.Module):
         buckets = bucket_of(distance, self.table.num_embeddings, self.max_distance, self.is_causal)
         table = self.table(torch.arange(self.table.num_embeddings, device=buckets.device))
         # Looked up in float32 at least: the gradient of an entry is a sum over all pairs at its distances, which a CPU
-        # would add up in a half type, where most of it is lost.
+        # would add up in a 16-bit dtype, where most of it is lost.
         exact = table.to(torch.promote_types(table.dtype, torch.float32))  # [buckets, heads]
         bias = F.embedding(buckets, exact).to(table.dtype).permute(2, 0, 1)[None]  # [1, heads, queries, keys]
         return bias.masked_fill(distance > 0, -math.inf) if self.is_causal else bias

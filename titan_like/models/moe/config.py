@@ -20,30 +20,28 @@ class MoEConfig(LlamaConfig):
         "balance", "balance_coefficient", "bias_update_rate", "z_loss_coefficient"
     }  # fmt: skip
 
-    num_experts: int = Field(gt=1, le=2**14, description="experts of a layer, of which the router chooses")
-    experts_per_token: int = Field(gt=0, description="experts that each token is sent to")
+    num_experts: int = Field(gt=1, le=2**14, description="experts per layer")
+    experts_per_token: int = Field(gt=0, description="experts that each token is routed to (top-k)")
     expert_ffn_hidden_size: int = Field(0, ge=0, le=2**23, description="width of one expert; 0 means ffn_hidden_size")
-    num_shared_experts: int = Field(
-        0, ge=0, le=2**10, description="width, in experts, of one more MLP that every token passes through; 0: none"
-    )
+    num_shared_experts: int = Field(0, ge=0, le=2**10, description="number of shared experts (fused into one MLP)")
     num_dense_layers: int = Field(0, ge=0, description="first layers with a dense MLP of ffn_hidden_size")
     head_size: int = Field(0, ge=0, description="width of an attention head; 0 means hidden_size / num_attention_heads")
     qk_norm: Literal["none", "head", "all"] = Field(
         "none", description="RMSNorm of queries and keys: of each head (Qwen3) or of all heads together (OLMoE)"
     )
     router_score: Literal["softmax", "sigmoid"] = Field(
-        "softmax", description="how the router's logits become scores: over all experts, or for each by itself"
+        "softmax", description="router scores: softmax over all experts, or the sigmoid of each logit"
     )
-    renormalize: bool = Field(
-        True, description="the weights of a token's experts sum to 1; with softmax, as one over their logits alone"
-    )
-    routed_scaling: float = Field(1.0, gt=0, le=1e6, description="factor of the experts' weights, after renormalize")
+    renormalize: bool = Field(True, description="normalise the weights of a token's experts to sum to 1")
+    routed_scaling: float = Field(1.0, gt=0, le=1e6, description="factor on the experts' weights, after renormalize")
     balance: Literal["none", "auxiliary", "bias"] = Field(
-        "auxiliary", description="what keeps the experts' loads equal: a loss, a bias in the choice of experts, nothing"
+        "auxiliary", description="load balancing: an auxiliary loss, a bias on the scores for the choice alone, or none"
     )
-    balance_coefficient: float = Field(0.01, ge=0, le=1e6, description="factor of the auxiliary loss")
-    bias_update_rate: float = Field(0.001, ge=0, le=1e6, description="what a step adds to or takes from each bias")
-    z_loss_coefficient: float = Field(0.0, ge=0, le=1e6, description="factor of the loss of the router's large logits")
+    balance_coefficient: float = Field(0.01, ge=0, le=1e6, description="auxiliary loss coefficient")
+    bias_update_rate: float = Field(
+        0.001, ge=0, le=1e6, description="step by which the biases change after each update"
+    )
+    z_loss_coefficient: float = Field(0.0, ge=0, le=1e6, description="router z-loss coefficient")
 
     @model_validator(mode="before")
     @classmethod

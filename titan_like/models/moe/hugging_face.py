@@ -12,7 +12,6 @@ from titan_like.models.config import TransformerConfig
 from titan_like.models.hugging_face import (
     Fields,
     RefusedError,
-    Rows,
     Stored,
     fused,
     read_fields,
@@ -106,7 +105,8 @@ def stored_parameters(config: MoEConfig) -> Iterator[Stored]:
             ffn = config.expert_ffn_hidden_size
             shape = (hidden, ffn) if name == "down" else (ffn, hidden)
             sources = [f"{block}.experts.{expert}.{matrix}.weight" for expert in range(experts)]
-            yield _stacked(f"{ours}.mlp.experts.{name}.weight", sources, shape)
+            stacked = (experts * shape[0], shape[1])
+            yield Stored(f"{ours}.mlp.experts.{name}.weight", stacked, dict.fromkeys(sources, shape))
         if config.num_shared_experts:
             yield from _mlp(f"{ours}.mlp.shared", f"{theirs}.mlp.shared_experts", hidden, _shared_width(config))
     yield whole("norm.weight", "model.norm.weight", (hidden,))
@@ -121,13 +121,6 @@ def _mlp(ours: str, theirs: str, hidden: int, ffn: int) -> Iterator[Stored]:
 
 def _shared_width(config: MoEConfig) -> int:
     return config.num_shared_experts * config.expert_ffn_hidden_size
-
-
-def _stacked(name: str, sources: list[str], shape: tuple[int, int]) -> Stored:
-    """Matrices of one shape, one below the other."""
-    rows, columns = shape
-    pieces = [Rows(number * rows, (number + 1) * rows, source, 0) for number, source in enumerate(sources)]
-    return Stored(name, (len(sources) * rows, columns), dict.fromkeys(sources, shape), lambda: pieces)
 
 
 def to_fields(config: MoEConfig) -> dict[str, Any]:

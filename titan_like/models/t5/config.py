@@ -24,8 +24,10 @@ class T5Config(TransformerConfig):
     num_decoder_layers: int = Field(0, ge=0, description="layers of the decoder; 0 means half of num_layers")
     head_size: int = Field(0, ge=0, description="width of an attention head; 0 means hidden_size / num_attention_heads")
     mlp: Literal["gated_gelu", "relu"] = Field("gated_gelu", description="gated_gelu (T5 v1.1) or relu (the original)")
-    num_position_buckets: int = Field(32, ge=4, description="ranges of distances that have a bias of their own")
-    max_position_distance: int = Field(128, gt=1, description="distance from which all keys share a bias, tokens")
+    num_position_buckets: int = Field(32, ge=4, description="relative position buckets")
+    max_position_distance: int = Field(
+        128, gt=1, description="distance from which all positions share a bucket, tokens"
+    )
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout of embeddings, attention and residual branches")
     norm_eps: float = Field(1e-6, gt=0, le=1e6, description="epsilon of the norms")
     init_std: float = Field(

@@ -48,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     told = "parameters: the run's flavor scaled to about so many, with the depth of its family"
     parser.add_argument("--params", type=float, metavar="30e9", help=told)
     parser.add_argument("--gpus", type=int, help="GPUs of the job (default: the run's cluster)")
-    parser.add_argument("--top", type=int, default=10, help="combinations of tensor, pipeline and ZeRO to show")
+    parser.add_argument("--top", type=int, default=10, help="combinations of tensor and pipeline degree to show")
     parser.add_argument(
         "--out", type=path_option, metavar="FILE.toml", help="where to write the run in its best layout, to train from"
     )
@@ -94,6 +94,7 @@ def summary(found: Found) -> list[str]:
     """The best layout, its prediction, and how many layouts it is the best of."""
     best, counts = found.best, found.counts
     ahead = forecast(best.work, found.profile)
+    which = "fastest" if best is found.fastest else "the simplest that predictions cannot tell from the fastest"
     tflops = f", {per_gpu(ahead.rates.tflops_per_device)} per GPU"
     return [
         described(best.work),
@@ -101,7 +102,7 @@ def summary(found: Found) -> list[str]:
         f"nine of ten cases){tflops}, {best.memory_bytes / 2**30:.1f} of "
         f"{found.profile.device.memory_bytes / 2**30:.0f} GiB; profile {found.profile.name} on "
         f"{found.profile.device.name}",
-        f"fastest of {counts.valid:,} valid layouts on {gpus(found.space.num_gpus)}; {counts.too_large:,} of them are "
+        f"{which} of {counts.valid:,} valid layouts on {gpus(found.space.num_gpus)}; {counts.too_large:,} of them are "
         f"known not to fit ({100 * MEMORY_MARGIN:.0f} % of the memory is kept free), and bounds show that the others "
         f"are slower{_of_slices(found)}",
     ]

@@ -8,20 +8,19 @@ from pathlib import Path
 
 from titan_like.config import ConfigError
 from titan_like.config.options import path_option
-from titan_like.config.paths import file_problem
-from titan_like.metrics.step_timeline import StepTimeline
+from titan_like.metrics.step_timeline import StepTimeline, chrome_trace, read_trace
 from titan_like.metrics.timeline_plot import check_picture, draw
 from titan_like.metrics.timeline_report import (
     LEGEND,
     PartOfSteps,
-    TimelineFigures,
     differences,
     figures,
+    headline,
     lanes,
+    milliseconds,
     parts_of,
+    sentences,
 )
-from titan_like.metrics.timeline_trace import chrome_trace, read_trace
-from titan_like.parallel.schedules.simulate import bubble_fraction
 from titan_like.planner.commands.outcome import Outcome, add_profile, chosen_profile, does_not_fit, loaded
 from titan_like.planner.predict import predict
 from titan_like.planner.profile import Profile
@@ -121,30 +120,14 @@ def measured_timeline(path: str, predicted: StepTimeline) -> StepTimeline:
     Raises:
         ConfigError: the file has none, or it has another pipeline.
     """
-    unreadable = file_problem(Path(path))
-    if unreadable is not None:
-        raise ConfigError("--measured", path, f"{unreadable}; give a step-N.json that the trainer wrote")
     try:
         step = read_trace(Path(path))
-    except OSError as error:
-        raise ConfigError("--measured", path, f"cannot be read: {error.strerror}") from None
     except ValueError as error:
-        problem = f"give a step-N.json that the trainer wrote; {error}"
-        raise ConfigError("--measured", path, problem) from None
+        raise ConfigError("--measured", path, f"give a step-N.json that the trainer wrote; {error}") from None
     if headline(step).split(";")[0] != headline(predicted).split(";")[0]:
         theirs, ours = (headline(found).split(";")[0] for found in (step, predicted))
         raise ConfigError("--measured", path, f"has {theirs}; the run has {ours}")
     return step
-
-
-def headline(step: StepTimeline) -> str:
-    """A step's pipeline, and how long it takes."""
-    stages, bubble = len(step.ranks) // step.pipeline_degree, bubble_fraction(step.passes, step.pipeline_degree)
-    of_each = f" of {stages} stages each" if stages > 1 else ""
-    ranks = "1 rank" if step.pipeline_degree == 1 else f"{step.pipeline_degree} ranks"
-    microbatches = "1 microbatch" if step.num_microbatches == 1 else f"{step.num_microbatches} microbatches"
-    size = f"{ranks}{of_each}, {microbatches}"
-    return f"{step.schedule}, {size}; {milliseconds(step.seconds)} ms, bubble {bubble:.3f}"
 
 
 def drawn(steps: list[tuple[str, StepTimeline]], width: int) -> list[str]:
@@ -159,18 +142,6 @@ def drawn(steps: list[tuple[str, StepTimeline]], width: int) -> list[str]:
     return [*lines, f"{'':10}0{last:>{width - 1}}"]
 
 
-def sentences(summary: TimelineFigures, parts: dict[str, float]) -> list[str]:
-    """The bubble, and what follows the last pass."""
-    names = list(parts)[list(parts).index("first to last pass") + 1 : -1]
-    after = ", ".join(f"{name} {milliseconds(parts[name])} ms" for name in names)
-    return [
-        f"bubble fraction (idle / compute): {summary.bubble_fraction:.3f}, "
-        f"{summary.bubble_fraction_simulated:.3f} without messages, "
-        f"{summary.bubble_fraction_ideal:.3f} for equal stages",
-        f"after the last pass: {after}; step {milliseconds(parts['step'])} ms",
-    ]
-
-
 def table(found: list[PartOfSteps]) -> list[str]:
     """Predicted next to measured, with the difference in ms and as a share of the measured step."""
     whole = found[-1].measured
@@ -180,8 +151,3 @@ def table(found: list[PartOfSteps]) -> list[str]:
         numbers = "".join(f"{milliseconds(value):>12s}" for value in (predicted, measured, off))
         lines.append(f"{name:24s}{numbers}{off / whole:>+12.1%}")
     return lines
-
-
-def milliseconds(seconds: float) -> str:
-    """Milliseconds with two decimals, never minus zero."""
-    return f"{round(1000 * seconds, 2) + 0.0:,.2f}"
