@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from titan_like.planner.step_memory import largest_bytes, rank_memory, step_memory
 
 from benchmarks.trace_memory import settings_of
 from titan_like.config.load import load_config
