@@ -1,8 +1,8 @@
 """Predict what a run will take before it starts: python scripts/plan.py COMMAND --job.config_file FILE.toml
 
 predict    step time and memory of the configuration on its cluster, with breakdowns and an error band
-search     the fastest of all valid layouts for --gpus, why others are slower, and the best as a TOML to train from
-capacity   the largest GPT-3-style model that trains on one node and on the cluster, the fewest nodes for the model
+search     the fastest of all valid layouts for --gpus, why others are slower, days, and a TOML to train from
+capacity   the largest model that trains on one node and on the cluster, and the fewest nodes for the run's own
 duration   days for --tokens, at the predicted rate or at --tflops per GPU
 simulate   the pipeline of one step, pass by pass, as text and picture, next to a measured step if one is given
 calibrate  fit a profile's constants to measured rows, and report the errors on rows that were left out of the fit
