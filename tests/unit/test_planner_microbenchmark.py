@@ -9,8 +9,13 @@ import torch
 from tests.unit.test_planner_command import plan
 from titan_like.metrics.devices import device_from
 from titan_like.planner.commands import microbenchmark
-from titan_like.planner.commands.microbenchmark import _PRODUCTS_CPU, Links, _start, _with_products
-from titan_like.planner.layer_time import linear_times
+from titan_like.planner.commands.microbenchmark import (
+    _PRODUCTS_CPU,
+    Links,
+    _start,
+    _with_products,
+    linear_time,
+)
 from titan_like.planner.profile import load_profile, profile_to_toml
 
 
@@ -23,7 +28,7 @@ def test_products_give_back_the_constants_that_made_their_times(tmp_path):
     )
     start = load_profile(str(path))
     true = start.changed(gemm_efficiency=0.62, gemm_depth=80.0)
-    times = {shape: sum(linear_times(*shape, "float32", true)) for shape in _PRODUCTS_CPU}
+    times = {shape: linear_time(*shape, "float32", true) for shape in _PRODUCTS_CPU}
     found = _with_products(start, times, "float32")
     # Depths are tried 15 % apart.
     assert found.gemm_depth == pytest.approx(80, rel=0.08)

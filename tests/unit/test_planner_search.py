@@ -3,21 +3,22 @@
 import itertools
 import random
 import re
+from dataclasses import replace
 
 import pytest
 
 from titan_like.config import ConfigError, load_config
-from titan_like.metrics.devices import find_device
+from titan_like.config.schema import Model
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
 from titan_like.planner.auto import differences, why_slower
 from titan_like.planner.memory import largest_memory
-from titan_like.planner.predict import default_profile, for_run, predict, workload_of
+from titan_like.planner.predict import predict, workload_of
 from titan_like.planner.profile import load_profile
-from titan_like.planner.search import MEMORY_MARGIN, BestFirst, least_group_time, pipeline_bounds, search
+from titan_like.planner.search import MEMORY_MARGIN, search
 from titan_like.planner.search_space import SEARCHED, Space, divisors, layout_of
-from titan_like.planner.simulator import simulated_step_time
-from titan_like.planner.step_time import step_time
+from titan_like.planner.shape import shape_of
+from titan_like.planner.step_time import least_step_seconds, step_time
 from titan_like.train.rules import check_rules
 
 NONE_FIT_WHOLE = [
@@ -75,75 +76,62 @@ def test_search_finds_what_trying_everything_finds():
         expected = predict(config, None)
         if expected.memory.largest > (1 - MEMORY_MARGIN) * 32 * 2**30:
             continue
-        kind = expected.work.tensor, expected.work.pipeline, expected.work.zero_stage
+        kind = expected.work.tensor, expected.work.pipeline
         best[kind] = min(best.get(kind, float("inf")), expected.time.total)
     assert found.counts.valid == valid > 1000
-    assert 0 < len(best) < 24, "memory must decide in some of the kinds"
-    ranked = {(one.work.tensor, one.work.pipeline, one.work.zero_stage): one.time.total for one in found.ranked}
+    assert len(best) > 3
+    ranked = {(one.work.tensor, one.work.pipeline): one.time.total for one in found.ranked}
     assert ranked == pytest.approx(best, rel=1e-12)
     assert list(ranked.values()) == sorted(ranked.values())
     for one in found.too_large:
         assert one.memory_bytes > found.usable_bytes
-        assert one.time.total < found.best.time.total
+        assert one.time.total < found.fastest.time.total
 
 
-SLOW_LINKS = {
-    "gpt": ["--model.flavor=gpt2_124m", "--model.overrides.num_layers=6", "--cluster.gpu=H100",
-            "--training.global_batch_size=8", "--cluster.gpus_per_node=4", "--cluster.node_bandwidth=1"],
-    "llama": ["--model.family=llama", "--model.flavor=llama3.1_8b", "--model.overrides.num_layers=24",
-              "--training.seq_len=512", "--cluster.gpu=H200", "--training.global_batch_size=16",
-              "--cluster.gpus_per_node=2"],
-}  # fmt: skip
+SLOW_LINKS = ["--model.flavor=gpt2_124m", "--model.overrides.num_layers=6", "--cluster.gpu=H100",
+              "--training.global_batch_size=8", "--cluster.gpus_per_node=4", "--cluster.node_bandwidth=1",
+              "--training.micro_batch_size=1", "--activation_checkpoint.mode=none"]  # fmt: skip
+PLAIN = frozenset({"training.micro_batch_size", "activation_checkpoint.mode"})  # fewer layouts
 
 
-@pytest.mark.parametrize(("family", "gpus"), [("gpt", 6), ("llama", 12)])
-def test_slow_links_do_not_hide_the_best_layout(family, gpus):
-    """Where closed forms are furthest from what the passes take."""
-    config = run(*SLOW_LINKS[family], "--training.dtype=float32")
-    found = search(config, gpus, kinds=3)
+def test_slow_links_do_not_hide_the_best_layout():
+    """Where bounds are furthest from what the passes take."""
+    found = search(run(*SLOW_LINKS, "--training.dtype=float32"), 6, fixed=PLAIN, kinds=3)
     space, profile, best = found.space, found.profile, float("inf")
     for group in space.groups():
-        for (schedule, virtual), split in itertools.product(space.pipelines(group), space.splits(group)):
-            work = space.member(group, schedule, virtual, *split)
-            if step_time(work, profile).total < 1.3 * found.best.time.total and fits(work, profile):
-                best = min(best, simulated_step_time(work, profile).total)
-    assert found.best.time.total == pytest.approx(best, rel=1e-3)
+        for choice, split in itertools.product(space.pipelines(group), space.splits(group)):
+            work = space.member(group, *choice, *split)
+            if least_step_seconds(work, profile) <= found.fastest.time.total and fits(work, profile):
+                best = min(best, step_time(work, profile).total)
+    assert found.fastest.time.total == pytest.approx(best, rel=1e-9)
     assert all(fits(one.work, profile) for one in found.ranked)
 
 
 CASES = [
-    ("gpt", "7.5b", 48, 96, "A100", []),
-    ("gpt", "gpt3_175b", 768, 1536, "A100", ["--model.overrides.dropout=0.1", "--compile.enable=true"]),
-    ("llama", "llama3.1_8b", 64, 256, "H100", ["--training.batch_size_rampup=[64,64,6400]"]),
-    ("llama", "llama3.1_70b", 120, 480, "H100", []),
-    ("llama", "llama3.1_8b", 64, 16, "H100", ["--training.seq_len=65536"]),  # which processes may share
+    ("gpt", "gpt3_175b", 768, 1536, ["--model.overrides.dropout=0.1", "--compile.enable=true"]),
+    ("llama", "llama3.1_8b", 64, 256, ["--training.batch_size_rampup=[64,64,6400]"]),
+    ("llama", "llama3.1_8b", 64, 16, ["--training.seq_len=65536"]),  # which processes may share
 ]
 
 
-@pytest.mark.parametrize(("family", "flavor", "gpus", "batch", "gpu", "more"), CASES)
-def test_layouts_are_valid_and_no_bound_is_above_what_it_bounds(family, flavor, gpus, batch, gpu, more):
+@pytest.mark.parametrize(("family", "flavor", "gpus", "batch", "more"), CASES)
+def test_every_layout_is_valid(family, flavor, gpus, batch, more):
     settings = [f"--model.family={family}", f"--model.flavor={flavor}", f"--training.global_batch_size={batch}"]
-    config = run(*settings, "--training.seq_len=2048", "--training.dtype=bfloat16", f"--cluster.gpu={gpu}", *more)
+    config = run(*settings, "--training.seq_len=2048", "--training.dtype=bfloat16", "--cluster.gpu=H100", *more)
     model, generator = model_config(config.model), random.Random(7)
-    space, device = Space(config, model, gpus), find_device(gpu)
-    profile = for_run(default_profile(device), config, device)
-    at_work = BestFirst(space, profile, 1, lambda _: None)
+    space = Space(config, model, gpus)
     groups = list(space.groups())
     assert len(groups) > 100
     for group in generator.sample(groups, 25):
         schedule, virtual = generator.choice(space.pipelines(group))
-        least = dict(pipeline_bounds(space, group, profile))[schedule, virtual]
-        assert least_group_time(group, profile) <= least * (1 + 1e-9)
-        for zero, replicas, shards in space.splits(group):
-            work = space.member(group, schedule, virtual, zero, replicas, shards)
+        for split in space.splits(group):
+            work = space.member(group, schedule, virtual, *split)
             layout = space.configured(work)
             check_rules(layout, model, resolve_layout(layout.parallelism, gpus))
             assert resolve_layout(layout.parallelism, gpus) == layout_of(work)
             # What `predict` makes of the settings; of two ways to say the same either will do.
             again = workload_of(layout, model, layout_of(work))
             assert again._replace(virtual_stages=virtual, recompute_every=work.recompute_every) == work
-            assert least <= step_time(work, profile).total * (1 + 1e-9)
-            assert at_work.least_memory(group) <= largest_memory(work, profile, exact=False)
 
 
 def test_fixed_settings_stay():
@@ -203,34 +191,43 @@ def test_fixed_settings_that_leave_no_layout_are_named(fixed, problem):
 
 
 def test_adding_up_whole_gradients_is_named_where_it_is_what_costs():
-    config = run("--model.flavor=1.7b", "--cluster.gpu=A100", "--training.global_batch_size=256",
-                 "--training.dtype=bfloat16", "--activation_checkpoint.mode=full",
-                 "--training.micro_batch_size=8", "--parallelism.tensor_parallel_degree=1",
-                 "--parallelism.pipeline_parallel_degree=1")  # fmt: skip
-    fixed = {"activation_checkpoint.mode", "training.micro_batch_size", "parallelism.tensor_parallel_degree",
-             "parallelism.pipeline_parallel_degree"}  # fmt: skip
-    found = search(config, 8, load_profile("selene_2021").changed(fused_accumulation=False), frozenset(fixed))
-    stages = {one.work.zero_stage: one for one in found.ranked}
-    assert differences(stages[2], stages[1])["compute"] > 0
-    assert "ZeRO 1 accumulates whole gradients of 4 microbatches" in why_slower(stages[2], stages[1], found.profile)
+    keys = {"activation_checkpoint.mode": "full", "training.micro_batch_size": 8, "parallelism.zero_stage": 1,
+            "parallelism.tensor_parallel_degree": 1, "parallelism.pipeline_parallel_degree": 1}  # fmt: skip
+    profile, fastest = load_profile("selene_2021").changed(accumulation_bytes=10.0), {}
+    for stage in (1, 2):
+        settings = [f"--{key}={value}" for key, value in (keys | {"parallelism.zero_stage": stage}).items()]
+        config = run(*settings, "--model.flavor=1.7b", "--cluster.gpu=A100", "--training.global_batch_size=256",
+                     "--training.dtype=bfloat16")  # fmt: skip
+        found = search(config, 8, profile, frozenset(keys))
+        fastest[stage] = found.fastest
+    assert differences(fastest[2], fastest[1])["compute"] > 0
+    why = why_slower(fastest[2], fastest[1], found.profile)
+    assert "ZeRO 1 accumulates whole gradients of 4 microbatches" in why
+
+
+def test_of_layouts_that_predictions_cannot_tell_apart_the_simplest_is_best():
+    found = search(run(*SLOW_LINKS, "--training.dtype=float32"), 6, fixed=PLAIN, kinds=20)
+    sure = replace(found, profile=found.profile.changed(error_median=0.0))
+    assert sure.best is sure.fastest is found.ranked[0]
+    unsure = replace(found, profile=found.profile.changed(error_median=1e9))
+    assert (unsure.best.work.tensor, unsure.best.work.pipeline) == (1, 1)
 
 
 # The configurations of arXiv 2104.04473's Table 1 hold the paper's own layouts.
-@pytest.mark.parametrize(("name", "gpus"), [("1.7b", 32), ("7.5b", 128), ("18b", 256), ("39b", 512)])
+@pytest.mark.parametrize(("name", "gpus"), [("1.7b", 32), ("7.5b", 128)])
 def test_best_layout_is_no_slower_than_the_paper_s(name, gpus):
     config = load_config(["--job.config_file", f"train_configs/gpt_{name}.toml", "--cluster.gpu=A100",
                           "--cluster.gpus_per_node=8", f"--cluster.nodes={gpus // 8}"])  # fmt: skip
     profile = load_profile("selene_2021")
     papers = predict(config, profile)
     found = search(config, profile=profile, kinds=1)
-    assert found.best.time.total <= papers.time.total
+    assert found.fastest.time.total <= papers.time.total
     assert found.best.memory_bytes <= (1 - MEMORY_MARGIN) * 80 * 2**30
     again = predict(found.config, profile)
     assert (again.time, again.memory.largest) == (found.best.time, found.best.memory_bytes)
 
 
-@pytest.mark.parametrize("batch", [32, 128])
-def test_tensor_parallelism_over_a_node_is_best_as_in_figure_13(batch):
+def test_tensor_parallelism_over_a_node_is_best_as_in_figure_13():
     """162.2B parameters on 64 GPUs, tensor × pipeline = 64 (arXiv 2104.04473, section 5.4.1)."""
     shape = {"num_layers": 32, "hidden_size": 20480, "num_attention_heads": 128}
     fixed = {
@@ -239,16 +236,48 @@ def test_tensor_parallelism_over_a_node_is_best_as_in_figure_13(batch):
         "training.micro_batch_size": 1, "activation_checkpoint.mode": "full", "activation_checkpoint.every_n_layers": 1,
     }  # fmt: skip
     config = run("--model.flavor=145b", *(f"--model.overrides.{key}={value}" for key, value in shape.items()),
-                 *(f"--{key}={value}" for key, value in fixed.items()), f"--training.global_batch_size={batch}",
+                 *(f"--{key}={value}" for key, value in fixed.items()), "--training.global_batch_size=128",
                  "--training.seq_len=2048", "--training.dtype=bfloat16", "--cluster.gpu=A100")  # fmt: skip
     found = search(config, 64, load_profile("selene_2021"), frozenset(fixed))
     times = {(one.work.tensor, one.work.pipeline): one.time.total for one in found.ranked}
     assert next(iter(times)) == (8, 8)
     assert set(times) == {(2, 32), (4, 16), (8, 8), (16, 4), (32, 2), (64, 1)}
     across = next(one for one in found.ranked if one.work.tensor == 16)
-    assert "traffic within layers" in why_slower(found.best, across, found.profile)
-    assert "over 2 nodes" in why_slower(found.best, across, found.profile)
+    assert "traffic within layers" in why_slower(found.fastest, across, found.profile)
+    assert "over 2 nodes" in why_slower(found.fastest, across, found.profile)
     deep = next(one for one in found.ranked if one.work.pipeline == 32)
-    assert "bubble" in why_slower(found.best, deep, found.profile)
-    gap = differences(found.best, deep)
-    assert sum(gap.values()) == pytest.approx(deep.time.total - found.best.time.total)
+    assert "bubble" in why_slower(found.fastest, deep, found.profile)
+    gap = differences(found.fastest, deep)
+    assert sum(gap.values()) == pytest.approx(deep.time.total - found.fastest.time.total)
+
+
+@pytest.mark.parametrize(
+    ("family", "flavor"), [("gpt", "gpt3_175b"), ("gpt", "debug"), ("llama", "llama3.1_8b"), ("moe", "mixtral_8x7b"),
+                           ("moe", "deepseek_moe_16b"), ("t5", "debug"), ("bert", "debug")],
+)  # fmt: skip
+def test_a_shape_has_the_parameters_asked_for_and_its_flavor_s_proportions(family, flavor):
+    style = model_config(Model(family=family, flavor=flavor))
+    for parameters in (2e9, 3e10, 1e12):
+        model = model_config(shape_of(Model(family=family, flavor=flavor), parameters, 2048))
+        assert model.num_parameters() == pytest.approx(parameters, rel=0.03)
+        assert model.head_dim in (64, 128) and model.num_attention_heads % 8 == 0 and model.max_seq_len >= 2048
+        ratio = style.ffn_hidden_size / style.hidden_size
+        assert model.ffn_hidden_size / model.hidden_size == pytest.approx(ratio, rel=0.05)
+        assert (model.vocab_size, type(model)) == (style.vocab_size, type(style))
+        grouped = [one.num_kv_heads < one.num_attention_heads for one in (model, style)]
+        assert grouped[0] == grouped[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "parameters", "width", "layers"),  # GPT-3 6.7B (arXiv 2005.14165), 1T (2104.04473); 2407.21783
+    [("gpt", 6.7e9, 4096, 32), ("gpt", 1.008e12, 25600, 128), ("llama", 70.6e9, 8192, 80)],
+)
+def test_shapes_are_near_those_of_the_papers(family, parameters, width, layers):
+    flavor = {"gpt": "gpt3_175b", "llama": "llama3.1_8b"}[family]
+    model = model_config(shape_of(Model(family=family, flavor=flavor), parameters, 2048))
+    assert model.hidden_size == pytest.approx(width, rel=0.13) and model.num_layers == pytest.approx(layers, rel=0.2)
+
+
+def test_a_family_without_so_small_a_model_says_which_it_has():
+    with pytest.raises(ConfigError, match=r"--params = .*the nearest llama model has [0-9,]+ parameters"):
+        shape_of(Model(family="llama", flavor="llama3.1_8b"), 1e8, 2048)

@@ -1,17 +1,13 @@
 import json
-import math
+import re
 
 import pytest
 
-from tests.unit.planner_cases import random_workloads
 from tests.unit.test_planner_command import plan
 from titan_like.metrics.step_timeline import Phase, chrome_trace, read_trace, simulated
 from titan_like.metrics.timeline_report import differences, lanes, parts_of
 from titan_like.parallel.schedules.simulate import unit_time
 from titan_like.parallel.schedules.tables import SCHEDULES, stages_per_rank
-from titan_like.planner.profile import builtin_profiles
-from titan_like.planner.simulator import simulated_step_time, timeline
-from titan_like.planner.step_time import step_time
 
 RUN = ("--job.config_file", "train_configs/gpt_76b.toml", "--training.global_batch_size", "256")
 
@@ -66,19 +62,22 @@ def test_parts_of_a_step_sum_up_and_differ_where_the_step_does():
     assert found["step"] == pytest.approx(slow.seconds + 3 - step.seconds)
 
 
-def test_the_timeline_ends_where_the_step_does():
-    """Whole step: passes, then what `step_time` has after the last one."""
-    profile = builtin_profiles()["fsdp_a100"]
-    compared = 0
-    for work in random_workloads(60, seed=11):
-        whole = parts_of(timeline(work, profile))["step"]
-        assert math.isfinite(whole)
-        if work.pipeline > 1:
-            assert simulated_step_time(work, profile).total == pytest.approx(whole, rel=0.01)
-        elif work.zero_stage != 3 and work.recompute_every == 1:
-            compared += 1
-            assert whole == pytest.approx(step_time(work, profile).total)
-    assert compared >= 10
+def test_of_many_microbatches_the_first_and_the_last_round_are_drawn(tmp_path):
+    many, target = [*RUN[:2], "--training.global_batch_size", "2048"], tmp_path / "plan.json"
+    done = plan("simulate", *many, "--width", "200", "--json", target)
+    assert done.returncode == 0, done.stderr
+    step = json.loads(target.read_text())["simulate"]["seconds"]
+    (told,) = [line for line in done.stdout.splitlines() if line.startswith("left out: ")]
+    left, each = re.fullmatch(
+        r"left out: (\d+) rounds of 4 after microbatch 3, which take ([0-9.,]+) ms each", told
+    ).groups()
+    (axis,) = [line for line in done.stdout.splitlines() if line.startswith(" " * 10 + "0")]
+    drawn = float(axis.split()[-2].replace(",", ""))
+    assert drawn + int(left) * float(each.replace(",", "")) == pytest.approx(1000 * step, rel=1e-4)
+    first = next(line for line in done.stdout.splitlines() if line.startswith("rank   0"))
+    assert f"B{4 * int(left) + 7}" in first and "B0" in first
+    whole = plan("simulate", *many, "--whole").stdout
+    assert "left out" not in whole
 
 
 def test_simulate_draws_writes_and_compares(tmp_path):

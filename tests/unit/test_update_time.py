@@ -13,11 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.unit.planner_cases import flavor
 from titan_like.config.schema import Optimizer
 from titan_like.optim.optimizer import build_optimizer
-from titan_like.optim.state_size import newton_schulz_products, update_work
-from titan_like.planner.layer_time import gemm_time
+from titan_like.optim.state_size import UpdateWork, update_work
+from titan_like.planner.cost import gemm_time
 from titan_like.planner.profile import builtin_profiles
-from titan_like.planner.shapes import description
-from titan_like.planner.step_time import Weights, step_time, update_time
+from titan_like.planner.step_time import step_time
+from titan_like.planner.trace import trace
+from titan_like.planner.trace.key import TraceKey
+from titan_like.planner.update_time import update_time
 from titan_like.planner.workload import Workload
 
 SELENE = builtin_profiles()["selene_2021"]
@@ -84,15 +86,15 @@ def test_bytes_that_an_update_reads_and_writes(settings: dict[str, Any]) -> None
 def test_flops_of_muon(rows: int, columns: int) -> None:
     counter = FlopCounterMode(display=False)
     take_step(Optimizer(name="muon"), rows, columns, counter)
-    expected = 5 * sum(2 * m * n * k for m, n, k in newton_schulz_products(rows, columns))
+    expected = 5 * sum(2 * m * n * k for m, n, k in UpdateWork.products(rows, columns))
     assert counter.get_total_flops() == expected
 
 
 def test_an_update_takes_the_time_of_what_it_does() -> None:
     model = flavor("gpt", "18b")
     work = Workload(model, 2048, 1, 64, tensor=8, shard=4, zero_stage=3, dtype="bfloat16")
-    (kind,) = description(model).kinds
-    layer = [parameter.shape for parameter in kind.parameters if len(parameter.shape) == 2]
+    whole = trace(TraceKey.of(work._replace(tensor=1))).layers[0]
+    layer = [parameter.shape for parameter in whole.parameters if len(parameter.shape) == 2]
     elements = model.num_layers * sum(rows * columns for rows, columns in layer) / 32  # on each of the processes
     times = {name: work._replace(update=update_work(Optimizer(name=name))) for name in ("adamw", "adafactor", "muon")}
     found = {name: step_time(of, SELENE).optimizer for name, of in times.items()}
@@ -100,24 +102,23 @@ def test_an_update_takes_the_time_of_what_it_does() -> None:
     assert found["adamw"] == pytest.approx(parameters * SELENE.optimizer_traffic / SELENE.memory_rate, rel=1e-2)
     more = (96 - 28) / SELENE.optimizer_traffic
     assert found["adafactor"] == pytest.approx(found["adamw"] * (1 + more), rel=1e-12)
-    products = [sizes for shape in layer for sizes in newton_schulz_products(*shape)]
+    products = [sizes for shape in layer for sizes in UpdateWork.products(*shape)]
     computes = 5 * model.num_layers / 32 * sum(gemm_time(*sizes, 1, "bfloat16", SELENE) for sizes in products)
     sends = 2 * SELENE.links.all_gather(2 * elements, 32, 1)
     expected = found["adamw"] + 52 * elements / SELENE.memory_rate + computes + sends
     assert found["muon"] == pytest.approx(expected, rel=1e-12)
     # With more processes than matrices, one of them still works on a whole matrix. Processes with equal copies share
     # nothing.
-    most = max(5 * sum(gemm_time(*s, 1, "bfloat16", SELENE) for s in newton_schulz_products(*shape)) for shape in layer)
-    assert update_time(times["muon"]._replace(shard=4096), SELENE, Weights(0, 0), model.num_layers) > most
+    most = max(5 * sum(gemm_time(*s, 1, "bfloat16", SELENE) for s in UpdateWork.products(*shape)) for shape in layer)
+    assert update_time(times["muon"]._replace(shard=4096), SELENE, {}) > most
     copies = times["muon"]._replace(zero_stage=0, tensor=1)
-    assert update_time(copies, SELENE, Weights(0, 0), model.num_layers) > 32 * computes
+    assert update_time(copies, SELENE, {}) > 32 * computes
 
 
 def test_muon_is_priced_on_a_device_without_bfloat16() -> None:
     profile = builtin_profiles()["dgx2_v100"]
     work = Workload(flavor("gpt", "1.7b"), 2048, 1, 64, shard=8, zero_stage=1, dtype="float16")
     sections = [Optimizer(name="muon", newton_schulz_dtype=dtype) for dtype in (None, "float32")]
-    times = [
-        update_time(work._replace(update=update_work(section)), profile, Weights(1e9, 0), 24) for section in sections
-    ]
+    elements = {"dp_shard": 10**9}
+    times = [update_time(work._replace(update=update_work(section)), profile, elements) for section in sections]
     assert times[0] == times[1] > 0

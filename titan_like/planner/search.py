@@ -164,6 +164,8 @@ class BestFirst:
     def _add_group(self, group: Workload) -> None:
         """Put a group into the heap, unless none of its layouts can fit."""
         layouts = len(self.space.pipelines(group)) * len(self.space.splits(group))
+        if not layouts:
+            return
         self.counts.valid += layouts
         seconds, kept = self._least_of(group)
         # Master weights and their gradients, shared by all, and what a rank of any schedule keeps of its microbatches.
@@ -175,11 +177,11 @@ class BestFirst:
         self._push(group.microbatches / group.pipeline * seconds, 0, (group,))
 
     def _least_of(self, group: Workload) -> tuple[float, float]:
-        """Lower bounds of the seconds and kept bytes of a microbatch in the whole model, from one of a single sample."""
+        """Lower bounds of the seconds and kept bytes of a microbatch in the whole model, from that of one sample."""
         one = group._replace(micro_batch_size=1, shard=1, schedule="1f1b", virtual_stages=1, stage_layers=None)
         one = one._replace(global_batch_size=2, pipeline=min(2, group.pipeline))
         if one not in self._least:
-            seconds, kept, kernels = 0.0, 0, Kernels.of(one)
+            seconds, kept, kernels = 0.0, 0.0, Kernels.of(one)
             for stage in stages_of(one, estimate):
                 kept += sum(segment.kept for segment in stage.layers)
                 for segment, is_layer, count in stage.counts:
@@ -193,17 +195,19 @@ class BestFirst:
 
         Those that do not split backward passes come with the shortest way through their pipelines.
         """
-        if _cell(group) in self.cells or self._is_too_large(
-            self.space.member(group, "1f1b", 1, *self.space.splits(group)[0])
+        pipelines, plain = self.space.pipelines(group), ("1f1b", 1)
+        is_plain = plain in pipelines  # unless the schedule or the stages are fixed
+        if _cell(group) in self.cells or (
+            is_plain and self._is_too_large(self.space.member(group, *plain, *self.space.splits(group)[0]))
         ):
             return
         zero = 2 if group.data_parallel * group.context > 1 else 0  # with which microbatches are fastest
         split = (zero, 1, group.shard)
         mean = 0.0
-        for choice in self.space.pipelines(group):
+        for choice in pipelines:
             self.counts.computed += 1
             if choice[0] in SPLIT_BACKWARD:
-                mean = mean or self._mean_work(self.space.member(group, "1f1b", 1, *split))
+                mean = mean or self._mean_work(self.space.member(group, *(plain if is_plain else choice), *split))
                 self._push(mean, 1, (group, choice))
             else:
                 # Sums of gradients, which differ between the ways of splitting, are left out.

@@ -7,32 +7,31 @@ from dataclasses import asdict, dataclass
 
 from titan_like.config import ConfigError
 from titan_like.config.schema import ActivationCheckpoint
-from titan_like.data.batch_size import total_samples
 from titan_like.data.lengths import sample_length
 from titan_like.metrics.flops import hardware_flops_per_token
 from titan_like.models.config import TransformerConfig
 from titan_like.planner.commands.outcome import (
+    SECONDS_PER_DAY,
     Outcome,
-    above_zero,
+    add_price,
     add_profile,
     chosen_profile,
     does_not_fit,
     gpus,
     loaded,
     per_gpu,
+    tokens_of,
 )
 from titan_like.planner.predict import predict
 
-SECONDS_PER_DAY = 86400
 _SLOWEST = 1e-6  # TFLOP/s of a GPU; a day's work would take longer than the universe is old
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that are not settings of the run."""
     add_profile(parser)
-    parser.add_argument("--tokens", type=float, help="tokens to train on (default: the run's)")
+    add_price(parser)
     parser.add_argument("--tflops", type=float, help="TFLOP/s per GPU, instead of the predicted rate")
-    parser.add_argument("--price", type=float, help="price of one GPU for one hour")
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
@@ -41,24 +40,18 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     Raises:
         ConfigError: neither the command nor the run says how many tokens, or an option is out of range.
     """
-    above_zero(options, "tokens")
     if options.tflops is not None and not options.tflops >= _SLOWEST:
         raise ConfigError("--tflops", options.tflops, f"must be at least {_SLOWEST:.0e}")
-    if options.price is not None and not 0 <= options.price <= 1e9:
-        raise ConfigError("--price", options.price, "must be at least 0 and at most 1e9")
-    profile = chosen_profile(options)
-    config = loaded(settings)
+    profile, config = chosen_profile(options), loaded(settings)
+    tokens = tokens_of(options, config)
+    if tokens is None:
+        raise ConfigError("--tokens", None, "say how many tokens to train on")
     forecast = predict(config, profile)
     device, dtype = forecast.profile.device, forecast.work.dtype
     if options.tflops is not None and options.tflops * 1e12 > device.peak_flops(dtype):
         peak = f"the peak of {device.name} in {dtype} is {device.peak_flops(dtype) / 1e12:g}"
         raise ConfigError("--tflops", options.tflops, f"{peak}; give the rate that a GPU achieves")
-    training, recompute, model = config.training, forecast.work.activation_checkpoint, forecast.work.model
-    tokens = options.tokens
-    if tokens is None:
-        if training.steps is training.samples is training.tokens is None:
-            raise ConfigError("--tokens", None, "say how many tokens to train on")
-        tokens = total_samples(training) * training.seq_len
+    recompute, model = forecast.work.activation_checkpoint, forecast.work.model
     encoder, decoder = sample_length(config, model)[1:]
     per_token = hardware_flops_per_token(model, encoder, recompute, decoder)
     rate = options.tflops or forecast.rates.tokens_per_second * per_token / forecast.work.num_gpus / 1e12

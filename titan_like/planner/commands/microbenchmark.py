@@ -1,11 +1,10 @@
 """Measure this machine and write a profile of it. Start it with torchrun to measure the links between processes.
 
-Each constant is measured with what the planner uses it for. Linear layers, forward and backward, give matrix products;
-an attention core gives attention; a tiny layer gives the host's launch time; single norms, activations and sums give
-the memory's efficiency; collectives give links. The shortest of many runs counts, because other load on the machine
-only ever adds time. Several processes (torchrun) all measure at once, as in training, and their mean counts. On a CPU
-they share cores and memory; if there are more of them than cores, the median run counts, because the shortest ones had
-a core for themselves.
+Each constant is measured with what the planner uses it for: linear layers give GEMMs; an attention core gives
+attention; a tiny layer gives the host's launch time; norms, activations and sums give the memory's efficiency, with
+launches and bytes counted as in a trace; collectives give links. The shortest of many runs counts, because other load
+on the machine only ever adds time. Several processes (torchrun) all measure at once, as in training, and their mean
+counts. If a CPU has fewer cores than processes, the median run counts, because the shortest had a core for themselves.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 
-from titan_like.config import ConfigError
+from titan_like.config import ConfigError, JobConfig
 from titan_like.config.options import as_installed, path_option
 from titan_like.metrics.devices import Device, known_device
 from titan_like.metrics.hardware import peak_memory_bytes
-from titan_like.models.gpt.config import GPTConfig
-from titan_like.models.gpt.model import GPTLayer
+from titan_like.models.registry import build_model, model_config
 from titan_like.planner.commands.outcome import Outcome, check_toml
+from titan_like.planner.cost import gemm_time
 from titan_like.planner.links import network
 from titan_like.planner.predict import default_profile
 from titan_like.planner.profile import Profile, profile_to_toml
-from titan_like.planner.workload import Workload
+from titan_like.planner.trace.program import Pass, Segment
+from titan_like.planner.trace.recorder import Recorder
 from titan_like.train.environment import environment_number
 from titan_like.train.host_memory import keep_freed_memory
 from titan_like.train.job import process_group
@@ -47,19 +46,15 @@ _SECONDS = 1.0  # per figure, with at least three runs
 _DEPTHS = [10 * 1.15**i for i in range(32)]  # candidates for gemm_depth: 10 to 760
 
 # Linear layers: tokens, inputs, outputs. Models on a CPU are smaller.
-_PRODUCTS_CPU = (
-    (512, 128, 384),
-    (512, 128, 512),
-    (512, 512, 128),
-    (256, 512, 1536),
-    (512, 512, 512),
-    (256, 1024, 1024),
+_PRODUCTS_CPU: tuple[tuple[int, int, int], ...] = (
+    *((512, 128, 384), (512, 128, 512), (512, 512, 128)),
+    *((256, 512, 1536), (512, 512, 512), (256, 1024, 1024)),
 )
 _PRODUCTS_GPU = ((4096, 1024, 3072), (4096, 2048, 8192), (8192, 4096, 4096), (8192, 4096, 16384), (8192, 8192, 8192))
 # Transformer layers: samples, tokens of each, hidden size, heads.
-_LAYERS_CPU = ((4, 256, 128, 4), (2, 256, 256, 4), (1, 256, 512, 8))
+_LAYERS_CPU: tuple[tuple[int, int, int, int], ...] = ((4, 256, 128, 4), (2, 256, 256, 4), (1, 256, 512, 8))
 _LAYERS_GPU = ((4, 2048, 2048, 16), (2, 2048, 4096, 32))
-_TINY = (1, 8, 16, 2)
+_TINY = {"hidden_size": 16, "num_attention_heads": 2}
 
 _ALTERNATIONS = 10  # rounds of a product and a collective
 _SMALLEST = 1 << 12  # bytes of a collective whose time is latency; larger ones tell the bandwidth
@@ -73,9 +68,8 @@ _FIRST_STEPS, _FRAGMENTATION = 53e6, 0.6
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options. It takes no settings of a run."""
-    parser.add_argument(
-        "--out", type=path_option, required=True, metavar="FILE.toml", help="where to write the profile"
-    )
+    told = "where to write the profile"
+    parser.add_argument("--out", type=path_option, required=True, metavar="FILE.toml", help=told)
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
@@ -83,20 +77,13 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     if settings:
         raise ConfigError("command line", settings[0], "microbenchmark takes no settings of a run")
     check_toml(options.out)
-    began = time.perf_counter()
-    is_first = environment_number("RANK", 0) == 0
-
-    def show(what: str) -> None:
-        if is_first:
-            print(f"{time.perf_counter() - began:5.1f} s  {what}", file=sys.stderr, flush=True)
-
     device = select_device("float32")
     if device.type == "cpu":
         keep_freed_memory()  # as training does
     with process_group(device):
-        profile, lines = measure(device, Path(options.out).stem, show)
+        profile, lines = measure(device, Path(options.out).stem)
         dist.barrier()
-    if not is_first:
+    if environment_number("RANK", 0):
         return Outcome("", {})
     toml = f"# Written by {as_installed('scripts/plan.py')} microbenchmark.\n{profile_to_toml(profile)}"
     text = "\n".join([*lines, f"wrote {options.out}"])
@@ -115,27 +102,38 @@ class Links(NamedTuple):
 class Machine:
     """One process's device, with timers for operations on it and on all processes."""
 
-    def __init__(self, device: torch.device, show: Callable[[str], None]) -> None:
-        self.device, self.show = device, show
-        self.is_cpu = device.type == "cpu"
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.is_cpu, self.began = device, device.type == "cpu", time.perf_counter()
         self.processes = dist.get_world_size()
         self.here = int(os.environ.get("LOCAL_WORLD_SIZE", self.processes))  # processes on this machine
+        self.products = _PRODUCTS_CPU if self.is_cpu else _PRODUCTS_GPU
+        self.layers = _LAYERS_CPU if self.is_cpu else _LAYERS_GPU
         cores = len(os.sched_getaffinity(0))
         self.shared_cores = cores if self.is_cpu and self.here > cores else 0
         self.typical: Callable[[list[float]], float] = statistics.median if self.shared_cores else min
 
-    def seconds(self, run: Callable[[], object], most: float = _SECONDS) -> float:
-        """Seconds of the run that counts, until the device has finished its work."""
+    def show(self, what: str) -> None:
+        """Print on stderr what is measured next."""
+        if dist.get_rank() == 0:
+            print(f"{time.perf_counter() - self.began:5.1f} s  {what}", file=sys.stderr, flush=True)
+
+    def seconds(self, run: Callable[[], object], times: int = 1, launch_only: bool = False) -> float:
+        """Seconds of the run that counts, from several ``times`` in a row, so that a GPU does not wait for the host.
+
+        ``launch_only``: until the host has launched the operators, on which the device may still work.
+        """
+        found: list[float] = []
         run()
-        self._finish()
-        times: list[float] = []
         began = time.perf_counter()
-        while len(times) < 3 or time.perf_counter() - began < most:
-            start = time.perf_counter()
-            run()
+        while len(found) < 3 or time.perf_counter() - began < _SECONDS:
             self._finish()
-            times.append(time.perf_counter() - start)
-        return self.mean(self.typical(times))
+            start = time.perf_counter()
+            for _ in range(times):
+                run()
+            if not launch_only:
+                self._finish()
+            found.append((time.perf_counter() - start) / times)
+        return self.mean(self.typical(found))
 
     def seconds_between(self, run: Callable[[], object], product: Callable[[], object]) -> float:
         """Seconds that a run adds when it alternates with products on every process.
@@ -158,16 +156,6 @@ class Machine:
         together, alone = (self.typical(list(times)) for times in zip(*rounds, strict=True))
         return self.mean(max(together - alone, 0.0) / _ALTERNATIONS)
 
-    def host_seconds(self, run: Callable[[], object]) -> float:
-        """Seconds of the run that counts until the host has launched its operators; the device may work on."""
-        times = []
-        for _ in range(30):
-            self._finish()
-            start = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - start)
-        return self.mean(self.typical(times))
-
     def mean(self, value: float) -> float:
         """The mean of a value over the processes."""
         total = torch.tensor([value], dtype=torch.float64, device=self.device)
@@ -179,12 +167,9 @@ class Machine:
             torch.cuda.synchronize(self.device)
 
 
-def measure(device: torch.device, name: str, show: Callable[[str], None]) -> tuple[Profile, list[str]]:
-    """A profile of this machine with this name, and its figures in words. Every process of the default group calls it.
-
-    ``show`` is called with lines of progress.
-    """
-    machine = Machine(device, show)
+def measure(device: torch.device, name: str) -> tuple[Profile, list[str]]:
+    """A profile of this machine, and its figures in words. Every process of the default group calls it."""
+    machine = Machine(device)
     more: dict[str, float] = {}
     if machine.is_cpu:  # first, because the largest resident set never shrinks
         resident = machine.mean(peak_memory_bytes(device))
@@ -192,24 +177,26 @@ def measure(device: torch.device, name: str, show: Callable[[str], None]) -> tup
     main = "float32"
     if not machine.is_cpu:
         main = "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
-    show("memory")
+    machine.show("memory")
     bandwidth = _memory_bandwidth(machine)
-    show("matrix products")
-    times = {dtype: _product_times(machine, dtype) for dtype in dict.fromkeys(("float32", main))}
+    machine.show("GEMMs")
+    times = {
+        dtype: {shape: _product_time(machine, dtype, *shape) for shape in machine.products}
+        for dtype in dict.fromkeys(("float32", main))
+    }
     peaks = {dtype: max(6 * math.prod(shape) / t for shape, t in found.items()) for dtype, found in times.items()}
     if "bfloat16" in peaks:
         peaks["float16"] = peaks["bfloat16"]
-    show("links")
+    machine.show("links")
     links = _links(machine) if machine.processes > 1 else None
     own = _device(machine, peaks, bandwidth, links)
-    profile = _start(machine, name, own, links).changed(dtype=main)
-    profile = _with_products(profile, times[main], main)
-    show("attention")
-    profile = profile.changed(attention_efficiency=_attention_efficiency(machine, main, own.peak_flops(main)))
-    show("host")
-    profile = profile.changed(operator_time=_operator_time(machine, main, profile))
-    show("operators between products")
-    profile = profile.changed(memory_efficiency=_memory_efficiency(machine, main, profile))
+    profile = _with_products(_start(machine, name, own, links).changed(dtype=main), times[main], main)
+    machine.show("attention")
+    more["attention_efficiency"] = _attention_efficiency(machine, main, own.peak_flops(main))
+    machine.show("host")
+    more["operator_time"] = _operator_time(machine, main)
+    machine.show("operators between GEMMs")
+    more["memory_efficiency"] = _memory_efficiency(machine, main, bandwidth)
     profile = profile.changed(**more)
     return profile, _described(profile, links, main)
 
@@ -231,13 +218,9 @@ def _memory_bandwidth(machine: Machine) -> float:
     return 3 * 4 * elements / machine.seconds(lambda: torch.add(a, b, out=c))
 
 
-def _product_times(machine: Machine, dtype: str) -> dict[tuple[int, int, int], float]:
-    """Seconds of a linear layer's three products, by shape."""
-    found = {}
-    for tokens, inputs, outputs in _PRODUCTS_CPU if machine.is_cpu else _PRODUCTS_GPU:
-        run = _both_passes(machine, dtype, F.linear, (tokens, inputs), (outputs, inputs))
-        found[tokens, inputs, outputs] = machine.seconds(run)
-    return found
+def _product_time(machine: Machine, dtype: str, tokens: int, inputs: int, outputs: int) -> float:
+    """Seconds of a linear layer's three products."""
+    return machine.seconds(_both_passes(machine, dtype, F.linear, (tokens, inputs), (outputs, inputs)))
 
 
 def _with_products(profile: Profile, times: dict[tuple[int, int, int], float], dtype: str) -> Profile:
@@ -245,7 +228,7 @@ def _with_products(profile: Profile, times: dict[tuple[int, int, int], float], d
     best, least = profile, math.inf
     for depth in _DEPTHS:
         trial = profile.changed(gemm_depth=depth, gemm_efficiency=1.0)
-        ratios = [math.log(sum(linear_times(*shape, dtype, trial)) / found) for shape, found in times.items()]
+        ratios = [math.log(linear_time(*shape, dtype, trial) / seconds) for shape, seconds in times.items()]
         shift = statistics.mean(ratios)
         spread = sum((ratio - shift) ** 2 for ratio in ratios)
         if spread < least:
@@ -253,72 +236,69 @@ def _with_products(profile: Profile, times: dict[tuple[int, int, int], float], d
     return best
 
 
+def linear_time(tokens: int, inputs: int, outputs: int, dtype: str, profile: Profile) -> float:
+    """Seconds of a linear layer's three products: the forward pass, and the gradients of its input and its weight."""
+    products = (tokens, outputs, inputs), (tokens, inputs, outputs), (outputs, inputs, tokens)
+    return sum(gemm_time(*sizes, 1, dtype, profile) for sizes in products)
+
+
 def _attention_efficiency(machine: Machine, dtype: str, peak: float) -> float:
     """Efficiency of causal fused attention, forward and backward: 3.5 times half of 4·s²·h FLOPs per sample."""
-    samples, seq_len, hidden, heads = (_LAYERS_CPU if machine.is_cpu else _LAYERS_GPU)[0]
+    samples, seq_len, hidden, heads = machine.layers[0]
     attention = partial(F.scaled_dot_product_attention, is_causal=True)
     run = _both_passes(machine, dtype, attention, *[(samples, heads, seq_len, hidden // heads)] * 3)
     flops = 3.5 * 0.5 * 4 * samples * seq_len**2 * hidden
     return min(1.0, flops / machine.seconds(run) / peak)
 
 
-def _one_layer(seq_len: int, hidden: int, heads: int) -> GPTConfig:
-    return GPTConfig(num_layers=1, hidden_size=hidden, num_attention_heads=heads, vocab_size=128, max_seq_len=seq_len)
+def _counted(run: Callable[[], object]) -> Pass:
+    """The operators of a run, counted as in a trace."""
+    recorder = Recorder([Segment()])
+    with recorder:
+        run()
+    return recorder.current
 
 
-def _operator_time(machine: Machine, dtype: str, profile: Profile) -> float:
-    """Seconds per operator: the host's time for a layer with almost nothing to compute, over its counted operators."""
-    samples, seq_len, hidden, heads = _TINY
-    model = _one_layer(seq_len, hidden, heads)
-    layer: nn.Module = GPTLayer(model).to(device=machine.device, dtype=getattr(torch, dtype))
-    parameters = list(layer.parameters())
-    x = torch.randn(samples, seq_len, hidden, device=machine.device, dtype=getattr(torch, dtype), requires_grad=True)
+def _operator_time(machine: Machine, dtype: str) -> float:
+    """Seconds per operator: the host's time for a layer with almost nothing to compute, over its launches."""
+    section = JobConfig().model
+    model = model_config(section.model_copy(update={"overrides": _TINY}))
+    layer: Any = build_model(model, section.family).layers["0"].to(device=machine.device, dtype=getattr(torch, dtype))
+    x = torch.randn(1, 8, model.hidden_size, device=machine.device, dtype=getattr(torch, dtype))
 
-    def run() -> object:
-        return torch.autograd.grad(layer(x), (x, *parameters), x.detach())
+    def run() -> None:
+        layer(x).sum().backward()
 
-    machine.seconds(run, most=0.1)
-    return machine.host_seconds(run) / sum(profile.host_operators)
+    return machine.seconds(run, launch_only=True) / _counted(run).launches
 
 
-def _memory_efficiency(machine: Machine, dtype: str, profile: Profile) -> float:
-    """Efficiency of what a layer computes between products, by the bytes that the planner counts for it.
+def _memory_efficiency(machine: Machine, dtype: str, bandwidth: float) -> float:
+    """Efficiency of a layer's two norms, its activation, its two residual sums and two sums of their gradients.
 
-    Operators are timed one by one, not as the rest of a whole layer's time: a short run is more likely to find a moment
-    in which nothing else runs.
+    They are timed one by one, not as the rest of a whole layer's time: a short run is more likely to find a moment in
+    which nothing else runs.
     """
-    found = []
-    for samples, seq_len, hidden, heads in _LAYERS_CPU if machine.is_cpu else _LAYERS_GPU:
-        model = _one_layer(seq_len, hidden, heads)
-        work = Workload(model, seq_len, samples, samples, dtype=dtype)
-        whole = layer_cost(work, profile.changed(memory_efficiency=1.0))
-        bare = layer_cost(work, profile.changed(memory_efficiency=1e9))
+    rates = []
+    for samples, seq_len, hidden, _ in machine.layers:
         tokens = samples * seq_len
-        norm = _both_passes(machine, dtype, _norm, (tokens, hidden), (hidden,))
-        gelu = _both_passes(machine, dtype, partial(F.gelu, approximate="tanh"), (tokens, model.ffn_hidden_size))
         x = torch.ones(tokens, hidden, device=machine.device, dtype=getattr(torch, dtype))
-        # Two norms, two residual sums forward, and two sums of their gradients.
-        seconds = (
-            2 * _repeated(machine, norm) + _repeated(machine, gelu) + 4 * _repeated(machine, partial(torch.add, x, x))
-        )
-        found.append((whole.forward + whole.backward - bare.forward - bare.backward) / seconds)
-    return min(1.0, statistics.geometric_mean(found))  # caches may beat the memory that updates go through
+        runs = [(2, _both_passes(machine, dtype, _norm, (tokens, hidden), (hidden,)))]
+        runs.append((1, _both_passes(machine, dtype, partial(F.gelu, approximate="tanh"), (tokens, 4 * hidden))))
+        runs.append((4, partial(torch.add, x, x)))
+        seconds = sum(count * machine.seconds(run, times=4) for count, run in runs)
+        rates.append(sum(count * _counted(run).eager_bytes[0] for count, run in runs) / seconds)
+    return min(1.0, statistics.geometric_mean(rates) / bandwidth)  # caches may beat the memory that updates go through
 
 
 def _norm(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return F.layer_norm(x, scale.shape, scale, scale)
 
 
-def _repeated(machine: Machine, run: Callable[[], object], times: int = 4) -> float:
-    """Seconds of one run, from several in a row, so that a GPU does not wait for the host."""
-    return machine.seconds(lambda: [run() for _ in range(times)]) / times
-
-
 def _links(machine: Machine) -> Links:
     """Measure collectives over all processes, and messages between neighbours that all processes send at once."""
     n, rank = machine.processes, dist.get_rank()
     largest = _LARGEST_CPU if machine.is_cpu else _LARGEST_GPU
-    tokens, inputs, outputs = (_PRODUCTS_CPU if machine.is_cpu else _PRODUCTS_GPU)[-1]
+    tokens, inputs, outputs = machine.products[-1]
     x, weight = torch.ones(tokens, inputs, device=machine.device), torch.ones(inputs, outputs, device=machine.device)
     part, few = (torch.ones(nbytes // 4, device=machine.device) for nbytes in (largest // n, _SMALLEST))
     whole, into = (torch.ones(part.numel() * n, device=machine.device) for _ in range(2))
@@ -384,21 +364,17 @@ def _start(machine: Machine, name: str, device: Device, links: Links | None) -> 
 
 def _described(profile: Profile, links: Links | None, dtype: str) -> list[str]:
     device = profile.device
+    peak, memory = device.peak_flops(dtype) / 1e12, device.memory_bandwidth / 1e9
     lines = [
-        f"{profile.description}",
-        f"  matrix products     {device.peak_flops(dtype) / 1e12:10.3g} TFLOP/s {dtype} at best, "
-        f"{profile.gemm_efficiency:.2f} of it at a depth far above {profile.gemm_depth:.0f}",
+        profile.description,
+        f"  GEMMs               {peak:10.3g} TFLOP/s {dtype} at best, {profile.gemm_efficiency:.2f} of it at a depth "
+        f"far above {profile.gemm_depth:.0f}",
         f"  attention           {profile.attention_efficiency:10.2f} of it",
-        f"  memory              {device.memory_bandwidth / 1e9:10.3g} GB/s, {profile.memory_efficiency:.2f} of it "
-        "between products",
+        f"  memory              {memory:10.3g} GB/s, {profile.memory_efficiency:.2f} of it between GEMMs",
         f"  an operator's start {1e6 * profile.operator_time:10.3g} µs",
     ]
     if links is None:
-        lines.append("  one process: no links; start it with torchrun to measure them")
-    else:
-        lines += [
-            f"  all-reduce          {links.all_reduce / 1e9:10.3g} GB/s, {1e6 * links.latency:.3g} µs a hop",
-            f"  all-gather          {links.all_gather / 1e9:10.3g} GB/s",
-            f"  messages            {links.message / 1e9:10.3g} GB/s",
-        ]
-    return lines
+        return [*lines, "  one process: no links; start it with torchrun to measure them"]
+    rates = {"all-reduce": links.all_reduce, "all-gather": links.all_gather, "messages": links.message}
+    lines += [f"  {name:19s} {rate / 1e9:10.3g} GB/s" for name, rate in rates.items()]
+    return [*lines, f"  a hop of a ring     {1e6 * links.latency:10.3g} µs"]

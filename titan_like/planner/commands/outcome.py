@@ -11,11 +11,14 @@ from typing import Any
 
 from titan_like.config import ConfigError, JobConfig, load_config
 from titan_like.config.options import path_option
+from titan_like.data.batch_size import total_samples
+from titan_like.models.config import TransformerConfig
 from titan_like.planner.links import read_measurements, with_links
 from titan_like.planner.memory import Memory
-from titan_like.planner.predict import FLOAT8_NOTE
+from titan_like.planner.predict import FLOAT8_NOTE, Forecast
 from titan_like.planner.profile import Profile, load_profile
 
+SECONDS_PER_DAY = 86400
 _LARGEST = 1e18
 _SECONDS_OF_SILENCE = 2.0
 
@@ -50,6 +53,46 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", type=path_option, help=what)
     links = "what scripts/bench_comm.py --json has measured, in the place of the profile's links"
     parser.add_argument("--links", type=path_option, metavar="FILE.json", help=links)
+
+
+def add_price(parser: argparse.ArgumentParser) -> None:
+    """Add the options for the days and the cost of the whole run."""
+    parser.add_argument("--tokens", type=float, help="tokens to train on (default: the run's)")
+    parser.add_argument("--price", type=float, help="price of one GPU for one hour")
+
+
+def tokens_of(options: argparse.Namespace, config: JobConfig) -> float | None:
+    """The tokens to train on; None if neither the command line nor the run says how many.
+
+    Raises:
+        ConfigError: they, or the price, are out of range.
+    """
+    above_zero(options, "tokens")
+    if options.price is not None and not 0 <= options.price <= 1e9:
+        raise ConfigError("--price", options.price, "must be at least 0 and at most 1e9")
+    training = config.training
+    if options.tokens is not None or training.steps is training.samples is training.tokens is None:
+        return options.tokens
+    return total_samples(training) * training.seq_len
+
+
+def days_of(ahead: Forecast, tokens: float | None, price: float | None) -> dict[str, float]:
+    """Days, GPU hours and cost of training on a number of tokens, as far as they are known."""
+    if tokens is None:
+        return {}
+    seconds = tokens / ahead.rates.tokens_per_second
+    hours = seconds / 3600 * ahead.work.num_gpus
+    return {"days": seconds / SECONDS_PER_DAY, "gpu_hours": hours} | ({} if price is None else {"cost": hours * price})
+
+
+def as_days(ahead: Forecast, tokens: float | None, price: float | None) -> str:
+    """`days_of` in words, after a comma; nothing without a number of tokens."""
+    found = days_of(ahead, tokens, price)
+    if tokens is None:
+        return ""
+    days, cost = found["days"], f", cost {found['cost']:,.0f}" if price is not None else ""
+    told = f"{days:,.0f}" if days >= 10 else f"{days:.2g}"
+    return f", {tokens / 1e9:.4g} billion tokens in {told} days, {found['gpu_hours']:,.0f} GPU hours{cost}"
 
 
 def loaded(settings: list[str]) -> JobConfig:
@@ -106,6 +149,12 @@ def does_not_fit(memory: Memory) -> list[str]:
     if memory.fits:
         return []
     return [f"the run DOES NOT FIT: {memory.largest / 2**30:.1f} of {memory.capacity / 2**30:.0f} GiB on a GPU"]
+
+
+def sized(model: TransformerConfig) -> str:
+    """A model's parameters and shape in words."""
+    shape = f"{model.num_layers} layers, width {model.hidden_size}, {model.num_attention_heads} heads"
+    return f"{model.num_parameters() / 1e9:.4g} billion parameters ({shape})"
 
 
 def per_gpu(rate: float) -> str:

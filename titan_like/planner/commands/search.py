@@ -16,17 +16,23 @@ from titan_like.planner.commands.outcome import (
     Outcome,
     Progress,
     above_zero,
+    add_price,
     add_profile,
+    as_days,
     check_toml,
     chosen_profile,
+    days_of,
     gpus,
     loaded,
     per_gpu,
+    sized,
+    tokens_of,
 )
 from titan_like.planner.memory import MEMORY_MARGIN
 from titan_like.planner.predict import forecast
 from titan_like.planner.search import Candidate, Counts, Found, search
 from titan_like.planner.search_space import SEARCHED, SLICE, STAGE_SIZES, set_keys
+from titan_like.planner.shape import shape_of
 
 _TOO_LARGE_SHOWN = 3
 _MOST_GPUS = 1_000_000
@@ -38,8 +44,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         f"{__doc__} The layout in the run's file is chosen anew; any --section.key on this command line stays as it is."
     )
     add_profile(parser)
+    add_price(parser)
+    told = "parameters: the run's flavor scaled to about so many, with the depth of its family"
+    parser.add_argument("--params", type=float, metavar="30e9", help=told)
     parser.add_argument("--gpus", type=int, help="GPUs of the job (default: the run's cluster)")
-    parser.add_argument("--top", type=int, default=10, help="combinations of tensor, pipeline and ZeRO to show")
+    parser.add_argument("--top", type=int, default=10, help="combinations of tensor and pipeline degree to show")
     parser.add_argument(
         "--out", type=path_option, metavar="FILE.toml", help="where to write the run in its best layout, to train from"
     )
@@ -51,12 +60,16 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     Raises:
         ConfigError: an option is out of range, no layout is valid, or none fits.
     """
-    above_zero(options, "gpus", "top")
+    above_zero(options, "gpus", "top", "params")
     if options.gpus is not None and options.gpus > _MOST_GPUS:
         raise ConfigError("--gpus", options.gpus, f"must be at most {_MOST_GPUS:,}")
     check_toml(options.out)
     config = loaded(settings)
     fixed = frozenset(parse_overrides(settings)) & {*SEARCHED, STAGE_SIZES}
+    if options.params is not None:
+        overrides = shape_of(config.model, options.params, config.training.seq_len).overrides
+        config = edit(config, {"model.overrides": overrides})
+    tokens = tokens_of(options, config)
     if config.parallelism.auto:
         fixed |= set_keys(config)
     if options.profile:  # the layout found is then predicted and trained with the same profile
@@ -69,13 +82,19 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
 
     found = search(config, options.gpus, chosen_profile(options), fixed, options.top, told)
     files = {Path(options.out): as_toml(found, Path(options.out))} if options.out else {}
-    return Outcome(describe(found), {"search": as_dict(found)}, files=files)
+    ahead = forecast(found.best.work, found.profile)
+    lines = [sized(found.space.model), describe(found)] if options.params else [describe(found)]
+    if tokens is not None:
+        lines.append(f"the best layout{as_days(ahead, tokens, options.price)}")
+    result = as_dict(found) | days_of(ahead, tokens, options.price)
+    return Outcome("\n".join(lines), {"search": result}, files=files)
 
 
 def summary(found: Found) -> list[str]:
     """The best layout, its prediction, and how many layouts it is the best of."""
     best, counts = found.best, found.counts
     ahead = forecast(best.work, found.profile)
+    which = "fastest" if best is found.fastest else "the simplest that predictions cannot tell from the fastest"
     tflops = f", {per_gpu(ahead.rates.tflops_per_device)} per GPU"
     return [
         described(best.work),
@@ -83,9 +102,9 @@ def summary(found: Found) -> list[str]:
         f"nine of ten cases){tflops}, {best.memory_bytes / 2**30:.1f} of "
         f"{found.profile.device.memory_bytes / 2**30:.0f} GiB; profile {found.profile.name} on "
         f"{found.profile.device.name}",
-        f"fastest of {counts.valid:,} valid layouts on {gpus(found.space.num_gpus)}; {counts.too_large:,} of them are "
-        f"known not to fit ({100 * MEMORY_MARGIN:.0f} % of the memory is kept free), and closed forms show that the "
-        f"others are slower{_of_slices(found)}",
+        f"{which} of {counts.valid:,} valid layouts on {gpus(found.space.num_gpus)}; {counts.too_large:,} of them are "
+        f"known not to fit ({100 * MEMORY_MARGIN:.0f} % of the memory is kept free), and bounds show that the others "
+        f"are slower{_of_slices(found)}",
     ]
 
 

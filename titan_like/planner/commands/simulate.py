@@ -23,13 +23,17 @@ from titan_like.metrics.timeline_report import (
 )
 from titan_like.planner.commands.outcome import Outcome, add_profile, chosen_profile, does_not_fit, loaded
 from titan_like.planner.predict import predict
+from titan_like.planner.profile import Profile
 from titan_like.planner.step_time import timeline
+from titan_like.planner.workload import Workload
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that are not settings of the run."""
     add_profile(parser)
     parser.add_argument("--width", type=int, default=100, help="width of the text's lanes in columns (default 100)")
+    told = "draw every microbatch (default: of many, the first and the last round)"
+    parser.add_argument("--whole", action="store_true", help=told)
     parser.add_argument(
         "--picture", type=path_option, metavar="PATH", help="also draw it into this .png or .svg file; needs matplotlib"
     )
@@ -56,17 +60,27 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     profile = chosen_profile(options)
     forecast = predict(loaded(settings), profile)
     predicted = timeline(forecast.work, forecast.profile)
-    steps = [("predicted", predicted)]
+    drawn_step, note = predicted, ""
+    if not (options.whole or options.measured):
+        drawn_step, note = ends_of(forecast.work, forecast.profile, predicted)
+    steps = [("predicted", drawn_step)]
     found: list[PartOfSteps] = []
     if options.measured is not None:
         measured = measured_timeline(options.measured, predicted)
         steps.append(("measured", measured))
         found = differences(predicted, measured)
     if options.picture is not None:
-        draw([(f"{name}: {headline(step)}", step) for name, step in steps], Path(options.picture))
+        titles = {"predicted": headline(predicted) + note} | ({"measured": headline(steps[1][1])} if found else {})
+        draw([(f"{name}: {titles[name]}", step) for name, step in steps], Path(options.picture))
     origin = f"{headline(predicted)}; profile {forecast.profile.name} on {forecast.profile.device.name}"
     summary, parts = figures(predicted), parts_of(predicted)
-    lines = [origin, *drawn(steps, options.width), LEGEND, *sentences(summary, parts)]
+    lines = [
+        origin,
+        *drawn(steps, options.width),
+        LEGEND,
+        *([note.removeprefix("; ")] if note else []),
+        *sentences(summary, parts),
+    ]
     if found:
         lines += table(found)
     lines += does_not_fit(forecast.memory)
@@ -79,6 +93,25 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     }
     files = {Path(options.out): json.dumps(chrome_trace(predicted)) + "\n"} if options.out else {}
     return Outcome("\n".join(lines), {"simulate": result}, files=files)
+
+
+def ends_of(work: Workload, profile: Profile, whole: StepTimeline) -> tuple[StepTimeline, str]:
+    """A step's first and last round of as many microbatches as ranks, if four or more lie between, and what they take.
+
+    A schedule's beginning and end do not depend on the rounds between them, which are alike.
+    """
+    p, m = work.pipeline, work.microbatches
+    rounds = m // p - 2
+    if rounds < 4:
+        return whole, ""
+    few = m - rounds * p
+    step = timeline(work._replace(global_batch_size=few * work.micro_batch_size * work.data_parallel), profile)
+    for number, event in enumerate(step.passes):
+        if event.action.microbatch >= p:
+            later = event.action._replace(microbatch=event.action.microbatch + rounds * p)
+            step.passes[number] = event._replace(action=later)
+    each = milliseconds((whole.seconds - step.seconds) / rounds)
+    return step, f"; left out: {rounds} rounds of {p} after microbatch {p - 1}, which take {each} ms each"
 
 
 def measured_timeline(path: str, predicted: StepTimeline) -> StepTimeline:
