@@ -12,8 +12,6 @@ the UNSEEN that all other recipes give.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -26,6 +24,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # measure the code next to this file
 from benchmarks.measured_rows import Row, read_rows
 from benchmarks.profile_recipes import RECIPES
+from benchmarks.runs import parser_of, write
 from titan_like.planner.bands import UNSEEN
 from titan_like.planner.commands.calibrate import fit, leave_one_group_out, log_errors
 from titan_like.planner.profile import Profile
@@ -107,10 +106,9 @@ def summary(errors: np.ndarray) -> dict[str, float]:
 
 def main() -> None:
     """Fit, predict, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--points", nargs="+", required=True, help="CSV or JSON of measured rows")
     parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES), help="predict these recipes' rows")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures to this file")
     options = parser.parse_args()
     read = [row for path in options.points for row in read_rows(path)[0]]
     rows, fits = {name: recipe.chosen(name, read) for name, recipe in RECIPES.items()}, Fits()
@@ -133,8 +131,7 @@ def main() -> None:
         for name, one in result[kind].items():
             told = f", the band covers {one['coverage']:.0%}" if "coverage" in one else ""
             print(f"  {name:34s} n {one['n']:3d}, median {one['median']:.1%}, p90 {one['p90']:.1%}{told}")
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(options.json, result)
 
 
 if __name__ == "__main__":

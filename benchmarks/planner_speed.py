@@ -11,10 +11,8 @@ new process, first without traces, then with those that the first left.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import resource
 import subprocess
 import sys
@@ -25,6 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # measure the code next to this file
 
+from benchmarks.runs import ROOT, machine, parser_of, write
 from titan_like.models.registry import config_class, flavors
 from titan_like.planner.memory import largest_memory
 from titan_like.planner.profile import load_profile
@@ -32,7 +31,6 @@ from titan_like.planner.step_time import least_step_seconds
 from titan_like.planner.trace import TraceKey, estimate
 from titan_like.planner.workload import Workload
 
-ROOT = Path(__file__).resolve().parents[1]
 GPUS, BATCH = 1536, 1536
 COMMANDS = {
     "search gpt3_175b": ["search", "--job.config_file=train_configs/gpt3_175b.toml", "--gpus=1536"],
@@ -95,17 +93,14 @@ def children_seconds() -> float:
 
 def main() -> None:
     """Measure, print and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--commands", nargs="*", choices=COMMANDS, default=list(COMMANDS))
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures to this file")
     options = parser.parse_args()
     commands = {}
     for name in options.commands:
         with tempfile.TemporaryDirectory() as cache:
             commands[name] = {when: timed(name, cache) for when in ("cold", "warm")}
-    result = {"python": platform.python_version(), "commands": commands, "layouts_per_second": layouts_per_second()}
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write(options.json, {**machine(), "commands": commands, "layouts_per_second": layouts_per_second()})
 
 
 if __name__ == "__main__":

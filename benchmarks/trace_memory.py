@@ -14,7 +14,6 @@ or a schedule. Models are a few layers of the flavor at full width, in bfloat16 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # measure the code next to this file
+from benchmarks.runs import parser_of, write
 from titan_like.config.load import load_config
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
@@ -93,9 +93,8 @@ def report(outcomes: list[Outcome]) -> str:
 
 def main() -> None:
     """Print a line for each layout, and the errors of each group."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("layouts", nargs="*", help="layouts to judge (default: those of the last result)")
-    parser.add_argument("--json", type=Path, help=f"write the results here, such as {RESULTS.name}")
     arguments = parser.parse_args()
     last = json.loads(RESULTS.read_text(encoding="utf-8"))
     groups = {name: [one["layout"] for one in found] for name, found in last.items()}
@@ -107,9 +106,7 @@ def main() -> None:
             print(f"{layout:82s} {outcome.whole / 2**20:9.1f} MiB {outcome.error:+7.2%}", flush=True)
     for group, outcomes in results.items():
         print(f"{group}: {report(outcomes)}")
-    if arguments.json:
-        named = {name: [one._asdict() for one in found] for name, found in results.items()}
-        arguments.json.write_text(json.dumps(named, indent=1) + "\n", encoding="utf-8")
+    write(arguments.json, {name: [one._asdict() for one in found] for name, found in results.items()})
 
 
 if __name__ == "__main__":
