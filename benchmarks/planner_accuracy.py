@@ -100,10 +100,12 @@ def print_groups(groups: list[GroupAccuracy]) -> None:
     for group in groups:
         if not group.n:  # only rows that ran out of memory
             continue
+        choice = group.choice
         print(
             f"{group.name:36s} {group.n:4d} {_percent(group.median)} {_percent(group.mean)} {_percent(group.p90)} "
             f"{_percent(group.largest)} {_percent(group.bias, sign=True)} {len(group.sweeps):6d} "
-            f"{group.small_regrets:6d} {_percent(group.worst_regret)} {_number(group.rank_correlation)}   "
+            f"{choice.get('small_regrets', 0):6d} {_percent(choice.get('worst_regret'))} "
+            f"{_number(choice.get('rank_correlation'))}   "
             f"{group.memory_n:9d} {_percent(group.memory_median)} {_percent(group.memory_p90)}  "
             f"{', '.join(group.profiles)}"
         )
