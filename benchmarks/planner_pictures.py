@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.accuracy import predict_row
 from benchmarks.published_rows import published_rows
-from benchmarks.stacks import STACKS, memory
+from benchmarks.stacks import STACKS, memory, predicted
 from titan_like.config import load_config
 from titan_like.config.schema import ActivationCheckpoint
 from titan_like.metrics.devices import find_device
@@ -30,7 +30,7 @@ from titan_like.models.registry import config_class, flavors
 from titan_like.planner.memory import memory as own_memory
 from titan_like.planner.predict import default_profile, predict
 from titan_like.planner.profile import builtin_profiles
-from titan_like.planner.step_time import StepTime, step_time, timeline
+from titan_like.planner.step_time import timeline
 from titan_like.planner.workload import Workload
 
 if TYPE_CHECKING:
@@ -65,12 +65,6 @@ def ptdp(model: GPTConfig, micro_batch_size: int, global_batch_size: int, **degr
     schedule = "interleaved_1f1b" if degrees.get("virtual_stages", 1) > 1 else "1f1b"
     work = Workload(model, SEQ, micro_batch_size, global_batch_size, schedule=schedule, recompute="full", **degrees)
     return work._replace(dropout=True, dtype="float16")
-
-
-def predicted(work: Workload, name: str) -> StepTime:
-    """The step of a run on a stack with unfused attention."""
-    operators = STACKS[name].operators(work, flash=False)
-    return step_time(work, builtin_profiles()[name].changed(operators=operators))
 
 
 def tflops(work: Workload, name: str) -> float:
