@@ -12,19 +12,17 @@ It checks that:
 - final weights and optimizer state equal those of the reference bit for bit, if the layout was kept. If it changed, the
   largest difference of a weight from the reference on one rank, relative to the tensor's largest element, may be 8
   times that of undisturbed runs in the same layouts, which is rounding.
-- every sample is trained on once. Each rank logs the indices of its samples. In the surviving history, which has the
-  last attempt at each step, every index from 0 on must occur exactly once.
-- a job that said it stopped has saved, so no step is trained again after it.
-- metrics.jsonl has each step once.
+- a job that said it stopped has saved: the next attempt goes on with the step after its last.
+- metrics.jsonl has each step once, with the samples that it has consumed.
 - the watchdog prints nothing in a job that was asked to stop.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -33,11 +31,11 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from runs import ROOT, parser_of, read_records, torchrun, write
+
 SETTINGS = [
     "--job.config_file=train_configs/debug_gpt.toml",
     "--model.overrides.num_layers=4",
@@ -83,61 +81,12 @@ class Outcome:
     signals_in_saves: int
     stops: int  # how often the job said that it stopped
     seconds: float
-    lost_steps: int  # steps repeated after a kill, or after a request before the first step
     lost_to_stops: int  # steps repeated after a job that said that it stopped
     watchdog_spoke: int  # jobs that were asked to stop, but whose watchdog named a rank or failed
     max_difference: float  # of weights and optimizer state from the reference, relative to the largest element
     undisturbed_difference: float  # the same for undisturbed runs in these layouts; 0 if the layout was kept
     identical: bool
-    samples_once: bool
     steps_once: bool
-
-
-def worker(log: str, argv: list[str]) -> None:
-    """One rank: train.py with its samples logged."""
-    sys.path.insert(0, str(ROOT))
-    from titan_like.train.signals import StopSignals
-
-    with StopSignals() as signals:  # as in train.py
-        train_logged(log, argv, signals)
-
-
-def train_logged(log: str, argv: list[str], signals: Any) -> None:
-    """Train and write the samples of each step to a file."""
-    import torch
-
-    import train
-    from titan_like.config.load import run_command
-    from titan_like.data.packed import PackedDataset
-    from titan_like.train.trainer import Trainer
-
-    torch.set_num_threads(1)
-    known: dict[bytes, int] = {}
-    read, step = PackedDataset.__getitem__, Trainer.train_step
-
-    def watched_read(self: Any, index: int) -> torch.Tensor:
-        sample = read(self, index)
-        known[sample.numpy().tobytes()] = index
-        return sample
-
-    def logged_step(self: Any, data: Any) -> Any:
-        seen: list[int] = []
-
-        def watched() -> Any:
-            for batch in data:
-                seen.extend(known[sample.numpy().tobytes()] for sample in batch)
-                yield batch
-
-        issued = step(self, watched())
-        if self.mesh["tp"].get_local_rank() == 0 and self.mesh["pp"].get_local_rank() == 0:
-            with open(f"{log}-{os.environ['RANK']}.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": issued.step, "samples": seen}) + "\n")
-        return issued
-
-    PackedDataset.__getitem__ = watched_read  # type: ignore[method-assign]
-    Trainer.train_step = logged_step  # type: ignore[method-assign]
-    sys.argv = ["train.py", *argv]
-    run_command(partial(train.main, signals=signals))
 
 
 class Attempt:
@@ -146,12 +95,11 @@ class Attempt:
     def __init__(self, dump: Path, number: int, layout: str, settings: list[str]) -> None:
         processes, degrees = LAYOUTS[layout]
         self.output = dump / f"output-{number}.txt"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-        arguments = [__file__, "--worker", str(dump / f"samples-{number}"), *settings, *degrees]
+        arguments = ["train.py", *settings, *degrees]
         environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         with open(self.output, "w", encoding="utf-8") as output:
             self.process = subprocess.Popen(
-                [*command, *arguments, f"--job.dump_folder={dump}"],
+                [*torchrun(processes), *arguments, f"--job.dump_folder={dump}"],
                 stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True,
             )  # fmt: skip
 
@@ -243,33 +191,14 @@ def compare(found: dict[str, Any], wanted: dict[str, Any]) -> tuple[bool, float]
     return identical, worst
 
 
-def check_samples(dump: Path, attempts: int, steps: int) -> tuple[bool, list[int]]:
-    """Whether each sample is in the surviving history exactly once, and how many steps each attempt repeated."""
-    history: dict[int, list[int]] = {}
-    again = [0] * attempts
-    for number in range(attempts):
-        by_step: dict[int, list[int]] = {}
-        for path in dump.glob(f"samples-{number}-*.jsonl"):
-            for line in path.read_text().splitlines(keepends=True):
-                if line.endswith("\n"):
-                    entry = json.loads(line)
-                    by_step.setdefault(entry["step"], []).extend(entry["samples"])
-        for step in [step for step in history if by_step and step >= min(by_step)]:
-            del history[step]
-            again[number] += 1
-        history |= by_step
-    counted = Counter(sample for samples in history.values() for sample in samples)
-    return counted == Counter(range(BATCH * steps)) and sorted(history) == list(range(1, steps + 1)), again
-
-
 def run(
     dump: Path, layouts: list[str], settings: list[str], steps: int, num_signals: int, moments: random.Random
 ) -> dict[str, Any]:
     """Train in ``dump`` through that many signals; the attempts cycle through ``layouts``."""
     dump.mkdir(parents=True)
     used, signals, in_saves, began = [], Counter[str](), 0, time.monotonic()
-    stopped: list[bool] = []  # for each attempt, whether it said so
-    spoke = 0
+    stops = lost = spoke = 0
+    expected = None  # the first step of the next attempt
     while True:
         layout = layouts[len(used) % len(layouts)]
         attempt = Attempt(dump, len(used), layout, [*settings, f"--training.steps={steps}"])
@@ -280,32 +209,32 @@ def run(
             in_saves += sent[1]
         code = attempt.wait()
         output = attempt.output.read_text()
-        stopped.append(" stopped by SIG" in output)
+        resumed = re.search(r"^resumed from .*step-(\d+)$", output, re.MULTILINE)
+        if expected is not None:
+            lost += expected - (int(resumed[1]) if resumed else 0)
+        stopped = re.search(r"^ stopped by \w+ after step (\d+)$", output, re.MULTILINE)
+        expected, stops = int(stopped[1]) if stopped else None, stops + bool(stopped)
         was_asked = sent is not None and sent[0] != "SIGKILL"
         spoke += was_asked and ("error: rank" in output or "the watchdog of rank" in output)
-        if code == 0 and not stopped[-1]:
+        if code == 0 and not stopped:
             break
         if len(used) > 10 * (num_signals + 1):
             raise RuntimeError(f"the run does not finish: {output[-2000:]}")
-    once, again = check_samples(dump, len(used), steps)
-    after_stops = sum(again[number] for number in range(1, len(used)) if stopped[number - 1])
-    logged = [json.loads(line)["step"] for line in (dump / "metrics.jsonl").read_text().splitlines()]
+    logged = [(record["step"], record["consumed_samples"]) for record in read_records(dump)]
     return {
-        "layouts": list(dict.fromkeys(used)), "signals": dict(signals), "signals_in_saves": in_saves,
-        "stops": sum(stopped), "seconds": round(time.monotonic() - began, 1), "lost_steps": sum(again),
-        "lost_to_stops": after_stops, "watchdog_spoke": spoke, "samples_once": once,
-        "steps_once": logged == list(range(1, steps + 1)),
+        "layouts": list(dict.fromkeys(used)), "signals": dict(signals), "signals_in_saves": in_saves, "stops": stops,
+        "seconds": round(time.monotonic() - began, 1), "lost_to_stops": lost, "watchdog_spoke": spoke,
+        "steps_once": logged == [(step, BATCH * step) for step in range(1, steps + 1)],
     }  # fmt: skip
 
 
 def main() -> None:
     """Run everything and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--signals", type=int, default=3, help="in each run")
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="PATH")
     options = parser.parse_args()
     moments = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as name:
@@ -319,7 +248,7 @@ def main() -> None:
                 references[layout, dropout] = final_tensors(dump, options.steps)
             return references[layout, dropout]
 
-        titles = ("signals", "in saves", "stops", "again", "weights", "samples", "steps", "seconds")
+        titles = ("signals", "in saves", "stops", "lost", "weights", "steps", "seconds")
         print(f"{'layouts':58}" + "".join(f" {title:>15}" for title in titles))
         outcomes = []
         for number in range(options.runs):
@@ -338,10 +267,9 @@ def main() -> None:
             )
             outcomes.append(outcome)
             same = "identical" if identical else f"{worst:.1e}/{rounding:.1e}"
-            marks = ["once" if good else "WRONG" for good in (outcome.samples_once, outcome.steps_once)]
-            sent = sum(outcome.signals.values())
-            again = f"{outcome.lost_steps} ({outcome.lost_to_stops})"
-            cells = (sent, outcome.signals_in_saves, outcome.stops, again, same, *marks, round(outcome.seconds))
+            mark, sent = "once" if outcome.steps_once else "WRONG", sum(outcome.signals.values())
+            counts = (sent, outcome.signals_in_saves, outcome.stops, outcome.lost_to_stops)
+            cells = (*counts, same, mark, round(outcome.seconds))
             print(f"{', '.join(outcome.layouts):58}" + "".join(f" {cell:>15}" for cell in cells), flush=True)
     kept = [outcome for outcome in outcomes if outcome.keeps_layout]
     changed = [outcome for outcome in outcomes if not outcome.keeps_layout]
@@ -354,17 +282,11 @@ def main() -> None:
         "watchdog_spoke": sum(outcome.watchdog_spoke for outcome in outcomes),
         "same_layout_identical": all(outcome.identical for outcome in kept),
         "other_layouts_within_rounding": all(o.max_difference <= 8 * o.undisturbed_difference for o in changed),
-        "samples_once": all(outcome.samples_once for outcome in outcomes),
         "steps_once": all(outcome.steps_once for outcome in outcomes),
     }
     print(json.dumps(summary, indent=2))
-    if options.json:
-        result = summary | {"outcomes": [asdict(outcome) for outcome in outcomes]}
-        Path(options.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write(options.json, summary | {"outcomes": [asdict(outcome) for outcome in outcomes]})
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--worker"]:
-        worker(sys.argv[2], sys.argv[3:])
-    else:
-        main()
+    main()

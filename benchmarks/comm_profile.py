@@ -11,7 +11,6 @@ idle machine; a size may take minutes where processes are more than cores.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -22,7 +21,8 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.search_cpu import ENVIRONMENT, ROOT
+from benchmarks.runs import ROOT, parser_of, torchrun, write
+from benchmarks.search_cpu import ENVIRONMENT
 from titan_like.planner.commands.calibrate import log_errors
 from titan_like.planner.links import read_measurements, with_links
 from titan_like.planner.predict import of_own_trainer
@@ -35,17 +35,15 @@ LARGEST = {2: "1g", 4: "256m", 8: "64m"}  # of bench_comm.py: memory and time on
 
 def measure(processes: int, file: Path) -> None:
     """Run bench_comm.py, which prints what it finds."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     words = ["scripts/bench_comm.py", "--largest", LARGEST.get(processes, "64m"), "--json", str(file)]
-    subprocess.run([*torchrun, *words], cwd=ROOT, env=ENVIRONMENT, check=True)
+    subprocess.run([*torchrun(processes), *words], cwd=ROOT, env=ENVIRONMENT, check=True)
 
 
 def main() -> None:
     """Predict every run twice, print and write the errors."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--search", type=Path, required=True, help="folder of benchmarks/search_cpu.py")
     parser.add_argument("--measure", action="store_true", help="measure collectives anew")
-    parser.add_argument("--json", metavar="PATH", help="write the figures to this file")
     options = parser.parse_args()
     layouts = json.loads((options.search / "results.json").read_text())["layouts"]
     names = [row["layout"] for row in layouts if row["outcome"] == "ok"]
@@ -71,8 +69,7 @@ def main() -> None:
         for run in runs:
             print(f"{run['layout']:32s} {run['before']:+7.1%} before {run['after']:+7.1%} after")
         print(f"{processes} processes, median error: {medians['before']:.1%} before, {medians['after']:.1%} after")
-    if options.json:
-        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+    write(options.json, found)
 
 
 if __name__ == "__main__":

@@ -37,9 +37,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # measure the code next to this file
 
 from data_tokenize import memory, peak_of, text_of, tokenize
-from overhead import machine
+from runs import machine, parser_of, train, write
 
-ROOT = Path(__file__).resolve().parents[1]
 WEIGHTS = [0.4, 0.3, 0.2, 0.1]
 GPT2 = [
     "--model.family=gpt", "--model.flavor=gpt2_124m", "--model.overrides.dropout=0.0", "--training.seq_len=1024",
@@ -185,7 +184,7 @@ def _open_megatron(folder: Path) -> Iterator[Any]:
     yield "blended_dataset_seconds", time.perf_counter() - began
 
 
-def blend_of(folder: Path, vocab_size: int) -> list[str]:
+def blend_of(folder: Path, vocab_size: int) -> list[str | float]:
     """`data.paths` of a blend of two datasets of random tokens, 32 million in all."""
     import numpy as np
 
@@ -197,7 +196,7 @@ def blend_of(folder: Path, vocab_size: int) -> list[str]:
             for _ in range(documents):
                 writer.add(generator.integers(0, vocab_size, 1000))
                 writer.end_document()
-    return ["0.7", f"{folder}/a", "0.3", f"{folder}/b"]
+    return [0.7, f"{folder}/a", 0.3, f"{folder}/b"]
 
 
 def loader(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -221,7 +220,8 @@ def loader(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     batches.close()
     trained = options.tokens_per_second
     if trained is None:
-        times = [record["step_time_s"] for record in trained_steps([*GPT2, "--data.dataset=stdlib"], folder / "gpt2")]
+        records = train([*GPT2, "--data.dataset=stdlib"], folder / "gpt2", CUDA_VISIBLE_DEVICES="")
+        times = [record["step_time_s"] for record in records]
         trained = 1024 / statistics.median(times[1:])
     rate = statistics.median(rates)
     print(f"loader: {rate:,.0f} tokens/s, {rate / 1024:,.0f} samples/s; GPT-2 124M trains on {trained:,.0f} tokens/s: "
@@ -281,21 +281,12 @@ def step(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     paths = json.dumps(blend_of(folder, 256))
     settings = ["--job.config_file=train_configs/debug_gpt.toml", "--data.dataset=indexed", f"--data.paths={paths}"]
     settings += [f"--training.steps={steps}", "--lr_scheduler.warmup_steps=2", "--checkpoint.enable=false"]
-    records = trained_steps([*settings, "--evaluation.interval=0"], folder / "debug")[min(10, steps // 2) :]
+    settings += ["--evaluation.interval=0"]
+    records = train(settings, folder / "debug", CUDA_VISIBLE_DEVICES="")[min(10, steps // 2) :]
     share = statistics.median(record["data_time_s"] / record["step_time_s"] for record in records)
     seconds = statistics.median(record["step_time_s"] for record in records)
     print(f"step: {share:.2%} of a step of {1000 * seconds:.0f} ms waits for data (goal 1 %)")
     return {"share": share, "step_seconds": seconds, "steps": len(records)}
-
-
-def trained_steps(settings: list[str], dump: Path) -> list[dict[str, float]]:
-    """Train in one process; the lines of metrics.jsonl."""
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "train.py", *settings, f"--job.dump_folder={dump}"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-    return [json.loads(line) for line in (dump / "metrics.jsonl").read_text().splitlines()]
 
 
 SECTIONS = {
@@ -312,14 +303,13 @@ class _Options(argparse.Namespace):
 
 def main() -> None:
     """Read the command line, measure, print, write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections (default: all)")
     parser.add_argument("--input", type=Path, help="tokenize, memory: a .jsonl file of your own")
     parser.add_argument("--tokenizer", help="tokenize, memory: as data.tokenizer; default: one trained on the text")
     parser.add_argument("--long", action="store_true", help="memory: a .txt of one document, too")
     parser.add_argument("--tokens_per_second", type=float, help="loader: of GPT-2 124M (default: measure a few steps)")
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies all sizes (default 1)")
-    parser.add_argument("--json", type=Path, help="file to write the result to")
     options = parser.parse_args(namespace=_Options())
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     command = " ".join(["python benchmarks/data.py", *sys.argv[1:]])
@@ -328,8 +318,7 @@ def main() -> None:
     for name in options.only:
         with tempfile.TemporaryDirectory() as folder:
             result[name] = SECTIONS[name](options, Path(folder))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(options.json, result)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ Without a GPU, or with --tiny, the same code runs on small models to test the sc
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -30,12 +29,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.runs import ROOT, parser_of, read_records, write
+
 MOST_WAITS = 0  # of a step: its numbers are read later
 LIMIT = 530.0  # seconds for the whole check, of which no part may use the shares of the later ones
 ONE = ["--parallelism.data_parallel_shard_degree=1"]
 QUIET = ["--data.dataset=stdlib", "--evaluation.interval=0", "--training.max_norm=1.0"]
+COMPILED = "--compile.enable=true"
 OUTSIDE = ["--checkpoint.enable=false", "--metrics.log_interval=10"]
 
 DOCUMENTS = ["--data.reset_position_ids=true", "--data.reset_attention_mask=true", "--data.eod_mask_loss=true"]
@@ -44,16 +45,12 @@ Row = dict[str, Any]  # the result of one case: "case", "ok", and figures or "pr
 
 PARITY = {
     "gpt, gradient accumulation": ["debug_gpt.toml", "--training.global_batch_size=16"],
-    "gpt, full recomputation, compiled": [
-        "debug_gpt.toml",
-        "--activation_checkpoint.mode=full",
-        "--compile.enable=true",
-    ],
+    "gpt, full recomputation, compiled": ["debug_gpt.toml", "--activation_checkpoint.mode=full", COMPILED],
     "gpt, float16": ["debug_gpt.toml", "--training.dtype=float16"],
     "llama, ZeRO 3, bfloat16": ["debug_llama.toml", "--parallelism.zero_stage=3", "--training.dtype=bfloat16"],
     "llama, document masks": ["debug_llama.toml", *DOCUMENTS],
     "gpt, document masks and prefixes, compiled": [
-        *["debug_gpt.toml", *DOCUMENTS, "--data.prefix_lm=true", "--compile.enable=true"],
+        *["debug_gpt.toml", *DOCUMENTS, "--data.prefix_lm=true", COMPILED],
     ],
     "llama, selective recomputation, document masks": [
         *["debug_llama.toml", *DOCUMENTS, "--activation_checkpoint.mode=selective"],
@@ -73,7 +70,7 @@ SPEED = {
 }
 
 
-WAITS = {"eager": [], "compiled": ["--compile.enable=true"], "document masks": DOCUMENTS}
+WAITS = {"eager": [], "compiled": [COMPILED], "document masks": DOCUMENTS}
 CHECKPOINT = {"bfloat16": [], "float16": []}
 
 
@@ -215,12 +212,6 @@ def problem_of(done: subprocess.CompletedProcess[str]) -> Row:
     return {} if done.returncode == 0 else {"problem": error_in(printed) or "\n".join(printed.splitlines()[-12:])}
 
 
-def read_records(folder: str) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl."""
-    path = Path(folder) / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 # Functions that run in separate processes.
 
 
@@ -357,20 +348,12 @@ def main() -> int:
     global deadline
     import torch
 
-    from benchmarks.overhead import machine
+    from benchmarks.runs import machine
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--tiny", action="store_true", help="small models (the default without a GPU)")
     parser.add_argument("--only", choices=PARTS, action="append", help="run only these parts")
-    parser.add_argument("--json", type=Path, help="file to write the result to")
     options = parser.parse_args()
-    from titan_like.config.errors import ConfigError
-    from titan_like.config.options import check_output_file
-
-    try:
-        check_output_file("--json", None if options.json is None else str(options.json))
-    except ConfigError as error:
-        parser.error(str(error))
     tiny = options.tiny or not torch.cuda.is_available()
     result: dict[str, Any] = {"machine": machine(), "tiny": tiny}
     chosen, ends = [name for name in PARTS if name in (options.only or PARTS)], time.monotonic() + LIMIT
@@ -388,8 +371,7 @@ def main() -> int:
         seconds, missed = round(time.monotonic() - began, 1), list(cases)[len(rows) :]
         result |= {name: rows, f"{name}_seconds": seconds, f"{name}_not_reached": missed}
         print(f"{name:10} {seconds} s", flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(result, indent=1) + "\n")
+        write(options.json, result)
     return 0 if all(all(row["ok"] for row in result[n]) and not result[f"{n}_not_reached"] for n in chosen) else 1
 
 

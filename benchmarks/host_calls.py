@@ -17,20 +17,18 @@ two depths, divided by that of the layers.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from runs import ROOT, arguments, machine, parser_of, write
+
 sys.path.insert(0, str(ROOT))
 _COMPILER = ("torch/_dynamo/", "torch/_functorch/", "torch/_inductor/", "torchinductor_")
 _REGIONS = ("Torch-Compiled Region", "CompiledFunction", "## Call CompiledFxGraph")
@@ -113,8 +111,7 @@ def measure(options: argparse.Namespace, folder: str) -> list[dict[str, Counter[
             "metrics.log_interval": 1000,
             "compile.enable": not options.eager,
         }
-        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
-        runs.append(prepare_run(resolve_settings(load_config([f"--{key}={text}" for key, text in texts.items()]))))
+        runs.append(prepare_run(resolve_settings(load_config(arguments(settings)))))
     found = []
     with process_group(runs[0].device):
         for run in runs:
@@ -128,7 +125,7 @@ def measure(options: argparse.Namespace, folder: str) -> list[dict[str, Counter[
 
 def main() -> None:
     """Count for each depth and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--layers", type=int, nargs=2, default=[12, 48])
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--hidden_size", type=int, default=32)
@@ -136,7 +133,6 @@ def main() -> None:
     parser.add_argument("--zero_stage", type=int, default=0, choices=range(4))
     parser.add_argument("--eager", action="store_true", help="do not compile layers")
     parser.add_argument("--names", action="store_true", help="print what is counted, by name")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = measure(options, folder)
@@ -153,13 +149,9 @@ def main() -> None:
             grown = {name: (n - found[0][what][name]) / (many - few) for name, n in found[1][what].items()}
             for name, each in sorted(grown.items(), key=lambda item: -item[1])[:30]:
                 print(f"    {found[0][what][name]:>6} {each:>8.2f} a layer  {name}")
-    if options.json:
-        import torch
-
-        names = ("dtype", "hidden_size", "microbatches", "zero_stage")
-        settings = {name: getattr(options, name) for name in names} | {"compiled": not options.eager}
-        told = {"torch": torch.__version__, "machine": platform.processor(), **settings, "rows": rows}
-        options.json.write_text(json.dumps(told, indent=1) + "\n")
+    names = ("dtype", "hidden_size", "microbatches", "zero_stage")
+    settings = {name: getattr(options, name) for name in names} | {"compiled": not options.eager}
+    write(options.json, {"machine": machine(), **settings, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -13,10 +13,8 @@ have had resident.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -26,7 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from runs import ROOT, arguments, machine, parser_of, torchrun, write
+
 METHODS = ("all_gather", "ulysses", "ring")
 
 
@@ -91,7 +90,7 @@ def measure(tokens: int, processes: int, method: str, steps: int, recompute: str
     """The figures of one run."""
     with tempfile.TemporaryDirectory() as folder:
         settings = {
-            "job.config_file": ROOT / "train_configs/debug_llama.toml",
+            "job.config_file": "debug_llama",
             "job.dump_folder": folder,
             "model.overrides.max_seq_len": tokens,
             "training.seq_len": tokens,
@@ -105,11 +104,9 @@ def measure(tokens: int, processes: int, method: str, steps: int, recompute: str
             "parallelism.context_parallel_degree": processes,
             "parallelism.context_parallel_method": method if processes > 1 else "auto",
         }
-        given = [f"--{key}={value}" for key, value in settings.items()]
         output = Path(folder, "figures")
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", __file__]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        subprocess.run([*command, "worker", str(steps), str(output), *given], check=True, env=environment)
+        command = [*torchrun(processes), __file__, "worker", str(steps), str(output), *arguments(settings)]
+        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
         ranks = [json.loads(Path(f"{output}.{rank}").read_text()) for rank in range(processes)]
     seconds = max(statistics.median(rank["seconds"]) for rank in ranks)
     return {
@@ -128,14 +125,13 @@ def main() -> int:
         _, _, steps, output, *settings = sys.argv
         worker(settings, int(steps), Path(output))
         return 0
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=32768, help="positions of the sequence")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="that share it; 1 for comparison")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--steps", type=int, default=3, help="measured in each run")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--limit_gib", type=float, help="of memory that all processes may take together")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     runs, alone, cores = list[dict[str, Any]](), None, len(os.sched_getaffinity(0))
     print(f"{'processes':>9}  {'method':>10}  {'s a step':>9}  {'s sending':>9}  {'of the limit':>12}  {'GiB':>6}")
@@ -150,9 +146,7 @@ def main() -> int:
             runs.append(found)
             told = f"{processes:>9}  {method:>10}  {found['seconds']:>9.2f}  {found['communication_seconds']:>9.2f}"
             print(f"{told}  {share:>12}  {found['resident_bytes'] / 2**30:>6.2f}", flush=True)
-    if options.json is not None:
-        machine = {"cores": cores, "cpu": platform.processor(), "load_average": os.getloadavg()}
-        options.json.write_text(json.dumps({"machine": machine, "runs": runs}, indent=1) + "\n")
+    write(options.json, {"machine": machine(), "runs": runs})
     most = max(run["resident_bytes"] for run in runs) / 2**30
     return int(options.limit_gib is not None and most > options.limit_gib)
 

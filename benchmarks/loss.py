@@ -15,24 +15,22 @@ no machine is too small. Operators that compute on a GPU in one compiled kernel 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from runs import ROOT, parser_of, write
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from titan_like.models.layers import cross_entropy  # noqa: E402
+from titan_like.models.layers import cross_entropy
 
 Side = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -148,31 +146,25 @@ def seconds(options: argparse.Namespace, rounds: int = 3) -> dict[str, float]:
 
 def main() -> None:
     """Measure every side and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--positions", type=int, default=8192)
     parser.add_argument("--vocab", type=int, default=128_256)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--time", action="store_true")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     bytes_of = {name: peak_bytes(side, options) for name, side in SIDES.items()}
     times = seconds(options) if options.time else {}
+    ours_over = {name: round(bytes_of["ours"] / size, 3) for name, size in bytes_of.items()}
     rows = [
-        {
-            "side": name,
-            "peak_bytes": size,
-            "ours_over_it": round(bytes_of["ours"] / size, 3),
-            "seconds": times.get(name),
-        }
+        {"side": name, "peak_bytes": size, "ours_over_it": ours_over[name], "seconds": times.get(name)}
         for name, size in bytes_of.items()
     ]
     for row in rows:
         timed = "" if row["seconds"] is None else f"{row['seconds']:9.2f} s"
         print(f"{row['side']:6} {row['peak_bytes'] / 2**20:10,.0f} MiB   ours ÷ it {row['ours_over_it']:.2f} {timed}")
-    if options.json:
-        shape = {name: getattr(options, name) for name in ("positions", "vocab", "hidden", "dtype")}
-        options.json.write_text(json.dumps({"torch": torch.__version__, **shape, "rows": rows}, indent=1) + "\n")
+    shape = {name: getattr(options, name) for name in ("positions", "vocab", "hidden", "dtype")}
+    write(options.json, {"torch": torch.__version__, **shape, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -14,19 +14,16 @@ all-to-all. State is what rank 0 keeps between steps.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import statistics
 import tempfile
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from runs import machine, parser_of, write
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_like.config import load_config
@@ -115,7 +112,7 @@ def measure(config: JobConfig, device: torch.device, rounds: int) -> dict[str, A
                 side.seconds.append(slowest.item())
     found = {side.name: {"median_ms": 1e3 * statistics.median(side.seconds), **side.counted()} for side in sides}
     return {
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
+        "machine": machine(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "model": f"{config.model.family} {config.model.flavor}",
         "parameters": settings.model.num_parameters(),
@@ -127,10 +124,9 @@ def measure(config: JobConfig, device: torch.device, rounds: int) -> dict[str, A
 
 def main(argv: list[str]) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch, in each process")
-    parser.add_argument("--json", metavar="PATH")
     options, settings = parser.parse_known_args(argv)
     torch.set_num_threads(options.threads)
     # An update does not depend on the batch, which only has to be valid in any layout.
@@ -143,8 +139,7 @@ def main(argv: list[str]) -> None:
             result = measure(config, device, options.rounds)
             if dist.get_rank() == 0:
                 show(result)
-                if options.json:
-                    Path(options.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+                write(options.json, result)
 
 
 def show(result: dict[str, Any]) -> None:

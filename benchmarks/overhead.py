@@ -1,25 +1,21 @@
-"""Speed of train.py compared with a bare PyTorch loop and with Hugging Face's Trainer.
+"""Speed of train.py compared with a bare PyTorch loop and with Hugging Face's Trainer, in float32.
 
-    python benchmarks/overhead.py                              # both comparisons
-    python benchmarks/overhead.py overhead --pairs 7 --json overhead.json
-    python benchmarks/overhead.py hf --layers 6 --hidden 192 --vocab 50257
-    python benchmarks/overhead.py turns                        # on a machine whose speed changes from run to run
+    python benchmarks/overhead.py turns                        # train.py and a bare loop
     python benchmarks/overhead.py turns --compile              # our layers one by one, the bare loop as one graph
+    python benchmarks/overhead.py hf --layers 6 --hidden 192 --vocab 50257
 
-Each comparison alternates between its two sides. Each run is a new process with the same number of threads. All sides
-train in float32 on the same samples, with the same batch size, learning rate, fused AdamW and clipping. train.py runs
-as users run it: it loads data, logs and writes metrics.jsonl, which the other sides do not.
-
-All sides use the same clock: a hook in torch.optim that reads the time when an optimizer step ends, on a GPU by an
-event. A step lasts from the end of the previous step to its own end, so no work between steps is missed. Tokens per
-second are the tokens of the steps after the warm-up over their total time. The median step is given too: it is less
-sensitive to other programs on the machine, but hides work that only some steps do, such as log lines. Measure on an
-idle machine: other load can make a run ten times as long. The bare loop must reach train.py's final loss, otherwise the
-benchmark fails. `peers.py` compares larger models on a GPU, compiled and in bfloat16.
+All sides train on the same samples, with the same batch size, learning rate, fused AdamW and clipping. train.py runs as
+users run it: it loads data, logs and writes metrics.jsonl, which the other sides do not.
 
 `turns` runs train.py with a step of the bare loop before each of its own, in the same process. Both then meet the same
 machine, so single steps can be compared. Work of train.py that spreads over its steps, such as log lines, counts as its
-own, and so does what another model in the caches costs it.
+own, and so does what another model in the caches costs it. The bare loop must reach train.py's final loss.
+
+`hf` alternates between train.py and Trainer, each run a new process. Both have the same clock: a hook in torch.optim
+that reads the time when an optimizer step ends, on a GPU by an event. A step lasts from the end of the previous step to
+its own end, so no work between steps is missed. Tokens per second are the tokens of the steps after the warm-up over
+their total time; the ratio of median steps is less sensitive to other programs, but hides work that only some steps do.
+Measure on an idle machine. `peers.py` compares larger models on a GPU, compiled and in bfloat16.
 """
 
 from __future__ import annotations
@@ -27,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import runpy
 import statistics
 import subprocess
@@ -39,14 +34,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-SEQ_LEN = 256
-BATCH = 8
-LR = 3e-4
-# The first side is the denominator of the ratio.
-SIDES = {"overhead": ("bare", "titan"), "hf": ("hf", "titan")}
-STEPS = {"overhead": 80, "hf": 13, "turns": 160}
-WARMUP = {"overhead": 10, "hf": 3, "turns": 10}
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.runs import ROOT, arguments, machine, parser_of, read_records, write
+
+SEQ_LEN, BATCH, LR = 256, 8, 3e-4
+STEPS, WARMUP = {"turns": 160, "hf": 13}, {"turns": 10, "hf": 3}
 
 
 # Functions that run in the new processes.
@@ -147,12 +139,6 @@ def bare_loop(
         yield loss.detach()
 
 
-def train_bare(run: Any) -> float:
-    """Train with the bare loop. Returns the last loss."""
-    *_, loss = bare_steps(run)
-    return loss.item()
-
-
 def train_hf(config: Any, shape: Any, tokens: Any) -> list[float]:
     """Train transformers' model of the same shape with its Trainer, without logging, on tokens [samples, seq].
 
@@ -231,7 +217,7 @@ def train_titan(argv: list[str], dump_folder: str) -> float:
     except SystemExit as end:
         if end.code:
             raise
-    return json.loads((Path(dump_folder) / "metrics.jsonl").read_text().splitlines()[-1])["loss"]
+    return read_records(dump_folder)[-1]["loss"]
 
 
 def train_in_turns(argv: list[str], dump_folder: str, run: Any, output: Path) -> None:
@@ -262,120 +248,72 @@ def train_in_turns(argv: list[str], dump_folder: str, run: Any, output: Path) ->
 
 def worker(side: str, output: Path, argv: list[str]) -> None:
     """Train one side in this process and write its times."""
-    sys.path.insert(0, str(ROOT))
-    import torch
-
     from titan_like.config import load_config
+    from titan_like.train.rules import resolve_settings
+    from titan_like.train.setup import prepare_run
 
     config = load_config(argv)
-    assert config.training.steps is not None
-    if side == "turns":
-        from titan_like.train.rules import resolve_settings
-        from titan_like.train.setup import prepare_run
-
-        train_in_turns(argv, config.job.dump_folder, prepare_run(resolve_settings(config)), output)
-        return
     clock = StepClock()
     if side == "titan":
-        loss = train_titan(argv, config.job.dump_folder)
-    else:
-        from titan_like.train.rules import resolve_settings
-        from titan_like.train.setup import prepare_run
-
+        train_titan(argv, config.job.dump_folder)
+    elif side == "hf":
         run = prepare_run(resolve_settings(config))
-        loss = train_bare(run) if side == "bare" else train_hf(config, run.model, samples(run)[:, 0])[-1]
-    result = {"ends": clock.ends, "loss": loss, "threads": torch.get_num_threads()}
-    output.write_text(json.dumps(result))
+        train_hf(config, run.model, samples(run)[:, 0])
+    else:
+        train_in_turns(argv, config.job.dump_folder, prepare_run(resolve_settings(config)), output)
+        return
+    output.write_text(json.dumps(clock.ends))
 
 
 # Functions that compare them.
 
 
-def settings_of(command: str, args: argparse.Namespace) -> list[str]:
+def settings_of(args: argparse.Namespace) -> list[str]:
     """The settings of train.py, which the other sides read too."""
     settings = {
-        "model.family": "gpt",
-        "model.flavor": "debug",
-        "data.dataset": "stdlib",
-        "training.seq_len": SEQ_LEN,
-        "training.micro_batch_size": BATCH,
-        "training.global_batch_size": BATCH,
-        "training.steps": args.steps or STEPS[command],
-        "training.max_norm": 1.0,
-        "optimizer.lr": LR,
-        "lr_scheduler.decay": "constant",
-    }
-    if args.compile:
-        settings["compile.enable"] = "true"
-    if command == "hf":
-        settings["model.overrides.num_layers"] = args.layers
-        settings["model.overrides.hidden_size"] = args.hidden
-        settings["model.overrides.num_attention_heads"] = args.heads
-        settings["model.overrides.vocab_size"] = args.vocab
-    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+        "model.family": "gpt", "model.flavor": "debug", "data.dataset": "stdlib", "training.seq_len": SEQ_LEN,
+        "training.micro_batch_size": BATCH, "training.global_batch_size": BATCH, "training.steps": args.steps,
+        "training.max_norm": 1.0, "optimizer.lr": LR, "lr_scheduler.decay": "constant", "compile.enable": args.compile,
+    }  # fmt: skip
+    if args.command == "hf":
+        names = {"num_layers": "layers", "hidden_size": "hidden", "num_attention_heads": "heads", "vocab_size": "vocab"}
+        settings |= {f"model.overrides.{name}": getattr(args, option) for name, option in names.items()}
+    return arguments(settings)
 
 
-def start(side: str, command: str, args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], int]:
-    """Run one side in a new process; returns what it wrote, and the steps of its warm-up."""
+def start(side: str, args: argparse.Namespace, folder: Path) -> Any:
+    """Run one side in a new process; returns what it wrote."""
     output = folder / "result.json"
     output.unlink(missing_ok=True)
-    warmup = min(WARMUP[command], (args.steps or STEPS[command]) - 2)
-    argv = [*settings_of(command, args), "--job.dump_folder", str(folder / "run")]
+    command = [sys.executable, __file__, "worker", side, str(output), *settings_of(args)]
     environment = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
     done = subprocess.run(
-        [sys.executable, __file__, "worker", side, str(output), *argv],
-        env=environment, capture_output=True, text=True,
-    )  # fmt: skip
+        [*command, f"--job.dump_folder={folder}/run"], env=environment, capture_output=True, text=True, check=False
+    )
     if done.returncode or not output.exists():
         raise SystemExit(f"{side} failed with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
-    return json.loads(output.read_text()), warmup
+    return json.loads(output.read_text())
 
 
-def measure(side: str, command: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run one side in a new process; returns tokens per second, the time of a step and the loss."""
-    result, warmup = start(side, command, args, folder)
-    ends = result["ends"][warmup - 1 :]
-    steps = [after - before for before, after in pairwise(ends)]
-    return {
-        "tokens_per_second": round(BATCH * SEQ_LEN * len(steps) / sum(steps), 1),
-        "median_step_ms": round(1000 * statistics.median(steps), 3),
-        "mean_step_ms": round(1000 * statistics.mean(steps), 3),
-        "steps": len(steps),
-        "loss": result["loss"],
-        "threads": result["threads"],
-    }
-
-
-def compare(command: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run the pairs of one comparison and print each when it is done."""
-    base, titan = SIDES[command]
-    print(f"\n{command}: titan (train.py) / {base}, tokens per second")
-    print(f"{'pair':>4} {base + ' tok/s':>12} {'titan tok/s':>12} {'ratio':>7} {'ratio of median steps':>22}")
+def compare_hf(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run both sides in new processes, --pairs times."""
+    print("\nhf: titan (train.py) / hf, tokens per second")
+    print(f"{'pair':>4} {'hf tok/s':>12} {'titan tok/s':>12} {'ratio':>7} {'ratio of median steps':>22}")
     pairs = []
     for number in range(1, args.pairs + 1):
-        pair: dict[str, Any] = {side: measure(side, command, args, folder) for side in (base, titan)}
-        pair["ratio"] = round(pair[titan]["tokens_per_second"] / pair[base]["tokens_per_second"], 4)
-        pair["ratio_of_median_steps"] = round(pair[base]["median_step_ms"] / pair[titan]["median_step_ms"], 4)
-        difference = abs(pair[titan]["loss"] - pair[base]["loss"])
-        if command == "overhead" and difference > 1e-3:
-            raise SystemExit(f"the two sides trained differently: the losses of the last step differ by {difference}")
-        pairs.append(pair)
-        rates = [pair[side]["tokens_per_second"] for side in (base, titan)]
-        print(
-            f"{number:4d} {rates[0]:12.1f} {rates[1]:12.1f} {pair['ratio']:7.3f} {pair['ratio_of_median_steps']:22.3f}",
-            flush=True,
-        )
-    medians = {key: statistics.median(pair[key] for pair in pairs) for key in ("ratio", "ratio_of_median_steps")}
-    print(f"{'median':>30} {medians['ratio']:7.3f} {medians['ratio_of_median_steps']:22.3f}")
-    settings = " ".join(settings_of(command, args))
-    return {
-        "train_command": f"python train.py {settings}",
-        "parameters": count_parameters(command, args),
-        "tokens_per_second_is": "tokens of the steps after warm-up / time from the end of warm-up to the last step",
-        "pairs": pairs,
-        "median_ratio": medians["ratio"],
-        "median_ratio_of_median_steps": medians["ratio_of_median_steps"],
-    }
+        steps = {}
+        for side in ("hf", "titan"):
+            ends = start(side, args, folder)[WARMUP["hf"] - 1 :]
+            steps[side] = [after - before for before, after in pairwise(ends)]
+        rates = {side: BATCH * SEQ_LEN * len(times) / sum(times) for side, times in steps.items()}
+        medians = {side: statistics.median(times) for side, times in steps.items()}
+        pair = {"tokens_per_second": rates, "median_step_s": medians, "ratio": rates["titan"] / rates["hf"]}
+        pairs.append(pair | {"ratio_of_median_steps": medians["hf"] / medians["titan"]})
+        ratios = f"{pairs[-1]['ratio']:7.3f} {pairs[-1]['ratio_of_median_steps']:22.3f}"
+        print(f"{number:4d} {rates['hf']:12.1f} {rates['titan']:12.1f} {ratios}", flush=True)
+    found = {key: statistics.median(pair[key] for pair in pairs) for key in ("ratio", "ratio_of_median_steps")}
+    print(f"{'median':>30} {found['ratio']:7.3f} {found['ratio_of_median_steps']:22.3f}")
+    return {"pairs": pairs, **{f"median_{key}": value for key, value in found.items()}}
 
 
 def compare_in_turns(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -384,51 +322,22 @@ def compare_in_turns(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     print(f"{'run':>4} {'bare ms':>9} {'titan ms':>9} {'ratio':>7}")
     runs = []
     for number in range(1, args.pairs + 1):
-        result, warmup = start("turns", "turns", args, folder)
-        steps = list(zip(result["bare"], result["titan"], strict=False))[warmup:]  # the last one is not timed
+        result = start("turns", args, folder)
+        steps = list(zip(result["bare"], result["titan"], strict=False))[WARMUP["turns"] :]  # the last is not timed
         bare, titan = (1000 * statistics.median(times) for times in zip(*steps, strict=True))
         ratio = statistics.median(bare / titan for bare, titan in steps)
-        runs.append(
-            {"bare_ms": round(bare, 2), "titan_ms": round(titan, 2), "steps": len(steps), "ratio": round(ratio, 4)}
-        )
+        runs.append({"bare_ms": bare, "titan_ms": titan, "steps": len(steps), "ratio": ratio})
         print(f"{number:4d} {bare:9.1f} {titan:9.1f} {ratio:7.3f}", flush=True)
     median = statistics.median(run["ratio"] for run in runs)
     print(f"{'median':>23} {median:8.3f}")
-    settings = " ".join(settings_of("turns", args))
-    return {"train_command": f"python train.py {settings}", "runs": runs, "median_ratio": median}
-
-
-def count_parameters(command: str, args: argparse.Namespace) -> int:
-    """Number of parameters of the model, with embeddings and without vocabulary padding."""
-    sys.path.insert(0, str(ROOT))
-    from titan_like.config import load_config
-    from titan_like.models.registry import model_config
-
-    return model_config(load_config(settings_of(command, args)).model).num_parameters(padded=False)
-
-
-def machine() -> dict[str, Any]:
-    """A description of the machine."""
-    import torch
-
-    cpu_info = Path("/proc/cpuinfo")
-    lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "load_average": [round(load, 2) for load in os.getloadavg()],
-    }
+    return {"runs": runs, "median_ratio": median}
 
 
 def main() -> None:
     """Read the command line, compare, write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", nargs="?", choices=["all", *SIDES, "turns"], default="all")
-    parser.add_argument("--pairs", type=int, default=5, help="alternating pairs of runs (default 5)")
+    parser = parser_of(__doc__)
+    parser.add_argument("command", choices=STEPS)
+    parser.add_argument("--pairs", type=int, default=5, help="runs (default 5)")
     parser.add_argument("--steps", type=int, help=f"optimizer steps a run, warm-up included (default {STEPS})")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch threads (default: all cores)")
     parser.add_argument("--layers", type=int, default=12, help="hf: layers (default 12)")
@@ -436,20 +345,13 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=8, help="hf: attention heads (default 8)")
     parser.add_argument("--vocab", type=int, default=8192, help="hf: vocabulary (default 8192)")
     parser.add_argument("--compile", action="store_true", help="compile all sides")
-    parser.add_argument("--json", type=Path, help="file to write the result to")
     args = parser.parse_args()
-    if args.steps is not None and args.steps < 4:
-        parser.error("--steps must be at least 4")
-
-    result: dict[str, Any] = {"command": " ".join(["python benchmarks/overhead.py", *sys.argv[1:]])}
-    result["machine"] = machine()
-    print("  ".join(f"{key}: {value}" for key, value in result["machine"].items()))
+    args.steps = args.steps or STEPS[args.command]
+    result = {"train_command": ["train.py", *settings_of(args)], "machine": machine()}
+    print(*(f"{key}: {value}" for key, value in result["machine"].items()), sep="  ")
     with tempfile.TemporaryDirectory() as folder:
-        for command in SIDES if args.command == "all" else [args.command]:
-            found = compare_in_turns(args, Path(folder)) if command == "turns" else compare(command, args, Path(folder))
-            result[command] = found
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        compare = compare_in_turns if args.command == "turns" else compare_hf
+        write(args.json, result | {args.command: compare(args, Path(folder))})
 
 
 if __name__ == "__main__":

@@ -27,10 +27,10 @@ Outcome = tuple[float, float, str]
 def train_ours(config: Any, shape: Any, argv: list[str]) -> Outcome:
     """Train with train.py."""
     from benchmarks.overhead import train_titan
+    from benchmarks.runs import read_records
 
     train_titan(argv, config.job.dump_folder)
-    lines = (Path(config.job.dump_folder) / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
+    records = read_records(config.job.dump_folder)
     logged = statistics.median(record["tokens_per_second"] for record in records[len(records) // 2 :])
     return records[0]["loss"], records[-1]["loss"], f"metrics.jsonl has {logged:,.0f} tokens/s"
 
@@ -171,7 +171,8 @@ SIDES = {"ours": train_ours, "bare": train_bare, "trainer": train_trainer, "torc
 
 def main(side: str, argv: list[str]) -> None:
     """Train one side and write its figures."""
-    from benchmarks.overhead import StepClock, machine
+    from benchmarks.overhead import StepClock
+    from benchmarks.runs import machine
 
     started, clock = float(os.environ.get("PEERS_STARTED", time.time())), StepClock()
     import torch

@@ -22,7 +22,6 @@ Without a GPU, or with --tiny, all sides train small models on the CPU to test t
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import importlib.util
 import json
@@ -41,8 +40,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.runs import ROOT, arguments, parser_of, write
+
 STARTED = time.monotonic()
 LIMIT = 525.0  # seconds for all cases
 
@@ -111,7 +111,7 @@ def settings_of(model: Model, side: str, tiny: bool) -> list[str]:
         "evaluation.interval": 0,
         "metrics.log_interval": 10,
     }
-    return [f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]
+    return arguments(settings)
 
 
 def limit_of(left: float, expected: float) -> float | None:
@@ -241,18 +241,10 @@ def main() -> int:
 
     from titan_like.metrics.hardware import peak_tflops
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU (the default without a GPU)")
     parser.add_argument("--only", choices=MODELS, action="append", help="run only this model; may be repeated")
-    parser.add_argument("--json", type=Path, help="file to write the result to")
     options = parser.parse_args()
-    from titan_like.config.errors import ConfigError
-    from titan_like.config.options import check_output_file
-
-    try:
-        check_output_file("--json", None if options.json is None else str(options.json))
-    except ConfigError as error:
-        parser.error(str(error))
     tiny = options.tiny or not torch.cuda.is_available()
     cases: list[Row] = []
     result: dict[str, Any] = {
@@ -280,8 +272,7 @@ def main() -> int:
         cases.append(row)
         result |= {"seconds": round(time.monotonic() - STARTED, 1), "ratios": ratios_of(cases), "cases": cases}
         print(f"{result['seconds']:5.0f} s  {line_of(row, result['ratios'])}", flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write(options.json, result)
     print("", *(f"{key}: {value}" for key, value in (result.get("machine", {}) | result["versions"]).items()), sep="\n")
     print(HEAD, *(line_of(row, result["ratios"]) for row in cases), sep="\n")
     failed = [row for row in cases if row["side"] == "ours" and not row.get("problem", "not run").startswith("not run")]

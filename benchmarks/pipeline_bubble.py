@@ -19,7 +19,6 @@ one activation between stages. The stages themselves keep only their input until
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -31,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from runs import machine, parser_of, write
 from sleeping_stages import TORCH_SCHEDULES, OwnRuntime, Times, TorchRuntime, launch
 
 from titan_like.metrics.step_timeline import StepTimeline, measured, simulated
@@ -187,9 +187,7 @@ def peak_bytes(profile: torch.profiler.profile) -> int:
 
 def main() -> None:
     """Read the command line, measure, write the result."""
-    from overhead import machine
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=4, help="pipeline ranks (default 4)")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16, 32], help="(default 4 8 16 32)")
     parser.add_argument("--runtimes", nargs="+", choices=["own", "torch"], default=["own", "torch"])
@@ -198,7 +196,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="steps after the first (default 5)")
     parser.add_argument("--no-memory", action="store_true", help="measure time only")
     parser.add_argument("--realtime", action="store_true", help="run with real-time priority (needs the permission)")
-    parser.add_argument("--json", type=Path, help="file to write the result to")
     args = parser.parse_args()
 
     times = Times(*[args.forward_ms / 1000] * 3)
@@ -226,8 +223,7 @@ def main() -> None:
             memory_cases = [case for case in cases if case[1] not in SPLIT_BACKWARD and case[3] in (8, 32)]
             launch(measure_memory, args.ranks, False, memory_cases, Times(0.002, 0.002, 0.002), output)
             result["memory"] = json.loads(output.read_text())
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(args.json, result)
 
 
 def runs(runtime: str, schedule: str, degree: int, virtual: int, microbatches: int) -> bool:

@@ -16,44 +16,24 @@ microbatches.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
-import torch
+from runs import arguments, machine, parser_of, train, write
 
 from titan_like.parallel.schedules.simulate import ideal_bubble
 
-ROOT = Path(__file__).resolve().parents[1]
 MODEL = {"num_layers": 6, "hidden_size": 512, "num_attention_heads": 8, "max_seq_len": 256}
 SEQ_LEN, GLOBAL_BATCH = 256, 16
-PIPELINE_MICROBATCHES = 16
+TENSOR = ["--parallelism.tensor_parallel_degree=2", "--training.micro_batch_size=4"]
 LAYOUTS: dict[str, tuple[int, list[str]]] = {  # processes, settings
     "one": (1, ["--training.micro_batch_size=4"]),
     "data 2": (2, ["--training.micro_batch_size=4"]),
-    "tensor 2": (2, ["--parallelism.tensor_parallel_degree=2", "--training.micro_batch_size=4"]),
-    "tensor 2, sequence parallel": (
-        2,
-        [
-            "--parallelism.tensor_parallel_degree=2",
-            "--parallelism.sequence_parallel=true",
-            "--training.micro_batch_size=4",
-        ],
-    ),
-    "pipeline 2, 1f1b": (
-        2,
-        [
-            "--parallelism.pipeline_parallel_degree=2",
-            f"--training.micro_batch_size={GLOBAL_BATCH // PIPELINE_MICROBATCHES}",
-        ],
-    ),
+    "tensor 2": (2, TENSOR),
+    "tensor 2, sequence parallel": (2, [*TENSOR, "--parallelism.sequence_parallel=true"]),
+    "pipeline 2, 1f1b": (2, ["--parallelism.pipeline_parallel_degree=2", "--training.micro_batch_size=1"]),
 }
 AT_LEAST = {"data 2": 1.8, "tensor 2": 1.4, "pipeline 2, 1f1b": 1.6}
 
@@ -61,19 +41,10 @@ AT_LEAST = {"data 2": 1.8, "tensor 2": 1.4, "pipeline 2, 1f1b": 1.6}
 def measure(layout: str, steps: int) -> dict[str, float]:
     """Run train.py; returns the tokens per second after the first step and the last loss."""
     processes, settings = LAYOUTS[layout]
+    common = {f"model.overrides.{key}": value for key, value in MODEL.items()}
+    common |= {"training.seq_len": SEQ_LEN, "training.global_batch_size": GLOBAL_BATCH, "training.steps": steps + 1}
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"),
-            *("train.py", "--model.family=gpt", *(f"--model.overrides.{key}={value}" for key, value in MODEL.items())),
-            *("--data.dataset=stdlib", f"--training.seq_len={SEQ_LEN}", f"--training.global_batch_size={GLOBAL_BATCH}"),
-            *(f"--training.steps={steps + 1}", f"--job.dump_folder={folder}", "--metrics.log_interval=1"),
-            *settings,
-        ]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{layout} failed:\n{done.stderr[-3000:]}")
-        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+        lines = train([*arguments(common), *settings], folder, processes, CUDA_VISIBLE_DEVICES="")
     seconds = sum(line["step_time_s"] for line in lines[1:])
     return {"tokens_per_second": steps * GLOBAL_BATCH * SEQ_LEN / seconds, "loss": lines[-1]["loss"]}
 
@@ -87,7 +58,7 @@ def summarise(runs: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
         ]
         ideal = float(LAYOUTS[layout][0])
         if layout.startswith("pipeline"):
-            ideal /= 1 + ideal_bubble("1f1b", 2, 1, PIPELINE_MICROBATCHES)
+            ideal /= 1 + ideal_bubble("1f1b", 2, 1, GLOBAL_BATCH)
         rows.append(
             {
                 "layout": layout,
@@ -116,11 +87,10 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Measure all layouts in turn, print and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="always with one process")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="measured steps of a run, after one of warm-up")
-    parser.add_argument("--json", metavar="PATH", help="write the figures to this file")
     options = parser.parse_args()
     layouts = list(dict.fromkeys(["one", *options.layouts]))
     runs: dict[str, list[dict[str, float]]] = {layout: [] for layout in layouts}
@@ -134,10 +104,8 @@ def main() -> None:
             )
     rows = summarise(runs)
     show(rows)
-    if options.json:
-        machine = {"cores": os.cpu_count(), "machine": platform.machine(), "torch": torch.__version__}
-        shape = {"model": MODEL, "seq_len": SEQ_LEN, "global_batch_size": GLOBAL_BATCH}
-        Path(options.json).write_text(json.dumps(machine | shape | {"layouts": rows}, indent=2) + "\n")
+    shape = {"model": MODEL, "seq_len": SEQ_LEN, "global_batch_size": GLOBAL_BATCH}
+    write(options.json, {"machine": machine(), **shape, "layouts": rows})
 
 
 if __name__ == "__main__":

@@ -6,32 +6,29 @@
 Measures a profile with as many processes as layouts have (plan.py microbenchmark), because processes share the cores,
 then the layouts of search_cpu.toml (scripts/search.py). What is measured already is not measured again. A layout's time
 is predicted twice: by the profile as it was measured, and by one that is fitted to all other layouts with as many
-processes, so never with a constant that the layout itself has told. Measure on an idle machine; `load` says how idle it
-was. On two cores it takes about a quarter of an hour.
+processes, so never with a constant that the layout itself has told. Measure on an idle machine; `machine` says how
+idle it was. On two cores it takes about a quarter of an hour.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.runs import ROOT, machine, parser_of, torchrun, write
 from titan_like.planner.commands.calibrate import fit, informed, log_errors
 from titan_like.planner.predict import of_own_trainer
 from titan_like.planner.profile import load_profile
 from titan_like.planner.rows import Row, read_rows
 from titan_like.search.results import judgement
 
-ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
 
 
@@ -46,8 +43,7 @@ def measure(out: Path, counts: list[int], more: list[str]) -> None:
     for count in counts:
         profile = out / f"cpu_{count}.toml"
         if not profile.exists():
-            torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
-            run(*torchrun, "scripts/plan.py", "microbenchmark", "--out", str(profile))
+            run(*torchrun(count)[1:], "scripts/plan.py", "microbenchmark", "--out", str(profile))
     layouts = ["--job.config_file", "benchmarks/search_cpu_run.toml", "--grid", "benchmarks/search_cpu.toml"]
     how = ["--processes", ",".join(map(str, counts)), "--profile", f"{out}/cpu_{{processes}}.toml"]
     run("scripts/search.py", *layouts, *how, "--warmup", "2", "--steps", "3", "--dump_folder", str(out), *more)
@@ -66,13 +62,12 @@ def fitted_to_others(rows: list[Row], profile_file: Path) -> list[float]:
 
 def main() -> None:
     """Measure, fit and judge."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the search")
     parser.add_argument("--processes", default="1,2,4,8")
-    parser.add_argument("--json", metavar="PATH", help="write the figures to this file")
     options, more = parser.parse_known_args()
     out, counts = options.out.resolve(), [int(word) for word in options.processes.split(",")]
-    load = os.getloadavg()[0]
+    about = machine()
     measure(out, counts, more)
     layouts = json.loads((out / "results.json").read_text())["layouts"]
     measured = [row for row in layouts if row["outcome"] == "ok"]
@@ -84,10 +79,7 @@ def main() -> None:
         seconds = fitted_to_others([rows[at] for at in here], out / f"cpu_{count}.toml")
         calibrated += [measured[at] | {"predicted_step_time_s": time} for at, time in zip(here, seconds, strict=True)]
     result = {
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "load": load,
+        "machine": about,
         "profiles_as_measured": judgement(measured),
         "fitted_to_other_layouts": judgement(calibrated),
         "layouts": [
@@ -96,8 +88,7 @@ def main() -> None:
     }
     for name in ("profiles_as_measured", "fitted_to_other_layouts"):
         print(f"{name}: {json.dumps(result[name], indent=2)}")
-    if options.json:
-        Path(options.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write(options.json, result)
 
 
 if __name__ == "__main__":

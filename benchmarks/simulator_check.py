@@ -149,7 +149,7 @@ def measured_steps(
 
 def main() -> None:
     """Read the command line, measure, write the result."""
-    from overhead import machine
+    from runs import machine
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4, help="pipeline ranks (default 4)")

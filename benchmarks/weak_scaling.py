@@ -15,12 +15,8 @@ Measure on an idle machine with a core for each process. On GPUs the measured mo
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -31,6 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.accuracy import predict_row
 from benchmarks.published_rows import published_rows
+from benchmarks.runs import arguments, machine, parser_of, train, write
 from titan_like.config.schema import ActivationCheckpoint
 from titan_like.metrics.flops import megatron_flops_per_token
 from titan_like.models.gpt.config import GPTConfig
@@ -38,7 +35,6 @@ from titan_like.planner.profile import load_profile
 from titan_like.planner.step_time import step_time
 from titan_like.planner.workload import Workload
 
-ROOT = Path(__file__).resolve().parents[1]
 PAPER = {1: (40, 1536, 16), 2: (54, 1920, 20), 4: (64, 2304, 24), 8: (72, 3072, 32)}  # layers, hidden size, heads
 CPU = {1: (4, 256, 4), 2: (4, 368, 4), 4: (4, 512, 4), 8: (4, 736, 8)}
 STATED = {1: 1.0, 2: 0.95, 4: 0.82, 8: 0.77, 64: 0.96, 128: 0.83, 256: 0.79, 512: 0.74}  # figure 5: weak scaling
@@ -51,27 +47,16 @@ def measure(processes: int, steps: int) -> float:
     on_gpus = torch.cuda.is_available()
     layers, hidden, heads = (PAPER if on_gpus else CPU)[processes]
     seq, batch = (SEQ, SAMPLES) if on_gpus else (256, 8)
-    shape = {
-        "num_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "max_seq_len": seq,
-        "dropout": 0.0,
-    }
+    settings = {
+        "model.overrides.num_layers": layers, "model.overrides.hidden_size": hidden, "model.overrides.dropout": 0.0,
+        "model.overrides.num_attention_heads": heads, "model.overrides.max_seq_len": seq, "training.seq_len": seq,
+        "training.micro_batch_size": batch, "training.global_batch_size": batch, "training.steps": steps + 2,
+        "parallelism.tensor_parallel_degree": processes, "training.dtype": "bfloat16" if on_gpus else "float32",
+        "compile.enable": on_gpus,
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        settings = {
-            "job.dump_folder": folder, "training.seq_len": seq, "training.micro_batch_size": batch,
-            "training.global_batch_size": batch, "training.steps": steps + 2, "metrics.log_interval": 100,
-            "parallelism.tensor_parallel_degree": processes, "training.dtype": "bfloat16" if on_gpus else "float32",
-            "compile.enable": json.dumps(on_gpus), "checkpoint.enable": "false",
-            **{f"model.overrides.{key}": value for key, value in shape.items()},
-        }  # fmt: skip
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        command = [*torchrun, "train.py", *(f"--{key}={value}" for key, value in settings.items())]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
-        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    return statistics.median(1e12 * json.loads(line)["tflops_per_device"] for line in lines[2:])
+        records = train(arguments(settings), folder, processes)
+    return statistics.median(1e12 * record["tflops_per_device"] for record in records[2:])
 
 
 def measured(counts: list[int], rounds: int, steps: int) -> list[dict[str, Any]]:
@@ -146,13 +131,12 @@ def draw(studies: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
 def main() -> None:
     """Measure, predict, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     there = torch.cuda.device_count() or len(os.sched_getaffinity(0))
     default = ",".join(str(count) for count in CPU if count <= there)
     parser.add_argument("--processes", default=default, help=f"to measure, from 1 on (default: {default})")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--json", metavar="PATH")
     parser.add_argument("--picture", type=Path, metavar="FILE.png")
     options = parser.parse_args()
     counts = [int(word) for word in options.processes.split(",")]
@@ -165,13 +149,9 @@ def main() -> None:
     for name, points in studies.items():
         print(name)
         for point in points:
-            told = "  ".join(
-                f"{kind} {point[kind]:7.3f}" for kind in ("measured", "stated", "predicted") if kind in point
-            )
-            print(f"  {point['gpus']:5d}  {told}")
-    if options.json:
-        about = {"machine": platform.machine(), "torch": torch.__version__, "load": os.getloadavg()[0]}
-        Path(options.json).write_text(json.dumps({**about, "studies": studies}, indent=1) + "\n")
+            kinds = [kind for kind in ("measured", "stated", "predicted") if kind in point]
+            print(f"  {point['gpus']:5d}  {'  '.join(f'{kind} {point[kind]:7.3f}' for kind in kinds)}")
+    write(options.json, {"machine": machine(), "studies": studies})
     if options.picture:
         draw(studies, options.picture)
 

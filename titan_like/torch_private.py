@@ -13,7 +13,6 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | `FSDPState._fsdp_param_groups` and its groups' parameters | reducing gradients after a split backward pass | a list from 2.12 on; from 2.15 on autograd accumulates in the reduction's dtype |
 | `FSDPParam._extensions_data`, `.sharded_param`, `._sharded_param_data` | gathering weights in float8 | all |
 | `FSDPParamGroup._fsdp_params_with_wider_grad_dtype` | the sum of a tied table's two uses | from 2.15 on |
-| `_inductor.runtime.cache_dir_utils.cache_dir` | telling whether layers have been compiled before | all |
 | `_dynamo` | importing it early, in the server that forks processes | all |
 | `distributed.distributed_c10d._resolve_process_group` | the group of an operator that can be compiled | all |
 | `ops.aten._scaled_dot_product_flash_attention`, `…_for_cpu` and their backward passes | attention with the denominators of its softmax | all |
@@ -38,10 +37,9 @@ Functions import what they need when they are called: planning must not load wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,11 +82,11 @@ def schema_of(operator: Any) -> Any:
     return operator._schema
 
 
-def grouped_product(x: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """[rows, in] and [groups, in, out] → [rows, out]. ``ends``, int32 [groups], says where each group's rows end."""
+def grouped_product(x: torch.Tensor, matrices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """[rows, in] and [groups, in, out] → [rows, out]. ``offsets``: ends of the groups' rows, int32 [groups]."""
     if hasattr(torch.nn.functional, "grouped_mm"):
-        return torch.nn.functional.grouped_mm(x, matrices, offs=ends)
-    return torch._grouped_mm(x, matrices, offs=ends)
+        return torch.nn.functional.grouped_mm(x, matrices, offs=offsets)
+    return torch._grouped_mm(x, matrices, offs=offsets)
 
 
 def fused_adamw_(
@@ -199,13 +197,6 @@ def import_compiler() -> None:
     import torch._dynamo  # noqa: F401
 
 
-def compiler_cache() -> Path:
-    """The folder in which the compiler keeps its results: TORCHINDUCTOR_CACHE_DIR, or one for temporary files."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir())
-
-
 def reduce_fsdp_gradients(module: nn.Module, every_parameter: bool) -> None:
     """Run FSDP2's end of a backward pass by hand: reduce the gradients that earlier passes have accumulated.
 
@@ -258,7 +249,7 @@ def replicate_modules(unit: list[nn.Module], mesh: DeviceMesh, policy: MixedPrec
 
 def convert_gathers(
     units: Iterable[Any],
-    modules: list[nn.Module],
+    modules: Sequence[nn.Module],
     convert: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
     restore: Callable[..., torch.Tensor],
 ) -> list[Callable[[], torch.Tensor]]:

@@ -21,9 +21,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_like.checkpoint import saver
-from titan_like.config.schema import JobConfig, Optimizer
+from titan_like.config.schema import JobConfig
 from titan_like.parallel import split
 from titan_like.parallel.mesh import build_mesh
 from titan_like.train import training_state
@@ -131,13 +132,18 @@ def losses_of_layouts(
     return found
 
 
-def plain_adamw(model: torch.nn.Module, section: Optimizer) -> torch.optim.AdamW:
-    """torch's own optimizer, which decays matrices alone."""
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": section.weight_decay},
-        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps)
+class Collectives(TorchDispatchMode):
+    """Records each collective of compiled code and the layers: its name, and the bytes that go in and come out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "_c10d_functional" and "wait" not in func._schema.name:
+            self.calls.append((func._schema.name.partition("::")[2], args[0].nbytes, result.nbytes))
+        return result
 
 
 def train_case(case: Case, folder: Path) -> Result:
@@ -179,7 +185,7 @@ def assert_same(
 
 
 def without_key_biases(weights: Mapping[str, torch.Tensor], heads: int = 4) -> dict[str, torch.Tensor]:
-    """Weights, but of a fused bias, ordered [head, (query, key, value), head_dim], no keys (see `test_parity`)."""
+    """Weights; of a fused bias, [head, (query, key, value), head_dim], no keys (`test_layout_matrix` says why)."""
     return {
         name: weight.view(heads, 3, -1)[:, [0, 2]] if name.endswith("qkv.bias") else weight
         for name, weight in weights.items()

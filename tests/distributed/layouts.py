@@ -42,6 +42,25 @@ def recompute(mode: str, every: int = 1) -> dict[str, Any]:
     return {"activation_checkpoint.mode": mode, "activation_checkpoint.every_n_layers": every}
 
 
+# Rules that look at whole matrices, whose shards are uneven: 30 rows in blocks of 8, and 257 in blocks of 65.
+UNEVEN = {
+    "gpt": {"num_layers": 2, "hidden_size": 30, "num_attention_heads": 2, "vocab_multiple": 1},
+    "llama": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_kv_heads": 2, "vocab_multiple": 1},
+}
+RULES: dict[tuple[str, str], dict[str, Any]] = {
+    ("adafactor", "gpt"): {"optimizer.clip_threshold": 4.0},
+    ("adafactor", "llama"): {"optimizer.scale_parameter": True, "optimizer.beta1": 0.9, "optimizer.lr": 0.3},
+    ("muon", "gpt"): {},
+    ("muon", "llama"): {"optimizer.adjust_lr": "original", "optimizer.matrix_lr": 5e-3},
+}
+
+
+def with_rule(rule: str, family: str, layers: int = 2) -> dict[str, Any]:
+    """A small model of the family, trained by Adafactor or Muon."""
+    model = {"model.family": family, "model.overrides": UNEVEN[family] | {"num_layers": layers}}
+    return model | {"optimizer.name": rule, "lr_scheduler.warmup_steps": 1} | RULES[rule, family]
+
+
 @dataclass(frozen=True)
 class ParallelLayout:
     """One choice on every axis."""

@@ -12,16 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.launch import base_config, collect, losses_of_layouts, plain_adamw
+from tests.distributed.launch import Collectives, base_config, collect, losses_of_layouts
 from tests.distributed.layouts import pipeline, zero
-from titan_like.data.batch import Batch, collate
+from tests.unit.plain_loop import plain_losses
+from titan_like.data.batch import Batch
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.parallel.collectives import Group
 from titan_like.parallel.context import CORES, CPShard
 from titan_like.parallel.cp_attention import shard_positions
+from titan_like.parallel.extend import extend
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 
@@ -47,21 +48,6 @@ def mask_of(mask: str) -> KeyRanges | None:
     return KeyRanges(torch.stack((starts, torch.zeros_like(starts))), order + 1)
 
 
-class Sent(TorchDispatchMode):
-    """Bytes of collectives by kind, and of messages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func.namespace == "_c10d_functional" and "wait" not in func.name():
-            kind = func.name().partition("::")[2]
-            self.bytes[kind] += max(args[0].nbytes, result.nbytes)
-        return result
-
-
 def attend_on_shards(rank: int, size: int) -> dict[str, Any]:
     """For each method and mask, how far the result and the gradients are from those of one process, and the bytes."""
     group = Group(dist.group.WORLD.group_name, size, rank)
@@ -82,21 +68,23 @@ def attend_on_shards(rank: int, size: int) -> dict[str, Any]:
                 leaves = [x.clone().requires_grad_() for x in inputs]
                 expected = whole(*leaves, mask_of(mask))
                 expected.backward(gradient)
-                part.__class__, part.group = CORES[method], group  # type: ignore[assignment]
+                extend(part, CORES[method], group=group)
                 places = shard_positions(LENGTH, size, rank)
                 own = [x[:, :, places].to(dtype).requires_grad_() for x in inputs]
                 tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
                 cp_shard = CPShard(size, rank, method)
                 cut = cp_shard.shard(Batch(tokens, document_mask=mask_of(mask)))
                 messages.clear()
-                with Sent() as sent, patch.object(dist, "batch_isend_irecv", counted):
+                with Collectives() as sent, patch.object(dist, "batch_isend_irecv", counted):
                     result = part(*own, cut.document_mask)
                     result.backward(gradient[:, :, places].to(dtype))
                 pairs = [(result, expected), *((x.grad, y.grad) for x, y in zip(own, leaves, strict=True))]
                 norms = [y.double().norm() for _, y in pairs]
                 errors = [(x.double() - y[:, :, places]).norm() / n for (x, y), n in zip(pairs, norms, strict=True)]
                 name = f"{dtype} {method} {mask}".removeprefix("torch.")
-                found[name] = [error.item() for error in errors], dict(sent.bytes | messages)
+                for kind, taken, given in sent.calls:
+                    messages[kind] += max(taken, given)
+                found[name] = [error.item() for error in errors], dict(messages)
     return found
 
 
@@ -164,17 +152,12 @@ def test_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, steps: int) 
     }
     found = collect(losses_of_layouts, 4, tmp_path, LAYOUTS, settings)
 
+    def terms_of(batch: Batch) -> list[torch.Tensor]:
+        logits, labels = theirs(input_ids=batch.tokens).logits, batch.labels
+        return [F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)]
+
     run = prepare_run(resolve_settings(base_config(tmp_path, settings), 1))
-    theirs, section = theirs.double().train(), run.config.optimizer
-    optimizer = plain_adamw(theirs, section)
-    samples, expected = run.masks.over(run.datasets["train"]), []
-    for step in range(steps):
-        inputs, labels, *_ = collate([samples[index] for index in range(4 * step, 4 * step + 4)])
-        loss = F.cross_entropy(theirs(input_ids=inputs).logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
+    expected = [loss for (loss,) in plain_losses(run, theirs.double().train(), terms_of)]
     assert expected[-1] < expected[0] - 0.015 * steps
     for name in LAYOUTS:
         assert found[0][name] == pytest.approx(expected, rel=2e-6), name

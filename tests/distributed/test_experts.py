@@ -10,10 +10,11 @@ from unittest.mock import MagicMock, patch
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.launch import base_config, by_name, collect, losses_of_layouts, plain_adamw, trainer_of
-from titan_like.data.batch import collate
+from tests.distributed.launch import Collectives, base_config, by_name, collect, losses_of_layouts, trainer_of
+from tests.distributed.layouts import pipeline, zero
+from tests.unit.plain_loop import plain_losses
+from titan_like.data.batch import Batch
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 
@@ -77,39 +78,23 @@ def test_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, kind: str, s
     }
     found = collect(losses_of_layouts, 4, tmp_path, {name: LAYOUTS[name] for name in layouts}, settings)
 
-    run = prepare_run(resolve_settings(base_config(tmp_path, settings), 1))
-    model, section = model.double().train(), run.config.optimizer
-    optimizer = plain_adamw(model, section)
-    samples, expected = run.masks.over(run.datasets["train"]), []
     loads = [torch.full((EXPERTS,), 1 / EXPERTS, dtype=torch.float64)] * 2  # of each layer
-    for step in range(steps):
-        inputs, labels, *_ = collate([samples[index] for index in range(4 * step, 4 * step + 4)])
-        result = model(input_ids=inputs)
-        loss = F.cross_entropy(result.logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
-        total = loss
+
+    def terms_of(batch: Batch) -> list[torch.Tensor]:
+        result, labels = model(input_ids=batch.tokens), batch.labels
+        terms = [F.cross_entropy(result.logits.flatten(0, 1), labels.flatten(), ignore_index=-100)]
         for number, logits in enumerate(result.router_logits):
             logits = logits.view(-1, EXPERTS)
-            total = total + COEFFICIENT * EXPERTS * (logits.softmax(1).mean(0) @ loads[number])
+            terms.append(COEFFICIENT * EXPERTS * (logits.softmax(1).mean(0) @ loads[number]))
             counts = torch.bincount(logits.topk(CHOSEN).indices.flatten(), minlength=EXPERTS)
             loads[number] = counts.double() / counts.sum()
-        total.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
+        return terms
+
+    run = prepare_run(resolve_settings(base_config(tmp_path, settings), 1))
+    expected = [terms[0] for terms in plain_losses(run, model.double().train(), terms_of)]
     assert expected[-1] < expected[0] - 0.015 * steps
     for name in layouts:
         assert found[0][name] == pytest.approx(expected, rel=5e-6), name
-
-
-class SentBytes(TorchDispatchMode):
-    """Counts the bytes that this process hands to all-to-alls."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops._c10d_functional.all_to_all_single.default:
-            self.bytes += args[0].nbytes
-        return func(*args, **(kwargs or {}))
 
 
 def exchanged(rank: int, folder: Path) -> dict[str, tuple[int, int, int]]:
@@ -122,10 +107,11 @@ def exchanged(rank: int, folder: Path) -> dict[str, tuple[int, int, int]]:
             trainer = trainer_of(folder, settings | layout)
             data = trainer._load_data()
             as_list = MagicMock(side_effect=torch.Tensor.tolist)
-            with patch.object(torch.Tensor, "tolist", lambda tensor, read=as_list: read(tensor)), SentBytes() as sent:
+            with patch.object(torch.Tensor, "tolist", lambda tensor, read=as_list: read(tensor)), Collectives() as sent:
                 trainer.train_step(data)
             data.close()
-            found[f"{name} {dtype}"] = sent.bytes, as_list.call_count, 8 // trainer.dp_size
+            bytes_sent = sum(taken for kind, taken, _ in sent.calls if kind == "all_to_all_single")
+            found[f"{name} {dtype}"] = bytes_sent, as_list.call_count, 8 // trainer.dp_size
     return found
 
 
@@ -174,3 +160,37 @@ def test_checkpoints_are_read_with_other_degrees(tmp_path: Path) -> None:
         )
         ends = {name: value for name, value in found.items() if name.startswith("after ")}
     assert len(ends) > 10
+
+
+FIGURES: dict[str, Any] = {
+    "model.family": "moe",
+    "training.dtype": "float64",
+    "training.steps": 3,
+    "training.seq_len": 16,
+    "training.micro_batch_size": 2,
+    "training.global_batch_size": 8,
+    "activation_checkpoint.mode": "full",
+    "activation_checkpoint.every_n_layers": 2,
+    "model.overrides": {"num_layers": 3, "hidden_size": 32, "expert_ffn_hidden_size": 16, "num_dense_layers": 1},
+}
+
+
+def figures(rank: int, folder: Path, layouts: dict[str, dict]) -> dict[str, list[dict[str, float]]]:
+    found = {}
+    for name, layout in layouts.items():
+        trainer = trainer_of(folder, FIGURES | layout)
+        data = trainer._load_data()
+        found[name] = [trainer.read_step(trainer.train_step(data)).experts for _ in range(3)]
+        data.close()
+    return found
+
+
+@pytest.mark.exhaustive
+def test_figures_are_those_of_one_process(tmp_path: Path) -> None:
+    """In a pipeline of two, the first stage's only layer has no experts."""
+    expected = collect(figures, 1, tmp_path, {"one": zero(0)})[0]["one"]
+    assert len({step["balance_loss"] for step in expected}) == 3
+    layouts = {"zero 3": zero(3), "pipeline": pipeline() | {"parallelism.pipeline_layers": [1, 2]}}
+    for of_rank in collect(figures, 2, tmp_path, layouts):
+        for name, steps in of_rank.items():
+            assert steps == [pytest.approx(step, rel=1e-9) for step in expected], name

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.distributed.launch import Case, assert_same, base_config, collect, losses_of_layouts, plain_adamw, run_cases
+from tests.distributed.launch import Case, assert_same, base_config, collect, losses_of_layouts, run_cases
 from tests.distributed.layouts import pipeline, recompute, tensor, zero
 from tests.unit.chat_cases import CHATML, VOCAB_SIZE, conversations, save_tokenizer, write_lines
+from tests.unit.plain_loop import plain_adamw
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 

@@ -1,9 +1,4 @@
-"""Adafactor and Muon, which look at whole matrices, compute in every layout what they compute on one process.
-
-Runs are in float64, where the order of sums leaves less than 1e-10. The biases of GPT's keys have no gradient but
-rounding (see `test_parity`), which Adafactor scales up to whole steps; they are left out, and so is what else depends
-on their size: clipping and the parameter's scale.
-"""
+"""Checkpoints, host reads, collectives and state of Adafactor and Muon. `test_layout_matrix` has their training."""
 
 from __future__ import annotations
 
@@ -17,18 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import crash_worker
-from tests.distributed.launch import (
-    Case,
-    Result,
-    assert_same,
-    base_config,
-    collect,
-    run_cases,
-    runs_exhaustive_tests,
-    train_cases,
-    trainer_of,
-)
-from tests.distributed.layouts import pipeline, tensor, zero
+from tests.distributed.launch import base_config, collect, runs_exhaustive_tests, trainer_of
+from tests.distributed.layouts import pipeline, tensor, with_rule, zero
 from tests.distributed.test_host_reads import CountReads, refuse
 from titan_like.checkpoint.loader import model_tensors, optimizer_tensors
 from titan_like.optim.shards import local
@@ -36,103 +21,24 @@ from titan_like.optim.state_size import optimizer_state
 from titan_like.train.trainer import Trainer
 
 TOLERANCE = 1e-10
-OPTIMIZERS: dict[str, dict[str, dict[str, Any]]] = {  # by family
-    "adafactor": {
-        "gpt": {"optimizer.clip_threshold": 4.0},
-        "llama": {"optimizer.scale_parameter": True, "optimizer.beta1": 0.9, "optimizer.lr": 0.3},
-    },
-    "muon": {"gpt": {}, "llama": {"optimizer.adjust_lr": "original", "optimizer.matrix_lr": 5e-3}},
-}
-MODELS: dict[str, dict[str, Any]] = {
-    # Shards are uneven: 30 rows in blocks of 8, and 257 in blocks of 65.
-    "gpt": {"num_layers": 2, "hidden_size": 30, "num_attention_heads": 2, "vocab_multiple": 1},
-    "llama": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_kv_heads": 2, "vocab_multiple": 1},
-}
-V_SHAPED = pipeline(2, "zbv_zero_bubble")
-LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "zero 3 of 4": (4, "llama", zero(3)),
-    "zero 2, replicas": (4, "llama", zero(2, 2)),
-    "zero 1, tensor with SP": (4, "gpt", zero(1) | tensor(2, True)),
-    "zero 3, tensor": (4, "llama", zero(3) | tensor()),
-    "tensor with SP, 2 stages": (4, "gpt", tensor(2, True) | pipeline()),
-    "zero 1, both ends on one rank": (4, "gpt", zero(1) | V_SHAPED),
-}
-EVERY_LAYOUT: dict[str, tuple[int, str, dict[str, Any]]] = {
-    **LAYOUTS,
-    "zero 0 of 4": (4, "gpt", zero(0)),
-    "zero 1 of 4": (4, "gpt", zero(1)),
-    "zero 0, tensor with SP": (4, "llama", zero(0) | tensor(2, True)),
-    "zero 3, 2 stages": (4, "gpt", zero(3) | pipeline()),
-    "zero 2, tensor with SP, 2 stages": (8, "gpt", zero(2) | tensor(2, True) | pipeline()),
-    "zero 3 of 4, 2 stages": (8, "gpt", zero(3) | pipeline()),
-    "zero 1 of 4, both ends on one rank": (8, "gpt", zero(1) | V_SHAPED),
+RULES = ("adafactor", "muon")
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {  # of four processes
+    "zero 3 of 4": ("llama", zero(3)),
+    "zero 2, replicas": ("llama", zero(2, 2)),
+    "zero 1, tensor with SP": ("gpt", zero(1) | tensor(2, True)),
+    "zero 3, tensor": ("llama", zero(3) | tensor()),
+    "tensor with SP, 2 stages": ("gpt", tensor(2, True) | pipeline()),
 }
 
 
-def settings(optimizer: str, family: str, layout: dict[str, Any], steps: int = 2) -> dict[str, Any]:
-    model = MODELS[family]
-    if V_SHAPED.items() <= layout.items():
-        model = model | {"num_layers": 4}
-    common = {
-        "model.family": family,
-        "model.overrides": model,
-        "training.seq_len": 16,
-        "training.micro_batch_size": 2,
-        "training.global_batch_size": 8,
-        "training.dtype": "float64",
-        "training.steps": steps,
-        "optimizer.name": optimizer,
-        "lr_scheduler.warmup_steps": 1,
-    }
-    return common | OPTIMIZERS[optimizer][family] | layout
-
-
-def reference(optimizer: str, family: str, layout: dict[str, Any]) -> Case:
-    alone = settings(optimizer, family, layout) | {"training.micro_batch_size": 8}
-    alone = {key: value for key, value in alone.items() if not key.startswith("parallelism.")}
-    return Case(f"{optimizer} {family} {alone['model.overrides']['num_layers']}", alone)
-
-
-def references(layouts: dict[str, tuple[int, str, dict[str, Any]]]) -> list[Case]:
-    cases = (reference(optimizer, *chosen) for optimizer in OPTIMIZERS for _, *chosen in layouts.values())
-    return list({case.name: case for case in cases}.values())
-
-
-def cases(layouts: dict[str, tuple[int, str, dict[str, Any]]], ranks: int) -> list[Case]:
-    return [
-        Case(f"{optimizer} {name}", settings(optimizer, family, layout))
-        for name, (size, family, layout) in layouts.items()
-        for optimizer in OPTIMIZERS
-        if size == ranks
-    ]
-
-
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, folder: Path, on_four: list[dict[str, Any]]) -> dict[str, Result]:
-    chosen = chosen_layouts(request)
-    found = run_cases(references(chosen), 1, folder)
-    found |= {name: Result(**values) for name, values in on_four[0]["results"].items()}
-    return found | (run_cases(cases(chosen, 8), 8, folder) if cases(chosen, 8) else {})
-
-
-def chosen_layouts(request: pytest.FixtureRequest) -> dict[str, tuple[int, str, dict[str, Any]]]:
-    return EVERY_LAYOUT if runs_exhaustive_tests(request) else LAYOUTS
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in LAYOUTS)) for name in EVERY_LAYOUT]
-)
-def test_same_training_as_one_process(results: dict[str, Result], name: str, optimizer: str) -> None:
-    _, family, layout = EVERY_LAYOUT[name]
-    expected = results[reference(optimizer, family, layout).name]
-    assert_same(results[f"{optimizer} {name}"], expected, TOLERANCE, heads=MODELS["gpt"]["num_attention_heads"])
-    assert expected.losses[-1] < expected.losses[0] - 0.01
+def settings(rule: str, family: str, layout: dict[str, Any]) -> dict[str, Any]:
+    batch = {"training.seq_len": 16, "training.micro_batch_size": 2, "training.global_batch_size": 8}
+    return batch | {"training.dtype": "float64"} | with_rule(rule, family) | layout
 
 
 # ---- checkpoints
 
-# Of layouts of four processes with the same model.
+# With the same model.
 PAIRS = [("zero 3, tensor", "zero 2, replicas"), ("tensor with SP, 2 stages", "zero 1, tensor with SP")]
 MOVES = [("adafactor", *PAIRS[0]), ("muon", *PAIRS[1])]
 MORE_MOVES = [("muon", *PAIRS[0]), ("adafactor", *PAIRS[1])]
@@ -147,7 +53,7 @@ def jobs(folder: Path, moves: list[tuple[str, str, str]]) -> tuple[list[Job], li
     going_on: list[Job] = []
     keeps = {"checkpoint.interval": 100, "checkpoint.keep_latest": 0, "training.steps": SAVED + 2}
     for optimizer, *pair in moves:
-        before, after = (settings(optimizer, *LAYOUTS[name][1:]) | keeps for name in pair)
+        before, after = (settings(optimizer, *LAYOUTS[name]) | keeps for name in pair)
         own.append((f"{optimizer} {pair[0]}", None, before))
         going_on.append((f"{optimizer} {pair[0]} → {pair[1]}", folder / f"{optimizer} {pair[0]}", after))
     return own, going_on
@@ -183,8 +89,8 @@ def bits(trainer: Trainer) -> dict[str, torch.Tensor]:
 def watch_steps(rank: int, folder: Path) -> dict[str, list[Any]]:
     found = {}
     for name in ("zero 3 of 4", "zero 1, tensor with SP"):
-        for optimizer in OPTIMIZERS:
-            _, family, layout = LAYOUTS[name]
+        for optimizer in RULES:
+            family, layout = LAYOUTS[name]
             trainer = trainer_of(folder, settings(optimizer, family, layout) | QUIET)
             data = trainer._load_data()
             for _ in range(2):
@@ -237,13 +143,10 @@ class CountUpdates(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def do_everything(
-    rank: int, folder: Path, chosen: dict[str, tuple[int, str, dict[str, Any]]], moves: list[tuple[str, str, str]]
-) -> dict[str, Any]:
+def do_everything(rank: int, folder: Path, moves: list[tuple[str, str, str]]) -> dict[str, Any]:
     """What the tests look at: processes take long to start."""
-    results = train_cases(rank, folder, cases(chosen, 4))
     own, going_on = (crash_worker.train_from(rank, folder, some, {}, SAVED) for some in jobs(folder, moves))
-    return {"results": results, "losses": own | going_on, "watched": watch_steps(rank, folder)}
+    return {"losses": own | going_on, "watched": watch_steps(rank, folder)}
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +159,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def on_four(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Any]]:
     moves = MOVES + (MORE_MOVES if runs_exhaustive_tests(request) else [])
-    return collect(do_everything, 4, folder, chosen_layouts(request), moves)
+    return collect(do_everything, 4, folder, moves)
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +168,7 @@ def watched(on_four: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [of_rank["watched"] for of_rank in on_four]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", RULES)
 @pytest.mark.parametrize("name", ["zero 3 of 4", "zero 1, tensor with SP"])
 def test_step_waits_for_nothing_and_a_skipped_one_changes_nothing(
     watched: list[dict[str, Any]], optimizer: str, name: str

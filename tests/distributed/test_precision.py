@@ -63,10 +63,7 @@ CASES = {
 STEPS = 16
 WARMUP = {"training.steps": STEPS, "lr_scheduler.warmup_steps": STEPS}
 HALF_WARMUP = TINY | WARMUP | {"training.dtype": "float16"}
-SCALED = {
-    1: {"zero0": HALF_WARMUP},
-    2: {"zero3": HALF_WARMUP | zero(3), "pipeline": HALF_WARMUP | PIPELINE},
-}
+SCALED = {1: {"zero0": HALF_WARMUP}, 2: {"zero3": HALF_WARMUP | zero(3), "pipeline": HALF_WARMUP | PIPELINE}}
 ABSURD_SCALE = 2.0**30
 POISONED = {
     ranks: {f"zero{stage}": TINY | WARMUP | zero(stage) for stage in stages}

@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.distributed.launch import collect
+from tests.distributed.launch import Collectives, collect
 from tests.losses import summed_loss
 from titan_like.config.schema import Model
 from titan_like.models.gpt import sharding
@@ -24,19 +23,7 @@ from titan_like.models.layers.cross_entropy import IGNORED_LABEL
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.tensor import apply_tensor_parallel, full_logits
-
-
-class CountCollectives(TorchDispatchMode):
-    """Counts calls of each collective."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "_c10d_functional" and "wait" not in func._schema.name:
-            self.counts[func._schema.name.removeprefix("_c10d_functional::")] += 1
-        return func(*args, **(kwargs or {}))
+from titan_like.parallel.tensor_styles import TensorParallel
 
 
 def build(family: str, mesh: DeviceMesh | None, sequence_parallel: bool = False, **overrides: Any) -> Transformer:
@@ -73,11 +60,11 @@ def measure(rank: int) -> dict[str, Any]:
             counts = []
             for layers in (4, 3):
                 model.keep_stage(range(layers), True, True)
-                with CountCollectives() as forward:
+                with Collectives() as forward:
                     loss = summed_loss(model, tokens, labels)
-                with CountCollectives() as backward:
+                with Collectives() as backward:
                     loss.backward()
-                counts.append((dict(forward.counts), dict(backward.counts)))
+                counts.append([Counter(kind for kind, *_ in each.calls) for each in (forward, backward)])
                 for name, parameter in model.named_parameters() if layers == 4 else ():
                     assert parameter.grad.placements == parameter.placements, name
             # What one layer adds.
@@ -114,7 +101,7 @@ def largest_difference_with_torch_s_styles(mesh: DeviceMesh) -> float:
     plan |= {"layers.*.mlp.fc1": ColwiseParallel(), "layers.*.mlp.fc2": RowwiseParallel()}
     with with_plan(plan):
         mixed = build("gpt", mesh)
-    assert not hasattr(mixed.layers["0"].mlp.fc1, "tensor_style")  # it is torch's
+    assert not isinstance(mixed.layers["0"].mlp.fc1, TensorParallel)  # it is torch's
     for model in (ours, mixed):
         summed_loss(model, tokens, labels).backward()
     differences = []

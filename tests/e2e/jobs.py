@@ -14,7 +14,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from tests.e2e.scripts import REPO, TORCHRUN, Script
+from tests.e2e.scripts import PLAIN, REPO, TORCHRUN, Script
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 60, told: Callable[[], object] = str) -> None:
+    """Wait until something is so; if it does not come about, ``told`` says more."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, told()
+        time.sleep(0.02)
 
 
 class Job:
@@ -39,11 +47,12 @@ class Job:
 
     def until(self, condition: Callable[[], bool], what: str, seconds: float = 240) -> None:
         """Wait until a condition holds."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, f"{what} does not come\n{self.output}"
-            assert not self.is_over or condition(), f"the job ended before {what}\n{self.output}"
-            time.sleep(0.02)
+
+        def has_come() -> bool:
+            assert condition() or not self.is_over or condition(), f"the job ended before {what}\n{self.output}"
+            return condition()
+
+        wait_until(has_come, seconds, lambda: f"{what} does not come\n{self.output}")
 
 
 class TorchrunJob(Job):
@@ -55,8 +64,7 @@ class TorchrunJob(Job):
         self.log = log
         log.write_text("")
         words = ["--nproc_per_node", str(processes), *options, str(script), *arguments]
-        environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPO)}
-        self.process = Script(TORCHRUN, words, environment=environment, log=log)
+        self.process = Script(TORCHRUN, words, environment=PLAIN, log=log)
 
     @property
     def is_over(self) -> bool:
@@ -141,13 +149,9 @@ def train_on(processes: int, log: Path, arguments: list[str], **options: Any) ->
 def short(steps: int, batch: int = 8, micro_batch: int = 2, warmup: int = 2) -> list[str]:
     """Settings of a run of few tokens that does not validate."""
     return [
-        "--training.seq_len=32",
-        f"--training.micro_batch_size={micro_batch}",
-        f"--training.global_batch_size={batch}",
-        f"--training.steps={steps}",
-        f"--lr_scheduler.warmup_steps={warmup}",
-        "--evaluation.interval=0",
-    ]
+        "--training.seq_len=32", f"--training.micro_batch_size={micro_batch}", f"--training.global_batch_size={batch}",
+        f"--training.steps={steps}", f"--lr_scheduler.warmup_steps={warmup}", "--evaluation.interval=0",
+    ]  # fmt: skip
 
 
 def free_port() -> int:

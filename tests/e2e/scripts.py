@@ -13,10 +13,16 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver, get_context
 from pathlib import Path
+from unittest.mock import patch
 
 from titan_like.verify.processes import start_fork_server
 
 REPO = Path(__file__).parents[2]
+PLAIN = os.environ | {
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONPATH": str(REPO),
+}  # of interpreters
 TORCHRUN = str(Path(sysconfig.get_path("scripts"), "torchrun"))  # its ranks begin as new interpreters
 
 
@@ -64,6 +70,16 @@ class Script:
         out, err = self.communicate(timeout)
         assert self.returncode is not None
         return subprocess.CompletedProcess(self.arguments, self.returncode, out, err)
+
+
+def run_here(script: str, *arguments: str) -> object:
+    """A script in this process; its exit code."""
+    with patch.object(sys, "argv", [script, *arguments]):
+        try:
+            runpy.run_path(str(REPO / script), run_name="__main__")
+        except SystemExit as stop:
+            return stop.code
+    raise AssertionError(f"{script} does not exit")
 
 
 def _run(

@@ -3,15 +3,29 @@
 Cases of every stage before a run begins. All that one stage refuses is in its unit tests.
 """
 
-import runpy
+import os
+import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from tests.e2e.scripts import REPO, Script
+import titan_like.train.job
+import titan_like.train.setup
+from tests.e2e.scripts import REPO, Script, run_here
+from titan_like.checkpoint.step_folders import hold
+from titan_like.commands import generate
+from titan_like.config import ConfigError, load_config
+from titan_like.config.errors import RunError
+from titan_like.config.paths import file_problem
+from titan_like.data.packed import corpus_files
 from titan_like.train.environment import number_of_processes
+from titan_like.train.job import meeting_place
+from titan_like.train.setup import out_of_memory_names
 
 TOML = """
 [job]
@@ -31,135 +45,80 @@ global_batch_size = 4
 """
 STEPS = "--training.steps=5"
 
-# (command-line settings, words that the message must contain); {tmp} is the test's folder
-OVERRIDES = {
-    "unknown key": ([STEPS, "--training.step=5"], ["--training.step", '"5"', "did you mean training.steps?"]),
-    "two TOMLs": (["--job.config_file", "a.toml", "b.toml"], ["job.config_file", "a.toml", "path of one TOML file"]),
-    "unknown flavor": ([STEPS, "--model.flavor=gpt2_124"], ["model.flavor", '"gpt2_124"', "did you mean gpt2_124m?"]),
-    "no length": ([], ["training.steps | samples | tokens = (not set)", "set exactly one"]),
-    "two lengths": ([STEPS, "--training.tokens=999"], ["'steps': 5, 'tokens': 999", "set exactly one"]),
-    "indivisible batch": (
-        [STEPS, "--training.global_batch_size=5"],
-        ["training.global_batch_size = 5", "2 × 1 = 2", "use a multiple such as 4 or 6"],
-    ),
-    "long sequence": (
-        [STEPS, "--training.seq_len=1025"],
-        ["training.seq_len = 1025", "max_seq_len is 1024", "model.overrides.max_seq_len"],
-    ),
-    "reduce dtype": (
-        [STEPS, "--training.reduce_dtype=bfloat16"],
-        ["training.reduce_dtype", '"bfloat16"', 'set it to "float32"'],
-    ),
-    "no validation data": (
-        [STEPS, "--data.split=1,0,0", "--evaluation.interval=1"],
-        ["data.split", '"1,0,0"', "give it more weight or set evaluation.interval to 0"],
-    ),
-    "evaluation data never read": (
-        [STEPS, "--evaluation.interval=0", "--evaluation.datasets", "text={tmp}/latin.txt"],
-        ["evaluation.datasets", "set evaluation.interval"],
-    ),
-    "data not UTF-8": (
-        [STEPS, "--data.paths={tmp}/latin.txt"],
-        ["data.paths", "{tmp}/latin.txt", "byte 3 is not valid UTF-8", "convert"],
-    ),
-    "tokenizer larger than model": (
-        [STEPS, "--model.overrides.vocab_size=256"],
-        ["data.tokenizer", '"byte"', "257 tokens", "set model.overrides.vocab_size to 257"],
-    ),
-    "dump folder is a file": (
-        [STEPS, "--job.dump_folder={tmp}/text.txt"],
-        ["job.dump_folder", "{tmp}/text.txt", "cannot be created", "name one"],
-    ),
-    "checkpoint folder is a file": (
-        [STEPS, "--checkpoint.enable", "--checkpoint.folder={tmp}/text.txt"],
-        ["checkpoint.folder", "{tmp}/text.txt", "cannot be created", "name one"],
-    ),
-    "disk too small for a checkpoint": (
-        [STEPS, "--checkpoint.enable", "--model.overrides.hidden_size=1048576"],
-        ["checkpoint.folder", "{tmp}/out/checkpoint", "a checkpoint takes", "GiB left; make room, or name a folder"],
-    ),
-    "nothing to go back to": (
-        [STEPS, "--health.loss_spike_factor=6", "--health.loss_spike_action=rewind", "--checkpoint.enable=false"],
-        ["health.loss_spike_action", '"rewind"', "set checkpoint.enable to true", 'use "skip"'],
-    ),
-    "missing checkpoint": (
-        [STEPS, "--checkpoint.enable", "--checkpoint.load_step=7"],
-        ["checkpoint.load_step = 7", "no such checkpoint in {tmp}/out/checkpoint", "there are none"],
-    ),
-    "no initial weights": (
-        [STEPS, "--checkpoint.initial_load_path={tmp}"],
-        ["checkpoint.initial_load_path", "{tmp}", "neither a checkpoint's step-N folder nor", "name one with run.json"],
-    ),
-    "missing TOML": (["--job.config_file={tmp}/no.toml"], ["job.config_file", "{tmp}/no.toml", "no such file"]),
-}
-
-TOMLS = {
-    "not TOML": (b"[training]\nsteps = \n", ["job.config_file", "bad.toml", "not valid TOML", "line 2"]),
-    "not UTF-8": (
-        b'[job]\ndescription = "\xe9"\n',
-        ["job.config_file", "bad.toml", "byte 21", "save the file as UTF-8"],
-    ),
-}
-
-WORLDS = {  # WORLD_SIZE, settings, words
-    "shard times replicate": (
-        "4",
-        ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=4"],
-        ["parallelism.data_parallel_shard_degree = 4", "= 8, but the job has 4 processes", "start 8 or use -1"],
-    ),
-    "batch for three": (
-        "3",
-        [],
-        ["training.global_batch_size = 4", "2 × 3 = 6", "use a multiple such as 6"],
-    ),
-    "no process": ("0", [], ["WORLD_SIZE", '"0"', "at least 1"]),
-    "experts of a dense model": (
-        "2",
-        ["--parallelism.expert_parallel_degree=2"],
-        ["parallelism.expert_parallel_degree = 2", "gpt has no experts; use 1"],
-    ),
-    "heads over three": (
-        "3",
-        ["--parallelism.tensor_parallel_degree=3"],
-        ["parallelism.tensor_parallel_degree = 3", "num_attention_heads (4)", "use a divisor"],
-    ),
-    "key-value heads over four": (
-        "4",
-        ["--parallelism.tensor_parallel_degree=4", "--model.overrides.num_kv_heads=2"],
-        ["parallelism.tensor_parallel_degree = 4", "num_kv_heads (2)", "use a divisor"],
-    ),
-    "vocabulary for fewer": (
-        "32",
-        [
-            "--parallelism.tensor_parallel_degree=32",
-            "--model.overrides.num_attention_heads=32",
-            "--model.overrides.vocab_multiple=1",
-        ],
-        ["parallelism.tensor_parallel_degree = 32", "without a row of the vocabulary (257)", "use a smaller one"],
-    ),
-    "sequence in two": (
-        "2",
-        ["--parallelism.tensor_parallel_degree=2", "--parallelism.sequence_parallel=true", "--training.seq_len=15"],
-        ["training.seq_len = 15", "context × tensor degrees = 2", "use a multiple"],
-    ),
-    "compiled recomputation of products": (
-        "2",
-        ["--parallelism.tensor_parallel_degree=2", "--compile.enable=true", "--activation_checkpoint.mode=selective"],
-        ["activation_checkpoint.mode", '"selective"', 'use "full" or "none"', "compile.enable to false"],
-    ),
-    "compiled dropout of heads": (
-        "2",
-        ["--parallelism.tensor_parallel_degree=2", "--compile.enable=true", "--model.overrides.dropout=0.1"],
-        ["compile.enable = true", "sequence_parallel", "set that to true"],
-    ),
-}
+# Environment and settings => words of the sentence; {tmp} is the test's folder
+CASES = (
+    """
+--training.step=5 => training.step = 5 ; did you mean training.steps?
+--job.config_file a.toml b.toml => job.config_file ; a.toml ; path of one TOML file
+--model.flavor=gpt2_124 => model.flavor ; "gpt2_124" ; did you mean gpt2_124m?
+--training.steps=none => training.steps | samples | tokens = (not set) ; set exactly one
+--training.tokens=999 => 'steps': 5, 'tokens': 999 ; set exactly one
+--training.global_batch_size=5 => training.global_batch_size = 5 ; 2 × 1 = 2 ; use a multiple such as 4 or 6
+--training.seq_len=1025 => training.seq_len = 1025 ; max_seq_len is 1024 ; model.overrides.max_seq_len
+--training.reduce_dtype=bfloat16 => training.reduce_dtype ; "bfloat16" ; set it to "float32"
+--data.split=1,0,0 --evaluation.interval=1 => data.split ; "1,0,0" ; more weight or set evaluation.interval to 0
+--evaluation.datasets text={tmp}/latin.txt => evaluation.datasets ; set evaluation.interval
+--data.paths={tmp}/latin.txt => data.paths ; {tmp}/latin.txt ; byte 3 is not valid UTF-8 ; convert
+--model.overrides.vocab_size=256 => data.tokenizer ; "byte" ; 257 tokens ; set model.overrides.vocab_size to 257
+--job.dump_folder={tmp}/text.txt => job.dump_folder ; {tmp}/text.txt ; cannot be created ; name one
+--checkpoint.enable --checkpoint.folder={tmp}/text.txt => checkpoint.folder ; {tmp}/text.txt ; cannot be created
+--checkpoint.enable --model.overrides.hidden_size=1048576 \
+=> {tmp}/out/checkpoint ; a checkpoint takes ; GiB left; make room
+--health.loss_spike_factor=6 --health.loss_spike_action=rewind => health.loss_spike_action ; "rewind" ; use "skip"
+--checkpoint.enable --checkpoint.load_step=7 \
+=> checkpoint.load_step = 7 ; no such checkpoint in {tmp}/out ; there are none
+--checkpoint.initial_load_path={tmp} \
+=> checkpoint.initial_load_path ; {tmp} ; neither a checkpoint's ; name one with run.json
+--job.config_file={tmp}/no.toml => job.config_file ; {tmp}/no.toml ; no such file
+--job.config_file={tmp}/folder.x => {tmp}/folder.x ; is a folder, not a file
+--job.config_file={tmp}/cut.toml => job.config_file ; cut.toml ; not valid TOML ; line 2
+--job.config_file={tmp}/latin.toml => job.config_file ; latin.toml ; byte 21 ; save the file as UTF-8
+--data.tokenizer={tmp}/folder.x => {tmp}/folder.x ; no such file as
+--model.overrides.num_layers=1000000000 => num_layers = 1000000000 ; equal to 2048
+--model.overrides.a\\nerror:=3 => a\\nerror: = 3 ; unknown field
+--job.dump_folder=${}/x => ${}/x ; names no environment variable
+--training.micro_batch_size=1 --training.global_batch_size=1048576 \
+=> 1,048,576 microbatches of 1 × 1 ; raise micro_batch_size
+--training.global_batch_size=1048576 --training.batch_size_rampup=[2,2,9000000] \
+=> increments are more than 10,000 ; larger
+--cluster.nodes=32768 --cluster.gpus_per_node=512 --job.dry_run \
+=> cluster.nodes = 32768 ; 16,777,216 processes ; at most 262,144
+TORCHINDUCTOR_CACHE_DIR={tmp}/text.txt => TORCHINDUCTOR_CACHE_DIR ; {tmp}/text.txt ; cannot be created ; name one
+WORLD_SIZE=4 --parallelism.data_parallel_replicate_degree=2 --parallelism.data_parallel_shard_degree=4 \
+=> = 8, but ; start 8
+WORLD_SIZE=3 => training.global_batch_size = 4 ; 2 × 3 = 6 ; use a multiple such as 6
+WORLD_SIZE=0 => WORLD_SIZE ; "0" ; at least 1
+WORLD_SIZE=2 --parallelism.expert_parallel_degree=2 => expert_parallel_degree = 2 ; gpt has no experts; use 1
+WORLD_SIZE=3 --parallelism.tensor_parallel_degree=3 \
+=> tensor_parallel_degree = 3 ; num_attention_heads (4) ; use a divisor
+WORLD_SIZE=4 --parallelism.tensor_parallel_degree=4 --model.overrides.num_kv_heads=2 => num_kv_heads (2) ; use a divisor
+WORLD_SIZE=32 --parallelism.tensor_parallel_degree=32 --model.overrides.num_attention_heads=32 \
+--model.overrides.vocab_multiple=1 => tensor_parallel_degree = 32 ; a row of the vocabulary (257) ; use a smaller one
+WORLD_SIZE=2 --parallelism.tensor_parallel_degree=2 --parallelism.sequence_parallel=true --training.seq_len=15 \
+=> training.seq_len = 15 ; context × tensor degrees = 2 ; use a multiple
+WORLD_SIZE=2 --parallelism.tensor_parallel_degree=2 --compile.enable=true --activation_checkpoint.mode=selective \
+=> activation_checkpoint.mode ; "selective" ; use "full" or "none" ; compile.enable to false
+WORLD_SIZE=2 --parallelism.tensor_parallel_degree=2 --compile.enable=true --model.overrides.dropout=0.1 \
+=> compile.enable = true ; sequence_parallel ; set that to true
+WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29401 => RANK = (not set) ; start with torchrun
+WORLD_SIZE=2 RANK=1 MASTER_PORT=29401 => MASTER_ADDR = (not set) ; a job of 2 processes
+RANK=3 MASTER_ADDR=127.0.0.1 MASTER_PORT=29401 => WORLD_SIZE = (not set) ; a process of RANK 3
+WORLD_SIZE=2 RANK=2 => RANK = "2" ; at most 1
+WORLD_SIZE=two => WORLD_SIZE = "two" ; whole number
+""".replace("\\\n", "")
+    .strip()
+    .splitlines()
+)
 
 
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "text.txt").write_text("some text to learn from, " * 20)
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "cut.toml").write_text("[training]\nsteps = \n")
+    (tmp_path / "latin.toml").write_bytes(b'[job]\ndescription = "\xe9"\n')
     (tmp_path / "run.toml").write_text(TOML.format(tmp=tmp_path, length=""))
+    (tmp_path / "folder.x").mkdir()
     return tmp_path
 
 
@@ -168,12 +127,9 @@ def arguments(folder, settings):
     return [*([] if "job.config_file" in "".join(given) else [f"--job.config_file={folder}/run.toml"]), *given]
 
 
-def run_here(monkeypatch, capfd, argv):
-    """train.py as a script, in this process; (exit code, stdout, stderr)."""
-    monkeypatch.setattr(sys, "argv", ["train.py", *argv])
-    with pytest.raises(SystemExit) as stop:
-        runpy.run_path(str(REPO / "train.py"), run_name="__main__")
-    return stop.value.code, *capfd.readouterr()
+def train(capfd, argv):
+    """(exit code, stdout, stderr)"""
+    return run_here("train.py", *argv), *capfd.readouterr()
 
 
 def check_refusal(result, words, folder=""):
@@ -188,24 +144,25 @@ def check_refusal(result, words, folder=""):
         assert word.replace("{tmp}", str(folder)) in lines[0]
 
 
-@pytest.mark.parametrize("case", OVERRIDES)
-def test_bad_setting(monkeypatch, capfd, folder, case):
-    settings, words = OVERRIDES[case]
-    check_refusal(run_here(monkeypatch, capfd, arguments(folder, settings)), words, folder)
+def split(case, folder):
+    """(environment, arguments, words)"""
+    given, _, words = case.partition("=> ")
+    given = [word.replace("{tmp}", str(folder)).replace(r"\n", "\n") for word in given.split()]
+    variables = dict(word.split("=", 1) for word in given if word[0].isupper())
+    settings = [word for word in given if not word[0].isupper()]
+    length = [] if "config_file" in case else [STEPS]
+    return variables, arguments(folder, [*length, *settings]), words.split(" ; ")
 
 
-@pytest.mark.parametrize("case", TOMLS)
-def test_bad_toml(monkeypatch, capfd, folder, case):
-    content, words = TOMLS[case]
-    (folder / "bad.toml").write_bytes(content)
-    check_refusal(run_here(monkeypatch, capfd, [f"--job.config_file={folder}/bad.toml"]), words)
-
-
-@pytest.mark.parametrize("case", WORLDS)
-def test_bad_number_of_processes(monkeypatch, capfd, folder, case):
-    world_size, settings, words = WORLDS[case]
-    monkeypatch.setenv("WORLD_SIZE", world_size)
-    check_refusal(run_here(monkeypatch, capfd, arguments(folder, [STEPS, *settings])), words)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input(monkeypatch, capfd, folder, case):
+    variables, argv, words = split(case, folder)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if variables.get("RANK"):  # each process has an environment of its own: none waits for the first to speak
+        monkeypatch.setattr("time.sleep", lambda _: pytest.fail("waits"))
+    check_refusal(train(capfd, argv), words, folder)
 
 
 SLURM_JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
@@ -231,15 +188,9 @@ def test_processes_of_another_launcher(monkeypatch, capfd, folder, variables, wo
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     if words:
-        check_refusal(run_here(monkeypatch, capfd, arguments(folder, [STEPS])), words)
+        check_refusal(train(capfd, arguments(folder, [STEPS])), words)
     else:
         assert number_of_processes() == 1
-
-
-def test_compiler_without_a_folder(monkeypatch, capfd, folder):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "text.txt"))
-    words = ["TORCHINDUCTOR_CACHE_DIR", "{tmp}/text.txt", "cannot be created", "name one"]
-    check_refusal(run_here(monkeypatch, capfd, arguments(folder, [STEPS])), words, folder)
 
 
 def test_other_processes_of_a_job_leave_the_first_time_to_speak(monkeypatch, capfd, folder):
@@ -248,24 +199,23 @@ def test_other_processes_of_a_job_leave_the_first_time_to_speak(monkeypatch, cap
     monkeypatch.setenv("WORLD_SIZE", "3")
     argv = arguments(folder, [STEPS])
     monkeypatch.setenv("RANK", "0")
-    first = run_here(monkeypatch, capfd, argv)
+    first = train(capfd, argv)
     assert waited == []
     monkeypatch.setenv("RANK", "1")
-    assert run_here(monkeypatch, capfd, argv) == first
+    assert train(capfd, argv) == first
     assert len(waited) == 1 and waited[0] >= 5
 
 
 def test_good_settings_pass_the_checks_that_the_bad_ones_fail(monkeypatch, capfd, folder):
-    code, out, _ = run_here(monkeypatch, capfd, arguments(folder, [STEPS, "--job.dry_run"]))
+    code, out, _ = train(capfd, arguments(folder, [STEPS, "--job.dry_run"]))
     assert code == 0
     assert out.startswith("gpt debug: ")
 
 
-@pytest.mark.parametrize("case", ["unknown key", "data not UTF-8"])  # without torch, and with it
+@pytest.mark.parametrize("case", [CASES[0], CASES[10]])  # without torch, and with it
 def test_bad_setting_in_a_process_of_its_own(folder, case):
-    settings, words = OVERRIDES[case]
-    command = [sys.executable, "train.py", *arguments(folder, settings)]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120, check=False)
+    _, argv, words = split(case, folder)
+    done = subprocess.run([sys.executable, "train.py", *argv], cwd=REPO, capture_output=True, text=True, check=False)
     check_refusal((done.returncode, done.stdout, done.stderr), words, folder)
 
 
@@ -275,22 +225,133 @@ def test_folder_with_another_model_s_checkpoint(monkeypatch, capfd, folder):
     assert done.returncode == 0, done.stderr
     assert "saved" in done.stdout
     path = f"{folder}/out/checkpoint/step-1"
-    for settings, words in [
-        (
-            ["--model.overrides.num_layers=2"],
-            ["model.overrides.num_layers = 2", f"{path} was saved with 1", "another folder"],
-        ),
-        (
-            ["--model.overrides.tied_embeddings=true"],
-            ["model.overrides.tied_embeddings = true", "was saved with False"],
-        ),
-        (["--model.family=llama"], ["model.family", '"llama"', f"{path} was saved with gpt", "another folder"]),
-        (
-            ["--model.overrides.tied_embeddings=false", "--optimizer.name=sgd"],
-            ["optimizer.name", '"sgd"', "was saved with adamw", "another folder"],
-        ),
-        (["--model.overrides.tied_embeddings=false", "--job.seed=5"], ["job.seed = 5", "was saved with 1234"]),
-        (["--checkpoint.load_step=1", "--checkpoint.enable=false"], ["checkpoint.load_step = 1", "checkpoint.enable"]),
-        (["--checkpoint.load_step=2"], ["checkpoint.load_step = 2", "no such checkpoint", "there are 1"]),
-    ]:
-        check_refusal(run_here(monkeypatch, capfd, arguments(folder, [*enable, *settings])), words)
+    same = "--model.overrides.tied_embeddings=false"
+    for case in f"""
+--model.overrides.num_layers=2 => model.overrides.num_layers = 2 ; {path} was saved with 1 ; another folder
+--model.overrides.tied_embeddings=true => model.overrides.tied_embeddings = true ; was saved with False
+--model.family=llama => model.family ; "llama" ; {path} was saved with gpt ; another folder
+{same} --optimizer.name=sgd => optimizer.name ; "sgd" ; was saved with adamw ; another folder
+{same} --job.seed=5 => job.seed = 5 ; was saved with 1234
+--checkpoint.load_step=1 --checkpoint.enable=false => checkpoint.load_step = 1 ; checkpoint.enable
+--checkpoint.load_step=2 => checkpoint.load_step = 2 ; no such checkpoint ; there are 1
+""".strip().splitlines():
+        _, argv, words = split(f"{' '.join(enable)} {case}", folder)
+        check_refusal(train(capfd, argv), words)
+
+
+def test_a_pattern_passes_over_what_is_no_file(folder):
+    files = corpus_files(load_config(["--data.dataset=text", f"--data.paths={folder}/*.[xt]*"]).data)
+    assert sorted(path.name for path in files) == ["cut.toml", "latin.toml", "latin.txt", "run.toml", "text.txt"]
+
+
+def test_unreadable_files_are_named(monkeypatch, capfd, folder):
+    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).endswith(".txt"))
+    assert file_problem(folder / "text.txt") == "cannot be read (Permission denied)"
+    for argv in (
+        [f"--job.config_file={folder}/text.txt"],
+        arguments(folder, [STEPS, f"--data.paths={folder}/text.txt"]),
+    ):
+        check_refusal(train(capfd, argv), ["text.txt", "cannot be read (Permission denied)"])
+
+
+def test_lock_that_cannot_be_opened_says_so(monkeypatch, tmp_path):
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refuse)
+    problem = hold(tmp_path / "checkpoint", "another run writes to it", 0.0)
+    assert problem.startswith(f"{tmp_path}/checkpoint.lock cannot be written (Permission denied), and runs lock it")
+
+
+# Settings that name something in a folder without permission => words
+LOCKED = """
+--data.paths={tmp}/locked/a.txt => data.paths ; a.txt ; cannot be read
+--data.paths={tmp}/locked/*.txt => data.paths ; *.txt ; cannot be read
+--data.dataset=hf --data.paths={tmp}/locked/a.jsonl => data.paths ; a.jsonl ; cannot be read
+--data.dataset=indexed --data.paths={tmp}/locked/a => data.paths ; a.idx ; cannot be read
+--data.tokenizer={tmp}/locked/a.json => data.tokenizer ; a.json cannot be read
+--data.tokenizer=locked/a => data.tokenizer ; locked/a cannot be read
+--data.tokenizer=gpt2:{tmp}/locked/a,{tmp}/locked/b => data.tokenizer ; a cannot be read
+--cluster.profile={tmp}/locked/a.toml => cluster.profile ; a.toml ; cannot be read
+--checkpoint.initial_load_path={tmp}/locked/step-1 => checkpoint.initial_load_path ; step-1/run.json cannot be read
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("case", LOCKED)
+def test_what_is_in_a_folder_without_permission(monkeypatch, capfd, folder, case):
+    def refusing(real):
+        def call(path, *args, **options):
+            if not isinstance(path, int) and os.path.abspath(path).startswith(f"{folder}/locked/"):
+                raise PermissionError(13, "Permission denied", path)
+            return real(path, *args, **options)
+
+        return call
+
+    monkeypatch.chdir(folder)
+    for name in ("stat", "lstat"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    _, argv, words = split(case, folder)
+    for dry_run in ([], ["--job.dry_run"]):
+        check_refusal(train(capfd, [*argv, *dry_run]), [*words, "(Permission denied)"], folder)
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--seed=18446744073709551616", "--seed = 18446744073709551616: must be at most 9.22"),
+        ("--seed=x", "\"--seed\": invalid int value: 'x'"),
+        ("--temperature=inf", "--temperature = inf"),
+        ("--temperature=-1", "--temperature = -1.0: must be at least 0"),
+        ("--max_new_tokens=0", "--max_new_tokens = 0: must be at least 1"),
+        ("--top_kk=3", "top_kk"),
+    ],
+)
+def test_bad_option_of_generate(option, words):
+    with pytest.raises(ConfigError, match=words) as error:
+        generate.main([option])
+    assert "\n" not in str(error.value)
+
+
+def test_port_in_use_is_named(monkeypatch):
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError, match=f'MASTER_PORT = "{port}": the port is in use'):
+            meeting_place(timedelta(seconds=20))
+
+
+def test_host_without_memory_names_the_model(monkeypatch, capfd, folder):
+    monkeypatch.setattr(titan_like.train.setup, "host_memory_bytes", lambda: 100_000)
+    wide = ['model.flavor = "debug"', "this machine has 9.31e-05 GiB", "choose a smaller model"]
+    check_refusal(train(capfd, arguments(folder, [STEPS])), wide)
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("build", ['model.flavor = "debug"', "does not have enough memory", "choose a smaller model"]),
+        ("train", ["training.micro_batch_size = 2", "does not have enough memory", "lower it"]),
+    ],
+)
+def test_allocation_that_fails_names_the_setting(monkeypatch, capfd, folder, place, words):
+    def fail():
+        torch.empty(1 << 60)  # torch's own words
+
+    trainer = SimpleNamespace(step=0, start_step=0, num_actions=0, train=fail)
+    monkeypatch.setattr(titan_like.train.job, "Trainer", lambda run, remark: fail() if place == "build" else trainer)
+    check_refusal(train(capfd, arguments(folder, [STEPS])), words)
+    assert not torch.distributed.is_initialized()
+
+
+def test_only_memory_names_a_setting():
+    for error in (MemoryError(), RuntimeError("std::bad_alloc"), OSError(12, "Cannot allocate memory")):
+        with pytest.raises(ConfigError) as told, out_of_memory_names("model.flavor", "x", "choose another"):
+            raise error
+        assert str(told.value).startswith('model.flavor = "x": this machine does not have enough memory for it (')
+    for error in (RuntimeError("mat1 and mat2"), RunError("stop"), OSError(2, "gone"), KeyError("memory")):
+        with pytest.raises(type(error)) as seen, out_of_memory_names("model.flavor", "x", "choose another"):
+            raise error
+        assert seen.value is error

@@ -50,7 +50,7 @@ def test_a_part_that_runs_out_of_time_leaves_the_others_theirs(tmp_path: Path, m
     parts = {"one": gpu_check.Part(slow, cases, 30), "two": gpu_check.Part(slow, {"last": []}, 500)}
     monkeypatch.setattr(gpu_check, "PARTS", parts)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("benchmarks.overhead.machine", dict)
+    monkeypatch.setattr("benchmarks.runs.machine", dict)
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--json", str(tmp_path / "check.json")])
     assert gpu_check.main() == 1
     found = json.loads((tmp_path / "check.json").read_text())

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.e2e.jobs import REPO, free_port, short, steps
+from tests.e2e.jobs import REPO, free_port, short, steps, wait_until
 
 STEPS = 40
 SETTINGS = [*short(STEPS), "--checkpoint.interval=100000"]
@@ -53,10 +52,7 @@ def pods(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
 def test_all_pods_save_when_one_is_to_go_and_want_to_be_started_again(
     pods: list[subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
-    deadline = time.monotonic() + 180
-    while len(steps(tmp_path)) < 5:
-        assert time.monotonic() < deadline and pods[0].poll() is None, (tmp_path / "log").read_text()
-        time.sleep(0.1)
+    wait_until(lambda: len(steps(tmp_path)) >= 5, 180, (tmp_path / "log").read_text)
     pods[1].send_signal(signal.SIGTERM)
     assert [pod.wait(timeout=120) for pod in pods] == [143, 143]  # torchrun alone would wait 5 minutes for the other
     stopped = steps(tmp_path)[-1]

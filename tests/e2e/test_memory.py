@@ -1,7 +1,6 @@
 """The memory of a run on a CPU stays the same from step to step."""
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -9,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-REPO = Path(__file__).parents[2]
+from tests.e2e.scripts import PLAIN, REPO
+
 SETTINGS = [
     "--data.dataset=text", "--model.overrides.vocab_size=50257", "--model.overrides.hidden_size=32",
     "--model.overrides.num_layers=1", "--training.seq_len=64", "--training.micro_batch_size=4",
@@ -40,8 +40,7 @@ def test_memory_does_not_grow(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz ", k=40_000)))
     command = [sys.executable, "-c", TRAIN, f"--job.dump_folder={tmp_path}", f'--data.paths=["{text}"]', *SETTINGS]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPO)}
-    environment["GLIBC_TUNABLES"] = "glibc.malloc.tcache_count=0"  # as docs/metrics.md says
+    environment = PLAIN | {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}  # as docs/metrics.md says
     done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

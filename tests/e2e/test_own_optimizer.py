@@ -106,6 +106,6 @@ def test_a_rule_of_whole_parameters_is_verified(
 
 def test_wrong_names_and_options_are_told_in_a_sentence(package: Path) -> None:
     done = train(package, "--optimizer.name=lyon")
-    assert done.returncode == 2 and "did you mean lion? there are adafactor, adamw, lars, lion, " in done.stderr
+    assert done.returncode == 2 and "did you mean lion?" in done.stderr
     done = train(package, "--optimizer.name=sgd", "--optimizer.options.momentum=0.9")
     assert done.returncode == 2 and "sgd has no options" in done.stderr and "Traceback" not in done.stderr

@@ -5,9 +5,9 @@ stubs that write down how they were called; the calls are then checked here down
 many processes as the command starts. So nothing is installed, trained or measured, and nothing of torch is loaded.
 """
 
-import argparse
 import hashlib
 import importlib
+import itertools
 import re
 import shutil
 import subprocess
@@ -147,18 +147,12 @@ def check_call(program, environment, arguments, monkeypatch):
     if program in FILE_OF:
         arguments = [FILE_OF[program], *arguments]
     if program == "torchrun":
-        options = argparse.ArgumentParser()
-        for name in ("--nproc_per_node", "--nnodes", "--master_port", "--max_restarts"):
-            options.add_argument(name, type=int, default=1)
-        for name in ("--rdzv_backend", "--rdzv_endpoint", "--rdzv_id"):
-            options.add_argument(name)
-        options.add_argument("--no-python", action="store_true")
-        options.add_argument("-m", dest="is_module", action="store_true")
-        options.add_argument("script")
-        options.add_argument("arguments", nargs=argparse.REMAINDER)
-        found = options.parse_args(arguments)
-        script = f"{found.script.removeprefix('titan_like.commands.')}.py" if found.is_module else found.script
-        processes, arguments = found.nproc_per_node * found.nnodes, [FILE_OF.get(script, script), *found.arguments]
+        words = [word for argument in arguments for word in argument.split("=", 1)]
+        given = dict(itertools.pairwise(words))
+        at = next(i for i, word in enumerate(arguments) if re.search(r"\.py$|^titan[-_]", word))
+        script = re.sub(r"^titan_like\.commands\.(\w+)$", r"\1.py", arguments[at])
+        processes = int(given.get("--nproc_per_node", 1)) * int(given.get("--nnodes", 1))
+        arguments = [FILE_OF.get(script, script), *arguments[at + 1 :]]
     if program == "sbatch":
         first = next(i for i, word in enumerate(arguments) if word.endswith(".sbatch"))
         assert Path(arguments[first]).is_file()
@@ -189,7 +183,7 @@ def check_call(program, environment, arguments, monkeypatch):
     elif script in ("scripts/evaluate.py", "scripts/generate.py", "scripts/verify.py"):
         module = importlib.import_module(f"titan_like.commands.{Path(script).stem}")
         options, settings = module.build_parser().parse_known_args(arguments)
-        module.check_options(options)
+        getattr(module, "check_options", bool)(options)
         load_config(settings)
     elif script == "benchmarks/optimizers.py":
         batch = ["--training.micro_batch_size=1", f"--training.global_batch_size={8 * processes}"]

@@ -12,13 +12,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import REPO, free_port, processes_with, short, steps
+from tests.e2e.jobs import REPO, free_port, processes_with, short, steps, wait_until
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
 NODES = ("127.0.0.1", "127.0.0.2")  # names that every machine can resolve
@@ -118,10 +117,6 @@ class SlurmCluster:
             raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip()}")
         return done.stdout.strip()
 
-    def submit(self, *arguments: str) -> str:
-        """The number of a new job."""
-        return self.call("sbatch", "--parsable", *arguments)
-
     def job(self, number: str) -> dict[str, str]:
         """What scontrol shows of a job."""
         shown = self.call("scontrol", "show", "job", "--oneliner", number)
@@ -140,19 +135,6 @@ class SlurmCluster:
             self._daemons.append(subprocess.Popen(command, env=self.environment, stdout=log, stderr=log))
 
 
-def wait_until(condition: Callable[[], bool], seconds: float) -> None:
-    """Wait until something is so.
-
-    Raises:
-        TimeoutError: it has not come about.
-    """
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {seconds:.0f} s")
-        time.sleep(0.1)
-
-
 STEPS = 80
 SETTINGS = [*short(STEPS), "--metrics.log_interval=100", "--checkpoint.interval=100000"]
 
@@ -167,7 +149,9 @@ class Training:
         self.cluster, self.folder = cluster, folder
         folder.mkdir(exist_ok=True)
         python = str(Path(sys.executable).parent)
-        self.number = cluster.submit(
+        self.number = cluster.call(
+            "sbatch",
+            "--parsable",
             f"--export=ALL,PATH={python}:{os.environ['PATH']},PYTHONPATH={REPO},CUDA_VISIBLE_DEVICES=,MAX_RESTARTS=1",
             f"--chdir={REPO}",
             f"--output={folder}/job.out",
@@ -180,18 +164,14 @@ class Training:
             *settings,
         )
 
-    def steps(self) -> list[int]:
-        """The steps in metrics.jsonl."""
-        return steps(self.folder)
-
     def output(self) -> str:
         """What the job has printed in all its lives."""
         return (self.folder / "job.out").read_text()
 
     def wait_for_step(self, step: int) -> int:
         """Wait until the run has come to a step."""
-        wait_until(lambda: len(self.steps()) >= step, 180)
-        return self.steps()[-1]
+        wait_until(lambda: len(steps(self.folder)) >= step, 180)
+        return steps(self.folder)[-1]
 
     def wait_for_state(self, state: str) -> dict[str, str]:
         """Wait until the job has come to a state, and say what Slurm knows of it."""
@@ -212,17 +192,17 @@ def test_a_warned_and_preempted_run_goes_on_to_its_end(cluster: SlurmCluster, tm
     # What slurmctld does before the time limit because of --signal=B:USR1@300: USR1, to the batch shell alone.
     cluster.call("scancel", "--batch", "--signal=USR1", training.number)
     wait_until(lambda: cluster.job(training.number)["Restarts"] == "1", 120)
-    warned = training.steps()[-1]
+    warned = steps(tmp_path)[-1]
 
     training.wait_for_step(warned + 5)
-    other = cluster.submit("--partition=high", "--nodes=2", "--output=/dev/null", "--wrap=true")
+    other = cluster.call("sbatch", "--parsable", "--partition=high", "--nodes=2", "--output=/dev/null", "--wrap=true")
     cluster.wait_for_state(other, "COMPLETED", 120)
-    preempted = training.steps()[-1]
+    preempted = steps(tmp_path)[-1]
 
     job = training.wait_for_state("COMPLETED")
     assert (job["ExitCode"], job["Restarts"]) == ("0:0", "2")
     assert 5 <= warned < preempted < STEPS
-    assert training.steps() == list(range(1, STEPS + 1))
+    assert steps(tmp_path) == list(range(1, STEPS + 1))
     output = training.output()
     assert re.findall(r"^ stopped by (\w+) after step (\d+)$", output, re.MULTILINE) == [
         ("SIGUSR1", str(warned)),
@@ -257,4 +237,4 @@ def test_a_job_whose_node_fails_is_requeued(cluster: SlurmCluster, tmp_path: Pat
         "scontrol", "update", f"nodename={NODES[1]}", "state=down", "reason=test"
     )  # back by itself, as it is well
     assert training.wait_for_state("COMPLETED")["Restarts"] == "1"
-    assert training.steps() == list(range(1, STEPS + 1))
+    assert steps(tmp_path) == list(range(1, STEPS + 1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -13,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import REPO, ForkedJob, TorchrunJob, kill, records, short, steps
-from tests.e2e.scripts import Script
+from tests.e2e.jobs import REPO, ForkedJob, Job, TorchrunJob, kill, records, short, steps
+from tests.e2e.scripts import PLAIN, Script
 from titan_like.checkpoint.step_folders import complete_steps
 
 ENDLESS = 100_000
-STANDALONE = ("--standalone",)
 DISTURBED = Path(__file__).with_name("disturbed_train.py")
 
 
@@ -39,8 +37,8 @@ def start(tmp_path: Path) -> Callable[..., TorchrunJob]:
     """Starts a job under torchrun."""
 
     def begin(*arguments: str, script: Path = REPO / "train.py", processes: int = 2) -> TorchrunJob:
-        log = tmp_path / "log.txt"
-        return TorchrunJob(log, script, [*settings(tmp_path / "out"), *arguments], processes, STANDALONE)
+        given = [*settings(tmp_path / "out"), *arguments]
+        return TorchrunJob(tmp_path / "log.txt", script, given, processes, ("--standalone",))
 
     return begin
 
@@ -55,6 +53,12 @@ def fork(tmp_path: Path) -> Callable[..., ForkedJob]:
     return begin
 
 
+def stopped_after(job: Job, name: str) -> int:
+    """The step after which a job says that the signal stopped it."""
+    (step,) = re.findall(rf"^ stopped by {name} after step (\d+)$", job.output, re.MULTILINE)
+    return int(step)
+
+
 @pytest.mark.parametrize(("number", "rank"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 1)], ids=["SIGTERM", "SIGUSR1"])
 def test_a_signal_to_one_rank_saves_on_all_and_ends_well(
     fork: Callable[..., ForkedJob], tmp_path: Path, number: signal.Signals, rank: int
@@ -65,15 +69,15 @@ def test_a_signal_to_one_rank_saves_on_all_and_ends_well(
         done = len(steps(dump))
         kill(job.workers()[rank], number)
         assert job.wait() == 0, job.output
-    (stopped,) = re.findall(rf"^ stopped by {number.name} after step (\d+)$", job.output, re.MULTILINE)
-    assert complete_steps(dump / "checkpoint") == [int(stopped)]
-    assert steps(dump) == list(range(1, int(stopped) + 1))
-    assert int(stopped) <= done + 20  # a step takes some hundredths of a second, and a signal its time
+    stopped = stopped_after(job, number.name)
+    assert complete_steps(dump / "checkpoint") == [stopped]
+    assert steps(dump) == list(range(1, stopped + 1))
+    assert stopped <= done + 20  # a step takes some hundredths of a second, and a signal its time
     if number == signal.SIGUSR1:
-        with fork(f"--training.steps={int(stopped) + 2}") as again:
+        with fork(f"--training.steps={stopped + 2}") as again:
             assert again.wait() == 0, again.output
         assert f"resumed from {dump}/checkpoint/step-{stopped}" in again.output
-        assert steps(dump) == list(range(1, int(stopped) + 3))
+        assert steps(dump) == list(range(1, stopped + 3))
 
 
 def test_a_signal_during_a_long_validation(fork: Callable[..., ForkedJob], tmp_path: Path) -> None:
@@ -126,8 +130,7 @@ def test_ending_torchrun_saves_too(start: Callable[..., TorchrunJob], tmp_path: 
         job.until(lambda: len(steps(dump)) >= 3, "the third step")
         kill(job.process.pid, signal.SIGHUP)
         job.wait()
-    (stopped,) = re.findall(r"^ stopped by SIGHUP after step (\d+)$", job.output, re.MULTILINE)
-    assert complete_steps(dump / "checkpoint") == [int(stopped)]
+    assert complete_steps(dump / "checkpoint") == [stopped_after(job, "SIGHUP")]
 
 
 def test_ctrl_c_twice_under_torchrun_ends_at_once(start: Callable[..., TorchrunJob], tmp_path: Path) -> None:
@@ -145,56 +148,32 @@ def test_ctrl_c_twice_under_torchrun_ends_at_once(start: Callable[..., TorchrunJ
     assert complete_steps(dump / "checkpoint") == []
 
 
-def is_handling(pid: int) -> bool:
-    """Whether a process has installed its handlers."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    caught = int(re.findall(r"^SigCgt:\s*(\w+)$", status, re.MULTILINE)[0], 16)
-    return all(caught >> (number - 1) & 1 for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM))
-
-
 def test_a_signal_before_the_first_step_leaves_nothing(tmp_path: Path) -> None:
-    """While it imports, tokenizes, and in its first step, which would compile: one line, and no file half-written."""
+    """While it tokenizes, and in its first step, which would compile: one line, and no file half-written."""
     text = tmp_path / "text.jsonl"
     text.write_text("".join(f'{{"text": "line {number}"}}\n' for number in range(500_000)))
     corpus = ["--data.dataset=text", f"--data.paths={text}"]
     cases: dict[str, tuple[signal.Signals, list[str], Callable[[Path], object]]] = {
-        "imports": (signal.SIGINT, [], lambda log: True),
         "tokenizes": (signal.SIGTERM, corpus, lambda log: list(log.parent.glob("*/data_cache/*.unfinished"))),
-        "first step": (
-            signal.SIGHUP,
-            ["--training.global_batch_size=60000"],
-            lambda log: " gpt debug: " in log.read_text(),
-        ),
+        "first step": (signal.SIGHUP, ["--training.global_batch_size=60000"], lambda log: " gpt " in log.read_text()),
     }
-    environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    process: subprocess.Popen[bytes] | Script
     for name, (number, arguments, is_there) in cases.items():
         folder = tmp_path / name
         folder.mkdir()
-        log = folder / "log.txt"
-        log.touch()
-        given = [*settings(folder / "out"), *arguments]
-        if name == "imports":
-            with open(log, "w") as output:
-                command = [sys.executable, "train.py", *given]
-                process = subprocess.Popen(command, cwd=REPO, env=environment, stdout=output, stderr=subprocess.STDOUT)
-        else:
-            process = Script("train.py", given, log=log)
-        try:
-            deadline = time.monotonic() + 90
-            while not (is_handling(process.pid) and is_there(log)):
-                assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-                time.sleep(0.01)
-            kill(process.pid, number)
-            process.wait(90)
-            assert process.returncode == 128 + number, log.read_text()
-        finally:
-            process.kill()
-        lines = [line for line in log.read_text().splitlines() if not line.startswith(("tokeniz", " gpt debug: "))]
+        with ForkedJob(folder / "log.txt", "train.py", [*settings(folder / "out"), *arguments], processes=1) as job:
+            job.until(lambda: bool(is_there(job.log)), name, 90)  # noqa: B023
+            kill(job.workers()[0], number)
+            assert job.wait(90) == 128 + number, job.output
+        lines = [line for line in job.output.splitlines() if not line.startswith(("tokeniz", " gpt debug: "))]
         assert lines == [f"ended by {number.name} before the first step was done"]
         left = {path.name for path in folder.rglob("*") if path.is_file() and path.parent != folder}
         assert not any("unfinished" in name or "removed" in name for name in left)
         assert name == "first step" or all(file.endswith(".lock") for file in left), left
+
+
+def test_signals_are_handled_before_torch_is_loaded() -> None:
+    code = "import sys, titan_like.commands.train; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPO, check=False).returncode == 0
 
 
 def test_a_signal_after_the_last_save_leaves_the_run_a_success(tmp_path: Path) -> None:
@@ -213,10 +192,9 @@ def test_a_signal_after_the_last_save_leaves_the_run_a_success(tmp_path: Path) -
 def test_training_outlives_its_output(tmp_path: Path) -> None:
     dump = tmp_path / "out"
     arguments = [*settings(dump, last=12), "--checkpoint.enable=false", "--metrics.log_interval=1"]
-    environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.Popen(
         [sys.executable, "train.py", *arguments, "--job.description=naïve"],
-        cwd=REPO, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=REPO, env=PLAIN, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout is not None and process.stderr is not None
     assert process.stdout.readline().startswith(" gpt debug: ")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 from tests.distributed.mutations import layers
-from tests.e2e.scripts import REPO, Script
+from tests.e2e.scripts import REPO, Script, run_here
 from titan_like.verify import verify as verify_module
 from titan_like.verify.processes import Prepare
 from titan_like.verify.verify import Verifier
@@ -107,11 +106,9 @@ def test_bug_in_the_model_is_nobody_elses(
     mutation: Prepare, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(verify_module, "Verifier", partial(Verifier, prepare=mutation))
-    monkeypatch.setattr(sys, "argv", ["verify.py", "--json", str(tmp_path / "verdict.json"), *CONFIG, *PIPELINE])
-    with pytest.raises(SystemExit) as stop:
-        runpy.run_path(str(REPO / "scripts" / "verify.py"), run_name="__main__")
+    code = run_here("scripts/verify.py", "--json", str(tmp_path / "verdict.json"), *CONFIG, *PIPELINE)
     out, err = capfd.readouterr()
-    assert stop.value.code == 1, out + err
+    assert code == 1, out + err
     told = rf"one process alone fails: {error} \(titan_like/models/[a-z_/]+\.py:\d+\)"
     assert re.search(rf"^different: the layout runs \(float64\): {told} \(\d+ s\)$", out, re.MULTILINE), out
     assert re.fullmatch(told, json.loads((tmp_path / "verdict.json").read_text())["first_difference"]["detail"])

@@ -49,22 +49,7 @@ HEADLESS = (
     "{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
 )
 TEMPLATES = {"chatml": CHATML, "llama": LLAMA, "plain": PLAIN, "marked": MARKED, "dated": DATED}
-WORDS = [
-    "the",
-    "sum",
-    "of",
-    "two",
-    "numbers",
-    "is",
-    "what",
-    "you",
-    "get",
-    "when",
-    "they",
-    "are",
-    "added",
-    *"0123456789",
-]
+WORDS = "the sum of two numbers is what you get when they are added 0 1 2 3 4 5 6 7 8 9".split()  # noqa: SIM905
 
 
 def save_tokenizer(folder: Path, template: str | None) -> Path:

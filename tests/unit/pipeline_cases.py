@@ -4,16 +4,15 @@ from functools import cache
 from itertools import product
 
 from titan_like.parallel.schedules.simulate import simulate, unit_time
-from titan_like.parallel.schedules.tables import check_schedule, schedule_table, stage_ranks
+from titan_like.parallel.schedules.tables import SCHEDULES, check_schedule, schedule_table, stage_ranks
 
-SINGLE, V_SHAPED = ("gpipe", "1f1b"), ("zbv_zero_bubble", "dualpipe_v")
-SPLIT = ("interleaved_zero_bubble", *V_SHAPED)
+SINGLE = [name for name, schedule in SCHEDULES.items() if schedule.stages == 1]
 
 
 def cases(schedule, degrees=range(1, 9)):
     """All sizes to try that the schedule accepts, as (degree, stages per rank, microbatches)."""
-    counts = {"gpipe": [1], "1f1b": [1], "zbv_zero_bubble": [2], "dualpipe_v": [2]}.get(schedule, [1, 2, 4])
-    for degree, virtual in product(degrees, counts):
+    stages = SCHEDULES[schedule].stages
+    for degree, virtual in product(degrees, [stages] if stages else [1, 2, 4]):
         sizes = {1, 2, 3, degree - 1, degree + 1, 2 * degree - 2, 2 * degree - 1, 2 * degree + 1, 3 * degree + 2}
         sizes |= {degree * rounds for rounds in (1, 2, 3, 4, 7)}
         for microbatches in sorted(sizes):

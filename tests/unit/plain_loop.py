@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.unit.hugging_face_cases import reference_of
 from titan_like.config import load_config
-from titan_like.config.schema import JobConfig
+from titan_like.config.schema import JobConfig, Optimizer
 from titan_like.data.batch import Batch, collate
 from titan_like.models.registry import build_model
 from titan_like.train.rules import resolve_settings
@@ -60,6 +60,13 @@ def untrained_reference(run: Run) -> nn.Module:
     return reference_of(ours).train()
 
 
+def plain_adamw(model: nn.Module, section: Optimizer) -> torch.optim.AdamW:
+    """torch's own optimizer, which decays matrices alone."""
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) is wide] for wide in (True, False))
+    groups = [{"params": matrices, "weight_decay": section.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps)
+
+
 def plain_losses(run: Run, theirs: nn.Module, terms_of: Callable[[Batch], list[torch.Tensor]]) -> list[list[float]]:
     """The terms of the loss at each step, whose sum a plain loop minimises.
 
@@ -68,16 +75,10 @@ def plain_losses(run: Run, theirs: nn.Module, terms_of: Callable[[Batch], list[t
         theirs: the model.
         terms_of: a global batch → the terms.
     """
-    section = run.config.optimizer
-    matrices, vectors = ([p for p in theirs.parameters() if (p.ndim > 1) is wide] for wide in (True, False))
-    groups = [
-        {"params": matrices, "weight_decay": section.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps)
-    samples, found = run.masks.over(run.datasets["train"]), []
-    for step in range(STEPS):
-        batch = collate([samples[index] for index in range(step * BATCH, (step + 1) * BATCH)])
+    optimizer, samples, found = plain_adamw(theirs, run.config.optimizer), run.masks.over(run.datasets["train"]), []
+    for step in range(run.config.training.steps):
+        size = run.config.training.global_batch_size
+        batch = collate([samples[index] for index in range(step * size, (step + 1) * size)])
         terms = terms_of(batch)
         sum(terms).backward()
         optimizer.step()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 from collections import defaultdict
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.e2e.scripts import run_here
 from titan_like.checkpoint.step_folders import RunState
 from titan_like.config import load_config
 from titan_like.models.registry import model_config
@@ -235,14 +235,9 @@ def test_page() -> None:
 # ---- refusals, and what is only noted
 
 
-def run_here(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *settings: str
-) -> tuple[Any, str, str]:
+def train(capfd: pytest.CaptureFixture[str], *settings: str) -> tuple[Any, str, str]:
     dry = [] if "--job.dry_run=false" in settings else ["--job.dry_run=true"]
-    monkeypatch.setattr(sys, "argv", ["train.py", "--training.steps=5", *dry, *settings])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(REPO / "train.py"), run_name="__main__")
-    return ended.value.code, *capfd.readouterr()
+    return run_here("train.py", "--training.steps=5", *dry, *settings), *capfd.readouterr()
 
 
 REFUSALS = {
@@ -284,7 +279,7 @@ REFUSALS = {
 @pytest.mark.parametrize("case", REFUSALS)
 def test_refusal_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], case: str) -> None:
     settings, sentence = REFUSALS[case]
-    assert run_here(monkeypatch, capfd, *settings) == (2, "", f"error: {sentence}\n")
+    assert train(capfd, *settings) == (2, "", f"error: {sentence}\n")
 
 
 def test_json_does_not_overwrite_the_settings(
@@ -292,8 +287,8 @@ def test_json_does_not_overwrite_the_settings(
 ) -> None:
     path = tmp_path / "run.toml"
     path.write_text('[model]\nfamily = "gpt"\n')
-    code, _, err = run_here(monkeypatch, capfd, f"--job.config_file={path}", "--json", f"{tmp_path}/./run.toml")
-    assert code == 2 and err.endswith(": is a file that this command reads; name another one\n")
+    code, _, err = train(capfd, f"--job.config_file={path}", "--json", f"{tmp_path}/./run.toml")
+    assert code == 2 and err.endswith(": is there already and is no result; name another file\n")
     assert path.read_text().startswith("[model]")
 
 
@@ -302,7 +297,7 @@ def test_another_machine_s_files_are_only_noted(
 ) -> None:
     away = [*EIGHT, *BATCH, *NO_DATA, "--job.dump_folder=/dev/null/out"]
     path = tmp_path / "plan.json"
-    code, out, err = run_here(monkeypatch, capfd, *away, "--json", str(path))
+    code, out, err = train(capfd, *away, "--json", str(path))
     assert (code, err) == (0, "")
     assert "data: not looked at: /nowhere/*.txt is not on this machine" in out
     assert 'not checked on this machine: job.dump_folder = "/dev/null/out": the folder cannot be created' in out
@@ -333,17 +328,17 @@ def test_a_stream_is_read_but_not_counted(
     path = tmp_path / "a.jsonl"
     path.write_text('{"body": "text"}\n' * 2000)
     stream = ["--data.dataset=hf", "--lr_scheduler.warmup_steps=2", f"--job.dump_folder={tmp_path / 'out'}"]
-    code, out, _ = run_here(monkeypatch, capfd, *stream, f"--data.paths={path}", "--data.text_key=body")
+    code, out, _ = train(capfd, *stream, f"--data.paths={path}", "--data.text_key=body")
     assert code == 0
     assert "data: a stream, read by 16 readers, so its samples are not counted\n" in out
-    code, _, err = run_here(monkeypatch, capfd, *stream, f"--data.paths={path}")
+    code, _, err = train(capfd, *stream, f"--data.paths={path}")
     assert (code, err) == (
         2,
         f'error: data.paths = "{path}:1": the record has no text under "text"; correct it, set data.text_key, or '
         'set data.bad_lines to "skip"\n',
     )
     for setting in ("--data.paths=org/name", "--data.tokenizer=org/name"):  # the hub is not asked
-        code, out, _ = run_here(monkeypatch, capfd, *stream, f"--data.paths={path}", setting)
+        code, out, _ = train(capfd, *stream, f"--data.paths={path}", setting)
         assert code == 0
         assert "data: not looked at: org/name is not on this machine\n" in out
 
@@ -355,7 +350,7 @@ def test_number_of_processes(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
     assert plan(*PP2_TP2).world_size == 4  # as few as they allow
     assert plan(*PP2_TP2, "--training.global_batch_size=64", *EIGHT).world_size == 8
     monkeypatch.setenv("WORLD_SIZE", "16")
-    _, out, _ = run_here(monkeypatch, capfd, *PP2_TP2, "--training.global_batch_size=64", *NO_DATA)
+    _, out, _ = train(capfd, *PP2_TP2, "--training.global_batch_size=64", *NO_DATA)
     assert "rank 0 of 16 processes: " in out
 
 

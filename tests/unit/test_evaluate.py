@@ -220,18 +220,21 @@ BAD: dict[str, tuple[str | bytes | None, str]] = {
     "text=FILE": ("a", "fewer than two tokens"),
     "text=missing.txt": (None, "missing.txt does not exist; name a readable text file"),
     "text=$NO_SUCH_VARIABLE/a": (None, "the path names the environment variable NO_SUCH_VARIABLE, which is not set"),
-    "wikitext103=FILE": (b"ab\xff", "FILE is not valid UTF-8 at byte 2; convert"),
+    "wikitext103=FILE": (b"ab\xff", "FILE byte 2 is not valid UTF-8; convert"),
     "lambada=FILE": ("a bcdefghijklmnop", "raise training.seq_len"),
     "text=./FILE": (b"PAR1\x00\xff", r"FILE is damaged \(Parquet"),
     "text=.//FILE": ("ab".encode("utf-16"), "FILE holds no text, JSON, parquet or arrow; convert it to UTF-8 text"),
-    "lambada=./FILE": ('[{"text": "a b"},\n {"text": "c d"', r"FILE is damaged JSON \("),
+    "lambada=array.json": ('[{"text": "a b"},\n {"text": "c d"', r"array.json is damaged \("),
     "lambada=.//FILE": (
         '{"text": "a b"}\n{"text": "\\ud800 c"}',
-        r"because of line 2 \(.* half a surrogate pair\); correct",
+        r"because of record 2 \(.* half a surrogate pair\); correct",
     ),
-    "lambada=.///FILE": ('{"text": "a b"}\n{"text": 3}', r'because of line 2 \(the record has no text under "text"\)'),
+    "lambada=.///FILE": (
+        '{"text": "a b"}\n{"text": 3}',
+        r'because of record 2 \(the record has no text under "text"\)',
+    ),
     "text=./array.json": ('[{"text": "a b"}]', "array.json holds records, not text; write the text alone"),
-    "wikitext103=./FILE": ('{"txt": "a b"}', "because of line 1"),
+    "wikitext103=./FILE": ('{"txt": "a b"}', "because of record 1"),
 }
 
 

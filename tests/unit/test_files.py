@@ -24,7 +24,7 @@ datasets = pytest.importorskip("datasets")
 TEXTS = [f"line {number}\n" + "é漢" * (number % 5) for number in range(200)]
 RECORDS = [{"id": number, "text": text, "more": {"a": [1, "]"]}} for number, text in enumerate(TEXTS)]
 LINES = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in RECORDS).encode()
-ARRAY, PRETTY = json.dumps(RECORDS).encode(), json.dumps(RECORDS, indent=2, ensure_ascii=False).encode()
+PRETTY = json.dumps(RECORDS, indent=2, ensure_ascii=False).encode()
 ZSTD = zstandard.ZstdCompressor().compress
 SAME = {
     **dict.fromkeys(("a.jsonl", "a.json", "a.ndjson", "a.jsonlines", "a.JSONL", "a.txt", "part-0001"), LINES),
@@ -32,13 +32,10 @@ SAME = {
     "a.jsonl.zst": ZSTD(LINES),
     "a.ndjson.bz2": bz2.compress(LINES),
     "A.JSON.XZ": lzma.compress(LINES),
-    "gzip.jsonl": gzip.compress(LINES),
-    "zstd": ZSTD(PRETTY),
-    "b.json": ARRAY,
+    "b.json": json.dumps(RECORDS).encode(),
     "c.json": b"\xef\xbb\xbf" + PRETTY,
     "d.jsonl": PRETTY.replace(b"\n", b"\r\n"),
     "e.json.gz": gzip.compress(PRETTY),
-    "f.txt": ARRAY,
 }
 
 
@@ -48,8 +45,8 @@ def texts_in(path: Path, start: int = 0, record: int = 1) -> list[object]:
 
 @pytest.mark.parametrize("name", SAME)
 def test_records_are_known_by_their_content(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raw_text, "_PIECE", 1 << 10)
-    monkeypatch.setattr(raw_text, "_CHUNK", 1 << 9)
+    for name_of_size, size in (("_PIECE", 1 << 10), ("_CHUNK", 1 << 9), ("_ROWS", 20)):
+        monkeypatch.setattr(raw_text, name_of_size, size)
     (tmp_path / name).write_bytes(SAME[name])
     assert texts_in(tmp_path / name) == TEXTS
     pieces = [piece for piece, _ in read_pieces(tmp_path / name, "text")]
@@ -61,18 +58,12 @@ def test_records_are_known_by_their_content(name: str, tmp_path: Path, monkeypat
 
 UNFIT = {
     "a.pdf": (b"%PDF-1.4\nabc", "holds no text, JSON, parquet or arrow; convert it"),
-    "a.docx": (b"PK\x03\x04\x14\x00\x06", "holds no text"),
-    "a.npy": (b"\x93NUMPY\x01\x00v", "holds no text"),
     "a.png": (b"\x89PNG\r\n\x1a\n\x00\x00", "holds no text"),
     "a.CSV": (b"text,id\na,1\n", r"is a table \(.csv\); write it as .jsonl or .parquet, or name it .txt"),
     "a.tsv.gz": (gzip.compress(b"a\tb\n"), r"is a table \(.tsv\)"),
     "a.json": (b'{\n "data": []\n}', "holds neither a JSON array nor a JSON object on each line"),
-    "a.ipynb": (b'{\n "cells": []\n}', "holds neither a JSON array"),
-    "text.json": (b"hello", "holds neither a JSON array"),
-    "pretty.txt": (b'{\n "text": "a"\n}\n', "holds neither a JSON array"),
     "utf-16.jsonl": (LINES.decode().encode("utf-16"), "holds no text, .*; convert it to UTF-8 text"),
     "utf-16.txt": ("hello".encode("utf-16"), ".*; convert it to UTF-8 text"),
-    "a.parquet.gz": (gzip.compress(b"PAR1"), "is a compressed parquet file; decompress it"),
     "a.gz": (gzip.compress(LINES)[:300], "ends in the middle of compressed data"),
 }
 
@@ -85,18 +76,10 @@ def test_what_holds_no_documents_is_refused_by_name(name: str, tmp_path: Path) -
         find_files([str(tmp_path / name)], "--input")
 
 
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        (PRETTY[:3000], "Unterminated|Expecting"),
-        (ARRAY + ARRAY, "Expecting ','"),
-        (b'[{"text": "a"} {"text": "b"}]', "Expecting ','"),
-        (PRETTY[:3000] + b"@@" + PRETTY[3000:], "Expecting"),
-    ],
-)
-def test_a_damaged_array_is_one_sentence(content: bytes, problem: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [PRETTY[:3000], b'[{"text": "a"} {"text": "b"}]', PRETTY + PRETTY])
+def test_a_damaged_array_is_one_sentence(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(content)
-    with pytest.raises(raw_text.UnreadableError, match=rf"is damaged JSON \(.*({problem})"):
+    with pytest.raises(raw_text.UnreadableError, match=r"is damaged \((Unterminated|Expecting|Extra data)"):
         texts_in(tmp_path / "a.json")
 
 
@@ -147,7 +130,7 @@ FOLDERS = {
         "data/test-00000-of-00001.parquet",
     ),
     "shards in a folder": ("data/en/train-00000-of-00001.jsonl", "data/en/test-00000-of-00001.jsonl"),
-    "plain shards": ("train-00000-of-00001.parquet", "test-00000-of-00001.parquet", "README.md", ".hidden.parquet"),
+    "plain shards": ("train-00000-of-00001.parquet", "test-00000-of-00001.parquet", "README.md"),
     "a folder a split": ("train/a.jsonl", "train/deep/b.jsonl", "validation/c.jsonl", "extra.jsonl"),
     "words in names": ("my_train_1.jsonl", "dev.jsonl", "eval-2.jsonl", "trainer.jsonl", "dataset_info.json"),
     "one name": ("training.jsonl", "notes.jsonl"),
@@ -173,7 +156,7 @@ def test_a_folder_means_what_load_dataset_reads(
     assert f"{folder}: reads {len(found)} of " in line
     read, left = line.split(" and leaves ")
     for name in names:
-        assert name.startswith((".", "__")) or name in (read if folder / name in found else left)
+        assert name.startswith("__") or name in (read if folder / name in found else left)
     sections = {name: Data(dataset=name, paths=[str(folder)]) for name in ("text", "hf")}
     assert rows_of(corpus_files(sections["text"])) == sorted(expected)
     assert rows_of([Path(shard.name) for shard in find_shards(sections["hf"].paths)[0]]) == sorted(expected)
@@ -252,9 +235,14 @@ def test_folders_of_text_and_patterns(tmp_path: Path) -> None:
         "rows.jsonl",
         "train.txt",
     ]
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "far").symlink_to(tmp_path / "wiki")
+    assert [path.name for path in find_files([str(tmp_path / "links")], "--input")] == ["train.txt"]
+    (tmp_path / "links" / "gone").symlink_to(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match=r"links/gone\": is a link to what does not exist"):
+        find_files([str(tmp_path / "links")], "--input")
     with pytest.raises(ConfigError, match=r"no file in the folder ends with \.jsonl, \.parquet, \.arrow"):
         find_files([str(write(tmp_path / "none", "a.csv"))], "--input")
-    (tmp_path / "wiki" / "self").symlink_to(".")
     spelled = [str(tmp_path / "wiki" / "**" / "train.txt"), str(tmp_path / "docs" / ".." / "wiki" / "train.txt")]
     assert len(find_files(spelled, "--input")) == 1
     assert data_files.named_paths(str(tmp_path / "no*such")) == []

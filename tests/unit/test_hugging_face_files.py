@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import runpy
-import sys
 import tomllib
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from tests.e2e.scripts import run_here
 from tests.unit.hugging_face_cases import (
     MOE,
     SCALING,
@@ -40,7 +39,6 @@ from titan_like.hugging_face.convert import to_hugging_face
 from titan_like.train.initial_weights import check_initial_weights
 from titan_like.train.setup import check_folders
 
-REPO = Path(__file__).parents[2]
 NEW_TOKENS = 50
 VOCAB = 301  # odd: the table is padded to 384
 MODELS = {
@@ -379,8 +377,8 @@ def test_new_checkpoint_is_not_written_over_and_options_are_checked(tmp_path, mo
     for argv, words in [
         ([*to_hf, "--output", f"{tmp_path}/full"], ["--output", f"{tmp_path}/full", "already exists"]),
         ([*to_hf, "--output", f"{tmp_path}/full/file/x"], ["--output", "name one that you may write to"]),
-        ([*to_hf, "--output", f"{tmp_path}/new", "--max_shard_size", "0"], ["--max_shard_size = 0.0", "above 0"]),
-        ([*to_hf, "--output", f"{tmp_path}/new", "--max_shard_size", "nan"], ["--max_shard_size", "above 0"]),
+        ([*to_hf, "--output", f"{tmp_path}/new", "--max_shard_size", "0"], ["--max_shard_size = 0.0", "at least"]),
+        ([*to_hf, "--output", f"{tmp_path}/new", "--max_shard_size", "nan"], ["--max_shard_size", "at least"]),
         ([*to_hf, "--output", f"{tmp_path}/new", "--max_shard_size", "1e308"], ["--max_shard_size", "at most 1,000"]),
         ([*to_hf, "--output", "/proc/new", "--tokenizer", "none"], ["--output", "/proc", "name "]),
         (
@@ -392,11 +390,8 @@ def test_new_checkpoint_is_not_written_over_and_options_are_checked(tmp_path, mo
         (["from-hf", "--input", f"{tmp_path}/empty", "--output", "x"], ["--input", "has no config.json"]),
         (["from-hf", "--input", f"{tmp_path}/none", "--output", "x"], ["--input", "has no config.json"]),
     ]:
-        monkeypatch.setattr(sys, "argv", ["convert.py", *argv])
-        with pytest.raises(SystemExit) as stop:
-            runpy.run_path(str(REPO / "scripts" / "convert.py"), run_name="__main__")
-        (line,) = capsys.readouterr().err.splitlines()
-        assert stop.value.code == 2 and line.startswith("error: ")
+        code, (line,) = run_here("scripts/convert.py", *argv), capsys.readouterr().err.splitlines()
+        assert code == 2 and line.startswith("error: ")
         assert all(word in line for word in words), line
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "full", "run"]
     monkeypatch.chdir(tmp_path / "empty")

@@ -37,9 +37,9 @@ def test_sizes_grow_by_four() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--largest=1t"], '--largest = "1t": must be from 1k to 64g'),
-        (["--smallest=1m", "--largest=4k"], '--smallest = "1m": is above --largest 4k'),
-        (["--seconds=0"], "--seconds = 0.0: must be above 0"),
+        (["--largest=1t"], '"1t" must be from 1k to 64g'),
+        (["--smallest=1m", "--largest=4k"], "--smallest = 1048576: is above 4096"),
+        (["--seconds=0"], "--seconds = 0.0: must be at least 0.001"),
     ],
 )
 def test_sizes_that_make_no_sense_are_refused(words: list[str], told: str) -> None:

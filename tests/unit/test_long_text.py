@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
-from titan_like.data import preprocess, raw_text
+from titan_like.data import long_text, preprocess, raw_text
 from titan_like.data.indexed import IndexedDataset
 from titan_like.data.long_text import encode_piece, encode_texts, find_cut
 from titan_like.data.preprocess import Job, tokenize_files
@@ -103,15 +103,20 @@ def saved(name: str, folder: Path) -> tuple[str, Tokenizer]:
     return path, Tokenizer.from_file(path)  # scores of Unigram are rounded in the file
 
 
+@pytest.fixture
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_text, "PIECE", 15_000)
+    monkeypatch.setattr(raw_text, "_CHUNK", 1 << 13)
+
+
 @pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.usefixtures("short_pieces")
 def test_tokens_are_those_of_the_whole_text(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In memory and in a file; the pieces of a file are also entered where an interruption left it."""
-    monkeypatch.setattr(raw_text, "_LONG_DOCUMENT", 1 << 14)
-    monkeypatch.setattr(raw_text, "_CHUNK", 1 << 13)
     spec, tokenizer = saved(name, tmp_path)
     built, text = build_tokenizer(spec), text_of(90_000, 2)
     expected = tokenizer.encode(text, add_special_tokens=False).ids
-    found = encode_texts(built, ["short", text, ""], piece=15_000)
+    found = encode_texts(built, ["short", text, ""])
     assert found[1].tolist() == expected
     assert found[0].tolist() == tokenizer.encode("short", add_special_tokens=False).ids and len(found[2]) == 0
     path, calls = tmp_path / "a.txt", []
@@ -140,10 +145,11 @@ def test_workers_and_long_records_give_the_same_tokens(tmp_path: Path) -> None:
     tokenize_files(Job([tmp_path / "a.txt", tmp_path / "b.jsonl"], spec, ends_documents=False), tmp_path / "out", 2)
     dataset, expected = IndexedDataset(tmp_path / "out"), tokenizer.encode(text, add_special_tokens=False).ids
     assert [dataset[number].tolist() == expected for number in range(2)] == [True, True]
-    pieces = [piece for piece, _ in raw_text.read_pieces(tmp_path / "a.txt", "text")]
-    assert len(pieces) > 1 and b"".join(piece.content for piece in pieces).decode() == text
+    texts = [piece.content[0] for piece, _ in raw_text.read_pieces(tmp_path / "a.txt", "text")]
+    assert len(texts) > 1 and "".join(texts) == text
 
 
+@pytest.mark.usefixtures("short_pieces")
 def test_no_cut_where_tokens_depend_on_the_beginning(tmp_path: Path) -> None:
     """Digits in threes, and equal letters, are cut by the place where tokenization begins."""
     built = build_tokenizer(saved("Llama 3", tmp_path)[0])
@@ -153,9 +159,10 @@ def test_no_cut_where_tokens_depend_on_the_beginning(tmp_path: Path) -> None:
     inside = 1 + begins[ends - begins > 1][5]  # a token
     assert encode_piece(built, text[:inside], text[inside:], "") is None
     repeated = "7" * 100_000
-    assert encode_texts(built, [repeated], piece=5000)[0].tolist() == built.encode(repeated).tolist()
+    assert encode_texts(built, [repeated])[0].tolist() == built.encode(repeated).tolist()
 
 
+@pytest.mark.usefixtures("short_pieces")
 def test_digits_in_groups_of_three_keep_their_groups(tmp_path: Path) -> None:
     """Where most groups are single digits, many tokens in a row are the same in other groups too."""
     tokenizer, draw = Tokenizer(models.BPE()), random.Random(0)
@@ -169,4 +176,4 @@ def test_digits_in_groups_of_three_keep_their_groups(tmp_path: Path) -> None:
     tokenizer.train_from_iterator([digits[:3000]], trainer)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     ours = build_tokenizer(str(tmp_path))
-    assert encode_texts(ours, [digits], 8192)[0].tolist() == ours.encode(digits).tolist()
+    assert encode_texts(ours, [digits])[0].tolist() == ours.encode(digits).tolist()

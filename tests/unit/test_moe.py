@@ -318,46 +318,28 @@ def test_what_transformers_lacks_is_not_exported(tmp_path, values, told):
         to_hugging_face(CheckpointWeights(path), tmp_path / "hf", None, 10**9, None)
 
 
+LLAMA: dict[str, Any] = {"model.family": "llama"}
+TENSOR = {"parallelism.tensor_parallel_degree": 2, "parallelism.sequence_parallel": True}
+SELECTIVE = {"activation_checkpoint.mode": "selective"}
+
+
+def shared(degree: int) -> dict[str, Any]:
+    return {"parallelism.expert_parallel_degree": degree}
+
+
 @pytest.mark.parametrize(
     ("settings", "processes", "told"),
     [
         ({"parallelism.tensor_parallel_degree": 2}, 2, "sequence_parallel = false: MoE with tensor parallelism"),
-        (
-            {
-                "parallelism.tensor_parallel_degree": 2,
-                "parallelism.sequence_parallel": True,
-                "model.overrides": {"qk_norm": "all"},
-            },
-            2,
-            'parallelism.tensor_parallel_degree = 2: qk_norm = "all" normalises all heads',
-        ),
+        (TENSOR | {"model.overrides": {"qk_norm": "all"}}, 2, 'degree = 2: qk_norm = "all" normalises all heads'),
         ({"model.overrides": {"ffn_hidden_size": 64}}, 1, "no layer of moe debug is dense"),
         ({"float8.enable": True}, 1, "float8.enable = true: the products of moe's experts"),
         ({"optimizer.name": "muon"}, 1, 'optimizer.name = "muon": does not support the stacked expert weights'),
-        ({"parallelism.expert_parallel_degree": 3}, 3, "degree = 3: does not divide the model's num_experts (8)"),
-        (
-            {"parallelism.expert_parallel_degree": 4, "training.global_batch_size": 48},
-            6,
-            "degree = 4: does not divide shard × context × tensor = 6·1·1 = 6",
-        ),
-        (
-            {
-                "parallelism.expert_parallel_degree": 2,
-                "activation_checkpoint.mode": "selective",
-            },
-            2,
-            'activation_checkpoint.mode = "selective": does not work with split experts',
-        ),
-        (
-            {"model.family": "llama", "parallelism.expert_parallel_degree": 2},
-            2,
-            "parallelism.expert_parallel_degree = 2: llama has no experts; use 1",
-        ),
-        (
-            {"model.family": "llama", "activation_checkpoint.mode": "experts"},
-            1,
-            'activation_checkpoint.mode = "experts": llama has no experts to recompute',
-        ),
+        (shared(3), 3, "degree = 3: does not divide the model's num_experts (8)"),
+        (shared(4) | {"training.global_batch_size": 48}, 6, "degree = 4: does not divide shard × context × tensor"),
+        (shared(2) | SELECTIVE, 2, 'activation_checkpoint.mode = "selective": does not work with split experts'),
+        (LLAMA | shared(2), 2, "parallelism.expert_parallel_degree = 2: llama has no experts; use 1"),
+        (LLAMA | {"activation_checkpoint.mode": "experts"}, 1, "llama has no experts to recompute"),
     ],
 )
 def test_what_does_not_work_yet_is_refused(settings, processes, told):

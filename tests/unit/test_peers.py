@@ -12,13 +12,6 @@ from titan_like.models.registry import build_model, model_config
 from titan_like.train.rules import resolve_settings
 
 
-def test_a_case_starts_only_if_it_fits() -> None:
-    assert peers.limit_of(left=500, expected=45) == 135
-    assert peers.limit_of(left=60, expected=45) == 60
-    assert peers.limit_of(left=44, expected=45) is None
-    assert peers.limit_of(left=-1, expected=45) is None
-
-
 def test_rate_is_that_of_the_median_step_of_the_second_half() -> None:
     assert peers.rate_of([30.0, 9.0, 0.5, 0.25, 7.0], tokens=100) == 200
 
@@ -29,13 +22,6 @@ def test_mfu_counts_the_full_attention_matrix_and_no_recomputation() -> None:
     flops = 3 * (layers * (24 * hidden**2 + 4 * seq * hidden) + 2 * hidden * vocab)  # arXiv 2104.04473, one token
     assert peers.mfu_of(settings, 400_000, 989.0) == pytest.approx(flops * 400_000 / 989e12)
     assert peers.mfu_of(settings, 400_000, None) is None
-
-
-def test_cause_is_the_last_exception() -> None:
-    output = "start\n[rank0]: torch.OutOfMemoryError: CUDA out of memory.\n\nSet TORCHDYNAMO_VERBOSE=1 for more\n"
-    assert peers.cause_of(output) == "[rank0]: torch.OutOfMemoryError: CUDA out of memory."
-    assert peers.cause_of("first\nlast\n\n") == "last"
-    assert peers.cause_of("") == "no output"
 
 
 @pytest.mark.parametrize("name", peers.MODELS)

@@ -3,10 +3,12 @@ import subprocess
 import sys
 from collections import Counter
 from itertools import pairwise, product
+from typing import get_args
 
 import pytest
 
-from tests.unit.pipeline_cases import SINGLE, SPLIT, V_SHAPED, cases, unit_run
+from tests.unit.pipeline_cases import SINGLE, cases, unit_run
+from titan_like.config.schema import Parallelism
 from titan_like.parallel.schedules.simulate import (
     bubble_fraction,
     ideal_bubble,
@@ -17,6 +19,8 @@ from titan_like.parallel.schedules.simulate import (
 )
 from titan_like.parallel.schedules.tables import (
     SCHEDULES,
+    SPLIT_BACKWARD,
+    V_SHAPED,
     Action,
     check_schedule,
     forward_table,
@@ -40,6 +44,10 @@ def peak(schedule, degree, virtual, microbatches):
 def test_nothing_of_torch_is_needed():
     code = "import sys, titan_like.parallel.schedules; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_every_schedule_can_be_configured():
+    assert get_args(Parallelism.model_fields["pipeline_schedule"].annotation) == tuple(SCHEDULES)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -75,7 +83,7 @@ def test_tables_are_complete_and_can_run(schedule):
                 if kind == "W":
                     assert position["I", stage, microbatch] < position["W", stage, microbatch]
         assert set(seen.values()) == {1} and len(seen) == len(ranks)
-        assert any(action.kind == "W" for action in table[0]) == (schedule in SPLIT)
+        assert any(action.kind == "W" for action in table[0]) == (schedule in SPLIT_BACKWARD)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -174,7 +182,7 @@ def test_bubbles_are_the_closed_forms(schedule):
         assert ideal_bubble(schedule, degree, virtual, microbatches) == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("schedule", SPLIT)
+@pytest.mark.parametrize("schedule", SPLIT_BACKWARD)
 def test_zero_bubble_schedules_idle_only_until_the_last_rank_starts(schedule):
     above_bound = Counter()
     for degree, virtual, microbatches in cases(schedule):

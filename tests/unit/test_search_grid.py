@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ import numpy as np
 import pytest
 import tomli_w
 
-from tests.e2e.jobs import processes_with
 from titan_like.commands import search as command
 from titan_like.config import ConfigError, load_config
+from titan_like.config.load import setting
 from titan_like.planner.commands.search import run_as_toml
 from titan_like.planner.rows import read_rows
 from titan_like.search import results, trial
@@ -46,8 +45,6 @@ def tried(sizes: list[int], rate: Any) -> list[int]:
 @pytest.mark.parametrize(
     ("sizes", "rate", "expected"),
     [
-        ([1, 2, 4, 8], lambda size: size, [1, 2, 4, 8]),
-        ([1, 2, 4, 8], lambda size: None, [1]),
         ([1, 2, 3, 4, 6, 8, 12, 24], lambda size: size if size <= 6 else None, [1, 2, 4, 8, 6]),
         ([1, 2, 3, 4, 6, 8, 12, 24], lambda size: size if size <= 3 else None, [1, 2, 4, 3]),
         ([1, 2, 4, 8, 16], lambda size: {1: 1.0, 2: 2.0, 4: 1.9, 8: 1.5}[size], [1, 2, 4, 8]),  # falls below 80 %
@@ -78,17 +75,8 @@ def test_the_grid_is_the_product_of_what_divides() -> None:
         for gpus, tensor, pipeline, size, batch in itertools.product(counts, *values.values())
         if gpus % (tensor * pipeline) == 0 and batch % (size * gpus // tensor // pipeline) == 0
     }
-    found = {
-        (
-            case.processes,
-            case.config.parallelism.tensor_parallel_degree,
-            case.config.parallelism.pipeline_parallel_degree,
-            case.config.training.micro_batch_size,
-            case.config.training.global_batch_size,
-        )
-        for case in cases
-        if case.sizes
-    }
+    keys = (TENSOR, PIPELINE, MICRO, GLOBAL)
+    found = {(case.processes, *(setting(case.config, key) for key in keys)) for case in cases if case.sizes}
     assert found == expected and len(names(cases)) == len(set(names(cases))) == len(expected)
     assert len(cases) == 4 * 3 * 3 * 3 * 2
     why = next(case.reason for case in cases if not case.sizes and case.processes == 2)
@@ -133,58 +121,55 @@ def test_the_planner_chooses_what_is_measured() -> None:
     assert not cases[3].sizes and cases[3].reason  # five share neither 4 layers, 4 heads nor a batch of 8
 
 
-@pytest.mark.parametrize(
-    ("table", "sentence"),
-    [
-        ({"parallelism": {"tensor_paralel_degree": [1]}}, "did you mean parallelism.tensor_parallel_degree"),
-        ({"parallelism": {"zero_stage": [4]}}, "parallelism.zero_stage = 4"),
-        ({"parallelism": {"zero_stage": []}}, "lists nothing"),
-        ({"parallelism": {"pipeline_schedule": ["1f2b"]}}, 'parallelism.pipeline_schedule = "1f2b"'),
-        ({"training": {"micro_batch_size": ["small"]}}, "training.micro_batch_size"),
-        ({"processes": [0]}, "must be whole numbers of at least 1"),
-        ({"processes": [True]}, "must be whole numbers of at least 1"),
-        ({"model": {"flavor": ["debug"]}}, "is no key of a grid"),
-        ({"zero_stage": 1}, "is no key of a grid"),
-        ({"training": {"micro_batch_size": ["largest", "2"]}, "processes": 4}, None),
-    ],
-)
-def test_a_wrong_grid_gets_a_sentence(table: dict[str, Any], sentence: str | None, tmp_path: Path) -> None:
-    path = tmp_path / "grid.toml"
-    path.write_text(tomli_w.dumps(table))
-    if sentence is None:
-        assert read_grid(str(path), DEBUG) == {"processes": [4], MICRO: ["largest", 2]}
-        return
-    with pytest.raises(ConfigError, match=r".") as caught:
-        read_grid(str(path), DEBUG)
+# A grid => what is said about it, next to --parallelism.pipeline_parallel_degree=1
+WRONG_GRIDS = """
+parallelism.tensor_paralel_degree = [1] => did you mean parallelism.tensor_parallel_degree
+parallelism.zero_stage = [4] => parallelism.zero_stage = 4
+parallelism.zero_stage = [] => lists nothing
+parallelism.pipeline_schedule = ["1f2b"] => parallelism.pipeline_schedule = "1f2b"
+parallelism.pipeline_parallel_degree = [1, 2] => lists it too
+training.micro_batch_size = ["small"] => training.micro_batch_size
+processes = [0] => must be whole numbers of at least 1
+processes = [true] => must be whole numbers of at least 1
+model.flavor = ["debug"] => unknown key of a grid
+zero_stage = 1 => unknown key of a grid
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("case", WRONG_GRIDS)
+def test_a_wrong_grid_gets_a_sentence(case: str, tmp_path: Path) -> None:
+    path, (table, _, sentence) = tmp_path / "grid.toml", case.partition(" => ")
+    path.write_text(table)
+    with pytest.raises(ConfigError) as caught:
+        read_grid(str(path), [*DEBUG, "--parallelism.pipeline_parallel_degree=1"])
     assert sentence in str(caught.value)
 
 
-def test_a_key_is_set_in_one_place(tmp_path: Path) -> None:
+def test_a_grid_is_read_as_settings_are(tmp_path: Path) -> None:
     path = tmp_path / "grid.toml"
-    path.write_text(tomli_w.dumps({"parallelism": {"zero_stage": [0, 1]}}))
-    with pytest.raises(ConfigError, match="lists it too"):
-        read_grid(str(path), [*DEBUG, "--parallelism.zero_stage=1"])
+    path.write_text('processes = 4\ntraining.micro_batch_size = ["largest", "2"]\n')
+    assert read_grid(str(path), DEBUG) == {"processes": [4], MICRO: ["largest", 2]}
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--processes", "2", "--grid", "g.toml", "--top", "3"], "give --grid or --top"),
-        (["--processes", "2,x"], "must be whole numbers"),
-        (["--processes", "0"], "must be whole numbers"),
-        (["--processes", "2", "--steps", "0"], "--steps = 0"),
-        (["--processes", "2", "--timeout", "0"], "--timeout = 0"),
-        (["--processes", "2", "--top", "2", "--training.steps=none"], "set exactly one of the three"),
-        (["--grid", "none.toml"], "no such file"),
-        (["--processes", "1,2"], "the planner needs one to choose layouts on a CPU"),
-        (["--processes", "4", "--top", "1", "--profile", "titan_h100", "--training.global_batch_size=3",
-          "--parallelism.data_parallel_shard_degree=4"], "no layout is valid"),
-    ],
-)  # fmt: skip
-def test_bad_input_ends_before_anything_is_started(words: list[str], sentence: str, tmp_path: Path) -> None:
-    out = tmp_path / "out"
+BAD_OPTIONS = """
+--processes 2 --grid g.toml --top 3 => give --grid or --top
+--processes 2,x => must be whole numbers
+--processes 0 => must be whole numbers
+--processes 2 --steps 0 => --steps = 0
+--processes 2 --timeout 0 => --timeout = 0
+--processes 2 --top 2 --training.steps=none => set exactly one of the three
+--grid none.toml => no such file
+--processes 1,2 => the planner needs one to choose layouts on a CPU
+--processes 4 --top 1 --profile titan_h100 --training.global_batch_size=3 \
+--parallelism.data_parallel_shard_degree=4 => no layout is valid
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("case", BAD_OPTIONS)
+def test_bad_input_ends_before_anything_is_started(case: str, tmp_path: Path) -> None:
+    out, (words, _, sentence) = tmp_path / "out", case.partition(" => ")
     with pytest.raises(ConfigError) as caught:
-        command.main([*DEBUG, "--dump_folder", str(out), *words])
+        command.main([*DEBUG, "--dump_folder", str(out), *words.split()])
     assert sentence in str(caught.value) and not out.exists()
 
 
@@ -200,49 +185,19 @@ def test_a_folder_of_something_else_is_kept(tmp_path: Path) -> None:
 
 def test_a_trial_that_is_ended_from_outside_has_no_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, place, plan = tmp_path / "trials" / "one", Place(("train.py",)), Plan(1, 2, 60.0, None)
-    for script in (
-        "kill -TERM $$",
-        'echo "torch.distributed.elastic...SignalException: Process 7 got signal: 15"; exit 1',
-    ):
+    for script in ("kill -TERM $$", 'echo "elastic...SignalException: Process 7 got signal: 15"; exit 1'):
         monkeypatch.setattr(Place, "command", lambda *_, script=script: ["sh", "-c", script])
         with pytest.raises(KeyboardInterrupt):
             trial.run_trial(folder, load_config(DEBUG), 1, place, plan, 1)
 
 
-def test_left_over_processes_are_found_by_another_spelling_of_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    script = "import os, subprocess; subprocess.Popen(['sleep', '300'], start_new_session=True)"
-    words = [sys.executable, "-c", f"{script}; os._exit(0)"]
-    monkeypatch.setattr(trial, "end_processes", lambda out: None)  # as if the search had been killed
-    monkeypatch.setattr(Place, "command", lambda *_: words)
-    trial.run_trial(
-        tmp_path / "link" / "trials" / "a", load_config(DEBUG), 1, Place(("train.py",)), Plan(1, 2, 60.0, None), 1
-    )
-    monkeypatch.undo()
-    mark = f"TITAN_SEARCH={tmp_path}/real"
-    assert len(processes_with(mark)) == 1
-    trial.end_processes(tmp_path / "real")
-    assert not processes_with(mark)
-
-
 def test_settings_as_arguments_are_the_same_run() -> None:
-    config = load_config(
-        [
-            *DEBUG,
-            "--checkpoint.async=true",
-            "--job.description=a [run] of = 2 words",
-            "--data.dataset=text",
-            '--data.paths=["a b.txt", "c.txt"]',
-            '--data.options={name = "true", depth = {two = [1, 2]}}',
-            "--model.overrides.hidden_size=64",
-            "--optimizer.betas=[0.9, 0.99]",
-            "--training.batch_size_rampup=[2, 2, 64]",
-            "--cluster.gpu=H100",
-        ]
-    )
+    config = load_config([
+        *DEBUG, "--checkpoint.async=true", "--job.description=a [run] of = 2 words", "--data.dataset=text",
+        '--data.paths=["a b.txt", "c.txt"]', '--data.options={name = "true", depth = {two = [1, 2]}}',
+        "--model.overrides.hidden_size=64", "--optimizer.betas=[0.9, 0.99]", "--training.batch_size_rampup=[2, 2, 64]",
+        "--cluster.gpu=H100",
+    ])  # fmt: skip
     again = load_config(settings_of(config)).model_dump()
     assert again == config.model_dump() | {"job": again["job"]}
     assert again["job"] == config.job.model_dump() | {"config_file": None}
@@ -300,10 +255,7 @@ def test_the_command_of_a_trial_on_the_nodes_of_a_slurm_job(monkeypatch: pytest.
     monkeypatch.setenv("SLURM_JOB_NODELIST", "other")
     with pytest.raises(ConfigError, match="scontrol does not name its nodes"):
         Place.of_slurm(("train.py",))
-
-
-def test_a_machine_with_gpus_takes_as_many_processes() -> None:
-    Place(("train.py",)).check(64)
+    Place(("train.py",)).check(64)  # a machine without GPUs takes any number
     with pytest.raises(ConfigError, match="there are 2 GPUs; use at most 2"):
         Place(("train.py",), 2).check(4)
 
@@ -316,37 +268,27 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 """
 
 
+TRACEBACK = 'Traceback (most recent call last):\n  File "/a/x.py", line 3, in f\n'
+
+
 @pytest.mark.parametrize(
     ("log", "outcome", "reason"),
     [
         ("hello\nerror: data.paths = 3: no such file\n", FAILED, "data.paths = 3: no such file"),
+        ("error: training.micro_batch_size = 8: does not have enough memory for it\n", TOO_LARGE, "not have"),
         (
-            "error: training.micro_batch_size = 8: this machine does not have enough memory for it\n",
+            f"{TRACEBACK}torch.OutOfMemoryError: CUDA out of memory.\n".replace("\n", "\n[rank1]: "),
             TOO_LARGE,
-            "not have",
+            "CUDA out of",
         ),
-        (
-            '[rank1]: Traceback (most recent call last):\n[rank1]:   File "/a/x.py", line 3, in f\n'
-            "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.\n",
-            TOO_LARGE,
-            "CUDA out of memory",
-        ),
-        (
-            'Traceback (most recent call last):\n  File "/a/x.py", line 3, in f\nKeyError: 5\n',
-            FAILED,
-            "KeyError: 5 (/a/x",
-        ),
+        (f"{TRACEBACK}KeyError: 5\n", FAILED, "KeyError: 5 (/a/x"),
         ("", FAILED, "exit code 3"),
+        ("traceback : Signal 9 (SIGKILL) received by PID 7\n", TOO_LARGE, "the system killed a process, perhaps for"),
     ],
 )
 def test_failures_are_told_apart(log: str, outcome: str, reason: str) -> None:
     found = trial.failure(log + TORCHRUN.format(code=3, more=""), 3)
     assert found["outcome"] == outcome and reason in found["reason"]
-
-
-def test_a_process_that_the_system_killed_is_out_of_memory() -> None:
-    found = trial.failure(TORCHRUN.format(code=-9, more="traceback : Signal 9 (SIGKILL) received by PID 7"), 1)
-    assert found == {"outcome": TOO_LARGE, "reason": "the system killed a process, perhaps because memory ran out"}
 
 
 def test_the_median_step_counts(tmp_path: Path) -> None:

@@ -7,12 +7,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.jobs import wait_until
 from titan_like.data.unfinished import remove_unfinished, removed_unless_renamed
 from titan_like.train import signals as signals_module
 from titan_like.train.signals import STOP_SIGNALS, StopSignals
@@ -29,13 +28,6 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_during_training_is_noted_while_the_main_thread_is_in_c_code(
     number: signal.Signals, ended: list[str]
@@ -47,7 +39,7 @@ def test_a_signal_during_training_is_noted_while_the_main_thread_is_in_c_code(
 
         def send() -> None:
             os.kill(os.getpid(), number)
-            until(lambda: stop.received)
+            wait_until(lambda: stop.received)
             noted.set()
 
         threading.Thread(target=send).start()
@@ -99,6 +91,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 BEFORE_THE_LOOP = """
 import os, signal, threading, time
 from pathlib import Path
+from tests.e2e.jobs import wait_until
 from titan_like.data.unfinished import removed_unless_renamed
 from titan_like.train.signals import StopSignals
 with StopSignals(), removed_unless_renamed(Path(FOLDER)) as folder:
@@ -162,7 +155,7 @@ def test_a_forked_child_leaves_signals_to_its_parent(ended: list[str]) -> None:
             os._exit(7)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         os.kill(os.getpid(), signal.SIGUSR1)
-        until(lambda: stop.received)
+        wait_until(lambda: stop.received)
         assert stop.received == signal.SIGUSR1 and not ended
 
 

@@ -19,11 +19,9 @@ from titan_like.parallel.schedules.simulate import Event, bubble_fraction, ideal
 from titan_like.parallel.schedules.tables import SCHEDULES, Action, schedule_table, stage_ranks
 from titan_like.parallel.timeline import Timeline
 
-VIRTUAL = {"gpipe": 1, "1f1b": 1}
-
 
 def unit_step(schedule="1f1b", degree=4, microbatches=8, transfer=0.0):
-    return simulated(schedule, degree, VIRTUAL.get(schedule, 2), microbatches, unit_time, transfer)
+    return simulated(schedule, degree, SCHEDULES[schedule].stages or 2, microbatches, unit_time, transfer)
 
 
 def seen_by_ranks(step, offsets):
@@ -49,7 +47,7 @@ def seen_by_ranks(step, offsets):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("microbatches", [4, 8])
 def test_bubble_fraction_is_that_of_the_simulated_schedule(schedule, microbatches):
-    virtual = VIRTUAL.get(schedule, 2)
+    virtual = SCHEDULES[schedule].stages or 2
     table = schedule_table(schedule, 4, virtual, microbatches)
     expected = bubble_fraction(simulate(table, stage_ranks(schedule, 4, virtual), unit_time), 4)
     found = figures(unit_step(schedule, microbatches=microbatches))

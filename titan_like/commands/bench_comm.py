@@ -20,10 +20,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_like.config import ConfigError, load_config
+from titan_like.config import load_config
 from titan_like.config.errors import require
 from titan_like.config.load import run_command
-from titan_like.config.options import OptionParser, check_output_file, json_text, path_option, write_output_file
+from titan_like.config.options import OptionParser, path_option, write_json
 from titan_like.metrics.timeline_plot import check_picture
 from titan_like.parallel.layout import resolve_layout
 from titan_like.parallel.mesh import build_expert_mesh, build_mesh
@@ -41,35 +41,32 @@ _UNITS = {"k": 2**10, "m": 2**20, "g": 2**30}
 def build_parser() -> argparse.ArgumentParser:
     """The options that the measurement adds to the settings of a run, of which the layout counts."""
     parser = OptionParser(description=__doc__, takes_settings=True)
-    parser.add_argument("--smallest", default="4k", help="bytes of the smallest buffers (default: 4k)")
+    parser.add_argument("--smallest", type=size_option, default="4k", help="bytes of the smallest buffers (4k)")
     parser.add_argument(
-        "--largest", default="1g", help="bytes of the largest buffers, 4 times as large each (default: 1g)"
+        "--largest", type=size_option, default="1g", help="bytes of the largest buffers, 4 times as large each (1g)"
     )
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each operation and size (default: 1)")
-    parser.add_argument("--link_gbit", type=float, help="peak of a node's links in Gbit/s, to state shares of it")
-    parser.add_argument("--json", type=path_option, metavar="PATH", help="also write the result to this file")
+    parser.add_number("--seconds", float, least=1e-3, most=1e6, default=1.0, help="for each operation and size")
+    parser.add_number("--link_gbit", float, least=1e-3, most=1e6, help="peak of a node's links, to state shares of it")
     parser.add_argument(
         "--picture", type=path_option, metavar="FILE.png", help="draw bus bandwidths (needs matplotlib)"
     )
     return parser
 
 
+def size_option(text: str) -> int:
+    """Bytes, of a text such as 4k, 16m or 1g."""
+    number, unit = (text[:-1], _UNITS[text[-1].lower()]) if text[-1:].lower() in _UNITS else (text, 1)
+    if not (number.isdecimal() and 2**10 <= int(number) * unit <= 2**36):
+        raise argparse.ArgumentTypeError(f'"{text}" must be from 1k to 64g, such as 4k, 16m or 1g')
+    return int(number) * unit
+
+
 def sizes_of(options: argparse.Namespace) -> list[int]:
-    """Bytes of the buffers to measure, ascending; a `ConfigError` if an option is out of range."""
-    found = {}
-    for name in ("smallest", "largest"):
-        text = str(getattr(options, name)).lower()
-        number, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1)
-        if not (number.isdecimal() and 2**10 <= int(number) * unit <= 2**36):
-            raise ConfigError(f"--{name}", getattr(options, name), "must be from 1k to 64g, such as 4k, 16m or 1g")
-        found[name] = int(number) * unit
-    if found["smallest"] > found["largest"]:
-        raise ConfigError("--smallest", options.smallest, f"is above --largest {options.largest}")
-    for name, value in (("seconds", options.seconds), ("link_gbit", options.link_gbit)):
-        require(value is None or 0 < value <= 1e6, f"--{name}", value, "must be above 0 and at most 1,000,000")
-    sizes = [found["smallest"]]
-    while sizes[-1] < found["largest"]:
-        sizes.append(min(4 * sizes[-1], found["largest"]))
+    """Bytes of the buffers to measure, ascending."""
+    require(options.smallest <= options.largest, "--smallest", options.smallest, f"is above {options.largest}")
+    sizes = [options.smallest]
+    while sizes[-1] < options.largest:
+        sizes.append(min(4 * sizes[-1], options.largest))
     return sizes
 
 
@@ -77,8 +74,6 @@ def main(argv: list[str]) -> int:
     """Measure and print."""
     options, given = build_parser().parse_known_args(argv)
     sizes, config, processes = sizes_of(options), load_config(given), number_of_processes()
-    for name in ("json", "picture"):
-        check_output_file(f"--{name}", getattr(options, name), options)
     check_picture("--picture", options.picture)
     problem = "there is nothing to communicate; start several, with torchrun --nproc_per_node=2"
     require(processes != 1, "processes", 1, problem)
@@ -117,8 +112,7 @@ def main(argv: list[str]) -> int:
     if options.json:
         about: dict[str, object] = {"device": "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)}
         about |= {"torch": torch.__version__, "processes": processes, "processes_of_a_node": here}
-        result = {**about, "measurements": [one.as_dict() for one in found]}
-        write_output_file("--json", options.json, json_text(result))
+        write_json(options.json, {**about, "measurements": [one.as_dict() for one in found]})
     if options.picture:
         draw(found, Path(options.picture))
     return 0
@@ -239,6 +233,3 @@ def draw(found: list[Measurement], path: Path) -> None:
 
 
 run = partial(run_command, main)
-
-if __name__ == "__main__":
-    run()

@@ -12,12 +12,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from titan_like.config import ConfigError
-from titan_like.config.errors import cure_of_writing, require
+from titan_like.config.errors import require
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, path_option, tokenizer_option
-
-_LARGEST_SHARD = 1e6  # GB
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -40,8 +37,8 @@ def build_parser() -> argparse.ArgumentParser:
         choices=["float32", "bfloat16", "float16"],
         help="type of the weights (default: float32, or the original type of an imported checkpoint)",
     )
-    to_hf.add_argument(
-        "--max_shard_size", type=float, default=5.0, metavar="GB", help="maximum size of a file (default: 5)"
+    to_hf.add_number(
+        "--max_shard_size", float, least=1e-6, most=1e6, default=5.0, metavar="GB", help="of a file (default: 5)"
     )
     to_hf.add_argument(
         "--tokenizer", type=tokenizer_option, help='a value of data.tokenizer, or "none" (default: the checkpoint\'s)'
@@ -68,8 +65,6 @@ def main(argv: list[str]) -> int:
 
 def to_hf(options: argparse.Namespace) -> int:
     """Write a Hugging Face folder."""
-    problem = f"must be a number of GB above 0 and at most {_LARGEST_SHARD:,.0f}"
-    require(0 < options.max_shard_size <= _LARGEST_SHARD, "--max_shard_size", options.max_shard_size, problem)
     output = Path(options.output)
     check_new(output)
 
@@ -80,10 +75,7 @@ def to_hf(options: argparse.Namespace) -> int:
 
     weights = CheckpointWeights(one_checkpoint(Path(options.checkpoint), "--checkpoint"))
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    try:
-        files = to_hugging_face(weights, output, dtype, int(options.max_shard_size * 1e9), options.tokenizer)
-    except OSError as error:
-        raise unwritable(output, error) from None
+    files = to_hugging_face(weights, output, dtype, int(options.max_shard_size * 1e9), options.tokenizer)
     print(f"wrote {weights.path} as {output}: {len(files)} file{'s' if len(files) > 1 else ''} of weights")
     return 0
 
@@ -97,10 +89,7 @@ def from_hf(options: argparse.Namespace) -> int:
     from titan_like.hugging_face.folder import local_folder, open_hugging_face
 
     source = open_hugging_face(local_folder(options.input, "--input"), "--input")
-    try:
-        path = from_hugging_face(source, output)
-    except OSError as error:
-        raise unwritable(output, error) from None
+    path = from_hugging_face(source, output)
     print(f"wrote {source.path} as {path}; settings to train from it:\n", file=sys.stderr)
     print(settings_to_train(source, path))
     return 0
@@ -115,13 +104,4 @@ def check_new(output: Path) -> None:
     check_writable("--output", output.absolute().parent, make=False)
 
 
-def unwritable(output: Path, error: OSError) -> ConfigError:
-    """The error of a folder that could not be written."""
-    problem = f"cannot be written ({error.strerror or error}); {cure_of_writing(error)}"
-    return ConfigError("--output", str(output), problem)
-
-
 run = partial(run_command, main)
-
-if __name__ == "__main__":
-    run()

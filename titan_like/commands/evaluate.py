@@ -19,10 +19,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_like.config import ConfigError, load_config
+from titan_like.config import load_config
 from titan_like.config.errors import require
 from titan_like.config.load import run_command
-from titan_like.config.options import OptionParser, check_output_file, json_text, path_option, write_output_file
+from titan_like.config.options import OptionParser, path_option, write_json
 from titan_like.train.rules import check_predicts_next_token
 
 if TYPE_CHECKING:
@@ -43,42 +43,31 @@ def build_parser() -> argparse.ArgumentParser:
         action="append",
         help="a task and its file; may be repeated (default: evaluation.datasets)",
     )
-    parser.add_argument(
+    parser.add_number(
         "--stride",
-        type=int,
-        help="tokens from one window of a text to the next (default: half of training.seq_len, whose value gives "
-        "disjoint windows)",
+        int,
+        least=1,
+        help="tokens from one window of a text to the next (default: half of training.seq_len; all of it: disjoint)",
     )
-    parser.add_argument(
-        "--lm_eval", metavar="TASKS", help="tasks of the evaluation harness, by name with commas between them"
-    )
-    parser.add_argument(
-        "--lm_eval_folder",
-        type=path_option,
-        metavar="FOLDER",
-        help="folder with YAML files of more tasks for --lm_eval",
-    )
-    parser.add_argument("--num_fewshot", type=int, help="examples before each question of --lm_eval")
-    parser.add_argument("--limit", type=int, help="score only the first documents of each task of --lm_eval")
-    parser.add_argument("--json", type=path_option, metavar="PATH", help="also write the results to this file")
+    parser.add_argument("--lm_eval", metavar="TASKS", help="tasks of the evaluation harness, with commas between them")
+    parser.add_argument("--lm_eval_folder", type=path_option, metavar="FOLDER", help="folder with YAML files of tasks")
+    parser.add_number("--num_fewshot", int, least=0, help="examples before each question of --lm_eval")
+    parser.add_number("--limit", int, least=1, help="score only the first documents of each task of --lm_eval")
     return parser
 
 
 def check_options(options: argparse.Namespace) -> None:
     """Refuse the first option that is wrong."""
-    require(options.stride is None or options.stride >= 1, "--stride", options.stride, "must be at least 1")
     require(options.lm_eval != "", "--lm_eval", "", "names no task; give names with commas between them")
     problem = 'the package lm_eval is not installed; run pip install "titan_like[lm-eval]"'
     require(not options.lm_eval or find_spec("lm_eval") is not None, "--lm_eval", options.lm_eval, problem)
-    for name, least in (("num_fewshot", 0), ("limit", 1)):
-        value = getattr(options, name)
-        require(value is None or value >= least, f"--{name}", value, f"must be at least {least}")
-    if options.lm_eval_folder is not None and not os.path.isdir(options.lm_eval_folder):
-        raise ConfigError("--lm_eval_folder", options.lm_eval_folder, "is not a folder; name one with YAML files")
     for name in ("num_fewshot", "limit", "lm_eval_folder"):
-        if getattr(options, name) is not None and not options.lm_eval:
-            raise ConfigError(f"--{name}", getattr(options, name), "is for --lm_eval only; add that or leave it out")
-    check_output_file("--json", options.json, options)
+        value = getattr(options, name)
+        require(value is None or options.lm_eval, f"--{name}", value, "is for --lm_eval only; add that or leave it out")
+    folder = options.lm_eval_folder
+    require(
+        not folder or os.path.isdir(folder), "--lm_eval_folder", folder, "is not a folder; name one with YAML files"
+    )
 
 
 def main(argv: list[str]) -> int:
@@ -86,7 +75,6 @@ def main(argv: list[str]) -> int:
     options, settings = build_parser().parse_known_args(argv)
     check_options(options)
     config = load_config(settings)
-    check_output_file("--json", options.json, config)
 
     from titan_like.checkpoint.inference import find_checkpoint
     from titan_like.evaluate.task import TextSettings
@@ -103,13 +91,13 @@ def main(argv: list[str]) -> int:
         require(specs, "--task", None, "there is nothing to evaluate; give --task NAME=PATH or --lm_eval TASKS")
     named = named_tasks(key, specs, shape)
     slides = any(task.kind.slides for task in named)
-    if options.stride is not None and not slides:
-        raise ConfigError("--stride", options.stride, "is for the tasks text and wikitext103 only; leave it out")
+    problem = "is for the tasks text and wikitext103 only; leave it out"
+    require(options.stride is None or slides, "--stride", options.stride, problem)
     windows = TextSettings.of(config.training.seq_len, options.stride)
     problem = f"longer than training.seq_len = {windows.seq_len}; use at most that"
     require(windows.stride <= windows.seq_len, "--stride", windows.stride, problem)
-    if options.lm_eval and not shape.is_causal:
-        raise ConfigError("--lm_eval", options.lm_eval, "its tasks predict tokens, and this model chooses answers")
+    problem = "its tasks predict tokens, and this model chooses answers"
+    require(not options.lm_eval or shape.is_causal, "--lm_eval", options.lm_eval, problem)
     path = find_checkpoint(config)
     results, of_harness = score(config, path, named, windows, options)
     # Every process has the results; one of them reports.
@@ -123,10 +111,8 @@ def main(argv: list[str]) -> int:
         from lm_eval.utils import make_table
 
         print(make_table(of_harness))
-    if options.json:
-        told = {"checkpoint": str(path), **vars(windows), "results": results}
-        told |= {"lm_eval": of_harness["results"]} if of_harness else {}
-        write_output_file("--json", options.json, json_text(told))
+    of_tasks = {"lm_eval": of_harness["results"]} if of_harness else {}
+    write_json(options.json, {"checkpoint": str(path), **vars(windows), "results": results, **of_tasks})
     return 0
 
 
@@ -203,6 +189,3 @@ def format_results(results: dict[str, dict[str, float]]) -> str:
 
 
 run = partial(run_command, main)
-
-if __name__ == "__main__":
-    run()

@@ -15,10 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_like.config import ConfigError, load_config
-from titan_like.config.errors import require
+from titan_like.config import load_config
 from titan_like.config.load import edit, run_command
-from titan_like.config.options import OptionParser, check_output_file, json_text, path_option, write_output_file
+from titan_like.config.options import OptionParser, write_json
 from titan_like.train.rules import check_predicts_next_token
 
 if TYPE_CHECKING:
@@ -31,41 +30,27 @@ def build_parser() -> argparse.ArgumentParser:
     """The options that generation adds to the run's settings."""
     parser = OptionParser(description=__doc__, takes_settings=True)
     parser.add_argument("--prompt", default="\n", help="text to continue, or for t5 to read")
-    parser.add_argument("--max_new_tokens", type=int, default=200, help="maximum number of tokens to generate")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the most probable token")
-    parser.add_argument("--top_k", type=int, default=0, help="sample from the k most probable tokens; 0 uses all")
-    parser.add_argument(
-        "--top_p", type=float, default=1.0, help="sample from the most probable tokens whose probabilities sum to this"
+    parser.add_number("--max_new_tokens", int, least=1, default=200, help="maximum number of tokens to generate")
+    parser.add_number(
+        "--temperature", float, least=0, most=1e4, default=0.8, help="0 takes the most probable token (default: 0.8)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
-    parser.add_argument(
-        "--json", type=path_option, metavar="PATH", help="also write the prompt and the continuation to this file"
+    parser.add_number("--top_k", int, least=0, default=0, help="sample from the k most probable tokens; 0 uses all")
+    parser.add_number(
+        "--top_p", float, least=1e-6, most=1, default=1.0, help="sample from the top tokens with this probability"
     )
+    parser.add_number("--seed", int, least=0, default=0, help="seed of the sampling")
     return parser
-
-
-def check_options(options: argparse.Namespace) -> None:
-    """Refuse the first option that is out of range."""
-    if options.temperature != 0 and not 1e-4 <= options.temperature <= 1e4:
-        raise ConfigError("--temperature", options.temperature, "must be 0, or from 0.0001 to 10000")
-    require(0 < options.top_p <= 1, "--top_p", options.top_p, "must be above 0 and at most 1")
-    for name, least in (("top_k", 0), ("max_new_tokens", 1), ("seed", 0)):
-        value = getattr(options, name)
-        require(least <= value < 2**63, f"--{name}", value, f"must be at least {least} and below 2^63")
-    check_output_file("--json", options.json, options)
 
 
 def main(argv: list[str]) -> int:
     """Load the model and print the prompt and its continuation."""
     options, settings = build_parser().parse_known_args(argv)
-    check_options(options)
     config = load_config(settings)
-    check_output_file("--json", options.json, config)
 
     from titan_like.checkpoint.inference import find_checkpoint
     from titan_like.data.chat import read_template
     from titan_like.data.span_corruption import decode_with_sentinels, encode_with_sentinels, padding_of
-    from titan_like.data.tokenizer import tokenizer_of
+    from titan_like.data.tokenizer import decode_after, tokenizer_of
     from titan_like.evaluate.sampling import stop_ids
     from titan_like.models.registry import model_config
 
@@ -82,7 +67,7 @@ def main(argv: list[str]) -> int:
             prompt = [*first, *prompt]
         prompt = prompt or [tokenizer.eod_id]
         tokens = sample(config, path, prompt, ends, options)
-        answer = options.prompt + (continuation := tokenizer.decode_after(prompt, tokens))
+        answer = options.prompt + (continuation := decode_after(tokenizer, prompt, tokens))
     else:
         prompt = [*encode_with_sentinels(tokenizer, options.prompt), tokenizer.eod_id][-model.max_seq_len :]
         start = [padding_of(config.data.tokenizer, tokenizer)]
@@ -92,9 +77,8 @@ def main(argv: list[str]) -> int:
         return 0
     print(f"[{path}]", file=sys.stderr)
     print(answer)
-    if options.json:
-        result = {"checkpoint": str(path), "prompt": options.prompt, "continuation": continuation, "tokens": tokens}
-        write_output_file("--json", options.json, json_text(result))
+    result = {"checkpoint": str(path), "prompt": options.prompt, "continuation": continuation, "tokens": tokens}
+    write_json(options.json, result)
     return 0
 
 
@@ -149,6 +133,3 @@ def sample(
 
 
 run = partial(run_command, main)
-
-if __name__ == "__main__":
-    run()

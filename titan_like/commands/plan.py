@@ -15,23 +15,14 @@ number of nodes (capacity); 2 bad input.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
 from functools import partial
 
-from titan_like.config import ConfigError
 from titan_like.config.errors import require
 from titan_like.config.load import run_command
-from titan_like.config.options import (
-    OptionParser,
-    as_installed,
-    check_output_file,
-    json_text,
-    path_option,
-    write_output_file,
-)
+from titan_like.config.options import OptionParser, as_installed, write_json, write_output_file
 
 COMMANDS = ("predict", "search", "capacity", "duration", "simulate", "calibrate", "microbenchmark")
 
@@ -46,32 +37,14 @@ def main(argv: list[str]) -> int:
     prog = f"{os.path.basename(sys.argv[0])} {argv[0]}"
     parser = OptionParser(prog=prog, description=command.__doc__, takes_settings=True)
     command.add_options(parser)
-    parser.add_argument("--json", type=path_option, metavar="PATH", help="also write the result to this file")
     options, settings = parser.parse_known_args(argv[1:])
-    check_files(options, settings)
-
     outcome = command.run(options, settings)
     if outcome.text:  # only one of several processes has any
         print(outcome.text)
     for path, text in outcome.files.items():
-        write_output_file("--out", path, text)
-    if options.json:
-        write_output_file("--json", options.json, json_text(outcome.json))
+        write_output_file(path, text)
+    write_json(options.json, outcome.json)
     return int(outcome.status)
 
 
-def check_files(options: argparse.Namespace, settings: list[str]) -> None:
-    """Refuse output files that would overwrite each other or an input, or that cannot be written."""
-    written: dict[str, str] = {}
-    for name in ("out", "picture", "json"):
-        path = getattr(options, name, None)
-        check_output_file(f"--{name}", path, options, settings)
-        if path is not None and written.setdefault(os.path.realpath(path), name) != name:
-            other = written[os.path.realpath(path)]
-            raise ConfigError(f"--{name}", path, f"is the file that --{other} is written to; name another one")
-
-
 run = partial(run_command, main)
-
-if __name__ == "__main__":
-    run()

@@ -41,6 +41,3 @@ def main(argv: list[str]) -> int:
 
 
 run = partial(run_command, main)
-
-if __name__ == "__main__":
-    run()

@@ -11,16 +11,15 @@ job is interrupted, the same command continues where it stopped. Megatron-LM can
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from functools import partial
 from pathlib import Path
 
 from titan_like.config import ConfigError
-from titan_like.config.errors import cure_of_writing, require
+from titan_like.config.errors import require
 from titan_like.config.load import run_command
-from titan_like.config.options import OptionParser, check_output_file, path_option, tokenizer_option, write_output_file
+from titan_like.config.options import OptionParser, path_option, tokenizer_option, write_json
 from titan_like.config.schema import Data, TokenOptions
 from titan_like.data.files import find_files
 from titan_like.data.indexed import prefix_of
@@ -49,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
         default = str(about.default).lower() if choices else about.default
         parser.add_argument(f"--{name}", choices=choices, default=default, help=f"as data.{name}: {about.description}")
     parser.add_argument("--text_key", default="text", help='key or column of the text (default: "text")')
-    parser.add_argument("--workers", type=int, default=1, help="processes that tokenize (default: 1)")
+    parser.add_number("--workers", int, least=1, most=1024, default=1, help="processes that tokenize (default: 1)")
     parser.add_argument(
         "--append_eod", choices=["true", "false"], default="true", help="end each document with the token for that"
     )
@@ -60,26 +59,19 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check_options(options: argparse.Namespace) -> None:
-    """Refuse the first option that is unfit, without a look at the input."""
-    require(1 <= options.workers <= 1024, "--workers", options.workers, "must be from 1 to 1024")
-    if options.output.endswith("/") or os.path.isdir(prefix_of(options.output)):
-        cure = f"name the dataset in it, such as {Path(options.output, 'corpus')}"
-        raise ConfigError("--output", options.output, f"is a folder; {cure}")
-    check_output_file("--json", options.json, options)
-
-
 def main(argv: list[str]) -> int:
     """Tokenize what the command line names."""
     options = build_parser().parse_args(argv)
-    check_options(options)
     prefix = prefix_of(options.output)
+    problem = f"is a folder; name the dataset in it, such as {Path(options.output, 'corpus')}"
+    is_folder = options.output.endswith("/") or os.path.isdir(prefix)
+    require(not is_folder, "--output", options.output, problem)
     unfinished = Path(f"{prefix}.unfinished")
     is_interrupted = os.path.exists(unfinished)  # perhaps after .bin, or .idx too, was moved to its place
     are_moved = is_interrupted and not any(os.path.exists(unfinished / name) for name in ("tokens.bin", "index"))
     for path, is_moved in ((Path(f"{prefix}.bin"), is_interrupted), (Path(f"{prefix}.idx"), are_moved)):
-        if os.path.exists(path) and not is_moved:
-            raise ConfigError("--output", str(prefix), f"{path} exists; remove it or name another place")
+        problem = f"{path} exists; remove it or name another place"
+        require(is_moved or not os.path.exists(path), "--output", str(prefix), problem)
     tokens = TokenOptions(options.bos, options.eod_token, options.split_special_tokens == "true")
     build_tokenizer(options.tokenizer, "--tokenizer", tokens)
     files = find_files(options.input, "--input")
@@ -102,19 +94,12 @@ def main(argv: list[str]) -> int:
             kept = "which keeps what is done, if you change anything but --bad_lines and --workers"
             error.args = (f"{error}; delete {unfinished}, {kept}",)
         raise
-    except OSError as error:
-        cure = cure_of_writing(error, "and the same command goes on where it was")
-        raise ConfigError("--output", str(prefix), f"cannot be written ({error.strerror}); {cure}") from None
     seconds = time.monotonic() - began
     skipped = f", {done.bad_lines:,} bad records skipped" if done.bad_lines else ""
     print(f"{done.documents:,} documents, {done.tokens:,} tokens in {prefix}.bin and .idx{skipped} ({seconds:.1f} s)")
-    if options.json:
-        counts = {"documents": done.documents, "tokens": done.tokens, "bad_lines": done.bad_lines}
-        write_output_file("--json", options.json, json.dumps(counts | {"seconds": seconds}) + "\n")
+    counts = {"documents": done.documents, "tokens": done.tokens, "bad_lines": done.bad_lines}
+    write_json(options.json, counts | {"seconds": seconds})
     return 0
 
 
 run = partial(run_command, main)
-
-if __name__ == "__main__":
-    run()

@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 
 import titan_like
-from titan_like.config import ConfigError, load_config
+from titan_like.config import load_config
 from titan_like.config.errors import require
 from titan_like.config.load import edit, parse_overrides, run_command
-from titan_like.config.options import OptionParser, check_output_file, json_text, path_option, write_output_file
+from titan_like.config.options import OptionParser, path_option, write_json
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -28,31 +28,28 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--processes", metavar="N[,N...]", help="numbers of processes (default: those of the grid)")
     parser.add_argument("--dump_folder", type=path_option, required=True, metavar="OUT", help="folder of the results")
     parser.add_argument("--grid", type=path_option, metavar="GRID.toml", help="the values to combine (docs/search.md)")
-    parser.add_argument("--top", type=int, metavar="K", help="layouts that the planner chooses (default: 8)")
+    parser.add_number(
+        "--top", int, least=1, most=1e5, metavar="K", help="layouts that the planner chooses (default: 8)"
+    )
     parser.add_argument(
         "--profile", type=path_option, help="a shipped one or a TOML file; {processes} in its name is replaced"
     )
-    parser.add_argument("--warmup", type=int, default=3, help="steps before the measured ones (default: 3)")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps; their median counts (default: 5)")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds of a trial (default: 600)")
-    parser.add_argument(
-        "--memory_gib", type=float, help="memory of a process (default: without GPUs, its share of the machine's)"
+    parser.add_number("--warmup", int, least=0, default=3, help="steps before the measured ones (default: 3)")
+    parser.add_number("--steps", int, least=1, default=5, help="measured steps; their median counts (default: 5)")
+    parser.add_number("--timeout", float, least=1, most=1e6, default=600.0, help="seconds of a trial (default: 600)")
+    parser.add_number(
+        "--memory_gib", float, least=0.1, help="memory of a process (default: without GPUs, its share of the machine's)"
     )
-    parser.add_argument("--json", type=path_option, metavar="PATH", help="also write the results to this file")
     return parser
 
 
 def check_options(options: argparse.Namespace) -> list[int]:
     """Refuse the first option that is out of range; returns the numbers of processes."""
-    if options.grid is not None and options.top is not None:
-        raise ConfigError("--top", options.top, "the grid says what to measure; give --grid or --top")
-    for name, least in (("top", 1), ("warmup", 0), ("steps", 1), ("timeout", 1), ("memory_gib", 0.1)):
-        value = getattr(options, name)
-        require(value is None or least <= value <= 100_000, f"--{name}", value, f"must be from {least} to 100,000")
-    check_output_file("--json", options.json, options)
+    problem = "the grid says what to measure; give --grid or --top"
+    require(options.grid is None or options.top is None, "--top", options.top, problem)
     words = [] if options.processes is None else [word.strip() for word in options.processes.split(",")]
-    if not all(word.isdecimal() and 0 < int(word) <= 2**20 for word in words):
-        raise ConfigError("--processes", options.processes, "must be whole numbers of at least 1, such as 1,2,4")
+    are_counts = all(word.isdecimal() and 0 < int(word) <= 2**20 for word in words)
+    require(are_counts, "--processes", options.processes, "must be whole numbers of at least 1, such as 1,2,4")
     return list(dict.fromkeys(map(int, words)))
 
 
@@ -102,23 +99,20 @@ def main(argv: list[str]) -> int:
                 print(f"{told}; predictions for {count} are rough")
         if config.float8.enable:
             print(FLOAT8_NOTE)
-    elif not options.grid:
-        problem = "the planner needs one to choose layouts on a CPU; scripts/plan.py microbenchmark measures it"
-        problem += ". Or give --grid"
-        raise ConfigError("--profile", None, problem)
+    problem = "the planner needs one to choose layouts on a CPU; scripts/plan.py microbenchmark measures it. "
+    require(stacks or options.grid, "--profile", None, f"{problem}Or give --grid")
     if options.grid:
         cases = grid_cases(config, counts, values)
     else:
         fixed = frozenset(parse_overrides(given)) & {*SEARCHED, STAGE_SIZES}
         fixed |= set_keys(config) if config.parallelism.auto else frozenset()
         cases = planned_cases(config, profiles, fixed, options.top or 8)
-    if not any(case.sizes for case in cases):
-        raise ConfigError("--processes", ",".join(map(str, counts)), f"no layout is valid; {cases[0].reason}")
+    problem = f"no layout is valid; {cases[0].reason}"
+    require(any(case.sizes for case in cases), "--processes", ",".join(map(str, counts)), problem)
 
     out = Path(options.dump_folder)
     refusal = hold(out / "search", "another search writes to this folder; stop it, or name another folder", 0.0)
-    if refusal is not None:
-        raise ConfigError("--dump_folder", str(out), refusal)
+    require(refusal is None, "--dump_folder", str(out), refusal or "")
     plan = Plan(options.warmup, options.steps, options.timeout, options.memory_gib)
     search = Search(out, cases, place, plan, gpu or here or "CPU", stacks)
     for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: the trial ends too, and the files are written
@@ -126,8 +120,7 @@ def main(argv: list[str]) -> int:
     end_processes(out)
     rows = search.run()
     print(f"\n{described(rows)}\nwrote {out}")
-    if options.json:
-        write_output_file("--json", options.json, json_text({"layouts": rows}))
+    write_json(options.json, {"layouts": rows})
     return 0 if any(row["outcome"] == OK for row in rows) else 1
 
 
@@ -138,6 +131,3 @@ def trainer() -> tuple[str, ...]:
 
 
 run = partial(run_command, main)
-
-if __name__ == "__main__":
-    run()

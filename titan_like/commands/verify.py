@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_like.config import load_config
 from titan_like.config.load import run_command
-from titan_like.config.options import OptionParser, check_output_file, json_text, path_option, write_output_file
+from titan_like.config.options import OptionParser, write_json
 from titan_like.verify.shrink import check_numbers
 
 if TYPE_CHECKING:
@@ -45,22 +45,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus", action="store_true", help="use this machine's GPUs, one per process")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that one run may take (default: 120)")
     parser.add_argument("--verbose", action="store_true", help="print every row instead of one line per kind of run")
-    parser.add_argument("--json", type=path_option, metavar="PATH", help="also write the result to this file")
     return parser
-
-
-def check_options(options: argparse.Namespace) -> None:
-    """Refuse the first option that is out of range."""
-    check_numbers(options.steps, options.processes, options.timeout)
-    check_output_file("--json", options.json, options)
 
 
 def main(argv: list[str]) -> int:
     """Verify the configuration's layout and print a line for each kind of run, or a table."""
     options, settings = build_parser().parse_known_args(argv)
-    check_options(options)
+    check_numbers(options.steps, options.processes, options.timeout)
     config = load_config(settings)
-    check_output_file("--json", options.json, config)
 
     from titan_like.verify.processes import start_fork_server
 
@@ -76,8 +68,7 @@ def main(argv: list[str]) -> int:
     if options.verbose:
         print(format_table(verdict))
     print(format_verdict(verdict, verifier.kinds, seconds))
-    if options.json:
-        write_output_file("--json", options.json, json_text(as_json(verdict, seconds)))
+    write_json(options.json, as_json(verdict, seconds))
     return {"same": 0, "different": 1, "undecided": 3}[verdict.outcome]
 
 
@@ -146,6 +137,3 @@ def as_json(verdict: Verdict, seconds: float) -> dict[str, Any]:
 
 
 run = partial(run_command, main)
-
-if __name__ == "__main__":
-    run()

@@ -5,12 +5,11 @@ Nothing, torch included, is imported before it is used.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from titan_like.config.errors import ConfigError, first_line, require
+from titan_like.config.errors import ConfigError, first_line, require, unknown
 
 
 def find_entry(key: str, name: str, group: str, built_in: Mapping[str, str]) -> EntryPoint:
@@ -27,10 +26,7 @@ def find_entry(key: str, name: str, group: str, built_in: Mapping[str, str]) -> 
         return found[name]
     places = " and ".join(sorted(entry.value for entry in found))
     require(not found, key, name, f"is defined by {places}; uninstall all of these packages but one")
-    known = sorted({*built_in, *added.names})
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    guess = f"did you mean {near[0]}? " if near else ""
-    raise ConfigError(key, name, f"unknown name; {guess}there are {', '.join(known)}")
+    raise ConfigError(key, name, unknown("name", name, sorted({*built_in, *added.names})))
 
 
 def load_entry(key: str, entry: EntryPoint) -> Any:

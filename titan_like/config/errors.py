@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -70,6 +71,13 @@ def first_line(error: BaseException) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
+def unknown(what: str, word: str, known: Iterable[str], otherwise: str = "") -> str:
+    """The problem with a word that names nothing: the nearest that does, else ``otherwise`` or all that there are."""
+    near = difflib.get_close_matches(word, known := list(known), n=1, cutoff=0.6)
+    cure = f"did you mean {near[0]}?" if near else otherwise or f"there are {', '.join(known)}"
+    return f"unknown {what}; {cure}"
+
+
 def first_problem(error: ValidationError) -> str:
     """What would be valid instead of the first wrong value, as a part of a sentence."""
     return problem_of(error.errors(include_url=False)[0])
@@ -78,21 +86,33 @@ def first_problem(error: ValidationError) -> str:
 def problem_of(detail: Any) -> str:
     """What would be valid instead of a wrong value, from one of pydantic's ``errors()``, as a part of a sentence."""
     if detail["type"] == "bool_type":
-        near = _BOOLEANS.get(str(detail["input"]).lower()) if isinstance(detail["input"], str | int) else None
-        return f"should be a valid boolean; write {near or 'true or false'}"
+        return f"should be a valid boolean; write {boolean_of(str(detail['input'])) or 'true or false'}"
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
     return message[0].lower() + message[1:]
 
 
-def field_error(prefix: str, error: ValidationError, known: Iterable[str]) -> ConfigError:
-    """The first wrong value of a table, whose keys are named with ``prefix``; ``known`` are those that there are."""
-    detail = error.errors(include_url=False)[0]
-    key, kind = prefix + ".".join(map(str, detail["loc"])), detail["type"]
-    problem = f"unknown; there are {', '.join(known)}" if kind == "extra_forbidden" else problem_of(detail)
-    return ConfigError(key, None if kind == "missing" else detail["input"], problem)
+def field_errors(
+    details: Iterable[Any], name: Callable[[str], str], known: Iterable[str], table: object = None
+) -> list[ConfigError]:
+    """An error for each wrong field in pydantic's ``errors()``. ``name`` gives its key, from its path in the table.
+
+    ``table`` stands for the value in errors that are about no field alone.
+    """
+    found: dict[str, ConfigError] = {}
+    for detail in details:
+        path, kind = [str(part) for part in detail["loc"] if not isinstance(part, int)], detail["type"]
+        problem = unknown("field", path[-1], known) if kind == "extra_forbidden" else problem_of(detail)
+        key = name(".".join(path))
+        value = table if not path else None if kind == "missing" else detail["input"]
+        found.setdefault(key, ConfigError(key, value, problem))
+    return list(found.values())
 
 
-# Booleans as YAML, Python and shells write them.
+def boolean_of(text: str) -> str | None:
+    """The boolean that a word of YAML, Python or a shell stands for, as in TOML; None if it is no such word."""
+    return _BOOLEANS.get(text.lower())
+
+
 _BOOLEANS = dict.fromkeys(("true", "yes", "y", "on", "1"), "true")
 _BOOLEANS |= dict.fromkeys(("false", "no", "n", "off", "0"), "false")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import errno
 import json
 import os
 import sys
@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, get_args, get_origin
+from typing import Annotated, Any, NoReturn, cast, get_args, get_origin
 
 import tomli
 from pydantic import BaseModel, ValidationError
 
-from titan_like.config.errors import ConfigError, RunError, all_of, problem_of, require
+from titan_like.config.errors import ConfigError, RunError, all_of, problem_of, require, unknown
 from titan_like.config.options import as_installed
 from titan_like.config.paths import expanded, find_config, read_toml
 from titan_like.config.schema import JobConfig
@@ -74,11 +74,9 @@ def edit(config: JobConfig, values: Mapping[str, Any]) -> JobConfig:
     )
 
 
-# Tables whose keys the user, the model family, the dataset or the optimizer defines, so the schema does not list them.
-_FREE_TABLES = ("model.overrides", "model.flavors", "data.options", "optimizer.options")
-
 _SECONDS_FOR_RANK_0 = 10
-# Errors of files that the user has to put right. Any other error is a bug, which shows its traceback.
+# Errors of files and disks that the user has to put right. Any other error is a bug, which shows its traceback.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PACKAGE = str(Path(__file__).parents[1])
 _OF_FILES = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
@@ -100,20 +98,16 @@ def load_config(argv: list[str]) -> JobConfig:
         tree = _file_settings(overrides.get("job.config_file"))
     except ConfigError as error:
         errors.append(error)
-    errors += _remove_unknown(tree)
-    if "config_file" in tree.get("job", {}):
+    if isinstance(job := tree.get("job"), dict) and "config_file" in job:
         problem = "settings are read from one file, which the command line names; leave it out here"
-        errors.append(ConfigError("job.config_file", tree["job"].pop("config_file"), problem))
+        errors.append(ConfigError("job.config_file", job.pop("config_file"), problem))
     for dotted, value in overrides.items():
-        try:
-            _set_dotted(tree, dotted, value)
-        except ConfigError as error:
-            errors.append(error)
+        _set_dotted(tree, dotted, value)
     try:
         config = JobConfig.model_validate(tree)
     except ValidationError as error:
-        told = {one.key for one in errors}
-        errors += [one for one in _validation_errors(error) if one.key not in told]
+        known = {one.key for one in errors}
+        errors += [one for one in _validation_errors(error) if one.key not in known]
     if errors:
         raise all_of(errors)
     return config
@@ -138,10 +132,11 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
-    except _OF_FILES as error:
-        if error.filename is None or str(error.filename).startswith(_PACKAGE):
+    except OSError as error:
+        is_full, file = error.errno in _FULL, str(error.filename or "")
+        if not is_full and not (isinstance(error, _OF_FILES) and file and not file.startswith(_PACKAGE)):
             raise
-        _refuse(f"{error.filename}: {error.strerror}", 2)
+        _refuse(f"{file}{': ' if file else ''}{error.strerror}{'; make room' if is_full else ''}", 2)
     except (ConfigError, RunError) as error:
         _refuse(str(error), 2 if isinstance(error, ConfigError) else 1, error.of_this_process)
     raise SystemExit(code or 0)
@@ -178,7 +173,7 @@ def parse_overrides(argv: list[str]) -> dict[str, Any]:
     without a value is true, several values make a list, and ``none`` unsets a key whose default is no value.
 
     Raises:
-        ConfigError: words that belong to no key, malformed or unknown keys, numbers and lists that cannot be parsed.
+        ConfigError: words that belong to no key.
     """
     overrides, errors = _read_overrides(argv)
     if errors:
@@ -188,42 +183,21 @@ def parse_overrides(argv: list[str]) -> dict[str, Any]:
 
 def _read_overrides(argv: list[str]) -> tuple[dict[str, Any], list[ConfigError]]:
     """What `parse_overrides` returns, and every error."""
-    overrides: dict[str, Any] = {}
     groups, errors = _grouped(argv)
-    for dotted, values in groups:
-        try:
-            overrides[dotted] = _parse_values(dotted, values)
-        except ConfigError as error:
-            errors.append(error)
-    return overrides, errors
+    return {dotted: _parse_values(dotted, values) for dotted, values in groups}, errors
 
 
 def _parse_values(dotted: str, values: list[str]) -> Any:
-    annotation = _annotation_of(dotted, values)
-    wants_text = annotation is not None and "str" in str(annotation) and "int" not in str(annotation)
-    if annotation is not None and "None" in str(annotation) and values in (["none"], ["null"]):
+    kind = str(_annotation_of(dotted))
+    if "None" in kind and values in (["none"], ["null"]):
         return None
-    if values and wants_text and "float" in str(annotation) and not any(value.startswith("[") for value in values):
-        return _weights_and_paths(dotted, values)
-    parsed = [value if wants_text and not value.startswith("[") else _parse_value(dotted, value) for value in values]
+    is_text = "str" in kind and "int" not in kind and "dict" not in kind
+    parsed = [value if is_text and not value.startswith("[") else _parse_value(value) for value in values]
+    if "float" in kind and len(values) > 2 and is_text:  # paths, perhaps with a weight before each
+        numbers = [_parse_value(value) for value in values]
+        if [isinstance(number, int | float) for number in numbers] == [True, False] * (len(values) // 2):
+            parsed[::2] = numbers[::2]
     return True if not parsed else parsed[0] if len(parsed) == 1 else parsed
-
-
-def _weights_and_paths(dotted: str, words: list[str]) -> Any:
-    """Words in which weights and paths may come in turn. A number that may be either is refused."""
-    values = [_parse_value(dotted, word) for word in words]
-    is_number = [isinstance(value, int | float) and not isinstance(value, bool) for value in values]
-    is_there = [any(os.path.lexists(word + ending) for ending in ("", ".bin", ".idx")) for word in words]
-    if len(words) < 2 or not is_number[0] or (all(is_number) and all(is_there)):
-        return words[0] if len(words) == 1 else words
-    for place in range(0, len(words), 2):
-        if is_number[place] and (is_there[place] or (len(words) == 2 and is_number[1])):
-            cure = 'write a TOML list, with weights as numbers and paths in quotes: \'[0.7, "2023", 0.3, "2024"]\''
-            raise ConfigError(dotted, words[place], f"may be a weight or a path; {cure}")
-    return [
-        value if number and not place % 2 else words[place]
-        for place, (value, number) in enumerate(zip(values, is_number, strict=True))
-    ]
 
 
 def _grouped(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[ConfigError]]:
@@ -234,7 +208,7 @@ def _grouped(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[ConfigE
         if word.startswith("--"):
             key, equals, value = word[2:].partition("=")
             groups.append((key, [value] if equals else []))
-        elif (bare := word.removeprefix("-")).partition("=")[0] in _all_keys():
+        elif _annotation_of((bare := word.removeprefix("-")).partition("=")[0]) is not None:
             example = bare if "=" in bare else f"{bare} VALUE"
             errors.append(ConfigError("command line", word, f"a setting needs two dashes; write --{example}"))
             groups.append(("", []))  # collects the words that follow
@@ -257,80 +231,52 @@ def _file_settings(path: Any) -> dict[str, Any]:
     return read_toml(find_config(found))
 
 
-def _parse_value(dotted: str, text: str) -> Any:
+def _parse_value(text: str) -> Any:
     try:
         return tomli.loads(f"value = {text}")["value"]
     except (tomli.TOMLDecodeError, KeyError):
         return text
 
 
-def _annotation_of(dotted: str, values: list[str]) -> Any:
-    """The type of a key in the schema; None for keys inside free tables."""
-    if any(dotted == table or dotted.startswith(table + ".") for table in _FREE_TABLES):
-        return None
+def _annotation_of(dotted: str) -> Any:
+    """The type of a key in the schema; None for keys inside free tables, and for unknown keys."""
     section, _, key = dotted.partition(".")
     fields = _section_fields(section)
-    if fields is None or key not in fields:
-        raise ConfigError(f"--{dotted}", " ".join(values) or None, _unknown(dotted))
-    return fields[key].annotation
+    return fields[key].annotation if key in fields else None
 
 
-def _section_fields(section: str) -> dict[str, Any] | None:
+def _section_fields(section: str) -> dict[str, Any]:
     field = JobConfig.model_fields.get(section)
-    if field is None or not isinstance(field.annotation, type) or not issubclass(field.annotation, BaseModel):
-        return None
-    return options_of(field.annotation)
-
-
-def _all_keys() -> list[str]:
-    return [f"{section}.{key}" for section in JobConfig.model_fields for key in _section_fields(section) or {}]
-
-
-def _unknown(dotted: str) -> str:
-    """The problem with a key that does not exist, suggesting the nearest one that does."""
-    matches = difflib.get_close_matches(dotted, _all_keys(), n=1, cutoff=0.6)
-    if not matches:
-        tail = dotted.rpartition(".")[2]
-        matches = [key for key in _all_keys() if key.endswith("." + tail)][:1]
-    return f"unknown key; did you mean {matches[0]}?" if matches else "unknown key; --help lists every key"
-
-
-def _remove_unknown(tree: dict[str, Any]) -> list[ConfigError]:
-    """Remove keys that are not in the schema, so that the rest can be checked; returns an error for each."""
-    errors = []
-    for section, table in list(tree.items()):
-        fields = _section_fields(section)
-        if fields is None:
-            near = difflib.get_close_matches(section, JobConfig.model_fields, n=1, cutoff=0.5)
-            cure = f"did you mean [{near[0]}]?" if near else f"the sections are {', '.join(JobConfig.model_fields)}"
-            shown = table if not isinstance(table, dict) else "[table]"
-            errors.append(ConfigError(section, shown, f"unknown section; {cure}"))
-            del tree[section]
-        elif not isinstance(table, dict):
-            errors.append(ConfigError(section, table, f"must be a table; write [{section}] above its keys"))
-            del tree[section]
-        else:
-            for key in [key for key in table if key not in fields]:
-                errors.append(ConfigError(f"{section}.{key}", table.pop(key), _unknown(f"{section}.{key}")))
-    return errors
+    return {} if field is None else options_of(cast(type[BaseModel], field.annotation))
 
 
 def _set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
     *tables, key = dotted.split(".")
-    for depth, table in enumerate(tables, start=1):
-        tree = tree.setdefault(table, {})
-        if not isinstance(tree, dict):
-            raise ConfigError(".".join(tables[:depth]), tree, f"must be a table, since {dotted} is set; remove one")
+    for table in tables:
+        if not isinstance(tree.get(table), dict):
+            tree[table] = {}
+        tree = tree[table]
     tree[key] = value
 
 
 def _validation_errors(error: ValidationError) -> list[ConfigError]:
-    """An error for each wrong key, which says what would be valid."""
-    found: dict[str, ConfigError] = {}
+    """An error for each wrong key, which says what would be valid: the nearest key, or what this one means."""
+    sections = JobConfig.model_fields
+    keys = [f"{section}.{key}" for section in sections for key in _section_fields(section)]
+    found = []
     for detail in error.errors(include_url=False):
         dotted = ".".join(str(part) for part in detail["loc"] if not isinstance(part, int))
         section, _, key = dotted.partition(".")
-        fields = _section_fields(section) or {}
-        meaning = f" ({fields[key].description})" if key in fields else ""
-        found.setdefault(dotted, ConfigError(dotted, detail["input"], f"{problem_of(detail)}{meaning}"))
-    return list(found.values())
+        value, problem = detail["input"], problem_of(detail)
+        if detail["type"] != "extra_forbidden":
+            option = _section_fields(section).get(key)
+            problem += f" ({option.description})" if option else ""
+        elif key or not isinstance(value, dict):
+            same_name = [known for known in keys if known.endswith("." + dotted.rpartition(".")[2])]
+            problem = unknown(
+                "key", dotted, keys, f"did you mean {same_name[0]}?" if same_name else "--help lists them"
+            )
+        else:
+            value, problem = "[table]", unknown("section", dotted, sections)
+        found.append(ConfigError(dotted, value, problem))
+    return list({one.key: one for one in reversed(found)}.values())[::-1]

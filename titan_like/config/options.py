@@ -8,20 +8,18 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pydantic import BaseModel
-
-from titan_like.config.errors import ConfigError, printable, shortened
+from titan_like.config.errors import ConfigError, printable, require, shortened
 from titan_like.config.paths import expanded
 from titan_like.config.section import expanded_tokenizer
 
 _MOST_SHOWN = 80  # characters of a path
-_OUTPUTS = ("json", "out", "output", "picture")  # options that name files to write
+_OUTPUTS = ("json", "out", "picture")  # options that name files to write
 _OF_RUNS = ("run.json", "metrics.runs.json")
 _FILE_OF_COMMAND = re.compile(r"(?<![\w/.-])(?:python (?:scripts/)?|scripts/)(\w+)\.py\b")
 
@@ -39,7 +37,7 @@ class OptionParser(argparse.ArgumentParser):
     """Reports a wrong option as a ConfigError, in one sentence like every other error. Options are not abbreviated.
 
     Args:
-        takes_settings: whether settings of the run may stand among the options.
+        takes_settings: whether settings of the run may stand among the options. Such a command also has --json.
         parts: as for `argparse.ArgumentParser`.
     """
 
@@ -47,6 +45,33 @@ class OptionParser(argparse.ArgumentParser):
         if takes_settings:
             parts["epilog"] = "Any --section.key of the run can be given too; python train.py --help lists them."
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **parts)
+        self._limits: dict[str, tuple[float, float]] = {}
+        if takes_settings:
+            self.add_argument("--json", type=path_option, metavar="PATH", help="also write the result to this file")
+
+    def add_number(
+        self, name: str, kind: type[int] | type[float], *, least: float, most: float = 2**63 - 1, **parts: Any
+    ) -> None:
+        """Add an option whose value, if it has one, is from ``least`` to ``most``."""
+        self.add_argument(name, type=kind, **parts)
+        self._limits[name.removeprefix("--")] = least, most
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's, then check numbers and the files to write."""
+        options, rest = super().parse_known_args(args, namespace)
+        for name, (least, most) in self._limits.items():
+            value = getattr(options, name)
+            require(value is None or value >= least, f"--{name}", value, f"must be at least {least:,.12g}")
+            require(value is None or value <= most, f"--{name}", value, f"must be at most {most:,.12g}")
+        for name in _OUTPUTS:
+            check_output_file(f"--{name}", path := getattr(options, name, None))
+            words = [value for other, value in vars(options).items() if other != name and isinstance(value, str)]
+            words += [word.partition("=")[2] or word for word in rest]
+            is_new = path is None or all(
+                os.path.realpath(os.path.expanduser(w)) != os.path.realpath(path) for w in words
+            )
+            require(is_new, f"--{name}", path, "this command line names the file twice; name another one")
+        return options, rest
 
     def format_help(self) -> str:
         """The help, with the names of commands as they are installed here."""
@@ -73,70 +98,43 @@ def _option(expand: Callable[[str], str], text: str) -> str:
 path_option, tokenizer_option = partial(_option, expanded), partial(_option, expanded_tokenizer)
 
 
-def check_output_file(option: str, path: str | None, *sources: object) -> None:
+def check_output_file(option: str, path: str | None) -> None:
     """Refuse a file that cannot be written, or that must not be overwritten, before any work is done.
-
-    ``sources`` are settings and options. Every text in them that names a file stands for one that is read.
 
     Raises:
         ConfigError: the path is a folder, or in a folder that does not exist or is not writable; or the file is there
-            and is read, belongs to a run, or is of another type.
+            and is no result.
     """
     if path is None:
         return
     parent = Path(path).parent
-    if Path(path).is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ConfigError(option, path, "not a file in a folder that you may write to; name one")
-    if not os.path.isfile(path):
-        return  # a new file, a pipe or a device
-    for text in _texts(sources):
-        for piece in (text, *re.split("[=:,]", text)):  # NAME=PATH, gpt2:PATH,PATH
-            file = os.path.expandvars(os.path.expanduser(piece))
-            if os.path.isfile(file) and os.path.samefile(file, path):
-                raise ConfigError(option, path, "is a file that this command reads; name another one")
-    _check_replaceable(option, path)
-
-
-def _check_replaceable(option: str, path: str) -> None:
-    """Only a result may replace a file that is there: not a text, a dataset, or a file of a run."""
+    is_writable = not Path(path).is_dir() and parent.is_dir() and os.access(parent, os.W_OK)
+    require(is_writable, option, path, "not a file in a folder that you may write to; name one")
+    # Only a result may replace a file that is there: not a text, a dataset, or a file of a run.
     is_result = path.endswith(".json") and os.path.basename(path) not in _OF_RUNS
-    if option == "--json" and os.path.isfile(path) and not is_result:
-        raise ConfigError(option, path, "is there already and is no result; name another file")
+    problem = "is there already and is no result; name another file"
+    require(option != "--json" or is_result or not os.path.isfile(path), option, path, problem)
 
 
-def _texts(source: object) -> Iterator[str]:
-    if isinstance(source, str):
-        yield source
-    elif isinstance(source, BaseModel):
-        yield from _texts(source.model_dump())
-    elif isinstance(source, argparse.Namespace):
-        yield from _texts({name: value for name, value in vars(source).items() if name not in _OUTPUTS})
-    elif isinstance(source, dict | list | tuple):
-        for value in source.values() if isinstance(source, dict) else source:
-            yield from _texts(value)
-
-
-def write_output_file(option: str, path: str | Path, text: str) -> None:
-    """Write a file that a command line names. An earlier one stays as it is until the new one is complete.
-
-    Raises:
-        ConfigError: it cannot be written, or there is a file that is no result.
-    """
+def write_output_file(path: str | Path, text: str) -> None:
+    """Write a file that a command line names. An earlier one stays as it is until the new one is complete."""
     target = os.path.realpath(path)
-    _check_replaceable(option, target)
+    if os.path.exists(target) and not os.path.isfile(target):  # a pipe or a device
+        Path(target).write_text(text, encoding="utf-8")
+        return
+    unfinished = f"{target}.unfinished"
     try:
-        if os.path.exists(target) and not os.path.isfile(target):  # a pipe or a device
-            Path(target).write_text(text, encoding="utf-8")
-            return
-        unfinished = f"{target}.unfinished"
-        try:
-            Path(unfinished).write_text(text, encoding="utf-8")
-            os.replace(unfinished, target)
-        finally:
-            with suppress(OSError):
-                os.unlink(unfinished)
-    except OSError as error:
-        raise ConfigError(option, str(path), f"cannot be written ({error.strerror}); name another file") from None
+        Path(unfinished).write_text(text, encoding="utf-8")
+        os.replace(unfinished, target)
+    finally:
+        with suppress(OSError):
+            os.unlink(unfinished)
+
+
+def write_json(path: str | None, result: Any) -> None:
+    """Write a result to the file of --json, if there is one."""
+    if path is not None:
+        write_output_file(path, json_text(result) + "\n")
 
 
 def json_text(value: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import tomli
 import tomli_w
 
-from titan_like.config.errors import ConfigError, require
+from titan_like.config.errors import ConfigError, boolean_of, require
 
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})")
 _SHIPPED = Path(__file__).parents[1] / "train_configs"
@@ -70,9 +70,6 @@ def find_config(path: str) -> str:
     return shipped.get(name, path)
 
 
-_WORDS = {"True": "true", "False": "false", "yes": "true", "no": "false", "on": "true", "off": "false"}
-
-
 def read_toml(path: str, key: str = "job.config_file") -> dict[str, Any]:
     """Parse a TOML file.
 
@@ -98,8 +95,8 @@ def _cure(text: str, message: str) -> str:
     lines = text.splitlines()
     if place and int(place[1]) <= len(lines):
         word = re.search(r"=\s*(\w+)\s*(?:#.*)?$", lines[int(place[1]) - 1])
-        if word and word[1] in _WORDS:
-            return f"write {_WORDS[word[1]]} instead of {word[1]}"
+        if word and (meant := boolean_of(word[1])):
+            return f"write {meant} instead of {word[1]}"
     return "correct that line"
 
 

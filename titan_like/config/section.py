@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from titan_like.config.paths import expanded
 
-# Limits are far above what anyone trains with. They refuse a typo at once, before it can fill the memory or overflow.
-# Whether this machine can run the job is checked elsewhere.
-MOST_STEPS = 10**12
-MOST_SAMPLES = 10**15
-MOST_TOKENS = 10**18  # below 2⁶³
-MOST_SEED = 2**63 - 1  # generators take 64 bits, and each process adds its own number
-MOST_SEQ_LEN = 2**27
-MOST_LAYERS = 2048
-MOST_PROCESSES = 2**20
-MOST_NODES = 2**15
-MOST_SECONDS = 10**6  # socket timeouts are milliseconds in 32 bits
+T = TypeVar("T")
 
 
 def _as_list(value: Any) -> Any:
@@ -46,25 +36,11 @@ def expanded_tokenizer(spec: str) -> str:
     return "gpt2:" + ",".join(expanded(path) if path else path for path in spec.removeprefix("gpt2:").split(","))
 
 
-def _no_boolean(value: Any) -> Any:
-    """Refuse true and 1.0 where a whole number is wanted, although both equal 1."""
-    if isinstance(value, bool | float):
-        raise ValueError("should be a whole number")
-    return value
-
-
-def _off_or_seconds(value: float) -> float:
-    """Check that a time is 0, which turns it off, or long enough for work to make progress."""
-    if 0 < value < 1:
-        raise ValueError("must be 0, or at least 1")
-    return value
-
-
-Degree = Annotated[int, Field(gt=0, le=MOST_PROCESSES)]
-StepNumber = Annotated[int, Field(gt=0, le=MOST_STEPS)]
-StepCount = Annotated[int, Field(ge=0, le=MOST_STEPS)]
-OffOrSeconds = Annotated[float, Field(ge=0, le=MOST_SECONDS), AfterValidator(_off_or_seconds)]
-ZeroStage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_no_boolean)]
+Degree = Annotated[int, Field(gt=0, le=2**20)]
+Layers = Annotated[int, Field(le=2048)]
+Samples = Annotated[int, Field(le=10**15)]
+StepNumber = Annotated[int, Field(gt=0, le=10**12)]
+StepCount = Annotated[int, Field(ge=0, le=10**12)]
 PathText = Annotated[str, AfterValidator(expanded)]
 TokenizerText = Annotated[str, AfterValidator(expanded_tokenizer)]
 OptionalPath = Annotated[str | None, AfterValidator(lambda path: None if path is None else expanded(path))]
@@ -74,6 +50,11 @@ if TYPE_CHECKING:
 else:
     PathList = Annotated[list[str | float], BeforeValidator(_as_paths)]
 StepList = Annotated[list[StepNumber], BeforeValidator(_as_list)]
+
+
+def option(default: T, description: str, **limits: Any) -> T:
+    """A setting: its default, and its meaning with units; ``limits`` are those of `pydantic.Field`."""
+    return Field(default, description=description, **limits)
 
 
 def options_of(section: type[BaseModel]) -> dict[str, FieldInfo]:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import ConfigError, require
 from titan_like.data.batch import Batch
 from titan_like.data.permutation import Permutation
-from titan_like.data.source import DataRequest, Source
+from titan_like.data.source import DataRequest, Source, digest_of, epoch_order
 
-_LARGEST = 1e100  # weight; sums of weights stay finite
 BLOCK = 4096  # samples; in each block every source has its share, to within one sample
 PERIOD = 4096  # blocks after which every source has had exactly its share
 
@@ -32,30 +30,21 @@ class Share:
 def shares_of(paths: Sequence[str | float], one_source_each: bool) -> list[Share]:
     """Weights and paths in turn, as in ``[0.7, "web", 0.3, "books"]``, as a list of sources.
 
-    Without weights each path is a source, if ``one_source_each``; else all are one.
-
-    Raises:
-        ConfigError: some weights are missing, or not positive numbers.
+    Without weights each path is a source, if ``one_source_each``; else all are one. Raises a `ConfigError` if some
+    weights are missing, or not positive numbers.
     """
     names = [path for path in paths if isinstance(path, str)]
     if len(names) == len(paths):
         return [Share(None, [path]) for path in names] if one_source_each and len(paths) > 1 else [Share(None, names)]
-    if len(paths) % 2:
-        problem = (
-            "weights and paths must come in turn, and the last weight has no path; put quotes around a path of digits"
-        )
-        raise ConfigError("data.paths", paths, problem)
-    shares = []
+    rule, shares = "weights and paths must come in turn, and", list[Share]()
+    problem = f"{rule} the last weight has no path; put quotes around a path of digits"
+    require(len(paths) % 2 == 0, "data.paths", paths, problem)
     for weight, path in zip(paths[::2], paths[1::2], strict=True):
-        if isinstance(weight, str) or not 0 < weight <= _LARGEST:
-            problem = "weights and paths must come in turn, and this stands for a weight; give a positive number"
-            raise ConfigError("data.paths", weight, f"{problem} of at most {_LARGEST:g}")
-        if not isinstance(path, str):
-            problem = (
-                f'weights and paths must come in turn, and this stands for a path; write a path in quotes: "{path:g}"'
-            )
-            raise ConfigError("data.paths", path, problem)
-        shares.append(Share(weight, [path]))
+        problem = f"{rule} this stands for a weight; give a positive number"
+        require(not isinstance(weight, str) and weight > 0, "data.paths", weight, problem)
+        problem = f'{rule} this stands for a path; write a path in quotes: "{path:g}"' if path != str(path) else ""
+        require(isinstance(path, str), "data.paths", path, problem)
+        shares.append(Share(float(weight), [str(path)]))
     return shares
 
 
@@ -75,8 +64,7 @@ class Blend:
     def __init__(self, weights: Sequence[float], seed: int, num_readers: int | None = None) -> None:
         """``weights`` are positive; only their ratios count. Without readers the samples are those of a single one.
 
-        Raises:
-            ValueError: a weight is so small that its source would never be drawn.
+        Raises a `ValueError` if a weight is so small that its source would never be drawn.
         """
         self.num_readers = num_readers or 1
         self._key = ("blend", seed) if num_readers is None else ("stream", seed)
@@ -128,7 +116,7 @@ class Blend:
         return found
 
     def _order(self, block: int, reader: int) -> Permutation:
-        return _permutation(self._slots, *self._key, block, *((reader,) if self._key[0] == "stream" else ()))
+        return epoch_order(self._slots, *self._key, block, *((reader,) if self._key[0] == "stream" else ()))
 
     def _before(self, reader: int, block: int) -> list[int]:
         """How many samples of each source a reader took in all blocks before ``block``."""
@@ -146,7 +134,7 @@ class Blend:
 
 def apportion(weights: Sequence[float], total: int) -> list[int]:
     """Whole numbers in the proportions of ``weights`` that sum to ``total`` (by largest remainders)."""
-    largest = max(weights)  # dividing by it first keeps sums of huge weights finite
+    largest = max(weights)
     parts = [weight / largest for weight in weights]
     quotas = [part / sum(parts) * total for part in parts]
     shares = [int(quota) for quota in quotas]
@@ -176,11 +164,6 @@ def count_reversed(k: int, least: int) -> int:
     return found
 
 
-@lru_cache(maxsize=8)
-def _permutation(size: int, *key: object) -> Permutation:
-    return Permutation(size, *key)
-
-
 class BlendedSource(Source):
     """A blend of one split of several sources. In training each goes through its own epochs; a source that ends begins
     its next one, in another order.
@@ -189,9 +172,7 @@ class BlendedSource(Source):
     def __init__(self, request: DataRequest, sources: Sequence[Source], weights: Sequence[float | None]) -> None:
         """``weights`` holds a weight for each source, or None for weights in proportion to the sources' samples.
 
-        Raises:
-            ConfigError: a source is named twice, has no sample to train on, or has a weight so small that it would
-                never be drawn.
+        Raises a `ConfigError` if a source is empty or named twice, or has a weight so small that it is never drawn.
         """
         super().__init__(request)
         # Outside training, a source without a sample leaves its share to the others.
@@ -199,16 +180,13 @@ class BlendedSource(Source):
         self.sources = [sources[number] for number in present]
         self.paths = [source.request.section.paths[0] for source in self.sources]
         places = list(map(os.path.realpath, self.paths))
-        for number, path in enumerate(self.paths):
-            if places[number] in places[:number]:
-                raise ConfigError("data.paths", path, "is named twice; give it once, with the sum of its weights")
+        for number, (path, source) in enumerate(zip(self.paths, self.sources, strict=True)):
+            problem = "is named twice; give it once, with the sum of its weights"
+            require(places[number] not in places[:number], "data.paths", path, problem)
+            problem = "has no whole sample to train on; give it more text or leave it out"
+            require(len(source) > 0, "data.paths", path, problem)
         names = [Path(path).name for path in self.paths]
         self.names = names if len(set(names)) == len(names) else self.paths
-        for path, source in zip(self.paths, self.sources, strict=True):
-            if len(source) == 0:
-                raise ConfigError(
-                    "data.paths", path, "has no whole sample to train on; give it more text or leave it out"
-                )
         shares = [weights[number] or float(len(sources[number])) for number in present]
         try:
             self.blend = Blend(shares or [1.0], request.seed)
@@ -237,8 +215,7 @@ class BlendedSource(Source):
     @cached_property
     def fingerprint(self) -> str:
         """Digest of the sources' fingerprints and their shares."""
-        parts = [source.fingerprint for source in self.sources]
-        return hashlib.blake2b(repr((parts, self.blend.shares)).encode(), digest_size=16).hexdigest()
+        return digest_of([source.fingerprint for source in self.sources], self.blend.shares)
 
     def drawn(self, num_samples: int) -> dict[str, float]:
         """Samples and epochs of each source after ``num_samples``, by ``samples/NAME`` and ``epochs/NAME``."""

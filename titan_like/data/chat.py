@@ -5,28 +5,27 @@ a prompt and its answer become the tokens of the one text that they are together
 
 transformers renders templates, in its sandbox. If a template marks what the assistant says by ``{% generation %}``,
 that is the answers. Otherwise an answer is what the template writes for a message of the assistant, calls of tools
-included, after the prompt that it would give the model at this place. It ends with its last special token, such as
-<|im_end|>, if it has one.
+included, after the prompt that it would give the model at this place, without the white space after a special token,
+such as <|im_end|>, that ends it.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from titan_like.config.errors import ConfigError, first_line
-from titan_like.config.schema import DEFAULT_TOKENS, TokenOptions
+from titan_like.config.schema import TokenOptions
 from titan_like.data.chat_records import Conversation, read_conversation
 from titan_like.data.raw_text import BadRecord
 from titan_like.data.special_tokens import TOKENIZER_FILE
-from titan_like.data.tokenizer import build_tokenizer, is_on_hub, tokenizer_files
+from titan_like.data.tokenizer import Tokenizer, build_tokenizer, is_on_hub, tokenizer_files
 
 _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Some templates write today's date. A run's data must not depend on the day, so they get that which Llama 3.1's has.
@@ -37,8 +36,7 @@ def read_template(spec: str) -> Any:
     """transformers' tokenizer of the folder or repository whose tokenizer.json `data.tokenizer` names; None if that has
     no chat template.
 
-    Raises:
-        ConfigError: transformers is not installed, or cannot read the folder.
+    Raises a `ConfigError` if transformers is not installed, or cannot read the folder.
     """
     file = None if is_on_hub(spec) else next(iter(tokenizer_files(spec)), Path())
     if file is not None and file.name != TOKENIZER_FILE:
@@ -56,14 +54,13 @@ def read_template(spec: str) -> Any:
 class Chat:
     """Tokenizes records with the tokenizer and the chat template that `data.tokenizer` names."""
 
-    def __init__(self, spec: str, options: TokenOptions = DEFAULT_TOKENS) -> None:
-        self.tokenizer, self.template = build_tokenizer(spec, options=options), read_template(spec)
+    def __init__(self, spec: str, tokenizer: Tokenizer | None = None) -> None:
+        self.tokenizer, self.template = tokenizer or build_tokenizer(spec), read_template(spec)
 
     def encode(self, record: Any) -> tuple[np.ndarray, np.ndarray]:
         """The tokens of a record and whether each is of an answer: int64 and bool [tokens].
 
-        Raises:
-            BadRecord: it is no conversation, has no answer, or the template does not fit it.
+        Raises a `BadRecord` if it is no conversation, has no answer, or the template does not fit it.
         """
         conversation = read_conversation(record)
         try:
@@ -99,16 +96,15 @@ class Chat:
             text = _FIXED_DATE + text if "strftime_now" in text else text
             known: Any = {"tools": tools, "chat_template": text, **self.template.special_tokens_map}
             write: Callable[..., Any] = partial(render_jinja_template, **known)
-            prompts, throughs, said = list[str](), list[str](), list[list[str]]()
+            spans, prompts, throughs = list[tuple[int, int]](), list[str](), list[str]()
             if _MARKS_ANSWERS.search(text):
                 wanted = [messages, messages[:num_given]] if num_given else [messages]
                 (whole, *_), (marked, *given) = write(wanted, return_assistant_tokens_mask=True)
-                spans = [(begin, end, end) for begin, end in marked[sum(map(len, given)) :]]
+                spans = marked[sum(map(len, given)) :]
             else:
                 answers = np.flatnonzero(is_learned).tolist()
                 (whole, *throughs), _ = write([messages, *(messages[: number + 1] for number in answers)])
                 prompts = [_prompt(write, messages[:number], throughs[0]) for number in answers]
-                said = [list(_said([messages[n].get("content"), messages[n].get("tool_calls")])) for n in answers]
         except Exception as error:  # a template may raise anything
             raise BadRecord(f"the chat template refuses the record ({first_line(error)})") from None
         if any(str(m["content"]) in whole for m in messages if m.get("content") and isinstance(m["content"], list)):
@@ -118,29 +114,23 @@ class Chat:
         for number in np.flatnonzero(is_special):  # which may take in the white space of the message before
             written = whole[begins[number] : ends[number]]
             begins[number] += len(written) - len(written.lstrip())
-        can_end = is_special & (tokens != self.template.unk_token_id)
-        if throughs:
-            cut = partial(
-                _without_end, whole, begins, ends, is_special, can_end & (tokens != self.template.bos_token_id)
-            )
-            prompts, throughs = list(map(cut, prompts)), list(map(cut, throughs))
-            spans = list(map(_span, prompts, said, throughs))
-        for prompt, texts, through in zip(prompts, said, throughs, strict=True):
+        can_follow = is_special & (tokens != self.template.bos_token_id)
+        cut = partial(_without_end, whole, begins, ends, is_special, can_follow)
+        for prompt, through in zip(map(cut, prompts), map(cut, throughs), strict=True):
             if not whole.startswith(prompt) or not whole.startswith(through):
                 problem = "the chat template writes the beginning of the conversation in another way once more follows"
                 if whole.startswith(through):
                     problem = "an answer does not begin with what the chat template gives the model to begin it"
-                problem = problem if texts else "the record has an answer without text"
-                raise BadRecord(
-                    f"{problem}, so answers cannot be found; mark them in the template by {{% generation %}}"
-                )
+                cure = "mark them in the template by {% generation %}"
+                raise BadRecord(f"{problem}, so answers cannot be found; {cure}")
+            own = is_special & (begins >= len(prompt)) & (ends <= len(through))
+            last = ends[own].max(initial=len(prompt))
+            is_ended = own.any() and not whole[last : len(through)].strip()
+            spans.append((len(prompt), last if is_ended else len(through)))
         is_answer = np.zeros(len(tokens), dtype=bool)
-        for begin, said_end, end in spans:
+        for begin, end in spans:
             # A token across a border is the answer's, unless it is a header's that takes in the white space after it.
-            own = (ends > begin) & (begins < end) & ~(can_end & (begins < begin))
-            last = np.flatnonzero(own & can_end & (begins >= said_end))
-            own[last[-1] + 1 if len(last) else len(own) :] = False
-            is_answer |= own
+            is_answer |= (ends > begin) & (begins < end) & ~(is_special & (begins < begin))
         return tokens, is_answer
 
 
@@ -179,28 +169,11 @@ def _without_end(
     return whole[: ends[after[0]]] if ends_otherwise and whole.startswith(body) else body
 
 
-def _span(prompt: str, said: list[str], through: str) -> tuple[int, int, int]:
-    """Where an answer begins, where the last of what is ``said`` ends, and where the message ends, in ``through``."""
-    found = ((through.find(text, len(prompt)), text) for text in said)
-    return len(prompt), max([len(prompt), *(at + len(text) for at, text in found if at >= 0)]), len(through)
-
-
-def _said(value: Any) -> Iterator[str]:
-    """The texts in a message's content or calls of tools. Templates may drop the white space around them."""
-    if isinstance(value, str) and value.strip():
-        yield value.strip()
-    elif isinstance(value, dict | list):
-        parts = [value[key] for key in value if key != "type"] if isinstance(value, dict) else value
-        yield from chain.from_iterable(map(_said, parts))
-
-
 def build_chat(spec: str, options: TokenOptions, template: str) -> Chat:
     """The `Chat` of a tokenizer with this template, of which a process keeps the last one, unless its files change."""
-    return _build(
-        spec, options, template, tuple(path.stat().st_mtime_ns for path in tokenizer_files(spec) if path.is_file())
-    )
+    return _build(spec, build_tokenizer(spec, options=options), template)
 
 
 @lru_cache(maxsize=1)
-def _build(spec: str, options: TokenOptions, template: str, changed: tuple[int, ...]) -> Chat:
-    return Chat(spec, options)
+def _build(spec: str, tokenizer: Tokenizer, template: str) -> Chat:
+    return Chat(spec, tokenizer)

@@ -68,7 +68,7 @@ def read_conversation(record: Any) -> Conversation:
 
 def _parsed(value: Any, kind: Any, problem: str) -> Any:
     """A value of this kind, which may be given as JSON text."""
-    with suppress(ValueError, RecursionError):
+    with suppress(ValueError):
         value = json.loads(value) if isinstance(value, str) else value
     if not isinstance(value, kind):
         raise BadRecord(f"{problem}, nor the JSON text of one")
@@ -96,8 +96,8 @@ def _message(message: Any, number: int) -> dict[str, Any]:
 
 def _json_messages(value: Any) -> list[Any] | None:
     """The list of messages that is given, perhaps as JSON text; None for any other value."""
-    with suppress(ValueError, RecursionError):
-        value = json.loads(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
-    if isinstance(value, list) and all(isinstance(one, dict) and {"role", "from"} & one.keys() for one in value):
-        return value
+    with suppress(BadRecord):
+        messages = _parsed(value, list, "")
+        if all(isinstance(message, dict) and {"role", "from"} & message.keys() for message in messages):
+            return messages
     return None

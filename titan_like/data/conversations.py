@@ -8,7 +8,6 @@ stay within it. Only the tokens of answers are labels. A conversation longer tha
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_left, insort
 from functools import cached_property
 
@@ -17,7 +16,7 @@ import torch
 
 from titan_like.data.batch import Batch
 from titan_like.data.packed import BY_RECORD, WHOLE, open_corpus, split_range, split_weights, token_fingerprint
-from titan_like.data.source import IGNORED_LABEL, DataRequest, Source
+from titan_like.data.source import IGNORED_LABEL, DataRequest, Source, digest_of
 from titan_like.data.tokenizer import check_vocabulary, tokenizer_of
 
 
@@ -27,9 +26,8 @@ class ConversationSource(Source):
     def __init__(self, request: DataRequest) -> None:
         """Open the conversations, or tokenize them into the cache, and pack them.
 
-        Raises:
-            ConfigError: a file is missing or unreadable, a line is no conversation with an answer, or the tokenizer
-                does not fit the model.
+        Raises a `ConfigError` if a file is missing or unreadable, a line is no conversation with an answer, or the
+        tokenizer does not fit the model.
         """
         super().__init__(request)
         section, size = request.section, request.seq_len
@@ -72,18 +70,20 @@ class ConversationSource(Source):
     @cached_property
     def fingerprint(self) -> str:
         """Digest of all conversations and of the split."""
-        parts = token_fingerprint(self._stored.tokens), self.request.section.split, self.request.split
-        return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+        return digest_of(token_fingerprint(self._stored.tokens), self.request.section.split, self.request.split)
 
     def described(self, micro_batch_size: int, num_ranks: int) -> str:
         """Numbers of conversations and tokens."""
         read = list(map(self._read, self._kept))
         tokens, answers = sum(len(one) for one, _ in read), sum(int(is_answer[1:].sum()) for _, is_answer in read)
         line = f"{len(self._kept):,} conversations in {len(self):,} samples | {tokens:,} tokens, {answers:,} of answers"
-        if self._num_long:
-            line += f" | {self._num_long:,} longer than training.seq_len: {self._num_long - self._num_left_out:,} cut, "
-            line += f"{self._num_left_out:,} left out that would have no answer"
-        return line
+        if not self._num_long:
+            return line
+        cut, left_out = self._num_long - self._num_left_out, self._num_left_out
+        line += (
+            f" | {self._num_long:,} longer than training.seq_len: {cut:,} cut, {left_out:,} left out that would have"
+        )
+        return f"{line} no answer"
 
 
 def pack(lengths: list[int], size: int) -> list[list[int]]:

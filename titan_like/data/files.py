@@ -13,14 +13,14 @@ import os
 import re
 import sys
 from collections import Counter
+from collections.abc import Collection
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from titan_like.config.errors import ConfigError, first_line
+from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.config.paths import file_problem
 from titan_like.data.raw_text import JSON_ENDINGS, KNOWN_ENDINGS, RECORD_ENDINGS, UnreadableError, ending_of, kind_of
 
@@ -34,26 +34,29 @@ _MOST_NAMED = 6  # files in a line of the log
 def find_files(paths: list[str], key: str, endings: tuple[str, ...] = KNOWN_ENDINGS) -> list[Path]:
     """The files that paths mean, each once. ``endings`` are those of files in folders, without that of compression.
 
-    Raises:
-        ConfigError: a path means no file, or one that cannot be read; ``key`` is the setting to blame.
+    Raises a `ConfigError` if a path means no file, or one that cannot be read; ``key`` is the setting to blame.
     """
     files: dict[Path, Path] = {}  # by name in their real folder, which may have other spellings and links to it
     for name in paths:
         named = named_paths(name)
-        if not named:
-            raise ConfigError(key, name, "no such file or folder, and no file matches it as a glob pattern")
+        require(named, key, name, "no such file or folder, and no file matches it as a glob pattern")
         # A pattern passes over what is neither, and over folders without such files, unless it matches nothing else.
         kept = [path for path in named if os.path.isfile(path) or os.path.isdir(path)] or named[:1]
-        found = [_files_of_folder(path, key, endings) if os.path.isdir(path) else [path] for path in kept]
-        if not any(found):
-            none = f"is a folder, not a file, and no file in the folder ends with {', '.join(endings)}"
-            raise ConfigError(key, str(kept[0]), none)
-        for path in chain(*found):
+        found = [
+            path for one in kept for path in (_files_of_folder(one, key, endings) if os.path.isdir(one) else [one])
+        ]
+        none = f"is a folder, not a file, and no file in the folder ends with {', '.join(endings)}"
+        require(found, key, str(kept[0]), none)
+        for path in found:
             files.setdefault(path.parent.resolve() / path.name, path)
     for path in files.values():
-        problem = _problem(path)
-        if problem is not None:
-            raise ConfigError(key, str(path), problem)
+        problem = file_problem(path)
+        require(problem is None, key, str(path), f"{problem}; name files of text or records")
+        require(path.stat().st_size > 0, key, str(path), "the file is empty; remove it or give one with text")
+        try:
+            kind_of(path)
+        except UnreadableError as error:
+            raise ConfigError(key, str(path), str(error)) from None
     return list(files.values())
 
 
@@ -64,49 +67,17 @@ def named_paths(text: str) -> list[Path]:
     return sorted(map(Path, glob.glob(text, recursive=True)))
 
 
-def _problem(path: Path) -> str | None:
-    problem = file_problem(path)
-    if problem is not None:
-        return f"{problem}; name files of text or records"
-    if path.stat().st_size == 0:
-        return "the file is empty; remove it or give one with text"
-    try:
-        kind_of(path)
-    except UnreadableError as error:
-        return str(error)
-    return None
-
-
 def _files_of_folder(folder: Path, key: str, endings: tuple[str, ...]) -> list[Path]:
-    names = _names_below(folder, key)
+    below = sorted(map(Path, glob.glob("**/*", root_dir=folder, recursive=True)))  # follows links, skips hidden files
+    for path in (folder / path for path in below):
+        require(path.exists(), key, str(path), "is a link to what does not exist; remove it")
+    names = [str(path) for path in below if (folder / path).is_file() and "__" not in {part[:2] for part in path.parts}]
     chosen = _saved(folder, key)
     if chosen is None:
         data = {name: ending_of(Path(name)) for name in names if not _METADATA.fullmatch(Path(name).name)}
         chosen = _of_training(folder, key, {name: ending for name, ending in data.items() if ending in endings})
     _report(str(folder), tuple(chosen), tuple(sorted({*names} - {*chosen})))
     return [folder / name for name in chosen]
-
-
-def _names_below(folder: Path, key: str) -> list[str]:
-    """The files in a folder and its subfolders, sorted. Links are followed, but each folder is entered once."""
-
-    def refuse(error: OSError) -> None:
-        raise ConfigError(key, error.filename, f"cannot be read ({error.strerror}); make the folder readable")
-
-    files, entered = [], {os.path.realpath(folder)}
-    for parent, subfolders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        subfolders.sort()
-        for name in list(subfolders):
-            real = os.path.realpath(Path(parent, name))
-            if real in entered or name.startswith((".", "__")):
-                subfolders.remove(name)
-            entered.add(real)
-        for path in (Path(parent, name) for name in names):
-            if not path.exists():
-                raise ConfigError(key, str(path), f"is a link to {os.readlink(path)}, which does not exist; remove it")
-            if path.is_file():
-                files.append(path.relative_to(folder))
-    return list(map(str, sorted(files)))
 
 
 def _saved(folder: Path, key: str) -> list[str] | None:
@@ -125,10 +96,9 @@ def _saved(folder: Path, key: str) -> list[str] | None:
     return None
 
 
-def _require_train(folder: Path, key: str, splits: list[str]) -> None:
-    if "train" not in splits:
-        problem = f"has no split named train, but {', '.join(sorted(splits))}; name the files or the folder of one"
-        raise ConfigError(key, str(folder), problem)
+def _require_train(folder: Path, key: str, splits: Collection[str]) -> None:
+    problem = f"has no split named train, but {', '.join(sorted(splits))}; name the files or the folder of one"
+    require("train" in splits, key, str(folder), problem)
 
 
 def _of_training(folder: Path, key: str, endings: dict[str, str]) -> list[str]:
@@ -138,7 +108,7 @@ def _of_training(folder: Path, key: str, endings: dict[str, str]) -> list[str]:
     by_split = _splits_of_readme(folder, key, names) or _splits_of_names(names)
     if not by_split or (not has_records and "train" not in by_split):
         return names
-    _require_train(folder, key, list(by_split))
+    _require_train(folder, key, by_split)
     # Of several formats, which may hold the same rows, the most frequent.
     counts = Counter(endings[name] for name in by_split["train"])
     order = [".parquet", ".arrow", *JSON_ENDINGS, *endings.values()]
@@ -165,11 +135,11 @@ def _splits_of_readme(folder: Path, key: str, names: list[str]) -> dict[str, lis
         head = re.match(r"---[ \t]*\n(.*?)\n---", text, re.DOTALL)
         configs = yaml.safe_load(head[1] if head else "")["configs"]
         chosen = [one for one in configs if len(configs) == 1 or one["config_name"] == "default" or one.get("default")]
-        if len(chosen) != 1:
-            problem = f"has several configurations ({', '.join(one['config_name'] for one in configs)})"
-            raise ConfigError(key, str(folder), f"{problem}; name the files or the folder of one")
-        if (inside := chosen[0].get("data_dir")) and os.path.normpath(inside) != ".":
-            raise ConfigError(key, str(folder), f"its README.md reads the folder {inside} in it; name that folder")
+        names_of = ", ".join(one.get("config_name", "") for one in configs)
+        problem = f"has several configurations ({names_of}); name the files or the folder of one"
+        require(len(chosen) == 1, key, str(folder), problem)
+        inside = os.path.normpath(chosen[0].get("data_dir") or ".")
+        require(inside == ".", key, str(folder), f"its README.md reads the folder {inside} in it; name that folder")
         stated = chosen[0]["data_files"]
         if not (isinstance(stated, list) and isinstance(stated[0], dict)):
             stated = [{"split": "train", "path": stated}]
@@ -177,10 +147,10 @@ def _splits_of_readme(folder: Path, key: str, names: list[str]) -> dict[str, lis
         for entry in stated:
             patterns = [entry["path"]] if isinstance(entry["path"], str) else entry["path"]
             matched = {pattern: _matching(folder, pattern).intersection(names) for pattern in patterns}
-            if entry["split"] == "train" and not all(matched.values()):
-                missing = next(pattern for pattern in patterns if not matched[pattern])
-                problem = f"its README.md names {missing} for training, which is not there"
-                raise ConfigError(key, str(folder), f"{problem}; complete the folder, or name the files")
+            missing = [pattern for pattern in patterns if not matched[pattern]]
+            problem = f"its README.md names {', '.join(missing)} for training, which is not there"
+            is_there = entry["split"] != "train" or not missing
+            require(is_there, key, str(folder), f"{problem}; complete the folder, or name the files")
             every = set().union(*matched.values())
             found[entry["split"]] = [name for name in names if name in every]
         return found

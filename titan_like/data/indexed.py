@@ -26,6 +26,7 @@ from types import TracebackType
 
 import numpy as np
 
+from titan_like.config.errors import require
 from titan_like.config.paths import file_problem
 from titan_like.data.unfinished import removed_unless_renamed
 
@@ -40,12 +41,9 @@ DTYPES: dict[int, np.dtype] = {
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
-class FormatError(ValueError):
-    """A file that is not an indexed dataset, or is damaged; the message says what is wrong with it."""
-
-    def __init__(self, path: Path, problem: str) -> None:
-        super().__init__(problem)
-        self.path = path
+def _require(condition: bool, path: Path, problem: str) -> None:
+    cure = "name a dataset as scripts/preprocess_data.py or Megatron-LM writes it"
+    require(condition, "data.paths", str(path), f"{problem}; {cure}")
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -93,23 +91,19 @@ class IndexedDataset:
     """An open dataset. Only the pages of the index that have been read take memory."""
 
     def __init__(self, prefix: str | Path) -> None:
-        """Open and check both files.
-
-        Raises:
-            FormatError: a file is missing, foreign, truncated or contradicts the other.
-        """
+        """Open both files; a `ConfigError` if one is missing, foreign, truncated or contradicts the other."""
         self.prefix = prefix_of(prefix)
         index, data = Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.bin")
         for path in (index, data):
             problem = file_problem(path)
-            if problem is not None:
-                raise FormatError(path, "there is no such file" if problem == "does not exist" else problem)
-        try:
-            self.dtype, self.lengths, self._pointers, self._documents = _open_index(index)
-            self.tokens = StoredTokens(data, self.dtype)
-        except OSError as error:
-            raise FormatError(Path(error.filename or index), f"cannot be read ({error.strerror})") from None
-        self._check(index, data)
+            _require(problem is None, path, "there is no such file" if problem == "does not exist" else str(problem))
+        self.dtype, self.lengths, self._pointers, self._documents = _open_index(index)
+        self.tokens = StoredTokens(data, self.dtype)
+        found, wanted = os.stat(data).st_size, int(self.lengths.sum(dtype=np.int64)) * self.dtype.itemsize
+        what = "is cut off" if found < wanted else "is longer than its index says"
+        _require(found == wanted, data, f"{what}: it has {found:,} bytes, and {index.name} describes {wanted:,}")
+        covers = len(self._documents) > 0 and self._documents[0] == 0 and self._documents[-1] == len(self)
+        _require(covers, index, f"is damaged: its documents do not cover its {len(self):,} sequences")
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -140,49 +134,21 @@ class IndexedDataset:
             low, high = (middle, high) if self.document_end(middle) <= token else (low, middle)
         return min(self.document_end(low), self.document_end(high), key=lambda end: abs(end - token))
 
-    def _check(self, index: Path, data: Path) -> None:
-        """Refuse an index whose sequences do not fill the tokens' file, one after the other."""
-        size, at = self.dtype.itemsize, 0
-        for start in range(0, len(self), _PIECE):
-            lengths = self.lengths[start : start + _PIECE].astype(np.int64)
-            pointers = self._pointers[start : start + _PIECE]
-            ends = at + lengths.cumsum() * size
-            if lengths.min() < 0 or pointers[0] != at or not np.array_equal(pointers[1:], ends[:-1]):
-                wrong = start + int(np.argmax((lengths < 0) | (pointers != ends - lengths * size)))
-                raise FormatError(index, f"is damaged: sequence {wrong} does not begin where the one before it ends")
-            at = int(ends[-1])
-        found = os.stat(data).st_size
-        if found != at:
-            what = "is cut off" if found < at else "is longer than its index says"
-            raise FormatError(data, f"{what}: it has {found:,} bytes, and {index.name} describes {at:,}")
-        boundaries = self._documents
-        if len(boundaries) == 0 or boundaries[0] != 0 or boundaries[-1] != len(self):
-            raise FormatError(index, f"is damaged: its documents do not cover its {len(self):,} sequences")
-        for start in range(0, len(boundaries), _PIECE):
-            piece = boundaries[start : start + _PIECE + 1]
-            if (piece[1:] < piece[:-1]).any():
-                raise FormatError(index, "is damaged: its documents are not in order")
-
 
 def _open_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
     """Type of the tokens; lengths, pointers, and document boundaries, memory-mapped."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         header = file.read(_HEADER.size)
-    if not header.startswith(_MAGIC):
-        problem = "is no index of Megatron-LM" if header else "is empty"
-        raise FormatError(path, f"{problem}: it does not begin with MMIDIDX")
-    if len(header) < _HEADER.size:
-        raise FormatError(path, f"is cut off: it has {size} bytes, and its header alone takes {_HEADER.size}")
+    is_index = len(header) == _HEADER.size and header.startswith(_MAGIC)
+    _require(is_index, path, "is no index of Megatron-LM, or is cut off: it lacks the header MMIDIDX")
     _, version, code, sequences, boundaries = _HEADER.unpack(header)
-    if version != 1:
-        raise FormatError(path, f"has version {version} of the format; only version 1 can be read")
-    if code not in DTYPES:
-        raise FormatError(path, f"has tokens of the unknown type {code}; there are {', '.join(map(str, DTYPES))}")
+    problem = f"has version {version} of the format and tokens of type {code}, which are unknown"
+    _require(version == 1 and code in DTYPES, path, problem)
     wanted = _HEADER.size + 12 * sequences + 8 * boundaries
-    if size not in (wanted, wanted + sequences):
-        what = "is cut off" if size < wanted else "is damaged"
-        raise FormatError(path, f"{what}: it has {size:,} bytes, and its header describes {wanted:,}")
+    what = "is cut off" if size < wanted else "is damaged"
+    is_whole = size in (wanted, wanted + sequences)
+    _require(is_whole, path, f"{what}: it has {size:,} bytes, and its header describes {wanted:,}")
 
     def mapped(dtype: str, offset: int, count: int) -> np.ndarray:
         return np.memmap(path, dtype, "r", offset, (count,)) if count else np.empty(0, dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import NamedTuple
 
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import require
 from titan_like.config.schema import Data, JobConfig
 from titan_like.models.config import TransformerConfig
 
@@ -26,27 +26,20 @@ class SampleLength(NamedTuple):
 def sample_length(config: JobConfig, model: TransformerConfig) -> SampleLength:
     """Lengths of the run's samples: `training.seq_len`, and what the model's objective makes of it.
 
-    Raises:
-        ConfigError: the sequences are too short for span corruption, or the spans too many.
+    Raises a `ConfigError` if the sequences are too short for span corruption, or the spans too many.
     """
     training, section = config.training, config.data
     if model.objective != "span_corruption":
         return SampleLength(training.seq_len, training.seq_len)
     raw = raw_length(training.seq_len, section)
     noise, spans = span_counts(raw, section)
-    if not 0 < spans <= raw - noise:
-        problem = (
-            f"of {raw} tokens {noise} would be in {spans} spans, with {raw - noise} tokens between them; "
-            "lower it or raise data.mean_noise_span_length"
-        )
-        raise ConfigError("data.noise_density", section.noise_density, problem)
-    needed = targets_length(raw, section)
-    if 0 < training.decoder_seq_len < needed:
-        problem = (
-            f"the targets of {training.seq_len} encoder positions take {needed}; use at least that, or leave it out"
-        )
-        raise ConfigError("training.decoder_seq_len", training.decoder_seq_len, problem)
-    return SampleLength(raw, training.seq_len, training.decoder_seq_len or needed)
+    problem = f"of {raw} tokens {noise} would be in {spans} spans, with {raw - noise} tokens between them"
+    cure = "lower it or raise data.mean_noise_span_length"
+    require(0 < spans <= raw - noise, "data.noise_density", section.noise_density, f"{problem}; {cure}")
+    needed, decoder = targets_length(raw, section), training.decoder_seq_len
+    problem = f"the targets of {training.seq_len} encoder positions take {needed}; use at least that, or leave it out"
+    require(decoder == 0 or decoder >= needed, "training.decoder_seq_len", decoder, problem)
+    return SampleLength(raw, training.seq_len, decoder or needed)
 
 
 def span_counts(raw: int, section: Data) -> tuple[int, int]:
@@ -73,13 +66,10 @@ def targets_length(raw: int, section: Data) -> int:
 def raw_length(encoder: int, section: Data) -> int:
     """The most tokens whose corrupted form fits an encoder of ``encoder`` positions, which it then fills.
 
-    One token more makes `inputs_length` 0 or 1 larger, so every length from 3 on occurs.
-
-    Raises:
-        ConfigError: ``encoder``, which is `training.seq_len`, is below 3: a token, a sentinel and the end.
+    One token more makes `inputs_length` 0 or 1 larger, so every length from 3 on occurs. Raises a `ConfigError` if
+    ``encoder``, which is `training.seq_len`, is below 3: a token, a sentinel and the end.
     """
-    if encoder < 3:
-        problem = "span corruption needs a token, a sentinel and the end; use at least 3"
-        raise ConfigError("training.seq_len", encoder, problem)
+    problem = "span corruption needs a token, a sentinel and the end; use at least 3"
+    require(encoder >= 3, "training.seq_len", encoder, problem)
     most = 2 + int(encoder / (1 - section.noise_density))
     return bisect_right(range(2, most + 1), encoder, key=lambda raw: inputs_length(raw, section)) + 1

@@ -10,7 +10,6 @@ processes. The order is the cursor's alone, so its own state, which needs the sa
 from __future__ import annotations
 
 import queue
-import re
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -117,7 +116,7 @@ class BackgroundLoader:
     ) -> None:
         """With ``repeats``, worker processes outlive the pass over the sampler's batches, for another `start`."""
         self._device = device  # the target of later copies, which are faster from pinned memory if it is a GPU
-        self._depth, self._repeats = depth, repeats
+        self._depth, self._repeats, self._workers = depth, repeats, list[BaseProcess]()
         self.state: State = {}  # of the dataset, after the microbatches that have been taken
         batches = _Batches(dataset)
         with warnings.catch_warnings():
@@ -163,23 +162,18 @@ class BackgroundLoader:
             self._loader = None
 
     def _fill(self, loader: StatefulDataLoader) -> None:
-        workers: list[BaseProcess] = []
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # threads start on GPU 0, where pinning would create a context
-            try:
-                batches = iter(loader)  # waits for the processes to be ready
-            except RuntimeError as error:
-                pid = re.search(r"pid\(s\) (\d+)", str(error))
-                raise _lost(pid[1], "has died") if pid else error from None
-            workers = getattr(batches, "_workers", workers)
+            batches = iter(loader)  # waits for the processes to be ready
+            self._workers = getattr(batches, "_workers", [])
             for batch in batches:
                 is_read = isinstance(batch, tuple)
                 if not self._put((batch, _state_of(loader)) if is_read else batch) or not is_read:
                     return
             self._put(None)
         except BaseException as error:  # raised again in the thread that waits for the batch
-            self._put(_death_among(workers) or error)
+            self._put(_death_among(self._workers) or error)
 
     def _put(self, item: tuple[Batch, State] | BaseException | None) -> bool:
         """Wait for a free slot, but not beyond `close`. Returns whether the item was taken."""
@@ -209,13 +203,8 @@ def _death_among(workers: list[BaseProcess]) -> RunError | None:
         if worker.sentinel in dead:
             worker.join()
             code = worker.exitcode or 0
-            return _lost(worker.pid, f"ended with exit code {code}" if code >= 0 else f"was killed by signal {-code}")
+            what = f"ended with exit code {code}" if code >= 0 else f"was killed by signal {-code}"
+            cure = "the same command resumes from the last checkpoint; lower data.num_workers if it happens again"
+            problem = f"a data loader process (pid {worker.pid}) {what}, perhaps for lack of memory or room in /dev/shm"
+            return RunError(f"{problem}; {cure}", of_this_process=True)
     return None
-
-
-def _lost(pid: object, what: str) -> RunError:
-    return RunError(
-        f"a data loader process (pid {pid}) {what}, perhaps for lack of memory or of room in /dev/shm; "
-        "the same command resumes from the last checkpoint; lower data.num_workers if it happens again",
-        of_this_process=True,
-    )

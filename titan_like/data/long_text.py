@@ -6,6 +6,8 @@ some of the text around it, whose tokens are dropped.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -15,6 +17,7 @@ from titan_like.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Token
 
 PIECE = 1 << 18  # characters that are tokenized at a time; a tokenizer takes some 200 bytes of memory for each
 CONTEXT = 1 << 11  # characters before and after a piece that are tokenized with it
+FindCut = Callable[[str], int | None]  # a place in a stretch of text, or None
 _AGREEING = 8  # tokens before and after a cut on which all windows agree
 # Characters that the windows leave out at both ends of the same text. Runs of equal digits, spaces or phrases become
 # tokens that depend on where a window begins.
@@ -72,23 +75,54 @@ def encode_piece(tokenizer: Tokenizer, before: str, text: str, after: str) -> np
     return ids[slice(*bounds)]
 
 
-def encode_texts(tokenizer: Tokenizer, texts: list[str], piece: int = PIECE) -> list[np.ndarray]:
-    """The tokens of several texts, each int64 [tokens], those of long ones in pieces of ``piece`` characters."""
-    short = iter(tokenizer.encode_all([text for text in texts if len(text) <= piece]))
-    return [next(short) if len(text) <= piece else _encode_long(tokenizer, text, piece) for text in texts]
+def encode_documents(
+    tokenizer: Tokenizer, texts: list[str], ends: bool = True, before: str = "", after: str = ""
+) -> list[np.ndarray] | None:
+    """Texts as documents, each int64 [tokens], between what begins one and, if it ``ends``, the token for that.
+
+    A part of a long text has context on one side or both; None if it cannot be cut there after all.
+    """
+    first, end = [] if before else tokenizer.first_ids, [tokenizer.eod_id] if ends and not after else []
+    if not (before or after):
+        encoded = encode_texts(tokenizer, texts)
+    elif (part := encode_piece(tokenizer, before, texts[0], after)) is not None:
+        encoded = [part]
+    else:
+        return None
+    return [np.concatenate((first, tokens, end)).astype(np.int64) for tokens in encoded]
 
 
-def _encode_long(tokenizer: Tokenizer, text: str, piece: int) -> np.ndarray:
-    parts, begin, at = [], 0, piece
-    while begin < len(text):
-        window = text[at : at + 2 * CONTEXT]
-        cut = find_cut(tokenizer, window) if len(window) == 2 * CONTEXT else len(window)
-        at += CONTEXT if cut is None else cut
-        if cut is not None:
-            around = text[max(0, begin - CONTEXT) : begin], text[begin:at], text[at : at + CONTEXT]
-            tokens = encode_piece(tokenizer, *around)
-            if tokens is None:
-                return tokenizer.encode(text)
-            parts.append(tokens)
-            begin, at = at, at + piece
+def encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
+    """The tokens of several texts, each int64 [tokens], those of long ones in pieces."""
+    short = iter(tokenizer.encode_all([text for text in texts if len(text) <= PIECE]))
+    return [next(short) if len(text) <= PIECE else _encode_long(tokenizer, text) for text in texts]
+
+
+def _encode_long(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    parts = list[np.ndarray]()
+    for piece in cut_text([text], partial(find_cut, tokenizer)):
+        if (tokens := encode_piece(tokenizer, *piece)) is None:
+            return tokenizer.encode(text)
+        parts.append(tokens)
     return np.concatenate(parts)
+
+
+def cut_text(parts: Iterable[str], find_cut: FindCut, before: str = "") -> Iterator[tuple[str, str, str]]:
+    """A text that comes in ``parts`` as pieces of at least `PIECE` characters, each between its context on both sides.
+
+    ``find_cut`` is given stretches of 2 · CONTEXT characters in turn until it finds a place in one. ``before`` is the
+    context before the first part.
+    """
+    text, begin = before, len(before)
+    at = begin + PIECE
+    for part in parts:
+        text += part
+        while len(text) - at >= 2 * CONTEXT:
+            cut = find_cut(text[at : at + 2 * CONTEXT])
+            at += cut or CONTEXT
+            if cut is not None:
+                yield text[max(0, begin - CONTEXT) : begin], text[begin:at], text[at : at + CONTEXT]
+                text, begin = text[at - CONTEXT :], CONTEXT
+                at = begin + PIECE
+    if len(text) > begin or (not before and begin == 0):
+        yield text[max(0, begin - CONTEXT) : begin], text[begin:], ""

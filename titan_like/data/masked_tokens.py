@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Data
 from titan_like.data.batch import Batch, arrays_of
 from titan_like.data.permutation import sample_generator
 from titan_like.data.source import IGNORED_LABEL
-from titan_like.data.tokenizer import Tokenizer, check_ids
+from titan_like.data.tokenizer import Tokenizer, check_token
 from titan_like.data.words import Words
 
 _MASKED, _RANDOM = 0.8, 0.1  # shares of the chosen tokens; the others stay
@@ -93,12 +92,8 @@ class MaskedTokens:
 def masked_tokens_of(section: Data, tokenizer: Tokenizer, vocab_size: int) -> MaskedTokens:
     """Masked language modelling as [data] and its tokenizer set it, for a model of ``vocab_size`` tokens.
 
-    Raises:
-        ConfigError: the tokenizer has no mask token, or one that the model lacks; or it does not tell words.
+    Raises a `ConfigError` if the tokenizer has no mask token, or one that the model lacks, or does not tell words.
     """
-    if tokenizer.mask_id is None:
-        problem = "has no mask token, which a model of masked tokens needs; use a tokenizer with [MASK] or <mask>"
-        raise ConfigError("data.tokenizer", section.tokenizer, problem)
-    check_ids(section.tokenizer, f"its mask token is {tokenizer.mask_id}", tokenizer.mask_id, vocab_size)
+    mask_id = check_token(section.tokenizer, "mask", tokenizer.mask_id, "[MASK] or <mask>", vocab_size)
     ordinary = np.setdiff1d(np.arange(tokenizer.vocab_size), list(tokenizer.special_ids))
-    return MaskedTokens(section, tokenizer.mask_id, ordinary, tokenizer.words if section.mlm_whole_words else None)
+    return MaskedTokens(section, mask_id, ordinary, tokenizer.words if section.mlm_whole_words else None)

@@ -79,8 +79,7 @@ class Masks(Dataset[Batch]):
 def masks_of(config: JobConfig, model: TransformerConfig, tokenizer: Tokenizer | None = None) -> Masks:
     """What the run's objective and [data] ask for. The run's tokenizer, if none is given, is built only if needed.
 
-    Raises:
-        ConfigError: the tokenizer cannot be built, or it or the model lacks a token that is needed.
+    Raises a `ConfigError` if the tokenizer cannot be built, or it or the model lacks a token that is needed.
     """
     section, seed = config.data, config.job.seed
     if model.is_causal and not section.tells_documents_apart:
@@ -112,10 +111,8 @@ def prefix_ends(first: torch.Tensor, seed: int, index: int) -> torch.Tensor:
     ``first``, int64 [seq], is where the segment begins. The segments of a sample are its documents, or one.
     """
     begins, sizes = torch.unique_consecutive(first, return_counts=True)
-    ends = [
-        begin + prefix_length(size, seed, index, begin)
-        for begin, size in zip(begins.tolist(), sizes.tolist(), strict=True)
-    ]
+    segments = zip(begins.tolist(), sizes.tolist(), strict=True)
+    ends = [begin + prefix_length(size, seed, index, begin) for begin, size in segments]
     return torch.tensor(ends).repeat_interleave(sizes)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from titan_like.config.entry_points import load_entry
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import require
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch, num_labels
 from titan_like.data.blend import BlendedSource, shares_of
@@ -22,8 +23,7 @@ from titan_like.models.config import TransformerConfig
 def open_data(config: JobConfig, model: TransformerConfig) -> dict[str, Source]:
     """Open the splits that the run reads. New data is tokenized.
 
-    Raises:
-        ConfigError: data is missing or unusable, or there is too little of it.
+    Raises a `ConfigError` if data is missing or unusable, or there is too little of it.
     """
     request = DataRequest(
         section=config.data,
@@ -34,46 +34,44 @@ def open_data(config: JobConfig, model: TransformerConfig) -> dict[str, Source]:
         cache_folder=Path(config.job.dump_folder) / "data_cache",
     )
     sources = {split: open_source(replace(request, split=split)) for split in ("train", "validation")}
-    if len(sources["train"]) == 0:
-        told = sources["train"].described(1, 1)
-        problem = f"its training split has no samples{f' ({told})' if told else ''}; give it more data"
-        raise ConfigError("data.dataset", config.data.dataset, problem)
-    if config.evaluation.interval and len(sources["validation"]) == 0:
-        problem = "leaves no whole sample for validation; give it more weight or set evaluation.interval to 0"
-        raise ConfigError("data.split", config.data.split, problem)
-    wanted = config.evaluation.steps * config.training.global_batch_size
-    if config.evaluation.interval and len(sources["validation"]) == UNKNOWN_LENGTH:
+    train, validation = sources["train"], sources["validation"]
+    is_stream, is_validated = len(train) == UNKNOWN_LENGTH, config.evaluation.interval > 0
+    about = train.described(1, 1) if len(train) == 0 else None
+    problem = f"its training split has no samples{f' ({about})' if about else ''}; give it more data"
+    require(len(train) > 0, "data.dataset", config.data.dataset, problem)
+    problem = "leaves no whole sample for validation; give it more weight or set evaluation.interval to 0"
+    require(not is_validated or len(validation) > 0, "data.split", config.data.split, problem)
+    if is_validated and len(validation) == UNKNOWN_LENGTH:
+        wanted = config.evaluation.steps * config.training.global_batch_size
         first = range(min(wanted, config.data.num_readers))  # a stream's readers take turns
-        if not sum(int(num_labels(sources["validation"][index], ("tokens",))) for index in first):
-            problem = f"the first {wanted} samples for validation are of readers that have none; raise it"
-            raise ConfigError("evaluation.steps", config.evaluation.steps, problem)
-    if config.data.sentence_objective == "next_sentence" and len(sources["train"]) == UNKNOWN_LENGTH:
-        problem = "takes the second sentence from anywhere in the data, and a stream is only read in order"
-        problem += '; use "sentence_order", or write the data with scripts/preprocess_data.py'
-        raise ConfigError("data.sentence_objective", "next_sentence", problem)
+        is_labelled = any(int(num_labels(validation[index], ("tokens",))) for index in first)
+        problem = f"the first {wanted} samples for validation are of readers that have none; raise it"
+        require(is_labelled, "evaluation.steps", config.evaluation.steps, problem)
+    objective = config.data.sentence_objective
+    problem = "takes the second sentence from anywhere in the data, and a stream is only read in order; use "
+    problem += '"sentence_order", or write the data with scripts/preprocess_data.py'
+    require(not is_stream or objective != "next_sentence", "data.sentence_objective", objective, problem)
     return sources
 
 
 def open_source(request: DataRequest) -> Source:
     """One split of the dataset, or the blend of datasets, that [data] names.
 
-    Raises:
-        ConfigError: there is no such dataset, its class is none, its samples do not fit the run, or it refuses itself.
+    Raises a `ConfigError` if there is no such dataset, its class is none, its samples do not fit the run, or it refuses
+    its request.
     """
     shares = shares_of(request.section.paths, one_source_each=request.section.dataset == "indexed")
     entry = find_dataset(request.section)
     dataset = load_entry("data.dataset", entry)
-    if not (isinstance(dataset, type) and issubclass(dataset, Source)):
-        raise ConfigError(
-            "data.dataset", entry.name, f"{entry.value} is not a subclass of titan_like.data.source.Source"
-        )
+    is_source = isinstance(dataset, type) and issubclass(dataset, Source)
+    problem = f"{entry.value} is not a subclass of titan_like.data.source.Source"
+    require(is_source, "data.dataset", entry.name, problem)
     sources = []
     for number, share in enumerate(shares):
         section = request.section.model_copy(update={"paths": share.paths})
         source: Source = dataset(replace(request, section=section, part=number))
-        problem = _sample_problem(source.sample(0), request) if len(source) > 0 else None
-        if problem is not None:
-            raise ConfigError("data.dataset", entry.name, problem)
+        if len(source) > 0:
+            _check_sample(source.sample(0), request, entry.name)
         sources.append(source)
     if len(sources) == 1:
         return sources[0]
@@ -81,16 +79,16 @@ def open_source(request: DataRequest) -> Source:
     return blend(request, sources, [share.weight for share in shares])
 
 
-def _sample_problem(sample: object, request: DataRequest) -> str | None:
-    """The reason why a sample cannot belong to the run; None if it can."""
-    if not set(Batch._fields) <= set(getattr(sample, "_fields", ())):
-        return f"its samples are {type(sample).__name__}; return titan_like.data.batch.Batch(tokens, labels)"
-    given = {name: x for name in ("tokens", "labels") if (x := getattr(sample, name)) is not None}
-    for name, x in given.items():
-        if x.dtype != torch.int64 or x.shape != (request.seq_len,):
-            return f"the {name} of its samples are {x.dtype} {list(x.shape)}, not torch.int64 [{request.seq_len}]"
-    tokens = torch.cat([x[x != IGNORED_LABEL] for x in given.values()])
-    if tokens.min() < 0 or tokens.max() >= request.vocab_size:
-        most = request.vocab_size - 1
-        return f"its first sample has tokens from {tokens.min()} to {tokens.max()}, but the model's go from 0 to {most}"
-    return None
+def _check_sample(sample: Any, request: DataRequest, dataset: str) -> None:
+    """Raise a `ConfigError` if a sample cannot belong to the run."""
+    is_batch = set(Batch._fields) <= set(getattr(sample, "_fields", ()))
+    problem = f"its samples are {type(sample).__name__}; return titan_like.data.batch.Batch(tokens, labels)"
+    require(is_batch, "data.dataset", dataset, problem)
+    fields = {name: x for name in ("tokens", "labels") if (x := getattr(sample, name)) is not None}
+    for name, x in fields.items():
+        fits = x.dtype == torch.int64 and x.shape == (request.seq_len,)
+        problem = f"the {name} of its samples are {x.dtype} {list(x.shape)}, not torch.int64 [{request.seq_len}]"
+        require(fits, "data.dataset", dataset, problem)
+    tokens, most = torch.cat([x[x != IGNORED_LABEL] for x in fields.values()]), request.vocab_size - 1
+    problem = f"its first sample has tokens from {tokens.min()} to {tokens.max()}, but the model's go from 0 to {most}"
+    require(tokens.min() >= 0 and tokens.max() <= most, "data.dataset", dataset, problem)

@@ -13,18 +13,19 @@ import time
 from collections.abc import Callable
 from functools import cached_property
 from itertools import accumulate
+from math import inf
 from pathlib import Path
 
 import numpy as np
 import torch
 from filelock import FileLock
 
-from titan_like.config.errors import ConfigError, cure_of_writing
+from titan_like.config.errors import ConfigError, cure_of_writing, require
 from titan_like.config.schema import Data
 from titan_like.data.batch import Batch, arrays_of
 from titan_like.data.chat import read_template
 from titan_like.data.files import find_files
-from titan_like.data.indexed import FormatError, IndexedDataset, StoredTokens
+from titan_like.data.indexed import IndexedDataset, StoredTokens
 from titan_like.data.preprocess import SKIP, Job, tell, tokenize_files
 from titan_like.data.raw_text import KNOWN_ENDINGS, RECORD_ENDINGS, kind_of
 from titan_like.data.source import SPLITS, DataRequest, Source
@@ -37,22 +38,14 @@ _PIECES, _PIECE = 64, 4096  # number of pieces that a token_fingerprint samples,
 
 
 def split_weights(text: str) -> tuple[float, float, float]:
-    """Parse "969,30,1" into shares of train, validation and test that sum to 1.
-
-    Raises:
-        ConfigError: the text is not three numbers of at least 0, or the first is 0.
-    """
+    """Shares of train, validation and test, which sum to 1, from a text such as "969,30,1"."""
     try:
         weights = [float(part) for part in text.split(",")]
     except ValueError:
         weights = []
-    if (
-        len(weights) != 3
-        or not all(0 <= weight < float("inf") for weight in weights)
-        or weights[0] == 0
-        or sum(weights) == float("inf")
-    ):
-        raise ConfigError("data.split", text, 'must be three weights for train, validation and test, like "969,30,1"')
+    is_valid = len(weights) == 3 and all(weight >= 0 for weight in weights) and weights[0] > 0 and sum(weights) < inf
+    problem = 'must be three weights for train, validation and test, like "969,30,1"'
+    require(is_valid, "data.split", text, problem)
     train, validation, test = (weight / sum(weights) for weight in weights)
     return train, validation, test
 
@@ -115,9 +108,7 @@ class TextSource(PackedDataset):
     def __init__(self, request: DataRequest) -> None:
         """Open the corpus, or tokenize it into the cache.
 
-        Raises:
-            ConfigError: the text is missing or unusable, it has no complete sample to train on, or the tokenizer does
-                not fit the model.
+        Raises a `ConfigError` if the text is missing, unusable or too short, or the tokenizer does not fit the model.
         """
         section = request.section
         weights = split_weights(section.split)  # checked before the text is tokenized, which may take hours
@@ -132,50 +123,36 @@ class IndexedSource(PackedDataset):
     def __init__(self, request: DataRequest) -> None:
         """Open and check its two files.
 
-        Raises:
-            ConfigError: a file is missing, foreign or damaged, its tokens are not whole numbers, there is no whole
-                sample to train on, or the documents that a setting depends on cannot be told apart.
+        Raises a `ConfigError` if a file is missing, foreign, damaged or too short, or documents that a setting needs
+        cannot be told apart.
         """
-        weights = split_weights(request.section.split)
-        if not request.section.paths:
-            raise ConfigError("data.paths", None, 'dataset "indexed" needs the paths of .bin and .idx files')
-        (path,) = request.section.paths
-        try:
-            dataset = IndexedDataset(path)
-        except FormatError as error:
-            problem = f"{error}; name a dataset as scripts/preprocess_data.py or Megatron-LM writes it"
-            raise ConfigError("data.paths", str(error.path), problem) from None
-        if dataset.dtype.kind == "f":
-            raise ConfigError("data.paths", path, f"its tokens are {dataset.dtype.name}; only whole numbers are tokens")
+        weights, paths = split_weights(request.section.split), request.section.paths
+        require(paths, "data.paths", None, 'dataset "indexed" needs the paths of .bin and .idx files')
+        self.path = str(paths[0])
+        dataset = IndexedDataset(self.path)
         if request.section.tells_documents_apart:
-            _check_ends(dataset, path, tokenizer_of(request.section).eod_id)
+            _check_ends(dataset, self.path, tokenizer_of(request.section).eod_id)
         super().__init__(request, _split_of(dataset, weights, request))
-        self.path = path
 
     def sample(self, position: int) -> Batch:
-        """Window ``position``.
-
-        Raises:
-            ConfigError: it holds a token that the model lacks.
-        """
+        """Window ``position``; a `ConfigError` if it holds a token that the model lacks."""
         sample, size = super().sample(position), self.request.vocab_size
         tokens = np.append(*arrays_of(sample))
-        if tokens.min() < 0 or tokens.max() >= size:
-            wrong = tokens[(tokens < 0) | (tokens >= size)][0]
-            problem = f"holds the token {wrong}, but the model's vocab_size is {size}; set model.overrides.vocab_size"
-            raise ConfigError("data.paths", self.path, f"{problem}, or name a dataset of the model's tokenizer")
+        wrong = tokens[(tokens < 0) | (tokens >= size)]
+        if len(wrong):
+            problem = f"holds the token {wrong[0]}, but the model's vocab_size is {size}"
+            cure = "set model.overrides.vocab_size, or name a dataset of the model's tokenizer"
+            raise ConfigError("data.paths", self.path, f"{problem}; {cure}")
         return sample
 
 
 def _check_ends(dataset: IndexedDataset, path: str, eod_id: int) -> None:
     """Refuse a dataset whose documents cannot be told apart: none of the first ends with the end-of-document token."""
     ends = [dataset.document_end(number) for number in range(min(dataset.num_documents, _LOOKED_AT))]
-    if all(end == 0 or dataset.tokens[end - 1 : end][0] != eod_id for end in ends):
-        problem = (
-            f"its documents do not end with token {eod_id}, the end of document of data.tokenizer, so masks and "
-            "positions cannot follow them; set data.tokenizer to theirs, or write them with --append_eod"
-        )
-        raise ConfigError("data.paths", path, problem)
+    is_ended = any(end > 0 and dataset.tokens[end - 1 : end][0] == eod_id for end in ends)
+    problem = f"its documents do not end with token {eod_id}, the end of document of data.tokenizer, so masks and "
+    problem += "positions cannot follow them; set data.tokenizer to theirs, or write them with --append_eod"
+    require(is_ended, "data.paths", path, problem)
 
 
 def _split_of(dataset: IndexedDataset, weights: tuple[float, float, float], request: DataRequest) -> StoredTokens:
@@ -183,10 +160,10 @@ def _split_of(dataset: IndexedDataset, weights: tuple[float, float, float], requ
     bounds = split_bounds(len(dataset.tokens), dataset.nearest_document_end, weights)
     number = SPLITS.index(request.split)
     part = dataset.tokens.part(bounds[number], bounds[number + 1])
-    if request.split == "train" and len(part) < request.seq_len + 1:
-        where = f" of {dataset.prefix}" if request.section.dataset == "indexed" else ""
-        problem = f"the training split{where} has {len(part)} tokens, fewer than seq_len + 1; add text or lower it"
-        raise ConfigError("training.seq_len", request.seq_len, problem)
+    is_enough = request.split != "train" or len(part) > request.seq_len
+    where = f" of {dataset.prefix}" if request.section.dataset == "indexed" else ""
+    problem = f"the training split{where} has {len(part)} tokens, fewer than seq_len + 1; add text or lower it"
+    require(is_enough, "training.seq_len", request.seq_len, problem)
     return part
 
 
@@ -202,9 +179,7 @@ def token_fingerprint(tokens: np.ndarray | StoredTokens) -> str:
 def open_corpus(section: Data, cache_folder: Path) -> IndexedDataset:
     """Open the corpus that [data] names. Tokenize it into the cache if it is not there yet.
 
-    Raises:
-        ConfigError: no file matches, a file is empty, unreadable or not UTF-8, a JSONL line holds no text, or the cache
-            cannot be written, for example on a full disk.
+    Raises a `ConfigError` if files are missing or unusable, or the cache cannot be written, as on a full disk.
     """
     job = corpus_job(section)
     folder = corpus_folder(job, cache_folder)
@@ -213,7 +188,10 @@ def open_corpus(section: Data, cache_folder: Path) -> IndexedDataset:
         with FileLock(f"{folder}.lock"):
             if not folder.exists():  # otherwise another process built it while this one waited for the lock
                 with removed_unless_renamed(folder.with_suffix(".unfinished")) as unfinished:
-                    _build(job, unfinished)
+                    began = time.monotonic()
+                    done = tokenize_files(job, unfinished / "tokens")
+                    seconds = time.monotonic() - began
+                    tell(f"tokenized {len(job.files)} files into {done.tokens:,} tokens in {seconds:.1f} s")
                     os.replace(unfinished, folder)
     except OSError as error:
         problem = f"the tokens cannot be written to {cache_folder} ({error.strerror}); {cure_of_writing(error)}"
@@ -238,18 +216,10 @@ def corpus_folder(job: Job, cache_folder: Path) -> Path:
     return cache_folder / (job.fingerprint() + "-skip" * (job.bad_lines == "skip"))
 
 
-def _build(job: Job, folder: Path) -> None:
-    began = time.monotonic()
-    done = tokenize_files(job, folder / "tokens")
-    seconds = time.monotonic() - began
-    tell(f"tokenized {len(job.files)} files into {done.tokens:,} tokens in {seconds:.1f} s")
-
-
 def corpus_files(section: Data) -> list[Path]:
     """List the corpus's files in a fixed shuffled order, so that a split by position is a fair sample of them.
 
-    Raises:
-        ConfigError: no file matches, or a file is empty, unreadable or not text.
+    Raises a `ConfigError` if no file matches, or a file is empty, unreadable or not text.
     """
     if section.dataset == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -261,19 +231,13 @@ def corpus_files(section: Data) -> list[Path]:
         files = [path for path in files if path.stat().st_size > 0]
         names = {path: path.relative_to(root).as_posix() for path in files}
     else:
-        files = _match_paths(section.paths, section.dataset)
+        require(
+            section.paths, "data.paths", None, f'dataset "{section.dataset}" needs files; give paths or glob patterns'
+        )
+        is_chat = section.dataset == "conversations"
+        files = find_files(section.paths, "data.paths", RECORD_ENDINGS if is_chat else KNOWN_ENDINGS)
+        problem = f"conversations are records of {', '.join(RECORD_ENDINGS[:3])} files; write it as one"
+        for path in files if is_chat else ():
+            require(kind_of(path) != "text", "data.paths", str(path), problem)
         names = {path: path.as_posix() for path in files}
     return sorted(files, key=lambda path: hashlib.sha256(os.fsencode(names[path])).digest())
-
-
-def _match_paths(patterns: list[str], dataset: str) -> list[Path]:
-    """The files that paths, folders and glob patterns mean. Refuses files that cannot be read."""
-    if not patterns:
-        raise ConfigError("data.paths", None, f'dataset "{dataset}" needs files; give paths or glob patterns')
-    holds_chats = dataset == "conversations"
-    files = find_files(patterns, "data.paths", RECORD_ENDINGS if holds_chats else KNOWN_ENDINGS)
-    for path in files if holds_chats else ():
-        if kind_of(path) == "text":
-            problem = f"conversations are records of {', '.join(RECORD_ENDINGS[:3])} files; write it as one"
-            raise ConfigError("data.paths", str(path), problem)
-    return files

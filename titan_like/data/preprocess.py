@@ -15,14 +15,15 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import islice
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -32,7 +33,7 @@ from titan_like.config.schema import DEFAULT_TOKENS, TokenOptions
 from titan_like.data.chat import Chat, build_chat
 from titan_like.data.chat_records import RECORD_KEYS
 from titan_like.data.indexed import DTYPES, token_dtype, write_index
-from titan_like.data.long_text import encode_piece, encode_texts, find_cut
+from titan_like.data.long_text import encode_documents, find_cut
 from titan_like.data.raw_text import BadRecord, Piece, UnreadableError, read_pieces, texts_of
 from titan_like.data.tokenizer import build_tokenizer
 
@@ -88,37 +89,29 @@ class Progress:
     bad_lines: int = 0
 
 
-def tokenize_files(
-    job: Job, prefix: Path, num_workers: int = 0, report: Callable[[str], None] | None = None
-) -> Progress:
-    """Write ``prefix``.bin and .idx, which appear when they are complete.
+def tokenize_files(job: Job, prefix: Path, num_workers: int = 0) -> Progress:
+    """Write ``prefix``.bin and .idx, which appear when they are complete. Processes tokenize, or this one if 0.
 
-    Args:
-        job: the input.
-        prefix: path of the dataset without an ending.
-        num_workers: processes that tokenize; 0 does it in this one.
-        report: is given a line every few seconds, one for each of the first bad lines, and at the end their number.
+    Bad lines are counted, and the first ones named. What has been written stays after an error, for a later call to go
+    on with; if there is nothing, the folder is removed when bad input ends the job.
 
     Raises:
-        ConfigError: a file that cannot be read, a bad line unless they are skipped, another job in the same place, be
-            it at work or unfinished and of other input, or no document at all.
+        ConfigError: a file that cannot be read, a bad line unless they are skipped, another job at work or unfinished
+            in the same place, or no document at all.
         RunError: a process died.
         OSError: the dataset cannot be written.
-
-    What has been written stays after an error, for a later call to go on with; if there is nothing, the folder is
-    removed when bad input ends the job.
     """
     folder = prefix.with_name(f"{prefix.name}.unfinished")
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / "lock", timeout=0):
-            return _complete(job, prefix, folder, num_workers, report or tell)
+            return _complete(job, prefix, folder, num_workers)
     except Timeout:
         problem = "another job is writing it; wait until that has ended, or name another place"
         raise ConfigError("--output", str(prefix), problem) from None
 
 
-def _complete(job: Job, prefix: Path, folder: Path, num_workers: int, report: Callable[[str], None]) -> Progress:
+def _complete(job: Job, prefix: Path, folder: Path, num_workers: int) -> Progress:
     """Write what is missing of a dataset; an interruption may have come at any moment."""
     tokens, lengths, index, moved = folder / "tokens.bin", folder / "lengths.bin", folder / "index", f"{prefix}.idx"
     vocab_size = build_tokenizer(job.tokenizer, job.tokenizer_key, job.token_options).vocab_size
@@ -128,7 +121,7 @@ def _complete(job: Job, prefix: Path, folder: Path, num_workers: int, report: Ca
     if tokens.exists() or not (index.exists() or are_moved):
         try:
             with output:
-                _write_tokens(job, output, num_workers, report)
+                _write_tokens(job, output, num_workers)
             if output.progress.documents == 0:
                 problem = "there is no document in it, nor in another file; give some with text"
                 raise ConfigError(job.key, str(job.files[0]), problem)
@@ -168,25 +161,16 @@ class _Output:
 
     def __init__(self, folder: Path, dtype: np.dtype, progress: Progress) -> None:
         self.folder, self.dtype, self.progress = folder, dtype, progress
+        self._files: dict[str, IO[bytes]] = {}
 
     def __enter__(self) -> _Output:
-        documents = self.progress.documents
-        self._tokens = self._cut_open("tokens.bin", self.progress.tokens * self.dtype.itemsize)
-        self._lengths = self._cut_open("lengths.bin", documents * 4)
+        for name, size in (
+            ("tokens", self.progress.tokens * self.dtype.itemsize),
+            ("lengths", self.progress.documents * 4),
+        ):
+            self._files[name] = open(self.folder / f"{name}.bin", "ab")
+            self._files[name].truncate(size)  # what was written after the last progress will be tokenized again
         return self
-
-    def _cut_open(self, name: str, size: int) -> IO[bytes]:
-        """Open a file without what was written after the last progress, which will be tokenized again.
-
-        Raises:
-            ConfigError: the file is shorter than that.
-        """
-        file = open(self.folder / name, "ab")
-        if file.tell() < size:  # truncate() would fill it up with zeros
-            problem = f"{name} of an interrupted job is damaged; delete the folder to begin again"
-            raise ConfigError("--output", str(self.folder), problem)
-        file.truncate(size)
-        return file
 
     def add(self, tokens: np.ndarray, lengths: list[int], is_whole: bool, read: Progress) -> None:
         """Append documents, and note what has been ``read`` by then; the last one goes on unless ``is_whole``."""
@@ -194,8 +178,8 @@ class _Output:
         if lengths:
             lengths = [lengths[0] + open_document, *lengths[1:]]
             open_document = 0 if is_whole else lengths.pop()
-        self._tokens.write(tokens.tobytes())
-        self._lengths.write(np.array(lengths, "<i4").tobytes())
+        self._files["tokens"].write(tokens.tobytes())
+        self._files["lengths"].write(np.array(lengths, "<i4").tobytes())
         # Only now, and all at once: an interruption, or a full disk, leaves the input and what is written of it alike.
         written = read.documents + len(lengths), read.tokens + len(tokens)
         self.progress = replace(read, documents=written[0], tokens=written[1], open_document=open_document)
@@ -204,11 +188,11 @@ class _Output:
         """Take back what is written of a document of which a part is bad."""
         self.progress = replace(read, tokens=read.tokens - read.open_document, open_document=0)
         self.save()  # a file may be longer than the progress says
-        self._tokens.truncate(self.progress.tokens * self.dtype.itemsize)
+        self._files["tokens"].truncate(self.progress.tokens * self.dtype.itemsize)
 
     def save(self) -> None:
         """Make everything so far outlast a crash."""
-        for file in (self._tokens, self._lengths):
+        for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
         (self.folder / "progress.new").write_text(json.dumps(asdict(self.progress)))
@@ -218,11 +202,11 @@ class _Output:
         try:
             self.save()
         finally:
-            self._tokens.close()
-            self._lengths.close()
+            for file in self._files.values():
+                file.close()
 
 
-def _write_tokens(job: Job, output: _Output, num_workers: int, report: Callable[[str], None]) -> None:
+def _write_tokens(job: Job, output: _Output, num_workers: int) -> None:
     sizes = [max(1, path.stat().st_size) for path in job.files]
     began = told = time.monotonic()
     tokens_before, done_before = output.progress.tokens, None
@@ -236,7 +220,7 @@ def _write_tokens(job: Job, output: _Output, num_workers: int, report: Callable[
             if job.bad_lines == "stop":
                 raise ConfigError(job.key, place, problem if is_text else f"{problem}; {job.cure}")
             if before < _MOST_NAMED:
-                report(f"skipped {place}: {problem}")
+                tell(f"skipped {place}: {problem}")
         progress = replace(progress, bad_lines=progress.bad_lines + len(bad))
         if bad and is_text:
             output.drop_open_document(replace(progress, file=number + 1, end=0, record=1))
@@ -252,10 +236,10 @@ def _write_tokens(job: Job, output: _Output, num_workers: int, report: Callable[
             left = f", {seconds * (1 - done) / gained:.0f} s left" if gained > 0 else ""
             output.save()
             where = f"file {number + 1} of {len(sizes)}, {output.progress.tokens:,} tokens, {rate:,.0f} tokens/s{left}"
-            report(f"tokenizing: {done:.1%}, {where}")
+            tell(f"tokenizing: {done:.1%}, {where}")
     if bad_lines := output.progress.bad_lines:
         records = bad_lines + output.progress.documents // job.num_sequences
-        report(f"skipped {bad_lines:,} of {records:,} records")
+        tell(f"skipped {bad_lines:,} of {records:,} records")
 
 
 Result = tuple[np.ndarray, list[int], list[tuple[int, str]]]  # tokens; documents' lengths; bad lines, and why
@@ -272,19 +256,18 @@ def _tokenized(
     work = replace(job, files=[])  # which may be many, and workers need none
     with ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker) as pool:
         waiting: deque[tuple[int, Piece, float, Future[Result]]] = deque()
+        pieces = _pieces(job, progress)
         try:
-            for number, piece, share in _pieces(job, progress):
-                waiting.append((number, piece, share, pool.submit(_tokenize, piece, work, dtype.str)))
-                if len(waiting) > 2 * num_workers:
-                    *place, future = waiting.popleft()
-                    yield *place, future.result()  # type: ignore[misc]
-            while waiting:
-                *place, future = waiting.popleft()
-                yield *place, future.result()  # type: ignore[misc]
+            while True:
+                for number, piece, share in islice(pieces, 1 + 2 * num_workers - len(waiting)):
+                    waiting.append((number, piece, share, pool.submit(_tokenize, piece, work, dtype.str)))
+                if not waiting:
+                    return
+                number, piece, share, future = waiting.popleft()
+                yield number, piece, share, future.result()
         except BrokenProcessPool:
-            raise RunError(
-                "a worker died, perhaps for lack of memory; run the same command with fewer workers"
-            ) from None
+            problem = "a worker died, perhaps for lack of memory; run the same command with fewer workers"
+            raise RunError(problem) from None
         finally:
             for *_, future in waiting:
                 future.cancel()
@@ -305,45 +288,35 @@ def _pieces(job: Job, progress: Progress) -> Iterator[tuple[int, Piece, float]]:
 
 def _tokenize(piece: Piece, job: Job, dtype: str) -> Result:
     """Tokenize a piece, in this process or in a worker."""
-    if job.template is not None:
-        return _tokenize_conversations(piece, build_chat(job.tokenizer, job.token_options, job.template))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the work already
-    built = build_tokenizer(job.tokenizer, job.tokenizer_key, job.token_options)  # which each process keeps
-    texts, bad = [], []
-    for record, text in texts_of(piece, job.text_key):
-        if isinstance(text, BadRecord):
-            bad.append((record, str(text)))
-        else:
-            texts.append(text)
-    if texts and (piece.before or piece.after):
-        before, after = (part.decode(errors="ignore") for part in (piece.before, piece.after))
-        part = encode_piece(built, before, texts[0], after)
-        encoded = [] if part is None else [part]
-        if part is None:
+    is_chat = job.template is not None
+    records = list(texts_of(piece, None if is_chat else job.text_key))
+    bad = [(number, str(record)) for number, record in records if isinstance(record, BadRecord)]
+    records = [(number, record) for number, record in records if not isinstance(record, BadRecord)]
+    if is_chat:
+        parts = _conversations(records, build_chat(job.tokenizer, job.token_options, job.template or ""), bad)
+    else:
+        tokenizer = build_tokenizer(job.tokenizer, job.tokenizer_key, job.token_options)  # which each process keeps
+        texts = [text for _, text in records]
+        documents = encode_documents(tokenizer, texts, job.ends_documents, piece.before, piece.after) if texts else []
+        if documents is None:
             problem = "repeats itself so far that it cannot be cut; divide it, or write it as .jsonl"
             bad.append((piece.first_record, problem))
-    else:
-        encoded = encode_texts(built, texts)
-    first = np.array(built.first_ids if piece.begins_document else [], dtype)
-    end = np.array([built.eod_id] if job.ends_documents and piece.is_whole else [], dtype)
-    parts: list[np.ndarray] = []
-    for tokens in encoded:
-        parts += [first, tokens.astype(dtype), end]
-    lengths = [len(first) + len(tokens) + len(end) for tokens in parts[1::3]]
-    return np.concatenate(parts) if parts else np.empty(0, dtype), lengths, bad
+        parts = documents or []
+    tokens = np.concatenate([np.empty(0, np.int64), *parts]).astype(dtype)
+    return tokens, list(map(len, parts)), sorted(bad)
 
 
-def _tokenize_conversations(piece: Piece, chat: Chat) -> Result:
-    parts, bad = [np.empty(0, DTYPES[4])], []
-    for number, record in texts_of(piece, None):
+def _conversations(records: list[tuple[int, Any]], chat: Chat, bad: list[tuple[int, str]]) -> list[np.ndarray]:
+    """The tokens of each conversation, and where its answers begin and end."""
+    parts = []
+    for number, record in records:
         try:
-            if isinstance(record, BadRecord):
-                raise record
             tokens, is_answer = chat.encode(record)
             parts += [tokens, np.flatnonzero(np.diff(is_answer, prepend=False, append=False))]
         except BadRecord as error:
             bad.append((number, str(error)))
-    return np.concatenate(parts).astype(DTYPES[4]), list(map(len, parts[1:])), bad
+    return parts
 
 
 def _start_worker() -> None:

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import ConfigError, require
 from titan_like.data.batch import Batch
 from titan_like.data.sentence_pairs import ADDED, PairTokens, pair_tokens_of
-from titan_like.data.source import IGNORED_LABEL, DataRequest, Source, epoch_order
+from titan_like.data.source import IGNORED_LABEL, DataRequest, Source
 from titan_like.data.tokenizer import Tokenizer, check_vocabulary, tokenizer_of
 from titan_like.models.config import NUM_OPTIONS
 
@@ -71,8 +71,7 @@ class Record(BaseModel):
 def read_questions(folder: Path, tokenizer: Tokenizer) -> list[Question]:
     """All questions of the files in a folder and its subfolders, in the order of the files' names.
 
-    Raises:
-        RaceError: there are none, or a file is not in RACE's format.
+    Raises `RaceError` if there are none, or a file is not in RACE's format.
     """
     records = [(file.parent.name, record) for file in sorted(folder.rglob("*.txt")) for record in _records(file)]
     if not any(record.questions for _, record in records):
@@ -98,34 +97,26 @@ def _clean(text: str) -> str:
 
 def _records(file: Path) -> Iterator[Record]:
     """The JSON objects of a file, one a line."""
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RaceError(f"has the file {file.name}, which cannot be read ({error}); get the data set anew") from None
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
         try:
-            yield Record.model_validate_json(line)
+            if line.strip():
+                yield Record.model_validate_json(line)
         except ValidationError:
             problem = f"has no article with questions, {NUM_OPTIONS} options each and answers in line {number} of"
             raise RaceError(f"{problem} {file.name}; get the data set anew") from None
 
 
 class RaceSource(Source):
-    """One split of RACE. The order of the questions in an epoch of training is a function of the seed and the epoch."""
+    """One split of RACE. The options of a question stay together."""
+
+    together = NUM_OPTIONS
 
     def __init__(self, request: DataRequest) -> None:
-        """Read and tokenize the questions.
-
-        Raises:
-            ConfigError: the folder is not of RACE, or the tokenizer does not fit the model.
-        """
+        """Raises a `ConfigError` if the folder is not of RACE, or the tokenizer does not fit the model."""
         super().__init__(request)
         section = request.section
-        if len(section.paths) != 1:
-            problem = 'dataset "race" needs one folder, in which train, dev and test are'
-            raise ConfigError("data.paths", section.paths, problem)
+        problem = 'dataset "race" needs one folder, in which train, dev and test are'
+        require(len(section.paths) == 1, "data.paths", section.paths, problem)
         tokenizer = tokenizer_of(section)
         check_vocabulary(section.tokenizer, tokenizer, request.vocab_size)
         self._around = pair_tokens_of(section.tokenizer, tokenizer, request.vocab_size)
@@ -144,15 +135,6 @@ class RaceSource(Source):
         question = self._questions[number]
         tokens = torch.from_numpy(question.inputs(option, self._around, self.request.seq_len))
         return self._around.batch(tokens, sample_labels=torch.tensor(IGNORED_LABEL if option else question.answer))
-
-    def __getitem__(self, index: int) -> Batch:
-        """Sample ``index`` of the run. The options of a question stay together."""
-        if self.request.split != "train":
-            return super().__getitem__(index)
-        question, option = divmod(index, NUM_OPTIONS)
-        epoch, within = divmod(question, len(self._questions))
-        order = epoch_order(len(self._questions), self.request.seed, self.request.part, epoch)
-        return self.sample(NUM_OPTIONS * order(within) + option)
 
     @cached_property
     def fingerprint(self) -> str:

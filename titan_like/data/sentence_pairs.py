@@ -130,11 +130,9 @@ class SentencePairs:
 def pair_tokens_of(spec: str, tokenizer: Tokenizer, vocab_size: int) -> PairTokens:
     """The tokens that the tokenizer ``spec`` puts around two sentences, for a model of ``vocab_size`` tokens.
 
-    Raises:
-        ConfigError: it lacks them, or has ones that the model lacks.
+    Raises a `ConfigError` if it lacks them, or has ones that the model lacks.
     """
-    found = tokenizer.pair_ids
-    if found is None:
+    if (found := tokenizer.pair_ids) is None:
         problem = "has no [CLS] and [SEP], which pairs of sentences need; use a tokenizer with these, or <s> and </s>"
         raise ConfigError("data.tokenizer", spec, problem)
     check_ids(spec, f"its [CLS], [SEP] and [PAD] are {', '.join(map(str, found))}", max(found), vocab_size)

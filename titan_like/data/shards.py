@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from titan_like.config.errors import ConfigError, first_line
+from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.data.files import find_files, named_paths
 from titan_like.data.raw_text import (
     RECORD_ENDINGS,
@@ -33,17 +33,7 @@ _HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[\w.-]+
 class LocalShard:
     """A file of JSON lines, a JSON array, parquet or arrow."""
 
-    path: Path
-
-    @property
-    def name(self) -> str:
-        """Its path."""
-        return str(self.path)
-
-    @property
-    def changed_at(self) -> int:
-        """When the file was changed last, in ns."""
-        return self.path.stat().st_mtime_ns
+    name: str  # its path
 
     def pieces(self, key: str, start: int, first_record: int) -> Iterator[Piece]:
         """The pieces from ``start`` on, which is 0 or a `Piece.end`, with the number of the first record there.
@@ -52,7 +42,7 @@ class LocalShard:
             UnreadableError: the shard is damaged, or has no text under ``key``.
             ReadFailure: the disk or the network failed.
         """
-        return (piece for piece, _ in read_pieces(self.path, key, start, first_record))
+        return (piece for piece, _ in read_pieces(Path(self.name), key, start, first_record))
 
 
 @dataclass(frozen=True)
@@ -62,21 +52,16 @@ class HubShard:
     name: str
     dataset: Any  # datasets.IterableDataset
     number: int
-    changed_at: int = 0  # the fingerprint tells every change, as the revision is in it
 
     def pieces(self, key: str, start: int, first_record: int) -> Iterator[Piece]:
         """As `LocalShard.pieces`. An error that is not known to be damage may come from the network."""
-        columns = self.dataset.column_names
-        if columns is not None and key not in columns:
-            raise UnreadableError(f'has no column "{key}"; it has {", ".join(columns)}')
         try:
             rows = self.dataset.shard(num_shards=self.dataset.num_shards, index=self.number).skip(start)
             for batch in rows.iter(batch_size=_ROWS):
                 if key not in batch:
                     raise UnreadableError(f'has no column "{key}"; it has {", ".join(batch)}')
-                texts = [text if isinstance(text, str) else None for text in batch[key]]
-                yield Piece("rows", texts, start + 1, len(texts), start + len(texts))
-                start += len(texts)
+                texts = [{key: text} for text in batch[key]]
+                yield Piece("rows", texts, start + 1, len(texts), start := start + len(texts))
         except UnreadableError:
             raise
         except Exception as error:  # of whatever library reads the network and the format
@@ -92,19 +77,18 @@ def find_shards(paths: list[str]) -> tuple[list[Shard], str]:
     Raises:
         ConfigError: a path names nothing or a file of another kind, or the hub cannot provide a dataset.
     """
-    if not paths:
-        raise ConfigError("data.paths", None, 'dataset "hf" needs files, folders, patterns or names of the hub')
+    require(paths, "data.paths", None, 'dataset "hf" needs files, folders, patterns or names of the hub')
     shards: dict[str, Shard] = {}
     about: list[object] = []
     for path in paths:
-        files = _files_of(path)
-        if files is None:
+        is_on_hub = _HUB_NAME.fullmatch(path) and ending_of(Path(path)) not in RECORD_ENDINGS and not named_paths(path)
+        if is_on_hub:
             found, revision = _shards_of_hub(path)
             about.append((path, revision, len(found)))
             shards |= {shard.name: shard for shard in found}
         else:
-            shards |= {str(file): LocalShard(file) for file in files}
-    local = [shard.path for shard in shards.values() if isinstance(shard, LocalShard)]
+            shards |= {str(file): LocalShard(str(file)) for file in _files_of(path)}
+    local = [Path(shard.name) for shard in shards.values() if isinstance(shard, LocalShard)]
     about += [(file.name, file.stat().st_size) for file in local]
     digest = hashlib.blake2b(repr(about).encode(), digest_size=16)
     for number in sorted({*np.linspace(0, len(local) - 1, _FILES).astype(int)} if local else ()):
@@ -115,18 +99,15 @@ def find_shards(paths: list[str]) -> tuple[list[Shard], str]:
     return list(shards.values()), digest.hexdigest()
 
 
-def _files_of(path: str) -> list[Path] | None:
-    """The files that a path or glob pattern names, in order; None if it is the name of a dataset on the hub."""
-    if not named_paths(path):
-        if _HUB_NAME.fullmatch(path) and ending_of(Path(path)) not in RECORD_ENDINGS:
-            return None
-        problem = "no such file or folder, and no file matches it as a glob pattern; a name of the Hugging Face hub "
-        raise ConfigError("data.paths", path, problem + "would be like org/name, org/name:config or org/name@revision")
+def _files_of(path: str) -> list[Path]:
+    """The files that a path or glob pattern names, in order."""
+    problem = "no such file or folder, and no file matches it as a glob pattern; a name of the Hugging Face hub "
+    problem += "would be like org/name, org/name:config or org/name@revision"
+    require(named_paths(path), "data.paths", path, problem)
     files = find_files([path], "data.paths", RECORD_ENDINGS)
+    problem = 'holds text; a stream reads JSON lines, JSON arrays, parquet and arrow; set data.dataset = "text"'
     for file in files:
-        if kind_of(file) == "text":
-            problem = 'holds text; a stream reads JSON lines, JSON arrays, parquet and arrow; set data.dataset = "text"'
-            raise ConfigError("data.paths", str(file), problem)
+        require(kind_of(file) != "text", "data.paths", str(file), problem)
     return files
 
 

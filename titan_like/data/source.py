@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -44,6 +45,8 @@ class Source(Dataset[Batch], ABC):
     a stream, overrides `__getitem__`. That must be a function of ``index`` alone, so that every layout reads the same
     samples and a run can resume. Without an order of positions it needs no `sample`.
     """
+
+    together = 1  # samples that stay together in every order, such as the options of a question
 
     def __init__(self, request: DataRequest) -> None:
         self.request = request
@@ -91,12 +94,19 @@ class Source(Dataset[Batch], ABC):
         seed and the epoch. Other splits are read in order, and an index past the end gives a sample without labels.
         """
         if self.request.split == "train":
-            epoch, within = divmod(index, len(self))
-            return self.sample(epoch_order(len(self), self.request.seed, self.request.part, epoch)(within))
+            number, within = divmod(index, self.together)
+            epoch, place = divmod(number, len(self) // self.together)
+            order = epoch_order(len(self) // self.together, self.request.seed, self.request.part, epoch)
+            return self.sample(order(place) * self.together + within)
         return self.sample(index) if index < len(self) else without_labels(self.sample(0))
 
 
+def digest_of(*parts: object) -> str:
+    """A digest of what the parts' ``repr`` says."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+
 @lru_cache(maxsize=256)  # of two epochs of each source of a blend
-def epoch_order(num_samples: int, *key: int) -> Permutation:
-    """The order of an epoch, given the seed, the number of the source in a blend and the epoch."""
+def epoch_order(num_samples: int, *key: object) -> Permutation:
+    """The order of an epoch, given the seed, the number of the source in a blend and the epoch; or of a block."""
     return Permutation(num_samples, *key)

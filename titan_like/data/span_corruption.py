@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import require
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch, arrays_of
 from titan_like.data.lengths import SampleLength, sample_length, span_counts
 from titan_like.data.permutation import sample_generator
 from titan_like.data.source import IGNORED_LABEL
-from titan_like.data.tokenizer import ByteTokenizer, Tokenizer, check_ids
+from titan_like.data.tokenizer import ByteTokenizer, Tokenizer, check_ids, check_token
 from titan_like.models.config import TransformerConfig
 
 
@@ -80,18 +80,14 @@ def noise_mask(raw: int, num_noise: int, num_spans: int, seed: int, index: int) 
 def span_corruption_of(config: JobConfig, model: TransformerConfig, tokenizer: Tokenizer) -> SpanCorruption:
     """How a run's samples are corrupted.
 
-    Raises:
-        ConfigError: the tokenizer lacks a token that is needed, or the model lacks it; or the lengths do not fit.
+    Raises a `ConfigError` if the tokenizer or the model lacks a token that is needed, or the lengths do not fit.
     """
     spec, length = config.data.tokenizer, sample_length(config, model)
     num_noise, num_spans = span_counts(length.raw, config.data)
     sentinels = tokenizer.sentinel_ids[:num_spans]
-    if len(sentinels) < num_spans:
-        problem = (
-            f"has {len(sentinels)} sentinels (<extra_id_0>, …), but each of the {num_spans} spans of a sample needs "
-            "one; use a tokenizer with more, lower training.seq_len or raise data.mean_noise_span_length"
-        )
-        raise ConfigError("data.tokenizer", spec, problem)
+    problem = f"has {len(sentinels)} sentinels (<extra_id_0>, …), but each of a sample's {num_spans} spans needs one"
+    cure = "use a tokenizer with more, lower training.seq_len or raise data.mean_noise_span_length"
+    require(len(sentinels) == num_spans, "data.tokenizer", spec, f"{problem}; {cure}")
     pad_id = padding_of(spec, tokenizer)
     largest = max(pad_id, *sentinels)
     check_ids(spec, f"its padding and sentinels go up to {largest}", largest, model.vocab_size)
@@ -99,15 +95,8 @@ def span_corruption_of(config: JobConfig, model: TransformerConfig, tokenizer: T
 
 
 def padding_of(spec: str, tokenizer: Tokenizer) -> int:
-    """The padding token of the tokenizer ``spec``.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    if tokenizer.pad_id is None:
-        problem = "has no padding token, which begins the decoder's input; use a tokenizer with <pad> or [PAD]"
-        raise ConfigError("data.tokenizer", spec, problem)
-    return tokenizer.pad_id
+    """The padding token of the tokenizer ``spec``, which begins the decoder's input; a `ConfigError` without one."""
+    return check_token(spec, "padding", tokenizer.pad_id, "<pad> or [PAD]")
 
 
 def encode_with_sentinels(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from itertools import chain, count
+from itertools import chain, count, takewhile
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HFTokenizer
@@ -30,8 +30,6 @@ TOKENIZER_FILES = (  # of a tokenizer alone; transformers may look for any of th
     "chat_template.jinja",
 )
 TEMPLATES = "additional_chat_templates/*.jinja"
-# Last the one that proves, in a cache, that all have been asked for.
-HUB_FILES = (*sorted({*COMPANIONS, *TOKENIZER_FILES} - {TOKENIZER_FILE, ABOUT_FILE}), ABOUT_FILE)
 
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # in the order in which transformers adds their tokens
@@ -58,9 +56,9 @@ class SpecialTokens:
         folder = file.parent if file is not None and file.name == TOKENIZER_FILE else None
         about = {} if folder is None else read_about(folder)
         older = {} if folder is None or "added_tokens_decoder" in about else read_json(folder / _ADDED_FILE)
+        roles = {key.removesuffix("_token"): value for key, value in about.items() if key.endswith("_token")}
+        roles = {role: roles.pop(role) for role in _ROLES if role in roles} | roles
         try:
-            roles = {key.removesuffix("_token"): value for key, value in about.items() if key.endswith("_token")}
-            roles = {role: roles.pop(role) for role in _ROLES if role in roles} | roles
             others = about.get("extra_special_tokens") or about.get("additional_special_tokens") or []
             others = [*roles.values(), *(others.values() if isinstance(others, dict) else others)]
             named = [_token(value, special=True) for value in others if _text(value)]
@@ -68,8 +66,6 @@ class SpecialTokens:
             numbered = {int(number): _token(fields) for number, fields in decoder if fields["content"]}
         except (AttributeError, TypeError, ValueError, KeyError) as error:
             raise ValueError(f"has a {ABOUT_FILE} whose special tokens cannot be read ({error})") from None
-        if not all(map(_is_id, older.values())):
-            raise ValueError(f"has an {_ADDED_FILE} with a value that is no token id")
         special, listed = {token.content for token in named}, _added(tokenizer)
         lacking = {text: number for text, number in older.items() if text not in listed}
         numbered |= {number: AddedToken(text, special=text in special) for text, number in lacking.items()}
@@ -80,16 +76,17 @@ class SpecialTokens:
         self.bos_id, self.mask_id, self.pad_id = self._id("bos"), self._id("mask"), self._id("pad")
         self.unk_id, self.cls_id, self.sep_id = self._id("unk"), self._id("cls"), self._id("sep")
         self.sample_id = None if self.bos_id is not None else tokenizer.token_to_id(names.get("cls") or "[CLS]")
-        self.sentinel_ids = list(_ids(tokenizer, map("<extra_id_{}>".format, count()), stops=True))
+        sentinels = map(tokenizer.token_to_id, map("<extra_id_{}>".format, count()))
+        self.sentinel_ids = [n for n in takewhile(lambda number: number is not None, sentinels) if n is not None]
         self.end_ids = [] if folder is None else end_ids(folder)
         # The tokenizer's own word counts before the model's, and both before a well-known name.
         ends = (number for number in self.end_ids if tokenizer.id_to_token(number) is not None)
         ids = ([self._id("eos")] if self.names_eos else []), ends, _ids(tokenizer, _WELL_KNOWN["eos"])
         self.eos_id = next(chain(*ids), None)
         added = [number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special]
-        known = _ids(tokenizer, (name for names in _WELL_KNOWN.values() for name in names))
-        mine = (self.eos_id, self.bos_id, self.mask_id, self.pad_id, self.unk_id, self.cls_id, self.sep_id)
-        self.all_ids = frozenset({*added, *known, *(number for number in mine if number is not None)})
+        known = _ids(tokenizer, chain(*_WELL_KNOWN.values()))
+        own = (self.eos_id, self.bos_id, self.mask_id, self.pad_id, self.unk_id, self.cls_id, self.sep_id)
+        self.all_ids = frozenset(number for number in (*added, *known, *own) if number is not None)
 
     @property
     def pair_ids(self) -> tuple[int, int, int] | None:
@@ -114,10 +111,8 @@ def end_ids(folder: Path) -> list[int]:
     for name in _SAY_ENDS:
         content = read_json(folder / name)
         fields = content.get("config") if name == ORIGIN_FILE else content
-        given = fields.get("eos_token_id") if isinstance(fields, dict) else None
-        ids = [number for number in (given if isinstance(given, list) else [given]) if _is_id(number)]
-        if ids:
-            return ids
+        if (given := fields.get("eos_token_id") if fields else None) is not None:
+            return given if isinstance(given, list) else [given]
     return []
 
 
@@ -147,15 +142,11 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"has a {path.name} that cannot be read ({error})") from None
     if not isinstance(content, dict):
         raise ValueError(f"has a {path.name} that is not a JSON object")
     return content
-
-
-def _is_id(number: object) -> TypeGuard[int]:
-    return type(number) is int and 0 <= number < 2**31
 
 
 def _text(value: object) -> str | None:
@@ -191,11 +182,6 @@ def _add(tokenizer: HFTokenizer, numbered: dict[int, AddedToken], named: list[Ad
     tokenizer.add_tokens(list(reversed(missing.values())))
 
 
-def _ids(tokenizer: HFTokenizer, names: Iterable[str], stops: bool = False) -> Iterator[int]:
-    """The ids of those of the named tokens that a tokenizer has. With ``stops`` the first that it lacks is the end."""
-    for name in names:
-        number = tokenizer.token_to_id(name)
-        if number is not None:
-            yield number
-        elif stops:
-            return
+def _ids(tokenizer: HFTokenizer, names: Iterable[str]) -> Iterator[int]:
+    """The ids of those of the named tokens that a tokenizer has."""
+    return (number for number in map(tokenizer.token_to_id, names) if number is not None)

@@ -10,7 +10,6 @@ one took before: in R epochs it reads every record once.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import threading
@@ -27,7 +26,7 @@ from titan_like.data.blend import Blend, BlendedSource
 from titan_like.data.packed import BY_RECORD, WHOLE, next_tokens, split_range, split_weights
 from titan_like.data.permutation import Permutation
 from titan_like.data.shards import find_shards
-from titan_like.data.source import SPLITS, UNKNOWN_LENGTH, DataRequest, Source
+from titan_like.data.source import SPLITS, UNKNOWN_LENGTH, DataRequest, Source, digest_of
 from titan_like.data.stream_reader import Bookmark, Documents, Part, Place, Reader
 from titan_like.data.tokenizer import check_vocabulary, tokenizer_of
 
@@ -63,8 +62,6 @@ class StreamSource(Source):
         self.tokenizer = tokenizer_of(section)
         check_vocabulary(section.tokenizer, self.tokenizer, request.vocab_size)
         self.shards, self._content = find_shards(section.paths)
-        # A file that is changed in place may have the same fingerprint. Its bookmarks would give other samples.
-        self._changed_at = [shard.changed_at for shard in self.shards]
         self._bookmarks: dict[str, list[int]] = {}  # where each reader that this process has used goes on
         self._given: dict[str, list[int]] = {}  # where those of a run that is resumed go on
         self._begin()
@@ -114,8 +111,7 @@ class StreamSource(Source):
         section = self.request.section
         decided = section.num_readers, self._weights, self.request.split, section.text_key
         tokens = section.token_options, self.tokenizer.first_ids, self.tokenizer.eod_id, self.tokenizer.digest
-        settings = (_DEALING, self._content, *decided, tokens)
-        return hashlib.blake2b(repr(settings).encode(), digest_size=16).hexdigest()
+        return digest_of(_DEALING, self._content, *decided, tokens)
 
     def _window(self, index: int) -> np.ndarray | None:
         if self._process != os.getpid():  # a copy in a worker of the loader must not move its parent's open files
@@ -157,9 +153,7 @@ class StreamSource(Source):
     @cached_property
     def _state_key(self) -> str:
         request = self.request
-        order = request.seed, request.part, request.seq_len, request.section.bad_lines
-        key = repr((self.fingerprint, self._changed_at, *order))
-        return hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+        return digest_of(self.fingerprint, request.seed, request.part, request.seq_len, request.section.bad_lines)
 
     def _part(self, shard: int, reader: int, epoch: int) -> Part:
         num_readers, split = self.request.section.num_readers, split_range(self._weights, self.request.split)

@@ -11,12 +11,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 
-from titan_like.config.errors import ConfigError, RunError
+from titan_like.config.errors import ConfigError, RunError, require
 from titan_like.config.schema import Data
-from titan_like.data.long_text import encode_texts
+from titan_like.data.long_text import encode_documents
 from titan_like.data.preprocess import SKIP, tell
 from titan_like.data.raw_text import BadRecord, Piece, ReadFailure, UnreadableError, texts_of
 from titan_like.data.shards import Shard
@@ -47,8 +48,7 @@ class Bookmark:
     place: Place = Place()
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """The records of a shard that a reader reads."""
 
     shard: Shard
@@ -82,9 +82,9 @@ class Documents:
                 for document in self._of_part(self.part(epoch, number), begin):
                     num_empty = 0
                     yield document
-            if num_empty > self.section.num_readers and self.num_epochs is None:
-                problem = "have no text for training; give more, or raise the share of training in data.split"
-                raise ConfigError("data.paths", self.section.paths, problem)
+            problem = "have no text for training; give more, or raise the share of training in data.split"
+            has_text = self.num_epochs is not None or num_empty <= self.section.num_readers
+            require(has_text, "data.paths", self.section.paths, problem)
 
     def _of_part(self, part: Part, begin: Place) -> Iterator[tuple[Place, np.ndarray]]:
         for start, piece in self._pieces(part.shard, begin):
@@ -113,16 +113,13 @@ class Documents:
         self._counts["bad"] += 1
         bad, read = self._counts["bad"], self._counts["read"]
         if bad <= _MOST_NAMED or bad.bit_count() == 1:
-            tell(
-                f"reader {self.reader} of {self.section.num_readers} skipped {problem} "
-                f"({bad:,} of {read:,} records so far)"
-            )
+            who = f"reader {self.reader} of {self.section.num_readers}"
+            tell(f"{who} skipped {problem} ({bad:,} of {read:,} records so far)")
 
     def _tokenized(self, batch: list[tuple[int, str]], place: Place) -> Iterator[tuple[Place, np.ndarray]]:
-        first, end = self.tokenizer.first_ids, [self.tokenizer.eod_id]
-        encoded = encode_texts(self.tokenizer, [text for _, text in batch])
-        for (record, _), tokens in zip(batch, encoded, strict=True):
-            yield replace(place, record=record), np.concatenate((first, tokens, end)).astype(np.int64)
+        documents = encode_documents(self.tokenizer, [text for _, text in batch])
+        for (record, _), tokens in zip(batch, documents or (), strict=True):
+            yield replace(place, record=record), tokens
 
     def _pieces(self, shard: Shard, place: Place) -> Iterator[tuple[int, Piece]]:
         """The shard's pieces from that of ``place`` on, each with its start. Tries again when reading fails."""
@@ -144,9 +141,8 @@ class Documents:
                 tell(f"{where}; trying again in {wait} s ({tries} of {_TRIES} tries failed)")
                 time.sleep(wait)
             except UnreadableError as error:
-                raise ConfigError(
-                    "data.paths", shard.name, f"{error}; set data.text_key, or repair or remove it"
-                ) from None
+                cure = "set data.text_key, or repair or remove it"
+                raise ConfigError("data.paths", shard.name, f"{error}; {cure}") from None
 
 
 class Reader:

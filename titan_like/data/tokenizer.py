@@ -5,26 +5,30 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property, lru_cache
-from itertools import takewhile
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as HFTokenizer
 
-from titan_like.config.errors import ConfigError, first_line
+from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import DEFAULT_TOKENS, Data, TokenOptions
-from titan_like.data.special_tokens import ABOUT_FILE, COMPANIONS, HUB_FILES, TEMPLATES, TOKENIZER_FILE, SpecialTokens
+from titan_like.data.special_tokens import (
+    ABOUT_FILE,
+    COMPANIONS,
+    TEMPLATES,
+    TOKENIZER_FILE,
+    TOKENIZER_FILES,
+    SpecialTokens,
+)
 from titan_like.data.words import Words, words_of
 
 _KEY, _BOS_KEY, _EOD_KEY = "data.tokenizer", "data.bos", "data.eod_token"
-_MOST_TOKENS = 2**31  # datasets hold ids as int32
-_FALLBACK_BYTE = re.compile("<0x([0-9A-F]{2})>")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _CHOICES = (
     'give "byte", a tokenizer.json or its folder, "gpt2:vocab.json,merges.txt", or a name of the Hugging Face hub'
@@ -66,10 +70,6 @@ class ByteTokenizer:
         """Text of the bytes, without end-of-document tokens. Invalid UTF-8 becomes replacement characters."""
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
-    def decode_after(self, before: list[int], ids: list[int]) -> str:
-        """What `decode` writes for ``ids`` where they follow the tokens ``before``."""
-        return _less(self.decode([*before, *ids]), self.decode(before))
-
     @cached_property
     def words(self) -> Words:
         """Words are runs of letters, digits and underscores; every other character is a word."""
@@ -97,10 +97,7 @@ class HuggingFaceTokenizer:
         except ValueError as error:
             raise ConfigError(key, self._spec, str(error)) from None
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        if self.vocab_size > _MOST_TOKENS:
-            problem = f"has the token id {self.vocab_size - 1}; ids must be below 2^31; give another"
-            raise ConfigError(key, self._spec, problem)
-        with self._in_use():
+        with _blamed(self._key, self._spec):
             tokenizer.encode("")
             found = tokenizer.post_process(HFTokenizer(models.WordLevel({"a": 0}, "a")).encode("a"))
         # What the tokenizer puts before a text, whatever that is, and not what it puts after it.
@@ -111,7 +108,10 @@ class HuggingFaceTokenizer:
         self.bos_id = next(iter(by_itself), None) if special.bos_id is None else special.bos_id
         self.eod_id = self._end_of_document(options.eod_token, special.eos_id)
         self.mask_id, self.pad_id, self.names_eos = special.mask_id, special.pad_id, special.names_eos
-        first_ids = self._first_ids(options.bos, by_itself)
+        has_bos = options.bos != "always" or self.bos_id is not None
+        require(has_bos, _BOS_KEY, options.bos, f"{spec} has no bos_token; use auto or never")
+        alone = [self.bos_id] if options.bos == "always" and self.bos_id is not None else []
+        first_ids = [] if options.bos == "never" else by_itself or alone
         # An end of document stands before the next document already.
         self.first_ids = first_ids[1:] if first_ids[:1] == [self.eod_id] else first_ids
         # What the tokenizer itself puts after a text that begins so.
@@ -124,20 +124,11 @@ class HuggingFaceTokenizer:
 
     def _end_of_document(self, wanted: str, known: int | None) -> int:
         number = self.tokenizer.token_to_id(wanted) if wanted else known
-        if number is None and wanted:
-            raise ConfigError(_EOD_KEY, wanted, f"is no token of {self._spec}; name one of its tokens")
         if number is None:
             cure = f"name the token that ends a document in {_EOD_KEY}"
+            require(not wanted, _EOD_KEY, wanted, f"is no token of {self._spec}; name one of its tokens")
             raise ConfigError(self._key, self._spec, f"does not say which of its tokens ends a document; {cure}")
         return number
-
-    def _first_ids(self, bos: str, by_itself: list[int]) -> list[int]:
-        """What begins every document, where the tokenizer itself puts ``by_itself`` before a text."""
-        if bos != "always":
-            return by_itself if bos == "auto" else []
-        if self.bos_id is None:
-            raise ConfigError(_BOS_KEY, bos, f"{self._spec} has no bos_token; use auto or never")
-        return by_itself or [self.bos_id]
 
     def encode(self, text: str, parses_special: bool | None = None) -> np.ndarray:
         """Token ids, int64 [tokens], without the special tokens that the tokenizer's template would add.
@@ -145,15 +136,14 @@ class HuggingFaceTokenizer:
         ``parses_special``: whether special tokens that are written in the text become those tokens, or stay text;
         None does what `data.split_special_tokens` says.
         """
-        return self.encode_all([text], parses_special)[0]
+        return self.encode_with_places(text, parses_special)[0]
 
-    def encode_all(self, texts: list[str], parses_special: bool | None = None) -> list[np.ndarray]:
+    def encode_all(self, texts: list[str]) -> list[np.ndarray]:
         """Token ids of several texts, each int64 [tokens]; faster than one by one."""
-        parses_special = self._parses_special if parses_special is None else parses_special
-        self.tokenizer.encode_special_tokens = not parses_special
-        with self._in_use():
+        self.tokenizer.encode_special_tokens = not self._parses_special
+        with _blamed(self._key, self._spec):
             encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [self._checked(text.ids, parses_special)[0] for text in encoded]
+        return [self._checked(text.ids, self._parses_special)[0] for text in encoded]
 
     def encode_with_places(
         self, text: str, parses_special: bool | None = None
@@ -161,7 +151,7 @@ class HuggingFaceTokenizer:
         """Token ids as `encode` returns them, and the characters where each begins and ends: int64 [tokens] each."""
         parses_special = self._parses_special if parses_special is None else parses_special
         self.tokenizer.encode_special_tokens = not parses_special
-        with self._in_use():
+        with _blamed(self._key, self._spec):
             encoded = self.tokenizer.encode(text, add_special_tokens=False)
         tokens, origins = self._checked(encoded.ids, parses_special)
         begins, ends = np.array(encoded.offsets, dtype=np.int64).reshape(-1, 2)[origins].T
@@ -175,42 +165,24 @@ class HuggingFaceTokenizer:
         tokens, origins = np.asarray(ids, dtype=np.int64), np.arange(len(ids))
         if parses_special or not self._is_control[tokens].any():
             return tokens, origins
-        parts = [self._characters(token) if self._is_control[token] else [token] for token in ids]
+        pieces = self.tokenizer.model.tokenize
+        parts = [
+            [piece.id for character in self.tokenizer.id_to_token(token) or "" for piece in pieces(character)]
+            if self._is_control[token]
+            else [token]
+            for token in ids
+        ]
         return np.concatenate(parts), np.repeat(origins, list(map(len, parts)))
-
-    def _characters(self, token: int) -> list[int]:
-        characters = str(self.tokenizer.id_to_token(token))
-        return [piece.id for character in characters for piece in self.tokenizer.model.tokenize(character)]
 
     def decode(self, ids: list[int], skips_special: bool = True) -> str:
         """Text of the tokens, by default without special tokens."""
-        with self._in_use():
+        with _blamed(self._key, self._spec):
             return self.tokenizer.decode(ids, skip_special_tokens=skips_special)
-
-    def decode_after(self, before: list[int], ids: list[int]) -> str:
-        """What `decode` writes for ``ids`` where they follow the tokens ``before``."""
-        # One incomplete character makes the library replace every byte of an uninterrupted run.
-        kept, added = self._run(reversed(before))[::-1], self._run(ids)
-        if not kept or not added:
-            return _less(self.decode([*before, *ids]), self.decode(before))
-        text = _less((kept + added).decode(errors="replace"), kept.decode(errors="replace"))
-        return text + self.decode_after([*before, *ids[: len(added)]], ids[len(added) :])
-
-    def _run(self, ids: Iterable[int]) -> bytes:
-        """The bytes that the first tokens stand for in a byte fallback, up to one that is no byte."""
-        if "ByteFallback" not in str(self.tokenizer.decoder):
-            return b""
-        found = (_FALLBACK_BYTE.fullmatch(str(self.tokenizer.id_to_token(token))) for token in ids)
-        return bytes(int(match[1], 16) for match in takewhile(bool, found) if match)
 
     @cached_property
     def digest(self) -> str:
         """A digest of all that decides which tokens a text becomes, with the tokens that only the folder names."""
         return hashlib.blake2b(self.tokenizer.to_str().encode(), digest_size=16).hexdigest()
-
-    def _in_use(self) -> AbstractContextManager[None]:
-        """Blames the tokenizer for whatever the library raises, such as for an unknown word without [UNK]."""
-        return _blamed(self._key, self._spec, "cannot be used")
 
     @cached_property
     def words(self) -> Words:
@@ -226,21 +198,18 @@ Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 
 @contextmanager
-def _blamed(key: str, spec: str, problem: str) -> Iterator[None]:
-    """Turn whatever the tokenizers library raises into a ConfigError: bare Exceptions, and panics of Rust, which are
-    no Exceptions.
-    """
+def _blamed(key: str, spec: str, problem: str = "cannot be used") -> Iterator[None]:
+    """Turn whatever the tokenizers library raises, such as for an unknown word without [UNK], into a ConfigError."""
     try:
         yield
-    except BaseException as error:
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise ConfigError(key, spec, f"{problem} ({first_line(error)}); give another") from None
-        raise
+    except Exception as error:  # bare ones
+        raise ConfigError(key, spec, f"{problem} ({first_line(error)}); give another") from None
 
 
-def _less(whole: str, beginning: str) -> str:
-    """A text without its beginning, whose last character may be incomplete."""
-    return whole[len(os.path.commonprefix((whole, beginning))) :]  # noqa: RUF071 (no paths)
+def decode_after(tokenizer: Tokenizer, before: list[int], ids: list[int]) -> str:
+    """The text of ``ids`` where they follow the tokens ``before``, whose last character may be incomplete."""
+    whole = tokenizer.decode([*before, *ids])
+    return whole[len(os.path.commonprefix((whole, tokenizer.decode(before)))) :]  # noqa: RUF071 (no paths)
 
 
 def tokenizer_of(section: Data) -> Tokenizer:
@@ -280,23 +249,22 @@ def _build(spec: str, key: str, options: TokenOptions, files: tuple[Path, ...], 
 
 
 def check_vocabulary(spec: str, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Check that a model of ``vocab_size`` has an embedding for every token of the tokenizer ``spec``.
-
-    Raises:
-        ConfigError: the tokenizer has more tokens.
-    """
+    """Raise a `ConfigError` unless a model of ``vocab_size`` has an embedding for every token of the tokenizer."""
     check_ids(spec, f"it has {tokenizer.vocab_size} tokens", tokenizer.vocab_size - 1, vocab_size)
 
 
 def check_ids(spec: str, what: str, largest: int, vocab_size: int) -> None:
-    """Check that a model of ``vocab_size`` has the token ``largest`` of the tokenizer ``spec``; ``what`` names it.
+    """Raise a `ConfigError` unless a model of ``vocab_size`` has the token ``largest``, which ``what`` names."""
+    cure = f"set model.overrides.vocab_size to {largest + 1}"
+    require(largest < vocab_size, _KEY, spec, f"{what}, but the model's vocab_size is {vocab_size}; {cure}")
 
-    Raises:
-        ConfigError: it has not.
-    """
-    if largest >= vocab_size:
-        problem = f"{what}, but the model's vocab_size is {vocab_size}; set model.overrides.vocab_size to {largest + 1}"
-        raise ConfigError(_KEY, spec, problem)
+
+def check_token(spec: str, what: str, number: int | None, names: str, vocab_size: int | None = None) -> int:
+    """The id of a special token that the objective needs; a `ConfigError` if the tokenizer or the model lacks it."""
+    if number is None:
+        raise ConfigError(_KEY, spec, f"has no {what} token, which the objective needs; use a tokenizer with {names}")
+    check_ids(spec, f"its {what} token is {number}", number, vocab_size or number + 1)
+    return number
 
 
 def is_on_hub(spec: str) -> bool:
@@ -317,23 +285,9 @@ def tokenizer_files(spec: str, key: str = _KEY) -> list[Path]:
         return [Path(part) for part in spec.removeprefix("gpt2:").split(",")]
     if not is_on_hub(spec):
         return [Path(spec, TOKENIZER_FILE) if os.path.isdir(spec) else Path(spec)]
-    from huggingface_hub import hf_hub_download, snapshot_download  # which the package tokenizers brings
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    def fetch(name: str, **options: Any) -> str:
-        file: str = hf_hub_download(name, TOKENIZER_FILE, **options)
-        for companion in () if options else HUB_FILES:
-            try:
-                hf_hub_download(name, companion)
-            except (EntryNotFoundError, FileNotFoundError) as error:  # a repository may lack it
-                if isinstance(error, LocalEntryNotFoundError):  # of the network
-                    raise
-        with suppress(Exception):  # most repositories have none
-            snapshot_download(name, allow_patterns=TEMPLATES, **options)
-        return str(Path(file).parent)
-
+    patterns = [*COMPANIONS, *TOKENIZER_FILES, TEMPLATES]
     problem = f"no such file, nor can the Hugging Face hub give its {TOKENIZER_FILE}"
-    return [from_hub(spec, fetch, ABOUT_FILE, key, problem, _CHOICES) / TOKENIZER_FILE]
+    return [from_hub(spec, patterns, ABOUT_FILE, key, problem, _CHOICES) / TOKENIZER_FILE]
 
 
 def tokenizer_in(folder: Path, named: Path | None = None) -> str | None:
@@ -345,24 +299,24 @@ def tokenizer_in(folder: Path, named: Path | None = None) -> str | None:
     return f"gpt2:{files[0]},{files[1]}" if len(files) == 2 else None
 
 
-def from_hub(name: str, fetch: Callable[..., str], needed: str, key: str, problem: str, cure: str) -> Path:
-    """The folder in the hub's cache of this machine to which ``fetch`` downloads parts of a repository.
+def from_hub(name: str, patterns: list[str], needed: str, key: str, problem: str, cure: str) -> Path:
+    """The folder in the hub's cache of this machine to which the files of a repository that match are downloaded.
 
     If ``needed`` is there already, the network is not used. Without a network, what is there has to do.
 
     Raises:
         ConfigError: ``problem``, for setting ``key``: the hub does not have it, or cannot be reached.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, snapshot_download  # which the package tokenizers brings
 
     cached = None
     with suppress(Exception):
-        cached = Path(fetch(name, local_files_only=True))
+        cached = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
     if cached is not None and (cached / needed).is_file():
         return cached
     try:
         HfApi().model_info(name, timeout=30)  # fails at once, where a download would be tried for half a minute
-        return Path(fetch(name))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # of the network, or the hub's answer
         if cached is not None:
             return cached
@@ -370,8 +324,7 @@ def from_hub(name: str, fetch: Callable[..., str], needed: str, key: str, proble
 
 
 def _read_gpt2(spec: str, paths: Sequence[Path], key: str) -> HFTokenizer:
-    if len(paths) != 2:
-        raise ConfigError(key, spec, "must name two files, gpt2:vocab.json,merges.txt")
+    require(len(paths) == 2, key, spec, "must name two files, gpt2:vocab.json,merges.txt")
     for path in paths:
         _require_file(path, spec, key, "give the paths of GPT-2's vocab.json and merges.txt")
     with _blamed(key, spec, "not GPT-2's vocab.json and merges.txt"):
@@ -384,6 +337,5 @@ def _read_gpt2(spec: str, paths: Sequence[Path], key: str) -> HFTokenizer:
 
 def _require_file(path: Path, spec: str, key: str, cure: str) -> None:
     problem = file_problem(path)
-    if problem is not None:
-        problem = f"no such file as {path}" if problem == "does not exist" else f"{path} {problem}"
-        raise ConfigError(key, spec, f"{problem}; {cure}")
+    sentence = f"no such file as {path}" if problem == "does not exist" else f"{path} {problem}"
+    require(problem is None, key, spec, f"{sentence}; {cure}")

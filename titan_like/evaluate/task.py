@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from titan_like.data.raw_text import (
-    BadRecord,
-    Piece,
-    UnreadableError,
-    kind_of,
-    read_pieces,
-    texts_of,
-)
+from titan_like.data.raw_text import BadRecord, UnreadableError, kind_of, read_pieces, texts_of
 
 
 @dataclass(frozen=True)
@@ -102,19 +95,12 @@ def read_file(path: Path) -> str | list[tuple[int, str]]:
         OSError: it cannot be read.
     """
     try:
-        pieces = [piece for piece, _ in read_pieces(path, _KEY)]
-        if kind_of(path) != "text":
-            return [record for piece in pieces for record in _records(piece)]
-        return b"".join(bytes(piece.content) for piece in pieces).decode("utf-8").removeprefix("\ufeff")
+        texts = [record for piece, _ in read_pieces(path, _KEY) for record in texts_of(piece, _KEY)]
     except UnreadableError as error:
         raise TaskError(str(error)) from None
-    except UnicodeDecodeError as error:
-        raise TaskError(f"is not valid UTF-8 at byte {error.start}; convert the file") from None
-
-
-def _records(piece: Piece) -> Iterator[tuple[int, str]]:
-    unit = "row" if piece.kind == "rows" else "line"
-    for number, text in texts_of(piece, _KEY):
+    has_records = kind_of(path) != "text"
+    for number, text in texts:
         if isinstance(text, BadRecord):
-            raise TaskError(f"cannot be used because of {unit} {number} ({text}); correct it")
-        yield number, text
+            of_record = f"cannot be used because of record {number} ({text}); correct it"
+            raise TaskError(of_record if has_records else str(text))
+    return texts if has_records else "".join(text for _, text in texts)

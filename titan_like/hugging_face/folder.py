@@ -47,11 +47,8 @@ def local_folder(name: str, key: str) -> Path:
     """
     if not is_on_hub(name):
         return Path(name)
-    from huggingface_hub import snapshot_download  # which the package tokenizers brings
-
-    fetch = partial(snapshot_download, allow_patterns=_PATTERNS)
     problem = "no such folder, nor can the Hugging Face hub give it"
-    return from_hub(name, fetch, CONFIG_FILE, key, problem, "name a folder that is there")
+    return from_hub(name, _PATTERNS, CONFIG_FILE, key, problem, "name a folder that is there")
 
 
 CONFIG_FILE = "config.json"

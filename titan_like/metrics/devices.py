@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import tomli
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from titan_like.config.errors import ConfigError, field_error, require
+from titan_like.config.errors import ConfigError, all_of, field_errors, require
 
 # Slices (MIG; vGPU such as "GRID V100D-8Q" or "NVIDIA A10-24Q") and laptop GPUs have fewer units or lower clocks than
 # the device they are named after.
@@ -85,7 +85,7 @@ def check_device_table(key: str, table: Any) -> None:
     try:
         _Table.model_validate(table)
     except ValidationError as error:
-        raise field_error(f"{key}.", error, _Table.model_fields) from None
+        raise all_of(field_errors(error.errors(), f"{key}.".__add__, _Table.model_fields)) from None
 
 
 def device_to_table(device: Device) -> dict[str, Any]:

@@ -194,3 +194,33 @@ class TransformerConfig(BaseModel):
         padding = 0 if padded else (self.padded_vocab_size - self.vocab_size) * parts.token
         layers = sum(count * kind.parameters for count, kind in zip(self.layer_counts, parts.kinds, strict=True))
         return parts.entry + parts.shared + layers + parts.head - padding
+
+
+class WithHeadSize(TransformerConfig):
+    """A shape whose heads together may be wider or narrower than the hidden states."""
+
+    head_size: int = Field(0, ge=0, description="width of an attention head; 0 means hidden_size / num_attention_heads")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_defaults(cls, values: dict) -> dict:
+        filled = super()._fill_defaults(values)  # type: ignore[operator]
+        hidden, heads = filled.get("hidden_size", 0), filled.get("num_attention_heads", 0)
+        if not filled.get("head_size"):
+            is_divisible = isinstance(hidden, int) and isinstance(heads, int) and heads > 0 and hidden % heads == 0
+            filled["head_size"] = hidden // heads if is_divisible else 0
+        return filled
+
+    @model_validator(mode="after")
+    def _check_divisible(self) -> WithHeadSize:
+        if not self.head_size:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} does not divide hidden_size {self.hidden_size}; "
+                "choose a divisor, or set head_size"
+            )
+        return self
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.head_size

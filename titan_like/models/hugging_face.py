@@ -109,6 +109,17 @@ def whole(
     )
 
 
+def linear(ours: str, theirs: str, shape: tuple[int, int], is_transposed: bool = False) -> Iterator[Stored]:
+    """The weight, [out, in], and the bias of a linear layer."""
+    yield whole(f"{ours}.weight", f"{theirs}.weight", shape, is_transposed=is_transposed)
+    yield whole(f"{ours}.bias", f"{theirs}.bias", shape[:1])
+
+
+def norm(ours: str, theirs: str, hidden: int) -> Iterator[Stored]:
+    """The weight and the bias of a LayerNorm."""
+    yield from (whole(f"{ours}.{part}", f"{theirs}.{part}", (hidden,)) for part in ("weight", "bias"))
+
+
 def fused(
     config: TransformerConfig, name: str, columns: tuple[int, ...], sources: tuple[str, ...], transposed: bool = False
 ) -> Stored:

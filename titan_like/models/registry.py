@@ -6,7 +6,6 @@ docs/families.md describes each of them. The registry refers to a family by its 
 
 from __future__ import annotations
 
-import difflib
 from functools import cache
 from importlib import resources
 from importlib.metadata import entry_points
@@ -16,7 +15,7 @@ import tomli
 from pydantic import ValidationError
 
 from titan_like.config.entry_points import find_entry, load_entry
-from titan_like.config.errors import ConfigError, all_of, first_line, problem_of
+from titan_like.config.errors import ConfigError, all_of, field_errors, first_line, require, unknown
 from titan_like.config.schema import Model as ModelSection
 from titan_like.models.config import TransformerConfig
 
@@ -78,35 +77,24 @@ def model_config(section: ModelSection) -> TransformerConfig:
         ConfigError: unknown family, flavor or fields, wrong types, or sizes that do not divide; one line for each.
     """
     known = flavors(section.family) | section.flavors
-    if section.flavor not in known:
-        near = difflib.get_close_matches(section.flavor, known, n=1, cutoff=0.4)
-        guess = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(
-            "model.flavor", section.flavor, f"unknown flavor; {guess}{section.family} has {', '.join(known)}"
-        )
+    problem = unknown(f"flavor of {section.family}", section.flavor, known)
+    require(section.flavor in known, "model.flavor", section.flavor, problem)
     fields = known[section.flavor] | section.overrides
+    kind = config_class(section.family)
     try:
-        return config_class(section.family).model_validate(fields)
+        return kind.model_validate(fields)
     except ValidationError as error:
-        details = error.errors(include_url=False)
         # A derived field is wrong only because of the given fields that it was derived from: report those alone.
+        details = error.errors(include_url=False)
         given = [d for d in details if not d["loc"] or d["loc"][0] in fields or d["type"] == "missing"]
-        raise all_of([_field_error(section, detail) for detail in given or details]) from None
 
+        def key(field: str) -> str:
+            if not field:  # a rule over several fields blames none of them
+                return "model.flavor"
+            is_override = field.split(".")[0] in section.overrides
+            return f"model.overrides.{field}" if is_override else f"model.flavors.{section.flavor}.{field}"
 
-def _field_error(section: ModelSection, detail: Any) -> ConfigError:
-    """Turn one of pydantic's ``errors()`` into a sentence."""
-    field = ".".join(str(part) for part in detail["loc"])
-    message = problem_of(detail)
-    if detail["type"] == "extra_forbidden":
-        known = list(config_class(section.family).model_fields)
-        near = difflib.get_close_matches(field, known, n=1, cutoff=0.5)
-        message = f"unknown field; did you mean {near[0]}?" if near else f"unknown field; use one of {', '.join(known)}"
-    if not field:  # a rule over several fields blames none of them
-        return ConfigError("model.flavor", section.flavor, message)
-    is_override = field.split(".")[0] in section.overrides
-    key = f"model.overrides.{field}" if is_override else f"model.flavors.{section.flavor}.{field}"
-    return ConfigError(key, detail["input"] if detail["type"] != "missing" else None, message)
+        raise all_of(field_errors(given or details, key, kind.model_fields, section.flavor)) from None
 
 
 def build_model(config: TransformerConfig, family: str) -> Transformer:

@@ -238,11 +238,7 @@ def build_optimizer(
 
 @torch.no_grad()
 def update(
-    optimizer: torch.optim.Optimizer,
-    gradients: Gradients,
-    lr: float,
-    factor: torch.Tensor | None,
-    skip: torch.Tensor,
+    optimizer: torch.optim.Optimizer, gradients: Gradients, lr: float, factor: torch.Tensor | None, skip: torch.Tensor
 ) -> None:
     """Apply one update at learning rate ``lr``, unless ``skip``. The gradients cannot be used afterwards.
 

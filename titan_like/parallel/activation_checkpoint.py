@@ -6,11 +6,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titan_like.config.schema import ActivationCheckpoint
 from titan_like.models.layers import experts
 from titan_like.models.transformer import Transformer
+from titan_like.parallel.extend import extend
 from titan_like.torch_private import float8_product, functional_collectives, grouped_product_operator
 
 # Selective mode (arXiv 2205.05198, section 5) saves the outputs of matrix products with weights and of their sums over
@@ -40,7 +42,17 @@ def apply_activation_checkpoint(model: Transformer, section: ActivationCheckpoin
             continue
         for module in [layer] if section.mode != "experts" else layer.children():
             if module is layer or isinstance(module, experts.SparseMLP):
-                module.forward = partial(checkpoint, module.forward, **options)
+                extend(module, Recomputed, checkpoint_options=options)
+
+
+class Recomputed(nn.Module):
+    """Extends a module whose backward pass recomputes its forward pass."""
+
+    checkpoint_options: dict[str, Any]
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """As the module itself."""
+        return checkpoint(super().forward, *inputs, **self.checkpoint_options, **named)
 
 
 def _keep_matrix_products(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

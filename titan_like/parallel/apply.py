@@ -20,6 +20,7 @@ from titan_like.models.moe.config import MoEConfig
 from titan_like.models.registry import build_model
 from titan_like.parallel.activation_checkpoint import apply_activation_checkpoint
 from titan_like.parallel.collectives import Group
+from titan_like.parallel.compile import compile_layers
 from titan_like.parallel.context import apply_context_parallel
 from titan_like.parallel.data import DataParallel, shares_nothing
 from titan_like.parallel.experts import apply_expert_parallel
@@ -136,9 +137,7 @@ def build_stage(
     if not recomputes_whole_layers:
         apply_activation_checkpoint(module, config.activation_checkpoint)
     if config.compile.enable:
-        # As one graph each; communication hooks stay outside. Split experts have hooks of their own.
-        for layer in module.layers.values():
-            layer.forward = torch.compile(layer.forward, fullgraph=expert_mesh is None)
+        compile_layers(module, fullgraph=expert_mesh is None)  # split experts exchange rows outside of graphs
     if recomputes_whole_layers:
         apply_activation_checkpoint(module, config.activation_checkpoint)
     allocates_whole = zero_stage == 0 or shares_nothing(mesh, expert_mesh)

@@ -72,37 +72,28 @@ def gathered(x: torch.Tensor, group: Group) -> torch.Tensor:
     return _Gathered.apply(x, group)
 
 
-class _AllToAll(torch.autograd.Function):
+class _AllToAllRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group, ones = group, [1] * group.size
-        return _operations.wait_tensor(_operations.all_to_all_single(x.contiguous(), ones, ones, group.name))
+    def forward(ctx: Any, x: torch.Tensor, inputs: list[int], outputs: list[int], group: Group) -> torch.Tensor:
+        ctx.splits = outputs, inputs, group
+        return _operations.wait_tensor(_operations.all_to_all_single(x.contiguous(), outputs, inputs, group.name))
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _AllToAll.apply(gradient, ctx.group), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _AllToAllRows.apply(gradient, *ctx.splits), None, None, None
+
+
+def all_to_all_rows(x: torch.Tensor, input_splits: list[int], output_splits: list[int], group: Group) -> torch.Tensor:
+    """Send the first input_splits[0] rows to rank 0, and so on.
+
+    [rows, …] → output_splits[0] rows of rank 0, and so on.
+    """
+    return _AllToAllRows.apply(x, input_splits, output_splits, group)
 
 
 def all_to_all(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Send x[r] to rank r of the group: [ranks, …] → [ranks, …], of which [r] is from rank r."""
-    return _AllToAll.apply(x, group)
-
-
-class _AllToAllRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, sent: list[int], received: list[int], group: Group) -> torch.Tensor:
-        ctx.sizes = sent, received, group
-        return _operations.wait_tensor(_operations.all_to_all_single(x.contiguous(), received, sent, group.name))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        sent, received, group = ctx.sizes
-        return _AllToAllRows.apply(gradient, received, sent, group), None, None, None
-
-
-def all_to_all_rows(x: torch.Tensor, sent: list[int], received: list[int], group: Group) -> torch.Tensor:
-    """Send the first sent[0] rows to rank 0, and so on: [rows, …] → received[0] rows of rank 0, and so on."""
-    return _AllToAllRows.apply(x, sent, received, group)
+    return all_to_all_rows(x, [1] * group.size, [1] * group.size, group)
 
 
 def _spread(x: torch.Tensor, sequence_parallel: bool, group: Group) -> torch.Tensor:

@@ -26,6 +26,7 @@ from titan_like.models.layers.key_ranges import block_mask
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.collectives import Group, all_to_all, gathered
 from titan_like.parallel.cp_attention import cp_attention, shard, shard_positions, unshard
+from titan_like.parallel.extend import extend
 from titan_like.parallel.layout import Layout, method_of
 
 
@@ -83,8 +84,8 @@ class GatheredCore(ContextCore):
         """As in the base class."""
         keys = unshard(gathered(torch.stack((k, v)), self.group))
         if document_mask is not None or bias is not None or not self.is_causal:
-            return AttentionCore.forward(self, q, keys[0], keys[1], document_mask, bias)
-        return cp_attention(q, keys, None, None, True, self.scale_of(q), self.group, travels=False)
+            return super().forward(q, keys[0], keys[1], document_mask, bias)
+        return cp_attention(q, keys, (None, None), True, self.scale_of(q), self.group, travels=False)
 
 
 class UlyssesCore(ContextCore):
@@ -96,7 +97,7 @@ class UlyssesCore(ContextCore):
         by_heads = [x.unflatten(1, (size, -1)).movedim(1, 0) for x in (q, k, v)]
         heads = [x.shape[2] for x in by_heads]
         q, k, v = unshard(all_to_all(torch.cat(by_heads, 2), self.group)).split(heads, 1)
-        whole = AttentionCore.forward(self, q, k, v, document_mask, bias)
+        whole = super().forward(q, k, v, document_mask, bias)
         return all_to_all(shard(whole, size), self.group).movedim(0, 1).flatten(1, 2)
 
 
@@ -105,9 +106,8 @@ class RingCore(ContextCore):
 
     def forward(self, q, k, v, document_mask=None, bias=None):  # type: ignore[no-untyped-def]  # as in the base class
         """As in the base class; there is no bias."""
-        first, end = (None, None) if document_mask is None else (document_mask.first, document_mask.end)
-        keys, scale = torch.stack((k, v)), self.scale_of(q)
-        return cp_attention(q, keys, first, end, self.is_causal, scale, self.group, travels=True)
+        ranges = (None, None) if document_mask is None else (document_mask.first, document_mask.end)
+        return cp_attention(q, torch.stack((k, v)), ranges, self.is_causal, self.scale_of(q), self.group, travels=True)
 
 
 CORES: dict[str, type[ContextCore]] = {"all_gather": GatheredCore, "ulysses": UlyssesCore, "ring": RingCore}
@@ -118,4 +118,4 @@ def apply_context_parallel(model: Transformer, group: Group, method: str) -> Non
     model.context_shards = group.size
     for core in model.modules():
         if isinstance(core, AttentionCore):
-            core.__class__, core.group = CORES[method], group  # type: ignore[assignment]
+            extend(core, CORES[method], group=group)

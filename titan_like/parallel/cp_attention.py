@@ -52,162 +52,146 @@ class Block(NamedTuple):
     end: torch.Tensor | None = None
 
 
+class Exchange(NamedTuple):
+    """How the ranks of a CP group attend: what the operators take besides tensors."""
+
+    is_causal: bool  # without ranges of keys: attention is causal, or sees all keys
+    scale: float  # multiplies the scores
+    name: str  # of the CP group
+    size: int
+    rank: int
+    travels: bool  # whether keys are passed on; else each rank has those of the whole sequence
+
+
+Tensor = torch.Tensor
+Ranges = tuple[Tensor | None, Tensor | None]  # first and end
+
+
 def cp_attention(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    first: torch.Tensor | None,
-    end: torch.Tensor | None,
-    is_causal: bool,
-    scale: float,
-    group: Group,
-    travels: bool,
-) -> torch.Tensor:
+    q: Tensor, keys: Tensor, ranges: Ranges, is_causal: bool, scale: float, group: Group, travels: bool
+) -> Tensor:
     """q [batch, heads, queries, head_dim] → the same shape.
 
-    Args:
-        q: of this rank's CP shard.
-        keys: and values, [2, batch, kv_heads, keys, head_dim], of the CP shard if they travel, else of the sequence.
-        first: with ``end``, int64 [batch, queries], which keys of the whole sequence each query sees. None: attention
-            ``is_causal`` or sees all keys.
-        end: see ``first``.
-        is_causal: see ``first``.
-        scale: multiplies the scores.
-        group: the CP group.
-        travels: whether keys are passed on.
+    ``keys`` and values are [2, batch, kv_heads, keys, head_dim], of the CP shard if they travel, else of the sequence.
+    ``ranges``, int64 [batch, queries] each, say which keys of the whole sequence each query sees.
     """
     has_flash = q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] % 8 == 0 and q.shape[3] <= 256
-    if first is None and q.is_cuda and not has_flash:
+    if ranges[0] is None and q.is_cuda and not has_flash:
         length = q.shape[2] * group.size
         positions = shard_positions(length, group.size, group.rank).to(q.device).expand(len(q), -1)
-        first, end = torch.zeros_like(positions), positions + 1 if is_causal else torch.full_like(positions, length)
-    return _attention(q, keys, first, end, is_causal, scale, group.name, group.size, group.rank, travels)[0]
+        ranges = torch.zeros_like(positions), positions + 1 if is_causal else torch.full_like(positions, length)
+    return _attention(q, keys, *ranges, *Exchange(is_causal, scale, group.name, group.size, group.rank, travels))[0]
 
 
 def cp_attention_forward(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    first: torch.Tensor | None,
-    end: torch.Tensor | None,
-    is_causal: bool,
-    scale: float,
-    name: str,
-    size: int,
-    rank: int,
-    travels: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, keys: Tensor, first: Tensor | None, end: Tensor | None, *settings: Any
+) -> tuple[Tensor, Tensor]:
     """`cp_attention` without gradients: its result, and the logarithm of the softmax's denominators, [..., queries].
 
-    ``name``, ``size`` and ``rank`` are those of the group.
+    ``settings`` are those of `Exchange`.
     """
-    dtype = _accumulator(q)
+    how, dtype = Exchange(*settings), _accumulator(q)
     output = interval_attention.empty_like(q).to(dtype).zero_()
     denominator = q.new_full(q.shape[:3], -math.inf, dtype=dtype)
-    for source, held_keys in _passing(keys, name, size, rank) if travels else [(None, keys)]:
-        for block in _blocks(q.shape[2], first, end, is_causal, size, rank, source):
-            result, total = _attend(q[:, :, block.queries], held_keys[..., block.keys, :], block, scale)
+    for source, held_keys in _passing(keys, how):
+        for block in _blocks(q.shape[2], (first, end), how, source):
+            result, total = _attend(q[:, :, block.queries], held_keys[..., block.keys, :], block, how.scale)
             _merge(output[:, :, block.queries], denominator[:, :, block.queries], result, total)
     return output.to(q.dtype), denominator
 
 
 def cp_attention_backward(
-    gradient: torch.Tensor,
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    first: torch.Tensor | None,
-    end: torch.Tensor | None,
-    output: torch.Tensor,
-    denominator: torch.Tensor,
-    is_causal: bool,
-    scale: float,
-    name: str,
-    size: int,
-    rank: int,
-    travels: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    gradient: Tensor, q: Tensor, keys: Tensor, first: Tensor | None, end: Tensor | None,
+    output: Tensor, denominator: Tensor, *settings: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of q and of the keys and values, from that of the result of `cp_attention_forward`."""
+    how = Exchange(*settings)
     of_q = torch.zeros_like(q, dtype=denominator.dtype)
     of_keys = torch.zeros_like(keys, dtype=denominator.dtype)
-    for source, held_keys in _passing(keys, name, size, rank) if travels else [(None, keys)]:
-        if source not in (None, rank):
-            of_keys = _exchange(of_keys, name, size, rank)
-        for block in _blocks(q.shape[2], first, end, is_causal, size, rank, source):
+    for source, held_keys in _passing(keys, how):
+        if source not in (None, how.rank):
+            of_keys = _exchange(of_keys, how)
+        for block in _blocks(q.shape[2], (first, end), how, source):
             parts = [x[:, :, block.queries] for x in (gradient, q, output, denominator)]
-            of_queries, *of_both = _gradients(parts, held_keys[..., block.keys, :], block, scale)
+            of_queries, *of_both = _gradients(parts, held_keys[..., block.keys, :], block, how.scale)
             of_q[:, :, block.queries] += of_queries
             for total, result in zip(of_keys[..., block.keys, :].unbind(), of_both, strict=True):
                 total += result
-    of_keys = _exchange(of_keys, name, size, rank) if travels else of_keys
+    of_keys = _exchange(of_keys, how) if how.travels else of_keys
     return of_q.to(q.dtype), of_keys.to(keys.dtype)
 
 
 # Operators of their own, because a compiler could not trace the messages. The planner runs the functions themselves.
-_attention = torch.library.custom_op("titan_like::cp_attention", cp_attention_forward, mutates_args=())
+_INPUTS, _SETTINGS = "Tensor q, Tensor keys, Tensor? first, Tensor? end", "bool c, float s, str g, int n, int r, bool t"
+_attention = torch.library.custom_op(
+    "titan_like::cp_attention", cp_attention_forward, mutates_args=(),
+    schema=f"({_INPUTS}, {_SETTINGS}) -> (Tensor, Tensor)",
+)  # fmt: skip
 _attention_gradients = torch.library.custom_op(
-    "titan_like::cp_attention_backward", cp_attention_backward, mutates_args=()
-)
+    "titan_like::cp_attention_backward", cp_attention_backward, mutates_args=(),
+    schema=f"(Tensor gradient, {_INPUTS}, Tensor output, Tensor denominator, {_SETTINGS}) -> (Tensor, Tensor)",
+)  # fmt: skip
 
 
-def _passing(block: torch.Tensor, name: str, size: int, rank: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (rank, its block) for all ranks of the group, this one's first. The next block arrives meanwhile."""
-    for step in range(size):
-        arriving = None if step == size - 1 else _start(block, name, size, rank)
-        yield (rank - step) % size, block
+def _passing(block: Tensor, how: Exchange) -> Iterator[tuple[int | None, Tensor]]:
+    """Yield (rank, its block) for all ranks of the group, this one's first. The next block arrives meanwhile.
+
+    If keys do not travel, it is one block, of no rank.
+    """
+    if not how.travels:
+        yield None, block
+        return
+    for step in range(how.size):
+        arriving = None if step == how.size - 1 else _start(block, how)
+        yield (how.rank - step) % how.size, block
         if arriving is not None:
             block, works = arriving
             for work in works:
                 work.wait()
 
 
-def _start(block: torch.Tensor, name: str, size: int, rank: int) -> tuple[torch.Tensor, list[dist.Work]]:
+def _start(block: Tensor, how: Exchange) -> tuple[Tensor, list[dist.Work]]:
     """Begin to send a tensor to the next rank of the ring, and to receive one from the rank before."""
-    group, block, arriving = process_group(name), block.contiguous(), torch.empty_like(block)
+    group, block, arriving = process_group(how.name), block.contiguous(), torch.empty_like(block)
     exchange = [
-        dist.P2POp(dist.isend, block, group=group, group_peer=(rank + 1) % size),
-        dist.P2POp(dist.irecv, arriving, group=group, group_peer=(rank - 1) % size),
+        dist.P2POp(dist.isend, block, group=group, group_peer=(how.rank + 1) % how.size),
+        dist.P2POp(dist.irecv, arriving, group=group, group_peer=(how.rank - 1) % how.size),
     ]
     return arriving, dist.batch_isend_irecv(exchange)
 
 
-def _exchange(block: torch.Tensor, name: str, size: int, rank: int) -> torch.Tensor:
-    arriving, works = _start(block, name, size, rank)
+def _exchange(block: Tensor, how: Exchange) -> Tensor:
+    arriving, works = _start(block, how)
     for work in works:
         work.wait()
     return arriving
 
 
-def _blocks(
-    length: int,
-    first: torch.Tensor | None,
-    end: torch.Tensor | None,
-    is_causal: bool,
-    size: int,
-    rank: int,
-    source: int | None,
-) -> Iterator[Block]:
+def _blocks(length: int, ranges: Ranges, how: Exchange, source: int | None) -> Iterator[Block]:
     """The blocks of this rank's ``length`` queries and of the keys of rank ``source`` that they may see.
 
     Both have two of the sequence's 2 · size chunks: number r and number r from the end. Without a ``source`` the keys
     are the whole sequence's.
     """
-    chunk, halves = length // 2, (slice(0, length // 2), slice(length // 2, length))
-    numbers = (rank, 2 * size - 1 - rank)
+    (first, end), size, last = ranges, how.size, 2 * how.size - 1
+    chunk, halves, everything = length // 2, (slice(0, length // 2), slice(length // 2, length)), slice(0, length)
+    numbers = (how.rank, last - how.rank)
     if source is None:
-        everything = slice(0, length * size)
-        if first is not None or not is_causal:
-            yield Block(slice(0, length), everything, first=first, end=end)
+        if first is not None or not how.is_causal:
+            yield Block(everything, slice(0, length * size), first=first, end=end)
             return
         for queries, number in zip(halves, numbers, strict=True):
             if number:
                 yield Block(queries, slice(0, number * chunk))
             yield Block(queries, slice(number * chunk, (number + 1) * chunk), is_causal=True)
         return
-    sources = (source, 2 * size - 1 - source)
+    sources = (source, last - source)
     if first is not None and end is not None:
         for keys, number in zip(halves, sources, strict=True):
             begins, ends = ((x - number * chunk).clamp(0, chunk) for x in (first, end))
-            yield Block(slice(0, length), keys, first=begins, end=ends)
-    elif not is_causal:
-        yield Block(slice(0, length), slice(0, length))
+            yield Block(everything, keys, first=begins, end=ends)
+    elif not how.is_causal:
+        yield Block(everything, everything)
     else:
         for queries, query_number in zip(halves, numbers, strict=True):
             for keys, number in zip(halves, sources, strict=True):
@@ -256,7 +240,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 
 def _backward(ctx: Any, gradient: torch.Tensor, _denominator: None) -> tuple[torch.Tensor | None, ...]:
-    return *_attention_gradients(gradient, *ctx.saved_tensors, *ctx.settings), *[None] * 8
+    return *_attention_gradients(gradient, *ctx.saved_tensors, *ctx.settings), None, None, *[None] * len(ctx.settings)
 
 
 _attention.register_autograd(_backward, setup_context=_save)

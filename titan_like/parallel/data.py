@@ -97,11 +97,7 @@ class DataParallel:
             all_reduce.enabled = is_last
         if self._uses_table_twice and isinstance(self.model, FSDPModule):
             sum_uses_in_full(self.model, "embedding.weight")
-        self._set(
-            is_last=is_last,
-            reduces=is_last or self.zero_stage >= 2,
-            frees=is_last or self.zero_stage == 3,
-        )
+        self._set(is_last=is_last, reduces=is_last or self.zero_stage >= 2, frees=is_last or self.zero_stage == 3)
 
     def after_backward(self) -> None:
         """Take up the gradients of one backward pass, or of a part of it."""

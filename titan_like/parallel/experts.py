@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from titan_like.models.layers.experts import ExpertLinear, Experts, inverse_of, permuted
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.collectives import Group, all_to_all, all_to_all_rows
+from titan_like.parallel.extend import extend
 
 
 def apply_expert_parallel(model: Transformer, mesh: DeviceMesh) -> None:
@@ -34,10 +35,9 @@ def apply_expert_parallel(model: Transformer, mesh: DeviceMesh) -> None:
                 distribute_tensor(module.weight.data, mesh, [Shard(0)], src_data_rank=None)
             )
             module.num_experts //= group.size
-            module.__class__ = SplitExpertLinear
+            extend(module, SplitExpertLinear)
         elif isinstance(module, Experts) and group.size > 1:
-            module.__class__ = SplitExperts
-            module.group = group  # type: ignore[assignment]
+            extend(module, SplitExperts, group=group)
 
 
 class SplitExpertLinear(ExpertLinear):
@@ -55,40 +55,41 @@ class SplitExperts(Experts):
     group: Group
 
     @torch.compiler.disable  # the number of rows differs in every step
-    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """As in the base class; ``x`` are the rows of this rank's tokens, and ``ends`` those of all experts."""
-        sent, received, order, ends = exchange_of(ends, self.group, not self.gate.is_one_product(x.dtype))
+    def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """As in the base class; ``x`` are the rows of this rank's tokens, and ``offsets`` those of all experts."""
+        offsets_on_host = not self.gate.is_one_product(x.dtype)
+        input_splits, output_splits, order, offsets = exchange_of(offsets, self.group, offsets_on_host)
         inverse = inverse_of(order)
-        rows = all_to_all_rows(x, sent, received, self.group)
-        rows = super().forward(permuted(rows, order, inverse), ends)
-        return all_to_all_rows(permuted(rows, inverse, order), received, sent, self.group)
+        rows = all_to_all_rows(x, input_splits, output_splits, self.group)
+        rows = super().forward(permuted(rows, order, inverse), offsets)
+        return all_to_all_rows(permuted(rows, inverse, order), output_splits, input_splits, self.group)
 
 
 class Exchange(NamedTuple):
     """What the ranks of a group send each other. Rows arrive sorted by the rank that sent them, then by expert."""
 
-    sent: list[int]  # rows to each rank
-    received: list[int]  # rows from each rank
+    input_splits: list[int]  # rows to each rank
+    output_splits: list[int]  # rows from each rank
     order: torch.Tensor  # int64 [rows received], the rows sorted by expert
-    ends: torch.Tensor  # int32 [experts here], where each expert's rows end in this order; on the host if asked
+    offsets: torch.Tensor  # int32 [experts here], ends of each expert's rows in this order; on the host if asked
 
 
-def exchange_of(ends: torch.Tensor, group: Group, ends_on_host: bool) -> Exchange:
+def exchange_of(offsets: torch.Tensor, group: Group, offsets_on_host: bool) -> Exchange:
     """Tell the ranks how many rows they will get. The host waits for what they tell.
 
     Args:
-        ends: int32 [E], where each expert's rows end among the rows of this rank, which are sorted by expert.
+        offsets: int32 [E], ends of each expert's rows among the rows of this rank, which are sorted by expert.
         group: the ranks, each of which holds E / ranks experts.
-        ends_on_host: whether to return where the rows of the experts here end on the host, or on the device.
+        offsets_on_host: whether to return the result's offsets on the host, or on the device.
     """
-    counts = ends.diff(prepend=ends.new_zeros(1)).view(group.size, -1)  # [to rank, experts of a rank]
+    counts = offsets.diff(prepend=offsets.new_zeros(1)).view(group.size, -1)  # [to rank, experts of a rank]
     arriving = all_to_all(counts, group)  # [from rank, experts here]
-    ends_here = arriving.sum(0).cumsum(0).to(torch.int32)
-    known = torch.cat((counts.sum(1), arriving.sum(1), ends_here)).tolist()
-    sent, received = known[: group.size], known[group.size : 2 * group.size]
-    numbers = torch.arange(counts.shape[1], device=ends.device).repeat(group.size)
-    experts = numbers.repeat_interleave(arriving.flatten(), output_size=sum(received))
+    local_offsets = arriving.sum(0).cumsum(0).to(torch.int32)
+    known = torch.cat((counts.sum(1), arriving.sum(1), local_offsets)).tolist()
+    input_splits, output_splits = known[: group.size], known[group.size : 2 * group.size]
+    numbers = torch.arange(counts.shape[1], device=offsets.device).repeat(group.size)
+    experts = numbers.repeat_interleave(arriving.flatten(), output_size=sum(output_splits))
     order = experts.sort(stable=True).indices
-    if ends_on_host:
-        ends_here = torch.tensor(known[2 * group.size :], dtype=torch.int32)
-    return Exchange(sent, received, order, ends_here)
+    if offsets_on_host:
+        local_offsets = torch.tensor(known[2 * group.size :], dtype=torch.int32)
+    return Exchange(input_splits, output_splits, order, local_offsets)

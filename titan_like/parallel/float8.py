@@ -29,7 +29,7 @@ from titan_like.models.transformer import Transformer
 from titan_like.parallel.collectives import Group, all_reduce
 from titan_like.parallel.data import sharded_modules
 from titan_like.parallel.tensor import matches_name
-from titan_like.parallel.weight_gradients import WeightGradients, linear
+from titan_like.parallel.weight_gradients import LinearGemms, WeightGradients, with_own_gemms
 from titan_like.torch_private import convert_gathers
 
 logging.disable(logging.WARNING)  # torchao warns of kernels for other GPUs that it cannot load
@@ -130,16 +130,6 @@ class _Linear(torch.autograd.Function):
         return x_gradient, None, None, None
 
 
-class _Float8Linear(nn.Linear):
-    """The class of linear modules without tensor parallelism. Were only `forward` replaced in each module, the compiler
-    would make a graph for each layer.
-    """
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in] → [..., out]."""
-        return linear(self, x, self.weight, self.weight, self.bias)
-
-
 def use_float8(model: Transformer, section: Float8, emulates: bool) -> None:
     """Let the layers' linear modules compute in float8, in place. Apply it after tensor parallelism.
 
@@ -162,9 +152,7 @@ def use_float8(model: Transformer, section: Float8, emulates: bool) -> None:
     for name, module in found:
         split, group = _split_of(name, module)
         product = products.setdefault(split, Float8Product(config, emulates, split, group))
-        module.float8 = product  # type: ignore[assignment]
-        if not hasattr(module, "tensor_style"):  # which computes its products with `linear` already
-            module.__class__ = _Float8Linear
+        with_own_gemms(module).float8 = product
 
 
 def _split_of(name: str, module: nn.Linear) -> tuple[int | None, Group | None]:
@@ -177,7 +165,7 @@ def _split_of(name: str, module: nn.Linear) -> tuple[int | None, Group | None]:
     if not isinstance(weight, DTensor):
         return None, None
     problem = f"{name} is split by torch's own style; use one of ours, or name it in float8.filter"
-    require(hasattr(module, "tensor_style"), "float8.enable", True, problem)
+    require(isinstance(module, LinearGemms), "float8.enable", True, problem)
     rows, columns = weight.to_local().shape
     if rows % MULTIPLE or columns % MULTIPLE:
         problem = f"leaves a process {rows} × {columns} of {name}, but float8 takes multiples of {MULTIPLE}; lower it, "
@@ -205,7 +193,7 @@ class Float8Gathers:
     """
 
     def __init__(self, model: Transformer, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-        modules = [module for module in model.modules() if hasattr(module, "float8")]
+        modules = [m for m in model.modules() if isinstance(m, LinearGemms) and m.float8 is not None]
         self.dtype, self.scales = dtype, torch.empty(0)
         self.groups = [mesh[name].get_group() for name in ("dp_shard", "tp") if mesh[name].size() > 1]
         self.shards = convert_gathers(sharded_modules(model), modules, self.cast, self.wrap)

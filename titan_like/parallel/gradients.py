@@ -103,9 +103,7 @@ class _Unit:
         self._received.clear()
 
 
-def _in_units(
-    members: list[tuple[nn.Parameter, nn.Parameter]],
-) -> list[list[tuple[nn.Parameter, nn.Parameter]]]:
+def _in_units(members: list[tuple[nn.Parameter, nn.Parameter]]) -> list[list[tuple[nn.Parameter, nn.Parameter]]]:
     """Divide weights, in the order of the forward pass, so that a unit's copies take at least `UNIT_BYTES`.
 
     All gradients of a unit have one type.

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from titan_like.models.layers.cross_entropy import TokenLoss
 from titan_like.models.transformer import Transformer
-from titan_like.parallel.tensor_styles import STYLES, StyleKind, kind_of, split_logits
+from titan_like.parallel.tensor_styles import STYLES, Style, TensorParallel, split_logits
 from titan_like.torch_private import coalesced
 
 Plan = Mapping[str, str | ParallelStyle]  # by module name, in which `*` matches one part between dots
@@ -53,16 +53,6 @@ def family_plan(model: Transformer) -> Plan:
     return plan(model.config) if callable(plan) else plan
 
 
-def styles_by_module(model: Transformer) -> dict[str, StyleKind]:
-    """Expand the family's plan: module name → what its style does. Patterns match as in `parallelize_module`.
-
-    Raises:
-        ValueError: the plan names a style that does not exist or is not known here.
-    """
-    styles = styles_of(family_plan(model), model, sequence_parallel=False)
-    return {name: kind_of(style, model.get_submodule(name)) for name, style in styles.items()}
-
-
 def styles_of(plan: Plan, model: Transformer, sequence_parallel: bool) -> dict[str, ParallelStyle]:
     """Expand a plan's patterns and turn its names into styles: module name → style.
 
@@ -85,8 +75,8 @@ def styles_of(plan: Plan, model: Transformer, sequence_parallel: bool) -> dict[s
         is_elsewhere = is_absent or any(matches_name(pattern, name) for name in model.absent)
         if not found and not is_elsewhere:
             raise ValueError(f"the tensor-parallel plan does not fit {type(model).__name__}: it has no {pattern}")
-        one = STYLES[style](sequence_parallel) if isinstance(style, str) else style
-        styles.update(dict.fromkeys(found, one))
+        whole = Style(STYLES[style], sequence_parallel) if isinstance(style, str) else style
+        styles.update(dict.fromkeys(found, whole))
     return styles
 
 
@@ -101,11 +91,9 @@ def partial_parameters(model: Transformer) -> list[nn.Parameter]:
 
     These belong to norms, position embeddings, and biases that are added after a reduce-scatter.
     """
-    found = []
-    for module in model.modules():
-        parameters = dict(module.named_parameters(recurse=False))
-        found += [parameters[name] for name in getattr(module, "partial_gradients", ()) if name in parameters]
-    return found
+    split = (m for m in model.modules() if isinstance(m, TensorParallel) and m.sequence_parallel)
+    own = ((m, *named) for m in split for named in m.named_parameters(recurse=False))
+    return [parameter for module, name, parameter in own if name in module.partial_gradients]
 
 
 @torch.no_grad()

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from titan_like.models.transformer import TiedOutput, Transformer, replace_forward
+from titan_like.models.transformer import TiedOutput, Transformer
+from titan_like.parallel.extend import extend
 from titan_like.parallel.gradients import split_as
 
 
@@ -57,39 +57,50 @@ class WeightGradients:
 def defer_weight_gradients(model: Transformer) -> WeightGradients:
     """Make backward passes through the model's linear layers defer the weights' gradients. Changes it in place.
 
-    Apply it after tensor parallelism, whose layers also compute their products through `linear`.
+    Apply it after tensor parallelism.
     """
     deferred = WeightGradients()
     for module in model.modules():
         if isinstance(module, nn.Linear | TiedOutput):
-            module.deferred = deferred  # type: ignore[assignment]
-            if not hasattr(module, "tensor_style"):  # which computes its products with `linear` already
-                replace_forward(module, partial(_forward, module))
+            with_own_gemms(module).deferred = deferred
     return deferred
 
 
-def _forward(module: nn.Linear | TiedOutput, x: torch.Tensor, table: torch.Tensor | None = None) -> torch.Tensor:
-    if isinstance(module, nn.Linear):
-        return linear(module, x, module.weight, module.weight, module.bias)
-    assert table is not None
-    return linear(module, x, table, table, None)
+class LinearGemms(nn.Module):
+    """Extends linear layers and tied outputs whose GEMMs an axis computes in its own way."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    deferred: WeightGradients | None = None
+    float8: Any = None  # a `titan_like.parallel.float8.Float8Product`
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor | None = None) -> torch.Tensor:
+        """[..., in] → [..., out]. A tied output gets its ``table``, [out, in]."""
+        if table is not None:
+            return self.gemm(x, table, table, None)
+        return self.gemm(x, self.weight, self.weight, self.bias)
+
+    def gemm(
+        self, x: torch.Tensor, weight: torch.Tensor, part: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x · partᵀ + bias: [..., in here] → [..., out here]. ``part`` is what this process holds of ``weight``."""
+        if self.float8 is not None:
+            product = self.float8.linear(x, part, weight, self.deferred)
+            return product if bias is None else product + bias
+        if self.deferred is None:
+            return F.linear(x, part, bias)
+        return _LinearWithoutWeightGradient.apply(x, bias, part.detach(), weight, self.deferred)
 
 
-def linear(
-    module: nn.Module, x: torch.Tensor, weight: torch.Tensor, part: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """x · partᵀ + bias: [..., in here] → [..., out here]. ``part`` is what this process holds of ``weight``."""
-    deferred, float8 = getattr(module, "deferred", None), getattr(module, "float8", None)
-    if float8 is not None:  # a `titan_like.parallel.float8.Float8Product`
-        product = float8.linear(x, part, weight, deferred)
-        return product if bias is None else product + bias
-    if deferred is None:
-        return F.linear(x, part, bias)
-    return _LinearWithoutWeightGradient.apply(x, bias, part.detach(), weight, deferred)
+def with_own_gemms(module: nn.Module) -> LinearGemms:
+    """The module, extended by `LinearGemms` unless tensor parallelism has done so."""
+    if not isinstance(module, LinearGemms):
+        extend(module, LinearGemms)
+    return module  # type: ignore[return-value]
 
 
 class _LinearWithoutWeightGradient(torch.autograd.Function):
-    """`linear` whose backward pass computes only the gradients of x and bias, and defers the weight's."""
+    """A linear layer whose backward pass computes only the gradients of x and bias, and defers the weight's."""
 
     @staticmethod
     def forward(

@@ -172,8 +172,8 @@ def _summary(found: Found) -> str:
     line = (
         f"layout chosen: {described(best.work)}; predicted {best.time.total:.4g} s a step and "
         f"{best.memory_bytes / 2**30:.1f} of {capacity / 2**30:.0f} GiB on {found.profile.device.name} (profile "
-        f"{found.profile.name}); the simplest of {found.counts.valid:,} valid layouts that predictions cannot tell from "
-        "the fastest"
+        f"{found.profile.name}); the simplest of {found.counts.valid:,} valid layouts that predictions cannot tell "
+        "from the fastest"
     )
     for other in [one for one in found.ranked if one is not best][:1]:
         slower = 100 * (other.time.total / best.time.total - 1)

@@ -131,7 +131,7 @@ def pass_times(one: Pass, is_layer: bool, groups: Groups, kernels: Kernels, prof
             rows = kernels.expert_load * profile.expert_exposed
             exposed += time * (rows if group == EXPERTS else profile.tensor_exposed)
     launches = one.fused_launches if kernels.compiled else one.launches
-    return Times(*seconds, exposed, launches * profile.operator_time)
+    return Times(seconds[0], seconds[1], exposed, launches * profile.operator_time)
 
 
 def segment_times(

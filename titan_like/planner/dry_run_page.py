@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from titan_like.config.options import check_output_file, write_output_file
+from titan_like.config.options import write_json
 from titan_like.config.schema import JobConfig
 from titan_like.metrics.console import parameters_told
 from titan_like.parallel.schedules.tables import Action
@@ -23,13 +22,11 @@ def print_dry_run(config: JobConfig, json_path: str | None) -> None:
     Raises:
         ConfigError: the user has to change something.
     """
-    check_output_file("--json", json_path, config)
     result = dry_run(config)
     print(format_dry_run(result))
     if config.float8.enable:
         print(f"\n{FLOAT8_NOTE}")
-    if json_path is not None:
-        write_output_file("--json", json_path, json.dumps(result.as_dict(), indent=2) + "\n")
+    write_json(json_path, result.as_dict())
 
 
 def format_dry_run(run: DryRun) -> str:

@@ -22,7 +22,7 @@ import tomli
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from titan_like.config.errors import ConfigError, field_error
+from titan_like.config.errors import ConfigError, all_of, field_errors
 from titan_like.config.paths import file_problem, read_toml
 from titan_like.metrics.devices import (
     Device,
@@ -289,7 +289,7 @@ def profile_from(name: str, table: dict[str, Any]) -> Profile:
     try:  # as JSON, whose lists may be tuples
         found = _table().model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:
-        raise field_error(f"profile {name}: ", error, _table().model_fields) from None
+        raise all_of(field_errors(error.errors(), f"profile {name}: ".__add__, _table().model_fields)) from None
     values = found.model_dump(exclude_unset=True)
     if own is not None:
         check_device_table(f"profile {name}: device_table", own)

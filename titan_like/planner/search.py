@@ -177,11 +177,11 @@ class BestFirst:
         self._push(group.microbatches / group.pipeline * seconds, 0, (group,))
 
     def _least_of(self, group: Workload) -> tuple[float, float]:
-        """Lower bounds of the seconds and kept bytes of a microbatch in the whole model, from one of a single sample."""
+        """Lower bounds of the seconds and kept bytes of a microbatch in the whole model, from that of one sample."""
         one = group._replace(micro_batch_size=1, shard=1, schedule="1f1b", virtual_stages=1, stage_layers=None)
         one = one._replace(global_batch_size=2, pipeline=min(2, group.pipeline))
         if one not in self._least:
-            seconds, kept, kernels = 0.0, 0, Kernels.of(one)
+            seconds, kept, kernels = 0.0, 0.0, Kernels.of(one)
             for stage in stages_of(one, estimate):
                 kept += sum(segment.kept for segment in stage.layers)
                 for segment, is_layer, count in stage.counts:

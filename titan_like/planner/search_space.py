@@ -76,7 +76,7 @@ class Space:
             recompute="none", recompute_every=1, sequence_parallel=False, zero_stage=0
         )
         self._pipelines: dict[tuple[int, int], list[tuple[str, int]]] = {}
-        self._splits: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+        self._splits: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
         # Degrees of expert parallelism and kinds of recomputation; models without experts have fewer.
         self._experts, self._modes = [1], ["none", "selective", "full"]
         if number := getattr(model, "num_experts", 0):

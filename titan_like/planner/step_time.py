@@ -1,4 +1,4 @@
-"""Seconds of one optimizer step, by what takes them: traced passes in the order of the trainer's own schedule tables."""
+"""Seconds of one optimizer step by what takes them: traced passes in the order of the trainer's schedule tables."""
 
 from __future__ import annotations
 

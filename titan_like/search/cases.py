@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titan_like.config.errors import ConfigError, first_line
+from titan_like.config.errors import ConfigError, first_line, require, unknown
 from titan_like.config.load import edit, load_config, setting
 from titan_like.config.paths import read_toml
 from titan_like.config.schema import JobConfig
@@ -82,19 +81,16 @@ def read_grid(path: str, given: list[str]) -> dict[str, list[Any]]:
     for section, table in read_toml(path, "--grid").items():
         found = {f"{section}.{key}": one for key, one in table.items()} if isinstance(table, dict) else {section: table}
         values |= {key: one if isinstance(one, list) else [one] for key, one in found.items()}
+    words = {word.partition("=")[0] for word in given}
     for key, listed in values.items():
-        if key not in {*KEYS, "processes"}:
-            near = difflib.get_close_matches(key, KEYS, n=1)
-            known = f"did you mean {near[0]}?" if near else f"a grid has processes and {', '.join(KEYS)}"
-            raise ConfigError(f"{path}: {key}", str(listed), f"is no key of a grid; {known}")
-        if any(word.partition("=")[0] == f"--{key}" for word in given):
-            raise ConfigError(f"--{key}", None, f"{path} lists it too; remove one of them")
-        if not listed and key != "processes":
-            raise ConfigError(f"{path}: {key}", "[]", "lists nothing; give at least one value, or leave it out")
+        name, is_setting = f"{path}: {key}", key != "processes"
+        require(key in {*KEYS, "processes"}, name, str(listed), unknown("key of a grid", key, ["processes", *KEYS]))
+        require(f"--{key}" not in words, f"--{key}", None, f"{path} lists it too; remove one of them")
+        require(listed or not is_setting, name, "[]", "lists nothing; give at least one value, or leave it out")
         for at, value in enumerate(listed):
-            if key == "processes" and not (type(value) is int and value > 0):
-                raise ConfigError(f"{path}: processes", value, "must be whole numbers of at least 1, such as 1, 2, 4")
-            if key != "processes" and (key, value) != (MICRO, LARGEST):
+            is_count = type(value) is int and value > 0
+            require(is_setting or is_count, name, value, "must be whole numbers of at least 1, such as 1, 2, 4")
+            if is_setting and (key, value) != (MICRO, LARGEST):
                 listed[at] = setting(load_config([*given, *arguments(key, value)]), key)  # as it is understood
     return values
 

@@ -51,7 +51,7 @@ class Search:
             raise ConfigError("--dump_folder", str(out), f"has {foreign[0]}, but no search; name another folder")
         problem = "holds a search with other layouts, settings, steps or limits; give the same, or name another folder"
         require(_read(out / "search.json", here) == here, "--dump_folder", str(out), problem)
-        write_output_file("--dump_folder", out / "search.json", json_text(here))
+        write_output_file(out / "search.json", json_text(here))
         self.found: dict[str, dict[str, Any]] = {
             path.parent.name: _read(path, {}) for path in sorted((out / "trials").glob("*/result.json"))
         }
@@ -102,7 +102,7 @@ class Search:
         folder = self.out / "trials" / name
         found = run_trial(folder, config, processes, self.place, self.plan, len(self.found))
         self.found[name] = found | {"processes": processes, "seconds": time.monotonic() - started}
-        write_output_file("--dump_folder", folder / "result.json", json_text(self.found[name]))
+        write_output_file(folder / "result.json", json_text(self.found[name]))
         row = next(row for row in self._write() if row["layout"] == name)
         left = self._seconds_left()
         print(line(row) + (f"  time left {format_duration(left)}" if left else ""), flush=True)
@@ -139,7 +139,7 @@ class Search:
             head += f"{best['tokens_per_second']:,.0f} tokens/s on {best['processes']} processes"
             files["best.toml"] = run_as_toml(config, best["processes"], self.out / "best.toml", [head])
         for name, text in files.items():
-            write_output_file("--dump_folder", self.out / name, text)
+            write_output_file(self.out / name, text)
         return rows
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import time
 from dataclasses import replace
 
 from titan_like.config.errors import ConfigError, all_of, require
@@ -13,7 +11,6 @@ from titan_like.parallel.layout import Layout
 
 _LARGEST = 2**31 - 1
 _MOST_DESCRIBED = 2**18  # processes; torch lists the ranks of every process group
-_PATIENCE = 20  # seconds until the name of rank 0's machine must have an address
 _MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -70,26 +67,6 @@ def check_meeting() -> None:
         job = f"a job of {world_size} processes" if world_size > 1 else f"a process of RANK {rank}"
         problem = f"{job} needs it; start with torchrun, which sets it"
         raise all_of([ConfigError(f"environment variable {name}", None, problem) for name in missing])
-    if world_size > 1:
-        _check_address(os.environ["MASTER_ADDR"])
-
-
-def _check_address(name: str) -> None:
-    """Check that rank 0's machine has an address, without which torch would repeat its warnings for minutes.
-
-    It tries for a while, because a cluster may register a machine's name only once the machine runs.
-    """
-    deadline = time.monotonic() + _PATIENCE
-    while True:
-        try:
-            socket.getaddrinfo(name, None)
-            return
-        except (OSError, UnicodeError) as error:
-            if time.monotonic() < deadline:
-                time.sleep(1)
-                continue
-            problem = f"no such host after {_PATIENCE} s ({error}); give the name or the IP address of rank 0's machine"
-            raise ConfigError("environment variable MASTER_ADDR", name, problem) from None
 
 
 def is_one_of_several() -> bool:
@@ -101,10 +78,9 @@ def cluster_size(config: JobConfig) -> int:
     """GPUs of the job: the cluster's, else the product of the degrees. Nodes of unknown size are a `ConfigError`."""
     cluster, layout = config.cluster, Layout.of(config.parallelism)
     if cluster.nodes is not None:
-        if cluster.gpus_per_node is None:
-            problem = f"cluster.nodes is {cluster.nodes}; say how many GPUs each of them has"
-            raise ConfigError("cluster.gpus_per_node", None, problem)
-        return cluster.nodes * cluster.gpus_per_node
+        problem = f"cluster.nodes is {cluster.nodes}; say how many GPUs each of them has"
+        require(cluster.gpus_per_node is not None, "cluster.gpus_per_node", None, problem)
+        return cluster.nodes * (cluster.gpus_per_node or 0)
     return replace(layout, shard=max(layout.shard, 1)).num_processes  # a shard degree of -1 is 1 here
 
 
@@ -115,13 +91,12 @@ def dry_run_world(config: JobConfig) -> int:
         ConfigError: the nodes' size is unknown, there are too many processes, or `job.dry_run_rank` is none of them.
     """
     nodes, rank, world_size = config.cluster.nodes, config.job.dry_run_rank, cluster_size(config)
+    key, value = "parallelism.tensor_parallel_degree", config.parallelism.tensor_parallel_degree
     if nodes is not None:
         key, value = "cluster.nodes", nodes
     elif "WORLD_SIZE" in os.environ:
-        value = world_size = environment_number("WORLD_SIZE", 1, least=1)
-        key = "environment variable WORLD_SIZE"
-    else:
-        key, value = "parallelism.tensor_parallel_degree", config.parallelism.tensor_parallel_degree
+        key, value = "environment variable WORLD_SIZE", environment_number("WORLD_SIZE", 1, least=1)
+        world_size = value
     problem = f"makes a job of {world_size:,} processes; a dry run can describe at most {_MOST_DESCRIBED:,}"
     require(world_size <= _MOST_DESCRIBED, key, value, problem)
     problem = f"the job has {world_size} {'processes' if world_size > 1 else 'process'}"

@@ -29,8 +29,8 @@ def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
     path = initial_folder(text)
     may_differ = model.not_in_weights
     if is_checkpoint(path):
-        if problem := unreadable(path):
-            raise ConfigError(_KEY, str(path), f"cannot be loaded ({problem}); name another checkpoint")
+        problem = unreadable(path)
+        require(not problem, _KEY, str(path), f"cannot be loaded ({problem}); name another checkpoint")
         state = read_run_state(path)
         family, shape = state.config["model"]["family"], state.model
     elif is_hugging_face(path):
@@ -39,13 +39,13 @@ def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
         may_differ |= {"vocab_multiple"}
     else:
         problem = file_problem(path / RUN_FILE)
-        if problem is not None and problem != "does not exist":
-            raise ConfigError(_KEY, text, f"{path / RUN_FILE} {problem}; name a folder that you may read")
+        is_readable = problem in (None, "does not exist")
+        require(is_readable, _KEY, text, f"{path / RUN_FILE} {problem}; name a folder that you may read")
         steps = complete_steps(path)
         cure = f"name {path}/step-{steps[-1]}" if steps else "name one with run.json or with config.json"
         raise ConfigError(_KEY, text, f"neither a checkpoint's step-N folder nor a Hugging Face folder; {cure}")
-    if family != config.model.family:
-        raise ConfigError("model.family", config.model.family, f'{path} holds a "{family}"; choose that')
+    is_same = family == config.model.family
+    require(is_same, "model.family", config.model.family, f'{path} holds a "{family}"; choose that')
     if "tokens" not in model.predictions:  # then there is no output matrix
         may_differ |= {"tied_embeddings"}
     for name, value in model.model_dump(mode="json").items():

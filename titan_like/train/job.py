@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from titan_like.checkpoint.step_folders import hold, release
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.train.environment import is_one_of_several
 from titan_like.train.setup import Run, out_of_memory_names
 from titan_like.train.signals import StopSignals
@@ -66,8 +66,7 @@ def hold_dump_folder(folder: Path) -> None:
             print(f"another job is writing to {folder}; waiting {_TIME_TO_END:.0f} s for it to end", flush=True)
             refusal[0] = hold(folder / "run", taken, _TIME_TO_END)
     dist.broadcast_object_list(refusal, src=0)
-    if refusal[0] is not None:
-        raise ConfigError("job.dump_folder", str(folder), refusal[0])
+    require(refusal[0] is None, "job.dump_folder", str(folder), refusal[0] or "")
 
 
 @contextmanager
@@ -78,7 +77,7 @@ def process_group(device: torch.device, patience: float = 0.0) -> Iterator[None]
     torch's default timeout.
 
     Raises:
-        ConfigError: the port for the rendezvous is in use.
+        ConfigError: the processes cannot meet.
     """
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -106,18 +105,16 @@ def meeting_place(timeout: timedelta) -> tuple[dist.Store, int, int]:
         The store, this process's rank, and the number of processes.
 
     Raises:
-        ConfigError: another program listens on the rendezvous port.
+        ConfigError: another program listens on the rendezvous port, or rank 0 cannot be reached there.
     """
     if not is_one_of_several():
         return dist.HashStore(), 0, 1
     try:
         store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
     except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        port = os.environ["MASTER_PORT"]
-        problem = "the port is in use on this machine; choose another one, the same for all processes"
-        raise ConfigError("environment variable MASTER_PORT", port, problem) from None
+        cause = "the port is in use" if "EADDRINUSE" in str(error) else f"no meeting there ({first_line(error)})"
+        problem = f"{cause}; choose another port, and rank 0's machine as MASTER_ADDR, the same for all processes"
+        raise ConfigError("environment variable MASTER_PORT", os.environ["MASTER_PORT"], problem) from None
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"start-{start}-of-{world_size}", store)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from titan_like.config.errors import ConfigError, require
+from titan_like.config.errors import require
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import rampup_batch_sizes
 from titan_like.data.lengths import sample_length
 from titan_like.models.config import TransformerConfig
 from titan_like.models.moe.config import MoEConfig
 from titan_like.parallel.layout import Layout
-from titan_like.parallel.schedules.tables import check_schedule
+from titan_like.parallel.schedules.tables import SCHEDULES, check_schedule
 
 
 def check_sequence(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
@@ -21,10 +21,9 @@ def check_sequence(config: JobConfig, model: TransformerConfig, layout: Layout) 
         problem = f"not divisible by 2 × context_parallel_degree = {layout.context_chunks}; use a multiple of it"
         require(size % layout.context_chunks == 0, key, size, problem)
         shards = layout.sequence_shards
-        problem = f"not divisible by context × tensor degrees = {shards} (sequence_parallel)"
-        require(
-            size % shards == 0, key, size, f"{problem}; use a multiple of it, such as {-(-size // shards) * shards}"
-        )
+        cure = f"use a multiple of it, such as {-(-size // shards) * shards}"
+        problem = f"not divisible by context × tensor degrees = {shards} (sequence_parallel); {cure}"
+        require(size % shards == 0, key, size, problem)
 
 
 def is_sparse(model: TransformerConfig) -> bool:
@@ -43,12 +42,12 @@ def check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: L
         problem = f"does not divide the model's {name} ({size}); use a divisor of it"
         require(size % layout.tensor == 0, "parallelism.tensor_parallel_degree", layout.tensor, problem)
     rows = -(-model.padded_vocab_size // layout.tensor)  # on every process except the last, which takes the remainder
-    if rows * (layout.tensor - 1) >= model.padded_vocab_size:
-        problem = f"leaves processes without a row of the vocabulary ({model.padded_vocab_size}); use a smaller one"
-        raise ConfigError("parallelism.tensor_parallel_degree", layout.tensor, problem)
-    if config.parallelism.sequence_parallel and layout.tensor == 1:
-        problem = "splits activations over tensor-parallel processes, but there is one; raise tensor_parallel_degree"
-        raise ConfigError("parallelism.sequence_parallel", True, problem)
+    problem = f"leaves processes without a row of the vocabulary ({model.padded_vocab_size}); use a smaller one"
+    has_rows = rows * (layout.tensor - 1) < model.padded_vocab_size
+    require(has_rows, "parallelism.tensor_parallel_degree", layout.tensor, problem)
+    problem = "splits activations over tensor-parallel processes, but there is one; raise tensor_parallel_degree"
+    is_split = not config.parallelism.sequence_parallel or layout.tensor > 1
+    require(is_split, "parallelism.sequence_parallel", True, problem)
 
 
 def check_pipeline(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
@@ -59,35 +58,38 @@ def check_pipeline(config: JobConfig, model: TransformerConfig, layout: Layout) 
     for size in rampup_batch_sizes(config.training):
         microbatches = size // (config.training.micro_batch_size * layout.data_parallel)
         refusal = check_schedule(layout.schedule, layout.pipeline, layout.virtual_stages, microbatches)
-        key = "global_batch_size" if size == config.training.global_batch_size else "batch_size_rampup"
-        if refusal is not None:
-            raise ConfigError(f"training.{key}", getattr(config.training, key), refusal)
+        require(refusal is None, *batch_setting(config, size), refusal or "")
+
+
+def batch_setting(config: JobConfig, size: int) -> tuple[str, object]:
+    """The setting, with its value, from which a global batch of ``size`` comes."""
+    key = "global_batch_size" if size == config.training.global_batch_size else "batch_size_rampup"
+    return f"training.{key}", getattr(config.training, key)
 
 
 def check_stages(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
     """Check that the schedule and the layers fit the number of stages."""
     section, pipeline = config.parallelism, layout.pipeline
     schedule, virtual = section.pipeline_schedule, section.virtual_stages_per_rank
-    if virtual > 1 and (pipeline == 1 or schedule in ("gpipe", "1f1b")):
-        problem = "needs pipeline_parallel_degree > 1 and an interleaved schedule; use 1 or interleaved_1f1b"
-        raise ConfigError("parallelism.virtual_stages_per_rank", virtual, problem)
+    prescribed = SCHEDULES[schedule].stages  # on each rank
+    problem = "needs pipeline_parallel_degree > 1 and an interleaved schedule; use 1 or interleaved_1f1b"
+    can_interleave = pipeline > 1 and prescribed != 1
+    require(virtual == 1 or can_interleave, "parallelism.virtual_stages_per_rank", virtual, problem)
     if pipeline == 1:
         problem = "there is one stage; leave it out or raise pipeline_parallel_degree"
         require(section.pipeline_layers is None, "parallelism.pipeline_layers", section.pipeline_layers, problem)
         return
-    if virtual == 1 and schedule in ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble"):
-        problem = "needs virtual_stages_per_rank of at least 2; raise it or use 1f1b"
-        raise ConfigError("parallelism.pipeline_schedule", schedule, problem)
-    if virtual > 2 and schedule in ("zbv_zero_bubble", "dualpipe_v"):
-        problem = f"{schedule} has exactly 2 stages per rank; use 2 or leave it out"
-        raise ConfigError("parallelism.virtual_stages_per_rank", virtual, problem)
+    problem = "needs virtual_stages_per_rank of at least 2; raise it or use 1f1b"
+    require(virtual > 1 or prescribed is not None, "parallelism.pipeline_schedule", schedule, problem)
+    problem = f"{schedule} has exactly 2 stages per rank; use 2 or leave it out"
+    require(virtual <= 2 or prescribed != 2, "parallelism.virtual_stages_per_rank", virtual, problem)
     stages = len(layout.stage_ranks)
     problem = f"{stages} stages for {model.num_layers} layers; use at most {model.num_layers} stages"
     require(stages <= model.num_layers, "parallelism.pipeline_parallel_degree", pipeline, problem)
     counts = section.pipeline_layers
-    if counts is not None and (len(counts) != stages or min(counts) < 1 or sum(counts) != model.num_layers):
-        problem = f"must be {stages} numbers of at least 1 (one per stage) that sum to the {model.num_layers} layers"
-        raise ConfigError("parallelism.pipeline_layers", counts, problem)
+    problem = f"must be {stages} numbers of at least 1 (one per stage) that sum to the {model.num_layers} layers"
+    fits = counts is None or (len(counts) == stages and min(counts) > 0 and sum(counts) == model.num_layers)
+    require(fits, "parallelism.pipeline_layers", counts, problem)
 
 
 def check_expert_parallel(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
@@ -98,17 +100,16 @@ def check_expert_parallel(config: JobConfig, model: TransformerConfig, layout: L
         return
     problem = f"does not divide the model's num_experts ({model.num_experts}); use a divisor of it"
     require(model.num_experts % degree == 0, key, degree, problem)
-    if layout.token_shards % degree:
-        factors = f"shard × context × tensor = {layout.shard}·{layout.context}·{layout.tensor} = {layout.token_shards}"
-        raise ConfigError(key, degree, f"does not divide {factors}; use a divisor of it")
+    factors = f"shard × context × tensor = {layout.shard}·{layout.context}·{layout.tensor} = {layout.token_shards}"
+    require(layout.token_shards % degree == 0, key, degree, f"does not divide {factors}; use a divisor of it")
     problem = "MoE with tensor parallelism needs sequence parallelism; set it to true"
     require(layout.tensor == 1 or layout.sequence_parallel, "parallelism.sequence_parallel", False, problem)
     problem = 'qk_norm = "all" normalises all heads of a token together, which are on several processes; use 1'
     require(layout.tensor == 1 or model.qk_norm != "all", "parallelism.tensor_parallel_degree", layout.tensor, problem)
     # FSDP2 gathers split experts within the layer, which torch's selective checkpoints do not expect to recompute.
-    if layout.splits_experts and config.activation_checkpoint.mode == "selective":
-        problem = 'does not work with split experts or tensor parallelism; use "experts", "full" or "none"'
-        raise ConfigError("activation_checkpoint.mode", "selective", problem)
+    problem = 'does not work with split experts or tensor parallelism; use "experts", "full" or "none"'
+    works = not layout.splits_experts or config.activation_checkpoint.mode != "selective"
+    require(works, "activation_checkpoint.mode", "selective", problem)
 
 
 def check_context_parallel(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
@@ -116,20 +117,18 @@ def check_context_parallel(config: JobConfig, model: TransformerConfig, layout: 
     degree, method = layout.context, config.parallelism.context_parallel_method
     if degree == 1:
         return
-    dropout, family = getattr(model, "dropout", 0), config.model.family
-    problem = None
-    if dropout > 0:
-        problem = f"does not support dropout; set model.overrides.dropout = 0 (it is {dropout})"
-    elif not {"pair", "choice"}.isdisjoint(model.predictions):
-        problem = f"a head for the first token needs whole sequences; use 1, or {family} without that head"
-    elif config.float8.enable:
-        problem = "float8 scales are those of whole sequences; use 1, or set float8.enable to false"
-    if problem is not None:
-        raise ConfigError("parallelism.context_parallel_degree", degree, problem)
-    key = "parallelism.context_parallel_method"
-    if model.has_decoder and method in ("ulysses", "ring"):
-        raise ConfigError(key, method, f'{family} adds a bias to all pairs of positions; use "all_gather"')
+    dropout, family, key = getattr(model, "dropout", 0), config.model.family, "parallelism.context_parallel_degree"
+    require(dropout == 0, key, degree, f"does not support dropout; set model.overrides.dropout = 0 (it is {dropout})")
+    problem = f"a head for the first token needs whole sequences; use 1, or {family} without that head"
+    require({"pair", "choice"}.isdisjoint(model.predictions), key, degree, problem)
+    problem = "float8 scales are those of whole sequences; use 1, or set float8.enable to false"
+    require(not config.float8.enable, key, degree, problem)
+    key, problem = (
+        "parallelism.context_parallel_method",
+        f'{family} adds a bias to all pairs of positions; use "all_gather"',
+    )
+    require(not model.has_decoder or method not in ("ulysses", "ring"), key, method, problem)
     heads = model.num_kv_heads // layout.tensor
-    if method == "ulysses" and heads % degree:
-        problem = f"needs a multiple of {degree} key-value heads on each rank, not {heads}; use"
-        raise ConfigError(key, method, f'{problem} a divisor as context_parallel_degree, or "all_gather" or "ring"')
+    problem = f"needs a multiple of {degree} key-value heads on each rank, not {heads}; use"
+    problem = f'{problem} a divisor as context_parallel_degree, or "all_gather" or "ring"'
+    require(method != "ulysses" or heads % degree == 0, key, method, problem)

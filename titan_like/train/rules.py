@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from typing import Any
 
 from titan_like.config.errors import ConfigError, all_of, require
 from titan_like.config.load import edit
@@ -23,6 +24,7 @@ from titan_like.optim.schedule import check_decay, schedule_length
 from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.train.environment import number_of_processes
 from titan_like.train.layout_rules import (
+    batch_setting,
     check_context_parallel,
     check_expert_parallel,
     check_pipeline,
@@ -65,10 +67,8 @@ def check_rules(config: JobConfig, model: TransformerConfig, layout: Layout) -> 
 
 def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Layout | None) -> Iterator[ConfigError]:
     """Yield an error for each broken rule. Rules about the model or the layout are skipped if that is None."""
-    try:
-        check_rampup(config.training)
-    except ConfigError as error:
-        yield error
+    if of_rampup := list(_errors_of([lambda: check_rampup(config.training)])):
+        yield from of_rampup
         return  # the other rules need batch sizes
     rules: list[Callable[[], object]] = [
         lambda: _check_length(config),
@@ -113,24 +113,19 @@ def resolve_settings(config: JobConfig, world_size: int | None = None) -> Settin
     Raises:
         ConfigError: rules are broken; one line for each.
     """
-    model: TransformerConfig | None = None
-    layout: Layout | None = None
-    errors = []
-    try:
-        model = model_config(config.model)
-    except ConfigError as error:
-        errors.append(error)
-    try:
-        layout = resolve_layout(config.parallelism, number_of_processes() if world_size is None else world_size)
-    except ConfigError as error:
-        errors.append(error)
-    errors += broken_rules(config, model, layout)
-    errors += _errors_of(
-        [lambda: check_wandb(config.metrics), lambda: _check_gpu(config.cluster.gpu), lambda: _check_float8(config)]
-    )
-    if errors or model is None or layout is None:
+    found: dict[str, Any] = {"model": None, "layout": None}
+    processes = number_of_processes() if world_size is None else world_size
+    errors = [
+        *_errors_of([lambda: found.update(model=model_config(config.model))]),
+        *_errors_of([lambda: found.update(layout=resolve_layout(config.parallelism, processes))]),
+        *broken_rules(config, found["model"], found["layout"]),
+        *_errors_of(
+            [lambda: check_wandb(config.metrics), lambda: _check_gpu(config.cluster.gpu), lambda: _check_float8(config)]
+        ),
+    ]
+    if errors:
         raise all_of(errors)
-    return Settings(config, model, layout)
+    return Settings(config, found["model"], found["layout"])
 
 
 def resolve_for_inference(config: JobConfig, world_size: int) -> tuple[JobConfig, TransformerConfig, Layout]:
@@ -171,15 +166,13 @@ def _check_batches(config: JobConfig, layout: Layout) -> None:
     training = config.training
     unit = training.micro_batch_size * layout.data_parallel
     for size in rampup_batch_sizes(training):
-        if size % unit:
-            key = "global_batch_size" if size == training.global_batch_size else "batch_size_rampup"
-            below = size // unit * unit
-            nearest = f"{below} or {below + unit}" if below else str(unit)
-            problem = (
-                f"a global batch of {size} is not divisible by micro_batch_size × data-parallel size = "
-                f"{training.micro_batch_size} × {layout.data_parallel} = {unit}; use a multiple such as {nearest}"
-            )
-            raise ConfigError(f"training.{key}", getattr(training, key), problem)
+        below = size // unit * unit
+        nearest = f"{below} or {below + unit}" if below else str(unit)
+        problem = (
+            f"a global batch of {size} is not divisible by micro_batch_size × data-parallel size = "
+            f"{training.micro_batch_size} × {layout.data_parallel} = {unit}; use a multiple such as {nearest}"
+        )
+        require(size % unit == 0, *batch_setting(config, size), problem)
     stages, size = len(layout.stage_ranks), training.global_batch_size
     problem = (
         f"gives {size // unit:,} microbatches of {training.micro_batch_size} × {layout.data_parallel} samples in "
@@ -190,9 +183,9 @@ def _check_batches(config: JobConfig, layout: Layout) -> None:
 
 def _check_health(config: JobConfig) -> None:
     health = config.health
-    if health.loss_spike_factor and health.loss_spike_action == "rewind" and not config.checkpoint.enable:
-        problem = 'goes back to a checkpoint; set checkpoint.enable to true or use "skip"'
-        raise ConfigError("health.loss_spike_action", "rewind", problem)
+    problem = 'goes back to a checkpoint; set checkpoint.enable to true or use "skip"'
+    rewinds = health.loss_spike_factor and health.loss_spike_action == "rewind"
+    require(config.checkpoint.enable or not rewinds, "health.loss_spike_action", "rewind", problem)
 
 
 def _check_evaluation(config: JobConfig) -> None:
@@ -216,10 +209,9 @@ def check_predicts_next_token(config: JobConfig, model: TransformerConfig) -> No
 
 
 def _check_precision(config: JobConfig) -> None:
-    dtype = config.training.dtype
-    if dtype in ("float32", "float64") and config.training.reduce_dtype != "float32":
-        problem = f'gradients of {dtype} training are summed in {dtype}; set it to "float32" or change training.dtype'
-        raise ConfigError("training.reduce_dtype", config.training.reduce_dtype, problem)
+    dtype, reduce_dtype = config.training.dtype, config.training.reduce_dtype
+    problem = f'gradients of {dtype} training are summed in {dtype}; set it to "float32" or change training.dtype'
+    require(reduce_dtype == "float32" or "16" in dtype, "training.reduce_dtype", reduce_dtype, problem)
 
 
 def _check_float8(config: JobConfig) -> None:
@@ -263,8 +255,8 @@ def _check_masks(config: JobConfig, model: TransformerConfig) -> None:
         problem = "conversations share a sample and must not see each other; set it to true"
         require(getattr(section, key), f"data.{key}", False, problem)
     for key, what in (("prefix_lm", "a random prefix"), ("eod_mask_loss", "an end of document before an answer")):
-        if is_chat and getattr(section, key):
-            raise ConfigError(f"data.{key}", True, f"{what} would take answers out of the loss; set it to false")
+        problem = f"{what} would take answers out of the loss; set it to false"
+        require(not is_chat or not getattr(section, key), f"data.{key}", True, problem)
     for key in ("reset_position_ids", "reset_attention_mask", "prefix_lm"):
         problem = f"{family} has only {_ATTENTION[model.objective]} attention over whole samples; leave it out"
         require(not getattr(section, key) or model.supports_masks, f"data.{key}", True, problem)
@@ -284,20 +276,14 @@ def _check_sentences(config: JobConfig, model: TransformerConfig) -> None:
     """The head of the first token and the data that trains it go together."""
     objective, dataset, training = config.data.sentence_objective, config.data.dataset, config.training
     head = "pair" if "pair" in model.predictions else "choice" if "choice" in model.predictions else "none"
-    if objective != "none" and head != "pair":
-        problem = 'is for models with a head for pairs; set model.overrides.sentence_head to "pair", or leave it out'
-        if config.model.family != "bert":
-            problem = f'{config.model.family} has no head for pairs of sentences; leave it out, or train "bert"'
-        raise ConfigError("data.sentence_objective", objective, problem)
+    problem = 'needs a head for pairs of sentences; set model.overrides.sentence_head to "pair" (bert), or leave it out'
+    require(objective == "none" or head == "pair", "data.sentence_objective", objective, problem)
     problem = 'nothing trains this head; set data.sentence_objective to "sentence_order" or "next_sentence"'
     require(head != "pair" or objective != "none", "model.overrides.sentence_head", "pair", problem)
-    if (head == "choice") != (dataset == "race"):
-        problem = 'is for models that choose answers; set model.overrides.sentence_head to "choice"'
-        if head == "choice":
-            problem = 'has no questions with answers to choose from, which sentence_head "choice" needs; use "race"'
-        raise ConfigError("data.dataset", dataset, problem)
+    problem = 'race and sentence_head "choice" go together; set model.overrides.sentence_head or data.dataset to that'
+    require((head == "choice") == (dataset == "race"), "data.dataset", dataset, problem)
     problem = f"two sentences take {_SHORTEST_PAIR} tokens; use at least that"
     require(head == "none" or training.seq_len >= _SHORTEST_PAIR, "training.seq_len", training.seq_len, problem)
-    if head == "choice" and training.micro_batch_size % NUM_OPTIONS:
-        problem = f"the {NUM_OPTIONS} options of a question are as many samples of a microbatch; use a multiple"
-        raise ConfigError("training.micro_batch_size", training.micro_batch_size, problem)
+    problem = f"the {NUM_OPTIONS} options of a question are as many samples of a microbatch; use a multiple"
+    divides = head != "choice" or training.micro_batch_size % NUM_OPTIONS == 0
+    require(divides, "training.micro_batch_size", training.micro_batch_size, problem)

@@ -62,9 +62,6 @@ def host_memory_bytes() -> int:
     return min(limits if of_process == resource.RLIM_INFINITY else [*limits, of_process])
 
 
-_LARGE = ("hidden_size", "num_layers", "ffn_hidden_size", "vocab_size", "vocab_multiple", "max_seq_len")
-
-
 @dataclass(frozen=True)
 class Run(Settings):
     """A run whose settings, data and folders have been checked."""
@@ -107,9 +104,8 @@ def check_folders(config: JobConfig, model: TransformerConfig, make: bool) -> No
     resumes = False
     if config.checkpoint.enable:
         resumes = check_checkpoints(config, model, checkpoint_folder(config), make)
-    elif config.checkpoint.load_step is not None:
-        problem = "is only read by a run with checkpoint.enable; set that to true or leave this out"
-        raise ConfigError("checkpoint.load_step", config.checkpoint.load_step, problem)
+    load_step, problem = config.checkpoint.load_step, "is only read by a run with checkpoint.enable; leave it out"
+    require(config.checkpoint.enable or load_step is None, "checkpoint.load_step", load_step, problem)
     if not resumes:
         check_initial_weights(config, model)
 
@@ -126,12 +122,11 @@ def select_device(dtype: str, float8: bool = False) -> torch.device:
     problem = f"this machine has {found} GPUs; start at most that many processes on it"
     require(local_rank < found, "torchrun --nproc_per_node", environment_number("LOCAL_WORLD_SIZE", 1), problem)
     device = torch.device("cuda", local_rank)
-    if dtype == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
-        name = torch.cuda.get_device_name(device)
-        raise ConfigError("training.dtype", dtype, f'{name} has no bfloat16 arithmetic; use "float16" or "float32"')
-    if float8 and torch.cuda.get_device_capability(device) < (8, 9):
-        problem = "has no float8 arithmetic, which takes compute capability 8.9 or above (Ada, Hopper); set it to false"
-        raise ConfigError("float8.enable", True, f"{torch.cuda.get_device_name(device)} {problem}")
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    problem = f'{name} has no bfloat16 arithmetic; use "float16" or "float32"'
+    require(dtype != "bfloat16" or capability >= (8, 0), "training.dtype", dtype, problem)
+    problem = f"{name} has no float8 arithmetic, which takes compute capability 8.9 (Ada, Hopper); set it to false"
+    require(not float8 or capability >= (8, 9), "float8.enable", True, problem)
     return device
 
 
@@ -143,10 +138,8 @@ def _check_memory(settings: Settings, saved: int) -> None:
     """
     section, num_parameters = settings.config.model, settings.model.num_parameters()
     needed, there = saved + 4 * num_parameters, host_memory_bytes()
-    if needed > there:
-        problem = (
-            f"its {num_parameters / 1e9:.4g} billion parameters take {needed / 2**30:.4g} GiB with gradients "
-            f"and optimizer state, but this machine has {there / 2**30:.3g} GiB of memory; choose a smaller model"
-        )
-        key = next((f"model.overrides.{name}" for name in _LARGE if name in section.overrides), "model.flavor")
-        raise ConfigError(key, section.overrides.get(key.rpartition(".")[2], section.flavor), problem)
+    problem = (
+        f"its {num_parameters / 1e9:.4g} billion parameters take {needed / 2**30:.4g} GiB with gradients "
+        f"and optimizer state, but this machine has {there / 2**30:.3g} GiB of memory; choose a smaller model"
+    )
+    require(needed <= there, "model.flavor", section.flavor, problem)

@@ -10,13 +10,11 @@ import signal
 import threading
 import time
 from contextlib import suppress
-from types import FrameType
 
 from titan_like.data.unfinished import remove_unfinished
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _SAME_REQUEST = 5.0  # seconds
-_TIME_TO_PARK = 0.2  # seconds
 
 
 class StopSignals:
@@ -43,7 +41,6 @@ class StopSignals:
         self._only_noted: set[int] = set()
         self._pipe = (-1, -1)
         self._wakeup_before = -1
-        self._is_parked = threading.Event()
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is not threading.main_thread():
@@ -55,7 +52,7 @@ class StopSignals:
         ignored = {number for number in STOP_SIGNALS if signal.getsignal(number) is signal.SIG_IGN}
         self._only_noted = {int(number) for number in ignored - {signal.SIGINT}}
         self._before = {
-            number: signal.signal(number, self._hold_main_thread)
+            number: signal.signal(number, lambda *_: None)  # the thread acts
             for number in STOP_SIGNALS
             if number not in ignored or number != signal.SIGHUP
         }
@@ -87,7 +84,6 @@ class StopSignals:
     def _receive(self, number: int) -> None:
         name = signal.Signals(number).name
         if self._ends_at_once(number):
-            self._is_parked.wait(_TIME_TO_PARK)  # no longer: the main thread may be in C code, which writes no files
             with suppress(Exception):
                 remove_unfinished()
             self._end(number, f"ended by {name} before the first step was done")
@@ -113,14 +109,6 @@ class StopSignals:
             with suppress(OSError):
                 os.write(2, f"{line}\n".encode())  # not sys.stderr, whose lock the main thread may hold
         os._exit(128 + number)
-
-    def _hold_main_thread(self, number: int, _frame: FrameType | None) -> None:
-        """Keep the main thread from writing and printing while the signal thread ends the process."""
-        if not self._ends_at_once(number):
-            return
-        self._is_parked.set()
-        while True:
-            time.sleep(60)
 
     def _ends_at_once(self, number: int) -> bool:
         return not self.can_save and number not in self._only_noted

@@ -28,7 +28,6 @@ from titan_like.metrics.run_files import METRICS_FILE, lacks_validation
 from titan_like.metrics.writers import build_writers
 from titan_like.optim.optimizer import update
 from titan_like.optim.schedule import describe_warmup, lr_factor, schedule_step
-from titan_like.parallel.compile_cache import CompileCache
 from titan_like.parallel.expert_balance import FIGURES
 from titan_like.parallel.layout import method_of
 from titan_like.parallel.model import ModelOutput, sum_gradients_of_copies
@@ -64,9 +63,8 @@ class Trainer(ValidatedState):
             self.console.print(f" lr_scheduler counts steps of {self.schedule_batch_size} samples")
         if told := run.datasets["train"].described(config.training.micro_batch_size, self.dp_size):
             self.console.print(f" {told}")
-        self.compile_cache = CompileCache(config, run.model, run.device) if config.compile.enable else None
-        if self.compile_cache is not None and (told := self.compile_cache.describe_work()):
-            self.console.print(f" {told}")
+        if config.compile.enable:
+            self.console.print(" compiling the layers takes about half a minute the first time")
         self.profiler = StepProfiler(config, self.mesh, self.pipeline, run.device, self.console.print)
         # A signal or a failure may have ended the validation after the checkpoint's step.
         validates, metrics = self.step > 0 and self._validates(), Path(config.job.dump_folder, METRICS_FILE)
@@ -265,8 +263,6 @@ class Trainer(ValidatedState):
         self.stop_signal = int(values.stop_signal)
         if not values.is_saving:
             self.finish_save()
-        if self.compile_cache is not None and issued.step == self.start_step + 2:
-            self.compile_cache.note_done()
         return StepRecord(
             step=issued.step,
             loss=values.loss,

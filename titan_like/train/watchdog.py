@@ -54,7 +54,7 @@ class Watchdog:
     If a rank makes no progress for ``timeout`` seconds, because it hangs or waits for one that does, stderr names the
     rank at fault and the process ends with exit code 1. torchrun can then restart the job. Only stuck ranks look at the
     others, and a rank that makes progress is never named, so a job whose steps advance is never ended. The thread
-    survives any error except the loss of the store.
+    goes on after any error except the loss of the store.
 
     Use it as a context manager. A timeout of 0 switches it off.
     """
@@ -117,7 +117,7 @@ class Watchdog:
                 if not self._ended.wait(self.period):
                     self._end_process("the process that hosts the job's store is gone: rank 0, or its node")
             except Exception as error:
-                self._log_once("check the other ranks", error)
+                self._log_once(error)
 
     def _send_heartbeat(self, failure: str | None = None, failed_at: str = "", tells_failure: bool = False) -> None:
         now = self._clock()
@@ -139,28 +139,20 @@ class Watchdog:
         return self._awake
 
     def _current_progress(self) -> object:
-        """A value that changes when this rank makes progress. If that cannot be determined, it always changes."""
-        try:
-            self._step, work = self.progress()
-            if not self.is_starting():
-                return self._step, work
-            frame = sys._current_frames().get(self._main)
-            return self._step, work, frame and (id(frame.f_code), frame.f_lasti)
-        except Exception as error:
-            self._log_once("read the rank's progress", error)
-            return object()
+        """A value that changes when this rank makes progress."""
+        self._step, work = self.progress()
+        if not self.is_starting():
+            return self._step, work
+        frame = sys._current_frames().get(self._main)
+        return self._step, work, frame and (id(frame.f_code), frame.f_lasti)
 
     def _current_position(self) -> tuple[str, bool]:
-        try:
-            # Never keep the dictionary of frames in a variable. It contains this function's own frame, and that cycle
-            # would keep the main thread's frames, with all their tensors, alive until Python's cycle collector runs.
-            where, waits = position(sys._current_frames().get(self._main))
-            for thread in threading.enumerate():
-                if thread.name == "checkpoint":  # it may be the one that hangs
-                    where += f", its save at {position(sys._current_frames().get(thread.ident or 0))[0]}"
-        except Exception as error:
-            self._log_once("find where the rank is", error)
-            return "an unknown place", False
+        # Never keep the dictionary of frames in a variable. It contains this function's own frame, and that cycle would
+        # keep the main thread's frames, with all their tensors, alive until Python's cycle collector runs.
+        where, waits = position(sys._current_frames().get(self._main))
+        for thread in threading.enumerate():
+            if thread.name == "checkpoint":  # it may be the one that hangs
+                where += f", its save at {position(sys._current_frames().get(thread.ident or 0))[0]}"
         return where, waits
 
     def _look_at_others(self) -> None:
@@ -216,12 +208,11 @@ class Watchdog:
                 return find_fault(self.size, before, after)
         return None
 
-    def _log_once(self, what: str, error: Exception) -> None:
-        kind = f"{what} ({type(error).__name__})"
-        if kind not in self._logged:
+    def _log_once(self, error: Exception) -> None:
+        if (kind := type(error).__name__) not in self._logged:
             self._logged.add(kind)
             with suppress(Exception):
-                print(f"the watchdog of rank {self.rank} could not {kind}: {error}", file=sys.stderr, flush=True)
+                print(f"the watchdog of rank {self.rank} failed ({kind}): {error}", file=sys.stderr, flush=True)
 
     def _end_process(self, report: str) -> None:
         if report:
@@ -266,8 +257,7 @@ def find_fault(
 def position(frame: FrameType | None) -> tuple[str, bool]:
     """Where in this package's code a thread is, as text, and whether it waits there for other processes.
 
-    It reads no file, because that might hang on the same storage as the thread. A frame between two source lines, such
-    as at a function's entry, has no line number; the function's first line stands in for it.
+    It reads no file, because that might hang on the same storage as the thread.
     """
     stack = []  # innermost first; only code and lines, because keeping frames would keep their tensors alive
     while frame is not None:
@@ -289,11 +279,10 @@ def _place(stack: Sequence[tuple[CodeType, int | None]]) -> tuple[str, bool]:
         is_ours = file.startswith(_PACKAGE + os.sep)
         waits = waits or "torch/distributed" in file or (is_ours and any(n.startswith(_WAITING) for n in code.co_names))
         if is_ours:
-            place = f"{Path(file).relative_to(Path(_PACKAGE).parent)}:{line or code.co_firstlineno} in {code.co_name}"
+            place = f"{Path(file).relative_to(Path(_PACKAGE).parent)}:{line} in {code.co_name}"
             inner, inner_line = stack[0]
             if inner is not code and "torch" not in inner.co_filename:
-                number = inner_line or inner.co_firstlineno
-                place += f" ({Path(inner.co_filename).name}:{number} in {inner.co_name})"
+                place += f" ({Path(inner.co_filename).name}:{inner_line} in {inner.co_name})"
             return place, waits
     return "an unknown place", waits
 

@@ -151,8 +151,8 @@ def backward_ring_stands_still() -> Iterator[None]:
 @bug(cp_attention, "_blocks")
 def last_step_of_the_ring_skipped(original: Any, *args: Any) -> Iterator[Any]:
     """The block that arrives last is not attended to."""
-    *_, size, rank, source = args
-    return original(*args) if (source - rank - 1) % size else iter(())
+    *_, how, source = args
+    return original(*args) if (source - how.rank - 1) % how.size else iter(())
 
 
 @bug(cp_attention, "_merge")
@@ -165,10 +165,10 @@ def denominators_merged_in_bfloat16(
 
 @bug(cp_attention, "_blocks")
 def bidirectional_ring_skips_later_chunks(
-    original: Any, length: int, first: Any, end: Any, is_causal: bool, size: int, rank: int, source: Any
+    original: Any, length: int, ranges: Any, how: Any, source: Any
 ) -> Iterator[Any]:
     """Without a mask, queries still see no chunk after their own, as balanced causal attention has it."""
-    for block in original(length, first, end, True, size, rank, source):
+    for block in original(length, ranges, how._replace(is_causal=True), source):
         yield block._replace(is_causal=False)
 
 

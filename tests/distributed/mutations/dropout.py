@@ -11,7 +11,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.distributed.mutations import bug
@@ -32,10 +31,10 @@ def same_dropout_everywhere() -> Iterator[None]:
         yield
 
 
-@bug(tensor_styles.SplitHeads, "run")
-def same_dropout_in_all_heads(_: Any, _style: Any, module: Any, *inputs: torch.Tensor) -> torch.Tensor:
+@bug(tensor_styles.SplitHeads, "forward")
+def same_dropout_in_all_heads(_: Any, self: Any, *inputs: torch.Tensor) -> torch.Tensor:
     """Tensor-parallel processes drop the same probabilities of attention, each in its own heads."""
-    return module.whole.forward(module, *inputs)
+    return super(tensor_styles.SplitHeads, self).forward(*inputs)
 
 
 @bug(activation_checkpoint, "checkpoint")
@@ -44,11 +43,17 @@ def dropout_drawn_anew_in_recomputation(original: Any, *args: Any, **options: An
     return original(*args, **options | {"preserve_rng_state": False})
 
 
-@bug(tensor_styles.SplitHeads, "_apply")
-def dropout_halved_in_split_attention(original: Any, self: Any, module: Any, mesh: DeviceMesh) -> nn.Module:
+@contextmanager
+def dropout_halved_in_split_attention() -> Iterator[None]:
     """Under tensor parallelism attention drops half as much."""
-    module.dropout /= 2
-    return original(self, module, mesh)
+    split = tensor_styles.SplitHeads.split
+
+    def halve(module: Any, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+        module.dropout /= 2
+        split(module, mesh, sequence_parallel)
+
+    with patch.object(tensor_styles.SplitHeads, "split", halve):
+        yield
 
 
 @bug(Transformer, "keep_stage")

@@ -15,7 +15,6 @@ from titan_like.models.layers import positions
 from titan_like.models.layers.positions import RelativeBias
 from titan_like.models.t5.model import T5, EncoderLayer, LayerInputs
 from titan_like.parallel import tensor_styles
-from titan_like.parallel.collectives import Group
 
 
 @bug(positions, "bucket_of")
@@ -82,16 +81,14 @@ def parts_not_shared_out_alike(
 def gradient_of_the_encoder_s_output_not_summed() -> Iterator[None]:
     """Each tensor-parallel process passes the gradient of its own heads' keys and values to the encoder."""
 
-    with patch.object(tensor_styles.CrossRegion, "run", tensor_styles.Region.run):
+    with patch.object(tensor_styles.CrossRegion, "forward", tensor_styles.Region.forward):
         yield
 
 
 @bug(tensor_styles.HeadTable, "forward")
-def biases_of_other_heads(
-    original: Any, self: Any, module: nn.Embedding, group: Group, rows: torch.Tensor
-) -> torch.Tensor:
+def biases_of_other_heads(original: Any, self: Any, rows: torch.Tensor) -> torch.Tensor:
     """Each tensor-parallel process takes the biases of its heads in reverse."""
-    return original(self, module, group, rows).flip(-1)
+    return original(self, rows).flip(-1)
 
 
 @bug(T5, "layer_inputs")

@@ -36,7 +36,7 @@ def bias_in_the_weights(original: Any, self: Router, *arguments: Any) -> Routing
     """What is added to the scores for the choice is part of the weights too."""
     found = original(self, *arguments)
     assert self.bias is not None
-    counts, chosen = found.ends.diff(prepend=found.ends.new_zeros(1)), torch.empty_like(found.order)
+    counts, chosen = found.offsets.diff(prepend=found.offsets.new_zeros(1)), torch.empty_like(found.order)
     chosen[found.order] = torch.arange(len(counts)).repeat_interleave(counts)
     return found._replace(weights=found.weights + self.bias[chosen].view_as(found.weights))
 
@@ -169,14 +169,15 @@ def experts_gradients_doubled() -> Iterator[None]:
 @contextmanager
 def routers_not_summed_over_tensor_ranks() -> Iterator[None]:
     """A tensor-parallel rank's router learns from its own part of the sequence alone."""
-    with patch.object(tensor_styles.RouterStyle, "partial_gradients", ()):
+    with patch.object(tensor_styles.ReplicatedRouter, "partial_gradients", ()):
         yield
 
 
-@bug(tensor_styles.RouterStyle, "forward")
-def padding_of_the_first_rank(original: Any, self: Any, module: Any, group: Any, *inputs: Any) -> Any:
+@bug(tensor_styles.ReplicatedRouter, "forward")
+def padding_of_the_first_rank(original: Any, self: Any, *inputs: Any) -> Any:
     """Every tensor-parallel rank takes the first rank's part of the padding for its own."""
-    return original(self, module, SimpleNamespace(size=group.size, rank=0), *inputs)
+    with patch.object(self, "tensor_group", SimpleNamespace(size=self.tensor_group.size, rank=0)):
+        return original(self, *inputs)
 
 
 @bug(DataParallel, "__init__")
@@ -202,10 +203,10 @@ def _sorts_only(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) 
 def empty_experts_left_out(original: Any, *arguments: Any) -> Any:
     """The experts after one without rows get those of the next."""
     found = original(*arguments)
-    filled = found.ends.unique_consecutive()
+    filled = found.offsets.unique_consecutive()
     filled = filled[filled > 0]
-    last = filled[-1:].expand(len(found.ends) - len(filled))
-    return found._replace(ends=torch.cat((filled, last)))
+    last = filled[-1:].expand(len(found.offsets) - len(filled))
+    return found._replace(offsets=torch.cat((filled, last)))
 
 
 @contextmanager
@@ -228,8 +229,8 @@ def balance_times_expert_ranks() -> Iterator[None]:
 
 @bug(shared_experts, "all_to_all_rows")
 def experts_of_the_wrong_rank(
-    original: Any, x: torch.Tensor, sent: list[int], received: list[int], group: Any
+    original: Any, x: torch.Tensor, input_splits: list[int], output_splits: list[int], group: Any
 ) -> torch.Tensor:
     """Rows are sent to the ranks in reverse."""
-    parts = original(x, sent, received, group).split(received)
+    parts = original(x, input_splits, output_splits, group).split(output_splits)
     return torch.cat(parts[::-1]) if group.rank else torch.cat(parts)

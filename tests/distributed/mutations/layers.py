@@ -25,18 +25,16 @@ from titan_like.parallel.split import StageLayers
 
 
 @bug(tensor_styles.RowLinear, "forward")
-def row_bias_added_by_each(original: Any, self: Any, module: nn.Linear, group: Group, x: torch.Tensor) -> torch.Tensor:
+def row_bias_added_by_each(original: Any, self: Any, x: torch.Tensor) -> torch.Tensor:
     """Every tensor-parallel process adds the bias to its part of the sum."""
-    result = original(self, module, group, x)
-    return result if module.bias is None else result + (group.size - 1) * tensor_styles.local(module.bias)
+    result = original(self, x)
+    return result if self.bias is None else result + (self.tensor_group.size - 1) * tensor_styles.local(self.bias)
 
 
 @bug(tensor_styles.RowLinear, "forward")
-def row_sum_too_large_in_half_types(
-    original: Any, self: Any, module: nn.Linear, group: Group, x: torch.Tensor
-) -> torch.Tensor:
+def row_sum_too_large_in_half_types(original: Any, self: Any, x: torch.Tensor) -> torch.Tensor:
     """In half types the sum over tensor-parallel processes is a tenth too large."""
-    result = original(self, module, group, x)
+    result = original(self, x)
     return result * 1.1 if result.dtype.itemsize == 2 else result
 
 
@@ -88,13 +86,18 @@ def softmax_of_own_vocabulary(original: Any, x: torch.Tensor, dim: int, group: G
     return gathered
 
 
-@bug(tensor_styles.SplitHeads, "_apply")
-def key_heads_of_the_next_group(original: Any, self: Any, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+@contextmanager
+def key_heads_of_the_next_group() -> Iterator[None]:
     """Under tensor parallelism queries meet the keys and values of another group of heads."""
-    original(self, module, mesh)
-    forward = module.forward
-    transformer.replace_forward(module, lambda q, k, v, *mask: forward(q, k.roll(1, 1), v.roll(1, 1), *mask))
-    return module
+    split = tensor_styles.SplitHeads.split
+
+    def roll(module: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+        split(module, mesh, sequence_parallel)
+        forward = module.forward
+        transformer.replace_forward(module, lambda q, k, v, *mask: forward(q, k.roll(1, 1), v.roll(1, 1), *mask))
+
+    with patch.object(tensor_styles.SplitHeads, "split", roll):
+        yield
 
 
 @bug(tensor_styles, "all_gather")

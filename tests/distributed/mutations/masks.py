@@ -19,7 +19,6 @@ from titan_like.models.layers import interval_attention
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.transformer import Transformer
-from titan_like.parallel.collectives import Group
 from titan_like.parallel.context import CPShard
 from titan_like.parallel.tensor_styles import PositionEmbedding
 from titan_like.torch_private import is_in_backward_pass
@@ -56,13 +55,11 @@ def recomputation_attends_causally(
 
 
 @bug(PositionEmbedding, "forward")
-def first_part_of_positions_everywhere(
-    original: Any, self: PositionEmbedding, module: Any, group: Group, positions: torch.Tensor
-) -> torch.Tensor:
+def first_part_of_positions_everywhere(original: Any, self: PositionEmbedding, positions: torch.Tensor) -> torch.Tensor:
     """Under sequence parallelism every process looks up the positions of the sequence's first part."""
-    first = positions[..., : positions.shape[-1] // group.size]
-    positions = torch.cat([first] * group.size, -1) if self.sequence_parallel else positions
-    return original(self, module, group, positions)
+    size = self.tensor_group.size
+    first = positions[..., : positions.shape[-1] // size]
+    return original(self, torch.cat([first] * size, -1) if self.sequence_parallel else positions)
 
 
 @bug(AttentionCore, "forward")

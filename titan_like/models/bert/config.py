@@ -6,15 +6,15 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from titan_like.models.config import TransformerConfig
+from titan_like.models.gpt.config import GPTConfig
 
 
-class BertConfig(TransformerConfig):
+class BertConfig(GPTConfig):
     """The shape of BERT (arXiv 1810.04805) and Megatron-LM's BERT models (arXiv 1909.08053)."""
 
     objective: ClassVar = "mlm"
+    supports_masks: ClassVar[bool] = False
     not_in_weights: ClassVar = frozenset({"init_std", "dropout", "sentence_head"})
-    dropout: float = Field(0.0, ge=0, lt=1, description="dropout of embeddings, attention and residual branches")
     num_token_types: int = Field(
         2, gt=0, description="rows of the token-type table; the second is for the second of two sentences"
     )

@@ -16,6 +16,8 @@ from titan_like.models.hugging_face import (
     RefusedError,
     Stored,
     fused,
+    linear,
+    norm,
     read_fields,
     validated,
     whole,
@@ -56,43 +58,36 @@ def stored_parameters(config: BertConfig) -> Iterator[Stored]:
     hidden, ffn, vocab, padded = config.hidden_size, config.ffn_hidden_size, config.vocab_size, config.padded_vocab_size
     table, decoder, is_post = (padded, hidden), "cls.predictions.decoder", config.norm_placement == "post"
 
-    def norm(ours: str, theirs: str) -> Iterator[Stored]:
-        yield from (whole(f"{ours}.{part}", f"{theirs}.{part}", (hidden,)) for part in ("weight", "bias"))
-
-    def linear(ours: str, theirs: str, out: int, inputs: int) -> Iterator[Stored]:
-        yield whole(f"{ours}.weight", f"{theirs}.weight", (out, inputs))
-        yield whole(f"{ours}.bias", f"{theirs}.bias", (out,))
-
     tied = f"{decoder}.weight" if config.tied_embeddings else None
     yield whole("embedding.weight", _TABLE, table, vocab, copy=tied)
     for name, rows in (("position", config.max_seq_len), ("token_type", config.num_token_types)):
         yield whole(f"{name}_embedding.weight", f"bert.embeddings.{name}_embeddings.weight", (rows, hidden))
     if is_post:
-        yield from norm("embedding_norm", "bert.embeddings.LayerNorm")
+        yield from norm("embedding_norm", "bert.embeddings.LayerNorm", hidden)
     for layer in range(config.num_layers):
         ours, theirs = f"layers.{layer}", f"bert.encoder.layer.{layer}"
         # The same norm stands after the branch in BERT and before it in Megatron-BERT, under different names.
         after_attention, after_mlp = f"{theirs}.attention.output.LayerNorm", f"{theirs}.output.LayerNorm"
         before_attention, before_mlp = f"{theirs}.attention.ln", f"{theirs}.ln"
-        yield from norm(f"{ours}.attention_norm", after_attention if is_post else before_attention)
+        yield from norm(f"{ours}.attention_norm", after_attention if is_post else before_attention, hidden)
         for part, columns in (("weight", (hidden,)), ("bias", ())):
             query, key, value = (f"{theirs}.attention.self.{name}.{part}" for name in ("query", "key", "value"))
             yield fused(config, f"{ours}.attention.qkv.{part}", columns, (query, key, value))
-        yield from linear(f"{ours}.attention.proj", f"{theirs}.attention.output.dense", hidden, hidden)
-        yield from norm(f"{ours}.mlp_norm", after_mlp if is_post else before_mlp)
-        yield from linear(f"{ours}.mlp.fc1", f"{theirs}.intermediate.dense", ffn, hidden)
-        yield from linear(f"{ours}.mlp.fc2", f"{theirs}.output.dense", hidden, ffn)
+        yield from linear(f"{ours}.attention.proj", f"{theirs}.attention.output.dense", (hidden, hidden))
+        yield from norm(f"{ours}.mlp_norm", after_mlp if is_post else before_mlp, hidden)
+        yield from linear(f"{ours}.mlp.fc1", f"{theirs}.intermediate.dense", (ffn, hidden))
+        yield from linear(f"{ours}.mlp.fc2", f"{theirs}.output.dense", (hidden, ffn))
     if not is_post:
-        yield from norm("norm", "bert.encoder.ln")
+        yield from norm("norm", "bert.encoder.ln", hidden)
     if config.sentence_head != "none":
-        yield from linear("pooler", "bert.pooler.dense", hidden, hidden)
+        yield from linear("pooler", "bert.pooler.dense", (hidden, hidden))
     if config.sentence_head == "pair":
-        yield from linear("pair", "cls.seq_relationship", 2, hidden)
+        yield from linear("pair", "cls.seq_relationship", (2, hidden))
     if config.sentence_head == "choice":
-        yield from linear("choice", "classifier", 1, hidden)
+        yield from linear("choice", "classifier", (1, hidden))
         return
-    yield from linear("transform.dense", "cls.predictions.transform.dense", hidden, hidden)
-    yield from norm("transform.norm", "cls.predictions.transform.LayerNorm")
+    yield from linear("transform.dense", "cls.predictions.transform.dense", (hidden, hidden))
+    yield from norm("transform.norm", "cls.predictions.transform.LayerNorm", hidden)
     if not config.tied_embeddings:
         yield whole("output.weight", f"{decoder}.weight", table, vocab)
     yield whole("output_bias.bias", "cls.predictions.bias", (padded,), vocab, copy=f"{decoder}.bias")

@@ -14,39 +14,23 @@ from torch import nn
 
 from titan_like.models.bert.config import BertConfig
 from titan_like.models.config import NUM_OPTIONS
-from titan_like.models.layers.attention import SelfAttention
+from titan_like.models.gpt.model import GPTLayer
 from titan_like.models.layers.cross_entropy import IGNORED_LABEL
 from titan_like.models.layers.key_ranges import KeyRanges
-from titan_like.models.layers.mlp import GeluMLP
 from titan_like.models.transformer import Labels, Transformer
 
 
-class BertLayer(nn.Module):
-    """Attention and MLP, each in a residual branch with dropout. The norms are in the branches, or after the sums."""
+class BertLayer(GPTLayer):
+    """GPT's layer with attention from both sides and exact GELU. The norms are in the branches, or after the sums."""
 
     def __init__(self, config: BertConfig) -> None:
-        super().__init__()
-        hidden = config.hidden_size
-        self.dropout = config.dropout
+        super().__init__(config, is_causal=False, approximate="none")
         self.norms_first = config.norm_placement == "pre"
-        self.attention_norm = nn.LayerNorm(hidden, config.norm_eps)
-        self.attention = SelfAttention(
-            hidden,
-            config.num_attention_heads,
-            config.num_kv_heads,
-            bias=True,
-            dropout=config.dropout,
-            is_causal=False,
-        )
-        self.mlp_norm = nn.LayerNorm(hidden, config.norm_eps)
-        self.mlp = GeluMLP(hidden, config.ffn_hidden_size, approximate="none")
 
     def forward(self, x: torch.Tensor, document_mask: KeyRanges | None = None) -> torch.Tensor:
-        """[batch, seq, hidden] → [batch, seq, hidden]; every token sees all others without ``document_mask``."""
+        """As in the base class."""
         if self.norms_first:
-            attended = self.attention(self.attention_norm(x), None, document_mask)
-            x = x + F.dropout(attended, self.dropout, self.training)
-            return x + F.dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)
+            return super().forward(x, document_mask)
         x = self.attention_norm(x + F.dropout(self.attention(x, None, document_mask), self.dropout, self.training))
         return self.mlp_norm(x + F.dropout(self.mlp(x), self.dropout, self.training))
 

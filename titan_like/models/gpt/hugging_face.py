@@ -8,7 +8,17 @@ from typing import Any
 
 from titan_like.models.config import TransformerConfig
 from titan_like.models.gpt.config import GPTConfig
-from titan_like.models.hugging_face import Fields, Stored, fused, read_fields, validated, whole, written_fields
+from titan_like.models.hugging_face import (
+    Fields,
+    Stored,
+    fused,
+    linear,
+    norm,
+    read_fields,
+    validated,
+    whole,
+    written_fields,
+)
 
 MODEL_TYPE = "gpt2"
 ARCHITECTURE = "GPT2LMHeadModel"
@@ -38,18 +48,14 @@ def stored_parameters(config: GPTConfig) -> Iterator[Stored]:
     yield whole("position_embedding.weight", "transformer.wpe.weight", (config.max_seq_len, hidden))
     for layer in range(config.num_layers):
         ours, theirs = f"layers.{layer}", f"transformer.h.{layer}"
-        for norm, ln in (("attention_norm", "ln_1"), ("mlp_norm", "ln_2")):
-            yield from (whole(f"{ours}.{norm}.{p}", f"{theirs}.{ln}.{p}", (hidden,)) for p in ("weight", "bias"))
+        yield from norm(f"{ours}.attention_norm", f"{theirs}.ln_1", hidden)
+        yield from norm(f"{ours}.mlp_norm", f"{theirs}.ln_2", hidden)
         for part, columns in (("weight", (hidden,)), ("bias", ())):
             yield fused(config, f"{ours}.attention.qkv.{part}", columns, (f"{theirs}.attn.c_attn.{part}",), True)
-        for linear, conv, shape in (
-            ("attention.proj", "attn.c_proj", (hidden, hidden)),
-            ("mlp.fc1", "mlp.c_fc", (ffn, hidden)),
-            ("mlp.fc2", "mlp.c_proj", (hidden, ffn)),
-        ):
-            yield whole(f"{ours}.{linear}.weight", f"{theirs}.{conv}.weight", shape, is_transposed=True)
-            yield whole(f"{ours}.{linear}.bias", f"{theirs}.{conv}.bias", shape[:1])
-    yield from (whole(f"norm.{part}", f"transformer.ln_f.{part}", (hidden,)) for part in ("weight", "bias"))
+        yield from linear(f"{ours}.attention.proj", f"{theirs}.attn.c_proj", (hidden, hidden), is_transposed=True)
+        yield from linear(f"{ours}.mlp.fc1", f"{theirs}.mlp.c_fc", (ffn, hidden), is_transposed=True)
+        yield from linear(f"{ours}.mlp.fc2", f"{theirs}.mlp.c_proj", (hidden, ffn), is_transposed=True)
+    yield from norm("norm", "transformer.ln_f", hidden)
     if not config.tied_embeddings:
         yield whole("output.weight", head, table, vocab)
 

@@ -16,19 +16,18 @@ from titan_like.models.transformer import Transformer
 class GPTLayer(nn.Module):
     """Pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)), with dropout on each branch."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, is_causal: bool = True, approximate: str = "tanh") -> None:
+        """``approximate`` is GELU's."""
         super().__init__()
-        hidden = config.hidden_size
-        self.dropout = config.dropout
+        hidden, heads, dropout = config.hidden_size, (config.num_attention_heads, config.num_kv_heads), config.dropout
+        self.dropout = dropout
         self.attention_norm = nn.LayerNorm(hidden, config.norm_eps)
-        self.attention = SelfAttention(
-            hidden, config.num_attention_heads, config.num_kv_heads, bias=True, dropout=config.dropout
-        )
+        self.attention = SelfAttention(hidden, *heads, bias=True, dropout=dropout, is_causal=is_causal)
         self.mlp_norm = nn.LayerNorm(hidden, config.norm_eps)
-        self.mlp = GeluMLP(hidden, config.ffn_hidden_size)
+        self.mlp = GeluMLP(hidden, config.ffn_hidden_size, approximate)
 
     def forward(self, x: torch.Tensor, document_mask: KeyRanges | None = None) -> torch.Tensor:
-        """[batch, seq, hidden] → [batch, seq, hidden]; causal without ``document_mask``."""
+        """[batch, seq, hidden] → [batch, seq, hidden]; without ``document_mask`` causal, or all tokens see all."""
         attended = self.attention(self.attention_norm(x), None, document_mask)
         x = x + F.dropout(attended, self.dropout, self.training)
         return x + F.dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)

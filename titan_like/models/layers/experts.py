@@ -31,7 +31,7 @@ class Routing(NamedTuple):
 
     weights: torch.Tensor  # [n, k], at least float32
     order: torch.Tensor  # int64 [n · k], the choices sorted by expert, in the order of the tokens within each
-    ends: torch.Tensor  # int32 [E], where each expert's choices end in this order
+    offsets: torch.Tensor  # int32 [E], ends of each expert's choices in this order
 
 
 class Router(nn.Module):
@@ -87,25 +87,25 @@ class Router(nn.Module):
         weights = weights * config.routed_scaling
         by_expert, order = experts.flatten().sort(stable=True)
         numbers = torch.arange(config.num_experts, device=x.device)
-        ends = torch.searchsorted(by_expert, numbers, right=True)
-        routing = Routing(weights, order, ends.to(torch.int32))
+        offsets = torch.searchsorted(by_expert, numbers, right=True)
+        routing = Routing(weights, order, offsets.to(torch.int32))
         return self._with_losses(routing, logits, scores, padding_mask) if self.training else routing
 
     def _with_losses(
         self, routing: Routing, logits: torch.Tensor, scores: torch.Tensor, padding_mask: torch.Tensor | None
     ) -> Routing:
         """Count the choice, and let the backward pass of the weights also compute the losses' gradients."""
-        config, ends = self.config, routing.ends
+        config, offsets = self.config, routing.offsets
         shares = scores if config.router_score == "softmax" else scores / scores.sum(1, keepdim=True)
         squares = logits.logsumexp(1).square()
         if padding_mask is not None:
             is_padding = padding_mask.flatten()
             shares, squares = shares.masked_fill(is_padding[:, None], 0), squares.masked_fill(is_padding, 0)
-            ends = F.pad((~is_padding)[routing.order // config.experts_per_token].cumsum(0), (1, 0))[ends]
+            offsets = F.pad((~is_padding)[routing.order // config.experts_per_token].cumsum(0), (1, 0))[offsets]
         balance = config.num_experts * (shares.sum(0) @ self.load.to(shares.dtype))
         z = squares.sum()
         with torch.no_grad():
-            self.counts.add_(ends.diff(prepend=ends.new_zeros(1)))
+            self.counts.add_(offsets.diff(prepend=offsets.new_zeros(1)))
             self.loss_sums.add_(torch.stack((balance, z)))
         loss = config.z_loss_coefficient * z
         if config.balance == "auxiliary":
@@ -184,18 +184,18 @@ class ExpertLinear(nn.Module):
         self.elements_per_token = config.experts_per_token * in_features * out_features
         self.weight = nn.Parameter(torch.empty(config.num_experts * out_features, in_features))
 
-    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """[rows, in], sorted by expert, and where each expert's rows end, int32 [E] → [rows, out].
+    def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """[rows, in], sorted by expert, and ends of each expert's rows, int32 [E] → [rows, out].
 
-        ``ends`` may be on the host unless `is_one_product`.
+        ``offsets`` may be on the host unless `is_one_product`.
         """
         weight = self.matrices()
         if self.is_one_product(x.dtype):
-            return grouped_product(x, weight.transpose(1, 2), ends)
-        return expert_product(x, weight, ends)
+            return grouped_product(x, weight.transpose(1, 2), offsets)
+        return expert_product(x, weight, offsets)
 
     def is_one_product(self, dtype: torch.dtype) -> bool:
-        """Whether all experts' products are one kernel, which reads on the device where each expert's rows end."""
+        """Whether all experts' products are one kernel, which reads on the device ends of each expert's rows."""
         # torch's grouped product needs rows of whole 16 bytes, and can be compiled in no other type.
         return dtype == torch.bfloat16 and self.in_features % 8 == self.out_features % 8 == 0
 
@@ -214,11 +214,11 @@ class Experts(nn.Module):
         self.up = ExpertLinear(config, hidden, ffn)
         self.down = ExpertLinear(config, ffn, hidden)
 
-    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden], sorted by expert, and where each expert's rows end, int32 [E] → [rows, hidden]."""
+    def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden], sorted by expert, and ends of each expert's rows, int32 [E] → [rows, hidden]."""
         if not self.gate.is_one_product(x.dtype):
-            ends = ends.cpu()  # here the host waits, and in none of the nine products of both passes
-        return self.down(F.silu(self.gate(x, ends)) * self.up(x, ends), ends)
+            offsets = offsets.cpu()  # here the host waits, and in none of the nine products of both passes
+        return self.down(F.silu(self.gate(x, offsets)) * self.up(x, offsets), offsets)
 
 
 class SparseMLP(nn.Module):
@@ -234,53 +234,53 @@ class SparseMLP(nn.Module):
     def forward(self, x: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
         """[batch, seq, hidden] → [batch, seq, hidden]. ``padding_mask`` is that of `Router.forward`."""
         tokens = x.flatten(0, 1)
-        weights, order, ends = self.router(tokens, padding_mask)
+        weights, order, offsets = self.router(tokens, padding_mask)
         inverse = inverse_of(order)
-        rows = self.experts(_ByExpert.apply(tokens, order, inverse), ends)
+        rows = self.experts(_ByExpert.apply(tokens, order, inverse), offsets)
         chosen = permuted(rows, inverse, order).view(*weights.shape, -1)  # [n, k, hidden]
         result = (chosen * weights[..., None]).sum(1).to(x.dtype).view(x.shape)
         return result if self.shared is None else result + self.shared(x)
 
 
 @torch.library.custom_op("titan_like::expert_product", mutates_args=())
-def expert_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def expert_product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Each expert's rows times the transpose of its matrix, in a loop over experts.
 
-    It is an operator of its own because the host reads ``ends``, which a compiler could not trace.
+    It is an operator of its own because the host reads ``offsets``, which a compiler could not trace.
 
     Args:
         x: [rows, in], sorted by expert.
         weight: [E, out, in].
-        ends: int32 [E], where each expert's rows end, best on the host.
+        offsets: int32 [E], ends of each expert's rows, best on the host.
 
     Returns:
         [rows, out].
     """
     result = x.new_empty(x.shape[0], weight.shape[1])
-    for matrix, (start, stop) in zip(weight, pairwise([0, *ends.tolist()]), strict=True):
+    for matrix, (start, stop) in zip(weight, pairwise([0, *offsets.tolist()]), strict=True):
         if start < stop:
             torch.mm(x[start:stop], matrix.t(), out=result[start:stop])
     return result
 
 
 @expert_product.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[1])
 
 
 @torch.library.custom_op("titan_like::expert_weight_gradient", mutates_args=())
-def _weight_gradient(gradient: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _weight_gradient(gradient: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """[rows, out] and [rows, in] → [E, out, in], zero for an expert without rows."""
-    result = x.new_zeros(len(ends), gradient.shape[1], x.shape[1])
-    for matrix, (start, stop) in zip(result, pairwise([0, *ends.tolist()]), strict=True):
+    result = x.new_zeros(len(offsets), gradient.shape[1], x.shape[1])
+    for matrix, (start, stop) in zip(result, pairwise([0, *offsets.tolist()]), strict=True):
         if start < stop:
             torch.mm(gradient[start:stop].t(), x[start:stop], out=matrix)
     return result
 
 
 @_weight_gradient.register_fake
-def _(gradient: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(len(ends), gradient.shape[1], x.shape[1])
+def _(gradient: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(len(offsets), gradient.shape[1], x.shape[1])
 
 
 def _save_inputs(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
@@ -288,8 +288,8 @@ def _save_inputs(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tenso
 
 
 def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    x, weight, ends = ctx.saved_tensors
-    return expert_product(gradient, weight.transpose(1, 2), ends), _weight_gradient(gradient, x, ends), None
+    x, weight, offsets = ctx.saved_tensors
+    return expert_product(gradient, weight.transpose(1, 2), offsets), _weight_gradient(gradient, x, offsets), None
 
 
 expert_product.register_autograd(_gradients, setup_context=_save_inputs)

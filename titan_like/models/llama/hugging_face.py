@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from titan_like.models.config import TransformerConfig
@@ -32,24 +32,34 @@ _SCALING["original_max_seq_len"] = "original_max_position_embeddings"
 
 def stored_parameters(config: LlamaConfig) -> Iterator[Stored]:
     """Where each parameter of the model is stored."""
-    hidden, ffn, vocab = config.hidden_size, config.ffn_hidden_size, config.vocab_size
-    table = (config.padded_vocab_size, hidden)
-    head = "lm_head.weight"
-    yield whole(
-        "embedding.weight", "model.embed_tokens.weight", table, vocab, copy=head if config.tied_embeddings else None
+    yield from stored_around_mlps(
+        config, lambda layer, ours, theirs: stored_mlp(ours, theirs, config.hidden_size, config.ffn_hidden_size)
     )
+
+
+def stored_around_mlps(config: LlamaConfig, of_mlp: Callable[[int, str, str], Iterator[Stored]]) -> Iterator[Stored]:
+    """All parameters. ``of_mlp`` tells those of a layer's MLP from its number, and its names here and there."""
+    hidden, width, vocab = config.hidden_size, config.attention_size, config.vocab_size
+    table, head = (config.padded_vocab_size, hidden), "lm_head.weight"
+    copy = head if config.tied_embeddings else None
+    yield whole("embedding.weight", "model.embed_tokens.weight", table, vocab, copy=copy)
     for layer in range(config.num_layers):
         ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
         yield whole(f"{ours}.attention_norm.weight", f"{theirs}.input_layernorm.weight", (hidden,))
         query, key, value = (f"{theirs}.self_attn.{part}_proj.weight" for part in "qkv")
         yield fused(config, f"{ours}.attention.qkv.weight", (hidden,), (query, key, value))
-        yield whole(f"{ours}.attention.proj.weight", f"{theirs}.self_attn.o_proj.weight", (hidden, hidden))
+        yield whole(f"{ours}.attention.proj.weight", f"{theirs}.self_attn.o_proj.weight", (hidden, width))
         yield whole(f"{ours}.mlp_norm.weight", f"{theirs}.post_attention_layernorm.weight", (hidden,))
-        for name, shape in (("gate", (ffn, hidden)), ("up", (ffn, hidden)), ("down", (hidden, ffn))):
-            yield whole(f"{ours}.mlp.{name}.weight", f"{theirs}.mlp.{name}_proj.weight", shape)
+        yield from of_mlp(layer, f"{ours}.mlp", f"{theirs}.mlp")
     yield whole("norm.weight", "model.norm.weight", (hidden,))
     if not config.tied_embeddings:
         yield whole("output.weight", head, table, vocab)
+
+
+def stored_mlp(ours: str, theirs: str, hidden: int, ffn: int) -> Iterator[Stored]:
+    """The parameters of a gated MLP."""
+    for name, shape in (("gate", (ffn, hidden)), ("up", (ffn, hidden)), ("down", (hidden, ffn))):
+        yield whole(f"{ours}.{name}.weight", f"{theirs}.{name}_proj.weight", shape)
 
 
 def is_ignored(name: str) -> bool:

@@ -6,10 +6,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from titan_like.models.config import WithHeadSize
 from titan_like.models.llama.config import LlamaConfig
 
 
-class MoEConfig(LlamaConfig):
+class MoEConfig(LlamaConfig, WithHeadSize):  # in this order: pydantic takes defaults from the first base
     """The shape of Mixtral (arXiv 2401.04088), OLMoE (2409.02060), DeepSeekMoE (2401.06066) and Qwen3 MoE (2505.09388).
 
     Raises:
@@ -25,7 +26,6 @@ class MoEConfig(LlamaConfig):
     expert_ffn_hidden_size: int = Field(0, ge=0, le=2**23, description="width of one expert; 0 means ffn_hidden_size")
     num_shared_experts: int = Field(0, ge=0, le=2**10, description="number of shared experts (fused into one MLP)")
     num_dense_layers: int = Field(0, ge=0, description="first layers with a dense MLP of ffn_hidden_size")
-    head_size: int = Field(0, ge=0, description="width of an attention head; 0 means hidden_size / num_attention_heads")
     qk_norm: Literal["none", "head", "all"] = Field(
         "none", description="RMSNorm of queries and keys: of each head (Qwen3) or of all heads together (OLMoE)"
     )
@@ -50,20 +50,7 @@ class MoEConfig(LlamaConfig):
         filled["expert_ffn_hidden_size"] = filled.get("expert_ffn_hidden_size") or filled["ffn_hidden_size"]
         if not filled.get("num_dense_layers"):  # no MLP has the width of dense ones
             filled["ffn_hidden_size"] = filled["expert_ffn_hidden_size"]
-        hidden, heads = filled.get("hidden_size", 0), filled.get("num_attention_heads", 0)
-        if not filled.get("head_size"):
-            is_divisible = isinstance(hidden, int) and isinstance(heads, int) and heads > 0 and hidden % heads == 0
-            filled["head_size"] = hidden // heads if is_divisible else 0
         return filled
-
-    @model_validator(mode="after")
-    def _check_divisible(self) -> MoEConfig:
-        if not self.head_size:
-            raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} does not divide hidden_size {self.hidden_size}; "
-                "choose a divisor, or set head_size"
-            )
-        return self
 
     @model_validator(mode="after")
     def _check_head_dim(self) -> MoEConfig:
@@ -90,11 +77,6 @@ class MoEConfig(LlamaConfig):
                 "experts; choose less, or the family llama"
             )
         return self
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.head_size
 
     @property
     def split_widths(self) -> dict[str, int]:

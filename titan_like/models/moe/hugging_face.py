@@ -13,13 +13,12 @@ from titan_like.models.hugging_face import (
     Fields,
     RefusedError,
     Stored,
-    fused,
     read_fields,
     validated,
     whole,
     written_fields,
 )
-from titan_like.models.llama.hugging_face import is_ignored
+from titan_like.models.llama.hugging_face import is_ignored, stored_around_mlps, stored_mlp
 from titan_like.models.moe.config import MoEConfig
 
 __all__ = ["is_ignored"]
@@ -80,47 +79,27 @@ def architecture(config: MoEConfig) -> str:
 
 def stored_parameters(config: MoEConfig) -> Iterator[Stored]:
     """Where each parameter of the model is stored."""
-    one = _CLASSES[_model_type(config)]
-    hidden, width, experts, vocab = config.hidden_size, config.attention_size, config.num_experts, config.vocab_size
-    table, head = (config.padded_vocab_size, hidden), "lm_head.weight"
-    yield whole(
-        "embedding.weight", "model.embed_tokens.weight", table, vocab, copy=head if config.tied_embeddings else None
-    )
-    norms = {"head": (config.head_dim,) * 2, "all": (width, config.num_kv_heads * config.head_dim)}
-    for layer in range(config.num_layers):
-        ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
-        yield whole(f"{ours}.attention_norm.weight", f"{theirs}.input_layernorm.weight", (hidden,))
-        query, key, value = (f"{theirs}.self_attn.{part}_proj.weight" for part in "qkv")
-        yield fused(config, f"{ours}.attention.qkv.weight", (hidden,), (query, key, value))
-        yield whole(f"{ours}.attention.proj.weight", f"{theirs}.self_attn.o_proj.weight", (hidden, width))
+    one, hidden, experts = _CLASSES[_model_type(config)], config.hidden_size, config.num_experts
+    norms = {"head": (config.head_dim,) * 2, "all": (config.attention_size, config.num_kv_heads * config.head_dim)}
+
+    def of_mlp(layer: int, ours: str, theirs: str) -> Iterator[Stored]:
+        above, layer_there, ffn = ours.removesuffix(".mlp"), theirs.removesuffix(".mlp"), config.expert_ffn_hidden_size
         for part, size in zip("qk", norms.get(config.qk_norm, ()), strict=False):
-            yield whole(f"{ours}.attention.{part}_norm.weight", f"{theirs}.self_attn.{part}_norm.weight", (size,))
-        yield whole(f"{ours}.mlp_norm.weight", f"{theirs}.post_attention_layernorm.weight", (hidden,))
+            yield whole(f"{above}.attention.{part}_norm.weight", f"{layer_there}.self_attn.{part}_norm.weight", (size,))
         if layer < config.num_dense_layers:
-            yield from _mlp(f"{ours}.mlp", f"{theirs}.mlp", hidden, config.ffn_hidden_size)
-            continue
-        block = f"{theirs}.{one.block}"
-        yield whole(f"{ours}.mlp.router.weight", f"{block}.gate.weight", (experts, hidden))
+            yield from stored_mlp(ours, theirs, hidden, config.ffn_hidden_size)
+            return
+        block = f"{layer_there}.{one.block}"
+        yield whole(f"{ours}.router.weight", f"{block}.gate.weight", (experts, hidden))
         for name, matrix in zip(("gate", "up", "down"), one.matrices, strict=True):
-            ffn = config.expert_ffn_hidden_size
             shape = (hidden, ffn) if name == "down" else (ffn, hidden)
             sources = [f"{block}.experts.{expert}.{matrix}.weight" for expert in range(experts)]
             stacked = (experts * shape[0], shape[1])
-            yield Stored(f"{ours}.mlp.experts.{name}.weight", stacked, dict.fromkeys(sources, shape))
+            yield Stored(f"{ours}.experts.{name}.weight", stacked, dict.fromkeys(sources, shape))
         if config.num_shared_experts:
-            yield from _mlp(f"{ours}.mlp.shared", f"{theirs}.mlp.shared_experts", hidden, _shared_width(config))
-    yield whole("norm.weight", "model.norm.weight", (hidden,))
-    if not config.tied_embeddings:
-        yield whole("output.weight", head, table, vocab)
+            yield from stored_mlp(f"{ours}.shared", f"{theirs}.shared_experts", hidden, config.num_shared_experts * ffn)
 
-
-def _mlp(ours: str, theirs: str, hidden: int, ffn: int) -> Iterator[Stored]:
-    for name, shape in (("gate", (ffn, hidden)), ("up", (ffn, hidden)), ("down", (hidden, ffn))):
-        yield whole(f"{ours}.{name}.weight", f"{theirs}.{name}_proj.weight", shape)
-
-
-def _shared_width(config: MoEConfig) -> int:
-    return config.num_shared_experts * config.expert_ffn_hidden_size
+    yield from stored_around_mlps(config, of_mlp)
 
 
 def to_fields(config: MoEConfig) -> dict[str, Any]:

@@ -6,14 +6,14 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from titan_like.models.config import TransformerConfig
+from titan_like.models.config import WithHeadSize
 
 
-class T5Config(TransformerConfig):
+class T5Config(WithHeadSize):
     """The shape of T5 (arXiv 1910.10683) and of T5 v1.1, which has gated MLPs and an output matrix of its own.
 
     Raises:
-        pydantic.ValidationError: as for every `TransformerConfig`, or one of the two stacks has no layer, or the
+        pydantic.ValidationError: as for every shape, or one of the two stacks has no layer, or the
             distances do not fit their buckets.
     """
 
@@ -22,7 +22,6 @@ class T5Config(TransformerConfig):
 
     num_layers: int = Field(gt=1, description="layers of encoder and decoder together")
     num_decoder_layers: int = Field(0, ge=0, description="layers of the decoder; 0 means half of num_layers")
-    head_size: int = Field(0, ge=0, description="width of an attention head; 0 means hidden_size / num_attention_heads")
     mlp: Literal["gated_gelu", "relu"] = Field("gated_gelu", description="gated_gelu (T5 v1.1) or relu (the original)")
     num_position_buckets: int = Field(32, ge=4, description="relative position buckets")
     max_position_distance: int = Field(
@@ -39,21 +38,13 @@ class T5Config(TransformerConfig):
     @classmethod
     def _fill_defaults(cls, values: dict) -> dict:
         filled = super()._fill_defaults(values)  # type: ignore[operator]
-        layers, hidden, heads = (filled.get(name, 0) for name in ("num_layers", "hidden_size", "num_attention_heads"))
+        layers = filled.get("num_layers", 0)
         if not filled.get("num_decoder_layers"):
             filled["num_decoder_layers"] = layers // 2 if isinstance(layers, int) else 0
-        if not filled.get("head_size"):
-            is_divisible = isinstance(hidden, int) and isinstance(heads, int) and heads > 0 and hidden % heads == 0
-            filled["head_size"] = hidden // heads if is_divisible else 0
         return filled
 
     @model_validator(mode="after")
-    def _check_divisible(self) -> T5Config:
-        if not self.head_size:
-            raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} does not divide hidden_size {self.hidden_size}; "
-                "choose a divisor, or set head_size"
-            )
+    def _check_stacks(self) -> T5Config:
         half = self.num_position_buckets // 2
         if self.max_position_distance <= half:
             raise ValueError(
@@ -66,11 +57,6 @@ class T5Config(TransformerConfig):
                 "layers; choose a smaller number of at least 1"
             )
         return self
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.head_size
 
     @property
     def num_encoder_layers(self) -> int:

@@ -6,14 +6,7 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
 
-from titan_like.parallel.schedules.tables import (
-    SPLIT_BACKWARD,
-    Action,
-    Table,
-    inputs,
-    outcome,
-    stages_per_rank,
-)
+from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, Action, Table, inputs, outcome, stages_per_rank
 
 
 class Event(NamedTuple):

@@ -27,6 +27,7 @@ So a bubble of p-1 forward passes remains, before the last rank starts.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -67,7 +68,7 @@ def inputs(action: Action, num_stages: int) -> list[Action]:
     return [own_forward, Action("I", stage + 1, microbatch)] if stage + 1 < num_stages else [own_forward]
 
 
-def with_delayed_weights(actions: list[Action], delay: int) -> list[Action]:
+def _with_delayed_weights(actions: list[Action], delay: int) -> list[Action]:
     """Add the oldest pending W after each I except the first ``delay`` ones, and the remaining W at the end.
 
     With one stage per rank this is ZB-H1 of arXiv 2401.10241.
@@ -82,7 +83,7 @@ def with_delayed_weights(actions: list[Action], delay: int) -> list[Action]:
     return table + list(due)
 
 
-def zbv_zero_bubble(degree: int, num_microbatches: int) -> Table:
+def _zbv_zero_bubble(degree: int, _stages: int, num_microbatches: int) -> Table:
     """ZB-V of arXiv 2401.10241 for equal times of F, I and W. A rank holds at most 2p chunks.
 
     The paper's order needs at least 2p-1 microbatches. With fewer, F and I keep that order without the missing
@@ -107,7 +108,7 @@ def zbv_zero_bubble(degree: int, num_microbatches: int) -> Table:
     return _with_weights_by_need(table, most_held=2 * degree)
 
 
-def dualpipe_v(degree: int, num_microbatches: int) -> Table:
+def _dualpipe_v(degree: int, stages: int, num_microbatches: int) -> Table:
     """DualPipeV: DeepSeek's DualPipe (arXiv 2412.19437, section 3.2.1) with half of its ranks folded onto the others.
 
     The order has the eight phases of the published schedule. Its main phase pairs forward and backward passes of
@@ -115,7 +116,7 @@ def dualpipe_v(degree: int, num_microbatches: int) -> Table:
     rank holds at most 2p+1 chunks. Fewer than 2p microbatches leave no main phase, and the order is that of ZB-V.
     """
     if num_microbatches < 2 * degree:
-        return zbv_zero_bubble(degree, num_microbatches)
+        return _zbv_zero_bubble(degree, stages, num_microbatches)
     table = []
     for rank in range(degree):
         hops = degree - 1 - rank
@@ -186,104 +187,6 @@ def _with_weights_by_need(table: Table, most_held: int) -> Table:
     return filled
 
 
-SCHEDULES = (
-    "gpipe",
-    "1f1b",
-    "interleaved_1f1b",
-    "looped_bfs",
-    "interleaved_zero_bubble",
-    "zbv_zero_bubble",
-    "dualpipe_v",
-)
-SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")  # their tables hold I and W
-_SINGLE = ("gpipe", "1f1b")  # one stage per rank
-V_SHAPED = ("zbv_zero_bubble", "dualpipe_v")  # two stages per rank
-_IN_GROUPS = ("interleaved_1f1b", "interleaved_zero_bubble")  # microbatches go through a rank's stages in groups of p
-
-
-def stages_per_rank(schedule: str, virtual_stages: int) -> int:
-    """Number of stages on each rank: as the schedule prescribes, else ``virtual_stages``."""
-    if schedule in _SINGLE:
-        return 1
-    return 2 if schedule in V_SHAPED else virtual_stages
-
-
-def stage_ranks(schedule: str, pipeline_degree: int, virtual_stages: int) -> list[int]:
-    """Rank of each stage. Stages are dealt round-robin, or placed in a V: to the last rank and back.
-
-    In a V the last rank's two stages are neighbours, and rank 0 holds both the first and the last stage.
-    """
-    num_stages = pipeline_degree * stages_per_rank(schedule, virtual_stages)
-    if schedule in V_SHAPED:
-        return [min(stage, num_stages - 1 - stage) for stage in range(num_stages)]
-    return [stage % pipeline_degree for stage in range(num_stages)]
-
-
-def check_schedule(schedule: str, pipeline_degree: int, virtual_stages: int, num_microbatches: int) -> str | None:
-    """The reason why the schedule cannot run, as one clause that says what would be valid; None if it can run."""
-    if schedule not in SCHEDULES:
-        return f"{schedule} is not a pipeline schedule; use one of {', '.join(SCHEDULES)}"
-    if num_microbatches < 1:
-        return f"{schedule} needs at least 1 microbatch per step, not {num_microbatches}"
-    if schedule in _SINGLE and virtual_stages != 1:
-        return f"{schedule} has 1 stage per rank, not {virtual_stages}; use 1, or interleaved_1f1b"
-    if schedule in V_SHAPED and virtual_stages not in (1, 2):  # 1 is the setting's default
-        return f"{schedule} has 2 stages per rank, not {virtual_stages}; use 2, or interleaved_zero_bubble"
-    if virtual_stages < 1:
-        return f"{schedule} needs at least 1 stage per rank, not {virtual_stages}"
-    # An incomplete last group would take as long as a full one, so incomplete groups are refused.
-    if schedule in _IN_GROUPS and virtual_stages > 1 and num_microbatches % pipeline_degree:
-        below = num_microbatches // pipeline_degree * pipeline_degree
-        nearest = f"{below} or {below + pipeline_degree}" if below else f"{pipeline_degree}"
-        return (
-            f"{schedule} needs microbatches in multiples of pipeline_parallel_degree ({pipeline_degree}), not the "
-            f"{num_microbatches} that each data-parallel rank has per step; use {nearest}, or a schedule "
-            "that takes any number, such as 1f1b"
-        )
-    return None
-
-
-def schedule_table(schedule: str, pipeline_degree: int, virtual_stages: int, num_microbatches: int) -> Table:
-    """The actions of each rank in one step, in order.
-
-    The forward passes of a stage visit the microbatches in the order 0, 1, 2, …, and so do its backward passes.
-
-    Raises:
-        ValueError: `check_schedule` refuses; the message is its reason.
-    """
-    problem = check_schedule(schedule, pipeline_degree, virtual_stages, num_microbatches)
-    if problem is not None:
-        raise ValueError(problem)
-    degree, stages = pipeline_degree, stages_per_rank(schedule, virtual_stages)
-    if schedule in ("gpipe", "looped_bfs"):
-        return _all_forward_all_backward(degree, stages, num_microbatches)
-    if schedule in ("1f1b", "interleaved_1f1b"):
-        # A rank's warm-up covers the time until its first backward arrives. With several stages, that is two forwards
-        # per hop to the last rank: one for the way there, one for the way back.
-        hop = 2 if stages > 1 else 1
-        return [_one_forward_one_backward(rank, degree, stages, num_microbatches, hop, "B") for rank in range(degree)]
-    if schedule == "interleaved_zero_bubble":
-        # Only I is on the way back, so one forward per hop suffices. Rank r starts r forwards late and leaves r weight
-        # gradients for the end, so all ranks hold equally many chunks and finish together.
-        table = [_one_forward_one_backward(rank, degree, stages, num_microbatches, 1, "I") for rank in range(degree)]
-        return [with_delayed_weights(actions, delay=rank) for rank, actions in enumerate(table)]
-    if schedule == "zbv_zero_bubble":
-        return zbv_zero_bubble(degree, num_microbatches)
-    return dualpipe_v(degree, num_microbatches)
-
-
-def forward_table(schedule: str, pipeline_degree: int, virtual_stages: int, num_microbatches: int) -> Table:
-    """Only the forward passes of `schedule_table`, for validation, with any number of microbatches."""
-    padded = num_microbatches
-    if schedule in _IN_GROUPS:
-        padded += -num_microbatches % pipeline_degree
-    table = schedule_table(schedule, pipeline_degree, virtual_stages, padded)
-    return [
-        [action for action in actions if action.kind == "F" and action.microbatch < num_microbatches]
-        for actions in table
-    ]
-
-
 def _all_forward_all_backward(degree: int, stages: int, num_microbatches: int) -> Table:
     """GPipe (arXiv 1811.06965) or, with several stages per rank, breadth-first scheduling (arXiv 2211.05953).
 
@@ -324,4 +227,115 @@ def _in_groups(kind: str, local: range, size: int, num_microbatches: int) -> lis
         for first in range(0, num_microbatches, size)
         for stage in local
         for microbatch in range(first, min(first + size, num_microbatches))
+    ]
+
+
+def _one_forward_one_backward_each(degree: int, stages: int, num_microbatches: int) -> Table:
+    """1F1B, interleaved with several stages per rank.
+
+    A rank's warm-up covers the time until its first backward arrives. With several stages, that is two forwards per hop
+    to the last rank: one for the way there, one for the way back.
+    """
+    hop = 2 if stages > 1 else 1
+    return [_one_forward_one_backward(rank, degree, stages, num_microbatches, hop, "B") for rank in range(degree)]
+
+
+def _interleaved_zero_bubble(degree: int, stages: int, num_microbatches: int) -> Table:
+    """Interleaved 1F1B with split backward passes.
+
+    Only I is on the way back, so one forward per hop suffices. Rank r starts r forwards late and leaves r weight
+    gradients for the end, so all ranks hold equally many chunks and finish together.
+    """
+    table = [_one_forward_one_backward(rank, degree, stages, num_microbatches, 1, "I") for rank in range(degree)]
+    return [_with_delayed_weights(actions, delay=rank) for rank, actions in enumerate(table)]
+
+
+class Schedule(NamedTuple):
+    """One schedule. A new one is a function, an entry of `SCHEDULES`, and a name in the schema of the configuration."""
+
+    table: Callable[[int, int, int], Table]  # of (ranks, stages on each, microbatches)
+    stages: int | None = None  # on each rank; None: any number
+    is_v_shaped: bool = False
+    in_groups: bool = False  # whether microbatches go through a rank's stages in groups of p
+    splits_backward: bool = False  # whether the table holds I and W
+
+
+SCHEDULES = {
+    "gpipe": Schedule(_all_forward_all_backward, stages=1),
+    "1f1b": Schedule(_one_forward_one_backward_each, stages=1),
+    "interleaved_1f1b": Schedule(_one_forward_one_backward_each, in_groups=True),
+    "looped_bfs": Schedule(_all_forward_all_backward),
+    "interleaved_zero_bubble": Schedule(_interleaved_zero_bubble, in_groups=True, splits_backward=True),
+    "zbv_zero_bubble": Schedule(_zbv_zero_bubble, stages=2, is_v_shaped=True, splits_backward=True),
+    "dualpipe_v": Schedule(_dualpipe_v, stages=2, is_v_shaped=True, splits_backward=True),
+}
+SPLIT_BACKWARD = tuple(name for name, schedule in SCHEDULES.items() if schedule.splits_backward)
+V_SHAPED = tuple(name for name, schedule in SCHEDULES.items() if schedule.is_v_shaped)
+
+
+def stages_per_rank(schedule: str, virtual_stages: int) -> int:
+    """Number of stages on each rank: as the schedule prescribes, else ``virtual_stages``."""
+    return SCHEDULES[schedule].stages or virtual_stages
+
+
+def stage_ranks(schedule: str, pipeline_degree: int, virtual_stages: int) -> list[int]:
+    """Rank of each stage. Stages are dealt round-robin, or placed in a V: to the last rank and back.
+
+    In a V the last rank's two stages are neighbours, and rank 0 holds both the first and the last stage.
+    """
+    num_stages = pipeline_degree * stages_per_rank(schedule, virtual_stages)
+    if schedule in V_SHAPED:
+        return [min(stage, num_stages - 1 - stage) for stage in range(num_stages)]
+    return [stage % pipeline_degree for stage in range(num_stages)]
+
+
+def check_schedule(schedule: str, pipeline_degree: int, virtual_stages: int, num_microbatches: int) -> str | None:
+    """The reason why the schedule cannot run, as one clause that says what would be valid; None if it can run."""
+    if schedule not in SCHEDULES:
+        return f"{schedule} is not a pipeline schedule; use one of {', '.join(SCHEDULES)}"
+    if num_microbatches < 1:
+        return f"{schedule} needs at least 1 microbatch per step, not {num_microbatches}"
+    stages = SCHEDULES[schedule].stages
+    if stages == 1 and virtual_stages != 1:
+        return f"{schedule} has 1 stage per rank, not {virtual_stages}; use 1, or interleaved_1f1b"
+    if stages == 2 and virtual_stages not in (1, 2):  # 1 is the setting's default
+        return f"{schedule} has 2 stages per rank, not {virtual_stages}; use 2, or interleaved_zero_bubble"
+    if virtual_stages < 1:
+        return f"{schedule} needs at least 1 stage per rank, not {virtual_stages}"
+    # An incomplete last group would take as long as a full one, so incomplete groups are refused.
+    if SCHEDULES[schedule].in_groups and virtual_stages > 1 and num_microbatches % pipeline_degree:
+        below = num_microbatches // pipeline_degree * pipeline_degree
+        nearest = f"{below} or {below + pipeline_degree}" if below else f"{pipeline_degree}"
+        return (
+            f"{schedule} needs microbatches in multiples of pipeline_parallel_degree ({pipeline_degree}), not the "
+            f"{num_microbatches} that each data-parallel rank has per step; use {nearest}, or a schedule "
+            "that takes any number, such as 1f1b"
+        )
+    return None
+
+
+def schedule_table(schedule: str, pipeline_degree: int, virtual_stages: int, num_microbatches: int) -> Table:
+    """The actions of each rank in one step, in order.
+
+    The forward passes of a stage visit the microbatches in the order 0, 1, 2, …, and so do its backward passes.
+
+    Raises:
+        ValueError: `check_schedule` refuses; the message is its reason.
+    """
+    problem = check_schedule(schedule, pipeline_degree, virtual_stages, num_microbatches)
+    if problem is not None:
+        raise ValueError(problem)
+    stages = stages_per_rank(schedule, virtual_stages)
+    return SCHEDULES[schedule].table(pipeline_degree, stages, num_microbatches)
+
+
+def forward_table(schedule: str, pipeline_degree: int, virtual_stages: int, num_microbatches: int) -> Table:
+    """Only the forward passes of `schedule_table`, for validation, with any number of microbatches."""
+    padded = num_microbatches
+    if SCHEDULES[schedule].in_groups:
+        padded += -num_microbatches % pipeline_degree
+    table = schedule_table(schedule, pipeline_degree, virtual_stages, padded)
+    return [
+        [action for action in actions if action.kind == "F" and action.microbatch < num_microbatches]
+        for actions in table
     ]

@@ -136,9 +136,9 @@ def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bo
     return torch.native_dropout(x, p, True)[0] if training and p else x
 
 
-def _without_seed(_style: Any, module: Any, *inputs: Any) -> torch.Tensor:
-    """`SplitHeads.run` without a random stream of its own, whose seed the host would read."""
-    return module.whole.forward(module, *inputs)
+def _without_seed(core: Any, *inputs: Any) -> torch.Tensor:
+    """`SplitHeads.forward` without a random stream of its own, whose seed the host would read."""
+    return super(tensor_styles.SplitHeads, core).forward(*inputs)
 
 
 class Recomputation:
@@ -214,7 +214,7 @@ def as_on_gpu(mode: Any, dtype: torch.dtype | None = None) -> Iterator[Recomputa
         (activation_checkpoint, "checkpoint", recomputation.checkpoint),
         (nn.Module, "to_empty", _empty_on(mode, dtype)),
         (experts, "SplitExperts", EqualLoads),
-        (tensor_styles.SplitHeads, "run", _without_seed),
+        (tensor_styles.SplitHeads, "forward", _without_seed),
         (cp_attention, "_attention", _SliceAttention.apply),
         (F, "scaled_dot_product_attention", _scaled_dot_product_attention),
         (F, "dropout", _dropout),
