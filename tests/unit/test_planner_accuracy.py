@@ -12,17 +12,15 @@ import numpy as np
 import pytest
 
 from benchmarks.accuracy import Prediction, accuracy, predict_row, profile_for_group, rank_correlation, sweeps
-from benchmarks.measured_rows import read_rows
 from benchmarks.published_rows import published_rows
 from tests.unit.planner_cases import flavor
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import ActivationCheckpoint
-from titan_like.metrics.devices import find_device
 from titan_like.metrics.flops import hardware_flops_per_token
 from titan_like.planner.commands.calibrate import calibrated, fit, leave_one_group_out, log_errors
 from titan_like.planner.commands.duration import duration
 from titan_like.planner.commands.predict import describe
-from titan_like.planner.predict import default_profile, predict
+from titan_like.planner.predict import predict
 from titan_like.planner.profile import builtin_profiles, load_profile, profile_from, profile_to_toml
 from titan_like.planner.step_time import step_time
 
@@ -171,20 +169,17 @@ def test_profile_of_a_row_is_the_most_special_one():
     assert profile_for_group("A100-80GB", "bloom", 1, "bloom 02-25").name == "jean_zay_a100"
 
 
-OWN = ROOT / "benchmarks/results/titan_rows.json"
+OWN = json.loads((ROOT / "benchmarks/results/titan_rows.json").read_text(encoding="utf-8"))["cases"]
 
 
-@pytest.mark.parametrize(("row", "is_host_bound"), [(0, True), (1, False), (3, False), (4, False)])
-def test_this_trainer_on_an_h100_and_what_the_host_binds(row, is_host_bound):
-    rows, left_out = read_rows(OWN)
-    assert (len(rows), left_out) == (5, [])
-    assert default_profile(find_device("NVIDIA H100 80GB HBM3")).name == "titan_h100"
-    words = json.loads(OWN.read_text(encoding="utf-8"))["cases"][row]["command"].split()[1:]
-    found = predict(load_config([*words, "--cluster.gpu=H100", "--cluster.gpus_per_node=1"]))
+@pytest.mark.parametrize("row", OWN, ids=range(len(OWN)))
+def test_this_trainer_on_an_h100_and_an_h200(row):
+    gpu = f"--cluster.gpu={row['gpu']}", "--cluster.gpus_per_node=1"
+    found = predict(load_config([*row["command"].split()[1:], *gpu]))
     assert found.profile.name == "titan_h100"
-    assert found.time.total == pytest.approx(rows[row].seconds, rel=0.05)
-    assert found.is_host_bound == is_host_bound
-    assert ("host-bound: issuing a step's work takes" in describe(found)) == is_host_bound
+    assert found.time.total == pytest.approx(row["step_time_s"], rel=0.05)
+    assert sum(found.memory.ranks[0][:5]) == pytest.approx(row["peak_memory_bytes"], rel=0.11)
+    assert ("host-bound: issuing a step's work takes" in describe(found)) == found.is_host_bound
 
 
 def test_unknown_and_missing_keys_of_a_profile_are_refused():

@@ -210,7 +210,11 @@ def test_of_layouts_that_predictions_cannot_tell_apart_the_simplest_is_best():
     sure = replace(found, profile=found.profile.changed(error_median=0.0))
     assert sure.best is sure.fastest is found.ranked[0]
     unsure = replace(found, profile=found.profile.changed(error_median=1e9))
-    assert (unsure.best.work.tensor, unsure.best.work.pipeline) == (1, 1)
+
+    def splits(one):
+        return sum(degree > 1 for degree in (one.work.tensor, one.work.pipeline, one.work.virtual_stages))
+
+    assert splits(unsure.best) == min(map(splits, found.ranked))
 
 
 # The configurations of arXiv 2104.04473's Table 1 hold the paper's own layouts.
@@ -257,7 +261,7 @@ def test_tensor_parallelism_over_a_node_is_best_as_in_figure_13():
 )  # fmt: skip
 def test_a_shape_has_the_parameters_asked_for_and_its_flavor_s_proportions(family, flavor):
     style = model_config(Model(family=family, flavor=flavor))
-    for parameters in (2e9, 3e10, 1e12):
+    for parameters in (3e10, 1e12):
         model = model_config(shape_of(Model(family=family, flavor=flavor), parameters, 2048))
         assert model.num_parameters() == pytest.approx(parameters, rel=0.03)
         assert model.head_dim in (64, 128) and model.num_attention_heads % 8 == 0 and model.max_seq_len >= 2048

@@ -50,7 +50,7 @@ SEARCHED = {
 STAGE_SIZES = "parallelism.pipeline_layers"
 
 SLICE = 4096  # the fewest tokens of a sequence that a process gets unasked
-_EVERY = (1, 2, 3, 4, 8)  # recompute every n-th layer
+_EVERY = (1, 2, 4)  # recompute every n-th layer
 
 
 def set_keys(config: JobConfig) -> frozenset[str]:
@@ -94,10 +94,14 @@ class Space:
         found = False
         for context in self._contexts():
             for tensor in self._choices("tensor", divisors(self.num_gpus)):
-                for sequence in self._choices("sequence_parallel", [False, True] if tensor > 1 else [False]):
+                # With tensor parallelism, sequence parallelism costs nothing and takes less memory.
+                for sequence in self._choices("sequence_parallel", [True, False] if tensor > 1 else [False]):
+                    is_valid = False
                     for work in self._with_tensor(context, tensor, sequence):
-                        found = True
+                        found = is_valid = True
                         yield work
+                    if is_valid:
+                        break
         if not found:
             raise self.no_layout()
 

@@ -12,8 +12,8 @@ def grown(one: Program, two: Program, samples: int) -> Program:
 
     A head may differ in the number of chunks of its loss, and a pass in the moments that may be the fullest.
     """
-    groups, first, second = one.groups, one.to_json()["segments"], two.to_json()["segments"]
-    return Program.from_json({"groups": groups, "segments": _grown(first, second, samples)})
+    first, second = (program.tree["segments"] for program in (one, two))
+    return Program.from_json({"groups": one.groups, "segments": _grown(first, second, samples)})
 
 
 class _DifferError(Exception):

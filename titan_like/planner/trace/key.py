@@ -100,7 +100,7 @@ def save(key: TraceKey, program: Program, folder: Path) -> None:
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            temporary.write_text(json.dumps(program.to_json()), encoding="utf-8")
+            temporary.write_text(json.dumps(program.tree), encoding="utf-8")
             os.replace(temporary, file)
         finally:
             temporary.unlink(missing_ok=True)

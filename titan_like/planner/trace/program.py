@@ -160,13 +160,14 @@ class Program:
         """In the order of the forward pass."""
         return [self.entry, self.inputs, *self.layers, self.head]
 
-    def to_json(self) -> dict[str, Any]:
-        """As lists, numbers and strings."""
+    @cached_property
+    def tree(self) -> dict[str, Any]:
+        """The program as lists, numbers and strings, for JSON."""
         return {"groups": self.groups, "segments": [_segment_to_json(segment) for segment in self.segments()]}
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Program:
-        """The inverse of `to_json`."""
+        """The inverse of `tree`."""
         entry, inputs, *layers, head = (_segment_from_json(segment) for segment in tree["segments"])
         return cls(entry, inputs, layers, head, {name: tuple(where) for name, where in tree["groups"].items()})
 
