@@ -3,6 +3,7 @@
     python benchmarks/pipeline_bubble.py                        # this project's runtime and torch's, about half an hour
     python benchmarks/pipeline_bubble.py --runtimes own --microbatches 8
     sudo python benchmarks/pipeline_bubble.py --realtime        # on a machine that does other things, too
+    python benchmarks/pipeline_bubble.py --pictures             # those of docs/pipeline_timeline.md; needs matplotlib
 
 Stages sleep instead of computing (see sleeping_stages.py), so four of them run at full speed on two cores. Everything
 else is real: one process per pipeline rank, messages over gloo, autograd, `titan_like.parallel.pipeline.Pipeline`.
@@ -32,7 +33,8 @@ from runs import machine, parser_of, write
 from sleeping_stages import TORCH_SCHEDULES, OwnRuntime, Times, TorchRuntime, launch
 
 from titan_like.metrics.step_timeline import StepTimeline, measured, simulated
-from titan_like.metrics.timeline_report import figures
+from titan_like.metrics.timeline_plot import draw
+from titan_like.metrics.timeline_report import figures, report
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, check_schedule, stages_per_rank
 from titan_like.parallel.timeline import Timeline
 
@@ -141,6 +143,23 @@ def summary(timelines: list[StepTimeline]) -> dict[str, Any]:
     }
 
 
+def draw_pictures(rank: int, folder: Path) -> None:
+    """Draw the second step of three schedules above the same step in theory, and print its report."""
+    times, degree, microbatches = Times(0.02, 0.02, 0.02), dist.get_world_size(), 8
+    for schedule, virtual in (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)):
+        runtime, data = OwnRuntime(schedule, degree, virtual, times, SMALL), torch.zeros(microbatches, *SMALL[1:])
+        run_step(runtime, data)
+        _, step = run_step(runtime, data)
+        if rank == 0 and step is not None:
+            part = times / stages_per_rank(schedule, virtual)
+            steps = {"measured": step, "theory": simulated(schedule, degree, virtual, microbatches, part.of)}
+            bubbles = {name: figures(shown).bubble_fraction for name, shown in steps.items()}
+            panels = [(f"{schedule}, {name}: bubble {bubbles[name]:.3f}", shown) for name, shown in steps.items()]
+            draw(panels, folder / f"{schedule}.png")
+            print(report(step, schedule), end="\n\n", flush=True)
+        dist.barrier()
+
+
 def measure_memory(rank: int, cases: list[Case], times: Times, output: Path) -> None:
     """Peak activations in each rank's runtime, for every (runtime, schedule, virtual stages, microbatches)."""
     rows = []
@@ -184,7 +203,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="steps after the first (default 5)")
     parser.add_argument("--no-memory", action="store_true", help="measure time only")
     parser.add_argument("--realtime", action="store_true", help="run with real-time priority (needs the permission)")
+    images = Path(__file__).resolve().parents[1] / "docs" / "images"
+    parser.add_argument("--pictures", type=Path, nargs="?", const=images, metavar="FOLDER", help="only draw pictures")
     args = parser.parse_args()
+    if args.pictures:
+        launch(draw_pictures, args.ranks, args.realtime, args.pictures)
+        return
 
     times = Times(*[args.forward_ms / 1000] * 3)
     cases = [
@@ -208,10 +232,8 @@ def main() -> None:
         result["time"] = json.loads(output.read_text())
         if not args.no_memory:
             print(f"\n{'runtime':<8}{'schedule':<24}{'v':>3}{'m':>4}  most activations on each rank")
-            memory_cases = [
-                case for case in cases if case.schedule not in SPLIT_BACKWARD and case.microbatches in (8, 32)
-            ]
-            launch(measure_memory, args.ranks, False, memory_cases, Times(0.002, 0.002, 0.002), output)
+            whole = [case for case in cases if case.schedule not in SPLIT_BACKWARD and case.microbatches in (8, 32)]
+            launch(measure_memory, args.ranks, False, whole, Times(0.002, 0.002, 0.002), output)
             result["memory"] = json.loads(output.read_text())
     write(args.json, result)
 

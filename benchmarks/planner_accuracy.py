@@ -51,10 +51,9 @@ def main(argv: list[str]) -> int:
     print_groups(groups)
     print_sweeps([sweep for group in groups for sweep in group.sweeps])
     print_memory(groups)
-    for group, count in uncovered.items():
-        print(f"no profile covers {group}: {count} rows")
-    for reason, count in Counter(line.split(": ", 1)[1] for line in left_out).items():
-        print(f"not predicted, {reason}: {count} rows")
+    reasons = Counter(f"not predicted, {line.split(': ', 1)[1]}" for line in left_out)
+    for reason, count in [*((f"no profile covers {name}", n) for name, n in uncovered.items()), *reasons.items()]:
+        print(f"{reason}: {count} rows")
     left_out_of_fits = {} if options.points else {"left_out": print_left_out()}
     if options.json:
         result = left_out_of_fits | {
