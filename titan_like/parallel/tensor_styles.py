@@ -282,7 +282,7 @@ class VocabularyLoss(LocalStyle):
         x, here = CopyToTensorRegion.apply(x, self.sequence_parallel, group), group.vocabulary(module.padded_vocab_size)
         tokens = min(max(module.vocab_size - here.start, 0), len(here))
         most = -(-module.padded_vocab_size // group.size)
-        vocabulary = Vocabulary(tokens, module.vocab_size, most, here.start, partial(combine, group))
+        vocabulary = Vocabulary(tokens, module.vocab_size, most, here.start, partial(combine, group), module.chunk)
         return scaled_loss(x, local(weight), None if bias is None else local(bias), labels, factor, vocabulary)
 
 
