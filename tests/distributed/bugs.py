@@ -225,7 +225,7 @@ BUGS = [
     (gradients.gradients_reduced_in_bfloat16, [*TENSOR[:2], *ZERO_1, *BFLOAT16[:2]], "data_parallel", Row.SUMS, ""),
     (gradients.gradients_kept_in_bfloat16, [*TENSOR, *BFLOAT16[:2]], "accumulation", Row.SUMS, ""),
     (gradients.gradients_of_complete_units_lost, THREE_MICROBATCHES, "accumulation", Row.GRADIENT, ""),
-    (gradients.table_gets_the_last_chunk_s_gradient, BFLOAT16, "one_process", Row.NORM, "embedding.weight"),
+    (gradients.table_gets_the_last_chunk_s_gradient, BFLOAT16, "one_process", Row.GRADIENT, "embedding.weight"),
     (
         gradients.gradients_reduced_in_float32,
         [*ZERO_1, *BFLOAT16[:2], "--training.reduce_dtype", "bfloat16"],

@@ -25,7 +25,7 @@ from titan_like.optim.optimizer import build_optimizer
 from titan_like.verify.compare import EXACT, Key, Row
 from titan_like.verify.processes import Member
 from titan_like.verify.reference import norm
-from titan_like.verify.runs import EPS, Trace
+from titan_like.verify.runs import Trace, perturb
 from titan_like.verify.samples import IGNORED, training_samples, validation_samples
 from titan_like.verify.shrink import Small
 from titan_like.verify.token_ids import batch_of
@@ -39,10 +39,7 @@ _TERMS = {"tokens": "lm_loss", "pair": "sentence_loss", "choice": "choice_loss"}
 def train_by_definition(
     _: Member | None, small: Small, dtype: str, whole: bool = True, seed: int | None = None, sets_max_norm: bool = False
 ) -> tuple[Trace, float]:
-    """As `titan_like.verify.runs.train_alone`, in pieces of the microbatch's size or of the ``whole`` batch's.
-
-    A ``seed`` perturbs each initial weight by the rounding error of a sum over the longer side of its matrix.
-    """
+    """As `titan_like.verify.runs.train_alone`, in pieces of the microbatch's size or of the ``whole`` batch's."""
     compute_type, config, last, trace = getattr(torch, dtype), small.config, small.num_steps, Trace()
     training, max_norm = config.training, config.training.max_norm
     piece = training.global_batch_size if whole else training.micro_batch_size
@@ -70,10 +67,7 @@ def train_by_definition(
 
     keep(0, Row.INITIAL, parameters.items())
     if seed is not None:
-        noise = torch.Generator().manual_seed(seed)
-        for parameter in parameters.values():
-            signs = torch.rand(parameter.shape, generator=noise, dtype=parameter.dtype).sub_(0.5).sign_()
-            parameter.data.mul_(1 + EPS[dtype] * math.sqrt(max(parameter.shape)) * signs)
+        perturb(parameters.values(), dtype, seed)
     rows = (Row.LOSS, Row.GRADIENT, Row.NORM)
     for step, batch in batches(config, last + (dtype == EXACT)).items():
         is_bad = step in small.bad_steps

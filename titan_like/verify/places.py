@@ -103,7 +103,7 @@ def allowances(
     """
     allowed = dict.fromkeys(rounded, _GROSS)
     for place in () if has_experts else rounded.keys() & exact.keys():
-        flat = (one[place].double().flatten() for one in (rounded, exact))
+        flat = (torch.nan_to_num(one[place].double(), neginf=0.0).flatten() for one in (rounded, exact))
         here, there = (F.normalize(tensor, dim=0) for tensor in flat)
         allowed[place] = max(margin * (here - there).norm().item(), eps)
     return allowed
@@ -136,8 +136,10 @@ def differing(
             if value.shape != part.shape:
                 continue
             part = part.to(value.device)
-            size = max(part.norm().item(), _SMALL * whole.norm().item(), 1e-30)
-            difference = (value.double() - part).norm().item() / size
+            value = torch.where(part.isneginf() & value.isneginf(), 0.0, value.double())  # biases that hide a key
+            part, finite = torch.nan_to_num(part, neginf=0.0), torch.nan_to_num(whole, neginf=0.0)
+            size = max(part.norm().item(), _SMALL * finite.norm().item(), 1e-30)
+            difference = (value - part).norm().item() / size
             if not difference <= max(least, wrong.get(place, 0.0)):  # NaN differs
                 wrong[place] = difference
     return wrong

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -60,18 +60,13 @@ class _Alone(StepWatch):
         self.trace, self.seed, self.sets_max_norm = trace, seed, sets_max_norm
 
     def attach(self, trainer: Trainer) -> None:
-        """Perturb each initial weight by the rounding error of a sum over the longer side of its matrix."""
+        """Perturb the initial weights."""
         (stage,) = trainer.model.stages
         names = [name for name, _ in trainer.model.named_parameters()]
         self.names = self.trace.names = sorted(names, key=lambda name: not name.startswith(stage.module.entry))
         super().attach(trainer)
-        if self.seed is None:
-            return
-        device, eps = trainer.run.device, EPS[trainer.config.training.dtype]
-        noise = torch.Generator(device).manual_seed(self.seed)
-        for parameter in trainer.model.parameters():
-            signs = torch.rand(parameter.shape, generator=noise, device=device, dtype=parameter.dtype).sub_(0.5).sign_()
-            parameter.data.mul_(1 + eps * math.sqrt(max(parameter.shape)) * signs)
+        if self.seed is not None:
+            perturb(trainer.model.parameters(), trainer.config.training.dtype, self.seed)
 
     def complete_gradients(self) -> None:
         """In the first step, choose the ``max_norm`` that clips every step."""
@@ -79,6 +74,19 @@ class _Alone(StepWatch):
         if self.at_step == 1 and self.sets_max_norm:
             norm = _CLIPPED_SHARE * math.hypot(*(gradient.double().norm().item() for _, gradient in self.gradients))
             self.trainer.config = edit(self.trainer.config, {"training.max_norm": float(f"{norm:.3g}")})
+
+
+def perturb(parameters: Iterable[torch.Tensor], dtype: str, seed: int) -> None:
+    """Change each weight by the rounding error of a sum over the longer side of its matrix.
+
+    In a half type, change it by a part of its own rounding, so that it is often rounded the other way.
+    """
+    for parameter in parameters:
+        noise = torch.Generator(parameter.device).manual_seed(seed)
+        size = EPS[dtype] * (1 / 4 if dtype in HALF else math.sqrt(max(parameter.shape)))
+        signs = torch.rand(parameter.shape, generator=noise, device=parameter.device, dtype=parameter.dtype)
+        parameter.data.mul_(1 + size * signs.sub_(0.5).sign_())
+        seed += 1000
 
 
 def train_alone(
