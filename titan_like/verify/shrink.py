@@ -162,8 +162,8 @@ def shrink(
         "optimizer.lr": learning_rate,
         "optimizer.matrix_lr": matrix_lr and matrix_lr * learning_rate / config.optimizer.lr,
         "optimizer.newton_schulz_dtype": "float32",  # bfloat16 would hide differences
-        # Every update is clipped then. Else rounding may decide whether one is: the biases of GPT's keys have no
-        # gradient but rounding, which Adafactor divides by its own size like any other.
+        # Every update is clipped then. Else rounding may decide whether one is: the biases of keys may have no
+        # gradient but rounding, which a rule may divide by its own size like any other.
         "optimizer.clip_threshold": min(config.optimizer.clip_threshold, 0.5),
         "lr_scheduler.warmup_steps": warmup,
         "lr_scheduler.decay_steps": decay_steps,
