@@ -128,7 +128,6 @@ class Reference:
     file: Path  # of the numbers and tensors, float64
     known: dict[str, int]  # indices of the first samples by their digests
     names: list[str]  # of all parameters, in the model's order
-    finer: frozenset[str]  # parameters whose gradients have more digits than the half type, if that is the run's
     sizes: dict[Key, float]  # L2 norm that a difference is relative to
     allowed: dict[str, dict[Key, float]]  # by type, the largest relative difference
 

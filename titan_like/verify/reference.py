@@ -24,7 +24,6 @@ from safetensors.torch import save_file
 from titan_like.config.load import edit
 from titan_like.models.registry import model_config
 from titan_like.verify.compare import EXACT, HALF, SINGLE, Key, Reference, Row, distance
-from titan_like.verify.half import finer
 from titan_like.verify.processes import Member
 from titan_like.verify.runs import EPS, Trace, train_alone
 from titan_like.verify.samples import training_samples
@@ -66,7 +65,7 @@ def compute_reference(
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     exact, max_norm = train(member, small, EXACT, sets_max_norm=config.training.max_norm > 0)
     small = replace(small, config=edit(config, {"training.max_norm": max_norm}))
-    sizes, allowed, digits = sizes_of(exact), dict[str, dict[Key, float]](), frozenset[str]()
+    sizes, allowed = sizes_of(exact), dict[str, dict[Key, float]]()
     for dtype in [EXACT, *(kind for kind in kinds if kind in (SINGLE, *HALF))]:
         # Another run in float64 would round almost exactly as the first does, which a layout does not, so weights are
         # perturbed. All take the whole batch at once, so that no bug of accumulation passes for rounding.
@@ -77,13 +76,9 @@ def compute_reference(
             if key not in exact.values and key.row == Row.LOSS_SCALE:
                 exact.values[key], sizes[key] = value, 1.0
         allowed[dtype] = allowances(small, dtype, sizes, exact, draws)
-        if dtype in HALF:
-            pieces = train(member, small, dtype, whole=False)[0].values
-            found = {name: pieces[Key(1, Row.GRADIENT, name)] for name in exact.names}
-            digits = frozenset(name for name, gradient in found.items() if finer(gradient, dtype) >= FEW)
     save_file({str(key): value.contiguous() for key, value in exact.values.items()}, file)
     known = known_samples(small, small.num_steps + 2)
-    return Reference(small, file, known, exact.names, digits, sizes, allowed)
+    return Reference(small, file, known, exact.names, sizes, allowed)
 
 
 def known_samples(small: Small, steps: int) -> dict[str, int]:
