@@ -258,6 +258,7 @@ class VocabularyLoss(TensorParallel):
     """
 
     enters = 1
+    chunk: int | None
 
     def forward(
         self,
