@@ -173,9 +173,9 @@ def test_training_prints_the_line_once(tmp_path, capfd):
     }
     config = base_config(tmp_path, settings)
     run = prepare_run(resolve_settings(config))
-    remark = step_forecast(run)  # before there is a process group, as in train.py
+    callback = step_forecast(run)  # before there is a process group, as in train.py
     with process_group(torch.device("cpu")):
-        Trainer(run, remark).train()
+        Trainer(run, callback).train()
     out = capfd.readouterr().out
     told = [line for line in out.splitlines() if " predicted, " in line]
     assert told, out

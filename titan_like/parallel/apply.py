@@ -27,7 +27,7 @@ from titan_like.parallel.data import DataParallel, shares_nothing
 from titan_like.parallel.experts import apply_expert_parallel
 from titan_like.parallel.layout import Layout, method_of, resolve_layout
 from titan_like.parallel.mesh import build_expert_mesh, context_group
-from titan_like.parallel.model import ParallelModel, Stage, WholeModel, holders_of_copies
+from titan_like.parallel.model import ParallelModel, Stage, WholeModel, stages_of_tied_parameters
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
 from titan_like.parallel.split import StageLayers, layers_per_stage, split_layers
 from titan_like.parallel.tensor import apply_tensor_parallel
@@ -78,7 +78,7 @@ def build_parallel_model(
     splits = split_layers(layers_per_stage(config, model_config, len(ranks)))
     local_splits = {index: splits[index] for index, rank in enumerate(ranks) if rank == pp_rank}
     stages, expert_mesh = build_stages(config, model_config, mesh, device, local_splits, tuning)
-    return ParallelModel(stages, holders_of_copies(model_config, splits), expert_mesh)
+    return ParallelModel(stages, stages_of_tied_parameters(model_config, splits), expert_mesh)
 
 
 def build_stages(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from titan_like.data.batch import Batch
 from titan_like.metrics.record import StepRecord
-from titan_like.train.issued_step import IssuedStep
+from titan_like.train.pending_step import PendingStep
 
 if TYPE_CHECKING:
     from titan_like.train.trainer import Trainer
@@ -30,7 +30,7 @@ class Observer:
     def complete_gradients(self) -> None:
         """The step's gradients are summed over ranks and not yet clipped. They may be changed in place."""
 
-    def end_step(self, issued: IssuedStep) -> None:
+    def end_step(self, issued: PendingStep) -> None:
         """A step, the update included, has been issued."""
 
     def read_step(self, record: StepRecord) -> None:

@@ -31,22 +31,22 @@ from titan_like.optim.schedule import describe_warmup, lr_factor, schedule_step
 from titan_like.parallel.expert_balance import FIGURES
 from titan_like.parallel.model import ModelOutput, sum_gradients_of_copies
 from titan_like.parallel.tensor import sum_partial_gradients
-from titan_like.train.issued_step import IssuedStep, copy_to_host, stamp
 from titan_like.train.observer import Observer
+from titan_like.train.pending_step import PendingStep, copy_to_host, stamp
 from titan_like.train.setup import Run, describe_run
 from titan_like.train.training_state import seed_step
 from titan_like.train.validation import NO_LABELS, ValidatedState
 
 _MOST_REWINDS = 3  # to the same checkpoint
 
-Remark = Callable[[StepRecord], str | None]
+StepCallback = Callable[[StepRecord], str | None]
 
 
 class Trainer(ValidatedState):
     """Trains one model on this process's part of the data. Needs a process group (see `titan_like.train.job`)."""
 
-    def __init__(self, run: Run, remark: Remark | None = None, observer: Observer | None = None) -> None:
-        """``remark`` is called with the record of every step, and the text that it returns is printed."""
+    def __init__(self, run: Run, callback: StepCallback | None = None, observer: Observer | None = None) -> None:
+        """``callback`` is called with the record of every step, and the text that it returns is printed."""
         super().__init__(run, observer or Observer())
         config = self.config
         self.has_labels = True  # whether the last step that was read had labels for each of the model's predictions
@@ -73,7 +73,7 @@ class Trainer(ValidatedState):
         # TensorBoard would drop what other files have of later steps, and reads files by the clock in their names.
         writes = dist.get_rank() == 0 and (self.step < self.total_steps or self.misses_validation)
         self.writers = build_writers(config, self.step, self.run_id) if writes else []
-        self.remark = remark
+        self.callback = callback
         peak_name = config.cluster.gpu or device_name(run.device)
         peak = peak_tflops(peak_name, config.training.dtype)
         length = sample_length(config, run.model)
@@ -94,7 +94,7 @@ class Trainer(ValidatedState):
             if (training := self.config.training).steps is None:
                 told += f", {self.consumed_samples} samples; a batch of {training.global_batch_size} is not left"
             self.console.print(f" nothing to train: {told}")
-        unread: IssuedStep | None = None
+        unread: PendingStep | None = None
         try:
             if self.misses_validation:
                 self._log_validation()
@@ -135,7 +135,7 @@ class Trainer(ValidatedState):
             for writer in self.writers:
                 writer.close()
 
-    def train_step(self, data: Iterator[Batch]) -> IssuedStep:
+    def train_step(self, data: Iterator[Batch]) -> PendingStep:
         """Issue one optimizer step over one global batch, without waiting for the device.
 
         ``data`` yields microbatches of this process's samples.
@@ -194,7 +194,7 @@ class Trainer(ValidatedState):
         self.consumed_samples += batch_size
         self.consumed_tokens += batch_size * config.training.seq_len
         counts = self.step, lr, batch_size, self.consumed_samples, self.consumed_tokens
-        issued = IssuedStep(*counts, data_time, began, stamp(device), values)
+        issued = PendingStep(*counts, data_time, began, stamp(device), values)
         self.observer.end_step(issued)
         return issued
 
@@ -242,7 +242,7 @@ class Trainer(ValidatedState):
         values = [value.double() for value in (loss, grad_norm, spike, scale, num_zeros)]
         return copy_to_host(torch.cat((torch.stack(values), noticed, terms)))
 
-    def read_step(self, issued: IssuedStep) -> StepRecord:
+    def read_step(self, issued: PendingStep) -> StepRecord:
         """Wait for a step's numbers, and act on stop signals and finished saves that they report.
 
         Raises:
@@ -327,9 +327,9 @@ class Trainer(ValidatedState):
             self.unlogged.clear()
             if record.sources:
                 self.console.print(format_sources(record.sources))
-        remark = self.remark(record) if self.remark is not None else None
-        if remark is not None:
-            self.console.print(remark)
+        text = self.callback(record) if self.callback is not None else None
+        if text is not None:
+            self.console.print(text)
 
     def _save_if_due(self, is_last: bool) -> None:
         # After a skipped update there is nothing new to save and the weights may be ruined, so a save must not displace

@@ -23,8 +23,8 @@ from titan_like.metrics.record import StepRecord
 from titan_like.models.layers import cross_entropy
 from titan_like.models.layers.init import local_part
 from titan_like.models.registry import model_config
-from titan_like.train.issued_step import IssuedStep
 from titan_like.train.layout_rules import is_sparse
+from titan_like.train.pending_step import PendingStep
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import DROPOUT, EXACT, HALF, RESUME, SINGLE, Key, Reference, Report, Row
 from titan_like.verify.dropout import observe_dropout
@@ -127,7 +127,7 @@ class LayoutWatch(StepWatch):
             told = f"it is rounded to {self.dtype}" if 2 * len(rounded) > len(parts) else None
             self.report.exact(Key(1, Row.SUMS, rounded[0] if rounded else ""), told)
 
-    def end_step(self, issued: IssuedStep) -> None:
+    def end_step(self, issued: PendingStep) -> None:
         """Check the update."""
         super().end_step(issued)
         step = issued.step

@@ -19,8 +19,8 @@ from titan_like.metrics.record import StepRecord, named_losses
 from titan_like.models.layers.experts import Router
 from titan_like.models.layers.init import local_part
 from titan_like.models.transformer import Transformer
-from titan_like.train.issued_step import IssuedStep
 from titan_like.train.observer import Observer
+from titan_like.train.pending_step import PendingStep
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import Key, Row
 from titan_like.verify.shrink import Small
@@ -75,7 +75,7 @@ class Watch(Observer):
         is_scaled = self.trainer.scaler is not None
         self.gradients = [(name, gradient / scale if is_scaled else gradient.clone()) for name, gradient in held]
 
-    def end_step(self, issued: IssuedStep) -> None:
+    def end_step(self, issued: PendingStep) -> None:
         """Count the step."""
         self.steps += 1
 
@@ -132,7 +132,7 @@ class StepWatch(Watch):
             elif local.numel() and not is_last_element and not any(offset):
                 local[0, 0] = math.nan
 
-    def end_step(self, issued: IssuedStep) -> None:
+    def end_step(self, issued: PendingStep) -> None:
         """Note the weights."""
         super().end_step(issued)
         for name, parameter in self.trainer.model.named_parameters() if issued.step <= self.small.num_steps else ():
