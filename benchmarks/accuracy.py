@@ -75,30 +75,20 @@ class GroupAccuracy:
     wrongly_too_large: int = 0  # rows with measured memory that are predicted not to fit
 
     @property
-    def worst_regret(self) -> float | None:
-        """The largest regret of all sweeps."""
-        return max((sweep.regret for sweep in self.sweeps), default=None)
-
-    @property
-    def small_regrets(self) -> int:
-        """Sweeps whose chosen layout is within 2 % of the fastest."""
-        return sum(sweep.regret <= SMALL_REGRET for sweep in self.sweeps)
-
-    @property
-    def rank_correlation(self) -> float | None:
-        """Mean over sweeps, weighted by their layouts."""
+    def choice(self) -> dict[str, float]:
+        """Of the sweeps: those within 2 % of the fastest, the worst regret, and the mean rank correlation."""
         if not self.sweeps:
-            return None
-        return float(np.average([s.rank_correlation for s in self.sweeps], weights=[s.layouts for s in self.sweeps]))
+            return {}
+        regrets, layouts = [sweep.regret for sweep in self.sweeps], [sweep.layouts for sweep in self.sweeps]
+        mean = float(np.average([sweep.rank_correlation for sweep in self.sweeps], weights=layouts))
+        small = sum(regret <= SMALL_REGRET for regret in regrets)
+        return {"small_regrets": small, "worst_regret": max(regrets), "rank_correlation": mean}
 
     def as_dict(self) -> dict[str, Any]:
         """The group for JSON."""
-        return {
-            **asdict(self),
-            "regret": self.worst_regret,
-            "small_regrets": self.small_regrets,
-            "rank_correlation": self.rank_correlation,
-        }
+        choice = self.choice
+        regret = {"regret": choice.get("worst_regret"), "small_regrets": choice.get("small_regrets", 0)}
+        return asdict(self) | regret | {"rank_correlation": choice.get("rank_correlation")}
 
 
 def predict_row(row: Row, profile: Profile | None = None) -> Prediction | None:
@@ -124,20 +114,14 @@ def profile_for_group(gpu: str, word: str, zero_stage: int = 0, session: str = "
 
     Instead of a study's word, a profile may name the start of a session, such as "bloom 02-2".
     """
-    best, most = None, (False, -1)
-    for profile in builtin_profiles().values():
-        if profile.only_zero not in (None, zero_stage):
-            continue
-        for start, first in profile.groups:
-            rank = (profile.only_zero is not None, len(start) + len(first))
-            if gpu.startswith(start) and covers(first, word, session) and rank > most:
-                best, most = profile, rank
-    return best
-
-
-def covers(first: str, word: str, session: str) -> bool:
-    """Whether a profile's word is the study's, or the start of the session's name."""
-    return first == word or (" " in first and session.startswith(first))
+    found = [
+        ((profile.only_zero is not None, len(start) + len(first)), profile)
+        for profile in builtin_profiles().values()
+        for start, first in profile.groups
+        if profile.only_zero in (None, zero_stage) and gpu.startswith(start)
+        if first == word or (" " in first and session.startswith(first))
+    ]
+    return max(found, key=lambda one: one[0])[1] if found else None
 
 
 def accuracy(predictions: Sequence[Prediction]) -> list[GroupAccuracy]:
@@ -211,13 +195,8 @@ def judgement(predictions: Sequence[Prediction], groups: int) -> dict[str, float
     found = _group("", list(predictions))
     kept: dict[str, float] = {"rows": found.n, "groups": groups, "mean": found.mean}
     if found.sweeps:
-        kept["sweeps"] = len(found.sweeps)
-        kept["small_regrets"] = found.small_regrets
-        kept["worst_regret"] = found.worst_regret or 0.0
-        kept["rank_correlation"] = found.rank_correlation or 0.0
         noise = [sweep.noise for sweep in found.sweeps if sweep.noise is not None]
-        if noise:
-            kept["noise"] = max(noise)
+        kept |= {"sweeps": len(found.sweeps)} | found.choice | ({"noise": max(noise)} if noise else {})
     if found.memory_median is not None and found.memory_p90 is not None:
         kept |= {"memory_rows": found.memory_n, "memory_median": found.memory_median, "memory_p90": found.memory_p90}
         kept["memory_too_large"] = found.wrongly_too_large

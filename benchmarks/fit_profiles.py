@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from benchmarks.accuracy import Prediction, judgement, predict_row
 from benchmarks.measured_rows import Row, read_rows
 from benchmarks.profile_recipes import RECIPES, Recipe
 from titan_like.planner.commands.calibrate import fit, leave_one_group_out, log_errors
-from titan_like.planner.profile import Profile, profile_to_toml
+from titan_like.planner.profile import Profile, builtin_profiles, profile_to_toml
 
 FOLDER = Path(__file__).parent.parent / "titan_like/planner/profiles"
 
@@ -40,7 +41,7 @@ def main() -> int:
     for name, recipe in RECIPES.items():
         if options.only not in (None, name):
             continue
-        chosen = [row for row in rows if recipe.rows(row) and _covered(row, recipe.studies) and not row.out_of_memory]
+        chosen = recipe.chosen(name, rows)
         if not chosen:
             continue
         start = recipe.begin(name)
@@ -53,13 +54,11 @@ def main() -> int:
         print(f"  fitted    {_spread(inside)}\n  left out  {_spread(held)}")
         for group, found in left_out.items():
             print(f"    {group:14s} n {len(found):3d}  median {100 * np.median([p.error for p in found]):+6.1f} %")
-        print(
-            "  " + ", ".join(f"{key} {getattr(start, key):.3g} → {getattr(profile, key):.3g}" for key in recipe.names)
-        )
+        moved = (f"{key} {getattr(start, key):.3g} → {getattr(profile, key):.3g}" for key in recipe.names)
+        print(f"  {', '.join(moved)}")
+        sources = Counter(row.source for row in chosen)
         profile = profile.changed(
-            description=recipe.description,
-            groups=recipe.covered or recipe.studies + recipe.also,
-            fitted_on=tuple(_described(chosen)),
+            fitted_on=tuple(f"{source}: {count} rows" for source, count in sorted(sources.items())),
             fitted_gpus=tuple(sorted({row.adapted(start).device.name for row in chosen})),
             most_gpus=max(row.gpus for row in chosen),
             fitted_experts=any(row.work.expert > 1 for row in chosen),
@@ -70,6 +69,7 @@ def main() -> int:
         if options.write:
             text = "# Written by benchmarks/fit_profiles.py. Errors are those of groups left out of the fit.\n"
             (FOLDER / f"{name}.toml").write_text(text + profile_to_toml(profile), encoding="utf-8")
+            builtin_profiles.cache_clear()  # profiles of experts begin from those of dense models
     return 0
 
 
@@ -78,16 +78,6 @@ def left_out_predictions(rows: list[Row], start: Profile, recipe: Recipe) -> dic
     groups = leave_one_group_out(rows, start, recipe.names, recipe.group)
     found = {group: [predict_row(row, profile) for row in held] for group, (profile, held) in groups.items()}
     return {group: [one for one in predictions if one is not None] for group, predictions in found.items()}
-
-
-def _covered(row: Row, groups: tuple[tuple[str, str], ...]) -> bool:
-    return any(row.gpu.startswith(gpu) and row.study == study for gpu, study in groups)
-
-
-def _described(rows: list[Row]) -> list[str]:
-    """The sources, each with its number of rows."""
-    sources = [row.source for row in rows]
-    return [f"{source}: {sources.count(source)} rows" for source in sorted(set(sources))]
 
 
 def _spread(errors: np.ndarray) -> str:

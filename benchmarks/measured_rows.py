@@ -20,8 +20,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, ValidationError
 
 from benchmarks.stacks import STACKS
-from titan_like.config.errors import ConfigError, first_problem
-from titan_like.config.paths import file_problem
+from titan_like.config.errors import first_problem
 from titan_like.metrics.devices import find_device
 from titan_like.models.config import TransformerConfig
 from titan_like.models.gpt.config import GPTConfig
@@ -78,22 +77,14 @@ _MEGATRON_2021 = {"flash": False, "dropout": True, "dtype": "float16", "zero": 0
 _FSDP = {"flash": True, "dtype": "bfloat16", "zero": 3, "recompute": "none"}
 _MCORE = {"flash": True, "dtype": "bfloat16", "zero": 1, "recompute": "none", "sp": True}
 STUDIES: dict[str, dict[str, Any]] = {
-    "ptdp_table1": _MEGATRON_2021,
-    "ptdp_table2": _MEGATRON_2021,
-    "tf=hw96": _MEGATRON_2021,
-    "korthikanti_t5": _MEGATRON_2021,
-    "vtrain_multi": _MEGATRON_2021,
-    "vtrain_single": _MEGATRON_2021,
+    **dict.fromkeys(("ptdp_table1", "ptdp_table2", "tf=hw96", "korthikanti_t5"), _MEGATRON_2021),
+    **dict.fromkeys(("vtrain_multi", "vtrain_single"), _MEGATRON_2021),
     "bloom": {**_MEGATRON_2021, "zero": 1},
     "production": {**_MEGATRON_2021, "dtype": "bfloat16", "zero": 1},
     # Its memory is the first node's. Runs that filled a third of it ran out of memory elsewhere.
     "jz_v100": {**_MEGATRON_2021, "zero": 1, "memory_of_first": True},
-    "foundry": _FSDP,
-    "torchtitan": _FSDP,
-    "tokens/s/gpu": _FSDP,
-    "tf=model": _MCORE,
-    "mbridge": _MCORE,
-    "nemo2407": _MCORE,
+    **dict.fromkeys(("foundry", "torchtitan", "tokens/s/gpu"), _FSDP),
+    **dict.fromkeys(("tf=model", "mbridge", "nemo2407"), _MCORE),
 }
 
 
@@ -193,10 +184,10 @@ def read_rows(path: str | Path) -> tuple[list[Row], list[str]]:
     """
     if Path(path).suffix == ".json":
         own, left_out = rows.read_rows(path, "bfloat16")
-        return [_own_row(row) for row in own], left_out
-    problem = file_problem(Path(path))
-    if problem is not None:
-        raise ConfigError("--points", str(path), f"{problem}; give a readable CSV or JSON file")
+        stated = ((row, find_device(row.gpu).name, f"titan_like; {row.work.dtype}") for row in own)
+        return [
+            Row(row.model, gpu, row.work, row.seconds, row.source, "titan_like", of) for row, gpu, of in stated
+        ], left_out
     tables, names = rows.read_csv(path, rows.COLUMNS)
     known = {*rows.COLUMNS, *_Cells.model_fields, "source", "zero", "recompute"}
     found, left_out = [], [f"column {name}: unknown, so not read" for name in names if name not in known]
@@ -215,7 +206,7 @@ def _own_row(row: rows.Row) -> Row:
 
 def study_of(notes: str) -> str:
     """The first word of the notes without punctuation. From "tokens/s=…" the value is dropped."""
-    word = (notes or "").split()[0].strip(";:,") if (notes or "").split() else ""
+    word = next(iter((notes or "").split()), "").strip(";:,")
     return word.split("=")[0] if word.startswith("tokens/s") else word
 
 
@@ -235,12 +226,12 @@ def row_from(table: dict[str, str]) -> Row:
     model = _with_experts(table["model"], cells) if cells.ep > 1 else _model(cells, "llama" in table["model"].lower())
     gpus, batch = cells.gpus, cells.gbs
     data = _data_parallel(cells)
-    micro = cells.mbs or _likely_micro_batch(batch // data, pipeline)
+    # If it is not stated, a microbatch is one sample in a pipeline, else the largest size up to 16 that divides.
+    likely = 1 if pipeline > 1 else max(size for size in range(1, 17) if batch // data % size == 0)
+    micro = cells.mbs or likely
     if batch % (data * micro):
         raise ValueError(f"gbs = {batch}: not a multiple of {data} × microbatches of {micro}")
-    virtual = cells.vp or _likely_virtual(
-        defaults, layers=model.num_layers, pipeline=pipeline, m=batch // (data * micro)
-    )
+    virtual = cells.vp or _likely_virtual(defaults, model.num_layers, pipeline, batch // (data * micro))
     # Recomputation and sharding: stated, or the study's.
     stated = (table.get("recompute") or defaults["recompute"]).strip().lower()
     if stated not in _RECOMPUTE:
@@ -308,9 +299,10 @@ def _model(cells: _Cells, named_llama: bool) -> TransformerConfig:
     layers, hidden, seq, vocab = cells.layers, cells.hidden, cells.seq, cells.vocab
     if cells.heads and cells.heads % (cells.tp or 1):
         raise ValueError(f"tp = {cells.tp}: does not divide the {cells.heads} heads")
-    if layers is None or hidden is None or seq is None or vocab is None:
-        sizes = {"layers": layers, "hidden": hidden, "seq": seq, "vocab": vocab}
-        raise ValueError(f"{next(name for name, size in sizes.items() if size is None)} is not stated")
+    for name in ("layers", "hidden", "seq", "vocab"):
+        if getattr(cells, name) is None:
+            raise ValueError(f"{name} is not stated")
+    assert layers and hidden and seq and vocab
     heads = cells.heads or _likely_heads(hidden, cells.tp or 1)
     ffn = cells.ffn or 4 * hidden
     try:
@@ -357,13 +349,6 @@ def _shape(
         vocab_size=vocab,
         max_seq_len=seq,
     )
-
-
-def _likely_micro_batch(share: int, pipeline: int) -> int:
-    """If the micro-batch is not stated: one with a pipeline, else the largest size up to 16 that divides the share."""
-    if pipeline > 1:
-        return 1
-    return max(size for size in range(1, 17) if share % size == 0)
 
 
 def _likely_virtual(defaults: dict[str, Any], layers: int, pipeline: int, m: int) -> int:

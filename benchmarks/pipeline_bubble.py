@@ -3,15 +3,14 @@
     python benchmarks/pipeline_bubble.py                        # this project's runtime and torch's, about half an hour
     python benchmarks/pipeline_bubble.py --runtimes own --microbatches 8
     sudo python benchmarks/pipeline_bubble.py --realtime        # on a machine that does other things, too
+    python benchmarks/pipeline_bubble.py --pictures             # those of docs/pipeline_timeline.md; needs matplotlib
 
 Stages sleep instead of computing (see sleeping_stages.py), so four of them run at full speed on two cores. Everything
 else is real: one process per pipeline rank, messages over gloo, autograd, `titan_like.parallel.pipeline.Pipeline`.
 
-ratio = median time of a step / ideal time. For schedules with whole backward passes the ideal is the closed form m·(t_F
-+ t_B)·(1 + bubble) (arXiv 2104.04473, section 2.2). For schedules that split the backward pass it is the simulated time
-of the table, with messages that take no time. If a rank has v stages, a pass sleeps for 1/v of a microbatch's time.
-torch.distributed.pipelining runs the same stages and is compared with the same ideal. It does the first stage's whole
-backward pass in the second part, which does not change the ideal times of its tables.
+ratio = median time of a step / ideal time: the simulated time of the schedule's table, with messages that take none. If
+a rank has v stages, a pass sleeps for 1/v of a microbatch's time. torch.distributed.pipelining runs the same stages. It
+does the first stage's whole backward pass in the second part, which does not change the ideal times of its tables.
 
 Memory is the peak of torch's CPU allocator over two steps, minus its content before the runtime was built, in units of
 one activation between stages. The stages themselves keep only their input until its backward pass.
@@ -26,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,8 +33,8 @@ from runs import machine, parser_of, write
 from sleeping_stages import TORCH_SCHEDULES, OwnRuntime, Times, TorchRuntime, launch
 
 from titan_like.metrics.step_timeline import StepTimeline, measured, simulated
-from titan_like.metrics.timeline_report import figures
-from titan_like.parallel.schedules.simulate import ideal_bubble
+from titan_like.metrics.timeline_plot import draw
+from titan_like.metrics.timeline_report import figures, report
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, check_schedule, stages_per_rank
 from titan_like.parallel.timeline import Timeline
 
@@ -49,25 +48,31 @@ CASES = [
     ("zbv_zero_bubble", 2),
     ("dualpipe_v", 2),
 ]
+
+
+class Case(NamedTuple):
+    """What is measured."""
+
+    runtime: str
+    schedule: str
+    virtual_stages: int
+    microbatches: int
+
+
 SMALL = (1, 64, 64)  # shape of a tensor between stages when measuring time: 16 KiB
 LARGE = (1, 512, 512)  # and when measuring memory: 1 MiB
 
 
-def build(
-    runtime: str, schedule: str, virtual: int, times: Times, microbatches: int, shape: Sequence[int]
-) -> OwnRuntime | TorchRuntime:
+def build(case: Case, times: Times, shape: Sequence[int]) -> OwnRuntime | TorchRuntime:
     """Build a runtime over sleeping stages on this rank."""
     degree = dist.get_world_size()
-    if runtime == "own":
-        return OwnRuntime(schedule, degree, virtual, times, shape)
-    return TorchRuntime(schedule, degree, virtual, times, microbatches)
+    if case.runtime == "own":
+        return OwnRuntime(case.schedule, degree, case.virtual_stages, times, shape)
+    return TorchRuntime(case.schedule, degree, case.virtual_stages, times, case.microbatches)
 
 
 def ideal_seconds(schedule: str, degree: int, virtual: int, times: Times, microbatches: int) -> float:
     """Time of a step without messages and overheads."""
-    whole = times.forward + times.input_gradient + times.weight_gradient
-    if schedule not in SPLIT_BACKWARD:
-        return microbatches * whole * (1 + ideal_bubble(schedule, degree, virtual, microbatches))
     part = times / stages_per_rank(schedule, virtual)
     return simulated(schedule, degree, virtual, microbatches, part.of).seconds
 
@@ -92,22 +97,19 @@ def run_step(runtime: OwnRuntime | TorchRuntime, data: torch.Tensor) -> tuple[fl
     return seconds, measured(layout.schedule, layout.pipeline, layout.virtual_stages, [times for _, _, times in spans])
 
 
-def measure_time(rank: int, cases: list[tuple[str, str, int, int]], times: Times, steps: int, output: Path) -> None:
+def measure_time(rank: int, cases: list[Case], times: Times, steps: int, output: Path) -> None:
     """Time every (runtime, schedule, virtual stages, microbatches); rank 0 prints a row for each and writes all."""
     rows = []
     degree = dist.get_world_size()
-    for name, schedule, virtual, microbatches in cases:
-        runtime = build(name, schedule, virtual, times, microbatches, SMALL)
+    for case in cases:
+        name, schedule, virtual, microbatches = case
+        runtime = build(case, times, SMALL)
         data = torch.zeros(microbatches, *SMALL[1:])
         run_step(runtime, data)
         runs = [run_step(runtime, data) for _ in range(steps)]
         ideal = ideal_seconds(schedule, degree, virtual, times, microbatches)
         seconds = [run[0] for run in runs]
-        row: dict[str, Any] = {
-            "runtime": name,
-            "schedule": schedule,
-            "virtual_stages": virtual,
-            "microbatches": microbatches,
+        row: dict[str, Any] = case._asdict() | {
             "ideal_s": round(ideal, 4),
             "steps_s": [round(value, 4) for value in seconds],
             "ratio": round(statistics.median(seconds) / ideal, 4),
@@ -117,7 +119,11 @@ def measure_time(rank: int, cases: list[tuple[str, str, int, int]], times: Times
             row |= summary(timelines)
         rows.append(row)
         if rank == 0:
-            print_row(row)
+            bubbles = f"{row['bubble']:8.4f} {row['bubble_ideal']:8.4f}" if "bubble" in row else f"{'':17}"
+            passes = "  ".join(f"{kind} {value:.2f}" for kind, value in row.get("pass_ms", {}).items())
+            median = statistics.median(row["steps_s"])
+            print(f"{name:<8}{schedule:<24}{virtual:>3}{microbatches:>4}{row['ideal_s']:9.3f} {median:9.3f}"
+                  f"{row['ratio']:8.3f}   {bubbles}  {passes}", flush=True)  # fmt: skip
     if rank == 0:
         output.write_text(json.dumps(rows), encoding="utf-8")
 
@@ -137,41 +143,42 @@ def summary(timelines: list[StepTimeline]) -> dict[str, Any]:
     }
 
 
-def print_row(row: dict[str, Any]) -> None:
-    """One line of the table."""
-    bubbles = f"{row['bubble']:8.4f} {row['bubble_ideal']:8.4f}" if "bubble" in row else f"{'':17}"
-    passes = "  ".join(f"{kind} {value:.2f}" for kind, value in row.get("pass_ms", {}).items())
-    print(
-        f"{row['runtime']:<8}{row['schedule']:<24}{row['virtual_stages']:>3}{row['microbatches']:>4}"
-        f"{row['ideal_s']:9.3f} {statistics.median(row['steps_s']):9.3f}{row['ratio']:8.3f}   {bubbles}  {passes}",
-        flush=True,
-    )
+def draw_pictures(rank: int, folder: Path) -> None:
+    """Draw the second step of three schedules above the same step in theory, and print its report."""
+    times, degree, microbatches = Times(0.02, 0.02, 0.02), dist.get_world_size(), 8
+    for schedule, virtual in (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)):
+        runtime, data = OwnRuntime(schedule, degree, virtual, times, SMALL), torch.zeros(microbatches, *SMALL[1:])
+        run_step(runtime, data)
+        _, step = run_step(runtime, data)
+        if rank == 0 and step is not None:
+            part = times / stages_per_rank(schedule, virtual)
+            steps = {"measured": step, "theory": simulated(schedule, degree, virtual, microbatches, part.of)}
+            bubbles = {name: figures(shown).bubble_fraction for name, shown in steps.items()}
+            panels = [(f"{schedule}, {name}: bubble {bubbles[name]:.3f}", shown) for name, shown in steps.items()]
+            draw(panels, folder / f"{schedule}.png")
+            print(report(step, schedule), end="\n\n", flush=True)
+        dist.barrier()
 
 
-def measure_memory(rank: int, cases: list[tuple[str, str, int, int]], times: Times, output: Path) -> None:
+def measure_memory(rank: int, cases: list[Case], times: Times, output: Path) -> None:
     """Peak activations in each rank's runtime, for every (runtime, schedule, virtual stages, microbatches)."""
     rows = []
-    for name, schedule, virtual, microbatches in cases:
+    for case in cases:
+        microbatches = case.microbatches
         data = torch.zeros(microbatches, *LARGE[1:])
         dist.barrier()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            runtime = build(name, schedule, virtual, times, microbatches, LARGE)
+            runtime = build(case, times, LARGE)
             for _ in range(2):
                 runtime.step(data)
         peaks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(peaks, round(peak_bytes(profile) / (data[0].numel() * data.element_size()), 1))
-        rows.append(
-            {
-                "runtime": name,
-                "schedule": schedule,
-                "virtual_stages": virtual,
-                "microbatches": microbatches,
-                "peak_activations": peaks,
-            }
-        )
+        rows.append(case._asdict() | {"peak_activations": peaks})
         if rank == 0:
             numbers = "".join(f"{value:9.1f}" for value in peaks)
-            print(f"{name:<8}{schedule:<24}{virtual:>3}{microbatches:>4}  {numbers}", flush=True)
+            print(
+                f"{case.runtime:<8}{case.schedule:<24}{case.virtual_stages:>3}{microbatches:>4}  {numbers}", flush=True
+            )
     if rank == 0:
         output.write_text(json.dumps(rows), encoding="utf-8")
 
@@ -196,11 +203,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="steps after the first (default 5)")
     parser.add_argument("--no-memory", action="store_true", help="measure time only")
     parser.add_argument("--realtime", action="store_true", help="run with real-time priority (needs the permission)")
+    images = Path(__file__).resolve().parents[1] / "docs" / "images"
+    parser.add_argument("--pictures", type=Path, nargs="?", const=images, metavar="FOLDER", help="only draw pictures")
     args = parser.parse_args()
+    if args.pictures:
+        launch(draw_pictures, args.ranks, args.realtime, args.pictures)
+        return
 
     times = Times(*[args.forward_ms / 1000] * 3)
     cases = [
-        (runtime, schedule, virtual, microbatches)
+        Case(runtime, schedule, virtual, microbatches)
         for runtime in args.runtimes
         for schedule, virtual in CASES
         for microbatches in args.microbatches
@@ -220,8 +232,8 @@ def main() -> None:
         result["time"] = json.loads(output.read_text())
         if not args.no_memory:
             print(f"\n{'runtime':<8}{'schedule':<24}{'v':>3}{'m':>4}  most activations on each rank")
-            memory_cases = [case for case in cases if case[1] not in SPLIT_BACKWARD and case[3] in (8, 32)]
-            launch(measure_memory, args.ranks, False, memory_cases, Times(0.002, 0.002, 0.002), output)
+            whole = [case for case in cases if case.schedule not in SPLIT_BACKWARD and case.microbatches in (8, 32)]
+            launch(measure_memory, args.ranks, False, whole, Times(0.002, 0.002, 0.002), output)
             result["memory"] = json.loads(output.read_text())
     write(args.json, result)
 

@@ -1,4 +1,4 @@
-"""Errors of the planner against measured training steps, and against results that it must equal.
+"""Errors of the planner against measured training steps.
 
     python benchmarks/planner_accuracy.py [--points FILE.csv] [--rows] [--json PATH]
 
@@ -7,42 +7,28 @@ the ten of arXiv 2104.04473, Table 1, and this trainer's of titan_rows.json. Eac
 for its GPU and the first word of its notes. For each such group it prints n; the median, mean and p90 of the absolute
 error of the step time; the bias (signed median); the worst regret of choosing the layout that is predicted fastest, and
 the number of sweeps in which it is at most 2 %; the rank correlation over layouts; the errors of memory, if it was
-measured; and rows that ran out of memory.
-
-Without --points it also prints the errors on rows left out of each profile's fit; the pipeline's closed forms against
-the simulated tables; the simulation against the real steps that `simulator_check.py` measured; the number of layouts
-judged per second; and the time of the searches in `planner_speed.py`. This takes about a minute.
+measured; and rows that ran out of memory. Without --points it also prints the errors on rows left out of each profile's
+fit, as the profile's file states them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import time
 from collections import Counter
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # measure the code next to this file
 
-import simulator_check
-from planner_speed import SEARCHES, layouts, timed_search
-
 from benchmarks.accuracy import SMALL_REGRET, GroupAccuracy, Prediction, Sweep, accuracy, predict_row
 from benchmarks.measured_rows import Row, read_rows
 from benchmarks.published_rows import published_rows
 from titan_like.config.errors import ConfigError
-from titan_like.parallel.schedules.simulate import bubble_fraction, ideal_bubble, simulate
-from titan_like.parallel.schedules.tables import check_schedule, schedule_table, stage_ranks
-from titan_like.planner.memory import largest_memory
 from titan_like.planner.profile import builtin_profiles
-from titan_like.planner.step_time import step_time
 
-RESULTS = Path(__file__).resolve().parent / "results"
-CLOSED_FORMS = [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("looped_bfs", 2)]
+OWN_ROWS = Path(__file__).resolve().parent / "results" / "titan_rows.json"
 
 
 def main(argv: list[str]) -> int:
@@ -53,10 +39,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", metavar="PATH", help="also write all of it to this file")
     options = parser.parse_args(argv)
     try:
-        rows, left_out = read_rows(options.points) if options.points else (published_rows() + own_rows(), [])
+        rows, left_out = read_rows(options.points or OWN_ROWS)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+    rows += [] if options.points else published_rows()
     predictions, uncovered = predict_all(rows)
     groups = accuracy(predictions)
     if options.rows:
@@ -64,13 +51,12 @@ def main(argv: list[str]) -> int:
     print_groups(groups)
     print_sweeps([sweep for group in groups for sweep in group.sweeps])
     print_memory(groups)
-    for group, count in uncovered.items():
-        print(f"no profile covers {group}: {count} rows")
-    for reason, count in Counter(line.split(": ", 1)[1] for line in left_out).items():
-        print(f"not predicted, {reason}: {count} rows")
-    more = {} if options.points else everything_else()
+    reasons = Counter(f"not predicted, {line.split(': ', 1)[1]}" for line in left_out)
+    for reason, count in [*((f"no profile covers {name}", n) for name, n in uncovered.items()), *reasons.items()]:
+        print(f"{reason}: {count} rows")
+    left_out_of_fits = {} if options.points else {"left_out": print_left_out()}
     if options.json:
-        result = more | {
+        result = left_out_of_fits | {
             "groups": [group.as_dict() for group in groups],
             "rows": [row_as_dict(prediction) for prediction in predictions],
             "not_predicted": left_out,
@@ -80,21 +66,11 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def own_rows() -> list[Row]:
-    """The rows of this trainer."""
-    return read_rows(RESULTS / "titan_rows.json")[0]
-
-
 def predict_all(rows: list[Row]) -> tuple[list[Prediction], dict[str, int]]:
     """Predictions, and the number of rows in each group that no profile covers."""
-    predictions, uncovered = [], Counter[str]()
-    for row in rows:
-        prediction = predict_row(row)
-        if prediction is None:
-            uncovered[row.group] += 1
-        else:
-            predictions.append(prediction)
-    return predictions, dict(uncovered)
+    found = [(row, predict_row(row)) for row in rows]
+    uncovered = Counter(row.group for row, prediction in found if prediction is None)
+    return [prediction for _, prediction in found if prediction is not None], dict(uncovered)
 
 
 def print_rows(predictions: list[Prediction]) -> None:
@@ -123,10 +99,12 @@ def print_groups(groups: list[GroupAccuracy]) -> None:
     for group in groups:
         if not group.n:  # only rows that ran out of memory
             continue
+        choice = group.choice
         print(
             f"{group.name:36s} {group.n:4d} {_percent(group.median)} {_percent(group.mean)} {_percent(group.p90)} "
             f"{_percent(group.largest)} {_percent(group.bias, sign=True)} {len(group.sweeps):6d} "
-            f"{group.small_regrets:6d} {_percent(group.worst_regret)} {_number(group.rank_correlation)}   "
+            f"{choice.get('small_regrets', 0):6d} {_percent(choice.get('worst_regret'))} "
+            f"{_number(choice.get('rank_correlation'))}   "
             f"{group.memory_n:9d} {_percent(group.memory_median)} {_percent(group.memory_p90)}  "
             f"{', '.join(group.profiles)}"
         )
@@ -153,27 +131,6 @@ def print_memory(groups: list[GroupAccuracy]) -> None:
     print(f"of {ran} that ran, with measured memory, {too_large} predicted not to fit")
 
 
-def everything_else() -> dict[str, Any]:
-    """Print everything that needs no rows, and return it for JSON."""
-    left_out = print_left_out()
-    bubble, measured, speed = closed_forms(), simulated_steps(), evaluations_per_second()
-    print(f"\npipeline: closed forms and simulated tables, equal stages and no messages: {bubble:.1e} apart at most")
-    print(
-        f"pipeline: simulated and measured steps of sleeping stages, {len(measured)} cases: median error "
-        f"{_percent(statistics.median(measured)).strip()}, largest {_percent(max(measured)).strip()}"
-    )
-    print(
-        f"speed: {speed[0]:,.0f} layouts a second on one core, {speed[1]:,.0f} when seen again (time and memory each)"
-    )
-    return {
-        "searches": {name: timed_search(name, gpus) for name, gpus in SEARCHES.items()},
-        "left_out": left_out,
-        "bubble_deviation": bubble,
-        "simulated_step_errors": measured,
-        "layouts_per_second": speed,
-    }
-
-
 def print_left_out() -> dict[str, dict[str, Any]]:
     """Print the errors on rows left out of each profile's fit, from the profiles' files."""
     print(
@@ -192,54 +149,9 @@ def print_left_out() -> dict[str, dict[str, Any]]:
             f"{judged.get('memory_rows', 0):9.0f} {_percent(judged.get('memory_median'))} "
             f"{_percent(judged.get('memory_p90'))} {judged.get('memory_too_large', 0):10.0f}"
         )
-        found[profile.name] = {
-            "fitted_on": profile.fitted_on,
-            "median": profile.error_median,
-            "p90": profile.error_p90,
-            **judged,
-        }
+        band = {"median": profile.error_median, "p90": profile.error_p90}
+        found[profile.name] = {"fitted_on": profile.fitted_on, **band, **judged}
     return found
-
-
-def closed_forms() -> float:
-    """Largest difference between (p - 1)/m or (p - 1)/(v m) and the bubble of the simulated table, over schedules,
-    degrees and microbatches; passes take as long on every stage, messages no time."""
-    largest = 0.0
-    for (schedule, virtual), degree, rounds in product(CLOSED_FORMS, (2, 4, 8), (1, 2, 6)):
-        microbatches = degree * rounds
-        if check_schedule(schedule, degree, virtual, microbatches):
-            continue
-        table, ranks = schedule_table(schedule, degree, virtual, microbatches), stage_ranks(schedule, degree, virtual)
-        events = simulate(table, ranks, lambda action: 2.0 if action.kind == "B" else 1.0)
-        expected = (degree - 1) / (virtual * microbatches)
-        for value in (bubble_fraction(events, degree), ideal_bubble(schedule, degree, virtual, microbatches)):
-            largest = max(largest, abs(value - expected))
-    return largest
-
-
-def simulated_steps() -> list[float]:
-    """Errors of the simulated steps in the result of `simulator_check.py`."""
-    found = json.loads((RESULTS / "simulator_check_cpu.json").read_text(encoding="utf-8"))
-    times = simulator_check.Times(**found["seconds_of_a_microbatch"])
-    extra = simulator_check.Overheads(**found["overheads_s"])
-    errors = []
-    for case in found["cases"]:
-        layout = (case["schedule"], found["ranks"], case["virtual_stages"], case["microbatches"])
-        errors.append(abs(simulator_check.predicted(*layout, times, extra) / case["measured_s"] - 1))
-    return errors
-
-
-def evaluations_per_second() -> tuple[float, float]:
-    """Layouts of 175B parameters on 1,536 GPUs judged per second of processor time: the first time, and again."""
-    works, profile = layouts(), builtin_profiles()["selene_2021"]
-    rates = []
-    for _ in range(2):
-        start = time.process_time()
-        for work in works:
-            step_time(work, profile)
-            largest_memory(work, profile)
-        rates.append(len(works) / (time.process_time() - start))
-    return rates[0], rates[1]
 
 
 def _percent(value: float | None, sign: bool = False) -> str:
@@ -254,23 +166,13 @@ def _number(value: float | None) -> str:
 
 def row_as_dict(prediction: Prediction) -> dict[str, object]:
     """A row as JSON."""
-    row, work = prediction.row, prediction.row.work
-    return {
-        "group": row.group,
-        "source": row.source,
-        "model": row.model,
-        "gpus": row.gpus,
-        "tensor": work.tensor,
-        "pipeline": work.pipeline,
-        "virtual_stages": work.virtual_stages,
-        "data_parallel": work.data_parallel,
-        "zero_stage": work.zero_stage,
-        "micro_batch_size": work.micro_batch_size,
-        "global_batch_size": work.global_batch_size,
+    row, layout = prediction.row, ("tensor", "pipeline", "virtual_stages", "data_parallel", "zero_stage")
+    stated = {name: getattr(row, name) for name in ("group", "source", "model", "gpus", "out_of_memory")}
+    stated |= {name: getattr(row.work, name) for name in (*layout, "micro_batch_size", "global_batch_size")}
+    return stated | {
         "measured_seconds": None if row.out_of_memory else row.seconds,
         "predicted_seconds": prediction.seconds,
         "error": None if row.out_of_memory else prediction.error,
-        "out_of_memory": row.out_of_memory,
         "fits": prediction.fits,
         "measured_memory_gib": row.memory_gib,
         "predicted_memory_gib": prediction.memory_gib,

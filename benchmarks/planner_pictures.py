@@ -11,13 +11,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.accuracy import predict_row
 from benchmarks.published_rows import published_rows
-from benchmarks.stack_memory import memory
+from benchmarks.stacks import STACKS, memory, predicted
 from titan_like.config import load_config
 from titan_like.config.schema import ActivationCheckpoint
 from titan_like.metrics.devices import find_device
@@ -27,19 +29,17 @@ from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.registry import config_class, flavors
 from titan_like.planner.memory import memory as own_memory
 from titan_like.planner.predict import default_profile, predict
-from titan_like.planner.profile import Profile, builtin_profiles
-from titan_like.planner.simulator import timeline
-from titan_like.planner.step_time import step_time
+from titan_like.planner.profile import builtin_profiles
+from titan_like.planner.step_time import timeline
 from titan_like.planner.workload import Workload
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "images"
 SEQ = 2048
-SELENE, JEAN_ZAY = (builtin_profiles()[name] for name in ("selene_2021", "jean_zay_v100"))
+SELENE, JEAN_ZAY = "selene_2021", "jean_zay_v100"
 
 
 class Point(NamedTuple):
@@ -61,22 +61,22 @@ def gpt(layers: int, hidden: int, heads: int) -> GPTConfig:
 
 
 def ptdp(model: GPTConfig, micro_batch_size: int, global_batch_size: int, **degrees: int) -> Workload:
-    """A run as in that paper: unfused attention, dropout, full recomputation, float16."""
+    """A run as in that paper: dropout, full recomputation, float16."""
     schedule = "interleaved_1f1b" if degrees.get("virtual_stages", 1) > 1 else "1f1b"
     work = Workload(model, SEQ, micro_batch_size, global_batch_size, schedule=schedule, recompute="full", **degrees)
-    return work._replace(flash=False, dropout=True, dtype="float16")
+    return work._replace(dropout=True, dtype="float16")
 
 
-def tflops(work: Workload, profile: Profile) -> float:
+def tflops(work: Workload, name: str) -> float:
     """TFLOP/s of one GPU in the paper's convention."""
     per_token = megatron_flops_per_token(work.model, work.seq_len, ActivationCheckpoint(mode="full"))
     tokens = work.global_batch_size * work.seq_len
-    return tokens * per_token / step_time(work, profile).total / work.num_gpus / 1e12
+    return tokens * per_token / predicted(work, name).total / work.num_gpus / 1e12
 
 
-def fits(work: Workload, profile: Profile) -> bool:
+def fits(work: Workload, name: str) -> bool:
     """Whether the fullest GPU has enough memory."""
-    return memory(work, profile).fits
+    return memory(work, builtin_profiles()[name], STACKS[name], flash=False).fits
 
 
 def microbatch_sizes() -> Curves:
@@ -101,28 +101,17 @@ def tensor_against_pipeline() -> Curves:
     }
 
 
-def interleaving() -> Curves:
-    """Figure 12: GPT-3 on 96 GPUs, tensor 8 × pipeline 12. TFLOP/s per GPU by batch size."""
+def interleaving() -> tuple[Curves, Curves]:
+    """Figure 12: GPT-3 on 96 GPUs, tensor 8 × pipeline 12: TFLOP/s per GPU by batch size, and the bubble in per cent of
+    the step without it."""
     model = gpt(96, 12288, 96)
-    return {
-        f"{v} stage{'s' * (v > 1)} per GPU": [
-            Point(batch, tflops(ptdp(model, 1, batch, tensor=8, pipeline=12, virtual_stages=v), SELENE))
-            for batch in (12, 24, 36, 48, 60, 120, 240)
-        ]
-        for v in (1, 2, 4)
-    }
-
-
-def bubbles() -> Curves:
-    """The bubble of the same runs, over the time without it."""
-    model = gpt(96, 12288, 96)
-    curves: Curves = {}
-    for v in (1, 2, 4):
-        name = f"{v} stage{'s' * (v > 1)} per GPU"
-        for batch in (12, 24, 36, 48, 60, 120, 240):
-            time = step_time(ptdp(model, 1, batch, tensor=8, pipeline=12, virtual_stages=v), SELENE)
-            curves.setdefault(name, []).append(Point(batch, 100 * time.bubble / (time.total - time.bubble)))
-    return curves
+    rates, bubbles = Curves(), Curves()
+    for v, batch in product((1, 2, 4), (12, 24, 36, 48, 60, 120, 240)):
+        work, name = ptdp(model, 1, batch, tensor=8, pipeline=12, virtual_stages=v), f"{v} stage{'s' * (v > 1)} per GPU"
+        time = predicted(work, SELENE)
+        rates.setdefault(name, []).append(Point(batch, tflops(work, SELENE)))
+        bubbles.setdefault(name, []).append(Point(batch, 100 * time.bubble / (time.total - time.bubble)))
+    return rates, bubbles
 
 
 # A study on Jean-Zay compared TP × PP × DP and ZeRO stages on 8 to 128 GPUs. These are its largest microbatches that
@@ -133,29 +122,23 @@ GPU_COUNTS = (8, 16, 32, 64, 128)
 
 def microbatch_of_study(tensor: int, pipeline: int, gpus: int, batch: int) -> int:
     """Samples per microbatch in the study's table."""
-    if (tensor, pipeline) == (1, 1):
-        return 3 if batch == 192 else 2
     if (tensor, pipeline) == (2, 1):
-        return 3 if batch == 192 and gpus == 128 else 4
+        return 3 if (batch, gpus) == (192, 128) else 4
     if (tensor, pipeline) == (1, 2):
         return 2 if gpus == 8 else 4
-    return 6 if batch == 192 else 4
-
-
-def batch_of_study(tensor: int, pipeline: int, gpus: int, batch: int) -> int:
-    """The study's batch: pure data parallelism on 128 GPUs used 256 where the others used 192."""
-    return 256 if (batch, gpus, tensor * pipeline) == (192, 128, 1) else batch
+    return {(1, 1): (2, 3), (2, 2): (4, 6)}[tensor, pipeline][batch == 192]
 
 
 def jean_zay_work(tensor: int, pipeline: int, zero: int, gpus: int, batch: int) -> Workload:
     """A run of GPT-3's 1.3B, the model of the family whose largest microbatches are closest to the table's."""
     model = GPTConfig(num_layers=24, hidden_size=2048, num_attention_heads=16, vocab_size=50257, max_seq_len=SEQ)
-    batch = batch_of_study(tensor, pipeline, gpus, batch)
+    if (batch, gpus, tensor * pipeline) == (192, 128, 1):
+        batch = 256  # as the study did
     size, data = microbatch_of_study(tensor, pipeline, gpus, batch), gpus // tensor // pipeline
     while batch % (size * data):  # three entries of the table do not divide the batch
         size -= 1
     work = Workload(model, SEQ, size, batch, tensor, pipeline, shard=data, zero_stage=zero)
-    return work._replace(flash=False, dtype="float16")
+    return work._replace(dtype="float16")
 
 
 def jean_zay(batch: int) -> Curves:
@@ -168,17 +151,20 @@ def jean_zay(batch: int) -> Curves:
             points = []
             for gpus in GPU_COUNTS:
                 work = jean_zay_work(tensor, pipeline, zero, gpus, batch)
-                rate = work.global_batch_size * SEQ / step_time(work, JEAN_ZAY).total / 1000
+                rate = work.global_batch_size * SEQ / predicted(work, JEAN_ZAY).total / 1000
                 points.append(Point(gpus, rate, fits(work, JEAN_ZAY)))
             curves[f"TP{tensor} PP{pipeline} ZeRO {zero}"] = points
     return curves
 
 
 def plot(panel: Axes, curves: Curves, x_label: str, y_label: str, title: str, doubling: bool = False) -> None:
-    """Plot curves over a logarithmic axis with ticks at the points; hollow markers do not fit into memory.
+    """Print and plot curves over a logarithmic axis with ticks at the points; hollow markers do not fit into memory.
 
     ``doubling`` makes the vertical axis logarithmic too.
     """
+    for name, points in curves.items():
+        values = "  ".join(f"{p.x:g}: {p.value:.4g}{'' if p.fits else ' (does not fit)'}" for p in points)
+        print(f"{name:24s}{values}", flush=True)
     colours: dict[str, str] = {}
     for name, points in curves.items():
         family, _, zero = name.partition(" ZeRO ")
@@ -204,48 +190,6 @@ def plot(panel: Axes, curves: Curves, x_label: str, y_label: str, title: str, do
     panel.set_title(title, fontsize=9, loc="left")
     panel.grid(alpha=0.3)
     panel.legend(fontsize=7)
-
-
-def figure(panels: int) -> tuple[Figure, list[Axes]]:
-    """A figure with panels side by side."""
-    from matplotlib.figure import Figure
-
-    made = Figure(figsize=(5.2 * panels, 3.6), layout="constrained")
-    return made, list(made.subplots(1, panels, squeeze=False)[0])
-
-
-def draw_microbatch_sizes(path: Path) -> None:
-    """One panel."""
-    made, (panel,) = figure(1)
-    title = "91B parameters, tensor 8 × pipeline 8, 64 A100"
-    plot(panel, shown(microbatch_sizes()), "microbatch size", "TFLOP/s per GPU", title)
-    made.savefig(path, dpi=130)
-
-
-def draw_tensor_against_pipeline(path: Path) -> None:
-    """One panel."""
-    made, (panel,) = figure(1)
-    curves, title = shown(tensor_against_pipeline()), "162B parameters, 64 A100 in nodes of 8"
-    plot(panel, curves, "tensor-parallel size (pipeline: 64 over it)", "TFLOP/s per GPU", title)
-    made.savefig(path, dpi=130)
-
-
-def draw_bubble(path: Path) -> None:
-    """Draw the bubble and the resulting throughput."""
-    made, (left, right) = figure(2)
-    title = "175B parameters, tensor 8 × pipeline 12, 96 A100"
-    plot(left, shown(bubbles()), "batch size", "bubble, % of the step without it", title)
-    plot(right, shown(interleaving()), "batch size", "TFLOP/s per GPU", title)
-    made.savefig(path, dpi=130)
-
-
-def draw_jean_zay(path: Path) -> None:
-    """Draw a panel for each batch size."""
-    made, panels = figure(2)
-    for panel, batch in zip(panels, (512, 192), strict=True):
-        title = f"1.3B parameters, V100-32GB in nodes of 4, batch {batch}"
-        plot(panel, shown(jean_zay(batch)), "GPUs", "thousand tokens per second", title, doubling=True)
-    made.savefig(path, dpi=130)
 
 
 def draw_simulated(path: Path) -> None:
@@ -275,19 +219,12 @@ def long_sequences(seq_len: int, gpus: int) -> Curves:
     return curves
 
 
-def draw_long_sequences(path: Path) -> None:
-    """Draw a panel for each length."""
-    made, panels = figure(2)
-    for panel, tokens, gpus in zip(panels, (131072, 1048576), (32, 64), strict=True):
-        title = f"Llama 3.1 8B, {tokens:,} tokens, {gpus} H100, ZeRO 3, recomputation"
-        curves = shown(long_sequences(tokens, gpus))
-        plot(panel, curves, "processes that share a sequence", "GiB of activations", title, doubling=True)
-    made.savefig(path, dpi=130)
-
-
 def draw_predicted(path: Path) -> None:
     """Predicted against measured step times of the published rows; the band is 10 % wide on either side."""
-    drawing, (panel,) = figure(1)
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(5.2, 3.6), layout="constrained")
+    panel = drawing.subplots()
     found = [predict_row(row) for row in published_rows() if not row.out_of_memory]
     groups = {"PTD-P, Table 1: nothing fitted on it": True, "other published runs": False}
     for (name, is_test), style in zip(groups.items(), ("o", "x"), strict=True):
@@ -303,23 +240,43 @@ def draw_predicted(path: Path) -> None:
     drawing.savefig(path, dpi=110)
 
 
-def shown(curves: Curves) -> Curves:
-    """The curves as text."""
-    for name, points in curves.items():
-        values = "  ".join(f"{p.x:g}: {p.value:.4g}{'' if p.fits else ' (does not fit)'}" for p in points)
-        print(f"{name:24s}{values}", flush=True)
-    return curves
+RATE = "TFLOP/s per GPU"
 
 
-PICTURES: dict[str, Callable[[Path], None]] = {
-    "microbatch_size": draw_microbatch_sizes,
-    "tensor_against_pipeline": draw_tensor_against_pipeline,
-    "bubble_batch_size": draw_bubble,
-    "jean_zay": draw_jean_zay,
-    "simulated": draw_simulated,
-    "long_sequences": draw_long_sequences,
-    "predicted": draw_predicted,
-}
+def curves_of(name: str) -> list[tuple[Any, ...]]:
+    """The arguments of `plot` for each panel of a picture."""
+    if name == "microbatch_size":
+        return [(microbatch_sizes(), "microbatch size", RATE, "91B parameters, tensor 8 × pipeline 8, 64 A100")]
+    if name == "tensor_against_pipeline":
+        label, title = "tensor-parallel size (pipeline: 64 over it)", "162B parameters, 64 A100 in nodes of 8"
+        return [(tensor_against_pipeline(), label, RATE, title)]
+    if name == "bubble_batch_size":
+        rates, bubbles = interleaving()
+        title, bubble = "175B parameters, tensor 8 × pipeline 12, 96 A100", "bubble, % of the step without it"
+        return [(bubbles, "batch size", bubble, title), (rates, "batch size", RATE, title)]
+    if name == "jean_zay":
+        title = "1.3B parameters, V100-32GB in nodes of 4, batch {}"
+        label = "thousand tokens per second"
+        return [(jean_zay(batch), "GPUs", label, title.format(batch), True) for batch in (512, 192)]
+    title, label = "Llama 3.1 8B, {:,} tokens, {} H100, ZeRO 3, recomputation", "GiB of activations"
+    sizes = ((131072, 32), (1048576, 64))
+    return [(long_sequences(*size), "context-parallel degree", label, title.format(*size), True) for size in sizes]
+
+
+def draw_curves(name: str, path: Path) -> None:
+    """Draw a picture's panels side by side."""
+    from matplotlib.figure import Figure
+
+    panels = curves_of(name)
+    made = Figure(figsize=(5.2 * len(panels), 3.6), layout="constrained")
+    for panel, arguments in zip(made.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        plot(panel, *arguments)
+    made.savefig(path, dpi=130)
+
+
+CURVES = ("microbatch_size", "tensor_against_pipeline", "bubble_batch_size", "jean_zay", "long_sequences")
+PICTURES: dict[str, Callable[[Path], None]] = {name: partial(draw_curves, name) for name in CURVES}
+PICTURES |= {"simulated": draw_simulated, "predicted": draw_predicted}
 
 
 def main() -> None:

@@ -1,19 +1,18 @@
-"""Layouts that the planner judges per second on one core, and the time of a search.
+"""Layouts that the planner judges per second on one core, and the time of its commands with and without traces on disk.
 
     python benchmarks/planner_speed.py --json benchmarks/results/planner_speed_cpu.json
 
-The first part computes step time and memory of every layout of 175B parameters on 1,536 GPUs with tensor parallelism
-within a node, equal stages and a global batch of 1,536: 1F1B and interleaved, ZeRO 0 to 3, full and selective
-recomputation. The second part runs `scripts/plan.py search` in a new process for 175B parameters on 1,536 and for 1T on
-3,072 A100s, over every layout that the trainer accepts. Times are processor times, including children and the start of
-the process.
+The first part computes what a search computes of most layouts: a bound on the step time, and the memory. The layouts
+are all of 175B parameters on 1,536 GPUs with tensor parallelism within a node, equal stages and a batch of 1,536: 1F1B
+and interleaved, ZeRO 0 to 3, full and selective recomputation. The second part runs `scripts/plan.py search` for 175B
+parameters on 1,536 and for 1T on 3,072 A100s, over every layout that the trainer accepts, and `predict`. Each runs in a
+new process, first without traces, then with those that the first left.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
+import os
 import resource
 import subprocess
 import sys
@@ -24,16 +23,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # measure the code next to this file
 
+from benchmarks.runs import ROOT, machine, parser_of, write
 from titan_like.models.registry import config_class, flavors
 from titan_like.planner.memory import largest_memory
 from titan_like.planner.profile import load_profile
-from titan_like.planner.step_time import step_time
+from titan_like.planner.step_time import least_step_seconds
+from titan_like.planner.trace import TraceKey, estimate
 from titan_like.planner.workload import Workload
 
-ROOT = Path(__file__).resolve().parents[1]
 GPUS, BATCH = 1536, 1536
-SEARCHES = {"gpt3_175b": 1536, "gpt_1t": 3072}  # configuration → GPUs
-PASSES = ("first pass", "second pass", "third pass")
+COMMANDS = {
+    "search gpt3_175b": ["search", "--job.config_file=train_configs/gpt3_175b.toml", "--gpus=1536"],
+    "search gpt_1t": ["search", "--job.config_file=train_configs/gpt_1t.toml", "--gpus=3072"],
+    "predict gpt_145b": ["predict", "--job.config_file=train_configs/gpt_145b.toml"],
+}
 
 
 def layouts() -> list[Workload]:
@@ -47,79 +50,57 @@ def layouts() -> list[Workload]:
         microbatches, rest = divmod(BATCH, shard * micro)
         if rest or (virtual > 1 and microbatches % pipeline):
             continue
+        schedule = "interleaved_1f1b" if virtual > 1 else "1f1b"
+        work = Workload(model, 2048, micro, BATCH, tensor, pipeline, shard=shard, dtype="float16")
+        work = work._replace(schedule=schedule, virtual_stages=virtual, sequence_parallel=tensor > 1)
         for zero, recompute in product(range(4), ("full", "selective")):
-            work = Workload(
-                model,
-                seq_len=2048,
-                micro_batch_size=micro,
-                global_batch_size=BATCH,
-                tensor=tensor,
-                pipeline=pipeline,
-                shard=shard,
-                schedule="interleaved_1f1b" if virtual > 1 else "1f1b",
-                virtual_stages=virtual,
-                sequence_parallel=tensor > 1,
-                zero_stage=zero,
-                recompute=recompute,
-                dtype="float16",
-            )
-            found.append(work)
+            found.append(work._replace(zero_stage=zero, recompute=recompute))
     return found
 
 
-def judge() -> dict[str, float]:
-    """Layouts per second: in the first pass, with empty caches, and in later ones."""
-    profile, works = load_profile("selene_2021").changed(trainer_state=True), layouts()
-    rates = {}
-    for name in PASSES:
+def layouts_per_second() -> dict[str, float]:
+    """Rates of processor time in the first pass, with traces in memory and nothing else, and in the second."""
+    profile, works, rates = load_profile("selene_2021"), layouts(), {}
+    for key in {TraceKey.of(work) for work in works}:
+        estimate(key)
+    for name in ("first pass", "second pass"):
         start = time.process_time()
         for work in works:
-            step_time(work, profile), largest_memory(work, profile)
+            least_step_seconds(work, profile, source=estimate), largest_memory(work, profile, estimate)
         rates[name] = len(works) / (time.process_time() - start)
         print(f"{name:12s} {len(works)} layouts: {rates[name]:,.0f} a second")
     return rates
 
 
-def timed_search(name: str, gpus: int) -> dict[str, float | int]:
-    """Run one search in a separate process."""
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "found.json"
-        command = [sys.executable, "scripts/plan.py", "search", f"--job.config_file=train_configs/{name}.toml"]
-        before, start = _children_seconds(), time.perf_counter()
-        subprocess.run([*command, f"--gpus={gpus}", f"--json={target}"], cwd=ROOT, check=True, capture_output=True)
-        wall, seconds = time.perf_counter() - start, _children_seconds() - before
-        found = json.loads(target.read_text(encoding="utf-8"))["search"]
-    best = found["ranked"][0]
-    print(
-        f"{name} on {gpus} GPUs: {seconds:.1f} s ({wall:.1f} s on the clock), best of {found['valid']:,} layouts takes "
-        f"{best['step_seconds']['total']:.2f} s a step"
-    )
-    return {
-        "gpus": gpus,
-        "processor_seconds": seconds,
-        "clock_seconds": wall,
-        "valid": found["valid"],
-        "computed": found["computed"],
-    }
+def timed(name: str, cache: str) -> dict[str, float | int]:
+    """Run a command in a new process; ``cache`` is its folder of traces."""
+    target = Path(cache) / "found.json"
+    before, start = children_seconds(), time.perf_counter()
+    command = [sys.executable, "scripts/plan.py", *COMMANDS[name], f"--json={target}"]
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"XDG_CACHE_HOME": cache}, check=True, capture_output=True)
+    found = {"clock_seconds": time.perf_counter() - start, "processor_seconds": children_seconds() - before}
+    searched = json.loads(target.read_text(encoding="utf-8")).get("search", {})
+    found |= {key: searched[key] for key in ("valid", "computed") if key in searched}
+    print(name, "  ".join(f"{key} {value:,.1f}" for key, value in found.items()), flush=True)
+    return found
 
 
-def _children_seconds() -> float:
+def children_seconds() -> float:
+    """Processor time of all processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def main() -> None:
     """Measure, print and write the result."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--json", metavar="PATH", help="also write the figures to this file")
+    parser = parser_of(__doc__)
+    parser.add_argument("--commands", nargs="*", choices=COMMANDS, default=list(COMMANDS))
     options = parser.parse_args()
-    result = {
-        "python": platform.python_version(),
-        "layouts_per_second": judge(),
-        "searches": {name: timed_search(name, gpus) for name, gpus in SEARCHES.items()},
-    }
-    if options.json:
-        Path(options.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    commands = {}
+    for name in options.commands:
+        with tempfile.TemporaryDirectory() as cache:
+            commands[name] = {when: timed(name, cache) for when in ("cold", "warm")}
+    write(options.json, {**machine(), "commands": commands, "layouts_per_second": layouts_per_second()})
 
 
 if __name__ == "__main__":

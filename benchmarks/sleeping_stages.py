@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from titan_like.parallel.layout import Layout
 from titan_like.parallel.model import ParallelModel, Stage
 from titan_like.parallel.pipeline import Pipeline
 from titan_like.parallel.schedules.tables import Action, schedule_table, stages_per_rank
-from titan_like.parallel.weight_gradients import Product, WeightGradients
+from titan_like.parallel.weight_gradients import WeightGradients
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,14 @@ class _Sleep(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         time.sleep(ctx.stage.times.input_gradient)
         if ctx.stage.deferred is not None:
-            ctx.stage.deferred.defer(ctx.stage.weight, x, gradient)
+            ctx.stage.deferred.defer(ctx.stage.weight, partial(_weight_gradient, ctx.stage.times, x, gradient))
         return gradient * 1, None
+
+
+def _weight_gradient(times: Times, x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Sleep as long as the second part of a backward pass takes; holds the input until then, as real layers do."""
+    time.sleep(times.weight_gradient)
+    return gradient.sum().reshape(1)
 
 
 class _SleepForWeight(torch.autograd.Function):
@@ -93,28 +100,6 @@ class _SleepForWeight(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         time.sleep(ctx.times.weight_gradient)
         return gradient, None
-
-
-@dataclass(frozen=True)
-class _SleepingProduct(Product):
-    seconds: float = 0.0
-
-    def add(self) -> None:
-        time.sleep(self.seconds)
-        value = self.gradient.sum().reshape(1)
-        self.weight.grad = value if self.weight.grad is None else self.weight.grad + value
-
-
-class SleepingWeightGradients(WeightGradients):
-    """Deferred weight gradients that sleep."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self._seconds = seconds
-
-    def take(self) -> list[Product]:
-        """The weight gradients deferred since the last call."""
-        return [_SleepingProduct(p.weight, p.x, p.gradient, self._seconds) for p in super().take()]
 
 
 class _NoDataParallel:
@@ -134,7 +119,7 @@ class OwnRuntime:
         splits = any(action.kind == "W" for action in table[0])
         stages = []
         for index in (stage for stage, rank in enumerate(ranks) if rank == dist.get_rank()):
-            deferred = SleepingWeightGradients(times.weight_gradient) if splits else None
+            deferred = WeightGradients() if splits else None
             module = SleepingStage(times, index == 0, index == len(ranks) - 1, deferred)
             stages.append(Stage(index, module, _NoDataParallel(), deferred))  # type: ignore[arg-type]
         group = dist.group.WORLD

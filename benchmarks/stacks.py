@@ -15,8 +15,9 @@ from titan_like.parallel.schedules.simulate import max_in_flight
 from titan_like.parallel.schedules.tables import schedule_table
 from titan_like.planner import memory as own_trainer
 from titan_like.planner.memory import Memory, RankMemory
-from titan_like.planner.profile import Profile
+from titan_like.planner.profile import Profile, builtin_profiles
 from titan_like.planner.stages import shard_groups, stages_of_rank
+from titan_like.planner.step_time import StepTime, step_time
 from titan_like.planner.trace.program import Attention, Gemm, Pass, Segment
 from titan_like.planner.workload import Workload, element_bytes
 
@@ -155,6 +156,12 @@ def _with_matrices(one: Pass, element: int, dropout: bool) -> Pass:
     eager, fused = ((whole + sum(more), again + more[1]) for whole, again in (one.eager_bytes, one.fused_bytes))
     sizes = {"eager_bytes": eager, "fused_bytes": fused}
     return replace(one, gemms=gemms, attention={}, launches=one.launches + launches, **sizes)
+
+
+def predicted(work: Workload, name: str) -> StepTime:
+    """The step of a run on a stack with unfused attention."""
+    operators = STACKS[name].operators(work, flash=False)
+    return step_time(work, builtin_profiles()[name].changed(operators=operators))
 
 
 # --- Memory -----------------------------------------------------------------------------------------------------------

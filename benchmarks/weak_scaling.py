@@ -28,11 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.accuracy import predict_row
 from benchmarks.published_rows import published_rows
 from benchmarks.runs import arguments, machine, parser_of, train, write
+from benchmarks.stacks import predicted
 from titan_like.config.schema import ActivationCheckpoint
 from titan_like.metrics.flops import megatron_flops_per_token
 from titan_like.models.gpt.config import GPTConfig
-from titan_like.planner.profile import load_profile
-from titan_like.planner.step_time import step_time
 from titan_like.planner.workload import Workload
 
 PAPER = {1: (40, 1536, 16), 2: (54, 1920, 20), 4: (64, 2304, 24), 8: (72, 3072, 32)}  # layers, hidden size, heads
@@ -72,7 +71,7 @@ def measured(counts: list[int], rounds: int, steps: int) -> list[dict[str, Any]]
 
 def megatron_2019() -> list[dict[str, Any]]:
     """Predicted efficiencies next to those of figure 5. From 64 GPUs on, there are 64 replicas of 1, 2, 4 or 8 GPUs."""
-    profile, points = load_profile("dgx2_v100"), []
+    points = []
     rates: dict[int, float] = {}
     for gpus in STATED:
         tensor = gpus if gpus <= 8 else gpus // 64
@@ -85,23 +84,19 @@ def megatron_2019() -> list[dict[str, Any]]:
             model, SEQ, SAMPLES, SAMPLES * replicas, tensor=tensor, shard=replicas, recompute="full", dtype="float16"
         )
         flops = megatron_flops_per_token(model, SEQ, FULL) * SEQ * SAMPLES * replicas
-        rates[gpus] = flops / step_time(work, profile).total / gpus
+        rates[gpus] = flops / predicted(work, "dgx2_v100").total / gpus
         points.append({"gpus": gpus, "stated": STATED[gpus], "predicted": rates[gpus] / rates[1]})
     return points
 
 
 def ptdp_table_1() -> list[dict[str, Any]]:
     """TFLOP/s of a GPU in the rows of Table 1."""
-    rows = [row for row in published_rows() if row.study == "ptdp_table1"]
     points = []
-    for row in rows:
+    for row in (row for row in published_rows() if row.study == "ptdp_table1"):
         found = predict_row(row)
         assert found is not None
-        flops = (
-            megatron_flops_per_token(row.work.model, row.work.seq_len, FULL)
-            * row.work.seq_len
-            * row.work.global_batch_size
-        )
+        tokens = row.work.seq_len * row.work.global_batch_size
+        flops = megatron_flops_per_token(row.work.model, row.work.seq_len, FULL) * tokens
         rates = {"stated": row.seconds, "predicted": found.seconds}
         points.append({"gpus": row.gpus, **{name: flops / of / row.gpus / 1e12 for name, of in rates.items()}})
     return points

@@ -6,7 +6,6 @@ from itertools import pairwise
 import pytest
 
 from benchmarks import planner_pictures as pictures
-from titan_like.planner.step_time import step_time
 
 
 def values(points):
@@ -39,7 +38,7 @@ def test_microbatches_of_two_are_best_or_nearly_so():
 
 def test_interleaving_gains_less_as_the_batch_grows():
     """Figure 12; and the bubble of 1 stage is v times that of v."""
-    rates, bubbles = pictures.interleaving(), pictures.bubbles()
+    rates, bubbles = pictures.interleaving()
     one, two, four = (values(rates[name]) for name in rates)
     assert all(two[batch] > one[batch] for batch in one)
     for more in (two, four):
@@ -64,7 +63,7 @@ def test_the_study_of_layouts_on_v100s():
             for tensor, pipeline in pictures.STRATEGIES:
                 work = pictures.jean_zay_work(tensor, pipeline, 1, gpus, batch)
                 assert work.global_batch_size % (work.micro_batch_size * work.data_parallel) == 0
-                time = step_time(work, profile).total / work.global_batch_size
+                time = pictures.predicted(work, profile).total / work.global_batch_size
                 assert math.isfinite(time)
                 seconds[tensor, pipeline] = time
             assert min(seconds, key=seconds.get) == (1, 1)
