@@ -19,9 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.distributed.launch import full, trainer_of
+from tests.distributed.launch import base_config, full
 from titan_like.checkpoint.loader import model_tensors, optimizer_tensors
 from titan_like.config.errors import RunError
+from titan_like.train.rules import resolve_settings
+from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
 
 SETTINGS: dict[str, Any] = {
@@ -112,7 +114,8 @@ def survived(dump: Path, operations: list[str]) -> None:
 
 def build(folder: Path, dump: Path, settings: dict[str, Any], kind: type[Trainer] = Trainer) -> Any:
     """A trainer that has resumed where it can."""
-    return trainer_of(folder, SETTINGS | {"job.dump_folder": str(dump)} | settings, kind)
+    config = base_config(folder, SETTINGS | {"job.dump_folder": str(dump)} | settings)
+    return kind(prepare_run(resolve_settings(config)))
 
 
 def digest(trainer: Trainer) -> str:

@@ -28,12 +28,13 @@ from titan_like.config.schema import JobConfig
 from titan_like.parallel import split
 from titan_like.parallel.mesh import build_mesh
 from titan_like.train import training_state
+from titan_like.train.observer import Observer
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import distance
 from titan_like.verify.processes import DONE, Group, Member, Outcome
-from titan_like.verify.watch import WatchedTrainer
+from titan_like.verify.watch import Watch
 
 
 @dataclass
@@ -114,9 +115,9 @@ def all_stages(trainer: Trainer, tensors: dict[str, torch.Tensor]) -> dict[str, 
     return by_name(item for stage in stages for item in stage.items())
 
 
-def trainer_of(folder: Path, settings: dict[str, Any], kind: type[Trainer] = Trainer) -> Any:
+def trainer_of(folder: Path, settings: dict[str, Any], observer: Observer | None = None) -> Trainer:
     """A trainer with settings over the defaults of `base_config`."""
-    return kind(prepare_run(resolve_settings(base_config(folder, settings))))
+    return Trainer(prepare_run(resolve_settings(base_config(folder, settings))), observer=observer)
 
 
 def losses_of_layouts(
@@ -148,11 +149,12 @@ class Collectives(TorchDispatchMode):
 
 def train_case(case: Case, folder: Path) -> Result:
     """Train one case in this process group."""
+    watch = Watch()
     with case.layer_units():
-        training = trainer_of(folder, case.settings, WatchedTrainer)
+        training = trainer_of(folder, case.settings, watch)
     data = training._load_data()
     records = [training.read_step(training.train_step(data))]
-    gradients = all_stages(training, by_name(training.gradients))
+    gradients = all_stages(training, by_name(watch.gradients))
     records += [training.read_step(training.train_step(data)) for _ in range(training.total_steps - 1)]
     data.close()
     weights = all_stages(training, by_name(training.model.named_parameters()))

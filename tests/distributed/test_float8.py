@@ -18,7 +18,6 @@ from titan_like.parallel.float8 import Float8Gathers
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
-from titan_like.verify.watch import WatchedTrainer
 
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "max_seq_len": 16}
 TINY = {
@@ -109,12 +108,12 @@ def test_a_checkpoint_of_float8_training_is_plain(tmp_path: Path) -> None:
 
 
 def save(rank: int, folder: Path, case: Case) -> None:
-    training = WatchedTrainer(prepare_run(resolve_settings(base_config(folder, case.settings))))
+    training = Trainer(prepare_run(resolve_settings(base_config(folder, case.settings))))
     training.train()
 
 
 def resume(rank: int, folder: Path, case: Case) -> None:
-    training = WatchedTrainer(prepare_run(resolve_settings(base_config(folder, case.settings))))
+    training = Trainer(prepare_run(resolve_settings(base_config(folder, case.settings))))
     assert training.step == 1
     training.train()
     assert training.step == 2

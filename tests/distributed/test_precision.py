@@ -144,9 +144,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any
 
 
 def gradients_of(results: dict[int, dict[str, Any]], world_size: int, case: Case) -> dict[str, torch.Tensor]:
-    scale = 2**16 if case.settings["training.dtype"] == "float16" else 1
-    found = results[world_size]["half"][case.name]["gradients"]
-    return {name: gradient / scale for name, gradient in found.items()}
+    return results[world_size]["half"][case.name]["gradients"]
 
 
 @pytest.mark.parametrize(("case", "world_size"), of_each(CASES))

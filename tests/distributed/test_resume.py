@@ -12,8 +12,9 @@ import torch
 
 from tests.distributed.launch import all_stages, base_config, by_name, collect, launch, trainer_of
 from titan_like.checkpoint.step_folders import complete_steps
+from titan_like.train.trainer import Trainer
 from titan_like.verify.dropout import Recorder
-from titan_like.verify.watch import WatchedTrainer, digest
+from titan_like.verify.watch import digest, steps_alone
 
 TIMES = {"step_time_s", "data_time_s", "tokens_per_second", "tflops_per_device", "peak_memory_bytes"}
 SETTINGS = {
@@ -113,10 +114,10 @@ def masks_of_step_3(rank: int, folder: Path) -> dict[str, list[list[str]]]:
     """By layouts before and after: the masks outside attention and in it, drawn without a stop or after a resume."""
     found: dict[str, list[list[str]]] = {}
 
-    def draw(name: str, trainer: WatchedTrainer) -> None:
+    def draw(name: str, trainer: Trainer) -> None:
         recorder = Recorder.of(trainer)
         with recorder.installed():
-            trainer.steps_alone(1)
+            steps_alone(trainer, 1)
         for is_attention in (False, True):
             masks = [digest(draw.kept) for draw in recorder.draws if draw.where.is_attention == is_attention]
             found.setdefault(name, []).append(masks)
@@ -124,12 +125,12 @@ def masks_of_step_3(rank: int, folder: Path) -> dict[str, list[list[str]]]:
     settings = SETTINGS | {"model.overrides": MODEL | {"num_layers": 2}}
     for before, layout in LAYOUTS.items():
         settings["job.dump_folder"] = str(folder / before)
-        trainer = trainer_of(folder, settings | layout, WatchedTrainer)
-        trainer.steps_alone(2)
+        trainer = trainer_of(folder, settings | layout)
+        steps_alone(trainer, 2)
         trainer.save(is_last=True)
         draw(before, trainer)
         for after, other in LAYOUTS.items():
-            draw(f"{before} {after}", trainer_of(folder, settings | other, WatchedTrainer))
+            draw(f"{before} {after}", trainer_of(folder, settings | other))
     return found
 
 

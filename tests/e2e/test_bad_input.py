@@ -99,7 +99,7 @@ WORLD_SIZE=2 --parallelism.tensor_parallel_degree=2 --parallelism.sequence_paral
 WORLD_SIZE=2 --parallelism.tensor_parallel_degree=2 --compile.enable=true --activation_checkpoint.mode=selective \
 => activation_checkpoint.mode ; "selective" ; use "full" or "none" ; compile.enable to false
 WORLD_SIZE=2 --parallelism.tensor_parallel_degree=2 --compile.enable=true --model.overrides.dropout=0.1 \
-=> compile.enable = true ; sequence_parallel ; set that to true
+=> compile.enable = true ; set sequence_parallel to true
 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29401 => RANK = (not set) ; start with torchrun
 WORLD_SIZE=2 RANK=1 MASTER_PORT=29401 => MASTER_ADDR = (not set) ; a job of 2 processes
 RANK=3 MASTER_ADDR=127.0.0.1 MASTER_PORT=29401 => WORLD_SIZE = (not set) ; a process of RANK 3
@@ -341,7 +341,7 @@ def test_allocation_that_fails_names_the_setting(monkeypatch, capfd, folder, pla
         torch.empty(1 << 60)  # torch's own words
 
     trainer = SimpleNamespace(step=0, start_step=0, num_actions=0, train=fail)
-    monkeypatch.setattr(titan_like.train.job, "Trainer", lambda run, remark: fail() if place == "build" else trainer)
+    monkeypatch.setattr(titan_like.train.job, "Trainer", lambda run, callback: fail() if place == "build" else trainer)
     check_refusal(train(capfd, arguments(folder, [STEPS])), words)
     assert not torch.distributed.is_initialized()
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from titan_like.parallel import gradients
 from titan_like.parallel.gradients import ComputeCopies
 
 
@@ -27,11 +26,10 @@ def expected_gradients(inputs, dtype):
 
 @pytest.mark.parametrize("unit_bytes", [1, 8 * 8 * 2, 1 << 20], ids=["each weight", "some", "one unit"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_gradients_are_those_of_casts(monkeypatch, dtype, unit_bytes):
-    monkeypatch.setattr(gradients, "UNIT_BYTES", unit_bytes)
+def test_gradients_are_those_of_casts(dtype, unit_bytes):
     inputs = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(1))
     layers = model()
-    copies = ComputeCopies(layers, dtype)
+    copies = ComputeCopies(layers, dtype, unit_bytes=unit_bytes)
     copies.refresh()
     for x in inputs:
         layers(x.to(dtype)).float().square().sum().backward()
@@ -43,10 +41,9 @@ def test_gradients_are_those_of_casts(monkeypatch, dtype, unit_bytes):
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-6, atol=1e-6)
 
 
-def test_units_are_added_up_before_the_backward_pass_ends(monkeypatch):
-    monkeypatch.setattr(gradients, "UNIT_BYTES", 1)
+def test_units_are_added_up_before_the_backward_pass_ends():
     layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
-    copies = ComputeCopies(layers, torch.bfloat16)
+    copies = ComputeCopies(layers, torch.bfloat16, unit_bytes=1)
     copies.refresh()
     waiting = []
     x = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True)

@@ -199,7 +199,7 @@ def test_what_cannot_be_masked_is_one_sentence(tmp_path) -> None:
             "gpt predicts the next token, which this does not change",
         ),
         ("bert", "prefix_lm", "bert has only bidirectional attention over whole samples"),
-        ("bert", "eod_mask_loss", "bert names masked tokens from both sides, never the first token of the next doc"),
+        ("bert", "eod_mask_loss", "bert predicts masked tokens, never the first token of the next doc"),
     ):
         config = load_config([f"--model.family={family}", "--training.steps=1", f"--data.{setting}=true"])
         with pytest.raises(ConfigError, match=words):

@@ -331,9 +331,13 @@ def shared(degree: int) -> dict[str, Any]:
     ("settings", "processes", "told"),
     [
         ({"parallelism.tensor_parallel_degree": 2}, 2, "sequence_parallel = false: MoE with tensor parallelism"),
-        (TENSOR | {"model.overrides": {"qk_norm": "all"}}, 2, 'degree = 2: qk_norm = "all" normalises all heads'),
+        (
+            TENSOR | {"model.overrides": {"qk_norm": "all"}},
+            2,
+            'degree = 2: MoE with qk_norm = "all" does not support tensor',
+        ),
         ({"model.overrides": {"ffn_hidden_size": 64}}, 1, "no layer of moe debug is dense"),
-        ({"float8.enable": True}, 1, "float8.enable = true: the products of moe's experts"),
+        ({"float8.enable": True}, 1, "float8.enable = true: moe does not support float8"),
         ({"optimizer.name": "muon"}, 1, 'optimizer.name = "muon": does not support the stacked expert weights'),
         (shared(3), 3, "degree = 3: does not divide the model's num_experts (8)"),
         (shared(4) | {"training.global_batch_size": 48}, 6, "degree = 4: does not divide shard × context × tensor"),

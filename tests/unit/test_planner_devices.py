@@ -172,9 +172,10 @@ def test_training_prints_the_line_once(tmp_path, capfd):
         "training.steps": WARM_UP + MEASURED + 2,
     }
     config = base_config(tmp_path, settings)
+    run = prepare_run(resolve_settings(config))
+    callback = step_forecast(run)  # before there is a process group, as in train.py
     with process_group(torch.device("cpu")):
-        run = prepare_run(resolve_settings(config))
-        Trainer(run, step_forecast(run)).train()
+        Trainer(run, callback).train()
     out = capfd.readouterr().out
     told = [line for line in out.splitlines() if " predicted, " in line]
     assert told, out

@@ -78,7 +78,7 @@ def test_search_finds_what_trying_everything_finds():
             continue
         kind = expected.work.tensor, expected.work.pipeline
         best[kind] = min(best.get(kind, float("inf")), expected.time.total)
-    assert found.counts.valid == valid > 1000
+    assert valid > found.counts.valid > 1000  # layouts that others beat in any case are not searched
     assert len(best) > 3
     ranked = {(one.work.tensor, one.work.pipeline): one.time.total for one in found.ranked}
     assert ranked == pytest.approx(best, rel=1e-12)

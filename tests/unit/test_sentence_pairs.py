@@ -126,8 +126,8 @@ def test_what_has_no_pairs_is_one_sentence(tmp_path) -> None:
         ("bert", [pair], 'nothing trains this head; set data.sentence_objective to "sentence_order"'),
         ("bert", [choice], 'data.dataset = "stdlib": race and sentence_head "choice" go together'),
         ("bert", ["--data.dataset=race"], 'data.dataset = "race": race and sentence_head "choice" go together'),
-        ("bert", [pair, order, "--training.seq_len=4"], "two sentences take 5 tokens; use at least that"),
-        ("bert", [choice, "--data.dataset=race", "--training.micro_batch_size=6"], "4 options of a question.*multiple"),
+        ("bert", [pair, order, "--training.seq_len=4"], "two sentences need 5 tokens; use at least that"),
+        ("bert", [choice, "--data.dataset=race", "--training.micro_batch_size=6"], "a question is 4 samples.*multiple"),
         ("bert", [choice, "--model.overrides.tied_embeddings=true"], "has no output matrix to tie; set tied_emb"),
         ("bert", [pair, order, "--model.overrides.num_token_types=1"], "needs two token types; set num_token_types"),
     ):

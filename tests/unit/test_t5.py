@@ -6,12 +6,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from tests.reference.masks import take_definitions
 from tests.unit.hugging_face_cases import random_model, t5_config
 from titan_like.config.schema import JobConfig
 from titan_like.models.layers.positions import RelativeBias, bucket_of
 from titan_like.models.registry import build_model, flavors
 from titan_like.models.t5.config import T5Config
-from titan_like.verify.masks import take_definitions
 
 ENCODER = 14  # positions
 

@@ -73,15 +73,15 @@ def test_what_does_not_fit_is_one_sentence(tmp_path: Path) -> None:
     )
     assert "training.seq_len = 2000: the model's max_seq_len is 1024" in refusal("--training.seq_len=2000")
     for setting in ("reset_attention_mask", "prefix_lm"):
-        assert "t5 has only an encoder's and a decoder's attention" in refusal(f"--data.{setting}=true")
-    assert "t5 writes the spans that a text lacks, never" in refusal("--data.eod_mask_loss=true")
+        assert "t5 has only encoder-decoder attention" in refusal(f"--data.{setting}=true")
+    assert "t5 predicts removed spans, never" in refusal("--data.eod_mask_loss=true")
     assert "which this does not change; leave it out, or train bert" in refusal("--data.mlm_max_ngram=3")
     told = refusal("--evaluation.interval=1", '--evaluation.datasets=["text=README.md"]')
-    assert "t5 writes the spans that a text lacks, but these predict the next token" in told
+    assert "t5 predicts removed spans, but these predict the next token" in told
 
 
 @pytest.mark.parametrize(("script", "family"), [("evaluate", "t5"), ("evaluate", "bert"), ("generate", "bert")])
 def test_what_needs_the_next_token_is_refused_in_one_sentence(script: str, family: str) -> None:
     main = importlib.import_module(f"titan_like.commands.{script}").main
-    with pytest.raises(ConfigError, match=f'model.family = "{family}": .* and continues no text; choose a causal'):
+    with pytest.raises(ConfigError, match=f'model.family = "{family}": .* not the next token; choose a causal'):
         main([f"--model.family={family}", "--training.steps=1"])

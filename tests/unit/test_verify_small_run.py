@@ -1,16 +1,13 @@
-"""What of a run its small one keeps, and what is compared of the whole run."""
+"""What of a run its small one keeps."""
 
 from __future__ import annotations
 
 import pytest
 
 from titan_like.config import load_config
-from titan_like.config.schema import Training
 from titan_like.data.batch_size import total_steps
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout
-from titan_like.verify import schedule
-from titan_like.verify.schedule import schedule_problem
 from titan_like.verify.shrink import Small, resolve, shrink, two_kinds
 
 RAMPUP = ["--training.batch_size_rampup", "[8,8,64]", "--training.global_batch_size", "32"]
@@ -71,14 +68,6 @@ def test_sizes_stay_above_two_where_the_run_s_are(settings: str, virtual: int, m
     assert small.longer["training.seq_len"] == 64 and "positions" not in small.limits[-1]
 
 
-def test_every_step_is_clipped_but_the_last() -> None:
-    small = small_run("--training.steps=800")
-    norms = [small.max_norm(step) for step in range(1, small.num_steps + 2)]
-    clipped = small.num_steps - 1
-    assert norms[:clipped] == [small.config.training.max_norm] * clipped
-    assert all(norm == 1e4 * small.config.training.max_norm for norm in norms[clipped:])
-
-
 @pytest.mark.parametrize(
     ("counts", "encoder", "two", "three"),
     [
@@ -98,26 +87,3 @@ def test_given_stages_of_an_encoder_and_a_decoder_stay_of_both_kinds() -> None:
     config = load_config([*settings, "--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_layers=[3,1]"])
     small = shrink(config, resolve(config, None), 4)
     assert small.config.parallelism.pipeline_layers == [3, 2]  # the first has the encoder's 2 and one of the decoder's
-
-
-def early(training: Training, consumed: int) -> int:
-    start, increment, samples = training.batch_size_rampup or [0, 0, 1]
-    grown = -(-consumed * (training.global_batch_size - start) // increment // samples)
-    return min(training.global_batch_size, start + increment * grown)
-
-
-def test_the_whole_run_s_batches_and_length_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    for length in ("steps=800", "samples=6400", "samples=40", "tokens=400000"):
-        config = load_config(["--training.seq_len=64", f"--training.{length}", *RAMPUP])
-        assert schedule_problem(config) is None, length
-    assert total_steps(config.training) == 198  # 8, 8, 8, 16, 16 and 24 samples, then 192 times 32 of the 6,250
-    monkeypatch.setattr(schedule, "total_steps", lambda training: training.tokens // training.seq_len // 32)
-    assert schedule_problem(config) == "the run has 195 steps, not 198"
-    monkeypatch.setattr(schedule, "global_batch_size_at", early)
-    assert schedule_problem(config) == "the batch after 8 samples has 16, not 8"
-
-
-@pytest.mark.parametrize("decay", ["cosine", "linear", "constant", "inverse_sqrt", "wsd"])
-def test_a_warm_up_longer_than_the_run_is_shortened_by_both_sides(decay: str) -> None:
-    decays = ["--lr_scheduler.warmup_steps=494", f"--lr_scheduler.decay={decay}"]
-    assert schedule_problem(load_config([*decays, "--training.steps=156"])) is None

@@ -82,6 +82,8 @@ class Saver:
         self._save: _Save | None = None
         self._copies: Tensors = {}
         self.files: dict[str, bytes] = {}  # that rank 0 adds to each checkpoint, by name
+        # Called in the thread before it copies, with the event that something waits for the copies.
+        self.before_copy: Callable[[threading.Event], object] = lambda _: None
 
     def save(self, tensors: Tensors, run: RunState) -> None:
         """Write a checkpoint, or start to; `finish` reports the outcome. The previous save must be finished."""
@@ -99,6 +101,7 @@ class Saver:
     def before_update(self) -> None:
         """Wait until a running save has copied the tensors, so that they may change."""
         if self._save is not None and self._save.thread is not None:
+            self._save.is_awaited.set()
             self._save.is_copied.wait()
 
     @property
@@ -116,6 +119,7 @@ class Saver:
         if save is None:
             return None
         if save.thread is not None:
+            save.is_awaited.set()
             save.thread.join()
         if save.crash is not None:
             raise save.crash
@@ -129,6 +133,7 @@ class Saver:
         try:
             if ready is not None:
                 torch.cuda.set_device(ready.device)  # a new thread is on GPU 0, and would create a context there
+            self.before_copy(save.is_awaited)
             copies = self._copy(tensors, ready)
             save.is_copied.set()
             save.problem = self._write(copies, run)
@@ -226,3 +231,4 @@ class _Save:
         self.crash: BaseException | None = None
         self.thread: threading.Thread | None = None
         self.is_copied = threading.Event()
+        self.is_awaited = threading.Event()

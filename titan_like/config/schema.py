@@ -175,13 +175,13 @@ class Optimizer(Section):
     clip_threshold: float = option(1.0, "adafactor: largest RMS of an update, before the rate", gt=0, le=1e6)
     decay_rate: float = option(0.8, "adafactor: at update t the second moment decays by 1 - t^-decay_rate", gt=0, le=1)
     beta1: float | None = option(None, "adafactor: decay rate of a first moment (default: there is none)", ge=0, lt=1)
-    momentum: float = option(0.95, "muon: decay rate of the momentum, which is Nesterov's", ge=0, lt=1)
+    momentum: float = option(0.95, "muon: decay rate of its Nesterov momentum", ge=0, lt=1)
     matrix_lr: float | None = option(None, "muon: peak rate of the layers' matrices (default: lr)", gt=0, le=1e6)
     adjust_lr: Literal["match_rms_adamw", "original"] = option(
         "match_rms_adamw",
         "muon: factor of a matrix's rate: 0.2·√max(rows, columns), so that AdamW's rates fit, or √max(1, rows/columns)",
     )
-    newton_schulz_steps: int = option(5, "muon: steps of the iteration that orthogonalises", gt=0, lt=100)
+    newton_schulz_steps: int = option(5, "muon: Newton-Schulz iterations", gt=0, lt=100)
     newton_schulz_dtype: Literal["bfloat16", "float32"] | None = option(
         None, "muon: dtype of that iteration (default: bfloat16, on a CPU float32); float64 training uses float64"
     )
@@ -232,7 +232,7 @@ class Parallelism(Section):
     expert_parallel_degree: Degree = option(1, "ranks of an expert-parallel (EP) group")
     data_parallel_replicate_degree: Degree = option(1, "full replicas of the ZeRO-sharded group")
     data_parallel_shard_degree: int = option(
-        -1, "processes that ZeRO shards over; -1 uses all that the other degrees leave", ge=-1, le=2**20
+        -1, "ranks that ZeRO shards over; -1 uses all that the other degrees leave", ge=-1, le=2**20
     )
     zero_stage: int = option(
         0, "ZeRO shards nothing (0), optimizer state (1), also gradients (2), also parameters (3)", ge=0, le=3
@@ -321,10 +321,10 @@ class Profiling(Section):
 
     timeline_steps: StepList = option(
         [],
-        "steps whose passes are timed on every pipeline rank: bubble, slowest stage and exposed communication in "
+        "steps that are timed on every pipeline rank: bubble, slowest stage and exposed communication in "
         "<job.dump_folder>/timeline/step-N.json (for ui.perfetto.dev), .png and .txt",
     )
-    timeline_interval: StepCount = option(0, "also time the passes of every n-th step; 0 turns this off")
+    timeline_interval: StepCount = option(0, "also time every n-th step; 0 turns this off")
     trace_steps: StepList = option([], "steps to record with torch.profiler, in <job.dump_folder>/trace")
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.cross_entropy import TokenLoss
-from titan_like.models.layers.init import fill_normal
+from titan_like.models.layers.init import BLOCK_ELEMENTS, fill_normal
 from titan_like.models.layers.key_ranges import KeyRanges
 
 Labels = torch.Tensor | None
@@ -69,6 +69,7 @@ class Transformer(nn.Module):
     pooled: tuple[str, ...] = ()  # of these, the ones that compute once a sequence, not once a token
     may_be_new: tuple[str, ...] = ()  # modules that begin anew where initial weights lack them, such as a new head
     has_output_bias = False
+    initial_elements = BLOCK_ELEMENTS  # of initial weights that one generator draws
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -209,7 +210,7 @@ class Transformer(nn.Module):
             elif parameter.ndim == 1:
                 nn.init.ones_(parameter)
             else:
-                fill_normal(parameter, seed, name, self.initial_std(name, parameter))
+                fill_normal(parameter, seed, name, self.initial_std(name, parameter), self.initial_elements)
 
     def initial_std(self, name: str, parameter: torch.Tensor) -> float | torch.Tensor:
         """Standard deviation of a matrix's initial values, or those of its rows, [rows].

@@ -16,6 +16,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.data.lengths import sample_length
 from titan_like.models.config import TransformerConfig
+from titan_like.models.layers.cross_entropy import TokenLoss
 from titan_like.models.moe.config import MoEConfig
 from titan_like.models.registry import build_model
 from titan_like.parallel.activation_checkpoint import apply_activation_checkpoint
@@ -26,10 +27,11 @@ from titan_like.parallel.data import DataParallel, shares_nothing
 from titan_like.parallel.experts import apply_expert_parallel
 from titan_like.parallel.layout import Layout, method_of, resolve_layout
 from titan_like.parallel.mesh import build_expert_mesh, context_group
-from titan_like.parallel.model import ParallelModel, Stage, WholeModel, holders_of_copies
+from titan_like.parallel.model import ParallelModel, Stage, WholeModel, stages_of_tied_parameters
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
 from titan_like.parallel.split import StageLayers, layers_per_stage, split_layers
 from titan_like.parallel.tensor import apply_tensor_parallel
+from titan_like.parallel.tuning import DEFAULT_TUNING, Tuning
 from titan_like.parallel.weight_gradients import defer_weight_gradients
 
 if TYPE_CHECKING:
@@ -37,10 +39,14 @@ if TYPE_CHECKING:
 
 
 def build_pipeline(
-    config: JobConfig, model_config: TransformerConfig, mesh: DeviceMesh, device: torch.device
+    config: JobConfig,
+    model_config: TransformerConfig,
+    mesh: DeviceMesh,
+    device: torch.device,
+    tuning: Tuning = DEFAULT_TUNING,
 ) -> Pipeline | WholeModel:
     """Build and initialise this process's stages, and return what runs batches through them."""
-    model = build_parallel_model(config, model_config, mesh, device)
+    model = build_parallel_model(config, model_config, mesh, device, tuning)
     model.init_weights(config.job.seed)
     positions = sample_length(config, model_config).positions
     return run_batches(config, model, mesh, device, config.training.micro_batch_size, positions)
@@ -61,14 +67,18 @@ def run_batches(
 
 
 def build_parallel_model(
-    config: JobConfig, model_config: TransformerConfig, mesh: DeviceMesh, device: torch.device
+    config: JobConfig,
+    model_config: TransformerConfig,
+    mesh: DeviceMesh,
+    device: torch.device,
+    tuning: Tuning = DEFAULT_TUNING,
 ) -> ParallelModel:
     """Build this process's stages, allocated but not yet initialised."""
     pp_rank, ranks = mesh["pp"].get_local_rank(), resolve_layout(config.parallelism, mesh.size()).stage_ranks
     splits = split_layers(layers_per_stage(config, model_config, len(ranks)))
     local_splits = {index: splits[index] for index, rank in enumerate(ranks) if rank == pp_rank}
-    stages, expert_mesh = build_stages(config, model_config, mesh, device, local_splits)
-    return ParallelModel(stages, holders_of_copies(model_config, splits), expert_mesh)
+    stages, expert_mesh = build_stages(config, model_config, mesh, device, local_splits, tuning)
+    return ParallelModel(stages, stages_of_tied_parameters(model_config, splits), expert_mesh)
 
 
 def build_stages(
@@ -77,6 +87,7 @@ def build_stages(
     mesh: DeviceMesh,
     device: torch.device,
     splits: Mapping[int, StageLayers],
+    tuning: Tuning = DEFAULT_TUNING,
 ) -> tuple[list[Stage], DeviceMesh | None]:
     """Build some stages, by their number in the pipeline, and the mesh that splits experts, if they need their own."""
     layout = resolve_layout(config.parallelism, mesh.size())
@@ -84,7 +95,7 @@ def build_stages(
     has_own_mesh = isinstance(model_config, MoEConfig) and layout.splits_experts
     expert_mesh = build_expert_mesh(layout, mesh.device_type) if has_own_mesh else None
     stages = [
-        build_stage(config, model_config, mesh, device, index, split, context, expert_mesh)
+        build_stage(config, model_config, mesh, device, index, split, context, expert_mesh, tuning)
         for index, split in splits.items()
     ]
     return stages, expert_mesh
@@ -99,6 +110,7 @@ def build_stage(
     split: StageLayers,
     context: Group | None = None,
     expert_mesh: DeviceMesh | None = None,
+    tuning: Tuning = DEFAULT_TUNING,
 ) -> Stage:
     """Build one stage on the meta device, apply every parallelism in order, and allocate this process's part.
 
@@ -111,6 +123,10 @@ def build_stage(
     with torch.device("meta"):
         module = build_model(model_config, config.model.family).to(torch.promote_types(dtype, torch.float32))
     module.keep_stage(split.layers, split.is_first, split.is_last)
+    module.initial_elements = tuning.initial_elements
+    for part in module.modules():
+        if isinstance(part, TokenLoss):
+            part.chunk = tuning.loss_logits
     if expert_mesh is not None:
         apply_expert_parallel(module, expert_mesh["ep"])
     if layout.tensor > 1:
@@ -144,7 +160,7 @@ def build_stage(
     if allocates_whole:  # hooks and copies need parameters that are already allocated
         module.to_empty(device=device)
     reduce_dtype = getattr(torch, config.training.reduce_dtype)
-    data_parallel = DataParallel(module, mesh, expert_mesh, zero_stage, dtype, reduce_dtype)
+    data_parallel = DataParallel(module, mesh, expert_mesh, zero_stage, dtype, reduce_dtype, tuning)
     if not allocates_whole:  # after sharding, so that only this process's shards are ever allocated
         module.to_empty(device=device)
     gathers_weights = zero_stage > 0 and mesh["dp_shard"].size() > 1

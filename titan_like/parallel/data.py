@@ -30,6 +30,7 @@ from titan_like.optim.shards import local
 from titan_like.parallel.gradients import ComputeCopies, GradientAllReduce
 from titan_like.parallel.mesh import one_dimension
 from titan_like.parallel.split import units_of_layers
+from titan_like.parallel.tuning import DEFAULT_TUNING, Tuning
 from titan_like.torch_private import (
     SUMS_USES_IN_FULL,
     fsdp_state,
@@ -53,6 +54,7 @@ class DataParallel:
         zero_stage: int,
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
+        tuning: Tuning = DEFAULT_TUNING,
     ) -> None:
         """``expert_mesh`` says which ranks hold the same experts, if not those that hold the same dense parameters."""
         self.model = model
@@ -67,16 +69,16 @@ class DataParallel:
         if shares_nothing(mesh, expert_mesh):
             sums_in_full = self._uses_table_twice and SUMS_USES_IN_FULL
             used_twice = list(model.embedding.parameters()) if sums_in_full else []
-            self._copies = None if full_precision else ComputeCopies(model, dtype, used_twice)
+            self._copies = None if full_precision else ComputeCopies(model, dtype, used_twice, tuning.gradient_bytes)
         elif not full_precision or zero_stage > 0:
             policy = MixedPrecisionPolicy(
                 param_dtype=None if full_precision else dtype,
                 reduce_dtype=None if full_precision else reduce_dtype,
                 cast_forward_inputs=False,  # rotary tables and masks are float32 on purpose
             )
-            _wrap(model, of_dense, of_experts, zero_stage, policy, dtype)
+            _wrap(model, units_of(model, of_dense, of_experts, dtype, tuning.layer_bytes), zero_stage, policy)
         else:  # full precision needs no master copy, so gradients can be summed in place
-            layers = _layer_units(model, dtype)
+            layers = _layer_units(model, dtype, tuning.layer_bytes)
             experts = [_parameters(_experts_in(unit)) if of_experts else [] for unit in layers]
             known = {id(parameter) for unit in experts for parameter in unit}
             dense = [[p for p in _parameters(unit) if id(p) not in known] for unit in layers]
@@ -140,10 +142,10 @@ class DataParallel:
             self.model.set_reshard_after_backward(frees)
 
 
-def _layer_units(model: Transformer, dtype: torch.dtype) -> list[list[nn.Module]]:
+def _layer_units(model: Transformer, dtype: torch.dtype, most: int | None) -> list[list[nn.Module]]:
     sizes = [dtype.itemsize * sum(local(p).numel() for p in layer.parameters()) for layer in model.layers.values()]
     layers = iter(model.layers.values())
-    return [list(islice(layers, count)) for count in units_of_layers(sizes)]
+    return [list(islice(layers, count)) for count in units_of_layers(sizes, most)]
 
 
 def _experts_in(unit: list[nn.Module]) -> list[nn.Module]:
@@ -182,14 +184,18 @@ def shares_nothing(mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> bool:
 
 
 def units_of(
-    model: Transformer, of_dense: DataParallelGroup, of_experts: DataParallelGroup | None, dtype: torch.dtype
+    model: Transformer,
+    of_dense: DataParallelGroup,
+    of_experts: DataParallelGroup | None,
+    dtype: torch.dtype,
+    most: int | None = None,
 ) -> list[tuple[list[nn.Module], DataParallelGroup]]:
     """FSDP2's units of communication and the ranks that hold each. A parameter is in the first unit with its module."""
     units: list[tuple[list[nn.Module], DataParallelGroup]] = []
     # Only the first layer's input needs an untied table: as a unit of its own it is freed right after use.
     if model.is_first and not model.config.tied_embeddings:
         units.append(([model.embedding], of_dense))
-    for layers in _layer_units(model, dtype):
+    for layers in _layer_units(model, dtype, most):
         if of_experts is not None and (experts := _experts_in(layers)):
             units.append((experts, of_experts))
         units.append((layers, of_dense))
@@ -199,13 +205,10 @@ def units_of(
 
 def _wrap(
     model: Transformer,
-    of_dense: DataParallelGroup,
-    of_experts: DataParallelGroup | None,
+    units: list[tuple[list[nn.Module], DataParallelGroup]],
     zero_stage: int,
     policy: MixedPrecisionPolicy,
-    dtype: torch.dtype,
 ) -> None:
-    units = units_of(model, of_dense, of_experts, dtype)
     for unit, group in units:
         if zero_stage == 0:
             replicate_modules(unit, group.flat(), policy)

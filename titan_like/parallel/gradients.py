@@ -28,7 +28,13 @@ class ComputeCopies:
     step. Weights are cast once a step, however many microbatches it has.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, used_twice: Iterable[nn.Parameter] = ()) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        dtype: torch.dtype,
+        used_twice: Iterable[nn.Parameter] = (),
+        unit_bytes: int = UNIT_BYTES,
+    ) -> None:
         """The module's parameters must be allocated. The gradients of uses of ``used_twice`` add up in float32 too."""
         known: dict[nn.Parameter, nn.Parameter] = {}
         for owner in module.modules():
@@ -39,7 +45,7 @@ class ComputeCopies:
         for master in used_twice:
             known[master].grad_dtype = master.dtype
         self._of_masters, self._of_copies = _local(known), _local(known.values())
-        self._units = [_Unit(members) for members in _in_units(list(known.items()))]
+        self._units = [_Unit(members) for members in _in_units(list(known.items()), unit_bytes)]
         # A backward pass reaches a unit's first weight last. What is missing then is taken up later.
         for number, unit in enumerate(self._units[1:], 1):
             unit.copies[0].register_post_accumulate_grad_hook(partial(self._on_gradient, number))
@@ -103,15 +109,17 @@ class _Unit:
         self._received.clear()
 
 
-def _in_units(members: list[tuple[nn.Parameter, nn.Parameter]]) -> list[list[tuple[nn.Parameter, nn.Parameter]]]:
-    """Divide weights, in the order of the forward pass, so that a unit's copies take at least `UNIT_BYTES`.
+def _in_units(
+    members: list[tuple[nn.Parameter, nn.Parameter]], unit_bytes: int
+) -> list[list[tuple[nn.Parameter, nn.Parameter]]]:
+    """Divide weights, in the order of the forward pass, so that a unit's copies take at least ``unit_bytes``.
 
     All gradients of a unit have one type.
     """
     units: list[list[tuple[nn.Parameter, nn.Parameter]]] = [[]]
     size = 0
     for member in reversed(members):
-        if size >= UNIT_BYTES or (units[0] and units[0][0][1].grad_dtype != member[1].grad_dtype):
+        if size >= unit_bytes or (units[0] and units[0][0][1].grad_dtype != member[1].grad_dtype):
             units.insert(0, [])
             size = 0
         units[0].insert(0, member)

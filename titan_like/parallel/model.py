@@ -46,7 +46,7 @@ class ParallelModel:
     """All stages of one process, in the model's order."""
 
     stages: list[Stage]
-    copies_in: dict[str, tuple[int, ...]] = field(default_factory=dict)  # parameter in several stages → these stages
+    tied_stages: dict[str, tuple[int, ...]] = field(default_factory=dict)  # parameter in several stages → these stages
     expert_mesh: DeviceMesh | None = None  # set if `Layout.splits_experts`
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -62,12 +62,12 @@ class ParallelModel:
         """Every local parameter, but of copies only the first stage's, so all stages together have each one once."""
         for stage in self.stages:
             for name, parameter in stage.module.named_parameters():
-                if self.copies_in.get(name, (stage.index,))[0] == stage.index:
+                if self.tied_stages.get(name, (stage.index,))[0] == stage.index:
                     yield parameter
 
     def copies_of(self, name: str) -> list[nn.Parameter]:
         """The copies of one parameter that this process holds, in the order of its stages."""
-        held = self.copies_in.get(name, ())
+        held = self.tied_stages.get(name, ())
         return [dict(stage.module.named_parameters())[name] for stage in self.stages if stage.index in held]
 
     def train(self, mode: bool = True) -> None:
@@ -87,7 +87,7 @@ class ParallelModel:
 
     def copies(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Pairs (copy, original), of the same shape, of every parameter that this process holds more than once."""
-        held = [self.copies_of(name) for name in self.copies_in]
+        held = [self.copies_of(name) for name in self.tied_stages]
         return [(copy, same[0]) for same in held for copy in same[1:]]
 
 
@@ -120,7 +120,7 @@ class WholeModel(TimedPasses):
             self.num_actions += 1
 
 
-def holders_of_copies(model: TransformerConfig, splits: Sequence[StageLayers]) -> dict[str, tuple[int, ...]]:
+def stages_of_tied_parameters(model: TransformerConfig, splits: Sequence[StageLayers]) -> dict[str, tuple[int, ...]]:
     """Name of each parameter that several stages hold → numbers of these stages."""
     small, kinds = one_of_each(model), kinds_of_layers(model)
     uses = [shared_modules(layer) for layer in layers_of(small)]
@@ -143,7 +143,7 @@ def sum_gradients_of_copies(model: ParallelModel, group: dist.ProcessGroup, rank
     """
     pp_rank = dist.get_rank(group)
     exchange, sums = [], []
-    for name, stages in model.copies_in.items():
+    for name, stages in model.tied_stages.items():
         held = model.copies_of(name)
         gradients = [local(p.grad) for p in held if p.grad is not None]
         assert len(gradients) == len(held), "a copy received no gradient"

@@ -104,8 +104,10 @@ def split_layers(counts: list[int]) -> list[StageLayers]:
     return stages
 
 
-def units_of_layers(sizes: Sequence[int]) -> list[int]:
-    """Number of layers in each unit of communication: as many as fit into `LAYER_UNIT_BYTES`, at least one.
+def units_of_layers(sizes: Sequence[int], most: int | None = None) -> list[int]:
+    """Number of layers in each unit of communication: as many as fit into ``most`` bytes, at least one.
+
+    ``most`` is `LAYER_UNIT_BYTES` if it is not given.
 
     ``sizes``: bytes of a stage's layers on one tensor-parallel process, in the type in which they compute.
     """
@@ -114,7 +116,7 @@ def units_of_layers(sizes: Sequence[int]) -> list[int]:
     for size in sizes:
         if not units or size > room:
             units.append(0)
-            room = LAYER_UNIT_BYTES
+            room = LAYER_UNIT_BYTES if most is None else most
         units[-1] += 1
         room -= size
     return units

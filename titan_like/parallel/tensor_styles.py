@@ -258,6 +258,7 @@ class VocabularyLoss(TensorParallel):
     """
 
     enters = 1
+    chunk: int | None
 
     def forward(
         self,
@@ -272,7 +273,7 @@ class VocabularyLoss(TensorParallel):
         here = group.vocabulary(self.padded_vocab_size)
         tokens = min(max(self.vocab_size - here.start, 0), len(here))
         most = -(-self.padded_vocab_size // group.size)
-        vocabulary = Vocabulary(tokens, self.vocab_size, most, here.start, partial(combine, group))
+        vocabulary = Vocabulary(tokens, self.vocab_size, most, here.start, partial(combine, group), self.chunk)
         bias = None if bias is None else local(bias)
         return scaled_loss(self.copy_to_region(x), local(weight), bias, labels, factor, vocabulary)
 

@@ -6,6 +6,7 @@ fullest moment is the largest product of the two.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import lru_cache
 from math import prod
@@ -79,10 +80,18 @@ def memory(work: Workload, profile: Profile) -> Memory:
     return Memory(ranks, max(rank.total for rank in ranks), profile.device.memory_bytes)
 
 
-def largest_memory(work: Workload, profile: Profile, source: Source = trace) -> float:
-    """The largest total of `memory`, found without computing every rank. ``source`` as in `stages_of`."""
-    ranks = step_memory(work, None, profile.gradient_bytes, source).values()
-    return max([with_overhead(profile, *one).total for one in ranks])
+def largest_memory(work: Workload, profile: Profile, source: Source = trace, limit: float = math.inf) -> float:
+    """The largest total of `memory`, found without computing every rank, or the first one above ``limit``.
+
+    ``source`` as in `stages_of`.
+    """
+    most = 0.0
+    for rank in candidates(work):
+        found = rank_memory(work, rank, profile.gradient_bytes, source)
+        most = max(most, with_overhead(profile, *found).total)
+        if most > limit:
+            break
+    return most
 
 
 def with_overhead(profile: Profile, *parts: float) -> RankMemory:
@@ -131,7 +140,7 @@ def rank_memory(work: Workload, rank: int, reduce_bytes: int = 4, source: Source
 def candidates(work: Workload) -> tuple[int, ...]:
     """Both ends and, of ranks between them with equal stages, the first: later ones hold fewer microbatches."""
     if splits_backward(work.schedule, work.pipeline, work.compiled):
-        return tuple(range(work.pipeline))
+        return tuple(dict.fromkeys((0, work.pipeline - 1, *range(work.pipeline))))
     return pipeline_of(work).largest
 
 

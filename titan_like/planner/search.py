@@ -27,11 +27,10 @@ from titan_like.planner.search_space import Space
 from titan_like.planner.stages import stages_of
 from titan_like.planner.step_time import StepTime, least_step_seconds, step_time, steps_of
 from titan_like.planner.trace import estimate
-from titan_like.planner.workload import BYTES, Workload
+from titan_like.planner.workload import BYTES, Workload, element_bytes
 from titan_like.train.environment import cluster_size
 
 _ROUNDING = 0.997  # bounds come from estimates of larger microbatches, whose losses are up to 0.3 % of a step off
-_UNSURE = 1.15  # estimated memory, relative to a GPU's, above which a layout surely does not fit
 
 
 @dataclass(frozen=True)
@@ -167,19 +166,28 @@ class BestFirst:
         if not layouts:
             return
         self.counts.valid += layouts
-        seconds, kept = self._least_of(group)
-        # Master weights and their gradients, shared by all, and what a rank of any schedule keeps of its microbatches.
-        state = 2 * BYTES["float32"] * group.model.num_parameters() / group.num_gpus
-        held = min(group.microbatches, group.pipeline) / group.pipeline * kept
-        if state + held + self.profile.overhead_bytes > self.usable:
+        if self._least_bytes(self.space.member(group, "1f1b", 1, *self.space.splits(group)[0])) > self.usable:
             self.counts.too_large += layouts
             return
+        seconds, _ = self._least_of(group)
         self._push(group.microbatches / group.pipeline * seconds, 0, (group,))
+
+    def _least_bytes(self, work: Workload) -> float:
+        """A lower bound on a layout's memory: what a rank keeps of its microbatches, and its part of the state."""
+        _, kept = self._least_of(work)
+        held = min(work.microbatches, work.pipeline) / work.pipeline * kept
+        elements = work.model.num_parameters() / work.pipeline / max(work.tensor, work.expert)
+        compute, shards = element_bytes(work.dtype), work.shard * work.context
+        master = max(compute, BYTES["float32"])
+        adds_up = master if work.zero_stage < 2 else master / shards  # gradients
+        copies = compute if compute < master and work.zero_stage < 3 else 0
+        weights = master * (1 + work.optimizer.layers.element) / (shards if work.zero_stage else 1)
+        return held + elements * (weights + adds_up + copies) + self.profile.overhead_bytes
 
     def _least_of(self, group: Workload) -> tuple[float, float]:
         """Lower bounds of the seconds and kept bytes of a microbatch in the whole model, from that of one sample."""
-        one = group._replace(micro_batch_size=1, shard=1, schedule="1f1b", virtual_stages=1, stage_layers=None)
-        one = one._replace(global_batch_size=2, pipeline=min(2, group.pipeline))
+        one = group._replace(micro_batch_size=1, shard=1, replicate=1, zero_stage=0, stage_layers=None)
+        one = one._replace(global_batch_size=2, pipeline=min(2, group.pipeline), schedule="1f1b", virtual_stages=1)
         if one not in self._least:
             seconds, kept, kernels = 0.0, 0.0, Kernels.of(one)
             for stage in stages_of(one, estimate):
@@ -197,9 +205,7 @@ class BestFirst:
         """
         pipelines, plain = self.space.pipelines(group), ("1f1b", 1)
         is_plain = plain in pipelines  # unless the schedule or the stages are fixed
-        if _cell(group) in self.cells or (
-            is_plain and self._is_too_large(self.space.member(group, *plain, *self.space.splits(group)[0]))
-        ):
+        if _cell(group) in self.cells:
             return
         zero = 2 if group.data_parallel * group.context > 1 else 0  # with which microbatches are fastest
         split = (zero, 1, group.shard)
@@ -224,26 +230,18 @@ class BestFirst:
             return
         for split in self.space.splits(group):  # the most sharded first
             work = self.space.member(group, *choice, *split)
-            if self._is_too_large(work):
-                if split == self.space.splits(group)[0] and work.dtype != "float32":
-                    return  # nor does a lower ZeRO stage; in float32, ZeRO 3 gathers a copy that ZeRO 0 does not need
+            if self._least_bytes(work) > self.usable:
+                self.counts.too_large += 1
                 continue
             self.counts.computed += 1
             bound = least_step_seconds(work, self.profile, source=estimate) * _ROUNDING
             heapq.heappush(self.heap, (bound, 2, _order(work), (work,)))
 
-    def _is_too_large(self, work: Workload) -> bool:
-        """Whether a layout surely does not fit."""
-        used = largest_memory(work, self.profile, estimate)
-        if used > _UNSURE * self.usable:
-            self._remember(work, used)
-        return used > _UNSURE * self.usable
-
     def _follow(self, work: Workload) -> None:
         """If a layout fits and may be the first of its kind, find the time that it is ranked by."""
         if _cell(work) in self.cells:
             return
-        used = largest_memory(work, self.profile)
+        used = largest_memory(work, self.profile, limit=self.usable)
         if used > self.usable:
             self._remember(work, used)
             return

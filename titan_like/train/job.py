@@ -16,20 +16,20 @@ from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.train.environment import is_one_of_several
 from titan_like.train.setup import Run, out_of_memory_names
 from titan_like.train.signals import StopSignals
-from titan_like.train.trainer import Remark, Trainer
+from titan_like.train.trainer import StepCallback, Trainer
 from titan_like.train.watchdog import Watchdog
 
 _TIME_TO_END = 10.0  # seconds that a stopped job is given to end
 _NEW_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
-def run_job(run: Run, signals: StopSignals | None = None, remark: Remark | None = None) -> None:
+def run_job(run: Run, signals: StopSignals | None = None, callback: StepCallback | None = None) -> None:
     """Join the process group and train to the end of the run.
 
     Args:
         run: a checked run.
         signals: handlers that are installed already, and ignore signals once the run is over; None installs new ones.
-        remark: called with the record of every step; text that it returns is printed.
+        callback: called with the record of every step; text that it returns is printed.
 
     Raises:
         ConfigError: another job writes to the same folder, or there is not enough memory.
@@ -40,7 +40,7 @@ def run_job(run: Run, signals: StopSignals | None = None, remark: Remark | None 
     with process_group(run.device, patience), handled as stop, Watchdog(patience) as watchdog:
         hold_dump_folder(Path(run.config.job.dump_folder))
         with out_of_memory_names("model.flavor", run.config.model.flavor, "choose a smaller model or more processes"):
-            trainer = Trainer(run, remark)
+            trainer = Trainer(run, callback)
         trainer.signals = stop
         watchdog.progress = lambda: (trainer.step, trainer.num_actions)
         watchdog.is_starting = lambda: trainer.step == trainer.start_step

@@ -42,10 +42,10 @@ def check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: L
         problem = f"does not divide the model's {name} ({size}); use a divisor of it"
         require(size % layout.tensor == 0, "parallelism.tensor_parallel_degree", layout.tensor, problem)
     rows = -(-model.padded_vocab_size // layout.tensor)  # on every process except the last, which takes the remainder
-    problem = f"leaves processes without a row of the vocabulary ({model.padded_vocab_size}); use a smaller one"
+    problem = f"leaves ranks without a row of the vocabulary ({model.padded_vocab_size}); use a smaller one"
     has_rows = rows * (layout.tensor - 1) < model.padded_vocab_size
     require(has_rows, "parallelism.tensor_parallel_degree", layout.tensor, problem)
-    problem = "splits activations over tensor-parallel processes, but there is one; raise tensor_parallel_degree"
+    problem = "needs tensor parallelism; raise parallelism.tensor_parallel_degree or set it to false"
     is_split = not config.parallelism.sequence_parallel or layout.tensor > 1
     require(is_split, "parallelism.sequence_parallel", True, problem)
 
@@ -104,7 +104,7 @@ def check_expert_parallel(config: JobConfig, model: TransformerConfig, layout: L
     require(layout.token_shards % degree == 0, key, degree, f"does not divide {factors}; use a divisor of it")
     problem = "MoE with tensor parallelism needs sequence parallelism; set it to true"
     require(layout.tensor == 1 or layout.sequence_parallel, "parallelism.sequence_parallel", False, problem)
-    problem = 'qk_norm = "all" normalises all heads of a token together, which are on several processes; use 1'
+    problem = 'MoE with qk_norm = "all" does not support tensor parallelism; use 1'
     require(layout.tensor == 1 or model.qk_norm != "all", "parallelism.tensor_parallel_degree", layout.tensor, problem)
     # FSDP2 gathers split experts within the layer, which torch's selective checkpoints do not expect to recompute.
     problem = 'does not work with split experts or tensor parallelism; use "experts", "full" or "none"'
@@ -119,13 +119,13 @@ def check_context_parallel(config: JobConfig, model: TransformerConfig, layout: 
         return
     dropout, family, key = getattr(model, "dropout", 0), config.model.family, "parallelism.context_parallel_degree"
     require(dropout == 0, key, degree, f"does not support dropout; set model.overrides.dropout = 0 (it is {dropout})")
-    problem = f"a head for the first token needs whole sequences; use 1, or {family} without that head"
+    problem = f"does not support heads for pairs and choices; use 1, or {family} without that head"
     require({"pair", "choice"}.isdisjoint(model.predictions), key, degree, problem)
-    problem = "float8 scales are those of whole sequences; use 1, or set float8.enable to false"
+    problem = "does not support float8; use 1, or set float8.enable to false"
     require(not config.float8.enable, key, degree, problem)
     key, problem = (
         "parallelism.context_parallel_method",
-        f'{family} adds a bias to all pairs of positions; use "all_gather"',
+        f'does not support the position biases of {family}; use "all_gather"',
     )
     require(not model.has_decoder or method not in ("ulysses", "ring"), key, method, problem)
     heads = model.num_kv_heads // layout.tensor

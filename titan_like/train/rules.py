@@ -39,10 +39,10 @@ _SHORTEST_PAIR = 5  # tokens of two sentences of one token each, with those arou
 
 _LEARNS = {
     "causal": "predicts the next token",
-    "mlm": "names masked tokens from both sides",
-    "span_corruption": "writes the spans that a text lacks",
+    "mlm": "predicts masked tokens",
+    "span_corruption": "predicts removed spans",
 }
-_ATTENTION = {"causal": "causal", "mlm": "bidirectional", "span_corruption": "an encoder's and a decoder's"}
+_ATTENTION = {"causal": "causal", "mlm": "bidirectional", "span_corruption": "encoder-decoder"}
 # Objective → a family that has it, and the settings that concern it alone.
 _ONLY_FOR = {
     "mlm": ("bert", ("data.mlm_probability", "data.mlm_whole_words", "data.mlm_max_ngram")),
@@ -176,7 +176,7 @@ def _check_batches(config: JobConfig, layout: Layout) -> None:
     stages, size = len(layout.stage_ranks), training.global_batch_size
     problem = (
         f"gives {size // unit:,} microbatches of {training.micro_batch_size} × {layout.data_parallel} samples in "
-        f"each of {stages} stages, but a step can have {_MOST_PASSES:,} passes; lower it or raise micro_batch_size"
+        f"each of {stages} stages, above the limit of {_MOST_PASSES:,} in all; lower it or raise micro_batch_size"
     )
     require(stages * (size // unit) <= _MOST_PASSES, "training.global_batch_size", size, problem)
 
@@ -204,7 +204,7 @@ def _check_tasks(config: JobConfig, model: TransformerConfig) -> None:
 
 def check_predicts_next_token(config: JobConfig, model: TransformerConfig) -> None:
     """Refuse a family that is not causal, for a command that needs a model of the next token."""
-    problem = f"{_LEARNS[model.objective]} and continues no text; choose a causal family, such as gpt or llama"
+    problem = f"{_LEARNS[model.objective]}, not the next token; choose a causal family, such as gpt or llama"
     require(model.is_causal, "model.family", config.model.family, problem)
 
 
@@ -226,18 +226,18 @@ def _check_compile(config: JobConfig, model: TransformerConfig) -> None:
         return
     problem = 'cannot be compiled with tensor parallelism; use "full" or "none", or set compile.enable to false'
     require(config.activation_checkpoint.mode != "selective", "activation_checkpoint.mode", "selective", problem)
-    problem = "attention dropout over several processes cannot be compiled without sequence_parallel; set that to true"
+    problem = "needs sequence parallelism with tensor parallelism and dropout; set sequence_parallel to true"
     require(getattr(model, "dropout", 0) <= 0 or layout.sequence_parallel, "compile.enable", True, problem)
 
 
 def _check_experts(config: JobConfig, model: TransformerConfig) -> None:
-    """Refuse what has not been made to work for matrices that are stacked."""
+    """Refuse what does not support stacked expert weights."""
     if not is_sparse(model):
         problem = f"{config.model.family} has no experts to recompute; use one of the other modes"
         require(config.activation_checkpoint.mode != "experts", "activation_checkpoint.mode", "experts", problem)
         return
     family, rule = config.model.family, config.optimizer.name
-    problem = f"the products of {family}'s experts cannot be computed in float8 yet; set it to false"
+    problem = f"{family} does not support float8; set it to false"
     require(not config.float8.enable, "float8.enable", True, problem)
     problem = f"does not support the stacked expert weights of {family}; use adamw or sgd"
     require(rule not in ("muon", "adafactor"), "optimizer.name", rule, problem)
@@ -282,8 +282,8 @@ def _check_sentences(config: JobConfig, model: TransformerConfig) -> None:
     require(head != "pair" or objective != "none", "model.overrides.sentence_head", "pair", problem)
     problem = 'race and sentence_head "choice" go together; set model.overrides.sentence_head or data.dataset to that'
     require((head == "choice") == (dataset == "race"), "data.dataset", dataset, problem)
-    problem = f"two sentences take {_SHORTEST_PAIR} tokens; use at least that"
+    problem = f"two sentences need {_SHORTEST_PAIR} tokens; use at least that"
     require(head == "none" or training.seq_len >= _SHORTEST_PAIR, "training.seq_len", training.seq_len, problem)
-    problem = f"the {NUM_OPTIONS} options of a question are as many samples of a microbatch; use a multiple"
+    problem = f"a question is {NUM_OPTIONS} samples, one per option; use a multiple of {NUM_OPTIONS}"
     divides = head != "choice" or training.micro_batch_size % NUM_OPTIONS == 0
     require(divides, "training.micro_batch_size", training.micro_batch_size, problem)

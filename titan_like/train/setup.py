@@ -21,7 +21,10 @@ from titan_like.data.open_source import open_data
 from titan_like.data.source import Source
 from titan_like.evaluate.task import Task
 from titan_like.evaluate.tasks import validation_tasks
+from titan_like.metrics.console import parameters_told
 from titan_like.models.config import TransformerConfig
+from titan_like.parallel.layout import method_of
+from titan_like.parallel.tuning import DEFAULT_TUNING, Tuning
 from titan_like.train.environment import environment_number
 from titan_like.train.initial_weights import check_initial_weights
 from titan_like.train.rules import Settings
@@ -70,11 +73,23 @@ class Run(Settings):
     datasets: dict[str, Source]  # "train" and "validation"
     masks: Masks
     tasks: list[Task] = field(default_factory=list)  # scored at each validation
+    tuning: Tuning = DEFAULT_TUNING
 
     @property
     def checkpoint_folder(self) -> Path:
         """Where the run saves."""
         return checkpoint_folder(self.config)
+
+
+def describe_run(run: Run) -> str:
+    """One line that says what is trained, on how many processes and in which layout."""
+    processes = f"{run.layout.num_processes} process{'es' if run.layout.num_processes > 1 else ''} on {run.device.type}"
+    size = parameters_told(run.model.num_parameters(), run.model.active_parameters)
+    return (
+        f"{run.config.model.family} {run.config.model.flavor}: {size}, "
+        f"{run.config.training.dtype}, {processes} ({run.layout.described()})"
+        + (f", {method_of(run.config, run.model).message}" if run.layout.context > 1 else "")
+    )
 
 
 def prepare_run(settings: Settings) -> Run:

@@ -19,7 +19,7 @@ from titan_like.data.batch import Batch, count_tokens, num_labels
 from titan_like.data.batch_size import global_batch_size_at
 from titan_like.data.lengths import sample_length
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
-from titan_like.metrics.console import format_log_line, format_sources, parameters_told
+from titan_like.metrics.console import format_log_line, format_sources
 from titan_like.metrics.flops import ThroughputMeter
 from titan_like.metrics.hardware import device_name, peak_memory_bytes, peak_tflops
 from titan_like.metrics.profiling import StepProfiler
@@ -29,25 +29,25 @@ from titan_like.metrics.writers import build_writers
 from titan_like.optim.optimizer import update
 from titan_like.optim.schedule import describe_warmup, lr_factor, schedule_step
 from titan_like.parallel.expert_balance import FIGURES
-from titan_like.parallel.layout import method_of
 from titan_like.parallel.model import ModelOutput, sum_gradients_of_copies
 from titan_like.parallel.tensor import sum_partial_gradients
-from titan_like.train.issued_step import IssuedStep, copy_to_host, stamp
-from titan_like.train.setup import Run
+from titan_like.train.observer import Observer
+from titan_like.train.pending_step import PendingStep, copy_to_host, stamp
+from titan_like.train.setup import Run, describe_run
 from titan_like.train.training_state import seed_step
 from titan_like.train.validation import NO_LABELS, ValidatedState
 
 _MOST_REWINDS = 3  # to the same checkpoint
 
-Remark = Callable[[StepRecord], str | None]
+StepCallback = Callable[[StepRecord], str | None]
 
 
 class Trainer(ValidatedState):
     """Trains one model on this process's part of the data. Needs a process group (see `titan_like.train.job`)."""
 
-    def __init__(self, run: Run, remark: Remark | None = None) -> None:
-        """``remark`` is called with the record of every step, and the text that it returns is printed."""
-        super().__init__(run)
+    def __init__(self, run: Run, callback: StepCallback | None = None, observer: Observer | None = None) -> None:
+        """``callback`` is called with the record of every step, and the text that it returns is printed."""
+        super().__init__(run, observer or Observer())
         config = self.config
         self.has_labels = True  # whether the last step that was read had labels for each of the model's predictions
         self.save_is_due = False
@@ -73,13 +73,14 @@ class Trainer(ValidatedState):
         # TensorBoard would drop what other files have of later steps, and reads files by the clock in their names.
         writes = dist.get_rank() == 0 and (self.step < self.total_steps or self.misses_validation)
         self.writers = build_writers(config, self.step, self.run_id) if writes else []
-        self.remark = remark
+        self.callback = callback
         peak_name = config.cluster.gpu or device_name(run.device)
         peak = peak_tflops(peak_name, config.training.dtype)
         length = sample_length(config, run.model)
         self.meter = ThroughputMeter(
             run.model, length.encoder, config.activation_checkpoint, dist.get_world_size(), peak, length.decoder
         )
+        self.observer.attach(self)
 
     def train(self) -> None:
         """Train to the last step, or until a signal asks to stop. Logs, validates and saves on the way.
@@ -93,7 +94,7 @@ class Trainer(ValidatedState):
             if (training := self.config.training).steps is None:
                 told += f", {self.consumed_samples} samples; a batch of {training.global_batch_size} is not left"
             self.console.print(f" nothing to train: {told}")
-        unread: IssuedStep | None = None
+        unread: PendingStep | None = None
         try:
             if self.misses_validation:
                 self._log_validation()
@@ -134,11 +135,12 @@ class Trainer(ValidatedState):
             for writer in self.writers:
                 writer.close()
 
-    def train_step(self, data: Iterator[Batch]) -> IssuedStep:
+    def train_step(self, data: Iterator[Batch]) -> PendingStep:
         """Issue one optimizer step over one global batch, without waiting for the device.
 
         ``data`` yields microbatches of this process's samples.
         """
+        self.observer.begin_step(self.step + 1)
         config, device = self.config, self.run.device
         began, started = stamp(device), time.perf_counter()
         batch_size = global_batch_size_at(config.training, self.consumed_samples)
@@ -164,6 +166,7 @@ class Trainer(ValidatedState):
         self.experts.begin(self.loss_scale, num_tokens)
         self.pipeline.forward_backward([batch._replace(loss_factors=factors) for batch in batches], add_loss)
         self._complete_gradients()
+        self.observer.complete_gradients()
         self.profiler.mark("gradient reduction")
         self._sum_over_samples(losses)
         losses = losses if self.scaler is None else (losses / self.scaler.scale).to(self.loss_dtype)
@@ -191,7 +194,9 @@ class Trainer(ValidatedState):
         self.consumed_samples += batch_size
         self.consumed_tokens += batch_size * config.training.seq_len
         counts = self.step, lr, batch_size, self.consumed_samples, self.consumed_tokens
-        return IssuedStep(*counts, data_time, began, stamp(device), values)
+        issued = PendingStep(*counts, data_time, began, stamp(device), values)
+        self.observer.end_step(issued)
+        return issued
 
     def _count(self, batches: Sequence[Batch]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Count the global batch, in float64: its labels of each prediction [predictions], its tokens that are not
@@ -237,7 +242,7 @@ class Trainer(ValidatedState):
         values = [value.double() for value in (loss, grad_norm, spike, scale, num_zeros)]
         return copy_to_host(torch.cat((torch.stack(values), noticed, terms)))
 
-    def read_step(self, issued: IssuedStep) -> StepRecord:
+    def read_step(self, issued: PendingStep) -> StepRecord:
         """Wait for a step's numbers, and act on stop signals and finished saves that they report.
 
         Raises:
@@ -263,7 +268,7 @@ class Trainer(ValidatedState):
         self.stop_signal = int(values.stop_signal)
         if not values.is_saving:
             self.finish_save()
-        return StepRecord(
+        record = StepRecord(
             step=issued.step,
             loss=values.loss,
             losses=named_losses(predictions, values.terms[: len(predictions)]),
@@ -283,11 +288,8 @@ class Trainer(ValidatedState):
             num_zeros=None if math.isnan(values.num_zeros) else values.num_zeros,
             loss_scale=values.loss_scale if scales_loss else None,
         )
-
-    @property
-    def num_actions(self) -> int:
-        """Passes, sends and receives so far, which grow as long as training and evaluation make progress."""
-        return self.pipeline.num_actions + self.scorer.num_actions
+        self.observer.read_step(record)
+        return record
 
     @property
     def loss_scale(self) -> torch.Tensor | float:
@@ -325,9 +327,9 @@ class Trainer(ValidatedState):
             self.unlogged.clear()
             if record.sources:
                 self.console.print(format_sources(record.sources))
-        remark = self.remark(record) if self.remark is not None else None
-        if remark is not None:
-            self.console.print(remark)
+        text = self.callback(record) if self.callback is not None else None
+        if text is not None:
+            self.console.print(text)
 
     def _save_if_due(self, is_last: bool) -> None:
         # After a skipped update there is nothing new to save and the weights may be ruined, so a save must not displace
@@ -390,14 +392,3 @@ class Trainer(ValidatedState):
 
     def _logs(self, step: int) -> bool:
         return step % self.config.metrics.log_interval == 0
-
-
-def describe_run(run: Run) -> str:
-    """One line that says what is trained, on how many processes and in which layout."""
-    processes = f"{run.layout.num_processes} process{'es' if run.layout.num_processes > 1 else ''} on {run.device.type}"
-    size = parameters_told(run.model.num_parameters(), run.model.active_parameters)
-    return (
-        f"{run.config.model.family} {run.config.model.flavor}: {size}, "
-        f"{run.config.training.dtype}, {processes} ({run.layout.described()})"
-        + (f", {method_of(run.config, run.model).message}" if run.layout.context > 1 else "")
-    )

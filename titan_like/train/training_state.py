@@ -87,7 +87,7 @@ class TrainingState:
 
         self.dropout_stream = dropout_stream(run.layout, dist.get_rank())
         seed_everything(config.job.seed, self.dropout_stream, config.job.deterministic)
-        self.pipeline = build_pipeline(config, run.model, mesh, run.device)
+        self.pipeline = build_pipeline(config, run.model, mesh, run.device, run.tuning)
         self.model = self.pipeline.model
         self.experts = ExpertBalance(self.model, mesh)
         self.loss_dtype = torch.promote_types(getattr(torch, config.training.dtype), torch.float32)

@@ -17,6 +17,7 @@ from titan_like.metrics.console import format_validation
 from titan_like.metrics.record import named_losses
 from titan_like.metrics.writers import Writer
 from titan_like.parallel.model import ModelOutput
+from titan_like.train.observer import Observer
 from titan_like.train.setup import Run
 from titan_like.train.signals import StopSignals
 from titan_like.train.training_state import TrainingState
@@ -31,14 +32,20 @@ class Stopped(Exception):  # noqa: N818  # it is no error
 class ValidatedState(TrainingState):
     """A run's state, and how well its model does on held-out samples and on tasks."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, observer: Observer) -> None:
         super().__init__(run)
+        self.observer = observer
         self.signals = StopSignals()  # inactive until the caller replaces it by one that handles signals
         self.stop_signal = 0  # the signal that any rank had received when ranks last told each other
         self.validation_losses: list[float] = []  # of the last validation, by prediction
         self.validation_data: BackgroundLoader | None = None  # its processes are started once
         self.scorer = Scorer(self.config, self.model, self.mesh, run.device, one_length=self.config.compile.enable)
         self.writers: list[Writer] = []
+
+    @property
+    def num_actions(self) -> int:
+        """Passes, sends and receives so far, which grow as long as training and evaluation make progress."""
+        return self.pipeline.num_actions + self.scorer.num_actions
 
     def _validates(self) -> bool:
         interval = self.config.evaluation.interval
@@ -116,7 +123,9 @@ class ValidatedState(TrainingState):
         self.validation_losses = (total[0] / total[1]).tolist()
         if 0 in total[1].tolist():
             self.console.print(f" the samples for validation {NO_LABELS}")
-        return sum(self.validation_losses)
+        loss = sum(self.validation_losses)
+        self.observer.end_validation(loss)
+        return loss
 
     def evaluate(self) -> dict[str, float]:
         """Score the tasks of `evaluation.datasets`: TASK/FIGURE → value, without counts, which never change.
@@ -133,7 +142,11 @@ class ValidatedState(TrainingState):
 
     def _take(self, data: Iterator[Batch], count: int) -> list[Batch]:
         """The next microbatches, up to ``count``: this process's CP shards, on its device."""
-        return [self.cp_shard.shard(to_device(batch, self.run.device)) for batch in islice(data, count)]
+        shards = []
+        for batch in islice(data, count):
+            self.observer.take_batch(batch)
+            shards.append(self.cp_shard.shard(to_device(batch, self.run.device)))
+        return shards
 
     def _sum_over_samples(self, value: torch.Tensor) -> None:
         """Sum in place over samples, their CP shards and stages. Only the last stage's ranks have values but zero."""

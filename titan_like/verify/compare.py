@@ -27,7 +27,6 @@ class Row(StrEnum):
     """Rows of the table, in the order in which things happen within a step."""
 
     INITIAL = "initial weights"
-    SCHEDULE = "length and learning rates of the whole run"
     CHECKPOINTS = "checkpoints that are kept, and resumed from"
     SAMPLES = "samples, each exactly once"
     BATCH = "batch size, samples and tokens"
@@ -38,7 +37,6 @@ class Row(StrEnum):
     SKIPPED = "steps that are not finite are skipped on all ranks"
     MISSING = "missing gradients"
     GRADIENT = "gradients"
-    SAME_TYPE = "gradients of one process in this type"
     NORM = "gradient norm"
     FIGURES = "losses and loads of experts that are reported"
     EQUAL = "losses and norms equal on all ranks"
@@ -52,15 +50,12 @@ class Row(StrEnum):
     FRESH = "gradients of a new process with these weights"
     VALIDATION = "validation loss"
     WHOLE_VALIDATION = "validation loss on the whole split"
-    VALIDATED = "weights that validation computes with"
-    BIASES = "biases in the choice of experts"
     LARGE_LOSS = "loss with large logits"
     LARGE_NORM = "gradient norm with large logits"
     LARGE_GRADIENT = "gradients with large logits"
     LONG_LOSS = "loss of longer sequences"
     LONG_GRADIENT = "gradients of longer sequences"
     LONG_NORM = "gradient norm of longer sequences"
-    DROPOUT_VALIDATION = "no dropout in validation"
     MASKS_EVERYWHERE = "dropout in every layer and microbatch"
     KEPT = "share that dropout keeps"
     MASKS_DIFFER = "dropout different where activations are"
@@ -68,7 +63,6 @@ class Row(StrEnum):
     DROPOUT_LOSS = "loss of one process with these masks"
     DROPOUT_GRADIENT = "gradients of one process with these masks"
     DROPOUT_AGAIN = "gradients of another run with this seed"
-    DROPOUT_OWN_TYPE = "gradients of one process with these masks in the run's own type"
     OTHER_BATCHES = "length, samples and rates of a run resumed with other batches"
     DROPOUT_RESUMED = "dropout of a run resumed in another layout"
     RUNS = "the layout runs"
@@ -79,8 +73,7 @@ class Row(StrEnum):
 _COVERED = (Row.LOSS, Row.NORM, Row.GRADIENT, Row.WEIGHT, Row.VALIDATION)
 _LONG = (Row.LONG_LOSS, Row.LONG_GRADIENT, Row.LONG_NORM)
 _AT_THE_ENDS = (Row.INITIAL, Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM, Row.WHOLE_VALIDATION, *_LONG)
-# In these rows the model's last parameter comes first.
-_BACKWARD = (Row.GRADIENT, Row.LARGE_GRADIENT, Row.LONG_GRADIENT, Row.SAME_TYPE)
+_BACKWARD = (Row.GRADIENT, Row.LARGE_GRADIENT, Row.LONG_GRADIENT)  # here the model's last parameter comes first
 
 
 def distance(value: torch.Tensor, expected: torch.Tensor) -> float:
@@ -131,11 +124,10 @@ class Check:
 class Reference:
     """The training that every layout has to reproduce. Its numbers and tensors are in a file that processes share."""
 
-    small: Small  # its max_norm clips every step but the last, if the configuration clips at all
+    small: Small  # its max_norm clips every step, if the configuration clips at all
     file: Path  # of the numbers and tensors, float64
     known: dict[str, int]  # indices of the first samples by their digests
     names: list[str]  # of all parameters, in the model's order
-    alike: list[tuple[str, str]]  # pairs of parameters whose initial values are the same random numbers
     sizes: dict[Key, float]  # L2 norm that a difference is relative to
     allowed: dict[str, dict[Key, float]]  # by type, the largest relative difference
 
@@ -238,9 +230,6 @@ def _of_all_ranks(reference: Reference, groups: list[list[Report]], reported: se
     for key in reference.allowed[EXACT if kind == RESUME else kind]:
         if key.row in rows and key not in reported:
             yield Check(kind, *key, 1, detail="no process has it")
-    if kind == EXACT:
-        for first, second in reference.alike:
-            yield Check(kind, 0, Row.INITIAL, second, 1, detail=f"it begins with the random numbers of {first}")
     for group in groups:
         known: dict[Key, tuple[str, int]] = {}
         for report in group:

@@ -2,11 +2,11 @@
 
 Masks must be equal where processes hold the same activations (tensor-parallel processes between layers, without
 sequence parallelism) and different everywhere else: other samples, layers, attention heads, parts of the sequence.
-Recomputation must draw the forward pass's masks again. One process with the layout's masks must compute the same loss
-and gradients, which shows that rate and scale are right wherever dropout is applied.
+Recomputation must draw the forward pass's masks again. The model on one process with the layout's masks must compute
+the same loss and gradients, which shows that rate and scale are right wherever dropout is applied.
 
 A second trainer with the same seed, whose layers are compiled if the configuration compiles them, must compute the same
-gradients. A third, with another seed and in the configuration's own type, must draw other masks everywhere.
+gradients. All are in the configuration's own type.
 """
 
 from __future__ import annotations
@@ -26,29 +26,26 @@ import torch.nn.functional as F
 from torch import nn
 
 from titan_like.config.load import edit
+from titan_like.data.batch import model_fields, num_labels
 from titan_like.data.lengths import sample_length
 from titan_like.models.layers.init import generator_of, local_part
 from titan_like.models.registry import build_model
 from titan_like.models.transformer import Transformer
-from titan_like.parallel.split import kinds_of_layers
 from titan_like.torch_private import is_in_backward_pass
 from titan_like.train.setup import Run
-from titan_like.verify.compare import EXACT, Key, Report, Row, distance
-from titan_like.verify.float8 import TIPPED, take_float8
-from titan_like.verify.masks import take_definitions
+from titan_like.train.trainer import Trainer
+from titan_like.verify.compare import Key, Report, Row, distance
 from titan_like.verify.places import joined, local
-from titan_like.verify.plain_training import FLOAT16_SCALE, add_gradients, mean_losses, norm, num_labels
-from titan_like.verify.reference import CANCELLED, FEW, FLOOR, MARGIN, NEGLIGIBLE, REPORTED, is_cancelled
+from titan_like.verify.reference import CANCELLED, FEW, FLOOR, MARGIN, NEGLIGIBLE, TIPPED, is_cancelled, norm
 from titan_like.verify.shrink import FLAVOR, Small
 from titan_like.verify.token_ids import batch_of, masks_of_run
-from titan_like.verify.watch import WatchedTrainer, digest, first_samples
+from titan_like.verify.watch import FLOAT16_SCALE, Watch, digest, first_samples, steps_alone
 
 RATE = 0.3  # at least: without the factor 1/(1 - rate), gradients differ by more than a half type's rounding
 _NORM_EPS = 1.0  # norms would undo a factor that is missing everywhere, if this were small
 _TELLING = 128  # elements that a mask is drawn from, for it hardly ever to be drawn twice
 _DEVIATIONS = 6.0  # standard deviations of a binomial distribution by which the kept share may be off
 _ATTENTION = F.scaled_dot_product_attention
-_GRADIENT_ROUNDING = 64 * FLOOR[EXACT]
 
 Gradients = tuple[float, dict[str, torch.Tensor]]  # loss, gradient of each parameter
 
@@ -58,14 +55,12 @@ class Where(NamedTuple):
 
     site: str  # the module whose forward pass began last
     is_attention: bool
-    seed: int  # of the run
     step: int
     data_rank: int
     microbatch: int  # counted at this site
 
     def __str__(self) -> str:
-        step = f"step {self.step} with seed {self.seed}"
-        return f"after {self.site} in {step}, data rank {self.data_rank}, microbatch {self.microbatch}"
+        return f"after {self.site} in step {self.step}, data rank {self.data_rank}, microbatch {self.microbatch}"
 
 
 @dataclass
@@ -83,16 +78,16 @@ class Draw:
 class Recorder:
     """Records every draw while it is installed."""
 
-    def __init__(self, data_rank: int, tensor_rank: int, seed: int) -> None:
-        self.data_rank, self.tensor_rank, self.seed, self.step, self.site = data_rank, tensor_rank, seed, 1, ""
+    def __init__(self, data_rank: int, tensor_rank: int) -> None:
+        self.data_rank, self.tensor_rank, self.step, self.site = data_rank, tensor_rank, 1, ""
         self.draws: list[Draw] = []
         self._counts: Counter[tuple[str, bool, bool, int]] = Counter()
 
     @classmethod
-    def of(cls, trainer: WatchedTrainer) -> Recorder:
+    def of(cls, trainer: Trainer) -> Recorder:
         """A recorder of the draws of a trainer's model on this process."""
         data_rank = trainer.run.layout.data_rank(trainer.mesh.get_rank())
-        recorder = cls(data_rank, trainer.mesh["tp"].get_local_rank(), trainer.config.job.seed)
+        recorder = cls(data_rank, trainer.mesh["tp"].get_local_rank())
         for stage in trainer.model.stages:
             recorder.follow(stage.module)
         return recorder
@@ -135,7 +130,7 @@ class Recorder:
             kept = draw(ones)
         generator.set_state(after)
         place = (self.site, is_attention, is_in_backward_pass(), self.step)
-        where = Where(self.site, is_attention, self.seed, self.step, self.data_rank, self._counts[place])
+        where = Where(self.site, is_attention, self.step, self.data_rank, self._counts[place])
         self._counts[place] += 1
         parts = [(local(tensor) != 0).cpu() for tensor in (kept, everything)]
         self.draws.append(Draw(where, self.tensor_rank, is_in_backward_pass(), digest(before), *parts))
@@ -153,45 +148,27 @@ def _unit_vectors(values: torch.Tensor) -> torch.Tensor:
 
 
 def observe_dropout(run: Run, report: Report, small: Small) -> None:
-    """Train two steps with dropout. Rank 0 checks the masks of all ranks."""
-    rate, batch = max(small.dropout or 0.0, RATE), run.config.training.global_batch_size
-    fields, compiles = {"dropout": rate, "norm_eps": _NORM_EPS}, run.config.compile.enable
+    """Train two steps with dropout, and validate between them. Rank 0 checks the masks of all ranks."""
+    rate, dtype = max(small.dropout or 0.0, RATE), run.config.training.dtype
+    fields, compiles = {"dropout": rate, "norm_eps": _NORM_EPS}, {"compile.enable": run.config.compile.enable}
     run = replace(run, model=run.model.model_copy(update=fields))
     # Compiled layers do not call the functions that are watched.
     flavor = run.config.model.flavors[FLAVOR] | fields
     run = changed_run(run, {"model.flavors": {FLAVOR: flavor}, "compile.enable": False})
-    piece = run.config.training.micro_batch_size
-    held_out = batch_of(run.datasets["validation"], range(batch), run.config)
-    untrained = sum(mean_losses(_fresh_model(run), held_out, torch.float64, piece))
-    trainer = WatchedTrainer(run, first_samples(run.masks.over(run.datasets["train"]), batch))
-    _compare_loss(report, Row.DROPOUT_VALIDATION, trainer.validate(), untrained)
-    recorder = Recorder.of(trainer)
-    data = trainer._load_data()
+    watch = Watch(first_samples(run.masks.over(run.datasets["train"]), run.config.training.global_batch_size))
+    trainer, again = trainer_of(run, watch), Watch()
+    recorder, data = Recorder.of(trainer), trainer._load_data()
     with recorder.installed():
-        loss = trainer.read_step(trainer.train_step(data)).loss
-        drawn, gradients = trainer.drawn, trainer.gradients
+        loss, drawn, gradients = trainer.read_step(trainer.train_step(data)).loss, watch.drawn, watch.gradients
         trainer.validate()  # which must leave the random numbers of the next step alone
         recorder.step = 2
         trainer.train_step(data)
     data.close()
     # Run one operation at a time, compiled layers draw the same random numbers as others.
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
-        again = WatchedTrainer(changed_run(run, {"compile.enable": compiles}))
-        again.steps_alone(1)
-    dtype, reduce_dtype = small.config.training.dtype, small.config.training.reduce_dtype
-    values = {"training.dtype": dtype, "training.reduce_dtype": reduce_dtype}
-    own_run = changed_run(run, values | {"job.seed": run.config.job.seed + 1})
-    own = WatchedTrainer(own_run, first_samples(own_run.masks.over(own_run.datasets["train"]), batch))
-    if own.scaler is not None:
-        own.scaler.scale.fill_(FLOAT16_SCALE)
-    own_recorder = Recorder.of(own)
-    with own_recorder.installed():
-        own.steps_alone(1)
-    scale = 1.0 if own.scaler is None else FLOAT16_SCALE
-    own_gradients = [(name, gradient / scale) for name, gradient in own.gradients]
+        steps_alone(trainer_of(changed_run(run, compiles), again), 1)
     everywhere: list[Any] = [None] * dist.get_world_size()
-    mine = (recorder.draws + own_recorder.draws, recorder.data_rank, drawn, own.drawn)
-    dist.all_gather_object(everywhere, mine)
+    dist.all_gather_object(everywhere, (recorder.draws, recorder.data_rank, drawn))
     results: list[Any] = [None] * 3
     if dist.get_rank() == 0:
         draws = [draw for draws, *_ in everywhere for draw in draws]
@@ -202,27 +179,28 @@ def observe_dropout(run: Run, report: Report, small: Small) -> None:
         _check_recomputed(report, draws)
         _check_kept(report, forward, rate)
         _check_masks(run, report, forward)
-        step, own_step = ({rank: steps[number] for _, rank, *steps in everywhere} for number in range(2))
+        step = {rank: samples for _, rank, samples in everywhere}
         wanted_loss, wanted = _replay(run, report, forward, step, rate)
-        _, wanted_own = _replay(own_run, report, forward, own_step, rate)
-        _, rounded = _replay(own_run, report, forward, own_step, rate, getattr(torch, dtype))
-        least = _GRADIENT_ROUNDING if dtype == EXACT else max(FLOOR[dtype], TIPPED * run.config.float8.enable)
-        results = [
-            wanted_loss,
-            _bounds(wanted, wanted, EXACT, _GRADIENT_ROUNDING),
-            _bounds(wanted_own, rounded, dtype, least),
-        ]
+        rounded_loss, rounded = _replay(run, report, forward, step, rate, getattr(torch, dtype))
+        allowed = max(MARGIN * abs(rounded_loss / wanted_loss - 1), FLOOR[dtype])
+        results = [wanted_loss, allowed, _bounds(wanted, rounded, dtype, run.config.float8.enable)]
     dist.broadcast_object_list(results, src=0)
-    _compare_loss(report, Row.DROPOUT_LOSS, loss, results[0])
-    for row, found, bounds in (
-        (Row.DROPOUT_GRADIENT, gradients, results[1]),
-        (Row.DROPOUT_AGAIN, again.gradients, results[1]),
-        (Row.DROPOUT_OWN_TYPE, own_gradients, results[2]),
-    ):
+    wanted_loss, allowed, bounds = results
+    told = f"it is {loss:.9g}, not {wanted_loss:.9g}"
+    report.add(Key(1, Row.DROPOUT_LOSS), abs(loss / wanted_loss - 1), allowed, told)
+    for row, found in ((Row.DROPOUT_GRADIENT, gradients), (Row.DROPOUT_AGAIN, again.gradients)):
         for name, gradient in found:
             (part, offset), (whole, size, allowed) = local_part(gradient), bounds[name]
             expected = whole[tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))]
             report.add(Key(1, row, name), distance(part.cpu(), expected) / size, allowed)
+
+
+def trainer_of(run: Run, watch: Watch) -> Trainer:
+    """A watched trainer, whose loss scale does not overflow."""
+    trainer = Trainer(run, observer=watch)
+    if trainer.scaler is not None:
+        trainer.scaler.scale.fill_(FLOAT16_SCALE)
+    return trainer
 
 
 def changed_run(run: Run, values: dict[str, Any]) -> Run:
@@ -232,16 +210,16 @@ def changed_run(run: Run, values: dict[str, Any]) -> Run:
 
 
 def _bounds(
-    exact: dict[str, torch.Tensor], rounded: dict[str, torch.Tensor], dtype: str, least: float
+    exact: dict[str, torch.Tensor], rounded: dict[str, torch.Tensor], dtype: str, float8: bool
 ) -> dict[str, tuple[torch.Tensor, float, float]]:
     """Each gradient, what a difference from it is relative to, and how large that may be in a type.
 
     ``rounded`` are the gradients of one process in that type, which bound the difference as in `allowances`.
     """
-    whole = math.sqrt(sum(norm(gradient) ** 2 for gradient in exact.values()))
+    whole, bounds = math.hypot(*map(norm, exact.values())), {}
     sizes = {name: max(norm(gradient), NEGLIGIBLE * whole) for name, gradient in exact.items()}
     shares = {name: distance(rounded[name], gradient) / sizes[name] for name, gradient in exact.items()}
-    bounds = {}
+    least = max(FLOOR[dtype], TIPPED * float8)
     for name, gradient in exact.items():
         share = shares[name] if gradient.numel() >= FEW else max(shares.values())
         floor = CANCELLED[dtype] if is_cancelled(gradient, whole) else least
@@ -249,15 +227,14 @@ def _bounds(
     return bounds
 
 
-def _compare_loss(report: Report, row: Row, loss: float, wanted: float) -> None:
-    report.add(Key(1, row), abs(loss / wanted - 1), REPORTED, f"it is {loss:.9g}, not {wanted:.9g}")
-
-
 def _fresh_model(run: Run) -> Transformer:
     model = build_model(run.model, run.config.model.family).double()
+    model.initial_elements = run.tuning.initial_elements
     model.init_weights(run.config.job.seed)
-    take_definitions(model, run.config)
-    take_float8(model, run.config.float8)
+    if run.config.float8.enable:
+        from titan_like.parallel.float8 import use_float8  # which imports torchao
+
+        use_float8(model, run.config.float8, emulates=True)
     return model
 
 
@@ -269,14 +246,14 @@ def _replay(
 
     ``step`` has the sample indices of each microbatch, by data-parallel rank.
     """
-    model, recorder, seed = _fresh_model(run), Recorder(0, 0, 0), run.config.job.seed
+    model, recorder = _fresh_model(run), Recorder(0, 0)
     recorder.follow(model)
     places = [(rank, number) for rank, microbatches in step.items() for number in range(len(microbatches))]
     samples, lengths = run.datasets["train"], sample_length(run.config, run.model)
     pieces = [batch_of(samples, step[rank][number], run.config) for rank, number in places]
 
     def mask(is_attention: bool, shape: torch.Size) -> torch.Tensor:
-        parts = draws.get(Where(recorder.site, is_attention, seed, 1, *current), {})
+        parts = draws.get(Where(recorder.site, is_attention, 1, *current), {})
         kept = [draw.kept for _, draw in sorted(parts.items())]
         if kept and kept[0].shape != shape:  # each rank has a part of the sequence, or of the heads
             kept = [torch.cat(kept, 1) if is_attention else joined(kept, lengths)]
@@ -293,20 +270,25 @@ def _replay(
         everything = probabilities(q, k, v, *seen, **options)
         return (everything * mask(True, everything.shape)) @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
-    counts, loss = num_labels(pieces), 0.0
+    counts, loss = torch.stack([num_labels(piece, run.model.predictions) for piece in pieces]).sum(0), 0.0
     with patch.object(F, "dropout", dropout), patch.object(F, "scaled_dot_product_attention", attention):
         for current, piece in zip(places, pieces, strict=True):  # noqa: B007 (mask() reads it)
-            loss += sum(add_gradients(model, (piece,), counts, dtype))
+            factors = (1 / counts.double()).to(torch.promote_types(dtype, torch.float32))
+            fields = model_fields(piece._replace(loss_factors=factors))
+            weights = {name: parameter.to(dtype) for name, parameter in model.named_parameters()}
+            found = torch.func.functional_call(model, weights, (piece.tokens,), fields).sum()
+            found.backward()
+            loss += found.item()
     return loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def _check_kept(report: Report, draws: dict[Where, dict[int, Draw]], rate: float) -> None:
     """Check that every site keeps its share, within what chance allows."""
-    kept: dict[tuple[str, bool, int], list[torch.Tensor]] = defaultdict(list)
+    kept: dict[tuple[str, bool], list[torch.Tensor]] = defaultdict(list)
     for where, parts in draws.items():
         for draw in parts.values():
-            kept[where.site, where.is_attention, where.seed].append(draw.kept[draw.drawn_from])
-    for (site, is_attention, _), masks in kept.items():
+            kept[where.site, where.is_attention].append(draw.kept[draw.drawn_from])
+    for (site, is_attention), masks in kept.items():
         total = sum(mask.numel() for mask in masks)
         found, wanted = sum(int(mask.sum()) for mask in masks) / total, 1 - rate
         allowed = _DEVIATIONS * math.sqrt(rate * wanted / total) + 1 / total
@@ -315,19 +297,10 @@ def _check_kept(report: Report, draws: dict[Where, dict[int, Draw]], rate: float
 
 
 def _check_masks(run: Run, report: Report, draws: dict[Where, dict[int, Draw]]) -> None:
-    """Check that every layer draws where others of its kind do, and that masks of different activations differ.
+    """Check that masks of different activations differ.
 
     Masks that should be equal are not checked here: if they differ, so do the loss and gradients of `_replay`.
     """
-    kinds = {f"layers.{number}": kind for number, kind in enumerate(kinds_of_layers(run.model))} | {"embedding": -1}
-    sites: dict[str, set[tuple[str, bool]]] = {layer: set() for layer in kinds}
-    for where in draws:
-        layer = ".".join(where.site.split(".")[:2])
-        sites[layer if layer in sites else "embedding"].add((where.site.removeprefix(layer), where.is_attention))
-    for layer, drawn in sites.items():
-        wanted = set[tuple[str, bool]]().union(*(sites[other] for other in kinds if kinds[other] == kinds[layer]))
-        told = None if drawn and drawn == wanted else "it does not draw dropout, or not where others of its kind do"
-        report.exact(Key(1, Row.MASKS_EVERYWHERE, layer), told)
     known: dict[tuple[object, ...], Where] = {}
     layout = run.layout
     for where, parts in draws.items():

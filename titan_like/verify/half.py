@@ -1,4 +1,4 @@
-"""What needs no tolerance in half types: the types of sums, their digits, the loss scale, the state of a resumed run.
+"""What needs no tolerance in half types: the types of sums, their digits, the state of a resumed run.
 
 A sum that has been rounded to the half type may be within its tolerance, but it has no more digits than that type.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -17,18 +16,16 @@ import torch
 import torch.distributed as dist
 
 from titan_like.data.batch import Batch
-from titan_like.models.layers.cross_entropy import IGNORED_LABEL, Vocabulary
+from titan_like.models.layers.cross_entropy import Vocabulary
 from titan_like.models.layers.init import local_part
 from titan_like.optim.optimizer import LossScaler
 from titan_like.parallel import cp_attention
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import Key, Report, Row, distance
-from titan_like.verify.plain_training import norm
-from titan_like.verify.watch import WatchedTrainer, digest
+from titan_like.verify.watch import Watch, digest
 
 TRAVELLING, MERGED = "gradients of keys", "attention to several blocks of keys"
 _LOSS_ROUNDING = 1e-5  # relative, of a loss that is computed in float32 from hundreds of positions
-_GROWTH = 1000  # good steps in a row after which float16's loss scale doubles
 _SPARE_BITS = {"bfloat16": 16, "float16": 13}  # of a float32 mantissa that the half type lacks
 # By the names of all versions of torch. Tensor parallelism and pipelines send activations in other ways.
 _SUMS = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all_single", "batch_isend_irecv")
@@ -93,24 +90,20 @@ def checked_loss(
     It is checked, with the gradient that it writes, against float64 from the same logits. Only the gradient may be
     rounded to their type. ``group`` shares the vocabulary, if several processes do.
     """
-    values = logits[:, : vocabulary.size].double()
-    columns, is_valid = labels - vocabulary.first, labels != IGNORED_LABEL
-    is_here = is_valid & (columns >= 0) & (columns < vocabulary.size)
-    found = original(logits, labels, factor, vocabulary, with_gradient)
-    labelled = torch.zeros_like(values)
-    labelled[is_here, columns[is_here]] = 1.0
-    own = torch.stack((values.logsumexp(1), (labelled * values).sum(1)))
-    parts = [own]
-    if vocabulary.combine is not None:
+
+    def combine(own: torch.Tensor) -> torch.Tensor:
         parts = [torch.empty_like(own) for _ in range(group.size())]
         dist.all_gather(parts, own, group=group)
-    denominator, target = torch.stack(parts, 1)
-    denominator, key = denominator.logsumexp(0), Key(step, Row.SUMS, "loss of these logits")
-    loss = ((denominator - target.sum(0)) * is_valid).sum() * factor
-    report.add(key, (found - loss).abs().item() / (loss.abs().item() or 1.0), _LOSS_ROUNDING)
+        denominators, targets = torch.stack(parts, 1)
+        return torch.stack((denominators.logsumexp(0), targets.sum(0)))
+
+    wanted, shared = logits.double(), vocabulary.combine and combine
+    loss = original(wanted, labels, factor.double(), vocabulary._replace(combine=shared), with_gradient).item()
+    found = original(logits, labels, factor, vocabulary, with_gradient)
+    key = Key(step, Row.SUMS, "loss of these logits")
+    report.add(key, abs(found.item() - loss) / (abs(loss) or 1.0), _LOSS_ROUNDING)
     if with_gradient:
-        wanted = ((values - denominator[:, None]).exp() - labelled) * (factor * is_valid)[:, None]
-        apart = distance(logits[:, : vocabulary.size], wanted) / (norm(wanted) or 1.0)
+        apart = distance(logits, wanted) / (wanted.norm().item() or 1.0)
         report.add(key, apart, torch.finfo(logits.dtype).eps / 2 + _LOSS_ROUNDING)
     return found
 
@@ -120,81 +113,38 @@ def state_of(scaler: LossScaler) -> tuple[float, int]:
     return scaler.scale.item(), int(scaler.good_steps)
 
 
-def scale_after(scale: float, good_steps: int, overflowed: bool) -> tuple[float, int]:
-    """`state_of` a loss scaler after one more step, by definition."""
-    if overflowed:
-        return max(scale / 2, 1.0), 0
-    return (scale, good_steps + 1) if good_steps + 1 < _GROWTH else (2 * scale, 0)
-
-
-def check_loss_scaler(report: Report, scaler: LossScaler) -> None:
-    """Let a copy of a loss scaler grow, and then shrink as far as it may."""
-    copy, wanted = deepcopy(scaler), state_of(scaler)
-    for overflowed in [False] * (_GROWTH + 1) + [True] * 20:
-        copy.update(overflowed=torch.tensor(overflowed, device=copy.scale.device))
-        wanted = scale_after(*wanted, overflowed)
-        report.equal(Key(0, Row.LOSS_SCALE), state_of(copy), wanted)
-
-
-@torch.no_grad()
-def check_validated(report: Report, trainer: Trainer) -> None:
-    """Check that a validation takes up the weights as they are, where it computes with copies in the half type.
-
-    It validates with twice the weights, because some have moved by less than the half type can tell.
-    """
-    copies = [
-        (f"{prefix}.{name}", local_part(vars(module)[name])[0], local_part(master)[0])
-        for stage in trainer.model.stages
-        for prefix, module in stage.module.named_modules()
-        for name, master in module.named_parameters(recurse=False)
-        if name in vars(module)
-    ]
-    if not copies:
-        return
-    masters = [local_part(parameter)[0] for parameter in trainer.model.parameters()]
-    kept = [master.clone() for master in masters]
-    for master in masters:
-        master.mul_(2)
-    Trainer.validate(trainer)
-    for name, copy, master in copies:
-        told = None if torch.equal(copy, master.to(copy.dtype)) else "they lack the last change of the weights"
-        report.exact(Key(trainer.step, Row.VALIDATED, name), told)
-    for master, before in zip(masters, kept, strict=True):
-        master.copy_(before)
-
-
-def check_resumed(report: Report, trainer: WatchedTrainer, data: Callable[[], Iterator[Batch]]) -> None:
-    """Save and resume, and compare the states bit for bit. Only a run that is right so far is resumed.
+def check_resumed(report: Report, watch: Watch, data: Callable[[], Iterator[Batch]]) -> None:
+    """Resume from the run's last save, and compare the states bit for bit. Only a run that is right so far is resumed.
 
     Then both trainers take a step with the same ``data``. The new one knows nothing of earlier weights. So gradients
     that differ in one bit tell of old ones in the first, which may be too near the new ones to be told by a tolerance.
     Some kernels of GPUs add in any order.
     """
+    trainer = watch.trainer
     is_wrong = not all(check.ok for check in report.checks.values())
     wrong = torch.tensor(int(is_wrong), device=trainer.run.device)
     dist.all_reduce(wrong, dist.ReduceOp.MAX)
     if wrong:
         return
-    trainer.save(is_last=True)
-    resumed = WatchedTrainer(trainer.run)
+    again, kept = Watch(), list[list[torch.Tensor]]()
+    resumed = Trainer(trainer.run, observer=again)
     scales = [state_of(one.scaler) for one in (resumed, trainer) if one.scaler is not None]
     report.equal(Key(trainer.step, Row.RESUMED, "loss scale"), scales[:1], scales[1:])
     for (name, parameter), other in zip(trainer.model.named_parameters(), resumed.model.parameters(), strict=True):
         same = _bits(trainer, parameter) == _bits(resumed, other)
         told = None if same else "its weights or its optimizer's state are others, or of another type"
         report.exact(Key(trainer.step, Row.RESUMED, name), told)
-    kept: list[list[torch.Tensor]] = []
-    for one in (trainer, resumed):
-        one.train_step(data())
-        scale = 1.0 if one is trainer else one.loss_scale
-        kept.append([local_part(gradient)[0] / scale for _, gradient in one.gradients])
+    step = trainer.step
+    for one in (watch, again):
+        one.trainer.train_step(data())
+        kept.append([local_part(gradient)[0] for _, gradient in one.gradients])
     allowed = 0.0 if trainer.run.device.type == "cpu" else torch.finfo(getattr(torch, report.kind)).eps
     apart = {
-        name: distance(here, there) / (norm(there) or 1.0)
-        for (name, _), here, there in zip(trainer.gradients, *kept, strict=True)
+        name: distance(here, there) / (there.norm().item() or 1.0)
+        for (name, _), here, there in zip(watch.gradients, *kept, strict=True)
     }
     worst = max(apart, key=lambda name: math.inf if math.isnan(apart[name]) else apart[name])
-    report.add(Key(trainer.step, Row.FRESH), apart[worst], allowed, f"{worst} differs most, by {apart[worst]:.3g}")
+    report.add(Key(step, Row.FRESH), apart[worst], allowed, f"{worst} differs most, by {apart[worst]:.3g}")
 
 
 def _bits(trainer: Trainer, parameter: torch.nn.Parameter) -> dict[str, tuple[torch.dtype, str]]:

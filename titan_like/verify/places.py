@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titan_like.data.lengths import SampleLength
+from titan_like.models.layers.cross_entropy import TokenLoss
 from titan_like.parallel.context import CPShard
 from titan_like.parallel.cp_attention import shard_positions
 from titan_like.parallel.tensor_styles import ColumnLinear
@@ -24,7 +25,6 @@ from titan_like.torch_private import is_in_backward_pass
 FORWARD, BACKWARD, INPUT = "forward", "backward", "input"
 _FIRST_STEP, _LATER = 1e-9, 1e-6  # relative differences in float64 that rounding cannot explain
 _GROSS = 0.25  # the same in half types where rounding is not measured, or decides which experts a token goes to
-_LOGITS = ("output", "output_bias", "mask_padding")  # modules in whose place `TokenLoss` computes
 _SMALL = 1e-3  # a microbatch whose norm is below this share of the batch's is measured against that share instead
 
 # A module and what of it: FORWARD, its output; BACKWARD, the gradient of that; INPUT and a number, that of an input.
@@ -37,8 +37,7 @@ class Outputs:
     def __init__(self) -> None:
         self.tensors: dict[Place, dict[int, torch.Tensor]] = defaultdict(dict)
         self.order: list[Place] = []  # beginning (INPUT) and end (FORWARD) of each module's forward pass
-        self.predictions: set[str] = set()  # modules whose outputs the model returns
-        self._latest: dict[str, object] = {}
+        self.predictions: set[str] = set()  # modules whose outputs the loss of tokens takes
         self._calls: Counter[str] = Counter()
 
     def follow(self, model: nn.Module) -> None:
@@ -47,11 +46,18 @@ class Outputs:
             if name:
                 module.register_forward_pre_hook(partial(self._note_inputs, name))
                 module.register_forward_hook(partial(self._note, name))
-        model.register_forward_hook(lambda model, _, output: self._note_predictions(output))
+
+    def whole(self) -> dict[Place, torch.Tensor]:
+        """What each place has of all microbatches, if it has one entry a sample."""
+        found = {place: [parts[number] for number in sorted(parts)] for place, parts in self.tensors.items()}
+        return {place: torch.cat(parts) if parts[0].ndim > 2 else parts[0] for place, parts in found.items()}
 
     def _note_inputs(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Note when a module begins, and give it copies of its inputs, whose gradients are its own."""
         if not module.training or is_in_backward_pass():
+            return inputs
+        if isinstance(module, TokenLoss):
+            self.predictions.add(self.order[-1][1])
             return inputs
         self.order += [(INPUT, name)] if (INPUT, name) not in self.order else []
         self._calls[name] += 1
@@ -67,16 +73,12 @@ class Outputs:
     def _note(self, name: str, module: nn.Module, _inputs: object, output: object) -> None:
         if not module.training or not isinstance(output, torch.Tensor) or is_in_backward_pass():
             return
+        if isinstance(module, TokenLoss):
+            return
         self.order += [(FORWARD, name)] if (FORWARD, name) not in self.order else []
-        self._latest[name] = output
         self.tensors[FORWARD, name][self._calls[name] - 1] = local(output)
         if output.requires_grad:
             self._follow_gradient((BACKWARD, name), output)
-
-    def _note_predictions(self, output: object) -> None:
-        returned = output if isinstance(output, tuple) else (output,)
-        self.predictions |= {name for name, latest in self._latest.items() if any(latest is one for one in returned)}
-        self._latest.clear()
 
     def _follow_gradient(self, place: Place, tensor: torch.Tensor) -> None:
         microbatch = self._calls[place[1]] - 1
@@ -92,32 +94,34 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def allowances(rounded: Outputs, exact: Outputs, margin: float, eps: float, has_experts: bool) -> dict[Place, float]:
+def allowances(
+    rounded: dict[Place, torch.Tensor], exact: dict[Place, torch.Tensor], margin: float, eps: float, has_experts: bool
+) -> dict[Place, float]:
     """How far each place may be from one process in a half type, whose rounding unit is ``eps``.
 
-    It is ``margin`` times the distance from that process to float64. Both hold the whole batch as one microbatch. Their
-    scales may differ, by that of the loss.
+    It is ``margin`` times the distance from that process to float64. Their scales may differ, by that of the loss.
     """
-    allowed = dict.fromkeys(rounded.tensors, _GROSS)
-    for place in () if has_experts else rounded.tensors.keys() & exact.tensors.keys():
-        flat = (torch.nan_to_num(one.tensors[place][0].double(), neginf=0.0).flatten() for one in (rounded, exact))
+    allowed = dict.fromkeys(rounded, _GROSS)
+    for place in () if has_experts else rounded.keys() & exact.keys():
+        flat = (torch.nan_to_num(one[place].double(), neginf=0.0).flatten() for one in (rounded, exact))
         here, there = (F.normalize(tensor, dim=0) for tensor in flat)
         allowed[place] = max(margin * (here - there).norm().item(), eps)
     return allowed
 
 
 def differing(
-    found: Outputs, expected: Outputs, samples: list[list[int]], cut: Cut, step: int, allowed: dict[Place, float]
-) -> dict[Place, float]:
+    found: Outputs, expected: dict[Place, torch.Tensor], samples: list[list[int]], cut: Cut, step: int,
+    allowed: dict[Place, float],
+) -> dict[Place, float]:  # fmt: skip
     """The places whose relative difference exceeds what rounding explains.
 
-    ``expected`` holds the whole batch as one microbatch; ``samples`` lists the rows of it that each of this process's
+    ``expected`` holds the whole batch; ``samples`` lists the rows of it that each of this process's
     microbatches takes. What is ``allowed`` in float64 depends on the step alone.
     """
     wrong: dict[Place, float] = {}
     for place, by_microbatch in found.tensors.items():
         least = allowed.get(place, _FIRST_STEP if step == 1 else _LATER)
-        whole = expected.tensors[place].get(0)
+        whole = expected.get(place)
         if whole is None:
             continue
         # Position embeddings [seq, hidden] and relative biases [1, heads, seq, seq] have the whole batch's gradient.
@@ -132,7 +136,7 @@ def differing(
             if value.shape != part.shape:
                 continue
             part = part.to(value.device)
-            value = torch.where(part.isneginf() & value.isneginf(), 0.0, value.double())  # logits of the padding
+            value = torch.where(part.isneginf() & value.isneginf(), 0.0, value.double())  # biases that hide a key
             part, finite = torch.nan_to_num(part, neginf=0.0), torch.nan_to_num(whole, neginf=0.0)
             size = max(part.norm().item(), _SMALL * finite.norm().item(), 1e-30)
             difference = (value - part).norm().item() / size
@@ -176,18 +180,6 @@ def joined(parts: list[torch.Tensor], lengths: SampleLength) -> torch.Tensor:
     return torch.cat([torch.cat(pieces, 1) for pieces in by_span], 1)
 
 
-def up_to_the_loss(order: list[Place], predictions: set[str]) -> tuple[list[Place], set[str]]:
-    """`Outputs.order` and `Outputs.predictions` of a model that returns logits, as those of one that returns losses.
-
-    The reference computes logits. In training the loss takes the input of the output matrix.
-    """
-    begins = (INPUT, _LOGITS[0])
-    if begins not in order:
-        return order, predictions
-    before = order[order.index(begins) - 1][1]
-    return [place for place in order if place[1] not in _LOGITS], {before, *predictions.difference(_LOGITS)}
-
-
 def _spans(length: int, lengths: SampleLength) -> list[int]:
     """Lengths of the spans of a sequence of which each rank has its share: those of encoder and decoder, if both."""
     return [lengths.encoder, lengths.decoder] if lengths.decoder and length == lengths.positions else [length]
@@ -196,7 +188,7 @@ def _spans(length: int, lengths: SampleLength) -> list[int]:
 def first_place(order: list[Place], predictions: set[str], wrong: list[dict[Place, float]], where: str) -> str | None:
     """Describe the module at fault, given what each rank found wrong. None if every module is right.
 
-    ``order`` is that of `Outputs`; ``predictions`` are the modules whose outputs go to the loss; ``where``, the step.
+    ``order`` is that of `Outputs`; ``predictions`` are the modules whose outputs the loss takes; ``where``, the step.
     """
     inputs = sorted({phase for one in wrong for phase, _ in one if phase.startswith(INPUT)})
 

@@ -15,12 +15,12 @@ def _preload() -> None:
     import titan_like.train.job
     import titan_like.verify.observe  # noqa: F401
     from titan_like.metrics.devices import known_device
-    from titan_like.models.registry import config_class, flavors
+    from titan_like.models.registry import config_class, family_names, flavors
     from titan_like.torch_private import import_compiler
 
     import_compiler()
     known_device("none")
-    for family in ("gpt", "llama", "bert", "t5"):
+    for family in family_names():
         flavors(family)
         for module in ("model", "sharding"):
             config_class(family).family_module(module)

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from titan_like.optim.schedule import lr_factor
 from titan_like.train.setup import Run
+from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import Key, Report, Row
 from titan_like.verify.dropout import RATE, Recorder, changed_run
-from titan_like.verify.plain_training import learning_rate
 from titan_like.verify.samples import batches
 from titan_like.verify.shrink import FLAVOR, Small
-from titan_like.verify.watch import WatchedTrainer, first_samples
+from titan_like.verify.watch import Watch, first_samples, steps_alone
 
 
 def check_other_batches(report: Report, run: Run, small: Small, start: int) -> None:
@@ -38,27 +39,29 @@ def check_other_batches(report: Report, run: Run, small: Small, start: int) -> N
         values |= {"model.flavors": flavors}
         run = replace(run, model=run.model.model_copy(update=fields))
     known = first_samples(run.masks.over(run.datasets["train"]), (start + 2) * size)
-    resumed = WatchedTrainer(changed_run(run, values), known)
+    watch = Watch(known)
+    resumed = Trainer(changed_run(run, values), observer=watch)
     told = (resumed.total_steps, resumed.consumed_samples)
     report.equal(Key(step, Row.OTHER_BATCHES, "last step, samples so far"), told, (start + steps, consumed))
     recorder = Recorder.of(resumed)
     with recorder.installed():
-        (record,) = resumed.steps_alone(1)
+        (record,) = steps_alone(resumed, 1)
     own = range(consumed + resumed.dp_rank * micro_batch, consumed + size, resumed.dp_size * micro_batch)
     samples = [[*range(first, first + micro_batch)] for first in own]
-    report.equal(Key(step, Row.OTHER_BATCHES, "samples"), resumed.drawn, samples)
+    report.equal(Key(step, Row.OTHER_BATCHES, "samples"), watch.drawn, samples)
     counts = (record.global_batch_size, record.consumed_samples)
     report.equal(Key(step, Row.OTHER_BATCHES, "batch size, samples"), counts, (size, consumed + size))
-    rate = learning_rate(small.config, (consumed + size) / began, (consumed + steps * size) / began)
+    come, end = (consumed + size) / began, (consumed + steps * size) / began
+    rate = run.config.optimizer.lr * lr_factor(run.config.lr_scheduler, come, end)
     difference = abs(record.lr - rate) / run.config.optimizer.lr
     report.add(Key(step, Row.OTHER_BATCHES, "rate"), difference, 1e-9, f"{record.lr:.9g}, not {rate:.9g}")
     if small.dropout is None:
         return
-    straight = WatchedTrainer(changed_run(run, values | {"checkpoint.enable": False}))
-    straight.steps_alone(start)
+    straight = Trainer(changed_run(run, values | {"checkpoint.enable": False}))
+    steps_alone(straight, start)
     wanted = Recorder.of(straight)
     with wanted.installed():
-        straight.steps_alone(1)
+        steps_alone(straight, 1)
     for draw, other in zip_longest(recorder.draws, wanted.draws):
         site, same = (draw or other).where.site, draw and other and draw.where == other.where
         if same:  # the samples are others, so other pairs of tokens may see each other

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from titan_like.config.schema import Data, JobConfig, Training
-from titan_like.data.batch import Batch, map_tensors
+from titan_like.config.schema import Data, JobConfig
+from titan_like.data.batch import Batch
+from titan_like.data.batch_size import global_batch_size_at
 from titan_like.data.lengths import sample_length
 from titan_like.data.packed import token_fingerprint
 from titan_like.data.sentence_pairs import PairTokens
@@ -90,21 +91,12 @@ class Samples(Source):
 
 
 def batches(config: JobConfig, last: int) -> dict[int, range]:
-    """The samples of each step from 1 to ``last``. During a ramp-up the batch grows by equal increments."""
+    """The samples of each step from 1 to ``last``."""
     taken, consumed = {}, 0
     for step in range(1, last + 1):
-        taken[step] = range(consumed, consumed + batch_size(config.training, consumed))
+        taken[step] = range(consumed, consumed + global_batch_size_at(config.training, consumed))
         consumed = taken[step].stop
     return taken
-
-
-def batch_size(training: Training, consumed: int) -> int:
-    """Samples of the step that begins after ``consumed`` samples."""
-    full, rampup = training.global_batch_size, training.batch_size_rampup
-    if rampup is None:
-        return full
-    start, increment, samples = rampup
-    return min(full, start + increment * (consumed * ((full - start) // increment) // samples))
 
 
 def training_samples(config: JobConfig) -> Samples:
@@ -146,11 +138,6 @@ def words_of_samples(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Where words and characters begin. A third of the tokens are words of their own, and runs of others are words."""
     joins = tokens % 3 > 0
     return np.append(True, ~(joins[1:] & joins[:-1])), np.ones(len(tokens), dtype=bool)
-
-
-def part_of(batch: Batch, which: int | slice) -> Batch:
-    """A sample of a batch, or several."""
-    return map_tensors(lambda x: x[which], batch)
 
 
 def has_masks(section: Data) -> bool:

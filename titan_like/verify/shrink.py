@@ -16,12 +16,12 @@ from typing import Any
 from titan_like.config.errors import ConfigError
 from titan_like.config.load import edit
 from titan_like.config.schema import Cluster, Evaluation, Health, Job, JobConfig, Metrics, Profiling, Training
-from titan_like.data.batch_size import rampup_batch_sizes
 from titan_like.data.lengths import sample_length, targets_length
 from titan_like.models.config import NUM_OPTIONS, TransformerConfig
 from titan_like.models.registry import model_config
+from titan_like.parallel.axes import fewest_microbatches, in_layout, num_microbatches
 from titan_like.parallel.layout import FACTORS, Layout, method_of, resolve_layout
-from titan_like.parallel.schedules.tables import V_SHAPED, check_schedule
+from titan_like.parallel.schedules.tables import V_SHAPED
 from titan_like.parallel.split import LAYER_UNIT_BYTES, layers_per_stage
 from titan_like.train.rules import check_rules
 
@@ -29,8 +29,6 @@ MOST_PROCESSES = 8
 FLAVOR = "verify"
 FLEX_HEAD_DIM = 16  # the smallest that FlexAttention takes on GPUs
 _LONG = 160  # positions of the longer sequences, at most: more than the 128 of many a kernel's block
-NOT_CLIPPED = 1e4  # factor of max_norm in the last step
-_LEARNING_RATES = {"sgd": 0.1}  # large enough that a wrong step shows in the next
 _LEARNING_RATE = 1e-3
 _NO_CHECKPOINTS = {"enable": False, "load_step": None, "initial_load_path": None, "folder": None, "keep_latest": 0}
 _MOST_STAGES = 3  # on each rank
@@ -55,10 +53,6 @@ class Small:
     longer: dict[str, Any]  # settings that make sequences longer, for one batch; empty: they have their own length
     limits: list[str]  # the sizes that are smaller than the original's
     unit_bytes: int  # `LAYER_UNIT_BYTES` here: small layers share a unit of communication only if the original's do
-
-    def max_norm(self, step: int) -> float:
-        """The gradient norm that a step is clipped at; 0 clips nothing. The last step's gradients are far below it."""
-        return self.config.training.max_norm * (NOT_CLIPPED if step >= self.num_steps else 1)
 
 
 def resolve(config: JobConfig, processes: int | None) -> Layout:
@@ -152,7 +146,7 @@ def shrink(
     ramps = training.batch_size_rampup is not None
     ramping = num_steps - 1  # steps with half a batch, so that resumed runs still have some before them
     samples = (2 * total - ramping if ramps else total) * batch
-    learning_rate = _LEARNING_RATES.get(config.optimizer.name, _LEARNING_RATE)
+    learning_rate = _LEARNING_RATE
     matrix_lr = config.optimizer.matrix_lr
     values: dict[str, Any] = {
         "model.flavor": FLAVOR,
@@ -168,8 +162,8 @@ def shrink(
         "optimizer.lr": learning_rate,
         "optimizer.matrix_lr": matrix_lr and matrix_lr * learning_rate / config.optimizer.lr,
         "optimizer.newton_schulz_dtype": "float32",  # bfloat16 would hide differences
-        # Every update is clipped then. Else rounding may decide whether one is: the biases of GPT's keys have no
-        # gradient but rounding, which Adafactor divides by its own size like any other.
+        # Every update is clipped then. Else rounding may decide whether one is: the biases of keys may have no
+        # gradient but rounding, which a rule may divide by its own size like any other.
         "optimizer.clip_threshold": min(config.optimizer.clip_threshold, 0.5),
         "lr_scheduler.warmup_steps": warmup,
         "lr_scheduler.decay_steps": decay_steps,
@@ -213,12 +207,6 @@ def shrink(
     element = {"float64": 8, "float32": 4}.get(training.dtype, 2)
     unit_bytes = LAYER_UNIT_BYTES if element * two_layers <= LAYER_UNIT_BYTES else 0
     return Small(config, small, num_steps, bad_steps, total, samples, dropout, longer, limits, unit_bytes)
-
-
-def in_layout(config: JobConfig, layout: Layout) -> JobConfig:
-    """The configuration in this layout. Settings that a degree of 1 does not allow are reset."""
-    values = replace(layout, expert=math.gcd(layout.expert, layout.token_shards)).settings()
-    return edit(config, values | ({"parallelism.pipeline_layers": None} if layout.pipeline == 1 else {}))
 
 
 def shrink_degrees(layout: Layout) -> Layout:
@@ -350,11 +338,6 @@ def small_vocabulary(model: TransformerConfig, original_tensor: int, tensor: int
     return (64 - 64 // tensor - 1 if only_padding else 57), 64
 
 
-def num_microbatches(training: Training, layout: Layout) -> int:
-    """The fewest microbatches that a process has in a step."""
-    return min(rampup_batch_sizes(training)) // (training.micro_batch_size * layout.data_parallel)
-
-
 def shrink_microbatches(training: Training, original: Layout, layout: Layout) -> int:
     """Microbatches per step: at least 2, and 3 if the original has as many.
 
@@ -370,10 +353,3 @@ def shrink_microbatches(training: Training, original: Layout, layout: Layout) ->
     if had < original.pipeline:
         wanted = min(wanted, max(pipeline, 3))
     return fewest_microbatches(layout, max(2, min(had, wanted)))
-
-
-def fewest_microbatches(layout: Layout, at_least: int) -> int:
-    """The smallest number of microbatches that the schedule takes, from ``at_least`` on."""
-    while check_schedule(layout.schedule, layout.pipeline, layout.virtual_stages, at_least) is not None:
-        at_least += 1
-    return at_least

@@ -30,7 +30,7 @@ class TokenIds(NamedTuple):
 
 
 def ids_of_samples(vocab_size: int) -> TokenIds:
-    """Those of the small samples. The last tokens of the vocabulary are the sentinels, from the end, as in T5's."""
+    """Those of the small samples. The last tokens of the vocabulary are the sentinels, from the end."""
     special, sentinels = (END_OF_DOCUMENT, MASK, FIRST, SEPARATOR, PADDING), range(vocab_size - 1, PADDING, -1)
     return TokenIds(END_OF_DOCUMENT, MASK, PAD, (FIRST, SEPARATOR, PADDING), sentinels, special, vocab_size)
 

@@ -1,10 +1,9 @@
 """Check that the optimizer applies to the weights what its gradients, learning rate and weight decay ask for.
 
-An optimizer of this process alone repeats each update in float64 from the gradients that the trainer's received.
-Rounding in the gradients therefore plays no part: a wrong rate, decay or type shows in half precision as clearly as in
-float64.
-
-Rules that may look at whole parameters are repeated on whole tensors, gathered from the processes that share them.
+The product's optimizer on one process repeats each update in float64 from the gradients that the
+trainer's received: on whole parameters, gathered from the processes that share them, if the rule may look at more
+than an element. Rounding in the gradients therefore plays no part: a wrong rate, decay or type shows in half
+precision as clearly as in float64.
 """
 
 from __future__ import annotations
@@ -16,26 +15,25 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from titan_like.config.schema import Optimizer
 from titan_like.optim.optimizer import build_optimizer
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import SINGLE, Key, Report, Row, distance
 from titan_like.verify.places import local
-from titan_like.verify.plain_training import EPS, clip_factor, norm, rate_of, set_learning_rate
-from titan_like.verify.shrink import Small
+from titan_like.verify.runs import EPS
 
 # What float32 may lose in moments and bias corrections, as a share of the learning rate or of the update.
 _LOST = {torch.float32: 1e-4, torch.float64: 1e-11}
 _WEIGHT_ROUNDINGS = 4  # of a weight, in units of its type
-_ELEMENTWISE = ("adamw", "sgd")  # their update of an element depends on that element alone
 
 
 class UpdateCheck:
     """Repeats a trainer's updates, starting from its weights and optimizer state at construction."""
 
-    def __init__(self, trainer: Trainer, small: Small, report: Report) -> None:
-        self.trainer, self.small, self.report = trainer, small, report
+    def __init__(self, trainer: Trainer, report: Report) -> None:
+        self.trainer, self.report = trainer, report
         self.master = torch.promote_types(getattr(torch, trainer.config.training.dtype), torch.float32)
-        self.is_gathered = trainer.config.optimizer.name not in _ELEMENTWISE
+        self.is_gathered = not is_elementwise(trainer.config.optimizer)
         self.parameters = [(name, p, nn.Parameter(self._double(p))) for name, p in trainer.model.named_parameters()]
         self.optimizer = build_optimizer([(name, copy) for name, _, copy in self.parameters], trainer.config.optimizer)
         for _, parameter, copy in self.parameters:
@@ -48,17 +46,21 @@ class UpdateCheck:
             copy.grad = None if parameter.grad is None else self._double(parameter.grad)
 
     @torch.no_grad()
-    def check(self, step: int, is_good: bool, grad_norm: float, gradients: list[tuple[str, torch.Tensor]]) -> None:
-        """Check the step just taken: a good one updates every parameter, a bad one none.
+    def check(
+        self, step: int, is_good: bool, lr: float, grad_norm: float, gradients: list[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Check the step just taken, at learning rate ``lr``: a good one updates every parameter, a bad one none.
 
         ``gradients`` are those before clipping. Clipping must go by ``grad_norm``, the norm that the step reports.
         """
         unclipped, before = iter(gradients), [copy.detach().clone() for _, _, copy in self.parameters]
         clipped = [None if copy.grad is None else copy.grad.clone() for _, _, copy in self.parameters]
         if is_good:
-            set_learning_rate(self.optimizer, self.small, step)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
             self.optimizer.step()
-        factor = clip_factor(self.trainer.config.training.max_norm, grad_norm)
+        max_norm = self.trainer.config.training.max_norm
+        factor = min(1.0, max_norm / (grad_norm + 1e-6)) if max_norm else 1.0
         for (name, parameter, copy), old, received in zip(self.parameters, before, clipped, strict=True):
             new = self._double(parameter)
             if not is_good:
@@ -70,20 +72,22 @@ class UpdateCheck:
             else:
                 gradient = held[1]
                 self._check_clipping(Key(step, Row.CLIPPED, name), received, self._double(gradient) * factor)
-                self._check_update(Key(step, Row.UPDATE, name), old, new, copy)
+                self._check_update(Key(step, Row.UPDATE, name), lr, old, new, copy)
                 self._check_types(Key(step, Row.TYPES, name), parameter, gradient.dtype)
             copy.copy_(new)  # the next update starts from the trainer's own weights
             copy.grad = None
 
     def _check_clipping(self, key: Key, found: torch.Tensor, expected: torch.Tensor) -> None:
-        size = norm(expected) or 1.0
+        size = expected.norm().item() or 1.0
         # Elements below the smallest normal number lose digits when they are divided by a loss scale.
         allowed = 8 * EPS[SINGLE] + math.sqrt(expected.numel()) * 1e-37 / size
         self.report.add(key, distance(found, expected) / size, allowed)
 
-    def _check_update(self, key: Key, old: torch.Tensor, found: torch.Tensor, expected: torch.Tensor) -> None:
-        rounding = _WEIGHT_ROUNDINGS * torch.finfo(self.master).eps * norm(old)
-        lost = _LOST[self.master] * max(rate_of(self.small, key.step) * math.sqrt(old.numel()), distance(expected, old))
+    def _check_update(
+        self, key: Key, lr: float, old: torch.Tensor, found: torch.Tensor, expected: torch.Tensor
+    ) -> None:
+        rounding = _WEIGHT_ROUNDINGS * torch.finfo(self.master).eps * old.norm().item()
+        lost = _LOST[self.master] * max(lr * math.sqrt(old.numel()), distance(expected, old))
         size = max(distance(expected, old), rounding, 1e-30)
         self.report.add(key, distance(found, expected) / size, (rounding + lost) / size)
 
@@ -96,6 +100,18 @@ class UpdateCheck:
 
     def _double(self, tensor: torch.Tensor) -> torch.Tensor:
         """A float64 copy of the part of a tensor that this process holds, or of the whole tensor."""
-        if self.is_gathered and isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
-        return local(tensor).double()
+        return local(tensor.full_tensor() if self.is_gathered and isinstance(tensor, DTensor) else tensor).double()
+
+
+def is_elementwise(section: Optimizer) -> bool:
+    """Whether a rule's update of an element depends on that element alone: it treats a matrix and its halves alike."""
+    weights, gradients = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def updated(parts: int) -> torch.Tensor:
+        halves = [nn.Parameter(half.clone()) for half in weights.chunk(parts)]
+        for half, gradient in zip(halves, gradients.chunk(parts), strict=True):
+            half.grad = gradient.clone()
+        build_optimizer([(f"{number}.weight", half) for number, half in enumerate(halves)], section).step()
+        return torch.cat([half.detach() for half in halves])
+
+    return torch.allclose(updated(1), updated(2), rtol=1e-12, atol=0.0)

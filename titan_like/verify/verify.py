@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,17 @@ from typing import Any
 import torch
 
 from titan_like.config.errors import ConfigError
+from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
+from titan_like.parallel.axes import other_layout
 from titan_like.parallel.layout import Layout
-from titan_like.verify.blame import DIFFERENT, FAILS, ONE_PROCESS, SAME, UNDECIDED, Blame, find_fault, other_layout
+from titan_like.verify.blame import DIFFERENT, FAILS, ONE_PROCESS, SAME, UNDECIDED, Blame, find_fault
 from titan_like.verify.compare import DROPOUT, EXACT, HALF, RESUME, SINGLE, Check, Reference, Report, Row, combine
-from titan_like.verify.observe import compare_places, observe, observe_leg
+from titan_like.verify.observe import compare_places, observe, observe_leg, record_places
 from titan_like.verify.places import first_place
 from titan_like.verify.processes import DONE, FAILED, Group, Outcome, Prepare
-from titan_like.verify.reference import compute_reference
+from titan_like.verify.reference import compute_reference, known_samples
+from titan_like.verify.runs import longer_of
 from titan_like.verify.shrink import MOST_PROCESSES, Small, check_numbers, resolve, shrink
 
 Progress = Callable[[str], None]
@@ -28,7 +31,7 @@ _COMPILING = 900.0  # seconds that compilation may take
 _LOST = "onnection|remote process exited"  # in what gloo and NCCL say where another process has failed
 _LONGER = (Row.LONG_LOSS, Row.LONG_GRADIENT, Row.LONG_NORM)
 _LOSSES = (Row.LOSS, Row.LARGE_LOSS, Row.LONG_LOSS)
-_GRADIENTS = (Row.GRADIENT, Row.LARGE_GRADIENT, Row.LONG_GRADIENT, Row.SAME_TYPE)
+_GRADIENTS = (Row.GRADIENT, Row.LARGE_GRADIENT, Row.LONG_GRADIENT)
 _LOCATED = (*_LOSSES, *_GRADIENTS, *_LONGER, Row.NORM, Row.LARGE_NORM, Row.ZEROS, Row.MISSING)
 
 
@@ -51,9 +54,8 @@ class Verdict:
 
     @property
     def first_difference(self) -> Check | None:
-        """The first check that differs. Figures that are only reported come last, because they name no place."""
-        wrong = [check for check in self.checks if not check.ok]
-        return min(wrong, key=lambda check: check.row == Row.FIGURES, default=None)
+        """The first check that differs."""
+        return first_difference(self.checks)
 
 
 @dataclass
@@ -96,7 +98,7 @@ class Verifier:
         return verdict
 
     def _compute_reference(self, verdict: Verdict) -> None:
-        self.progress("one process, plainly: the reference")
+        self.progress("one process: the reference")
         file = self.folder / "reference.safetensors"
         (made,) = self._start(compute_reference, 1, self.small, self.kinds, file).wait(self.timeout)
         if made.is_undecided:
@@ -167,10 +169,13 @@ class Verifier:
     def _start(self, function: Callable, processes: int, *arguments: Any) -> Any:
         return self.start(function, processes, *arguments, on_gpus=self.on_gpus, prepare=self.prepare)
 
-    def _run_layout(self, function: Callable, config: JobConfig, *arguments: Any) -> list[Outcome]:
+    def _run_layout(
+        self, function: Callable, config: JobConfig, *arguments: Any, reference: Reference | None = None
+    ) -> list[Outcome]:
         seconds = self.timeout + (_COMPILING if config.compile.enable else 0.0)
         patience = None if self.on_gpus else self.patience  # a process that waits for its GPU looks idle
-        group = self._start(function, Layout.of(config.parallelism).num_processes, self.reference, config, *arguments)
+        given = reference or self.reference, config, *arguments
+        group = self._start(function, Layout.of(config.parallelism).num_processes, *given)
         return group.wait(seconds, patience)
 
     def _add_unfinished(self, kind: str, row: Row, outcomes: list[Outcome], checks: list[Check]) -> None:
@@ -194,12 +199,20 @@ class Verifier:
         dtype = first.kind if first.kind in HALF else EXACT
         if config.float8.enable:  # a module's outputs depend on its microbatch, and the search looks at whole batches
             return None
-        outcomes = self._run_layout(compare_places, config, first.step, first.row in _LONGER, dtype)
+        reference, file = self.reference, self.folder / "places.safetensors"
+        if first.row in _LONGER:
+            config, small = edit(config, reference.small.longer), longer_of(reference.small)
+            reference = replace(reference, small=small, known=known_samples(small, 1))
+        arguments = reference.small, first.step, dtype, file
+        (alone,) = self._start(record_places, 1, *arguments).wait(self.timeout)
+        if alone.result is None:
+            return None
+        order, predictions, allowed = alone.result
+        outcomes = self._run_layout(compare_places, config, first.step, dtype, file, allowed, reference=reference)
         if any(outcome.result is None for outcome in outcomes):
             return None
-        order, predictions, _ = outcomes[0].result
         where = "the longer sequences" if first.row in _LONGER else f"step {first.step}"
-        place = first_place(order, predictions, [outcome.result[2] for outcome in outcomes], where)
+        place = first_place(order, predictions, [outcome.result for outcome in outcomes], where)
         if place is None and config.compile.enable:  # which was off
             return None
         rounding = ", as far as rounding shows" if dtype in HALF else ""
@@ -256,6 +269,12 @@ def verifier_of(
         problem = f"this machine has {found} GPUs, but the verification needs {needed}; leave --gpus out to use CPUs"
         raise ConfigError("--gpus", needed, problem)
     return Verifier(small, timeout, on_gpus=on_gpus)
+
+
+def first_difference(checks: list[Check]) -> Check | None:
+    """The first check that differs. Figures that are only reported come last, because they name no place."""
+    wrong = [check for check in checks if not check.ok]
+    return min(wrong, key=lambda check: check.row == Row.FIGURES, default=None)
 
 
 def _outcome(checks: list[Check]) -> str:

@@ -1,105 +1,222 @@
-"""A trainer that records what goes into each step."""
+"""Watch what a trainer does in each step, through its hooks. The reference and every layout are watched alike."""
 
 from __future__ import annotations
 
 import hashlib
+import math
+import signal
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import closing
-from pathlib import Path
-from typing import Any, cast
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from titan_like.checkpoint.saver import Tensors
-from titan_like.data.batch import Batch
-from titan_like.data.loader import BackgroundLoader
+from titan_like.data.batch import Batch, map_tensors
 from titan_like.data.masks import Masks
-from titan_like.metrics.record import StepRecord
-from titan_like.train.issued_step import IssuedStep
-from titan_like.train.setup import Run
+from titan_like.metrics.record import StepRecord, named_losses
+from titan_like.models.layers.experts import Router
+from titan_like.models.layers.init import local_part
+from titan_like.models.transformer import Transformer
+from titan_like.train.observer import Observer
+from titan_like.train.pending_step import PendingStep
 from titan_like.train.trainer import Trainer
-from titan_like.verify.samples import part_of
+from titan_like.verify.compare import Key, Row
+from titan_like.verify.shrink import Small
 
+FLOAT16_SCALE = 1024.0  # of the loss: raises small gradients without any overflow
+LARGE = 1e4  # multiplies the last norm's weights; the exponential of a logit then exceeds the range of float64
 _COPY_SECONDS = 0.3  # that a save in the background waits for an update that waits for it
+_FEWEST, _MOST_CHOSEN = 5, 2  # experts of a layer, and of a token, where one can be starved
+
+Note = Callable[[Key, torch.Tensor | float], object]  # takes what a run computed: a number, or this process's part
 
 
-class WatchedTrainer(Trainer):
-    """Keeps the samples of its latest step, and the gradients before clipping."""
+class Watch(Observer):
+    """Keeps the samples of a trainer's latest step, and the gradients before clipping."""
 
-    def __init__(self, run: Run, known: Mapping[str, int] = {}) -> None:
+    def __init__(self, known: Mapping[str, int] = {}) -> None:
         """``known``: indices of samples by their digests; every other sample has the index -1."""
-        super().__init__(run)
-        self._may_copy, self._steps_since_save = threading.Event(), 0
-        if run.config.checkpoint.async_:
-            self._delay_copies()
-        self.known = known
+        self.known, self.steps = known, 0
         self.drawn: list[list[int]] = []  # sample indices of each microbatch of this process
         self.gradients: list[tuple[str, torch.Tensor]] = []  # of this process, by parameter; DTensors if sharded
 
-    def _delay_copies(self) -> None:
-        """Let saves in the background copy late: when the next update has waited for them for a while, or has happened.
+    def attach(self, trainer: Trainer) -> None:
+        """Let saves in the background copy late."""
+        super().attach(trainer)
+        trainer.saver.before_copy = self._copy_late
+
+    def _copy_late(self, is_awaited: threading.Event) -> None:
+        """Wait until the next update has waited for the copies for a while, or has happened.
 
         A small model's tensors would otherwise be copied before their next update, whether or not that waits for it.
         """
-        saver, may_copy = self.saver, self._may_copy
-        save, before_update, finish, copy = saver.save, saver.before_update, saver.finish, saver._copy
+        last = self.steps + 2  # one of them may have been skipped
+        while self.steps < last:
+            if is_awaited.wait(0.01):
+                time.sleep(_COPY_SECONDS)
+                return
 
-        def save_late(*arguments: Any) -> None:
-            may_copy.clear()
-            self._steps_since_save = 0
-            save(*arguments)
-
-        def wait_for_copies() -> None:
-            timer = threading.Timer(_COPY_SECONDS, may_copy.set)
-            timer.start()
-            before_update()
-            timer.cancel()
-
-        def finish_at_once() -> Path | None:
-            may_copy.set()
-            return finish()
-
-        def copy_late(*arguments: Any) -> Tensors:
-            may_copy.wait()
-            return copy(*arguments)
-
-        vars(saver).update(save=save_late, before_update=wait_for_copies, finish=finish_at_once, _copy=copy_late)
-
-    def _load_data(self) -> BackgroundLoader:
-        return cast(BackgroundLoader, self._watched(super()._load_data()))
-
-    def _watched(self, loader: BackgroundLoader) -> Iterator[Batch]:
-        with closing(loader):
-            for batch in loader:
-                self.drawn.append([self.known.get(digest(sample), -1) for sample in samples_of(batch)])
-                yield batch
-
-    def train_step(self, data: Iterator[Batch]) -> IssuedStep:
-        """Take one step and record its samples."""
+    def begin_step(self, step: int) -> None:
+        """Forget the samples of the step before."""
         self.drawn = []
-        issued = super().train_step(data)
-        self._steps_since_save += 1
-        if self._steps_since_save == 2:  # one of them may have been skipped
-            self._may_copy.set()
-        return issued
 
-    def _complete_gradients(self) -> None:
-        super()._complete_gradients()
-        named = [(name, parameter.grad) for name, parameter in self.model.named_parameters()]
-        self.gradients = [(name, grad.detach().clone()) for name, grad in named if grad is not None]
+    def take_batch(self, batch: Batch) -> None:
+        """Note which samples of training these are."""
+        if self.known and self.trainer.model.stages[0].module.training:
+            self.drawn.append([self.known.get(digest(sample), -1) for sample in samples_of(batch)])
 
-    def steps_alone(self, steps: int) -> list[StepRecord]:
-        """Take some steps without logging, validating or saving."""
-        data = self._load_data()
-        records = [self.read_step(self.train_step(data)) for _ in range(steps)]
-        data.close()
-        return records
+    def complete_gradients(self) -> None:
+        """Copy the gradients, without any loss scale."""
+        scale, named = self.trainer.loss_scale, self.trainer.model.named_parameters()
+        held = [(name, parameter.grad.detach()) for name, parameter in named if parameter.grad is not None]
+        # Operations on DTensors are slow.
+        is_scaled = self.trainer.scaler is not None
+        self.gradients = [(name, gradient / scale if is_scaled else gradient.clone()) for name, gradient in held]
+
+    def end_step(self, issued: PendingStep) -> None:
+        """Count the step."""
+        self.steps += 1
+
+
+class StepWatch(Watch):
+    """Notes all that the steps of a small run compute, makes its bad steps bad, and ends it."""
+
+    names: list[str]  # of the model's parameters, in the order of the forward pass
+
+    def __init__(self, small: Small, note: Note, known: Mapping[str, int] = {}, last_step: int | None = None) -> None:
+        """The loop ends after ``last_step``, by default the small run's last."""
+        super().__init__(known)
+        self.small, self.note, self.last_step = small, note, last_step or small.num_steps
+        self.validation = Row.VALIDATION  # what validations are noted as
+        self.at_step = 0  # the step that is being taken, or was taken last
+
+    def attach(self, trainer: Trainer) -> None:
+        """Note the initial weights."""
+        super().attach(trainer)
+        if trainer.scaler is not None:
+            trainer.scaler.scale.fill_(FLOAT16_SCALE)
+        for name, parameter in trainer.model.named_parameters() if trainer.step == 0 else ():
+            self.note(Key(0, Row.INITIAL, name), parameter)
+
+    def begin_step(self, step: int) -> None:
+        """Note how many steps in a row have been skipped, where the host has read the one before."""
+        super().begin_step(step)
+        self.at_step = step
+        if (step - 1) % self.trainer.config.metrics.log_interval == 0 and step <= self.small.num_steps:
+            self.note(Key(step, Row.SKIPPED, "steps in a row before"), self.trainer.losses.consecutive_skips)
+
+    def complete_gradients(self) -> None:
+        """Spoil the gradients of a bad step, and note those of a good one."""
+        is_last_element = self.small.bad_steps.get(self.at_step)
+        if is_last_element is not None:
+            self._spoil(is_last_element)
+        super().complete_gradients()
+        row = Row.GRADIENT if self.at_step <= self.small.num_steps else Row.LARGE_GRADIENT
+        for name, gradient in self.gradients if is_last_element is None else ():
+            self.note(Key(self.at_step, row, name), gradient)
+
+    @torch.no_grad()
+    def _spoil(self, is_last_element: bool) -> None:
+        """Make one gradient element infinite or NaN on every process that holds it."""
+        matrices = [name for name in self.names if "norm" not in name and name.endswith("weight")]
+        wanted = matrices[-1 if is_last_element else 0]
+        for name, parameter in self.trainer.model.named_parameters():
+            if name != wanted or parameter.grad is None:
+                continue
+            local, offset = local_part(parameter.grad)
+            ends = [start + length for start, length in zip(offset, local.shape, strict=True)]
+            if local.numel() and is_last_element and ends == list(parameter.shape):
+                local[-1, -1] = math.inf
+            elif local.numel() and not is_last_element and not any(offset):
+                local[0, 0] = math.nan
+
+    def end_step(self, issued: PendingStep) -> None:
+        """Note the weights."""
+        super().end_step(issued)
+        for name, parameter in self.trainer.model.named_parameters() if issued.step <= self.small.num_steps else ():
+            self.note(Key(issued.step, Row.WEIGHT, name), parameter)
+
+    def read_step(self, record: StepRecord) -> None:
+        """Note a step's numbers. Those of a step that is not logged are read after the next one."""
+        step, is_good = record.step, record.step not in self.small.bad_steps
+        if step > self.small.num_steps:
+            self.note(Key(step, Row.LARGE_LOSS), record.loss)
+            self.note(Key(step, Row.LARGE_NORM), record.grad_norm)
+            return
+        counts = {"batch size": record.global_batch_size, "samples": record.consumed_samples}
+        for name, count in (counts | {"tokens": record.consumed_tokens}).items():
+            self.note(Key(step, Row.BATCH, name), count)
+        self.note(Key(step, Row.RATE), record.lr)
+        self._note_losses(step, Row.LOSS, record.loss, record.losses)
+        self.note(Key(step, Row.SKIPPED), record.skipped + record.nan)
+        self.note(Key(step, Row.SKIPPED, "steps so far"), self.trainer.skipped_steps)
+        if is_good:
+            self.note(Key(step, Row.NORM), record.grad_norm)
+        if record.num_zeros is not None and is_good:
+            self.note(Key(step, Row.ZEROS), record.num_zeros)
+        for name, value in record.experts.items() if is_good else ():
+            self.note(Key(step, Row.FIGURES, name), value)
+        if self.trainer.scaler is not None and record.loss_scale is not None:
+            self.note(Key(step, Row.LOSS_SCALE), record.loss_scale)
+        if step == self.last_step:
+            self.trainer.stop_signal = signal.SIGTERM
+
+    def end_validation(self, loss: float) -> None:
+        """Note the loss."""
+        terms = named_losses(self.trainer.run.model.predictions, self.trainer.validation_losses)
+        self._note_losses(self.trainer.step, self.validation, loss, terms)
+        if self.trainer.step == self.last_step:
+            self.trainer.stop_signal = signal.SIGTERM
+
+    def _note_losses(self, step: int, row: Row, loss: float, terms: dict[str, float]) -> None:
+        for name, value in {"": loss, **terms}.items():
+            self.note(Key(step, row, name), value)
+
+
+@torch.no_grad()
+def enlarge(model: Transformer) -> None:
+    """Multiply the last norm's weights, and change all routers so that no token is sent to expert 1.
+
+    Its logit becomes the mean of those of experts 0 and 2, and also of experts 3 and 4, so that two of them are above.
+    """
+    for parameter in model.last_norm.parameters() if model.is_last else []:
+        local_part(parameter)[0].mul_(LARGE)
+    for router in model.modules():
+        if not isinstance(router, Router):
+            continue
+        if router.config.num_experts < _FEWEST or router.config.experts_per_token > _MOST_CHOSEN:
+            continue
+        weight = router.weight
+        rows = (weight.full_tensor() if isinstance(weight, DTensor) else weight).clone()
+        rows[1], rows[4] = (rows[0] + rows[2]) / 2, rows[0] + rows[2] - rows[3]
+        part, offset = local_part(weight)
+        part.copy_(rows[tuple(slice(start, start + size) for start, size in zip(offset, part.shape, strict=True))])
+
+
+def enlarge_logits(trainer: Trainer) -> None:
+    """`enlarge` every stage."""
+    for stage in trainer.model.stages:
+        enlarge(stage.module)
+
+
+def steps_alone(trainer: Trainer, steps: int) -> list[StepRecord]:
+    """Take some steps without logging, validating or saving."""
+    data = trainer._load_data()
+    records = [trainer.read_step(trainer.train_step(data)) for _ in range(steps)]
+    data.close()
+    return records
 
 
 def first_samples(samples: Masks, count: int) -> dict[str, int]:
     """Indices of a run's first samples by their digests."""
     return {digest(samples[index]): index for index in range(count)}
+
+
+def part_of(batch: Batch, which: int | slice) -> Batch:
+    """A sample of a batch, or several."""
+    return map_tensors(lambda x: x[which], batch)
 
 
 def samples_of(batch: Batch) -> list[Batch]:

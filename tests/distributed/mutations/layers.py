@@ -52,11 +52,11 @@ def same_start_on_every_stage() -> Iterator[None]:
     def init_weights(self: Transformer, seed: int) -> None:
         first = min(map(int, self.layers))
 
-        def fill(parameter: nn.Parameter, seed: int, name: str, std: float) -> None:
+        def fill(parameter: nn.Parameter, seed: int, name: str, std: float, block: int) -> None:
             parts = name.split(".")
             if parts[0] == "layers":
                 parts[1] = str(int(parts[1]) - first)
-            original_fill(parameter, seed, ".".join(parts), std)
+            original_fill(parameter, seed, ".".join(parts), std, block)
 
         with patch.object(transformer, "fill_normal", fill):
             original_init(self, seed)
@@ -109,12 +109,12 @@ def shard_of_padding_is_nan(original: Any, x: torch.Tensor, dim: int, group: Gro
 
 @bug(init, "normal_rows")
 def later_blocks_of_shards_misplaced(
-    original: Any, seed: int, name: str, shape: torch.Size, std: float, start: int, stop: int
+    original: Any, seed: int, name: str, shape: torch.Size, std: float, start: int, stop: int, elements: int
 ) -> torch.Tensor:
     """Shards that begin above the first block of random numbers get those of the block before."""
-    block = max(1, init.BLOCK_ELEMENTS // shape[1:].numel())
+    block = max(1, elements // shape[1:].numel())
     shift = block if start >= block and start else 0
-    return original(seed, name, shape, std, start - shift, stop - shift)
+    return original(seed, name, shape, std, start - shift, stop - shift, elements)
 
 
 @bug(tensor_styles.VocabularyLoss, "forward")

@@ -34,8 +34,8 @@ def after_init(change: Callable[[Trainer], None]) -> Prepare:
     """Plant a change of every trainer once it is built."""
 
     @wraps(change)
-    def init(original: Any, self: Trainer, *args: Any) -> None:
-        original(self, *args)
+    def init(original: Any, self: Trainer, *args: Any, **options: Any) -> None:
+        original(self, *args, **options)
         change(self)
 
     return bug(Trainer, "__init__")(init)

@@ -35,18 +35,21 @@ class Vocabulary(NamedTuple):
     first: int = 0  # number of the first token here
     # [2, positions] of this process → of all: log of the softmax's denominator, and the label's logit
     combine: Callable[[torch.Tensor], torch.Tensor] | None = None
+    chunk: int | None = None  # logits of a chunk; None: `CHUNK_LOGITS`
 
 
-def num_chunks(positions: int, columns: int, device: str) -> int:
+def num_chunks(positions: int, columns: int, device: str, chunk: int | None = None) -> int:
     """In how many chunks the loss of ``positions`` with this many ``columns`` of logits is computed on a device type.
 
     It is the same on all processes that share the vocabulary, because ``columns`` are those of the one with the most.
     """
-    return min(positions, max(1, -(-positions * columns // CHUNK_LOGITS[device])))
+    return min(positions, max(1, -(-positions * columns // (chunk or CHUNK_LOGITS[device]))))
 
 
 class TokenLoss(nn.Module):
     """Cross entropy of the logits that an output matrix makes of hidden states. It has no parameters of its own."""
+
+    chunk: int | None = None  # logits of a chunk; None: as many as suit the device
 
     def __init__(self, vocab_size: int, padded_vocab_size: int) -> None:
         super().__init__()
@@ -64,9 +67,8 @@ class TokenLoss(nn.Module):
 
         x [batch, seq, hidden], weight [padded vocab, hidden], bias [padded vocab], labels [batch, seq], factor scalar.
         """
-        return scaled_loss(
-            x, weight, bias, labels, factor, Vocabulary(self.vocab_size, self.vocab_size, self.padded_vocab_size)
-        )
+        vocabulary = Vocabulary(self.vocab_size, self.vocab_size, self.padded_vocab_size, chunk=self.chunk)
+        return scaled_loss(x, weight, bias, labels, factor, vocabulary)
 
 
 def scaled_loss(
@@ -97,7 +99,7 @@ class _ChunkedLoss(torch.autograd.Function):
         vocabulary: Vocabulary,
         with_gradient: bool,
     ) -> torch.Tensor:
-        count = num_chunks(len(x), vocabulary.columns, x.device.type)
+        count = num_chunks(len(x), vocabulary.columns, x.device.type, vocabulary.chunk)
         several, total = count > 1, torch.zeros((), dtype=_accumulator(x), device=x.device)
         x_gradient = torch.empty_like(x) if with_gradient else x
         weight_gradient = bias_gradient = None

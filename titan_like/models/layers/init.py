@@ -22,14 +22,16 @@ def generator_of(device: torch.device) -> torch.Generator:
 BLOCK_ELEMENTS = 1 << 20
 
 
-def normal_rows(seed: int, name: str, shape: torch.Size, std: float, start: int, stop: int) -> torch.Tensor:
+def normal_rows(
+    seed: int, name: str, shape: torch.Size, std: float, start: int, stop: int, block: int = BLOCK_ELEMENTS
+) -> torch.Tensor:
     """Rows [start, stop) of a parameter's initial value, drawn from N(0, std²): float32 [rows, …] on the CPU."""
     columns = shape[1:].numel()
-    rows_per_block = max(1, BLOCK_ELEMENTS // max(columns, 1))
+    rows_per_block = max(1, block // max(columns, 1))
     pieces = []
-    for block in range(start // rows_per_block, -(-stop // rows_per_block)):
-        first = block * rows_per_block
-        digest = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
+    for number in range(start // rows_per_block, -(-stop // rows_per_block)):
+        first = number * rows_per_block
+        digest = hashlib.sha256(f"{seed}/{name}/{number}".encode()).digest()
         own_seed = int.from_bytes(digest[:8], "little") >> 1  # torch's generators take seeds of 63 bits
         generator = torch.Generator().manual_seed(own_seed)
         rows = torch.randn(min(rows_per_block, shape[0] - first), *shape[1:], generator=generator)
@@ -38,16 +40,18 @@ def normal_rows(seed: int, name: str, shape: torch.Size, std: float, start: int,
 
 
 @torch.no_grad()
-def fill_normal(parameter: nn.Parameter, seed: int, name: str, std: float | torch.Tensor) -> None:
+def fill_normal(
+    parameter: nn.Parameter, seed: int, name: str, std: float | torch.Tensor, block: int = BLOCK_ELEMENTS
+) -> None:
     """Write the initial value into a parameter, or into this rank's shard of it. ``std`` may be a tensor [rows]."""
     local, offset = local_part(parameter)
     if local.numel() == 0:
         return
     start, stop = offset[0], offset[0] + local.shape[0]
     if isinstance(std, torch.Tensor):
-        value = normal_rows(seed, name, parameter.shape, 1.0, start, stop) * std[start:stop, None]
+        value = normal_rows(seed, name, parameter.shape, 1.0, start, stop, block) * std[start:stop, None]
     else:
-        value = normal_rows(seed, name, parameter.shape, std, start, stop)
+        value = normal_rows(seed, name, parameter.shape, std, start, stop, block)
     for dim in range(1, parameter.ndim):
         value = value.narrow(dim, offset[dim], local.shape[dim])
     local.copy_(value)

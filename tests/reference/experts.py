@@ -1,77 +1,23 @@
-"""Experts, their balance and its losses by definition, for the reference: no sorting, no grouping, no common buffers.
-
-The definitions share no code with `titan_like.models.layers.experts` or `titan_like.parallel.expert_balance`. What they
-have in common with them, so that half types round alike, is the order in which a token's results and gradients are
-summed.
-"""
+"""Experts, their balance and its losses by definition: no sorting, no grouping, no common buffers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.distributed.tensor import DTensor
 
-from titan_like.models.layers.experts import Router, SparseMLP
-from titan_like.models.layers.init import local_part
+from titan_like.models.layers.experts import SparseMLP
 from titan_like.models.moe.config import MoEConfig
 from titan_like.models.transformer import Transformer, replace_forward
-from titan_like.parallel.expert_balance import FIGURES, ExpertBalance
-from titan_like.verify.compare import Key, Report, Row
-
-_FEWEST, _MOST_CHOSEN = 5, 2
-
-
-@torch.no_grad()
-def starve_an_expert(model: nn.Module) -> None:
-    """Change all routers so that no token is sent to expert 1, whose gradient is then zero.
-
-    Its logit becomes the mean of those of experts 0 and 2, and also of experts 3 and 4, so that two of them are above.
-    With fewer than 5 experts, or more than 2 of them for a token, it does nothing. All ranks of a stage call it.
-    """
-    for router in model.modules():
-        if not isinstance(router, Router):
-            continue
-        if router.config.num_experts < _FEWEST or router.config.experts_per_token > _MOST_CHOSEN:
-            return
-        weight = router.weight
-        rows = (weight.full_tensor() if isinstance(weight, DTensor) else weight).clone()
-        rows[1], rows[4] = (rows[0] + rows[2]) / 2, rows[0] + rows[2] - rows[3]
-        part, offset = local_part(weight)
-        part.copy_(rows[tuple(slice(start, start + size) for start, size in zip(offset, part.shape, strict=True))])
-
-
-def check_biases(report: Report, balance: ExpertBalance) -> None:
-    """Give the experts of each router loads above, below and exactly at the mean, and check how their biases move."""
-    if not balance.routers or balance.routers[0].config.balance != "bias":
-        return
-    counts = torch.full_like(balance.counts, 3)
-    counts[:, 0], counts[:, -1] = 5, 1
-    wanted, rate = balance.bias.clone(), balance.routers[0].config.bias_update_rate
-    wanted[:, 0] -= rate
-    wanted[:, -1] += rate
-    balance.counts.copy_(counts)
-    balance.finish(torch.tensor(False, device=counts.device))
-    told = None if torch.allclose(balance.bias, wanted, rtol=1e-6, atol=1e-6 * rate) else "they do not follow the loads"
-    report.exact(Key(0, Row.BIASES), told)
+from titan_like.parallel.expert_balance import FIGURES
 
 
 class PlainExperts:
-    """The experts of a model, whose forward passes this replaces. Without experts it does nothing.
+    """The experts of a model, whose forward passes this replaces. Without experts it does nothing."""
 
-    Args:
-        model: whose forward passes these are.
-        ties: step and layer → a gap. If the last score that would be chosen and the next one are nearer, the next one
-            is chosen instead.
-    """
-
-    def __init__(self, model: Transformer, ties: Mapping[tuple[int, str], float]) -> None:
-        self.ties, self.step = ties, 0
-        self.gaps: dict[tuple[int, str], torch.Tensor] = {}  # from the last score chosen to the next one, of each token
+    def __init__(self, model: Transformer) -> None:
         self.losses: list[torch.Tensor] = []  # sums over the tokens of one piece, of one layer each
         self.load: dict[str, list[float]] = {}  # layer → each expert's share of the last good step's tokens
         self.bias: dict[str, list[float]] = {}
@@ -98,12 +44,7 @@ class PlainExperts:
         probabilities = exponentials / exponentials.sum(1, keepdim=True)
         scores = probabilities if config.router_score == "softmax" else 1 / (1 + (-logits).exp())
         ranked = scores.detach() + torch.tensor(self.bias[name], dtype=exact, device=x.device)
-        order, last = ranked.argsort(dim=1, descending=True, stable=True), config.experts_per_token - 1
-        chosen = order[:, : last + 1].clone()
-        if mlp.training and last + 1 < config.num_experts:
-            gap, key = -ranked.gather(1, order)[:, last : last + 2].diff().squeeze(1), (self.step, name)
-            self.gaps[key] = torch.cat((self.gaps.get(key, gap[:0]), gap))
-            chosen[:, last] = torch.where(gap < self.ties.get(key, 0.0), order[:, last + 1], order[:, last])
+        chosen = ranked.argsort(dim=1, descending=True, stable=True)[:, : config.experts_per_token]
         weights = torch.stack([scores[torch.arange(len(scores)), one] for one in chosen.t()], 1)
         if config.renormalize:
             weights = weights / weights.sum(1, keepdim=True)
@@ -153,7 +94,6 @@ class PlainExperts:
 
     def forget(self) -> None:
         """After a step that updates nothing, or before the first: nothing is counted yet."""
-        self.step += 1
         self.sent = {name: [0] * self.config.num_experts for name in self.load}
         self.sums = [0.0, 0.0]
 

@@ -30,7 +30,7 @@ _SINGLE_VALUES = len(StepValues._fields) - 1
 
 
 @dataclass(frozen=True)
-class IssuedStep:
+class PendingStep:
     """What the host knows about a step without waiting for the device."""
 
     step: int

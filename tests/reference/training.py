@@ -1,0 +1,239 @@
+"""Training by definition: one process, one plain loop, in float64 or in a type whose rounding is measured.
+
+It shares no code with the trainer, its loss, its schedule, its attention masks, positions and experts. Some steps are
+bad: their gradients are not finite, so they consume samples and update nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from tests.reference.experts import PlainExperts
+from tests.reference.masks import take_definitions
+from titan_like.config.load import edit
+from titan_like.config.schema import JobConfig, Training
+from titan_like.data.batch import Batch, model_fields
+from titan_like.models.config import NUM_OPTIONS
+from titan_like.models.registry import build_model, model_config
+from titan_like.models.transformer import Transformer
+from titan_like.optim.optimizer import build_optimizer
+from titan_like.verify.compare import EXACT, Key, Row
+from titan_like.verify.processes import Member
+from titan_like.verify.reference import norm
+from titan_like.verify.runs import Trace, perturb
+from titan_like.verify.samples import IGNORED, training_samples, validation_samples
+from titan_like.verify.shrink import Small
+from titan_like.verify.token_ids import batch_of
+from titan_like.verify.watch import FLOAT16_SCALE, enlarge, part_of
+
+ELEMENTS = 64  # of initial weights that one generator draws
+_LONG = {Row.LARGE_LOSS: Row.LONG_LOSS, Row.LARGE_GRADIENT: Row.LONG_GRADIENT, Row.LARGE_NORM: Row.LONG_NORM}
+_TERMS = {"tokens": "lm_loss", "pair": "sentence_loss", "choice": "choice_loss"}
+
+
+def train_by_definition(
+    _: Member | None, small: Small, dtype: str, whole: bool = True, seed: int | None = None, sets_max_norm: bool = False
+) -> tuple[Trace, float]:
+    """As `titan_like.verify.runs.train_alone`, in pieces of the microbatch's size or of the ``whole`` batch's."""
+    compute_type, config, last, trace = getattr(torch, dtype), small.config, small.num_steps, Trace()
+    training, max_norm = config.training, config.training.max_norm
+    piece = training.global_batch_size if whole else training.micro_batch_size
+    model = build_model(model_config(config.model), config.model.family)
+    model.to(torch.promote_types(compute_type, torch.float32))
+    model.initial_elements = ELEMENTS
+    model.init_weights(config.job.seed)
+    take_definitions(model, config, in_pairs=dtype == EXACT)
+    experts, parameters = PlainExperts(model), dict(model.named_parameters())
+    trace.names = sorted(parameters, key=lambda name: not name.startswith(model.entry))
+    optimizer = build_optimizer(parameters.items(), config.optimizer)
+    samples, validation, skipped = training_samples(config), validation_samples(config), 0
+    held_out = batch_of(validation, range(len(validation)), config)
+    scale = FLOAT16_SCALE if dtype == "float16" else 1.0
+
+    def keep(step: int, row: Row, values: Iterable[tuple[str, torch.Tensor]] | float, what: str = "") -> None:
+        for name, value in [(what, values)] if isinstance(values, float | int) else values:
+            trace.keep(Key(step, row, name), value)
+
+    def keep_losses(step: int, row: Row, losses: list[float]) -> None:
+        keep(step, row, sum(losses))
+        if model.config.predictions != ("tokens",) and row != Row.LARGE_LOSS:
+            for kind, loss in zip(model.config.predictions, losses, strict=True):
+                keep(step, row, loss, _TERMS[kind])
+
+    keep(0, Row.INITIAL, parameters.items())
+    if seed is not None:
+        perturb(parameters.values(), dtype, seed)
+    rows = (Row.LOSS, Row.GRADIENT, Row.NORM)
+    for step, batch in batches(config, last + (dtype == EXACT)).items():
+        is_bad = step in small.bad_steps
+        if step > last:
+            rows = (Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM)
+            if last:
+                enlarge(model)
+        else:
+            keep(step, Row.BATCH, len(batch), "batch size")
+            keep(step, Row.BATCH, batch.stop, "samples")
+            keep(step, Row.BATCH, batch.stop * training.seq_len, "tokens")
+            keep(step, Row.RATE, rate_of(small, step))
+            keep(step, Row.SKIPPED, int(step - 1 in small.bad_steps), "steps in a row before")
+            skipped += is_bad
+            keep(step, Row.SKIPPED, int(is_bad))
+            keep(step, Row.SKIPPED, skipped, "steps so far")
+            if dtype == "float16":
+                keep(step, Row.LOSS_SCALE, scale)
+        pieces = split(batch_of(samples, batch, config), piece)
+        losses = add_gradients(model, pieces, num_labels(pieces), compute_type, scale, experts)
+        gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+        for gradient in gradients.values():
+            gradient.div_(scale)
+        grad_norm = math.sqrt(sum(norm(gradient) ** 2 for gradient in gradients.values()))
+        if sets_max_norm and step == 1:
+            max_norm = float(f"{0.1 * grad_norm:.3g}")
+        keep_losses(step, rows[0], losses)
+        if is_bad:
+            scale = max(scale / 2, 1.0)
+            experts.forget()
+        else:
+            keep(step, rows[2], grad_norm)
+            keep(step, rows[1], gradients.items())
+            factor = min(1.0, max_norm / (grad_norm + 1e-6)) if max_norm else 1.0
+            if step <= last:
+                keep(step, Row.FIGURES, experts.figures().items())
+                keep(step, Row.ZEROS, sum(int((gradient == 0).sum()) for gradient in gradients.values()))
+            for gradient in gradients.values():
+                gradient.mul_(factor)
+            for group in optimizer.param_groups:
+                group["lr"] = rate_of(small, step)
+            optimizer.step()
+            experts.update()
+        optimizer.zero_grad()
+        if step > last:
+            break
+        keep(step, Row.WEIGHT, parameters.items())
+        if step % config.evaluation.interval == 0:
+            first = split(held_out, config.evaluation.steps * training.global_batch_size)[0]
+            keep_losses(step, Row.VALIDATION, mean_losses(model, first, compute_type, piece))
+        if step == last:
+            keep_losses(last, Row.WHOLE_VALIDATION, mean_losses(model, held_out, compute_type, piece))
+    if dtype == EXACT and small.longer:
+        longer = replace(small, config=edit(config, small.longer), num_steps=0, bad_steps={}, longer={})
+        found = train_by_definition(None, longer, dtype, whole, seed)[0].values.items()
+        trace.values |= {Key(1, _LONG[key.row], key.name): value for key, value in found if key.row in _LONG}
+    return trace, max_norm
+
+
+def batches(config: JobConfig, last: int) -> dict[int, range]:
+    """The samples of each step from 1 to ``last``. During a ramp-up the batch grows by equal increments."""
+    taken, consumed = {}, 0
+    for step in range(1, last + 1):
+        taken[step] = range(consumed, consumed + batch_size(config.training, consumed))
+        consumed = taken[step].stop
+    return taken
+
+
+def batch_size(training: Training, consumed: int) -> int:
+    """Samples of the step that begins after ``consumed`` samples."""
+    full, rampup = training.global_batch_size, training.batch_size_rampup
+    if rampup is None:
+        return full
+    start, increment, samples = rampup
+    return min(full, start + increment * (consumed * ((full - start) // increment) // samples))
+
+
+def split(batch: Batch, size: int) -> list[Batch]:
+    """Batches of at most ``size`` of a batch's samples."""
+    return [part_of(batch, slice(at, at + size)) for at in range(0, len(batch.tokens), size)]
+
+
+def labels_of(batch: Batch) -> list[torch.Tensor]:
+    """The labels of each of a model's predictions."""
+    of_tokens = [] if batch.labels is None else [batch.labels[:, batch.encoder_len or 0 :]]  # of a decoder's positions
+    of_samples = [] if batch.sample_labels is None else [batch.sample_labels[:: 1 if of_tokens else NUM_OPTIONS]]
+    return of_tokens + of_samples
+
+
+def num_labels(pieces: Sequence[Batch]) -> torch.Tensor:
+    """Number of labels of each prediction: [predictions]."""
+    return torch.tensor([[(labels != IGNORED).sum() for labels in labels_of(piece)] for piece in pieces]).sum(0)
+
+
+def add_gradients(
+    model: Transformer, pieces: Sequence[Batch], counts: torch.Tensor, dtype: torch.dtype, scale: float,
+    experts: PlainExperts,
+) -> list[float]:  # fmt: skip
+    """Add the gradients of ``scale`` × the loss of pieces, given all their `num_labels`.
+
+    Losses that balance ``experts`` are part of it, but not of what is returned.
+
+    Returns the loss of each prediction; their sum is the loss.
+    """
+    total = torch.zeros(len(counts), dtype=torch.float64)
+    padding = sum(int(piece.padding_mask.sum()) for piece in pieces if piece.padding_mask is not None)
+    num_tokens = sum(piece.tokens.numel() for piece in pieces) - padding
+    for piece in pieces:
+        losses = summed_losses(model, piece, dtype)
+        means = torch.stack([loss / count for loss, count in zip(losses, counts, strict=True)])
+        ((means.sum() + experts.loss_of_piece(num_tokens)) * scale).backward()
+        total += means.detach().double()
+    return total.tolist()
+
+
+def summed_losses(model: Transformer, batch: Batch, compute_type: torch.dtype) -> list[torch.Tensor]:
+    """Sums of the losses of each prediction, at least float32."""
+    weights = {name: parameter.to(compute_type) for name, parameter in model.named_parameters()}
+    found = torch.func.functional_call(model, weights, (batch.tokens,), model_fields(batch))
+    outputs = list(found) if isinstance(found, tuple) else [found]
+    kind, labels = model.config.predictions, labels_of(batch)
+    if "tokens" in kind:
+        outputs[0] = outputs[0][..., : model.config.vocab_size]  # whatever the model does to the padding
+    if "choice" in kind:
+        outputs[0] = outputs[0].unflatten(0, (-1, NUM_OPTIONS)).flatten(1)
+    accumulator = torch.promote_types(compute_type, torch.float32)
+    return [
+        F.cross_entropy(
+            output.to(accumulator).reshape(-1, output.shape[-1]), own.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        for output, own in zip(outputs, labels, strict=True)
+    ]
+
+
+@torch.no_grad()
+def mean_losses(model: Transformer, batch: Batch, compute_type: torch.dtype, piece: int) -> list[float]:
+    """The losses of held-out samples: the mean of each prediction's."""
+    model.eval()
+    parts = [torch.stack(summed_losses(model, part, compute_type)).double() for part in split(batch, piece)]
+    model.train()
+    return (torch.stack(parts).sum(0) / num_labels([batch])).tolist()
+
+
+def rate_of(small: Small, step: int) -> float:
+    """The learning rate of a step, counted from 1. If the run's length is not in steps, it is a function of samples."""
+    training, batch = small.config.training, small.config.training.global_batch_size
+    if training.steps is not None:
+        return learning_rate(small.config, step, small.total)
+    return learning_rate(small.config, batches(small.config, step)[step].stop / batch, small.samples / batch)
+
+
+def learning_rate(config: JobConfig, step: float, total: float) -> float:
+    """The learning rate of a step, counted from 1, of a schedule of ``total`` steps."""
+    section = config.lr_scheduler
+    peak, floor = config.optimizer.lr, section.min_lr_ratio
+    length = (section.decay_steps or max(1, total // 10)) if section.decay == "wsd" else 0  # of the final decay
+    warmup = min(section.warmup_steps, max(0, total - length))
+    if step <= warmup:
+        return peak * step / warmup
+    if section.decay == "constant":
+        return peak
+    if section.decay == "inverse_sqrt":
+        return peak * max(floor, min(1.0, math.sqrt(max(warmup, 1) / step)))
+    if section.decay == "wsd":
+        done = max(0.0, (step - (total - length)) / length)
+    else:
+        done = min(1.0, (step - warmup) / max(1, (section.decay_steps or total) - warmup))
+    left = (1 + math.cos(math.pi * done)) / 2 if section.decay == "cosine" else 1 - done
+    return peak * (floor + (1 - floor) * left)

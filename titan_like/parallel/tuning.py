@@ -1,0 +1,24 @@
+"""Sizes of the pieces in which a run works, communicates and draws its initial weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from titan_like.models.layers.init import BLOCK_ELEMENTS
+from titan_like.parallel.gradients import UNIT_BYTES
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Small runs that stand for large ones take smaller pieces, so that they have as many of them.
+
+    Other sizes change the order of sums, and `initial_elements` the initial weights.
+    """
+
+    layer_bytes: int | None = None  # of the layers that share a unit of communication; None: `LAYER_UNIT_BYTES`
+    gradient_bytes: int = UNIT_BYTES  # of gradients in a 16-bit dtype that wait to be added up
+    loss_logits: int | None = None  # of a chunk of the loss; None: as many as suit the device
+    initial_elements: int = BLOCK_ELEMENTS  # of initial weights that one generator draws
+
+
+DEFAULT_TUNING = Tuning()

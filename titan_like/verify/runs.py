@@ -1,0 +1,197 @@
+"""Runs on the verification's own data: of a layout, or of the product alone on one process, which is the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from titan_like.config.load import edit
+from titan_like.config.schema import JobConfig
+from titan_like.data.batch import Batch, collate
+from titan_like.data.batch_size import rampup_batch_sizes
+from titan_like.models.registry import model_config
+from titan_like.parallel.axes import on_one_process
+from titan_like.parallel.layout import resolve_layout
+from titan_like.parallel.tuning import Tuning
+from titan_like.train.setup import Run
+from titan_like.train.trainer import Trainer
+from titan_like.verify.compare import EXACT, HALF, Key, Row
+from titan_like.verify.places import Outputs
+from titan_like.verify.processes import Member
+from titan_like.verify.samples import batches, training_samples, validation_samples
+from titan_like.verify.shrink import Small
+from titan_like.verify.token_ids import masks_of_run
+from titan_like.verify.watch import Note, StepWatch, Watch, enlarge_logits, steps_alone
+
+EPS = {EXACT: 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+_CLIPPED_SHARE = 0.1  # of the first gradient norm: with this max_norm every step is clipped
+_LOGITS = 1024  # of a chunk of the loss: small samples then take several chunks, as large ones do
+_GRADIENT_BYTES = 4096  # in a half type that wait to be added up, for the same reason
+_ELEMENTS = 64  # of initial weights that one generator draws, so that some shards begin after the first block
+
+
+@dataclass
+class Trace:
+    """What one run computed."""
+
+    names: list[str] = field(default_factory=list)  # of parameters
+    values: dict[Key, torch.Tensor] = field(default_factory=dict)  # float64; a number has no dimensions
+
+    def keep(self, key: Key, value: torch.Tensor | float) -> None:
+        """Copy a number or a tensor to the CPU."""
+        tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
+        self.values[key] = tensor.detach().to("cpu", torch.float64, copy=True)
+
+    def number(self, step: int, row: Row) -> float:
+        """A number that was kept."""
+        return self.values[Key(step, row)].item()
+
+
+class _Alone(StepWatch):
+    """Watches the product on one process."""
+
+    def __init__(self, small: Small, trace: Trace, seed: int | None, sets_max_norm: bool) -> None:
+        """``seed`` of the perturbation of the initial weights; None: there is none."""
+        super().__init__(small, trace.keep)
+        self.trace, self.seed, self.sets_max_norm = trace, seed, sets_max_norm
+
+    def attach(self, trainer: Trainer) -> None:
+        """Perturb the initial weights."""
+        (stage,) = trainer.model.stages
+        names = [name for name, _ in trainer.model.named_parameters()]
+        self.names = self.trace.names = sorted(names, key=lambda name: not name.startswith(stage.module.entry))
+        super().attach(trainer)
+        if self.seed is not None:
+            perturb(trainer.model.parameters(), trainer.config.training.dtype, self.seed)
+
+    def complete_gradients(self) -> None:
+        """In the first step, choose the ``max_norm`` that clips every step."""
+        super().complete_gradients()
+        if self.at_step == 1 and self.sets_max_norm:
+            norm = _CLIPPED_SHARE * math.hypot(*(gradient.double().norm().item() for _, gradient in self.gradients))
+            self.trainer.config = edit(self.trainer.config, {"training.max_norm": float(f"{norm:.3g}")})
+
+
+def perturb(parameters: Iterable[torch.Tensor], dtype: str, seed: int) -> None:
+    """Change each weight by the rounding error of a sum over the longer side of its matrix.
+
+    In a half type, change it by a part of its own rounding, so that it is often rounded the other way.
+    """
+    for parameter in parameters:
+        noise = torch.Generator(parameter.device).manual_seed(seed)
+        size = EPS[dtype] * (1 / 4 if dtype in HALF else math.sqrt(max(parameter.shape)))
+        signs = torch.rand(parameter.shape, generator=noise, device=parameter.device, dtype=parameter.dtype)
+        parameter.data.mul_(1 + size * signs.sub_(0.5).sign_())
+        seed += 1000
+
+
+def train_alone(
+    member: Member, small: Small, dtype: str, whole: bool = True, seed: int | None = None, sets_max_norm: bool = False
+) -> tuple[Trace, float]:
+    """Train in the ``whole`` batch, or in the layout's microbatches. Returns what it computed and its ``max_norm``.
+
+    float64 ends with a step whose logits are large and in which an expert gets no token, and with one of longer
+    sequences from the start.
+    """
+    trace, config = Trace(), alone(small, dtype, whole)
+    watch, run = _Alone(small, trace, seed, sets_max_norm), run_of(member, small, config, member.folder)
+    if whole:
+        run = replace(run, tuning=replace(run.tuning, loss_logits=None))
+    trainer = Trainer(run, observer=watch)
+    run_through(trainer, watch, small)
+    if dtype == EXACT and small.longer:
+        longer = Trace()
+        one_long_step(member, small, config, _Alone(longer_of(small), longer, seed, False), longer.keep)
+        trace.values |= {key: value for key, value in longer.values.items() if key.row.name.startswith("LONG_")}
+    return trace, trainer.config.training.max_norm
+
+
+def alone(small: Small, dtype: str, whole: bool) -> JobConfig:
+    """The small run on one process. Float8 scales are a microbatch's, so those stay."""
+    config = on_one_process(small.config)
+    if whole and not config.float8.enable:
+        config = edit(config, {"training.micro_batch_size": min(rampup_batch_sizes(config.training))})
+    return in_type(small, config, dtype)
+
+
+def in_type(small: Small, config: JobConfig, dtype: str) -> JobConfig:
+    """The configuration in another type, with the small run's clipping."""
+    values = {"training.max_norm": small.config.training.max_norm, "training.dtype": dtype}
+    return edit(config, values | ({} if dtype in HALF else {"training.reduce_dtype": "float32"}))
+
+
+def run_of(member: Member, small: Small, config: JobConfig, folder: Path) -> Run:
+    """A run on the small run's data."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return Run(
+        config=edit(config, {"job.dump_folder": str(folder)}),
+        model=model_config(config.model),
+        layout=resolve_layout(config.parallelism, member.world_size),
+        device=torch.device(member.device),
+        datasets={"train": training_samples(small.config), "validation": validation_samples(small.config)},
+        masks=masks_of_run(config),
+        tuning=Tuning(small.unit_bytes, _GRADIENT_BYTES, _LOGITS, _ELEMENTS),
+    )
+
+
+def run_through(trainer: Trainer, watch: StepWatch, small: Small) -> None:
+    """Train, validate on all held-out samples, and in float64 take one more step with large logits."""
+    trainer.train()
+    watch.validation = Row.WHOLE_VALIDATION
+    trainer.config = edit(trainer.config, {"evaluation.steps": 2})
+    trainer.validate()
+    if trainer.config.training.dtype == EXACT:
+        enlarge_logits(trainer)
+        trainer.read_step(trainer.train_step(microbatches(trainer, small, small.num_steps + 1)))
+
+
+def longer_of(small: Small) -> Small:
+    """A run of a single batch of longer sequences."""
+    return replace(small, config=edit(small.config, small.longer), num_steps=0, bad_steps={}, longer={})
+
+
+def one_long_step(member: Member, small: Small, config: JobConfig, watch: Watch, note: Note) -> Trainer:
+    """Note the loss and the gradients of one batch of longer sequences.
+
+    They are not compiled, which would take as long as all else.
+    """
+    longer = longer_of(small)
+    config = edit(config, small.longer | {"compile.enable": False})
+    trainer = Trainer(run_of(member, longer, config, member.folder), observer=watch)
+    (found,) = steps_alone(trainer, 1)
+    note(Key(1, Row.LONG_LOSS), found.loss)
+    note(Key(1, Row.LONG_NORM), found.grad_norm)
+    for name, gradient in watch.gradients:
+        note(Key(1, Row.LONG_GRADIENT, name), gradient)
+    return trainer
+
+
+def outputs_alone(member: Member, small: Small, dtype: str, step: int) -> Outputs:
+    """What every module of the product computes in a step on one process, in the whole batch."""
+    outputs, watch, config = Outputs(), _Alone(small, Trace(), None, False), alone(small, dtype, whole=True)
+    trainer = Trainer(run_of(member, small, config, member.folder), observer=watch)
+    train_before(watch, step)
+    outputs.follow(trainer.model.stages[0].module)
+    steps_alone(trainer, 1)
+    return outputs
+
+
+def train_before(watch: StepWatch, step: int) -> None:
+    """Train up to a step."""
+    watch.last_step = step - 1
+    if step > 1:
+        watch.trainer.train()
+    if step > watch.small.num_steps > 0:
+        enlarge_logits(watch.trainer)
+
+
+def microbatches(trainer: Trainer, small: Small, step: int) -> Iterator[Batch]:
+    """A process's microbatches of a step, without a second loader, which would begin in mid-run."""
+    masked, size = trainer.run.masks.over(trainer.run.datasets["train"]), trainer.config.training.micro_batch_size
+    batch = batches(small.config, step)[step]
+    for start in range(batch.start + trainer.dp_rank * size, batch.stop, trainer.dp_size * size):
+        yield collate([masked[index] for index in range(start, start + size)])
