@@ -29,7 +29,6 @@ from titan_like.planner.predict import of_own_trainer
 from titan_like.planner.profile import load_profile
 from titan_like.planner.rows import read_rows
 
-FOLDER = ROOT / "benchmarks" / "results"
 LARGEST = {2: "1g", 4: "256m", 8: "64m"}  # of bench_comm.py: memory and time on this machine
 
 
@@ -51,23 +50,20 @@ def main() -> None:
     assert len(rows) == len(names) and not left_out, left_out
     found: dict[int, dict[str, Any]] = {}
     for processes in sorted({row.work.num_gpus for row in rows} - {1}):
-        file = FOLDER / f"links_gloo_{processes}.json"
+        file = ROOT / f"benchmarks/results/links_gloo_{processes}.json"
         if options.measure or not file.exists():
             measure(processes, file)
         start = load_profile(str(options.search / f"cpu_{processes}.toml"))
         here = [at for at, row in enumerate(rows) if row.work.num_gpus == processes]
         errors = {}
         for when, profile in (("before", start), ("after", with_links(start, read_measurements(str(file), True)))):
-            one = of_own_trainer(profile, "float32").changed(one_node=True)
-            errors[when] = np.expm1(log_errors([rows[at] for at in here], one)).tolist()
-        runs = [
-            {"layout": names[at], "before": before, "after": after}
-            for at, before, after in zip(here, errors["before"], errors["after"], strict=True)
-        ]
+            own = of_own_trainer(profile, "float32").changed(one_node=True)
+            errors[when] = np.expm1(log_errors([rows[at] for at in here], own)).tolist()
         medians = {when: statistics.median(map(abs, some)) for when, some in errors.items()}
-        found[processes] = {"runs": runs, "median_error": medians}
-        for run in runs:
-            print(f"{run['layout']:32s} {run['before']:+7.1%} before {run['after']:+7.1%} after")
+        found[processes] = {"runs": [], "median_error": medians}
+        for at, before, after in zip(here, errors["before"], errors["after"], strict=True):
+            found[processes]["runs"].append({"layout": names[at], "before": before, "after": after})
+            print(f"{names[at]:32s} {before:+7.1%} before {after:+7.1%} after")
         print(f"{processes} processes, median error: {medians['before']:.1%} before, {medians['after']:.1%} after")
     write(options.json, found)
 

@@ -65,10 +65,8 @@ LARGE = (1, 512, 512)  # and when measuring memory: 1 MiB
 
 def build(case: Case, times: Times, shape: Sequence[int]) -> OwnRuntime | TorchRuntime:
     """Build a runtime over sleeping stages on this rank."""
-    degree = dist.get_world_size()
-    if case.runtime == "own":
-        return OwnRuntime(case.schedule, degree, case.virtual_stages, times, shape)
-    return TorchRuntime(case.schedule, degree, case.virtual_stages, times, case.microbatches)
+    how = case.schedule, dist.get_world_size(), case.virtual_stages, times
+    return OwnRuntime(*how, shape) if case.runtime == "own" else TorchRuntime(*how, case.microbatches)
 
 
 def ideal_seconds(schedule: str, degree: int, virtual: int, times: Times, microbatches: int) -> float:

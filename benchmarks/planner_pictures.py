@@ -51,9 +51,8 @@ Curves = dict[str, list[Point]]
 
 def gpt(layers: int, hidden: int, heads: int) -> GPTConfig:
     """A GPT of arXiv 2104.04473, with its vocabulary of 51,200."""
-    return GPTConfig(
-        num_layers=layers, hidden_size=hidden, num_attention_heads=heads, vocab_size=51200, max_seq_len=SEQ
-    )
+    sizes = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
+    return GPTConfig(**sizes, vocab_size=51200, max_seq_len=SEQ)
 
 
 def ptdp(model: GPTConfig, micro_batch_size: int, global_batch_size: int, **degrees: int) -> Workload:

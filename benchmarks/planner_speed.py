@@ -75,20 +75,15 @@ def layouts_per_second() -> dict[str, float]:
 def timed(name: str, cache: str) -> dict[str, float | int]:
     """Run a command in a new process; ``cache`` is its folder of traces."""
     target = Path(cache) / "found.json"
-    before, start = children_seconds(), time.perf_counter()
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     command = [sys.executable, "scripts/plan.py", *COMMANDS[name], f"--json={target}"]
     subprocess.run(command, cwd=ROOT, env=os.environ | {"XDG_CACHE_HOME": cache}, check=True, capture_output=True)
-    found = {"clock_seconds": time.perf_counter() - start, "processor_seconds": children_seconds() - before}
+    seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    found = {"clock_seconds": seconds, "processor_seconds": sum(after[:2]) - sum(before[:2])}  # user and system
     searched = json.loads(target.read_text(encoding="utf-8")).get("search", {})
     found |= {key: searched[key] for key in ("valid", "computed") if key in searched}
     print(name, "  ".join(f"{key} {value:,.1f}" for key, value in found.items()), flush=True)
     return found
-
-
-def children_seconds() -> float:
-    """Processor time of all processes that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def main() -> None:

@@ -96,14 +96,12 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("layouts", nargs="*", help="layouts to judge (default: those of the last result)")
     arguments = parser.parse_args()
-    last = json.loads(RESULTS.read_text(encoding="utf-8"))
-    groups = {name: [one["layout"] for one in found] for name, found in last.items()}
-    results: dict[str, list[Outcome]] = {}
-    for group, layouts in {"named": arguments.layouts}.items() if arguments.layouts else groups.items():
-        for layout in layouts:
-            outcome = judge(layout)
+    groups = {name: [one["layout"] for one in found] for name, found in json.loads(RESULTS.read_text()).items()}
+    groups, results = {"named": arguments.layouts} if arguments.layouts else groups, dict[str, list[Outcome]]()
+    for group, layouts in groups.items():
+        for outcome in map(judge, layouts):
             results.setdefault(group, []).append(outcome)
-            print(f"{layout:82s} {outcome.whole / 2**20:9.1f} MiB {outcome.error:+7.2%}", flush=True)
+            print(f"{outcome.layout:82s} {outcome.whole / 2**20:9.1f} MiB {outcome.error:+7.2%}", flush=True)
     for group, outcomes in results.items():
         print(f"{group}: {report(outcomes)}")
     write(arguments.json, {name: [one._asdict() for one in found] for name, found in results.items()})

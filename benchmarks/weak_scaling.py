@@ -63,29 +63,24 @@ def measured(counts: list[int], rounds: int, steps: int) -> list[dict[str, Any]]
     found: dict[int, list[float]] = {count: [] for count in counts}
     for number in range(rounds):
         print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
-        rates = {count: measure(count, steps) for count in counts}
-        for count, rate in rates.items():
-            found[count].append(rate / rates[counts[0]])
+        rates = [measure(count, steps) for count in counts]
+        found = {count: [*of, rate / rates[0]] for (count, of), rate in zip(found.items(), rates, strict=True)}
     return [{"gpus": count, "measured": statistics.median(of), "rounds": of} for count, of in found.items()]
 
 
 def megatron_2019() -> list[dict[str, Any]]:
     """Predicted efficiencies next to those of figure 5. From 64 GPUs on, there are 64 replicas of 1, 2, 4 or 8 GPUs."""
-    points = []
-    rates: dict[int, float] = {}
-    for gpus in STATED:
+    points, rates = [], dict[int, float]()
+    for gpus, stated in STATED.items():
         tensor = gpus if gpus <= 8 else gpus // 64
-        replicas = gpus // tensor
-        layers, hidden, heads = PAPER[tensor]
-        model = GPTConfig(
-            num_layers=layers, hidden_size=hidden, num_attention_heads=heads, vocab_size=VOCAB, max_seq_len=SEQ
-        )
-        work = Workload(
-            model, SEQ, SAMPLES, SAMPLES * replicas, tensor=tensor, shard=replicas, recompute="full", dtype="float16"
-        )
+        replicas, (layers, hidden, heads) = gpus // tensor, PAPER[tensor]
+        sizes = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
+        model = GPTConfig(**sizes, vocab_size=VOCAB, max_seq_len=SEQ)
+        work = Workload(model, SEQ, SAMPLES, SAMPLES * replicas, tensor=tensor, shard=replicas)
+        work = work._replace(recompute="full", dtype="float16")
         flops = megatron_flops_per_token(model, SEQ, FULL) * SEQ * SAMPLES * replicas
         rates[gpus] = flops / predicted(work, "dgx2_v100").total / gpus
-        points.append({"gpus": gpus, "stated": STATED[gpus], "predicted": rates[gpus] / rates[1]})
+        points.append({"gpus": gpus, "stated": stated, "predicted": rates[gpus] / rates[1]})
     return points
 
 
