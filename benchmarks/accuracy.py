@@ -136,8 +136,7 @@ def _group(name: str, members: list[Prediction]) -> GroupAccuracy:
     timed = [member for member in members if not member.row.out_of_memory]
     failed = [member for member in members if member.row.out_of_memory]
     errors = np.array([member.error for member in timed] or [0.0])
-    size = np.abs(errors)
-    with_memory = [member for member in timed if member.row.memory_gib]
+    size, with_memory = np.abs(errors), [member for member in timed if member.row.memory_gib]
     memory_errors = np.array([abs(m.memory_gib / m.row.memory_gib - 1) for m in with_memory if m.row.memory_gib])
     return GroupAccuracy(
         name,

@@ -225,7 +225,10 @@ def row_from(table: dict[str, str]) -> Row:
     tensor, pipeline, context = cells.tp, cells.pp, cells.cp
     model = _with_experts(table["model"], cells) if cells.ep > 1 else _model(cells, "llama" in table["model"].lower())
     gpus, batch = cells.gpus, cells.gbs
-    data = _data_parallel(cells)
+    others = tensor * pipeline * context
+    data = cells.dp or gpus // others
+    if data * others != gpus:
+        raise ValueError(f"gpus = {gpus}: not the product of the degrees, {others} × data {data or 1}")
     # If it is not stated, a microbatch is one sample in a pipeline, else the largest size up to 16 that divides.
     likely = 1 if pipeline > 1 else max(size for size in range(1, 17) if batch // data % size == 0)
     micro = cells.mbs or likely
@@ -266,8 +269,8 @@ def row_from(table: dict[str, str]) -> Row:
         compiled="compile" in notes or (study == "torchtitan" and "eager" not in notes),
         causal=not table["model"].lower().startswith("bert"),
     )
-    timed = cells.step_time_s is not None or cells.tflops_per_gpu is not None
-    out_of_memory = not timed and re.search(r"\bOOM\b|out of memory", notes) is not None
+    is_timed = cells.step_time_s is not None or cells.tflops_per_gpu is not None
+    out_of_memory = not is_timed and re.search(r"\bOOM\b|out of memory", notes) is not None
     return Row(
         table["model"],
         table["gpu"],
@@ -306,7 +309,8 @@ def _model(cells: _Cells, named_llama: bool) -> TransformerConfig:
     heads = cells.heads or _likely_heads(hidden, cells.tp or 1)
     ffn = cells.ffn or 4 * hidden
     try:
-        return _shape(named_llama or ffn != 4 * hidden, layers, hidden, heads, cells.kv_heads or heads, ffn, seq, vocab)
+        sizes = {"max_seq_len": seq, "vocab_size": vocab}
+        return _shape(named_llama or ffn != 4 * hidden, layers, hidden, heads, cells.kv_heads or heads, ffn, **sizes)
     except ValidationError as error:
         raise ValueError(first_problem(error)) from None
 
@@ -320,15 +324,6 @@ def _with_experts(name: str, cells: _Cells) -> TransformerConfig:
     return MoEConfig.model_validate(shape | {"max_seq_len": cells.seq})
 
 
-def _data_parallel(cells: _Cells) -> int:
-    """The data-parallel degree: stated, or what the other degrees leave of the GPUs."""
-    others = (cells.tp or 1) * cells.pp * cells.cp
-    data = cells.dp or cells.gpus // others
-    if data * others != cells.gpus:
-        raise ValueError(f"gpus = {cells.gpus}: not the product of the degrees, {others} × data {data or 1}")
-    return data
-
-
 def _likely_heads(hidden: int, tensor: int) -> int:
     """If heads are not stated: the number that gives a width nearest to 128 among those that the sizes allow."""
     fits = [h for h in range(tensor, hidden + 1, tensor) if hidden % h == 0] or [1]
@@ -336,19 +331,10 @@ def _likely_heads(hidden: int, tensor: int) -> int:
 
 
 @cache
-def _shape(
-    llama: bool, layers: int, hidden: int, heads: int, kv: int, ffn: int, seq: int, vocab: int
-) -> TransformerConfig:
+def _shape(llama: bool, layers: int, hidden: int, heads: int, kv: int, ffn: int, **sizes: int) -> TransformerConfig:
     family: type[TransformerConfig] = LlamaConfig if llama else GPTConfig
-    return family(
-        num_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        num_kv_heads=kv,
-        ffn_hidden_size=ffn,
-        vocab_size=vocab,
-        max_seq_len=seq,
-    )
+    sizes |= {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
+    return family.model_validate(sizes | {"num_kv_heads": kv, "ffn_hidden_size": ffn})
 
 
 def _likely_virtual(defaults: dict[str, Any], layers: int, pipeline: int, m: int) -> int:

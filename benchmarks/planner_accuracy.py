@@ -133,24 +133,12 @@ def print_memory(groups: list[GroupAccuracy]) -> None:
 
 def print_left_out() -> dict[str, dict[str, Any]]:
     """Print the errors on rows left out of each profile's fit, from the profiles' files."""
-    print(
-        f"\n{'rows left out of the fit':24s} {'rows':>5s} {'groups':>6s} {'median':>7s} {'mean':>7s} {'p90':>7s} "
-        f"{'sweeps':>6s} {'≤ 2 %':>6s} {'regret':>7s} {'ranks':>6s} {'noise':>7s}   {'memory: n':>9s} {'median':>7s} "
-        f"{'p90':>7s} {'not to fit':>10s}"
-    )
+    print("\nrows left out of the fit")
     found = {}
     for profile in builtin_profiles().values():
-        judged = profile.judged
-        print(
-            f"{profile.name:24s} {judged['rows']:5.0f} {judged['groups']:6.0f} {_percent(profile.error_median)} "
-            f"{_percent(judged['mean'])} {_percent(profile.error_p90)} {judged.get('sweeps', 0):6.0f} "
-            f"{judged.get('small_regrets', 0):6.0f} {_percent(judged.get('worst_regret'))} "
-            f"{_number(judged.get('rank_correlation'))} {_percent(judged.get('noise'))}   "
-            f"{judged.get('memory_rows', 0):9.0f} {_percent(judged.get('memory_median'))} "
-            f"{_percent(judged.get('memory_p90'))} {judged.get('memory_too_large', 0):10.0f}"
-        )
-        band = {"median": profile.error_median, "p90": profile.error_p90}
-        found[profile.name] = {"fitted_on": profile.fitted_on, **band, **judged}
+        figures = {"median": profile.error_median, "p90": profile.error_p90, **profile.judged}
+        print(f"{profile.name:34s} {', '.join(f'{name} {value:.3g}' for name, value in figures.items())}")
+        found[profile.name] = {"fitted_on": profile.fitted_on, **figures}
     return found
 
 

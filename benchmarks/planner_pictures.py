@@ -20,24 +20,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.accuracy import predict_row
 from benchmarks.published_rows import published_rows
 from benchmarks.stacks import STACKS, memory, predicted
-from titan_like.config import load_config
 from titan_like.config.schema import ActivationCheckpoint
 from titan_like.metrics.devices import find_device
 from titan_like.metrics.flops import megatron_flops_per_token
-from titan_like.metrics.timeline_plot import draw
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.registry import config_class, flavors
 from titan_like.planner.memory import memory as own_memory
-from titan_like.planner.predict import default_profile, predict
+from titan_like.planner.predict import default_profile
 from titan_like.planner.profile import builtin_profiles
-from titan_like.planner.step_time import timeline
 from titan_like.planner.workload import Workload
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ROOT = Path(__file__).resolve().parents[1]
-FOLDER = ROOT / "docs" / "images"
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "images"
 SEQ = 2048
 SELENE, JEAN_ZAY = "selene_2021", "jean_zay_v100"
 
@@ -81,24 +77,21 @@ def fits(work: Workload, name: str) -> bool:
 
 def microbatch_sizes() -> Curves:
     """Figure 16: 91 billion parameters, tensor 8 × pipeline 8 on 64 GPUs. TFLOP/s per GPU by microbatch size."""
-    model = gpt(32, 15360, 128)
-    curves = {}
+    model, curves = gpt(32, 15360, 128), Curves()
     for batch in (128, 512, 2048):
         works = [ptdp(model, size, batch, tensor=8, pipeline=8) for size in (1, 2, 4, 8, 16)]
-        name = f"batch {batch}"
-        curves[name] = [Point(w.micro_batch_size, tflops(w, SELENE), fits(w, SELENE)) for w in works]
+        points = [Point(work.micro_batch_size, tflops(work, SELENE), fits(work, SELENE)) for work in works]
+        curves[f"batch {batch}"] = points
     return curves
 
 
 def tensor_against_pipeline() -> Curves:
     """Figure 13: 162 billion parameters on 64 GPUs, tensor × pipeline = 64. TFLOP/s per GPU by tensor-parallel size."""
-    model = gpt(32, 20480, 128)
-    return {
-        f"batch {batch}": [
-            Point(t, tflops(ptdp(model, 1, batch, tensor=t, pipeline=64 // t), SELENE)) for t in (2, 4, 8, 16, 32)
-        ]
-        for batch in (32, 128)
-    }
+    model, curves = gpt(32, 20480, 128), Curves()
+    for batch in (32, 128):
+        works = [ptdp(model, 1, batch, tensor=size, pipeline=64 // size) for size in (2, 4, 8, 16, 32)]
+        curves[f"batch {batch}"] = [Point(work.tensor, tflops(work, SELENE)) for work in works]
+    return curves
 
 
 def interleaving() -> tuple[Curves, Curves]:
@@ -192,15 +185,6 @@ def plot(panel: Axes, curves: Curves, x_label: str, y_label: str, title: str, do
     panel.legend(fontsize=7)
 
 
-def draw_simulated(path: Path) -> None:
-    """Draw one step of train_configs/gpt_76b.toml with 8 microbatches per pipeline, like `plan.py simulate`."""
-    config = load_config(
-        ["--job.config_file", str(ROOT / "train_configs/gpt_76b.toml"), "--training.global_batch_size", "512"]
-    )
-    forecast = predict(config)
-    draw([("76B parameters, 4 ranks of 3 stages, predicted", timeline(forecast.work, forecast.profile))], path)
-
-
 def long_sequences(seq_len: int, gpus: int) -> Curves:
     """GiB of activations on a GPU by the number of processes that share a sequence, one curve per method."""
     model = config_class("llama").model_validate(flavors("llama")["llama3.1_8b"] | {"max_seq_len": seq_len})
@@ -276,7 +260,7 @@ def draw_curves(name: str, path: Path) -> None:
 
 CURVES = ("microbatch_size", "tensor_against_pipeline", "bubble_batch_size", "jean_zay", "long_sequences")
 PICTURES: dict[str, Callable[[Path], None]] = {name: partial(draw_curves, name) for name in CURVES}
-PICTURES |= {"simulated": draw_simulated, "predicted": draw_predicted}
+PICTURES["predicted"] = draw_predicted
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ then run; nothing is fitted to it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 from pipeline_bubble import CASES, SMALL, run_step
+from runs import machine, parser_of, write
 from sleeping_stages import OwnRuntime, Times, launch
 
 from titan_like.metrics.step_timeline import StepTimeline, simulated
@@ -93,9 +93,8 @@ def measure(
     rank: int, degree: int, constants: Times, times: Times, counts: list[int], steps: int, output: Path
 ) -> None:
     """Measure the constants, then every case; rank 0 prints and writes."""
-    short = []
-    for schedule, virtual in CONSTANTS_FROM:
-        short += measured_steps(schedule, degree, virtual, constants, CONSTANTS_MICROBATCHES, CONSTANTS_STEPS)
+    how = constants, CONSTANTS_MICROBATCHES, CONSTANTS_STEPS
+    short = [run for kind, virtual in CONSTANTS_FROM for run in measured_steps(kind, degree, virtual, *how)]
     extra = overheads(short, constants)
     if rank == 0:
         passes = ", ".join(f"{kind} {1000 * value:.2f}" for kind, value in extra.passes.items())
@@ -132,16 +131,13 @@ def measured_steps(
 
 def main() -> None:
     """Read the command line, measure, write the result."""
-    from runs import machine
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=4, help="pipeline ranks (default 4)")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16, 32], help="(default 4 8 16 32)")
     parser.add_argument("--forward-ms", type=float, default=60.0, help="t_F = t_I = t_W of a microbatch (default 60)")
     parser.add_argument("--constants-ms", type=float, default=40.0, help="the same time in the short runs (default 40)")
     parser.add_argument("--steps", type=int, default=7, help="steps after the first (default 7)")
     parser.add_argument("--realtime", action="store_true", help="run with real-time priority (needs the permission)")
-    parser.add_argument("--json", type=Path, help="file to write the result to")
     args = parser.parse_args()
 
     times, constants = (Times(*[ms / 1000] * 3) for ms in (args.forward_ms, args.constants_ms))
@@ -159,8 +155,7 @@ def main() -> None:
     errors = [abs(case["error"]) for case in result["cases"]]
     result["error_median"], result["error_largest"] = statistics.median(errors), max(errors)
     print(f"{len(errors)} cases, error: median {statistics.median(errors):.2%}, largest {max(errors):.2%}")
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(args.json, result)
 
 
 if __name__ == "__main__":
