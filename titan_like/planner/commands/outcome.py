@@ -11,7 +11,7 @@ from typing import Any
 
 from titan_like.config import ConfigError, JobConfig, load_config
 from titan_like.config.options import path_option
-from titan_like.data.batch_size import total_samples
+from titan_like.data.batch_size import check_rampup, total_samples
 from titan_like.models.config import TransformerConfig
 from titan_like.planner.links import read_measurements, with_links
 from titan_like.planner.memory import Memory
@@ -73,6 +73,7 @@ def tokens_of(options: argparse.Namespace, config: JobConfig) -> float | None:
     training = config.training
     if options.tokens is not None or training.steps is training.samples is training.tokens is None:
         return options.tokens
+    check_rampup(training)
     return total_samples(training) * training.seq_len
 
 
