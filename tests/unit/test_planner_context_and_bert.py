@@ -44,7 +44,7 @@ def test_processes_that_share_a_sequence_gather_keys_and_values(context):
     assert forward.exposed == pytest.approx((context - 1) / context * both / link)
     assert backward.exposed >= forward.exposed  # their gradients back
     whole, part = (trace(TraceKey.of(one)).layers[0] for one in (work._replace(context=1), work))
-    assert whole.kept / context <= part.kept <= 1.05 * whole.kept / context + both
+    assert 0.95 * whole.kept / context <= part.kept <= 1.05 * whole.kept / context + both
 
 
 def test_sharing_sequences_saves_memory_and_costs_time():
