@@ -94,7 +94,7 @@ def test_denominators_are_merged_in_float32(is_masked: bool, travels: bool) -> N
                 "--parallelism.context_parallel_method=ring",
                 "--model.overrides.dropout=0",
             ],
-            "adds a bias",
+            "position biases",
         ),
     ],
 )
