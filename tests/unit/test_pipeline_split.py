@@ -85,7 +85,10 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["pipeline_layers = [1, 2]", "must be 2 numbers", "sum to the 4 layers"],
     ),
     "layers of one stage": ({"pipeline_layers": [4]}, ["pipeline_layers", "there is one stage"]),
-    "sequence parallelism alone": ({"sequence_parallel": True}, ["sequence_parallel", "raise parallelism.tensor_parallel_degree"]),
+    "sequence parallelism alone": (
+        {"sequence_parallel": True},
+        ["sequence_parallel", "raise parallelism.tensor_parallel_degree"],
+    ),
     "microbatches that do not fill a round": (
         {"pipeline_parallel_degree": 2, "pipeline_schedule": "interleaved_1f1b", "virtual_stages_per_rank": 2},
         ["global_batch_size = 6", "multiples of pipeline_parallel_degree (2)", "use 2 or 4", "such as 1f1b"],
