@@ -28,7 +28,7 @@ from titan_like.models.registry import config_class, flavors
 from titan_like.planner.memory import largest_memory
 from titan_like.planner.profile import load_profile
 from titan_like.planner.step_time import least_step_seconds
-from titan_like.planner.trace import TraceKey, estimate
+from titan_like.planner.trace import TraceKey, estimate, trace
 from titan_like.planner.workload import Workload
 
 GPUS, BATCH = 1536, 1536
@@ -62,11 +62,11 @@ def layouts_per_second() -> dict[str, float]:
     """Rates of processor time in the first pass, with traces in memory and nothing else, and in the second."""
     profile, works, rates = load_profile("selene_2021"), layouts(), {}
     for key in {TraceKey.of(work) for work in works}:
-        estimate(key)
+        estimate(key), trace(key)
     for name in ("first pass", "second pass"):
         start = time.process_time()
         for work in works:
-            least_step_seconds(work, profile, source=estimate), largest_memory(work, profile, estimate)
+            least_step_seconds(work, profile, source=estimate), largest_memory(work, profile)
         rates[name] = len(works) / (time.process_time() - start)
         print(f"{name:12s} {len(works)} layouts: {rates[name]:,.0f} a second")
     return rates

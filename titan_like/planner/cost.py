@@ -34,7 +34,7 @@ class Kernels(NamedTuple):
 
     @classmethod
     def of(cls, work: Workload) -> Kernels:
-        """Those of a run."""
+        """Return the kernels of a run."""
         return cls(work.dtype, work.compiled, work.expert_load)
 
 

@@ -20,8 +20,7 @@ from titan_like.planner.occupancy import Occupancy, occupancy, splits_backward
 from titan_like.planner.pass_gradients import Keeping
 from titan_like.planner.profile import Profile
 from titan_like.planner.stage_memory import StageMemory, Usage
-from titan_like.planner.stages import Sharding, Source, StageProgram, shard_rows, sharding_of, stages_of_rank
-from titan_like.planner.trace import trace
+from titan_like.planner.stages import Sharding, StageProgram, shard_rows, sharding_of, stages_of_rank
 from titan_like.planner.trace.program import Parameter, Segment
 from titan_like.planner.workload import Workload, pipeline_of
 
@@ -80,14 +79,11 @@ def memory(work: Workload, profile: Profile) -> Memory:
     return Memory(ranks, max(rank.total for rank in ranks), profile.device.memory_bytes)
 
 
-def largest_memory(work: Workload, profile: Profile, source: Source = trace, limit: float = math.inf) -> float:
-    """The largest total of `memory`, found without computing every rank, or the first one above ``limit``.
-
-    ``source`` as in `stages_of`.
-    """
+def largest_memory(work: Workload, profile: Profile, limit: float = math.inf) -> float:
+    """The largest total of `memory`, found without computing every rank, or the first one above ``limit``."""
     most = 0.0
     for rank in candidates(work):
-        found = rank_memory(work, rank, profile.gradient_bytes, source)
+        found = rank_memory(work, rank, profile.gradient_bytes)
         most = max(most, with_overhead(profile, *found).total)
         if most > limit:
             break
@@ -109,20 +105,18 @@ class _RankMemory(NamedTuple):
     constant: tuple[int, int, int]  # bytes of master weights, of the optimizer, and of `ComputeCopies`
 
 
-def step_memory(
-    work: Workload, ranks: Iterable[int] | None = None, reduce_bytes: int = 4, source: Source = trace
-) -> dict[int, StepMemory]:
+def step_memory(work: Workload, ranks: Iterable[int] | None = None, reduce_bytes: int = 4) -> dict[int, StepMemory]:
     """Memory of some pipeline ranks, by default of those that may be the fullest.
 
     ``reduce_bytes``: of an element in `training.reduce_dtype`.
     """
     chosen = candidates(work) if ranks is None else ranks
-    return {rank: rank_memory(work, rank, reduce_bytes, source) for rank in chosen}
+    return {rank: rank_memory(work, rank, reduce_bytes) for rank in chosen}
 
 
-def rank_memory(work: Workload, rank: int, reduce_bytes: int = 4, source: Source = trace) -> StepMemory:
+def rank_memory(work: Workload, rank: int, reduce_bytes: int = 4) -> StepMemory:
     """The fullest moment of a step on one pipeline rank; arguments are those of `step_memory`."""
-    occupied, values, usages, (weights, optimizer, copies) = _parts(work, rank, sharding_of(work, reduce_bytes), source)
+    occupied, values, usages, (weights, optimizer, copies) = _parts(work, rank, sharding_of(work, reduce_bytes))
     totals = occupied.counts @ values
     fullest = int(totals.argmax())
     moment = occupied.counts[fullest] * values
@@ -144,10 +138,10 @@ def candidates(work: Workload) -> tuple[int, ...]:
     return pipeline_of(work).largest
 
 
-def _parts(work: Workload, rank: int, sharding: Sharding, source: Source) -> _RankMemory:
+def _parts(work: Workload, rank: int, sharding: Sharding) -> _RankMemory:
     splits = splits_backward(work.schedule, work.pipeline, work.compiled)
     occupied = occupancy(work.schedule, work.pipeline, work.virtual_stages, work.microbatches, rank, splits)
-    programs, keeping, shards = stages_of_rank(work, rank, source), _keeping(sharding), tuple(sharding.shards.items())
+    programs, keeping, shards = stages_of_rank(work, rank), _keeping(sharding), tuple(sharding.shards.items())
     values: list[float] = []
     usages: list[Usage] = []
     elements = state = copied = 0.0

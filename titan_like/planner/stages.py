@@ -161,9 +161,9 @@ Source = Callable[[TraceKey], Program]
 """`trace`, or `estimate`."""
 
 
-def stages_of_rank(work: Workload, rank: int, source: Source = trace) -> dict[int, StageProgram]:
+def stages_of_rank(work: Workload, rank: int) -> dict[int, StageProgram]:
     """The stages of a pipeline rank by their number."""
-    owners = zip(stages_of(work, source), pipeline_of(work).ranks, strict=True)
+    owners = zip(stages_of(work), pipeline_of(work).ranks, strict=True)
     return {number: stage for number, (stage, owner) in enumerate(owners) if owner == rank}
 
 

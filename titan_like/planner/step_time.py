@@ -67,7 +67,7 @@ class Steps(NamedTuple):
 
     @property
     def here(self) -> list[StagePasses]:
-        """Those of the busiest rank."""
+        """The passes of the busiest rank's stages."""
         return [self.kinds[kind] for kind in self.busiest]
 
 

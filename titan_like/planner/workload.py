@@ -82,7 +82,7 @@ class Workload(NamedTuple):
 
     @property
     def has_experts(self) -> bool:
-        """Whether layers have experts."""
+        """Whether any layer of the model has experts."""
         return getattr(self.model, "num_experts", 0) > 0
 
     @property

@@ -175,13 +175,14 @@ def fits(config: JobConfig, profile: Profile | None, gpus: int, fixed: frozenset
     """
     stack = checked_profile(config, gpus, *profile_and_device(config, profile))
     least = {key: value for key, value in _LEAST_MEMORY.items() if key not in fixed}
+    usable = usable_bytes(stack.device)
     space = Space(edit(config, least), model_config(config.model), gpus, fixed | least.keys())
     for group in space.groups():
         splits = group.tensor == 1 or group.sequence_parallel or group.seq_len % group.tensor
         works = (
             space.member(group, *choice, *split) for choice in space.pipelines(group) for split in space.splits(group)
         )
-        if splits and any(largest_memory(work, stack) <= usable_bytes(stack.device) for work in works):
+        if splits and any(largest_memory(work, stack, usable) <= usable for work in works):
             return True
     return False
 
