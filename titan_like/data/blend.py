@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
 
 from titan_like.config.errors import ConfigError, require
@@ -36,16 +36,12 @@ def shares_of(paths: Sequence[str | float], one_source_each: bool) -> list[Share
     names = [path for path in paths if isinstance(path, str)]
     if len(names) == len(paths):
         return [Share(None, [path]) for path in names] if one_source_each and len(paths) > 1 else [Share(None, names)]
-    rule, shares = "weights and paths must come in turn, and", list[Share]()
-    problem = f"{rule} the last weight has no path; put quotes around a path of digits"
-    require(len(paths) % 2 == 0, "data.paths", paths, problem)
-    for weight, path in zip(paths[::2], paths[1::2], strict=True):
-        problem = f"{rule} this stands for a weight; give a positive number"
-        require(not isinstance(weight, str) and weight > 0, "data.paths", weight, problem)
-        problem = f'{rule} this stands for a path; write a path in quotes: "{path:g}"' if path != str(path) else ""
-        require(isinstance(path, str), "data.paths", path, problem)
-        shares.append(Share(float(weight), [str(path)]))
-    return shares
+    pairs = list(zip_longest(paths[::2], paths[1::2]))
+    problem = 'weights and paths must come in turn, as in [0.7, "web", 0.3, "2024"], with positive weights'
+    for weight, path in pairs:
+        is_pair = not isinstance(weight, str) and weight > 0 and isinstance(path, str)
+        require(is_pair, "data.paths", paths, problem)
+    return [Share(float(weight), [path]) for weight, path in pairs]
 
 
 class Blend:
@@ -230,20 +226,12 @@ class BlendedSource(Source):
 
     @cached_property
     def _length_without_repetition(self) -> int:
-        def fits(samples: int) -> bool:
-            counts = self.blend.counts(samples)
-            return all(count <= len(source) for count, source in zip(counts, self.sources, strict=True))
+        def repeats(num_samples: int) -> bool:
+            counts = self.blend.counts(num_samples)
+            return any(count > len(source) for count, source in zip(counts, self.sources, strict=True))
 
-        blocks, too_many = 0, sum(map(len, self.sources)) // BLOCK + 1
-        while too_many - blocks > 1:
-            middle = (blocks + too_many) // 2
-            blocks, too_many = (middle, too_many) if fits(middle * BLOCK) else (blocks, middle)
-        left = [
-            len(source) - count for source, count in zip(self.sources, self.blend.counts(blocks * BLOCK), strict=True)
-        ]
-        for index in range(blocks * BLOCK, (blocks + 1) * BLOCK):
-            number = self.blend.locate(index)[0]
-            if left[number] == 0:
-                return index
-            left[number] -= 1
-        return (blocks + 1) * BLOCK
+        most = sum(map(len, self.sources)) + 1
+        start = BLOCK * (
+            bisect_left(range(0, most, BLOCK), True, key=repeats) - 1
+        )  # of the block that first repeats one
+        return start + bisect_left(range(start + 1, start + BLOCK), True, key=repeats)

@@ -27,7 +27,7 @@ from titan_like.config.errors import ConfigError, require
 from titan_like.data.batch import Batch
 from titan_like.data.sentence_pairs import ADDED, PairTokens, pair_tokens_of
 from titan_like.data.source import IGNORED_LABEL, DataRequest, Source
-from titan_like.data.tokenizer import Tokenizer, check_vocabulary, tokenizer_of
+from titan_like.data.tokenizer import Tokenizer, tokenizer_of
 from titan_like.models.config import NUM_OPTIONS
 
 MOST_OF_QUESTION = 128  # tokens of a question with an option
@@ -117,8 +117,7 @@ class RaceSource(Source):
         section = request.section
         problem = 'dataset "race" needs one folder, in which train, dev and test are'
         require(len(section.paths) == 1, "data.paths", section.paths, problem)
-        tokenizer = tokenizer_of(section)
-        check_vocabulary(section.tokenizer, tokenizer, request.vocab_size)
+        tokenizer = tokenizer_of(section, request.vocab_size)
         self._around = pair_tokens_of(section.tokenizer, tokenizer, request.vocab_size)
         folder = Path(section.paths[0]) / FOLDERS[request.split]
         try:

@@ -28,7 +28,7 @@ from titan_like.data.permutation import Permutation
 from titan_like.data.shards import find_shards
 from titan_like.data.source import SPLITS, UNKNOWN_LENGTH, DataRequest, Source, digest_of
 from titan_like.data.stream_reader import Bookmark, Documents, Part, Place, Reader
-from titan_like.data.tokenizer import check_vocabulary, tokenizer_of
+from titan_like.data.tokenizer import tokenizer_of
 
 # Fractions of 2⁶⁴ by which a record's place among the splits advances with its number and with its shard's. They are
 # those of the golden ratio and of √2, so that any stretch of records, and any set of short shards, is divided fairly.
@@ -59,8 +59,7 @@ class StreamSource(Source):
         super().__init__(request)
         section = request.section
         self._weights = split_weights(section.split)
-        self.tokenizer = tokenizer_of(section)
-        check_vocabulary(section.tokenizer, self.tokenizer, request.vocab_size)
+        self.tokenizer = tokenizer_of(section, request.vocab_size)
         self.shards, self._content = find_shards(section.paths)
         self._bookmarks: dict[str, list[int]] = {}  # where each reader that this process has used goes on
         self._given: dict[str, list[int]] = {}  # where those of a run that is resumed go on

@@ -17,7 +17,7 @@ from titan_like.config.paths import expanded, file_problem
 from titan_like.config.schema import JobConfig
 from titan_like.data.race import RaceError, read_questions
 from titan_like.data.sentence_pairs import PairTokens
-from titan_like.data.tokenizer import Tokenizer, check_vocabulary, tokenizer_of
+from titan_like.data.tokenizer import Tokenizer, tokenizer_of
 from titan_like.evaluate.scoring import Progress, Scorer
 from titan_like.evaluate.task import (
     Score,
@@ -305,8 +305,7 @@ def validation_tasks(config: JobConfig, model: TransformerConfig) -> list[Task]:
     named = named_tasks("evaluation.datasets", config.evaluation.datasets, model)
     if not named:
         return []
-    tokenizer = tokenizer_of(config.data)
-    check_vocabulary(config.data.tokenizer, tokenizer, model.vocab_size)
+    tokenizer = tokenizer_of(config.data, model.vocab_size)
     return open_tasks(named, tokenizer, TextSettings.of(config.training.seq_len))
 
 
