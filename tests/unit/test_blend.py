@@ -1,10 +1,10 @@
 """Blends: which source a sample is from is computed, not stored."""
 
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import pytest
 
-from titan_like.data.blend import BLOCK, Blend, count_reversed, reversed_digits
+from titan_like.data.blend import BLOCK, Blend
 
 PERIOD = 4096 * BLOCK
 WEIGHTS = {
@@ -99,11 +99,3 @@ def test_sources_alternate_in_a_random_order(readers: int | None) -> None:
 def test_a_weight_that_would_never_be_drawn_is_refused() -> None:
     with pytest.raises(ValueError, match="below one sample in 16,777,216"):
         Blend([1, 1e-9], seed=0)
-
-
-def test_reversed_digits_are_counted() -> None:
-    digits = [reversed_digits(k) for k in range(4096)]
-    assert sorted(digits) == list(range(4096))
-    for least in (1, 2, 15, 16, 17, 255, 256, 257, 1000, 2048, 4080, 4095, 4096):
-        counts = [0, *accumulate(value >= least for value in digits)]
-        assert [count_reversed(k, least) for k in range(4096)] == counts[:-1]

@@ -149,23 +149,6 @@ def test_a_stride_is_refused_where_no_text_is_cut(task: str, tmp_path: Path, mon
         evaluate.main([task, "--stride=3", "--task=text=words.txt"])
 
 
-BAD_TASKS = {  # content of a YAML file, and what is said about it
-    "task: mine\n  key: [": r'lm_eval_folder = ".*": .*/mine.yaml cannot be read \(mapping values are not allowed here',
-    "\0": r"mine.yaml cannot be read \(unacceptable character",
-    "- task: mine": r"mine.yaml is not a table of keys and values; correct it",
-    "task: other": '--lm_eval = "min\\*": the harness has no such task',
-}
-
-
-@pytest.mark.parametrize("content", BAD_TASKS)
-def test_a_bad_file_of_a_harness_task(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    harness_tasks = without_own_tasks(monkeypatch)
-    (tmp_path / "mine.yaml").write_text(content)
-    with pytest.raises(ConfigError, match=BAD_TASKS[content]) as error:
-        harness_tasks.find_tasks(["min*"], str(tmp_path))
-    assert "\n" not in str(error.value)
-
-
 def test_a_harness_task_that_cannot_be_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     harness_tasks = without_own_tasks(monkeypatch)
     for number in (1, 2):  # !function is not followed before the task is built
