@@ -41,7 +41,7 @@ def shares_of(paths: Sequence[str | float], one_source_each: bool) -> list[Share
     for weight, path in pairs:
         is_pair = not isinstance(weight, str) and weight > 0 and isinstance(path, str)
         require(is_pair, "data.paths", paths, problem)
-    return [Share(float(weight), [path]) for weight, path in pairs]
+    return [Share(float(weight), [str(path)]) for weight, path in pairs]
 
 
 class Blend:

@@ -1,4 +1,4 @@
-"""From a dataset's samples to a model's: its objective, and masks and positions of packed documents and of prefixes.
+"""Makes a model's samples of a dataset's: its objective, and masks and positions of packed documents and of prefixes.
 
 A document ends with its end-of-document token, and the next one begins after it. As with Megatron-LM:
 `reset_position_ids` counts positions from 0 in each document, `reset_attention_mask` keeps attention within documents,
@@ -72,7 +72,7 @@ class Masks(Dataset[Batch]):
         )
 
     def state_dict(self) -> dict[str, list[int]] | None:
-        """That of the dataset; see `titan_like.data.source.Source.state_dict`."""
+        """The dataset's state; see `titan_like.data.source.Source.state_dict`."""
         return self.samples.state_dict() if isinstance(self.samples, Source) else None
 
 

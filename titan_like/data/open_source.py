@@ -1,4 +1,4 @@
-"""From [data] to the splits of its dataset."""
+"""Opens the splits of the dataset that [data] names."""
 
 from __future__ import annotations
 

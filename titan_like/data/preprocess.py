@@ -220,9 +220,9 @@ def _write_tokens(job: Job, output: _Output, num_workers: int) -> None:
                 raise ConfigError(job.key, place, problem if is_text else f"{problem}; {job.cure}")
             if before < _MOST_NAMED:
                 tell(f"skipped {place}: {problem}")
-        progress = replace(progress, bad_lines=progress.bad_lines + len(bad))
-        at = {"file": number, "end": piece.end, "record": piece.first_record + piece.num_records}
-        progress = replace(progress, **{"file": number + 1, "end": 0, "record": 1} if is_text else at)
+        at = (number + 1, 0, 1) if is_text else (number, piece.end, piece.first_record + piece.num_records)
+        bad_lines, (file, end, record) = progress.bad_lines + len(bad), at
+        progress = replace(progress, bad_lines=bad_lines, file=file, end=end, record=record)
         if bad and is_text:
             output.drop_open_document(progress)
         else:

@@ -257,8 +257,8 @@ def _parquet_batches(path: Path, key: Key, start: int) -> Iterator[tuple[int, An
 
 
 def _arrow_batches(path: Path, key: Key) -> Iterator[tuple[int, Any, float]]:
-    """The same from the beginning of a file in either of Arrow's IPC formats. Hugging Face datasets are saved as its
-    stream format, in which the place of a row is not known.
+    """Read all batches of a file in either of Arrow's IPC formats, as `_parquet_batches` does. Hugging Face datasets
+    are saved in the stream format, which does not say where a row is.
     """
     from pyarrow import ArrowInvalid, OSFile, ipc
 

@@ -120,8 +120,8 @@ class StreamSource(Source):
         with self._lock:
             reader = self._readers.get(number) or self._open(number)
             window = reader.sample(sample)
-            mark = reader.bookmark
-            self._bookmarks[f"{self._state_key}/{number}"] = [mark.sample, mark.offset, *vars(mark.place).values()]
+            *before, place = reader.bookmark
+            self._bookmarks[f"{self._state_key}/{number}"] = [*before, *place]
             return window
 
     def _open(self, number: int) -> Reader:
@@ -203,7 +203,7 @@ class BlendedStream(BlendedSource):
         return self.sources[source][within * self._readers.num_readers + reader]
 
     def described(self, micro_batch_size: int, num_ranks: int) -> str | None:
-        """As of a single stream, since all have the same readers."""
+        """Describe the readers, which all sources share."""
         return self.sources[0].described(micro_batch_size, num_ranks)
 
     def state_dict(self) -> dict[str, list[int]]:
@@ -211,7 +211,7 @@ class BlendedStream(BlendedSource):
         return {key: mark for source in self.sources for key, mark in (source.state_dict() or {}).items()}
 
     def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
-        """As of a single stream."""
+        """Pass the state on to every source, which takes its own part."""
         for source in self.sources:
             source.load_state_dict(state)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
@@ -28,8 +28,7 @@ _MOST_NAMED = 8  # bad records of a reader
 _BATCH = 1 << 16  # characters that are tokenized together
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """A document in a reader's stream."""
 
     epoch: int = 0
@@ -39,8 +38,7 @@ class Place:
     record: int = 1
 
 
-@dataclass(frozen=True)
-class Bookmark:
+class Bookmark(NamedTuple):
     """The token with which a sample begins."""
 
     sample: int = 0
@@ -88,7 +86,7 @@ class Documents:
 
     def _of_part(self, part: Part, begin: Place) -> Iterator[tuple[Place, np.ndarray]]:
         for start, piece in self._pieces(part.shard, begin):
-            place = replace(begin, start=start, first_record=piece.first_record)
+            place = begin._replace(start=start, first_record=piece.first_record)
             batch: list[tuple[int, str]] = []
             size = 0
             wanted = part.wanted(max(piece.first_record, begin.record), piece.first_record + piece.num_records)
@@ -119,7 +117,7 @@ class Documents:
     def _tokenized(self, batch: list[tuple[int, str]], place: Place) -> Iterator[tuple[Place, np.ndarray]]:
         documents = encode_documents(self.tokenizer, [text for _, text in batch])
         for (record, _), tokens in zip(batch, documents or (), strict=True):
-            yield replace(place, record=record), tokens
+            yield place._replace(record=record), tokens
 
     def _pieces(self, shard: Shard, place: Place) -> Iterator[tuple[int, Piece]]:
         """The shard's pieces from that of ``place`` on, each with its start. Tries again when reading fails."""

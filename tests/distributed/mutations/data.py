@@ -34,7 +34,7 @@ def bookmarks_with(change: Callable[[Bookmark], Bookmark]) -> Any:
 @contextmanager
 def a_sample_is_skipped_at_each_bookmark() -> Iterator[None]:
     """A reader that begins at a bookmark gives the sample there for the one before it."""
-    with bookmarks_with(lambda mark: replace(mark, sample=max(0, mark.sample - 1))):
+    with bookmarks_with(lambda mark: mark._replace(sample=max(0, mark.sample - 1))):
         yield
 
 
@@ -56,7 +56,7 @@ def bookmarks_are_a_document_late(original: Any, self: Documents, place: Place) 
 @contextmanager
 def bookmarks_forget_the_tokens_before() -> Iterator[None]:
     """A reader that begins at a bookmark begins with the first token of the document there."""
-    with bookmarks_with(lambda mark: replace(mark, offset=0)):
+    with bookmarks_with(lambda mark: mark._replace(offset=0)):
         yield
 
 
