@@ -300,7 +300,7 @@ ANSWER = {"role": "assistant", "content": "b"}
     ("template", "line", "words"),
     [
         (CHATML, '{"messages": [', "the line is not JSON"),
-        (CHATML, '["a"]', 'has no "messages", "conversations"'),
+        (CHATML, '"a"', 'has no "messages", "conversations"'),
         (CHATML, json.dumps({"messages": []}), 'no "assistant" that answers'),
         (CHATML, json.dumps({"messages": [{"content": "a"}]}), 'message 1 has neither a "role" nor "value" and "from"'),
         (CHATML, json.dumps({"messages": [USER, {"role": "assistant", "content": 3}]}), '"content" of message 2 is'),

@@ -15,7 +15,7 @@ from titan_like.config import ConfigError
 from titan_like.config.errors import RunError
 from titan_like.config.schema import Data
 from titan_like.data import long_text, preprocess, raw_text
-from titan_like.data.batch import Batch, without_labels
+from titan_like.data.batch import Batch
 from titan_like.data.indexed import StoredTokens
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.open_source import open_source
@@ -29,7 +29,7 @@ from titan_like.data.packed import (
     token_fingerprint,
 )
 from titan_like.data.registry import DATASETS, find_dataset
-from titan_like.data.source import IGNORED_LABEL, SPLITS, DataRequest, Source
+from titan_like.data.source import SPLITS, DataRequest, Source
 from titan_like.data.tokenizer import ByteTokenizer
 
 EOD = ByteTokenizer.eod_id
@@ -227,11 +227,6 @@ class BareOnes(Ones):
         return super().sample(position).tokens
 
 
-class UnlabelledOnes(Ones):
-    def sample(self, position):
-        return without_labels(super().sample(position))
-
-
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
     """Installs packages with datasets: `packages(name, entry="module:Class")`."""
@@ -245,15 +240,6 @@ def packages(tmp_path, monkeypatch):
         (folder / "entry_points.txt").write_text("\n".join(["[titan_like.datasets]", *lines]))
 
     return install
-
-
-def test_a_package_adds_a_dataset(packages, tmp_path):
-    packages("toys", ones=f"{__name__}:Ones", unlabelled=f"{__name__}:UnlabelledOnes")
-    assert len(open_source(request_of(tmp_path, dataset="unlabelled"))) == 7
-    source = open_source(request_of(tmp_path, dataset="ones"))
-    assert isinstance(source, Ones)
-    assert [x.tolist() for x in source[6][:2]] == [[1] * 5] * 2
-    assert [x.tolist() for x in source[7][:2]] == [[1] * 5, [IGNORED_LABEL] * 5]
 
 
 @pytest.mark.parametrize(

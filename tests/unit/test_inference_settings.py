@@ -164,27 +164,6 @@ def test_a_harness_task_that_cannot_be_built(tmp_path: Path, monkeypatch: pytest
         tasks.load(["lost"])
 
 
-@pytest.mark.parametrize(("name", "reads_all"), [("mine", False), ("m*", True), ("several", True), ("theirs", True)])
-def test_the_harness_s_own_tasks_are_read_only_where_they_may_be_meant(
-    name: str, reads_all: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    harness_tasks = without_own_tasks(monkeypatch)
-    few, calls = harness_tasks.HarnessTasks, []
-
-    def recorded(include_defaults: bool = True, **options: Any) -> Any:
-        calls.append(include_defaults)
-        return few(**options)
-
-    monkeypatch.setattr(harness_tasks, "HarnessTasks", recorded)
-    (tmp_path / "mine.yaml").write_text("task: mine\ntag: several")
-    if name == "theirs":
-        with pytest.raises(ConfigError, match="the harness has no such task"):
-            harness_tasks.find_tasks([name], str(tmp_path))
-    else:
-        assert harness_tasks.find_tasks([name], str(tmp_path))[0] == ["several" if name == "several" else "mine"]
-    assert calls == ([False, True] if reads_all else [False])
-
-
 def without_own_tasks(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module that finds the harness's tasks, without the thousands that it comes with."""
     pytest.importorskip("lm_eval")

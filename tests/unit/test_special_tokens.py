@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import numpy as np
 import pytest
 import transformers
@@ -292,26 +290,6 @@ def test_text_after_a_prompt_does_not_repeat_it(tmp_path: Path) -> None:
     prompt, (first, *others) = ours.encode("日本").tolist(), ours.encode("語 the").tolist()
     assert decode_after(ours, prompt, [first]) == "\ufffd"
     assert decode_after(ours, prompt, [first, *others]) == decode_after(ours, [*prompt, first], others) == "語 the"
-
-
-def test_a_hub_cache_without_what_explains_its_tokenizer_is_completed(tmp_path: Path, monkeypatch: Any) -> None:
-    cache, remote, online = tmp_path / "cache", save_kind(tmp_path / "hub", "chatml").parent, [False]
-    shutil.copytree(remote, cache)
-    (cache / "tokenizer_config.json").unlink()
-
-    def download(name: str, allow_patterns: list[str], local_files_only: bool = False) -> str:
-        if not local_files_only and not online[0]:
-            raise OSError("no network")
-        if not local_files_only:
-            shutil.copytree(remote, cache, dirs_exist_ok=True)
-        return str(cache)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
-    eods = []
-    for online[0] in (False, True, False):
-        eods.append(build_tokenizer("org/name").eod_id)
-    assert eods == [298, 300, 300]
 
 
 def _export(folder: Path, data: dict[str, Any], source: Path | None = None) -> Path:

@@ -27,7 +27,7 @@ from titan_like.data.packed import BY_RECORD, WHOLE, next_tokens, split_range, s
 from titan_like.data.permutation import Permutation
 from titan_like.data.shards import find_shards
 from titan_like.data.source import SPLITS, UNKNOWN_LENGTH, DataRequest, Source, digest_of
-from titan_like.data.stream_reader import Bookmark, Documents, Part, Place, Reader
+from titan_like.data.stream_reader import Documents, Part, Place, Reader, ReaderState
 from titan_like.data.tokenizer import tokenizer_of
 
 # Fractions of 2⁶⁴ by which a record's place among the splits advances with its number and with its shard's. They are
@@ -61,7 +61,7 @@ class StreamSource(Source):
         self._weights = split_weights(section.split)
         self.tokenizer = tokenizer_of(section, request.vocab_size)
         self.shards, self._content = find_shards(section.paths)
-        self._bookmarks: dict[str, list[int]] = {}  # where each reader that this process has used goes on
+        self._states: dict[str, list[int]] = {}  # where each reader that this process has used goes on
         self._given: dict[str, list[int]] = {}  # where those of a run that is resumed go on
         self._begin()
 
@@ -120,8 +120,8 @@ class StreamSource(Source):
         with self._lock:
             reader = self._readers.get(number) or self._open(number)
             window = reader.sample(sample)
-            *before, place = reader.bookmark
-            self._bookmarks[f"{self._state_key}/{number}"] = [*before, *place]
+            *before, place = reader.state
+            self._states[f"{self._state_key}/{number}"] = [*before, *place]
             return window
 
     def _open(self, number: int) -> Reader:
@@ -137,12 +137,12 @@ class StreamSource(Source):
 
         documents = Documents(number, request.section, num_shards, part, None if is_train else 1, self.tokenizer)
         sample, offset, *place = self._given.get(f"{self._state_key}/{number}", [0, 0])
-        self._readers[number] = Reader(documents, request.seq_len, Bookmark(sample, offset, Place(*place)))
+        self._readers[number] = Reader(documents, request.seq_len, ReaderState(sample, offset, Place(*place)))
         return self._readers[number]
 
     def state_dict(self) -> dict[str, list[int]]:
         """Where readers go on, as far as this process knows."""
-        return dict(self._bookmarks)
+        return dict(self._states)
 
     def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
         """Let readers begin where those of any layout were. What is of other data or of another order is ignored."""

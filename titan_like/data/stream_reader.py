@@ -1,7 +1,7 @@
 """One of the virtual readers of a stream: its documents, tokenized, and its samples.
 
-A bookmark is where a sample begins. It is a pure function of the data, so a reader that begins at one gives the same
-samples as a reader that has read everything before it.
+A reader's state is where a sample begins. It is a pure function of the data, so a reader that begins at one gives the
+same samples as a reader that has read everything before it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Place(NamedTuple):
     record: int = 1
 
 
-class Bookmark(NamedTuple):
-    """The token with which a sample begins."""
+class ReaderState(NamedTuple):
+    """Where a sample of a reader begins."""
 
     sample: int = 0
     offset: int = 0  # tokens of the document that come before
@@ -149,7 +149,7 @@ class Reader:
     again from ``start``, or from the beginning if it is before that.
     """
 
-    def __init__(self, documents: Documents, seq_len: int, start: Bookmark) -> None:
+    def __init__(self, documents: Documents, seq_len: int, start: ReaderState) -> None:
         self._all, self._seq_len, self._start = documents, seq_len, start
         self._documents: Iterator[tuple[Place, np.ndarray]] | None = None
         self._held: deque[tuple[Place, np.ndarray]] = deque()  # documents from that with which the next sample begins
@@ -157,9 +157,9 @@ class Reader:
         self._next = 0  # number of the next sample
 
     @property
-    def bookmark(self) -> Bookmark:
+    def state(self) -> ReaderState:
         """Where the next sample begins."""
-        return Bookmark(self._next, self._offset, self._held[0][0]) if self._held else self._start
+        return ReaderState(self._next, self._offset, self._held[0][0]) if self._held else self._start
 
     def sample(self, number: int) -> np.ndarray | None:
         """Window ``number``, int64 [seq_len + 1], or None if the data ends before.
@@ -169,7 +169,7 @@ class Reader:
             RunError: it could not be read, several times in a row.
         """
         if self._documents is None or number < self._next:
-            start = self._start if self._start.sample <= number else Bookmark()
+            start = self._start if self._start.sample <= number else ReaderState()
             self._next, self._offset = start.sample, start.offset
             self._held.clear()
             self._documents = self._all.from_place(start.place)
