@@ -17,9 +17,10 @@ from tests.unit.record_cases import jsonl, write_records
 from tests.unit.tokenizer_cases import save_kind
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import TokenOptions
+from titan_like.data.raw_text import UnreadableError
 from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer
 from titan_like.evaluate.scoring import token_scores
-from titan_like.evaluate.task import Score, Task, TaskError, TextSettings, ending_window, sliding_windows
+from titan_like.evaluate.task import Score, Task, TextSettings, ending_window, sliding_windows
 from titan_like.evaluate.tasks import (
     count_words,
     detokenize,
@@ -103,7 +104,7 @@ def test_bits_per_byte_are_over_utf8_bytes(tmp_path: Path) -> None:
 def test_lambada_splits_off_the_last_word() -> None:
     assert split_passage(1, "he said that that \n") == ("he said that", " that")
     assert split_passage(1, "  a  b\tc") == ("a  b", " c")
-    with pytest.raises(TaskError, match="fewer than two words in line 3"):
+    with pytest.raises(UnreadableError, match="fewer than two words in line 3"):
         split_passage(3, " word ")
 
 
@@ -134,7 +135,7 @@ def texts_of(task: Task) -> list[str]:
 def test_lambada_is_read_in_every_format(tmp_path: Path, name: str) -> None:
     task = lambada_task("l", write(tmp_path / name, PASSAGES), ByteTokenizer(), TextSettings(64, 1))
     assert texts_of(task) == ["one two", "three four", "sechs fünf"]
-    with pytest.raises(TaskError, match=r'(under|column) "text"'):
+    with pytest.raises(UnreadableError, match=r'(under|column) "text"'):
         lambada_task("l", write(tmp_path / name, PASSAGES, "txt"), ByteTokenizer(), TextSettings(64, 1))
     (tmp_path / "lines").write_text('one two\r\n\n"three" four', encoding="utf-8-sig")
     task = lambada_task("l", tmp_path / "lines", ByteTokenizer(), TextSettings(64, 1))
@@ -149,7 +150,7 @@ def test_wikitext_is_read_from_the_hubs_records(tmp_path: Path, name: str) -> No
     for path in (write(tmp_path / name, lines), tmp_path / "plain"):
         task = wikitext_task("w", path, ByteTokenizer(), TextSettings(999, 999))
         assert texts_of(task) == [detokenize(published)]
-    with pytest.raises(TaskError, match="in record 1; WikiText's records are lines"):
+    with pytest.raises(UnreadableError, match="in record 1; WikiText's records are lines"):
         wikitext_task("w", write(tmp_path / name, PASSAGES), ByteTokenizer(), TextSettings(999, 999))
 
 

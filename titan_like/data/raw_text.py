@@ -44,7 +44,7 @@ Key = str | tuple[str, ...]
 
 
 class UnreadableError(ValueError):
-    """A file that cannot be read to its end; the message is the predicate of a sentence."""
+    """A file or folder that cannot be used; the message is the predicate of a sentence about it."""
 
 
 class ReadFailure(UnreadableError):  # noqa: N818
