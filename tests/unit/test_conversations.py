@@ -379,7 +379,7 @@ def test_long_conversations_are_cut_or_left_out_and_counted(tmp_path: Path) -> N
     source = opened(tmp_path)["train"]
     assert source.described(1, 1) == (
         f"3 conversations in 3 samples | {3 * SEQ + 3} tokens, {SEQ - 9 + SEQ - 9 + 1} of answers"
-        " | 3 longer than training.seq_len: 2 cut, 1 left out that would have no answer"
+        " | 3 longer than training.seq_len were cut, 1 of which had no answer left and are left out"
     )
 
 

@@ -75,13 +75,10 @@ class ConversationSource(Source):
         read = list(map(self._read, self._kept))
         tokens, answers = sum(len(one) for one, _ in read), sum(int(is_answer[1:].sum()) for _, is_answer in read)
         line = f"{len(self._kept):,} conversations in {len(self):,} samples | {tokens:,} tokens, {answers:,} of answers"
-        if not self._num_long:
-            return line
-        cut, left_out = self._num_long - self._num_left_out, self._num_left_out
-        line += (
-            f" | {self._num_long:,} longer than training.seq_len: {cut:,} cut, {left_out:,} left out that would have"
-        )
-        return f"{line} no answer"
+        if self._num_long:
+            line += f" | {self._num_long:,} longer than training.seq_len were cut"
+            line += f", {self._num_left_out:,} of which had no answer left and are left out"
+        return line
 
 
 def pack(lengths: list[int], size: int) -> list[list[int]]:
