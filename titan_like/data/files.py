@@ -138,14 +138,17 @@ def _splits_of_readme(folder: Path, key: str, names: list[str]) -> dict[str, lis
         names_of = ", ".join(one.get("config_name", "") for one in configs)
         problem = f"has several configurations ({names_of}); name the files or the folder of one"
         require(len(chosen) == 1, key, str(folder), problem)
-        stated = chosen[0].get("data_files", "**")
+        inside = chosen[0].get("data_dir") or "."
+        if "data_files" not in chosen[0]:
+            below = [name for name in names if Path(name).is_relative_to(inside)]
+            return _splits_of_names(below) or (None if below == names else {"train": below})
+        stated, start = chosen[0]["data_files"], glob.escape(str(folder / inside))
         if not (isinstance(stated, list) and isinstance(stated[0], dict)):
             stated = [{"split": "train", "path": stated}]
         found = {}
         for entry in stated:
             patterns = [entry["path"]] if isinstance(entry["path"], str) else entry["path"]
-            inside = glob.escape(str(folder / (chosen[0].get("data_dir") or ".")))
-            paths = {path for one in patterns for path in glob.glob(os.path.join(inside, one), recursive=True)}
+            paths = {path for one in patterns for path in glob.glob(os.path.join(start, one), recursive=True)}
             found[entry["split"]] = [name for name in names if str(folder / name) in paths]
         return found
     except ConfigError:
