@@ -219,8 +219,8 @@ def _blend(request: DataRequest, parts: list[Defined], weights: list[float]) -> 
     @cache
     def drawn(reader: int, block: int) -> list[tuple[int, int]]:
         """The source of each of a reader's samples in a block, and how many of the source's come before it."""
-        key = ("stream", request.seed, block, reader) if is_stream else ("blend", request.seed, block)
-        turns = [reader + readers * place for place in map(Permutation(slots, *key), range(slots))]
+        order = Permutation(slots, "blend", request.seed, block, reader)
+        turns = [reader + readers * place for place in map(order, range(slots))]
         before = (block // period * taken(reader)[-1] + taken(reader)[block % period]).tolist()
         own_ends, numbers = ends[block % period].tolist(), dict[int, tuple[int, int]]()
         for place in sorted(turns) if is_train and not is_stream else turns:

@@ -57,13 +57,12 @@ class Blend:
     multiple of R. Reader r has the places r, r + R, …, so it needs only its own samples of every source.
     """
 
-    def __init__(self, weights: Sequence[float], seed: int, num_readers: int | None = None) -> None:
-        """``weights`` are positive; only their ratios count. Without readers the samples are those of a single one.
+    def __init__(self, weights: Sequence[float], seed: int, num_readers: int = 1) -> None:
+        """``weights`` are positive; only their ratios count.
 
         Raises a `ValueError` if a weight is so small that its source would never be drawn.
         """
-        self.num_readers = num_readers or 1
-        self._key = ("blend", seed) if num_readers is None else ("stream", seed)
+        self.num_readers, self._seed = num_readers, seed
         self._slots = -(-BLOCK // self.num_readers)  # of a reader in a block
         total = self._slots * self.num_readers * PERIOD
         self.shares = apportion(weights, total)
@@ -73,7 +72,7 @@ class Blend:
         self._enumerated: dict[int, tuple[int, list[tuple[int, int]]]] = {}  # by reader: its last block
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Sample ``index`` of a blend without readers, as (number of the source, which of its samples it is).
+        """Sample ``index`` of a blend with one reader, as (number of the source, which of its samples it is).
 
         A source's samples in a block are in the order of their places before the permutation.
         """
@@ -112,7 +111,7 @@ class Blend:
         return found
 
     def _order(self, block: int, reader: int) -> Permutation:
-        return epoch_order(self._slots, *self._key, block, *((reader,) if self._key[0] == "stream" else ()))
+        return epoch_order(self._slots, "blend", self._seed, block, reader)
 
     def _before(self, reader: int, block: int) -> list[int]:
         """How many samples of each source a reader took in all blocks before ``block``."""
