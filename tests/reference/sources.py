@@ -207,7 +207,7 @@ def _blend(request: DataRequest, parts: list[Defined], weights: list[float]) -> 
     is_stream, is_train = len(parts[0]) == UNKNOWN_LENGTH, request.split == "train"
     readers, period, lengths = request.section.num_readers if is_stream else 1, blend.PERIOD, [*map(len, parts)]
     slots = -(-blend.BLOCK // readers)
-    shares = np.array(blend.apportion(blend.apportion(weights, blend.BLOCK * period), slots * readers * period))
+    shares = np.array(blend.apportion(weights, slots * readers * period))
     ends = (shares.cumsum() + [[int(f"{block:03x}"[::-1], 16)] for block in range(period)]) // period
 
     @cache

@@ -13,7 +13,7 @@ from pathlib import Path
 from titan_like.config.errors import ConfigError, require
 from titan_like.data.batch import Batch
 from titan_like.data.permutation import Permutation
-from titan_like.data.source import DataRequest, Source, digest_of, epoch_order
+from titan_like.data.source import UNKNOWN_LENGTH, DataRequest, Source, digest_of, epoch_order
 
 BLOCK = 4096  # samples; in each block every source has its share, to within one sample
 PERIOD = 4096  # blocks after which every source has had exactly its share
@@ -164,7 +164,9 @@ class BlendedSource(Source):
     its next one, in another order.
     """
 
-    def __init__(self, request: DataRequest, sources: Sequence[Source], weights: Sequence[float | None]) -> None:
+    def __init__(
+        self, request: DataRequest, sources: Sequence[Source], weights: Sequence[float | None], num_readers: int = 1
+    ) -> None:
         """``weights`` holds a weight for each source, or None for weights in proportion to the sources' samples.
 
         Raises a `ConfigError` if a source is empty or named twice, or has a weight so small that it is never drawn.
@@ -184,7 +186,7 @@ class BlendedSource(Source):
         self.names = names if len(set(names)) == len(names) else self.paths
         shares = [weights[number] or float(len(sources[number])) for number in present]
         try:
-            self.blend = Blend(shares or [1.0], request.seed)
+            self.blend = Blend(shares or [1.0], request.seed, num_readers)
         except ValueError as error:
             raise ConfigError("data.paths", request.section.paths, f"{error}; leave that source out") from None
 
@@ -214,9 +216,13 @@ class BlendedSource(Source):
 
     def drawn(self, num_samples: int) -> dict[str, float]:
         """Samples and epochs of each source after ``num_samples``, by ``samples/NAME`` and ``epochs/NAME``."""
+        each, more = divmod(num_samples, self.blend.num_readers)
+        counts = [self.blend.counts(each + (reader < more), reader) for reader in range(self.blend.num_readers)]
         found: dict[str, float] = {}
-        for name, source, count in zip(self.names, self.sources, self.blend.counts(num_samples), strict=True):
-            found |= {f"samples/{name}": count, f"epochs/{name}": count / len(source)}
+        for name, source, count in zip(self.names, self.sources, map(sum, zip(*counts, strict=True)), strict=True):
+            found[f"samples/{name}"] = count
+            if len(source) != UNKNOWN_LENGTH:
+                found[f"epochs/{name}"] = count / len(source)
         return found
 
     def described(self, micro_batch_size: int, num_ranks: int) -> str | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 from weakref import finalize
@@ -22,7 +22,7 @@ import numpy as np
 
 from titan_like.config.schema import Data
 from titan_like.data.batch import Batch, without_labels
-from titan_like.data.blend import Blend, BlendedSource
+from titan_like.data.blend import BlendedSource
 from titan_like.data.packed import BY_RECORD, WHOLE, next_tokens, split_range, split_weights
 from titan_like.data.permutation import Permutation
 from titan_like.data.shards import find_shards
@@ -183,24 +183,15 @@ class BlendedStream(BlendedSource):
     So a process still needs only some readers, and takes their samples in order.
     """
 
-    def __init__(self, request: DataRequest, sources: Sequence[Source], weights: Sequence[float | None]) -> None:
-        """``weights`` holds the weight of each source.
-
-        Raises:
-            ConfigError: a source has a weight so small that it is never drawn.
-        """
-        super().__init__(request, sources, weights)
-        self._readers = Blend(self.blend.shares, request.seed, request.section.num_readers)
-
     def __len__(self) -> int:
         """Unknown, or 0 if no source has a whole sample."""
         return UNKNOWN_LENGTH if self.sources else 0
 
     def __getitem__(self, index: int) -> Batch:
         """Sample ``index`` of the run, without labels if its source has come to the split's end."""
-        number, reader = divmod(index, self._readers.num_readers)
-        source, within = self._readers.locate_in_order(number, reader)
-        return self.sources[source][within * self._readers.num_readers + reader]
+        number, reader = divmod(index, self.blend.num_readers)
+        source, within = self.blend.locate_in_order(number, reader)
+        return self.sources[source][within * self.blend.num_readers + reader]
 
     def described(self, micro_batch_size: int, num_ranks: int) -> str | None:
         """Describe the readers, which all sources share."""
@@ -214,11 +205,3 @@ class BlendedStream(BlendedSource):
         """Pass the state on to every source, which takes its own part."""
         for source in self.sources:
             source.load_state_dict(state)
-
-    def drawn(self, num_samples: int) -> dict[str, float]:
-        """Samples of each source after ``num_samples``, by ``samples/NAME``. The length of an epoch is unknown."""
-        num_readers = self._readers.num_readers
-        each, more = divmod(num_samples, num_readers)
-        counts = [self._readers.counts(each + (reader < more), reader) for reader in range(num_readers)]
-        totals = map(sum, zip(*counts, strict=True))
-        return {f"samples/{name}": count for name, count in zip(self.names, totals, strict=True)}
