@@ -200,11 +200,6 @@ def train_cases(rank: int, folder: Path, cases: list[Case]) -> dict[str, dict[st
     return results if rank == 0 else {}
 
 
-def runs_exhaustive_tests(request: pytest.FixtureRequest) -> bool:
-    """Whether tests that are marked so are chosen: only then are the cases trained that they alone look at."""
-    return any(item.get_closest_marker("exhaustive") for item in request.session.items)
-
-
 def start_group(function: Callable[..., Any], world_size: int, *args: Any) -> Group:
     """Begin to call ``function(rank, *args)`` on every rank of a fresh gloo process group."""
     return Group(_call, world_size, function, args)

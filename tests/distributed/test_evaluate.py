@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.launch import base_config, launch, runs_exhaustive_tests
+from tests.distributed.launch import base_config, launch
 from tests.unit.hugging_face_cases import gpt_config, llama_config, random_model, reference_of, save_checkpoint
 from titan_like.checkpoint.inference import find_checkpoint, load_parallel_model
 from titan_like.commands import convert, evaluate
@@ -47,14 +47,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 FAMILIES = ("gpt", "llama")
 MODELS = (*FAMILIES, "gpt prefix")  # the last with data.prefix_lm
-NORMAL = [
+CHOSEN = [
     ("gpt", "pipeline, tensor"),
     ("gpt", "data"),
     ("llama", "data, tensor, zero 3"),
     ("llama", "replicas, interleaved"),
     ("gpt prefix", "data, tensor, zero 3"),
 ]
-EVERY = [*NORMAL, *(each for each in itertools.product(MODELS, LAYOUTS) if each not in NORMAL)]
 
 
 @cache
@@ -246,7 +245,7 @@ def do_everything(rank: int, folder: Path, chosen: Chosen) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
     """The folder in which all processes did everything, and what they printed."""
     folder = tmp_path_factory.mktemp("evaluate")
     for name, text in FILES.items():
@@ -258,8 +257,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         for key, value in {"HF_HOME": "", "HF_DATASETS_CACHE": "/datasets"}.items():
             patch.setenv(key, f"{folder}/hf{value}")
         patch.setenv("HF_HUB_OFFLINE", "1")
-        layouts = EVERY if runs_exhaustive_tests(request) else NORMAL
-        chosen = [(model, layout, windows_of(model)) for model, layout in layouts]
+        chosen = [(model, layout, windows_of(model)) for model, layout in CHOSEN]
         yield folder, launch(do_everything, 4, folder, chosen)[0].printed
 
 
@@ -341,14 +339,7 @@ def scores_by_transformers(name: str) -> list[tuple[float, int]]:
     return scores
 
 
-@pytest.mark.parametrize(
-    ("family", "layout"),
-    [(family, "one process") for family in MODELS]
-    + [
-        pytest.param(*each, marks=[] if each in NORMAL else [pytest.mark.exhaustive])  # type: ignore[misc]
-        for each in EVERY
-    ],
-)
+@pytest.mark.parametrize(("family", "layout"), [*((family, "one process") for family in MODELS), *CHOSEN])
 def test_scores_are_those_of_transformers(scores: dict[str, torch.Tensor], family: str, layout: str) -> None:
     for expected, (found, right) in zip(
         scores_by_transformers(family), scores[f"{family} {layout}"].tolist(), strict=True

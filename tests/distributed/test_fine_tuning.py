@@ -23,6 +23,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "tensor 2": tensor(2, True),
         "pipeline 2": pipeline(2),
         "context 2": {"parallelism.context_parallel_degree": 2},
+        "ring 2": {"parallelism.context_parallel_degree": 2, "parallelism.context_parallel_method": "ring"},
         "data 2, ZeRO 3": zero(3),
     },
 }

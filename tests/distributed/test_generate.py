@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.distributed.launch import base_config, collect, runs_exhaustive_tests
+from tests.distributed.launch import base_config, collect
 from titan_like.checkpoint.inference import (
     ParallelInference,
     find_checkpoint,
@@ -46,7 +45,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 # Every layout, twice sequence parallelism, and two layouts of each family.
-NORMAL = [
+CHOSEN = [
     ("gpt", "v, sequence"),
     ("gpt", "interleaved, zero 3"),
     ("llama", "1f1b, tensor"),
@@ -54,7 +53,6 @@ NORMAL = [
     ("t5", "v, sequence"),
     ("t5", "interleaved, zero 3"),
 ]
-EVERY = [*NORMAL, *(each for each in product(FAMILIES, LAYOUTS) if each not in NORMAL)]
 
 
 def config_of(folder: Path, family: str, layout: dict[str, Any]) -> JobConfig:
@@ -74,16 +72,13 @@ def write(model: Any, family: str, options: dict[str, Any]) -> list[int]:
     return generate(model, [ByteTokenizer.pad_id], NEW_TOKENS, encoder_tokens=PROMPT, **options)
 
 
-def train_and_generate(rank: int, folder: Path, chosen: list[tuple[str, str]]) -> dict[str, list[int]]:
+def train_and_generate(rank: int, folder: Path) -> dict[str, list[int]]:
     """Trained on all processes, asked in every layout."""
     found: dict[str, list[int]] = {}
     for family in FAMILIES:
         (folder / family).mkdir(exist_ok=True)
-        trainer = Trainer(
-            prepare_run(resolve_settings(config_of(folder, family, {"data_parallel_replicate_degree": 1})))
-        )
-        trainer.train()
-        for name in [layout for of, layout in chosen if of == family]:
+        Trainer(prepare_run(resolve_settings(config_of(folder, family, {})))).train()
+        for name in [layout for of, layout in CHOSEN if of == family]:
             config = config_of(folder, family, LAYOUTS[name])
             run = prepare_run(resolve_settings(config))
             mesh = build_mesh(run.layout, "cpu")
@@ -94,26 +89,19 @@ def train_and_generate(rank: int, folder: Path, chosen: list[tuple[str, str]]) -
             split = load_parallel_model(config, find_checkpoint(config), mesh, run.device)
             model = ParallelInference(config, split, mesh, run.device, **lengths)
             for number, options in enumerate(SAMPLING):
-                tokens = write(model, family, options)
-                found[f"{family} {name} {number}"] = tokens
+                found[f"{family} {name} {number}"] = write(model, family, options)
     return found
 
 
 @pytest.fixture(scope="module")
-def generated(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, dict[str, list[int]]]:
+def generated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[int]]]:
     folder = tmp_path_factory.mktemp("generate")
-    chosen = EVERY if runs_exhaustive_tests(request) else NORMAL
-    first, *others = collect(train_and_generate, 4, folder, chosen)
+    first, *others = collect(train_and_generate, 4, folder)
     assert others == [first] * 3
     return folder, first
 
 
-@pytest.mark.parametrize(
-    ("family", "layout"),
-    [pytest.param(*each, marks=[] if each in NORMAL else [pytest.mark.exhaustive]) for each in EVERY],
-)
+@pytest.mark.parametrize(("family", "layout"), CHOSEN)
 def test_every_layout_continues_like_one_process(
     generated: tuple[Path, dict[str, list[int]]], family: str, layout: str
 ) -> None:

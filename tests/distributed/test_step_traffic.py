@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.launch import Case, base_config, collect, runs_exhaustive_tests
+from tests.distributed.launch import Case, base_config, collect
 from tests.traces import fresh_stages
 from titan_like.models.registry import model_config
 from titan_like.optim.shards import local
@@ -83,7 +83,6 @@ def zero(stage: int, dtype: str = "float32") -> dict[str, Any]:
 
 HALF, FULL = "bfloat16", {"activation_checkpoint__mode": "full"}
 SEQUENCE: dict[str, Any] = {"sequence_parallel": True}
-SPLIT: dict[str, Any] = {"virtual_stages_per_rank": 2, "pipeline_schedule": "interleaved_zero_bubble"}
 V_SHAPED: dict[str, Any] = {"virtual_stages_per_rank": 2, "pipeline_schedule": "zbv_zero_bubble"}
 
 # Two layers share a unit, and of an odd number the last has its own. GPT's layers have 12,704 parameters. T5's have
@@ -141,59 +140,6 @@ CASES = [
         "5 layers zero3 half", 2, unit_bytes=110_000, **zero(3, HALF), model__overrides=FEW_EXPERTS | {"num_layers": 5}
     ),
 ]
-MORE_CASES = [
-    case("5 layers zero0", unit_bytes=110_000, **FIVE, **zero(0)),
-    pipeline("5 layers zero1", "t5", unit_bytes=250_000, **FIVE, **zero(1)),
-    case("zero0", **zero(0)),
-    pipeline("zero3 recompute", **zero(3), **FULL),
-    tensor("recompute every 2 sequence", "llama", **SEQUENCE, **FULL, activation_checkpoint__every_n_layers=2),
-    context("recompute selective", "all_gather", "gpt", activation_checkpoint__mode="selective", **zero(1)),
-    experts("zero1 half, recompute", 2, **zero(1, HALF), **FULL),
-    experts("zero2 half", 2, **zero(2, HALF)),
-    experts("tp2 zero1", 1, **SEQUENCE, **zero(1), tensor_parallel_degree=2),
-    experts(
-        "tp2 pp2 zero0",
-        2,
-        **SEQUENCE,
-        **zero(0),
-        tensor_parallel_degree=2,
-        pipeline_parallel_degree=2,
-        microbatches=4,
-        model__overrides=FEW_EXPERTS | {"num_layers": 4},
-    ),
-    experts("zero0", 2, **zero(0)),
-    experts(
-        "tp2 recompute experts",
-        2,
-        **SEQUENCE,
-        **zero(1),
-        tensor_parallel_degree=2,
-        activation_checkpoint__mode="experts",
-    ),
-    experts("2 replicas zero3", 2, **zero(3), data_parallel_replicate_degree=2),
-    case("zero3 half", "llama", **zero(3, HALF)),
-    case("zero3 tied", "llama", **zero(3), model__overrides={"tied_embeddings": True}),
-    *(
-        case(f"2 replicas zero{stage} {dtype}", **zero(stage, dtype), data_parallel_replicate_degree=2)
-        for stage, dtype in ((1, "float32"), (3, HALF))
-    ),
-    pipeline("zero0", **zero(0)),
-    pipeline("gpipe zero3", pipeline_schedule="gpipe", **zero(3)),
-    pipeline("split zero0", **SPLIT, **zero(0)),
-    pipeline("split zero2", **SPLIT, **zero(2)),
-    pipeline("split 2 replicas zero2", **SPLIT, **zero(2), data_parallel_replicate_degree=2),
-    pipeline("dualpipe zero1", virtual_stages_per_rank=2, pipeline_schedule="dualpipe_v", **zero(1)),
-    tensor("zero3 half sequence", "llama", **SEQUENCE, **zero(3, HALF)),
-    tensor("recompute sequence zero3", **SEQUENCE, **FULL, **zero(3)),
-    tensor("recompute selective sequence", **SEQUENCE, activation_checkpoint__mode="selective"),
-    tensor("pp2 zero3", "llama", 4, pipeline_parallel_degree=2, **zero(3)),
-    tensor("pp2 split v sequence", "gpt", 4, pipeline_parallel_degree=2, **SEQUENCE, **V_SHAPED, **zero(0)),
-    tensor("zero3 half sequence", "bert", **SEQUENCE, **zero(3, HALF)),
-    case("zero3 half", "t5", **zero(3, HALF)),
-    pipeline("x4", "t5", degree=4, **zero(0), model__overrides={"num_layers": 8}),
-    tensor("pp2 recompute selective", "t5", 4, pipeline_parallel_degree=2, activation_checkpoint__mode="selective"),
-]
-
 
 Ranks = tuple[int, ...]
 
@@ -287,9 +233,8 @@ Measured = list[dict[str, dict[str, Any]]]  # by rank and case
 
 
 @pytest.fixture(scope="module")
-def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Measured:
-    cases = CASES + (MORE_CASES if runs_exhaustive_tests(request) else [])
-    return collect(measure, RANKS, tmp_path_factory.mktemp("traffic"), cases)
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    return collect(measure, RANKS, tmp_path_factory.mktemp("traffic"), CASES)
 
 
 def planned(case: Case, rank: int, folder: Path) -> tuple[dict[Message, Amount], StepMemory]:
@@ -304,10 +249,7 @@ def planned(case: Case, rank: int, folder: Path) -> tuple[dict[Message, Amount],
         return traffic, rank_memory(work, pipeline_rank, reduce_bytes)
 
 
-ALL = [*CASES, *(pytest.param(case, marks=pytest.mark.exhaustive) for case in MORE_CASES)]
-
-
-@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_what_every_rank_sends_and_holds(measured: Measured, case: Case, tmp_path: Path) -> None:
     rows: Counter[str] = Counter()  # of experts, on all ranks: what a single rank gets depends on the router
     held: dict[StepMemory, int] = {}  # the most of all ranks for which the same is planned

@@ -18,8 +18,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from tests.unit.hugging_face_cases import MOE, llama_config, moe_config, random_model, save_checkpoint
 from titan_like.checkpoint.loader import CheckpointWeights, load_checkpoint, model_tensors
 from titan_like.config.errors import ConfigError
-from titan_like.config.load import edit, load_config
-from titan_like.config.schema import JobConfig, Model
+from titan_like.config.load import load_config
+from titan_like.config.schema import Model
 from titan_like.hugging_face.convert import to_hugging_face
 from titan_like.models import hugging_face
 from titan_like.models.layers import experts
@@ -27,7 +27,6 @@ from titan_like.models.layers.experts import Router, SparseMLP, expert_product
 from titan_like.models.registry import flavors, model_config
 from titan_like.parallel.expert_balance import FIGURES, ExpertBalance
 from titan_like.planner.dry_run import dry_run
-from titan_like.train.rules import resolve_settings
 
 DEBUG = ["--job.config_file", str(Path(__file__).parents[2] / "train_configs/debug_moe.toml")]
 SWITCHES: list[dict[str, Any]] = [
@@ -316,41 +315,6 @@ def test_what_transformers_lacks_is_not_exported(tmp_path, values, told):
     path = save_checkpoint(tmp_path, random_model(moe_config(**values)).float())
     with pytest.raises(ConfigError, match=told):
         to_hugging_face(CheckpointWeights(path), tmp_path / "hf", None, 10**9, None)
-
-
-LLAMA: dict[str, Any] = {"model.family": "llama"}
-TENSOR = {"parallelism.tensor_parallel_degree": 2, "parallelism.sequence_parallel": True}
-SELECTIVE = {"activation_checkpoint.mode": "selective"}
-
-
-def shared(degree: int) -> dict[str, Any]:
-    return {"parallelism.expert_parallel_degree": degree}
-
-
-@pytest.mark.parametrize(
-    ("settings", "processes", "told"),
-    [
-        ({"parallelism.tensor_parallel_degree": 2}, 2, "sequence_parallel = false: MoE with tensor parallelism"),
-        (
-            TENSOR | {"model.overrides": {"qk_norm": "all"}},
-            2,
-            'degree = 2: MoE with qk_norm = "all" does not support tensor',
-        ),
-        ({"model.overrides": {"ffn_hidden_size": 64}}, 1, "no layer of moe debug is dense"),
-        ({"float8.enable": True}, 1, "float8.enable = true: moe does not support float8"),
-        ({"optimizer.name": "muon"}, 1, 'optimizer.name = "muon": does not support the stacked expert weights'),
-        (shared(3), 3, "degree = 3: does not divide the model's num_experts (8)"),
-        (shared(4) | {"training.global_batch_size": 48}, 6, "degree = 4: does not divide shard × context × tensor"),
-        (shared(2) | SELECTIVE, 2, 'activation_checkpoint.mode = "selective": does not work with split experts'),
-        (LLAMA | shared(2), 2, "parallelism.expert_parallel_degree = 2: llama has no experts; use 1"),
-        (LLAMA | {"activation_checkpoint.mode": "experts"}, 1, "llama has no experts to recompute"),
-    ],
-)
-def test_what_does_not_work_yet_is_refused(settings, processes, told):
-    config = edit(JobConfig.model_validate({"model": {"family": "moe", "flavor": "debug"}}), settings)
-    with pytest.raises(ConfigError) as refused:
-        resolve_settings(config, processes)
-    assert told in str(refused.value)
 
 
 def test_a_dry_run_counts_what_a_token_uses():

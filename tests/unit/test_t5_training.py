@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from tests.unit.plain_loop import logged, plain_losses, prepared, run_settings, untrained_reference
-from titan_like.config import ConfigError, load_config
+from titan_like.config import ConfigError
 from titan_like.data.batch import Batch
 from titan_like.train.job import run_job
-from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import Run
 
 
@@ -57,27 +56,6 @@ def test_a_resumed_run_takes_out_the_same_spans(tmp_path: Path) -> None:
     assert losses_of(part) == losses_of(whole)
     with pytest.raises(ConfigError, match=r"data\.noise_density = 0\.14: .* was saved with 0\.15"):
         run_of(tmp_path, **settings, **{"data.noise_density": 0.14, "job.dump_folder": tmp_path / "parts"})
-
-
-def test_what_does_not_fit_is_one_sentence(tmp_path: Path) -> None:
-    def refusal(*settings: str, processes: int = 1) -> str:
-        with pytest.raises(ConfigError) as error:
-            resolve_settings(load_config(["--model.family=t5", "--training.steps=1", *settings]), processes)
-        return str(error.value)
-
-    tensor = ["--parallelism.tensor_parallel_degree=4", "--parallelism.sequence_parallel=true"]
-    told = refusal(*tensor, processes=4)
-    assert "training.decoder_seq_len = 58: not divisible by context × tensor degrees = 4" in told and "as 60" in told
-    resolve_settings(
-        load_config(["--model.family=t5", "--training.steps=1", "--training.decoder_seq_len=60", *tensor]), 4
-    )
-    assert "training.seq_len = 2000: the model's max_seq_len is 1024" in refusal("--training.seq_len=2000")
-    for setting in ("reset_attention_mask", "prefix_lm"):
-        assert "t5 has only encoder-decoder attention" in refusal(f"--data.{setting}=true")
-    assert "t5 predicts removed spans, never" in refusal("--data.eod_mask_loss=true")
-    assert "which this does not change; leave it out, or train bert" in refusal("--data.mlm_max_ngram=3")
-    told = refusal("--evaluation.interval=1", '--evaluation.datasets=["text=README.md"]')
-    assert "t5 predicts removed spans, but these predict the next token" in told
 
 
 @pytest.mark.parametrize(("script", "family"), [("evaluate", "t5"), ("evaluate", "bert"), ("generate", "bert")])
