@@ -59,36 +59,6 @@ def test_a_part_that_runs_out_of_time_leaves_the_others_theirs(tmp_path: Path, m
     assert left["first"] == 30 and left["last"] > 500
 
 
-def test_parity_goes_on_in_a_new_process_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[list[str]] = []
-
-    def worker(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-        calls.append(arguments[4:])
-        same, different = ({"case": arguments[4], "ok": ok} for ok in (True, False))
-        if len(calls) == 1:
-            return subprocess.CompletedProcess([], 0, f"log\n{json.dumps(same)}\n{json.dumps(different)}\n", "")
-        if len(calls) == 2:
-            return subprocess.CompletedProcess([], -6, "", "out of memory\n")
-        raise gpu_check.OutOfTimeError(json.dumps(same))
-
-    monkeypatch.setattr(gpu_check, "python", worker)
-    rows = []
-    with pytest.raises(gpu_check.OutOfTimeError):
-        for row in gpu_check.parity(dict.fromkeys("abcde"), tiny=True):
-            rows.append(row)
-    assert calls == [list("abcde"), list("cde"), list("de")]
-    assert [row["ok"] for row in rows] == [True, False, False, True]
-    assert rows[2] == {"case": "c", "ok": False, "outcome": "failed", "problem": "out of memory"}
-
-
-def test_a_program_that_is_stopped_leaves_what_it_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_check, "deadline", time.monotonic() + 1)
-    with pytest.raises(gpu_check.OutOfTimeError, match="begun"):
-        gpu_check.python(["-c", "import time; print('begun', flush=True); time.sleep(60)"])
-    with pytest.raises(gpu_check.OutOfTimeError, match=r"^$"):
-        gpu_check.python(["-c", ""])
-
-
 def check_speed(speed: dict[str, Any]) -> None:
     assert speed["tokens_per_second"] > 0 and speed["tflops_per_device"] > 0
 

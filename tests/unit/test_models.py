@@ -164,6 +164,17 @@ def test_weights_have_the_standard_deviation_of_gpt2(family, residual, plain):
         assert abs(values.mean().item()) < 5 * std / math.sqrt(values.numel()), name
 
 
+def test_initial_weights_are_scaled_by_depth_only_where_norms_come_first() -> None:
+    stds = {}
+    for placement in ("pre", "post"):
+        model = build_model(
+            TINY["bert"].model_copy(update={"norm_placement": placement, "num_layers": 8, "hidden_size": 128}), "bert"
+        )
+        model.init_weights(0)
+        stds[placement] = model.layers["0"].mlp.fc2.weight.std().item()
+    assert stds["post"] == pytest.approx(0.02, rel=0.05) and stds["pre"] == pytest.approx(0.02 / 4, rel=0.05)
+
+
 @pytest.mark.parametrize("shape", [(5000, 7), (1000, 3, 2), (12, 300), (977,)])
 def test_rows_drawn_alone_equal_rows_of_the_whole(shape):
     shape = torch.Size(shape)

@@ -1,6 +1,9 @@
-"""What T5's encoder and decoder see, its initial weights and its sizes."""
+"""What T5's encoder and decoder see, its initial weights, its sizes and how it resumes."""
 
 from __future__ import annotations
+
+import importlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,10 +11,13 @@ from pydantic import ValidationError
 
 from tests.reference.masks import take_definitions
 from tests.unit.hugging_face_cases import random_model, t5_config
+from tests.unit.plain_loop import logged, prepared, run_settings
+from titan_like.config import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.models.layers.positions import RelativeBias, bucket_of
 from titan_like.models.registry import build_model, flavors
 from titan_like.models.t5.config import T5Config
+from titan_like.train.job import run_job
 
 ENCODER = 14  # positions
 
@@ -106,3 +112,25 @@ def test_flavors_have_the_sizes_of_the_released_models(name: str, millions: floa
     config = T5Config.model_validate(flavors("t5")[name])
     assert config.num_parameters() / 1e6 == pytest.approx(millions, abs=0.05)
     assert config.num_decoder_layers == config.num_encoder_layers
+
+
+def test_a_resumed_run_takes_out_the_same_spans(tmp_path: Path) -> None:
+    settings = run_settings(tmp_path) | {"model.family": "t5", "training.decoder_seq_len": 20}
+    settings |= {"checkpoint.enable": "true", "checkpoint.interval": 3}
+
+    def losses(name: str, steps: int, **changes: object) -> list[float]:
+        run = prepared(settings | {"training.steps": steps, "job.dump_folder": tmp_path / name} | changes)
+        run_job(run)
+        return [line["loss"] for line in logged(run.config)]
+
+    losses("parts", 3)
+    assert losses("parts", 6) == losses("whole", 6)
+    with pytest.raises(ConfigError, match=r"data\.noise_density = 0\.14: .* was saved with 0\.15"):
+        losses("parts", 6, **{"data.noise_density": 0.14})
+
+
+@pytest.mark.parametrize(("script", "family"), [("evaluate", "t5"), ("evaluate", "bert"), ("generate", "bert")])
+def test_what_needs_the_next_token_is_refused_in_one_sentence(script: str, family: str) -> None:
+    main = importlib.import_module(f"titan_like.commands.{script}").main
+    with pytest.raises(ConfigError, match=f'model.family = "{family}": .* not the next token; choose a causal'):
+        main([f"--model.family={family}", "--training.steps=1"])
