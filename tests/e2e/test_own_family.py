@@ -83,19 +83,14 @@ def test_it_trains_and_converts_to_hugging_face_and_back(home: Path) -> None:
     assert first == second
 
 
-@pytest.mark.parametrize(
-    ("processes", "kinds"), [(4, [EXACT]), pytest.param(8, [], marks=pytest.mark.exhaustive)], ids=["4", "8"]
-)
-def test_it_is_verified_in_tensor_times_pipeline_times_zero_3(
-    home: Path, processes: int, kinds: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_verified_in_tensor_times_pipeline_times_zero_3(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On four processes each shard is a whole."""
     monkeypatch.syspath_prepend(home)
     monkeypatch.chdir(home)
-    monkeypatch.setattr(verify_module, "Verifier", partial(Verifier, kinds=kinds))
+    monkeypatch.setattr(verify_module, "Verifier", partial(Verifier, kinds=[EXACT]))
     degrees = ["tensor_parallel_degree=2", "pipeline_parallel_degree=2", "zero_stage=3", "sequence_parallel=true"]
     settings = [f"--parallelism.{degree}" for degree in degrees]
-    options = ["--job.config_file=primer.toml", "--steps=2", "--timeout=300", f"--processes={processes}"]
+    options = ["--job.config_file=primer.toml", "--steps=2", "--timeout=300", "--processes=4"]
     assert verify.main([*options, *SMALL, *settings]) == 0
 
 

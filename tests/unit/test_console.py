@@ -108,12 +108,6 @@ def test_bad_steps_are_counted_over_the_interval_and_left_out_of_the_loss():
     assert field(text, "lm loss") == "3.500000E+00"
 
 
-def test_loss_scale_is_shown_for_float16():
-    text = line(record(loss_scale=131_072.0), record(loss_scale=65_536.0))
-    assert text.endswith(" | memory: 21.3 GiB | loss scale: 65536.0 |")
-    assert "loss scale" not in line(record())
-
-
 def test_line_ends_with_the_time_that_is_left():
     console = Console(False, total_steps=1000, total_samples=2000)
     assert console.seconds_left() is None

@@ -105,18 +105,6 @@ def test_auto_is_nearly_the_fastest_and_needs_little_memory(model, seq_len, tens
     assert held[chosen] <= 2.5 * min(held.values())
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("rate", ["nvlink_efficiency", "node_bandwidth"])
-def test_a_step_slows_down_steadily_with_its_links(method, rate):
-    """A link that is 1 % slower lengthens what it sends by 1 %, and what does not hide behind passes by a bit more."""
-    profile = builtin_profiles()["titan_h100"]
-    for work in (of_method(LLAMA, 131072, tensor, 4, method, "none") for tensor in (1, 2)):
-        rates = [getattr(profile, rate) / 1.01**power for power in range(0, 500, 20)]
-        for value in rates:
-            fast, slow = (step_time(work, profile.changed(**{rate: one})).total for one in (value, value / 1.01))
-            assert fast * (1 - 1e-12) <= slow <= 1.02 * fast
-
-
 def test_a_ring_hides_its_messages_behind_attention():
     """Against sums by hand: Llama 3.1 8B, 4 processes of a node, 131,072 tokens in bfloat16."""
     quiet = builtin_profiles()["titan_h100"].changed(nvlink_latency=0.0, tensor_exposed=1.0)

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from titan_like.config.schema import JobConfig
 from titan_like.metrics import profiling, timeline_plot
 from titan_like.metrics.profiling import StepProfiler, write_timeline
-from titan_like.metrics.step_timeline import StepTimeline, simulated
+from titan_like.metrics.step_timeline import StepTimeline
 from titan_like.parallel.layout import Layout
-from titan_like.parallel.schedules.simulate import Event, unit_time
+from titan_like.parallel.schedules.simulate import Event
 from titan_like.parallel.schedules.tables import Action
 
 MICROBATCHES = 3
@@ -154,28 +154,16 @@ def test_boxes_are_the_passes() -> None:
     assert [text.get_position()[0] for text in narrow.texts] == pytest.approx([60, 35])
 
 
-def test_second_stage_of_a_rank_is_lighter() -> None:
-    figures = pytest.importorskip("matplotlib.figure")
-    step = simulated("interleaved_1f1b", 2, 2, 2, unit_time)
-    panel = figures.Figure().subplots()
-    timeline_plot._draw_step(panel, step, inches_per_second=1)
-    boxes = [box for box in boxes_of(panel) if box[3] != pytest.approx(timeline_plot._IDLE)]
-    assert len(boxes) == len(step.passes) == 4 * 2 * 2
-    for box, event in zip(boxes, sorted(step.passes, key=lambda event: event.rank), strict=True):
-        dark, light = timeline_plot._COLOURS[event.action.kind]
-        assert box[3] == pytest.approx(light if event.action.stage >= 2 else dark)
-
-
-def test_picture_is_written_beside_the_trace(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+@pytest.mark.parametrize("draws", [True, False])
+def test_a_picture_is_beside_the_trace_where_matplotlib_is(
+    draws: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if draws:
+        pytest.importorskip("matplotlib")
+    monkeypatch.setattr(profiling, "can_draw", lambda: draws)
     text = write_timeline(step_of_two(), 7, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-7.json", "step-7.png", "step-7.txt"]
-    assert (tmp_path / "step-7.png").read_bytes().startswith(b"\x89PNG")
-    assert text.endswith(f"saved {tmp_path}/step-7.json, .txt and .png")
-
-
-def test_without_matplotlib_all_else_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling, "can_draw", lambda: False)
-    text = write_timeline(step_of_two(), 7, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-7.json", "step-7.txt"]
-    assert text.endswith("(a picture needs matplotlib: pip install 'titan_like[plot]')")
+    endings = ["json", "png", "txt"] if draws else ["json", "txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-7.{ending}" for ending in endings]
+    assert not draws or (tmp_path / "step-7.png").read_bytes().startswith(b"\x89PNG")
+    saved = f"saved {tmp_path}/step-7.json, .txt and .png"
+    assert text.endswith(saved if draws else "(a picture needs matplotlib: pip install 'titan_like[plot]')")

@@ -10,7 +10,6 @@ from titan_like.metrics.step_timeline import (
     StepTimeline,
     as_simulated,
     chrome_trace,
-    clock_offset,
     measured,
     simulated,
 )
@@ -112,14 +111,6 @@ def test_ranks_with_different_clocks_come_onto_one():
     assert {phase.rank for phase in found.phases} == set(range(4))
 
 
-def test_clock_offset_lies_within_its_bounds():
-    reference = [(0.0, 1.0), (2.0, 2.5)]
-    offset, error = clock_offset(reference, [(100.2, 101.1), (102.1, 102.4)])
-    assert offset == pytest.approx(100, abs=error)
-    assert 0 < error <= 0.5
-    assert clock_offset([(0.0, 1.0)], [(0.5, 1.0)])[0] == 0  # one clock
-
-
 def test_timeline_notes_passes_waits_and_phases(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
@@ -188,26 +179,3 @@ def test_trace_keeps_to_the_trace_event_format(schedule):
             (1e6 * expected.start, 1e6 * (expected.end - expected.start))
         )
         assert (found["args"]["stage"], found["args"]["microbatch"]) == expected.action[1:]
-
-
-def test_arrows_of_a_trace_join_passes_of_two_ranks():
-    events = chrome_trace(unit_step())["traceEvents"]
-    starts = {e["id"]: e for e in events if e["ph"] == "s"}
-    ends = {e["id"]: e for e in events if e["ph"] == "f"}
-    assert starts.keys() == ends.keys()
-    assert len(starts) == 2 * 3 * 8  # forward and backward over three borders
-    slices = [e for e in events if e["ph"] == "X" and "args" in e]
-
-    def around(arrow):
-        return [
-            e
-            for e in slices
-            if e["pid"] == arrow["pid"] and e["tid"] == arrow["tid"] and e["ts"] <= arrow["ts"] < e["ts"] + e["dur"]
-        ]
-
-    for number, start in starts.items():
-        (maker,), (taker,) = around(start), around(ends[number])
-        assert abs(maker["pid"] - taker["pid"]) == 1
-        assert maker["args"]["microbatch"] == taker["args"]["microbatch"]
-        assert maker["args"]["pass"] == taker["args"]["pass"]
-        assert start["ts"] <= ends[number]["ts"]

@@ -1,12 +1,10 @@
 import getpass
 import json
 import math
-from pathlib import Path
 
 import pytest
 import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.summary.writer.record_writer import RecordWriter
 
 from tests.unit.test_console import RATES, UNKNOWN_PEAK
 from tests.unit.test_console import record as record_of_console
@@ -108,40 +106,10 @@ def test_resuming_drops_later_steps_and_a_torn_line(tmp_path, start):
     assert sorted(found.name for found in tmp_path.glob("*.jsonl")) == [*aside, "metrics.jsonl"]
 
 
-def test_earlier_runs_keep_their_numbers(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    for run in range(1, 13):
-        write_all(JsonLinesWriter(path, 0, f"run {run}"), [record(run)])
-        JsonLinesWriter(path, run, f"run {run}").close()  # it resumes
-        if run == 4:
-            (tmp_path / "metrics.2.jsonl").unlink()  # which leaves a gap
-    steps = {found.name: [line["step"] for line in read_lines(found)] for found in tmp_path.glob("*.jsonl")}
-    assert steps == {"metrics.jsonl": [12]} | {f"metrics.{run}.jsonl": [run] for run in range(1, 12) if run != 2}
-
-
 def test_a_run_that_ended_before_its_first_step_has_no_file_of_its_own(tmp_path):
     for _ in range(2):
         JsonLinesWriter(tmp_path / "metrics.jsonl", 0, "ours").close()
     assert [found.name for found in tmp_path.glob("*.jsonl")] == ["metrics.jsonl"]
-
-
-def test_each_run_goes_on_with_its_own_file(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-
-    def steps(name):
-        return [line["step"] for line in read_lines(tmp_path / name)]
-
-    write_all(JsonLinesWriter(path, 0, "first"), [record(step) for step in range(1, 7)])
-    write_all(JsonLinesWriter(path, 0, "second"), [record(step) for step in range(1, 4)])
-    write_all(JsonLinesWriter(path, 6, "first"), [record(7)])
-    assert steps("metrics.jsonl") == [1, 2, 3, 4, 5, 6, 7] and steps("metrics.2.jsonl") == [1, 2, 3]
-    write_all(JsonLinesWriter(path, 2, "second"), [record(3), record(4)])
-    assert steps("metrics.jsonl") == [1, 2, 3, 4] and steps("metrics.3.jsonl") == [1, 2, 3, 4, 5, 6, 7]
-    write_all(JsonLinesWriter(path, 9, "from elsewhere"), [record(10)])
-    assert steps("metrics.jsonl") == [10] and steps("metrics.4.jsonl") == [1, 2, 3, 4]
-    (tmp_path / "metrics.runs.json").write_text("[")  # damaged: nothing is known, and nothing is lost
-    write_all(JsonLinesWriter(path, 10, "from elsewhere"), [record(11)])
-    assert steps("metrics.jsonl") == [10, 11]
 
 
 def test_lines_after_the_step_that_a_user_goes_back_to_are_kept_aside(tmp_path):
@@ -200,54 +168,12 @@ def test_lines_wait_until_a_full_disk_has_room(tmp_path, capsys):
     assert capsys.readouterr().err == f"{path} lacks its last lines (No space left on device)\n"
 
 
-def test_a_disk_that_is_full_at_the_start_keeps_each_run_s_file(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "metrics.jsonl"
-    write_all(JsonLinesWriter(path, 0, "first"), [record(1), record(2)])
-    first = path.read_text()
-
-    def no_room(*_):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as full:
-        full.setattr(Path, "write_bytes", no_room)
-        writer = JsonLinesWriter(path, 0, "second")
-        write(writer, record(1))
-        assert path.read_text() == first and [found.name for found in tmp_path.glob("*.jsonl")] == ["metrics.jsonl"]
-    assert capsys.readouterr().out == (
-        f"{path} cannot be written (No space left on device); its lines wait until it can\n"
-    )
-    write(writer, record(2))
-    write_all(writer, [record(3)])
-    assert (tmp_path / "metrics.1.jsonl").read_text() == first
-    assert [line["step"] for line in read_lines(path)] == [1, 2, 3]
-    JsonLinesWriter(path, 2, "first").close()
-    assert path.read_text() == first
-
-
 @pytest.mark.parametrize("damage", ["{}", "5", '{"step": "x"}', "\udcff\udcfe\0"])
 def test_a_whole_last_line_without_its_newline_is_kept_and_what_is_no_line_dropped(tmp_path, damage):
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1}}\n{damage}\n{{"step": 2}}', errors="surrogateescape")
     write_all(JsonLinesWriter(path, 9, "ours"), [record(3)])
     assert [line["step"] for line in read_lines(path)] == [1, 2, 3]
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of the thread that writes
-def test_a_full_disk_ends_tensorboard_s_files_with_one_line(tmp_path, monkeypatch, capfd):
-    writer, written = TensorBoardWriter(tmp_path, 0), RecordWriter.write
-
-    def no_room(*_):
-        raise OSError(28, "No space left on device")
-
-    write(writer, record(1))
-    monkeypatch.setattr(RecordWriter, "write", no_room)
-    for step in range(2, 9):
-        write(writer, record(step))
-    monkeypatch.setattr(RecordWriter, "write", written)
-    write_all(writer, [record(9)])
-    assert capfd.readouterr().out == (
-        f"{tmp_path} cannot be written (No space left on device) and gets no more figures; metrics.jsonl has them\n"
-    )
 
 
 def numbers(item):
