@@ -34,7 +34,7 @@ from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import distance
 from titan_like.verify.processes import DONE, Group, Member, Outcome
-from titan_like.verify.watch import Watch
+from titan_like.verify.watch import Watch, steps_alone
 
 
 @dataclass
@@ -127,9 +127,7 @@ def losses_of_layouts(
     found = {}
     for name, layout in layouts.items():
         trainer = trainer_of(folder, settings | layout)
-        data = trainer._load_data()
-        found[name] = [trainer.read_step(trainer.train_step(data)).loss for _ in range(trainer.total_steps)]
-        data.close()
+        found[name] = [record.loss for record in steps_alone(trainer, trainer.total_steps)]
     return found
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.launch import base_config, launch
+from tests.e2e.jobs import records
 from tests.unit.hugging_face_cases import gpt_config, llama_config, random_model, reference_of, save_checkpoint
 from titan_like.checkpoint.inference import find_checkpoint, load_parallel_model
 from titan_like.commands import convert, evaluate
@@ -172,10 +173,6 @@ def training_config(folder: Path, layout: str, tasks: list[str]) -> JobConfig:
     return base_config(folder, settings)
 
 
-def metrics_of(config: JobConfig) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (Path(config.job.dump_folder) / "metrics.jsonl").read_text().splitlines()]
-
-
 def train_and_evaluate(rank: int, folder: Path) -> None:
     for name, tasks in itertools.product(("pipeline, tensor", "data, tensor, zero 3"), (TASKS, [])):
         Trainer(prepare_run(resolve_settings(training_config(folder, name, tasks)))).train()
@@ -292,7 +289,8 @@ def test_the_harness_finds_the_same_on_a_checkpoint_and_on_its_export(trained: t
 def test_evaluation_during_training(trained: tuple[Path, str], layout: str) -> None:
     folder, printed = trained
     config = training_config(folder, layout, TASKS)
-    lines, without = metrics_of(config), metrics_of(training_config(folder, layout, []))
+    configs = config, training_config(folder, layout, [])
+    lines, without = (records(Path(one.job.dump_folder)) for one in configs)
     for key in ("loss", "grad_norm"):
         assert [line[key] for line in lines] == [line[key] for line in without]
     assert [FIGURES & line.keys() for line in lines] == [set(), FIGURES, set(), FIGURES]

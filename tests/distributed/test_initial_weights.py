@@ -25,6 +25,7 @@ from titan_like.parallel.mesh import build_mesh
 from titan_like.train import trainer as trainer_module
 from titan_like.train.initial_weights import load_initial_weights
 from titan_like.train.trainer import Trainer
+from titan_like.verify.watch import steps_alone
 
 SIZES = {"num_layers": 4, "vocab_size": 301, "max_seq_len": 64}  # an odd vocabulary, padded to 384
 MODELS = {
@@ -88,7 +89,7 @@ def load_each(rank: int, folder: Path, ranks: int) -> None:
             if layout == "2 stages of tensor 2":
                 save(trainer, folder / model)
             if layout in ("1 rank", "2 stages of tensor 2"):
-                losses = train_two_steps(trainer)
+                losses = [record.loss for record in steps_alone(trainer, 2)]
                 if rank == 0:
                     (folder / model / f"losses {ranks}.json").write_text(json.dumps(losses))
     if rank == 0:
@@ -105,13 +106,6 @@ def save(trainer: Trainer, folder: Path) -> None:
     """Save it as it is."""
     trainer.saver = Saver(folder / "saved", trainer.config.checkpoint.model_copy(update={"enable": True}))
     trainer.save(is_last=True)
-
-
-def train_two_steps(trainer: Trainer) -> list[float]:
-    data = trainer._load_data()
-    losses = [trainer.read_step(trainer.train_step(data)).loss for _ in range(2)]
-    data.close()
-    return losses
 
 
 def refuse_damaged(rank: int, folder: Path, source: Path, out: Path) -> None:

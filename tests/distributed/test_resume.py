@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from tests.distributed.launch import all_stages, base_config, by_name, collect, launch, trainer_of
+from tests.e2e.jobs import records
 from titan_like.checkpoint.step_folders import complete_steps
 from titan_like.train.trainer import Trainer
 from titan_like.verify.dropout import Recorder
@@ -79,15 +79,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def records(dump: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (dump / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+def without_times(dump: Path) -> list[dict[str, Any]]:
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in records(dump)]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_resumed_run_is_bit_identical(folder: Path, name: str) -> None:
     runs = folder / name
-    straight, resumed = records(runs / "straight"), records(runs / "resumed")
+    straight, resumed = without_times(runs / "straight"), without_times(runs / "resumed")
     assert [record["step"] for record in resumed] == list(range(1, 7))
     assert resumed == straight
     weights = torch.load(runs / "weights.pt", weights_only=True)

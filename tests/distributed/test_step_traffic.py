@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.launch import Case, base_config, collect
+from tests.distributed.launch import Case, base_config, collect, trainer_of
 from tests.traces import fresh_stages
 from titan_like.models.registry import model_config
 from titan_like.optim.shards import local
@@ -24,9 +24,8 @@ from titan_like.planner.memory import StepMemory, rank_memory
 from titan_like.planner.predict import workload_of
 from titan_like.planner.traffic import Amount, Coordinates, Message, step_traffic
 from titan_like.planner.workload import BYTES
-from titan_like.train.rules import resolve_settings
-from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
+from titan_like.verify.watch import steps_alone
 
 RANKS = 4
 
@@ -208,7 +207,7 @@ def measure(rank: int, folder: Path, cases: list[Case]) -> dict[str, dict[str, A
 
 def measure_case(folder: Path, case: Case) -> dict[str, Any]:
     with case.layer_units():
-        trainer = Trainer(prepare_run(resolve_settings(base_config(folder, case.settings))))
+        trainer = trainer_of(folder, case.settings)
     meshes = [mesh for mesh in (trainer.mesh, trainer.model.expert_mesh) if mesh is not None]
     groups = {name: mesh[name].get_group() for mesh in meshes for name in mesh.mesh_dim_names or ()}
     groups["dp"] = trainer.token_group
@@ -221,10 +220,8 @@ def measure_case(folder: Path, case: Case) -> dict[str, Any]:
         if isinstance(core, ContextCore):
             groups["cp"] = _resolve_process_group(core.group.name)
     ranks = {name: tuple(dist.get_process_group_ranks(group)) for name, group in groups.items()}
-    data = trainer._load_data()
     with RecordCollectives(ranks["pp"], trainer) as collectives:
-        trainer.train_step(data)
-    data.close()
+        steps_alone(trainer, 1)
     calls, sizes = dict(collectives.calls), dict(collectives.bytes)
     return {"ranks": ranks, "calls": calls, "bytes": sizes, "held": held_bytes(trainer)}
 

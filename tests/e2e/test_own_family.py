@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.scripts import REPO, Script
+from tests.e2e.jobs import records
+from tests.e2e.scripts import REPO, Script, install
 from titan_like.commands import verify
 from titan_like.config.load import load_config
 from titan_like.models.registry import model_config
@@ -25,8 +26,7 @@ from titan_like.verify import verify as verify_module
 from titan_like.verify.compare import EXACT
 from titan_like.verify.verify import Verifier
 
-ENTRY_POINTS = """[titan_like.models]
-primer = my_models.primer.config:PrimerConfig
+ENTRY_POINTS = """primer = my_models.primer.config:PrimerConfig
 absent = my_models.absent.config:AbsentConfig
 function = my_models.primer.model:build
 """
@@ -49,10 +49,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.write_text(text, encoding="utf-8")
     (config,) = re.findall(r"```toml\n(\[model\]\n.*?)```", page, re.DOTALL)
     (folder / "primer.toml").write_text(config, encoding="utf-8")
-    installed = folder / "my_models-1.0.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: my_models\nVersion: 1.0\n", encoding="utf-8")
-    (installed / "entry_points.txt").write_text(ENTRY_POINTS, encoding="utf-8")
+    install(folder, "my_models", "titan_like.models", ENTRY_POINTS)
     return folder
 
 
@@ -70,8 +67,7 @@ def succeeded(home: Path, script: str, *arguments: str) -> str:
 def test_it_trains_and_converts_to_hugging_face_and_back(home: Path) -> None:
     settings = ["--checkpoint.enable=true", "--checkpoint.interval=4"]
     succeeded(home, "train.py", "--job.config_file=primer.toml", *SMALL, *settings)
-    lines = (home / "outputs" / "metrics.jsonl").read_text().splitlines()
-    losses = [json.loads(line)["loss"] for line in lines]
+    losses = [record["loss"] for record in records(home / "outputs")]
     assert len(losses) == 4
     assert all(0 < loss < math.log(VOCABULARY) for loss in losses)
     succeeded(home, "scripts/convert.py", "to-hf", "--checkpoint=outputs/checkpoint", "--output=exported")
@@ -97,16 +93,8 @@ def test_it_is_verified_in_tensor_times_pipeline_times_zero_3(home: Path, monkey
 def test_it_is_planned_and_run_dry(home: Path) -> None:
     settings = ["--job.config_file=primer.toml", *SMALL]
     degrees = ["--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_parallel_degree=2"]
-    succeeded(
-        home,
-        "scripts/plan.py",
-        "predict",
-        *settings,
-        "--cluster.gpu=A100-80GB",
-        "--cluster.gpus_per_node=4",
-        "--json=plan.json",
-        *degrees,
-    )
+    cluster = ["--cluster.gpu=A100-80GB", "--cluster.gpus_per_node=4", "--json=plan.json"]
+    succeeded(home, "scripts/plan.py", "predict", *settings, *cluster, *degrees)
     assert json.loads((home / "plan.json").read_text())["predict"]
     succeeded(home, "train.py", *settings, "--job.dry_run=true", "--json=dry.json", *degrees)
     found = json.loads((home / "dry.json").read_text())

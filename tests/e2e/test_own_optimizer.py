@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import train_on
-from tests.e2e.scripts import REPO, Script
+from tests.e2e.jobs import records, train_on
+from tests.e2e.scripts import REPO, Script, install
 from titan_like.commands import verify
 from titan_like.verify import verify as verify_module
 from titan_like.verify.compare import EXACT
@@ -40,11 +40,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my_lars.py").write_text(lars)
     (entry,) = re.findall(r'\[project.entry-points."titan_like.optimizers"\]\n(.*?)```', text, re.DOTALL)
     (folder / "my_optimizers.py").write_text(module)
-    info = folder / "my_optimizers-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my_optimizers\nVersion: 1.0\n")
-    entries = f"{entry.replace(chr(34), '')}\nlars = my_lars:lars\n"
-    (info / "entry_points.txt").write_text(f"[titan_like.optimizers]\n{entries}")
+    install(folder, "my_optimizers", "titan_like.optimizers", f"{entry}\nlars = my_lars:lars\n")
     return folder
 
 
@@ -53,7 +49,7 @@ def train(package: Path, *settings: str) -> subprocess.CompletedProcess[str]:
 
 
 def losses(dump: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (dump / "metrics.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records(dump)]
 
 
 def test_trains_alike_on_one_process_and_on_two_and_resumes(package: Path, tmp_path: Path) -> None:

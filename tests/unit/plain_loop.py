@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from tests.e2e.jobs import records
 from titan_like.config import load_config
 from titan_like.config.schema import JobConfig, Optimizer
 from titan_like.train.rules import resolve_settings
@@ -47,7 +47,7 @@ def prepared(settings: Mapping[str, object]) -> Run:
 
 def logged(config: JobConfig) -> list[dict[str, float]]:
     """What the run wrote about each step."""
-    return [json.loads(line) for line in (Path(config.job.dump_folder) / "metrics.jsonl").read_text().splitlines()]
+    return records(Path(config.job.dump_folder))
 
 
 def plain_adamw(model: nn.Module, section: Optimizer) -> torch.optim.AdamW:
