@@ -194,12 +194,6 @@ HARNESS = {
         "doc_to_target": "{{gold}}",
         "metric_list": [{"metric": "acc"}],
     },
-    "rolling": {
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "{{text}} and then it goes on until the window is full {{gold}}, and on {{text}}",
-        "metric_list": [{"metric": "byte_perplexity"}, {"metric": "bits_per_byte"}],
-    },
     "continuation": {
         "output_type": "generate_until",
         "doc_to_text": "the quick brown {{text}}",
