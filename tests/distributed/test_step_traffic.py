@@ -266,21 +266,3 @@ def test_what_every_rank_sends_and_holds(measured: Measured, case: Case, tmp_pat
         held[memory] = max(found["held"], held.get(memory, 0))
     assert rows["planned"] == rows["sent"]
     assert [memory.parameters + memory.optimizer for memory in held] == [*held.values()]
-
-
-@pytest.mark.parametrize("family", ["gpt", "llama"])
-@pytest.mark.parametrize("stage", range(4))
-def test_what_is_planned_for_a_zero_stage_is_its_formula(stage: int, family: str, tmp_path: Path) -> None:
-    """Units of communication are the layers, the root and Llama's table, which is not tied."""
-    layers, microbatches = 3, 2
-    units = layers + {"gpt": 1, "llama": 2}[family]
-    expected = {
-        0: {"all_reduce": layers + 1},
-        1: {"all_gather": units, "reduce_scatter": units},
-        2: {"all_gather": units, "reduce_scatter": units * microbatches},
-        # Forward and backward gather each unit, but the root stays gathered in between.
-        3: {"all_gather": (2 * units - 1) * microbatches, "reduce_scatter": units * microbatches},
-    }
-    run = case("", family, microbatches, model__overrides={"num_layers": layers}, **zero(stage))
-    traffic, _ = planned(run, 0, tmp_path)
-    assert {message.kind: amount.calls for message, amount in traffic.items()} == expected[stage]

@@ -120,15 +120,6 @@ def test_padding_logits_have_no_probability_and_no_gradient(family):
     assert (used != 0).any(dim=1).all()
 
 
-def test_dropout_acts_in_training_only():
-    model = build_model(TINY["gpt"].model_copy(update={"dropout": 0.5}), "gpt")
-    model.init_weights(1)
-    tokens = torch.arange(24).view(1, 24)
-    assert not torch.equal(model(tokens), model(tokens))
-    model.eval()
-    assert torch.equal(model(tokens), tiny_model("gpt")(tokens))
-
-
 def test_same_seed_and_name_give_the_same_weights_and_others_do_not():
     first, again, other = (dict(tiny_model("gpt", seed).named_parameters()) for seed in (1, 1, 2))
     drawn = [name for name, parameter in first.items() if parameter.ndim == 2]

@@ -1,4 +1,4 @@
-"""What [profiling] writes, at which steps; and what is in the pictures."""
+"""What [profiling] writes, and at which steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from titan_like.config.schema import JobConfig
-from titan_like.metrics import profiling, timeline_plot
+from titan_like.metrics import profiling
 from titan_like.metrics.profiling import StepProfiler, write_timeline
 from titan_like.metrics.step_timeline import StepTimeline
 from titan_like.parallel.layout import Layout
@@ -103,9 +103,6 @@ def test_processes_beside_the_first_pipeline_look_at_nothing(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- pictures
-
-
 def step_of_two() -> StepTimeline:
     passes = [
         Event(0, Action("F", 0, 0), 0.0, 0.010),
@@ -114,44 +111,6 @@ def step_of_two() -> StepTimeline:
         Event(0, Action("B", 0, 0), 0.050, 0.070),
     ]
     return StepTimeline("1f1b", 2, 1, passes)
-
-
-def boxes_of(panel):
-    """Left, top, width and colour of each, by rank."""
-    boxes = [
-        (path.get_extents(), colour[:3])
-        for collection in panel.collections
-        for path, colour in zip(collection.get_paths(), collection.get_facecolors(), strict=True)
-    ]
-    return [(box.x0, box.y0, box.width, colour) for box, colour in boxes]
-
-
-def test_boxes_are_the_passes() -> None:
-    """Over a grey row for each rank, at their times in ms, with the microbatch's number in them."""
-    figures = pytest.importorskip("matplotlib.figure")
-    panel = figures.Figure().subplots()
-    timeline_plot._draw_step(panel, step_of_two(), inches_per_second=100)
-    boxes = boxes_of(panel)
-    idle, forward, backward = ((0.88,) * 3, (0.16, 0.38, 0.72), (0.10, 0.50, 0.30))
-    expected = [
-        (0, -0.5, 70, idle),
-        (0, -0.5, 10, forward),
-        (50, -0.5, 20, backward),
-        (0, 0.5, 70, idle),
-        (15, 0.5, 10, forward),
-        (25, 0.5, 20, backward),
-    ]
-    for box, (x, y, width, colour) in zip(boxes, expected, strict=True):
-        assert box[:3] == pytest.approx((x, y, width))
-        assert box[3] == pytest.approx(colour)
-    assert [(text.get_text(), *text.get_position()) for text in panel.texts] == [
-        ("0", pytest.approx(middle), rank) for middle, rank in ((5, 0), (60, 0), (20, 1), (35, 1))
-    ]
-    assert [label.get_text() for label in panel.get_yticklabels()] == ["rank 0", "rank 1"]
-    assert panel.get_ylim() == (1.5, -0.5)  # the first rank above
-    narrow = figures.Figure().subplots()
-    timeline_plot._draw_step(narrow, step_of_two(), inches_per_second=5)  # 0.05 and 0.1 inches
-    assert [text.get_position()[0] for text in narrow.texts] == pytest.approx([60, 35])
 
 
 @pytest.mark.parametrize("draws", [True, False])
