@@ -163,11 +163,10 @@ def test_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, family: str,
         assert found[name] == pytest.approx(expected, rel=2e-6), name
 
 
-@pytest.mark.parametrize("balance", ["bias", pytest.param("auxiliary", marks=pytest.mark.exhaustive)])
-def test_experts_of_every_layout_count_the_same_tokens(tmp_path: Path, balance: str) -> None:
+def test_experts_of_every_layout_count_the_same_tokens(tmp_path: Path) -> None:
     """In one sample of two nine tokens of ten are padding, so some processes have nothing else."""
     model = {"hidden_size": 64, "num_layers": 4, "num_kv_heads": 4, "expert_ffn_hidden_size": 48}
-    model |= {"vocab_size": VOCAB_SIZE, "balance": balance, "balance_coefficient": BALANCE, "z_loss_coefficient": Z}
+    model |= {"vocab_size": VOCAB_SIZE, "balance": "bias", "balance_coefficient": BALANCE, "z_loss_coefficient": Z}
     model |= {"bias_update_rate": 0.02}
     settings = chat_settings(tmp_path, conversations(5)) | {"model.family": "moe", "model.overrides": model}
     settings |= {"training.dtype": "float64", "training.steps": 3, "training.seq_len": 256}

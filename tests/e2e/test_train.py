@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -24,7 +23,6 @@ SHORT = [
     "--metrics.tensorboard=true", "--metrics.wandb=true", "--evaluation.interval=4", "--evaluation.steps=1",
     "--checkpoint.interval=4", "--parallelism.zero_stage=3",
 ]  # fmt: skip
-PROMPT = "def main("
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -103,26 +101,6 @@ def test_tensorboard_and_wandb_are_written(first: subprocess.CompletedProcess[st
     runs = [path for path in (home / "out" / "wandb").glob("*run-*") if not path.is_symlink()]
     assert [path.name.startswith("offline-run-") for path in runs] == [True]  # one run per job, not per rank
     assert next(runs[0].glob("*.wandb")).stat().st_size > 1000
-
-
-def test_generation_is_decided_by_its_seed(first: subprocess.CompletedProcess[str], home: Path, here: Any) -> None:
-    def generate(seed: int) -> tuple[str, dict[str, Any]]:
-        target = home / "sample.json"
-        options = ["--prompt", PROMPT, "--max_new_tokens=20", f"--seed={seed}", f"--json={target}"]
-        code, out, err = here(
-            "scripts/generate.py", *options, *SHORT, f"--job.dump_folder={home}/out", "--training.steps=6"
-        )
-        assert code == 0, err
-        assert err == f"[{home}/out/checkpoint/step-6]\n"
-        return out, json.loads(target.read_text())
-
-    (out, sample), (again, same), (other, _) = generate(0), generate(0), generate(1)
-    assert out == PROMPT + sample["continuation"] + "\n" == again
-    assert out != other
-    assert sample == same
-    assert sample["checkpoint"] == f"{home}/out/checkpoint/step-6"
-    assert sample["prompt"] == PROMPT
-    assert 0 < len(sample["tokens"]) <= 20
 
 
 def test_finished_run_has_nothing_to_train_and_a_longer_one_goes_on(

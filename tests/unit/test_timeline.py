@@ -66,15 +66,6 @@ def test_messages_are_exposed_communication_and_not_in_the_simulated_bubble():
     assert as_simulated(step).mean_seconds() == pytest.approx(step.mean_seconds())
 
 
-@pytest.mark.parametrize("transfer", [0.0, 0.25])
-def test_shares_of_a_rank_sum_to_the_step(transfer):
-    step = unit_step("interleaved_1f1b", transfer=transfer)
-    for share in rank_shares(step):
-        assert share.compute == pytest.approx(8 * 2 * 3)
-        assert share.compute + share.bubble + share.exposed_communication + share.other == pytest.approx(step.seconds)
-        assert share.other == pytest.approx(0)
-
-
 def test_slowest_stage():
     step = simulated("1f1b", 4, 1, 8, lambda action: unit_time(action) * (1.5 if action.stage == 2 else 1))
     found = figures(step)
