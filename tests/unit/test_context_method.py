@@ -10,7 +10,6 @@ from titan_like.parallel.layout import Layout, best_method, method_of
 from titan_like.planner.memory import memory
 from titan_like.planner.predict import default_profile
 from titan_like.planner.profile import builtin_profiles
-from titan_like.planner.search import search
 from titan_like.planner.search_space import Space
 from titan_like.planner.step_time import step_time
 from titan_like.planner.trace import trace
@@ -119,28 +118,7 @@ def test_a_ring_hides_its_messages_behind_attention():
     assert slow.exposed == pytest.approx(3 * block / rate - attention)
 
 
-def test_messages_of_an_all_to_all_between_nodes_share_the_cards():
-    links = builtin_profiles()["titan_h100"].changed(nvlink_latency=0.0, network_latency=0.0).links
-    assert links.all_to_all(8e9, 8, 1) == pytest.approx(7e9 / links.nvlink)
-    assert links.all_to_all(8e9, 16, 1) == pytest.approx(8 * 4e9 / links.node)  # half of what each of 8 GPUs has
-    assert links.all_to_all(8e9, 4, 8) == pytest.approx(links.all_gather(8e9, 4, 8))  # one process of a group a node
-
-
 LONG = ["--cluster.gpu=H100", "--cluster.gpus_per_node=8", "--training.global_batch_size=4"]
-
-
-def test_the_search_lets_processes_share_long_sequences():
-    """More GPUs than sequences: the best of all degrees is what searches with each degree find."""
-    config = run(*LONG)
-    found = search(config, 32, kinds=1)
-    fixed = frozenset({"parallelism.context_parallel_degree"})
-    alone = [
-        search(run(*LONG, f"--parallelism.context_parallel_degree={size}"), 32, fixed=fixed, kinds=1).best
-        for size in (1, 2, 4, 8, 16, 32)
-    ]
-    assert found.best.time.total == min(one.time.total for one in alone)
-    assert found.best.work.context > 1
-    assert found.config.parallelism.context_parallel_degree == found.best.work.context
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,19 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 => model.overrides.rope_scaling ; low_freq_factor 4.0 must be below high_freq_factor 4.0
 1 --model.flavor=a --model.flavors.a.hidden_size=8 --model.flavors.a.num_attention_heads=1 \
 --model.flavors.a.vocab_size=9 --model.flavors.a.max_seq_len=8 => model.flavors.a.num_layers ; required
+1 --model.family=t5 --model.overrides.num_position_buckets=32 --model.overrides.max_position_distance=16 \
+=> max_position_distance 16 ; at least 17
+1 --model.family=t5 --model.overrides.num_position_buckets=7 --model.overrides.max_position_distance=2 \
+=> max_position_distance 2 ; at least 4
+1 --model.family=t5 --model.overrides.head_size=0 --model.overrides.num_attention_heads=5 \
+=> num_attention_heads 5 does not divide hidden_size 128 ; head_size
+1 --model.family=t5 --model.overrides.num_layers=5 --model.overrides.num_decoder_layers=5 \
+=> num_decoder_layers 5 of num_layers 5 leave a stack without layers
+1 --model.family=moe --model.overrides.experts_per_token=9 => experts_per_token 9 is more than num_experts 8
+1 --model.family=moe --model.overrides.experts_per_token=1 => experts_per_token 1 with renormalize
+1 --model.family=moe --model.overrides.num_dense_layers=4 \
+=> num_dense_layers 4 of num_layers 4 leave no layer with experts
+1 --model.family=moe --model.overrides.head_size=7 => head_size 7 is odd
 # lengths and batches; the batch is of 16 samples
 1 '--training.batch_size_rampup=[4, 4]' --training.samples=100 => [4, 4] ; [start, increment, samples]
 1 '--training.batch_size_rampup=[0, 4, 10]' --training.samples=100 => three positive integers
