@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.launch import base_config, collect
+from tests.distributed.layouts import pipeline, tensor, zero
 from titan_like.checkpoint.inference import (
     ParallelInference,
     find_checkpoint,
@@ -31,16 +32,12 @@ SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0, "prefix_lm": True},
     {"temperature": 1.0, "top_k": 40, "top_p": 0.95, "seed": 3},
 ]
-PIPELINE = {"pipeline_parallel_degree": 2}
-TENSOR = {"tensor_parallel_degree": 2}
-SEQUENCE = TENSOR | {"sequence_parallel": True}
 FAMILIES = ("gpt", "llama", "t5")
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "1f1b, tensor": PIPELINE | TENSOR,
-    "v, sequence": PIPELINE | SEQUENCE | {"pipeline_schedule": "zbv_zero_bubble"},
-    "interleaved, zero 3": PIPELINE
-    | {"pipeline_schedule": "interleaved_1f1b", "virtual_stages_per_rank": 2, "zero_stage": 3},
-    "sequence, zero 1": SEQUENCE | {"zero_stage": 1},
+    "1f1b, tensor": pipeline() | tensor(),
+    "v, sequence": tensor(2, True) | pipeline(2, "zbv_zero_bubble"),
+    "interleaved, zero 3": pipeline(2, "interleaved_1f1b") | zero(3),
+    "sequence, zero 1": tensor(2, True) | zero(1),
 }
 
 
@@ -56,12 +53,11 @@ CHOSEN = [
 
 
 def config_of(folder: Path, family: str, layout: dict[str, Any]) -> JobConfig:
-    settings = {f"parallelism.{key}": value for key, value in layout.items()}
     # The text grows past max_seq_len; large weights give a distribution that is far from uniform.
     overrides = {"max_seq_len": 18 if family == "llama" else 17, "init_std": 2.0 if family == "t5" else 0.3}
     few = {"training.steps": 1, "training.seq_len": 16, "checkpoint.enable": True}
     few |= {"training.decoder_seq_len": 6} if family == "t5" else {}
-    return base_config(folder / family, settings | few | {"model.family": family, "model.overrides": overrides})
+    return base_config(folder / family, layout | few | {"model.family": family, "model.overrides": overrides})
 
 
 def write(model: Any, family: str, options: dict[str, Any]) -> list[int]:
@@ -109,7 +105,7 @@ def test_every_layout_continues_like_one_process(
     config = config_of(folder, family, {})
     model = load_for_inference(config, find_checkpoint(config), torch.device("cpu"))
     # Under sequence parallelism gpt's window of 17 tokens has 16 of them: the longest even one.
-    if family == "gpt" and LAYOUTS[layout].get("sequence_parallel"):
+    if family == "gpt" and LAYOUTS[layout].get("parallelism.sequence_parallel"):
         model.config = model.config.model_copy(update={"max_seq_len": 16})
     for number, options in enumerate(SAMPLING):
         expected = write(model, family, options)

@@ -151,15 +151,6 @@ def test_plans_a_shipped_configuration(run, tmp_path):
     run("titan-plan", "predict", "--job.config_file=best.toml")
 
 
-def test_searches_and_writes_what_it_finds(run, tmp_path):
-    (tmp_path / "grid.toml").write_text("processes = 1\n[training]\nmicro_batch_size = [2]\n")
-    settings = ["--job.config_file=debug_gpt", *(word for word in SMALL if "micro_batch_size" not in word)]
-    run("titan-search", *settings, "--grid=grid.toml", "--dump_folder=found", "--warmup=1", "--steps=1")
-    best = (tmp_path / "found" / "best.toml").read_text()
-    assert "in the fastest layout that titan-search measured" in best
-    assert "micro_batch_size = 2" in best
-
-
 def test_verifies_a_shipped_configuration(run):
     fewer = ["--steps=2", "--model.overrides.dropout=0", "--parallelism.data_parallel_shard_degree=1"]
     told = run("titan-verify", "--job.config_file=debug_gpt", *fewer)

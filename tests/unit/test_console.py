@@ -125,15 +125,6 @@ def test_line_ends_with_the_time_that_is_left():
     assert console.seconds_left() == 895
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_only_one_process_prints(capsys, enabled):
-    console = Console(enabled, total_steps=3, total_samples=6)
-    console.print("a line [not markup]")
-    console.add(record(step=3))
-    console.close()
-    assert capsys.readouterr().out == ("a line [not markup]\n" if enabled else "")
-
-
 def test_line_stays_whole_above_the_progress_bar(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):

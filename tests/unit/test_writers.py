@@ -11,7 +11,7 @@ from tests.unit.test_console import record as record_of_console
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.metrics.run_files import lacks_validation
-from titan_like.metrics.writers import JsonLinesWriter, TensorBoardWriter, WandbWriter, build_writers, check_wandb
+from titan_like.metrics.writers import JsonLinesWriter, TensorBoardWriter, WandbWriter, check_wandb
 
 CONTRACT_KEYS = [
     "step", "loss", "grad_norm", "lr", "consumed_samples", "consumed_tokens", "global_batch_size", "step_time_s",
@@ -199,13 +199,6 @@ def test_tensorboard_has_the_same_keys_and_values(tmp_path):
         assert found[item.step] == pytest.approx(numbers(item), rel=1e-6, nan_ok=True)
 
 
-def test_tensorboard_goes_on_after_a_resume_with_no_step_twice(tmp_path):
-    write_all(TensorBoardWriter(tmp_path, 0), [record(step) for step in range(1, 6)])
-    write_all(TensorBoardWriter(tmp_path, 3), [record(step, loss=9.0) for step in range(4, 7)])
-    losses = {step: values["loss"] for step, values in tensorboard_scalars(tmp_path).items()}
-    assert losses == pytest.approx({1: 5.0, 2: 2.5, 3: 5 / 3, 4: 9.0, 5: 9.0, 6: 9.0})
-
-
 @pytest.fixture
 def no_key(tmp_path, monkeypatch):
     """A user who never logged in, at a terminal, where every question fails the test."""
@@ -278,15 +271,3 @@ def test_online_without_a_key_is_refused(no_key):
     with pytest.raises(ConfigError, match=r'metrics\.wandb_mode = "online": no wandb key .* use "offline"'):
         check_wandb(wandb_config("online").metrics)
     check_wandb(JobConfig.model_validate({"metrics": {"wandb_mode": "online"}}).metrics)  # wandb is off
-
-
-def test_writers_are_those_that_are_asked_for(tmp_path, no_key):
-    def kinds(**metrics):
-        config = JobConfig.model_validate({"job": {"dump_folder": str(tmp_path / "new")}, "metrics": metrics})
-        writers = build_writers(config, 0, "ours")
-        for writer in writers:
-            writer.close()
-        return [type(writer) for writer in writers]
-
-    assert kinds() == [JsonLinesWriter]
-    assert kinds(tensorboard=True, wandb=True) == [JsonLinesWriter, TensorBoardWriter, WandbWriter]
