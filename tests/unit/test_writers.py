@@ -1,6 +1,7 @@
 import getpass
 import json
 import math
+from pathlib import Path
 
 import pytest
 import wandb
@@ -112,6 +113,25 @@ def test_a_run_that_ended_before_its_first_step_has_no_file_of_its_own(tmp_path)
     assert [found.name for found in tmp_path.glob("*.jsonl")] == ["metrics.jsonl"]
 
 
+def test_each_run_goes_on_with_its_own_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+
+    def steps(name):
+        return [line["step"] for line in read_lines(tmp_path / name)]
+
+    write_all(JsonLinesWriter(path, 0, "first"), [record(step) for step in range(1, 7)])
+    write_all(JsonLinesWriter(path, 0, "second"), [record(step) for step in range(1, 4)])
+    write_all(JsonLinesWriter(path, 6, "first"), [record(7)])
+    assert steps("metrics.jsonl") == [1, 2, 3, 4, 5, 6, 7] and steps("metrics.2.jsonl") == [1, 2, 3]
+    write_all(JsonLinesWriter(path, 2, "second"), [record(3), record(4)])
+    assert steps("metrics.jsonl") == [1, 2, 3, 4] and steps("metrics.3.jsonl") == [1, 2, 3, 4, 5, 6, 7]
+    write_all(JsonLinesWriter(path, 9, "from elsewhere"), [record(10)])
+    assert steps("metrics.jsonl") == [10] and steps("metrics.4.jsonl") == [1, 2, 3, 4]
+    (tmp_path / "metrics.runs.json").write_text("[")  # damaged: nothing is known, and nothing is lost
+    write_all(JsonLinesWriter(path, 10, "from elsewhere"), [record(11)])
+    assert steps("metrics.jsonl") == [10, 11]
+
+
 def test_lines_after_the_step_that_a_user_goes_back_to_are_kept_aside(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_all(JsonLinesWriter(path, 0, "ours"), [record(step) for step in range(1, 6)])
@@ -166,6 +186,30 @@ def test_lines_wait_until_a_full_disk_has_room(tmp_path, capsys):
     writer.close()
     assert [line["step"] for line in read_lines(path)] == [1, 2, 3, 4]
     assert capsys.readouterr().err == f"{path} lacks its last lines (No space left on device)\n"
+
+
+def test_a_disk_that_is_full_at_the_start_keeps_each_run_s_file(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "metrics.jsonl"
+    write_all(JsonLinesWriter(path, 0, "first"), [record(1), record(2)])
+    first = path.read_text()
+
+    def no_room(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_bytes", no_room)
+        writer = JsonLinesWriter(path, 0, "second")
+        write(writer, record(1))
+        assert path.read_text() == first and [found.name for found in tmp_path.glob("*.jsonl")] == ["metrics.jsonl"]
+    assert capsys.readouterr().out == (
+        f"{path} cannot be written (No space left on device); its lines wait until it can\n"
+    )
+    write(writer, record(2))
+    write_all(writer, [record(3)])
+    assert (tmp_path / "metrics.1.jsonl").read_text() == first
+    assert [line["step"] for line in read_lines(path)] == [1, 2, 3]
+    JsonLinesWriter(path, 2, "first").close()
+    assert path.read_text() == first
 
 
 @pytest.mark.parametrize("damage", ["{}", "5", '{"step": "x"}', "\udcff\udcfe\0"])
