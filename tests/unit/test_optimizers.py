@@ -58,33 +58,16 @@ def worst_difference(found: Named, wanted: Named) -> float:
     return max(((p - q).norm() / q.norm()).item() for (_, p), (_, q) in zip(found, wanted, strict=True))
 
 
-class Plain:
-    """SGD, or AdamW with ``betas``, element by element, with weight decay for matrices alone."""
-
-    def __init__(self, named: Named, section: Optimizer) -> None:
-        self.named, self.section, self.number = named, section, 0
-        self.moments = [(torch.zeros_like(p), torch.zeros_like(p)) for _, p in named]
-
-    @torch.no_grad()
-    def step(self) -> None:
-        self.number += 1
-        for (_, p), (first, second) in zip(self.named, self.moments, strict=True):
-            p -= LR * (DECAY if p.ndim == 2 else 0) * p
-            if self.section.name == "sgd":
-                p -= LR * p.grad
-                continue
-            for moment, new, beta in zip((first, second), (p.grad, p.grad**2), self.section.betas, strict=True):
-                moment.copy_(beta * moment + (1 - beta) * new)
-            means = (m / (1 - beta**self.number) for m, beta in zip((first, second), self.section.betas, strict=True))
-            p -= LR * next(means) / (next(means).sqrt() + self.section.eps)
-
-
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_adamw_and_sgd_are_as_defined(name: str, implementation: Any) -> None:
+def test_adamw_and_sgd_are_torch_s_with_decay_of_matrices(name: str, implementation: Any) -> None:
     mine, theirs = parameters(torch.float64), parameters(torch.float64)
     section = Optimizer(name=name, lr=LR, weight_decay=DECAY, implementation=implementation)
-    step_alike([(mine, [build_optimizer(mine, section)]), (theirs, [Plain(theirs, section)])])
+    rules: dict[str, torch.optim.Optimizer] = {
+        "adamw": torch.optim.AdamW(groups(theirs), lr=LR, betas=section.betas, eps=section.eps, foreach=False),
+        "sgd": torch.optim.SGD(groups(theirs), lr=LR, foreach=False),
+    }
+    step_alike([(mine, [build_optimizer(mine, section)]), (theirs, [rules[name]])])
     assert worst_difference(mine, theirs) < 1e-14
 
 
