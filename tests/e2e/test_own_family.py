@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import records
-from tests.e2e.scripts import REPO, Script, install
+from tests.e2e.scripts import REPO, Script
 from titan_like.commands import verify
 from titan_like.config.load import load_config
 from titan_like.models.registry import model_config
@@ -26,7 +25,8 @@ from titan_like.verify import verify as verify_module
 from titan_like.verify.compare import EXACT
 from titan_like.verify.verify import Verifier
 
-ENTRY_POINTS = """primer = my_models.primer.config:PrimerConfig
+ENTRY_POINTS = """[titan_like.models]
+primer = my_models.primer.config:PrimerConfig
 absent = my_models.absent.config:AbsentConfig
 function = my_models.primer.model:build
 """
@@ -49,7 +49,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.write_text(text, encoding="utf-8")
     (config,) = re.findall(r"```toml\n(\[model\]\n.*?)```", page, re.DOTALL)
     (folder / "primer.toml").write_text(config, encoding="utf-8")
-    install(folder, "my_models", "titan_like.models", ENTRY_POINTS)
+    installed = folder / "my_models-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: my_models\nVersion: 1.0\n", encoding="utf-8")
+    (installed / "entry_points.txt").write_text(ENTRY_POINTS, encoding="utf-8")
     return folder
 
 
@@ -67,7 +70,8 @@ def succeeded(home: Path, script: str, *arguments: str) -> str:
 def test_it_trains_and_converts_to_hugging_face_and_back(home: Path) -> None:
     settings = ["--checkpoint.enable=true", "--checkpoint.interval=4"]
     succeeded(home, "train.py", "--job.config_file=primer.toml", *SMALL, *settings)
-    losses = [record["loss"] for record in records(home / "outputs")]
+    lines = (home / "outputs" / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
     assert len(losses) == 4
     assert all(0 < loss < math.log(VOCABULARY) for loss in losses)
     succeeded(home, "scripts/convert.py", "to-hf", "--checkpoint=outputs/checkpoint", "--output=exported")
@@ -79,22 +83,35 @@ def test_it_trains_and_converts_to_hugging_face_and_back(home: Path) -> None:
     assert first == second
 
 
-def test_it_is_verified_in_tensor_times_pipeline_times_zero_3(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("processes", "kinds"), [(4, [EXACT]), pytest.param(8, [], marks=pytest.mark.exhaustive)], ids=["4", "8"]
+)
+def test_it_is_verified_in_tensor_times_pipeline_times_zero_3(
+    home: Path, processes: int, kinds: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On four processes each shard is a whole."""
     monkeypatch.syspath_prepend(home)
     monkeypatch.chdir(home)
-    monkeypatch.setattr(verify_module, "Verifier", partial(Verifier, kinds=[EXACT]))
+    monkeypatch.setattr(verify_module, "Verifier", partial(Verifier, kinds=kinds))
     degrees = ["tensor_parallel_degree=2", "pipeline_parallel_degree=2", "zero_stage=3", "sequence_parallel=true"]
     settings = [f"--parallelism.{degree}" for degree in degrees]
-    options = ["--job.config_file=primer.toml", "--steps=2", "--timeout=300", "--processes=4"]
+    options = ["--job.config_file=primer.toml", "--steps=2", "--timeout=300", f"--processes={processes}"]
     assert verify.main([*options, *SMALL, *settings]) == 0
 
 
 def test_it_is_planned_and_run_dry(home: Path) -> None:
     settings = ["--job.config_file=primer.toml", *SMALL]
     degrees = ["--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_parallel_degree=2"]
-    cluster = ["--cluster.gpu=A100-80GB", "--cluster.gpus_per_node=4", "--json=plan.json"]
-    succeeded(home, "scripts/plan.py", "predict", *settings, *cluster, *degrees)
+    succeeded(
+        home,
+        "scripts/plan.py",
+        "predict",
+        *settings,
+        "--cluster.gpu=A100-80GB",
+        "--cluster.gpus_per_node=4",
+        "--json=plan.json",
+        *degrees,
+    )
     assert json.loads((home / "plan.json").read_text())["predict"]
     succeeded(home, "train.py", *settings, "--job.dry_run=true", "--json=dry.json", *degrees)
     found = json.loads((home / "dry.json").read_text())
