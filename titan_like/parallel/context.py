@@ -80,7 +80,7 @@ class ContextCore(AttentionCore):
 class GatheredCore(ContextCore):
     """Every rank gets all keys and values. Their gradients are reduce-scattered."""
 
-    def attend(self, q, k, v, document_mask=None, bias=None):  # type: ignore[no-untyped-def]  # as in the base class
+    def attend(self, q, k, v, document_mask, bias):  # type: ignore[no-untyped-def]  # as in the base class
         """As in the base class."""
         keys = unshard(gathered(torch.stack((k, v)), self.group))
         if document_mask is not None or bias is not None or not self.is_causal:
@@ -91,7 +91,7 @@ class GatheredCore(ContextCore):
 class UlyssesCore(ContextCore):
     """Every rank gets some heads of the whole sequence (arXiv 2309.14509)."""
 
-    def attend(self, q, k, v, document_mask=None, bias=None):  # type: ignore[no-untyped-def]  # as in the base class
+    def attend(self, q, k, v, document_mask, bias):  # type: ignore[no-untyped-def]  # as in the base class
         """As in the base class."""
         size = self.group.size
         by_heads = [x.unflatten(1, (size, -1)).movedim(1, 0) for x in (q, k, v)]
@@ -104,7 +104,7 @@ class UlyssesCore(ContextCore):
 class RingCore(ContextCore):
     """The keys and values of one rank at a time pass by (arXiv 2310.01889)."""
 
-    def attend(self, q, k, v, document_mask=None, bias=None):  # type: ignore[no-untyped-def]  # as in the base class
+    def attend(self, q, k, v, document_mask, bias):  # type: ignore[no-untyped-def]  # as in the base class
         """As in the base class; there is no bias."""
         ranges = (None, None) if document_mask is None else (document_mask.first, document_mask.end)
         return cp_attention(q, torch.stack((k, v)), ranges, self.is_causal, self.scale_of(q), self.group, travels=True)

@@ -39,14 +39,12 @@ class AttentionCore(nn.Module):
         result, may be narrower; they are padded with zeros, because flash attention takes one width for all.
 
         Raises:
-            ValueError: both are given, or v is wider than k.
+            ValueError: both are given.
         """
         if bias is not None and document_mask is not None:
             raise ValueError("attention takes either the keys that queries see, or a bias that hides the others")
         width, padding = v.shape[3], k.shape[3] - v.shape[3]
-        if padding < 0:
-            raise ValueError(f"heads of values have {width} elements, more than the {k.shape[3]} of keys")
-        if padding:
+        if padding > 0:
             return self.attend(q, k, F.pad(v, (0, padding)), document_mask, bias)[..., :width]
         return self.attend(q, k, v, document_mask, bias)
 
@@ -55,8 +53,8 @@ class AttentionCore(nn.Module):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        document_mask: KeyRanges | None = None,
-        bias: torch.Tensor | None = None,
+        document_mask: KeyRanges | None,
+        bias: torch.Tensor | None,
     ) -> torch.Tensor:
         """`forward` with heads of one width. Context parallelism extends it."""
         dropout, is_grouped = self.dropout if self.training else 0.0, q.shape[1] != k.shape[1]
