@@ -104,12 +104,8 @@ def check_expert_parallel(config: JobConfig, model: TransformerConfig, layout: L
     problem = "MoE with tensor parallelism needs sequence parallelism; set it to true"
     require(layout.tensor == 1 or layout.sequence_parallel, "parallelism.sequence_parallel", False, problem)
     problem = 'MoE with qk_norm = "all" does not support tensor parallelism; use 1'
-    require(
-        layout.tensor == 1 or getattr(model, "qk_norm", "none") != "all",
-        "parallelism.tensor_parallel_degree",
-        layout.tensor,
-        problem,
-    )
+    norm = getattr(model, "qk_norm", "none")
+    require(layout.tensor == 1 or norm != "all", "parallelism.tensor_parallel_degree", layout.tensor, problem)
     # FSDP2 gathers split experts within the layer, which torch's selective checkpoints do not expect to recompute.
     problem = 'does not work with split experts or tensor parallelism; use "experts", "full" or "none"'
     works = not layout.splits_experts or config.activation_checkpoint.mode != "selective"
