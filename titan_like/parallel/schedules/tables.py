@@ -15,8 +15,8 @@ dualpipe_v               V (v = 2)  (p-1)/6m        2p + 1
 =======================  =========  ==============  ============================================================
 
 A chunk is one microbatch in one stage, whose activations are held from F until B or W. With v stages per rank each
-stage has 1/v of the rank's layers, so v chunks take as much memory as one chunk of 1f1b. For the bubble of an m too
-small for these figures, see `simulate.ideal_bubble`.
+stage has 1/v of the rank's layers, so v chunks take as much memory as one chunk of 1f1b. Fewer microbatches than ranks
+leave a larger bubble, except in gpipe, 1f1b and interleaved_1f1b.
 
 Schedules that split the backward pass fill idle time with weight gradients. Ranks start one after the other, as the
 first microbatch reaches them. From then on no rank needs to wait. The papers call this zero bubble, because their ranks
