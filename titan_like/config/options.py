@@ -20,7 +20,6 @@ from titan_like.config.section import expanded_tokenizer
 
 _MOST_SHOWN = 80  # characters of a path
 _OUTPUTS = ("json", "out", "picture")  # options that name files to write
-_OF_RUNS = ("run.json", "metrics.runs.json")
 _FILE_OF_COMMAND = re.compile(r"(?<![\w/.-])(?:python (?:scripts/)?|scripts/)(\w+)\.py\b")
 
 
@@ -111,7 +110,7 @@ def check_output_file(option: str, path: str | None) -> None:
     is_writable = not Path(path).is_dir() and parent.is_dir() and os.access(parent, os.W_OK)
     require(is_writable, option, path, "not a file in a folder that you may write to; name one")
     # Only a result may replace a file that is there: not a text, a dataset, or a file of a run.
-    is_result = path.endswith(".json") and os.path.basename(path) not in _OF_RUNS
+    is_result = path.endswith(".json") and os.path.basename(path) != "run.json"
     problem = "is there already and is no result; name another file"
     require(option != "--json" or is_result or not os.path.isfile(path), option, path, problem)
 

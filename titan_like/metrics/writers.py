@@ -58,7 +58,7 @@ class JsonLinesWriter:
     """
 
     def __init__(self, path: Path, start_step: int, run_id: str, goes_back: bool = False) -> None:
-        self._path, self._of_run = path, (start_step, run_id, goes_back)
+        self._path, self._run_id, self._of_run = path, run_id, (start_step, run_id, goes_back)
         self._file: FileIO | None = None  # None as long as it cannot be opened
         self._step: int | None = start_step  # of the last line
         self._problems: list[str] = []
@@ -69,7 +69,7 @@ class JsonLinesWriter:
         """Append the step, or add to the last line if that is the step's."""
         finite = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in values.items()}
         adds, self._step = step == self._step, None
-        line = json.dumps(finite if adds else {"step": step} | finite)
+        line = json.dumps(finite if adds else {"step": step} | finite | {"run_id": self._run_id})
         with self._reported():
             file = self._opened()
             size = file.seek(-2 if adds else 0, os.SEEK_END)  # a line ends with a brace and a newline
