@@ -25,6 +25,7 @@ _PACKAGE = str(Path(__file__).resolve().parents[1])
 # How the names of functions begin in which a process waits for others. A rank that is inside one of our functions that
 # calls any of these, and in no other of ours, counts as waiting.
 _WAITING = ("wait", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "tolist", "synchronize")
+_WITH_SENTENCE = (ConfigError, RunError)
 _COMMUNICATION = ("gloo", "nccl", "connection", "socket", "store", "peer")
 _MOST_LOOKING = 64  # ranks that read the heartbeats of all others when a job is stuck
 _HEARTBEATS_PER_SECOND = 2000  # limit for all ranks together, because a single store receives them
@@ -41,7 +42,7 @@ class Heartbeat:
     waits: bool  # whether it waits for other ranks on that line
     host: str
     pid: int
-    failure: str | None = None  # the error that ended it
+    failure: str | None = None  # the error that ended it, or "" if the rank itself prints a sentence about it
 
     def described(self) -> str:
         """The rank's step, source line, host and process, as a clause."""
@@ -94,8 +95,8 @@ class Watchdog:
         if not self._is_on:
             return
         # An error in communication usually means that another rank has died. The thread then names that one.
-        is_own = isinstance(error, (ConfigError, RunError))
-        self._has_lost_connection = not is_own and any(word in str(error).lower() for word in _COMMUNICATION)
+        is_told = isinstance(error, _WITH_SENTENCE)
+        self._has_lost_connection = not is_told and any(word in str(error).lower() for word in _COMMUNICATION)
         if self.size > 1 and isinstance(error, Exception) and self._has_lost_connection:
             self._thread.join(4 * self.period)
         self._ended.set()
@@ -126,6 +127,7 @@ class Watchdog:
         if error is not None:
             *_, (frame, _) = traceback.walk_tb(error.__traceback__)
             (where, _), waits, failure = position(frame), False, f"{type(error).__name__}: {first_line(error)}"
+            failure = "" if isinstance(error, _WITH_SENTENCE) else failure
         heartbeat = Heartbeat(
             self._number, self._step, now - self._since, where, waits, self._host, self._pid, failure
         )  # fmt: skip
@@ -201,11 +203,12 @@ def find_fault(
     ``before`` and ``after`` are two looks at all heartbeats, between which every rank should have sent a new one.
 
     Returns:
-        A sentence, or None if a rank that the others may be waiting for made progress in the last ``patience`` seconds.
+        A sentence, which is empty if the rank at fault has printed one, or None if a rank that the others may be
+        waiting for made progress in the last ``patience`` seconds.
     """
     for rank, beat in after.items():
         if beat.failure is not None:
-            return f"rank {rank} failed {beat.described()}: {beat.failure}"
+            return f"rank {rank} failed {beat.described()}: {beat.failure}" if beat.failure else ""
     unknown = [rank for rank in range(size) if rank not in after]
     if unknown:
         return f"{_ranks(unknown)} never sent a first heartbeat"
