@@ -239,7 +239,6 @@ def is_resumable(config: JobConfig) -> tuple[bool, str]:
     return True, f"resumable: step {newest} of {total} is in {folder}"
 
 
-_PATIENCE = 30.0  # seconds to wait for a run that is being stopped
 _held: list[int] = []  # descriptors; the system releases the locks when the process ends, for whatever reason
 
 
@@ -248,7 +247,7 @@ def lock_path(folder: Path) -> Path:
     return folder.with_name(folder.name + ".lock")
 
 
-def hold(folder: Path, taken: str, patience: float = _PATIENCE) -> str | None:
+def hold(folder: Path, taken: str, patience: float) -> str | None:
     """Lock the folder until `release` or the end of this process, waiting at most ``patience`` seconds.
 
     Returns None if the lock is held; ``taken`` if another process holds it; or a sentence about the lock file if that
