@@ -23,7 +23,7 @@ from zlib import crc32
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from titan_like.config.errors import first_problem
+from titan_like.config.errors import first_line
 from titan_like.config.schema import JobConfig, Training
 from titan_like.data.batch_size import total_steps
 from titan_like.data.unfinished import remove, removed_unless_renamed
@@ -114,8 +114,7 @@ def read_run_state(path: Path) -> RunState:
     try:
         run = TypeAdapter(RunState).validate_python(numbers)
     except ValidationError as error:
-        place = ".".join(map(str, error.errors(include_url=False)[0]["loc"]))
-        raise ValueError(f"{RUN_FILE} is not a run's: {place or 'it'}: {first_problem(error)}") from None
+        raise ValueError(f"{RUN_FILE} is not a run's: {first_line(error)}") from None
     named = re.fullmatch(_STEP, path.name)
     if named and int(named[1]) != run.step:
         raise ValueError(f"{RUN_FILE} is of step {run.step}, and its folder is {path.name}")
