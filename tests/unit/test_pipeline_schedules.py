@@ -100,11 +100,7 @@ def test_what_can_not_run_is_said_with_what_can():
         "data-parallel rank has per step; use 4 or 8, or a schedule that takes any number, such as 1f1b"
     )
     assert "use 4, or" in check_schedule("interleaved_zero_bubble", 4, 2, 3)
-    assert "use 1, or interleaved_1f1b" in check_schedule("1f1b", 4, 2, 8)
-    assert "use 2, or interleaved_zero_bubble" in check_schedule("dualpipe_v", 4, 4, 8)
     assert "1f1b, interleaved_1f1b" in check_schedule("1b1f", 4, 2, 8)
-    assert "at least 1 microbatch" in check_schedule("gpipe", 4, 1, 0)
-    assert "at least 1 stage" in check_schedule("looped_bfs", 4, 0, 8)
     with pytest.raises(ValueError, match="multiples"):
         schedule_table("interleaved_1f1b", 4, 2, 6)
 

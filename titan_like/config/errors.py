@@ -64,7 +64,7 @@ def cure_of_writing(error: OSError, then: str = "or name another folder") -> str
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or its type if that is empty. Of pydantic's errors, the first problem."""
+    """The first line of a message, or the exception's type if it is empty. Of pydantic's errors, the first problem."""
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False)[0]
         return f"{'.'.join(map(str, first['loc']))}: {problem_of(first)}".removeprefix(": ")
