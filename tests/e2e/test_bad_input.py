@@ -79,8 +79,6 @@ CASES = (
 --job.dump_folder=${}/x => ${}/x ; names no environment variable
 --training.micro_batch_size=1 --training.global_batch_size=1048576 \
 => 1,048,576 microbatches of 1 × 1 ; raise micro_batch_size
---training.global_batch_size=1048576 --training.batch_size_rampup=[2,2,9000000] \
-=> increments are more than 10,000 ; larger
 --cluster.nodes=32768 --cluster.gpus_per_node=512 --job.dry_run \
 => cluster.nodes = 32768 ; 16,777,216 processes ; at most 262,144
 TORCHINDUCTOR_CACHE_DIR={tmp}/text.txt => TORCHINDUCTOR_CACHE_DIR ; {tmp}/text.txt ; cannot be created ; name one

@@ -19,7 +19,7 @@ from titan_like.data.batch import Batch, collate, model_fields
 from titan_like.data.indexed import IndexedWriter
 from titan_like.data.masks import Masks, masks_of
 from titan_like.data.open_source import open_source
-from titan_like.data.source import IGNORED_LABEL, DataRequest, Source
+from titan_like.data.source import DataRequest, Source
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.interval_attention import interval_attention
 from titan_like.models.layers.key_ranges import KeyRanges, block_mask
@@ -28,29 +28,6 @@ from titan_like.parallel.layout import resolve_layout
 from titan_like.train.rules import check_rules
 
 EOD, SEED = 9, 1234
-INPUTS = [1, 2, EOD, 3, EOD, EOD, 4, 5, 6, 7]  # documents: 1 2 E | 3 E | E | 4 5 6 7
-
-
-def rows(index: int = 0, **settings: object) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(labels, positions, mask [seq, seq]) of one sample."""
-    samples = {index: Batch(*torch.tensor([INPUTS, [*INPUTS[1:], 8]]))}
-    made = Masks(Data(**settings), EOD, SEED).over(samples)[index]
-    assert made.tokens.tolist() == INPUTS
-    mask = None if made.document_mask is None else collate([made]).document_mask.mask()[0, 0]
-    return made.labels, made.positions, mask
-
-
-def test_documents_as_megatron_lm_masks_them() -> None:
-    labels, positions, mask = rows(reset_position_ids=True)
-    assert positions is not None and positions.tolist() == [0, 1, 2, 0, 1, 0, 0, 1, 2, 3] and mask is None
-    assert labels.tolist() == [*INPUTS[1:], 8]
-    labels, positions, mask = rows(eod_mask_loss=True)
-    assert labels.tolist() == [2, EOD, IGNORED_LABEL, EOD, IGNORED_LABEL, IGNORED_LABEL, 5, 6, 7, 8]
-    assert positions is None and mask is None
-    _, positions, mask = rows(reset_attention_mask=True)
-    documents = torch.tensor([0, 0, 0, 1, 1, 2, 3, 3, 3, 3])
-    assert positions is None and mask is not None
-    assert torch.equal(mask, (documents[:, None] == documents) & torch.ones(10, 10).tril().bool())
 
 
 def intervals(batch: int, seq: int, generator: torch.Generator) -> KeyRanges:
