@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -229,8 +228,3 @@ class Transformer(nn.Module):
 def shared_modules(layer: nn.Module) -> tuple[str, ...]:
     """Names of the modules that a layer shares with others."""
     return getattr(layer, "uses", ())
-
-
-def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Replace a module's forward pass and keep its hooks."""
-    setattr(module, "forward", forward)  # noqa: B010
