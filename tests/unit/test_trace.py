@@ -19,7 +19,7 @@ from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.parallel.schedules.simulate import max_in_flight
-from titan_like.parallel.schedules.tables import SCHEDULES, schedule_table, stages_per_rank
+from titan_like.parallel.schedules.tables import SCHEDULES, schedule_table
 from titan_like.planner import trace as traces
 from titan_like.planner.memory import rank_memory, step_memory
 from titan_like.planner.occupancy import occupancy
@@ -262,12 +262,11 @@ def test_a_rank_holds_as_many_microbatches_as_its_table_says(schedule: str, pipe
     virtual = {"interleaved_1f1b": 3, "looped_bfs": 2, "interleaved_zero_bubble": 2}.get(schedule, 1)
     microbatches = rounds * pipeline
     expected = max_in_flight(schedule_table(schedule, pipeline, virtual, microbatches))
-    stages = stages_per_rank(schedule, virtual)
     for rank in range(pipeline):
         found = occupancy(schedule, pipeline, virtual, microbatches, rank, splits_backward=True)
-        held = sum(found.counts[:, 8 * n] + found.counts[:, 8 * n + 1] for n in range(stages))
+        held = (found.held + found.deferred).sum(1)
         running = [one.kind for kinds in found.passes for one in kinds]
-        during = [running[row[8 * stages + 1 :].argmax()] == "F" for row in found.counts]
+        during = [running[number] == "F" for number in found.running]
         assert max(held + during) == expected[rank]
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from titan_like.metrics.devices import Device
 from titan_like.optim.state_size import OptimizerState
-from titan_like.planner.occupancy import Occupancy, occupancy, splits_backward
+from titan_like.planner.occupancy import occupancy, splits_backward
 from titan_like.planner.pass_gradients import Keeping
 from titan_like.planner.profile import Profile
 from titan_like.planner.stage_memory import StageMemory, Usage
@@ -97,15 +97,6 @@ def with_overhead(profile: Profile, *parts: float) -> RankMemory:
     return RankMemory._make([*parts, overhead, sum(parts) + overhead])
 
 
-class _RankMemory(NamedTuple):
-    """What a rank's moments are composed of."""
-
-    occupied: Occupancy
-    values: np.ndarray  # bytes, for each column of `Occupancy.counts`
-    usages: list[Usage]  # of the columns of passes
-    constant: tuple[int, int, int]  # bytes of master weights, of the optimizer, and of `ComputeCopies`
-
-
 def step_memory(work: Workload, ranks: Iterable[int] | None = None, reduce_bytes: int = 4) -> dict[int, StepMemory]:
     """Memory of some pipeline ranks, by default of those that may be the fullest.
 
@@ -117,20 +108,36 @@ def step_memory(work: Workload, ranks: Iterable[int] | None = None, reduce_bytes
 
 def rank_memory(work: Workload, rank: int, reduce_bytes: int = 4, messages: bool = True) -> StepMemory:
     """The fullest moment of a step on one pipeline rank; arguments as for `step_memory` and `occupancy`."""
-    parts = _parts(work, rank, sharding_of(work, reduce_bytes), messages)
-    occupied, values, usages, (weights, optimizer, copies) = parts
-    totals = occupied.counts @ values
+    sharding, shape = sharding_of(work, reduce_bytes), (work.pipeline, work.virtual_stages, work.microbatches)
+    splits = splits_backward(work.schedule, work.pipeline, work.compiled)
+    occupied = occupancy(work.schedule, *shape, rank, splits, messages)
+    programs, keeping, shards = stages_of_rank(work, rank), _keeping(sharding), tuple(sharding.shards.items())
+    stages = [_stage_memory(programs[number], keeping) for number in occupied.stages]
+    elements = [_sharded(stage.stage, shards, work.optimizer) for stage in stages]
+    usages: list[Usage] = []
+    for stage, passes, (shard, _) in zip(stages, occupied.passes, elements, strict=True):
+        usages += stage.usages(passes, shard)
+    # Bytes at each moment. The states of weights and gradients say which of their stage's amounts there are.
+    weights, gradients = zip(
+        *(stage.states(shard) for stage, (shard, _) in zip(stages, elements, strict=True)), strict=True
+    )
+    every = np.arange(len(stages))
+    gathered = np.array(weights)[every, occupied.weights].sum(1)
+    kept = np.array(gradients)[every, occupied.gradients].sum(1)
+    totals = occupied.held @ [stage.held for stage in stages] + occupied.deferred @ [stage.deferred for stage in stages]
+    totals += occupied.messages * programs[occupied.stages[0]].message + gathered + kept
+    totals += np.array([sum(usage[:3]) for usage in usages])[occupied.running]
     fullest = int(totals.argmax())
-    moment = occupied.counts[fullest] * values
-    num_stages = len(occupied.stages)
-    running = usages[int(occupied.counts[fullest, 8 * num_stages + 1 :].argmax())]
-    gathered, gradients = running.gathered + copies, running.gradients
-    for n in range(num_stages):
-        columns = moment[Occupancy.columns_of(n)]
-        gathered += int(columns[2:4].sum())
-        gradients += int(columns[4:].sum())
-    activations = int(totals[fullest]) + copies - gathered - gradients
-    return StepMemory(weights, gradients, optimizer, gathered, activations)
+    running = usages[occupied.running[fullest]]
+    found = int(gathered[fullest]) + running.gathered, int(kept[fullest]) + running.gradients
+    copies = round(sharding.compute * sharding.copied * sum(stage.elements for stage in stages))
+    return StepMemory(
+        parameters=sharding.master * sum(shard for shard, _ in elements),
+        gradients=found[1],
+        optimizer=round(sharding.master * sum(state for _, state in elements)),
+        gathered=found[0] + copies,
+        activations=int(totals[fullest]) - sum(found),
+    )
 
 
 def candidates(work: Workload) -> tuple[int, ...]:
@@ -138,29 +145,6 @@ def candidates(work: Workload) -> tuple[int, ...]:
     if splits_backward(work.schedule, work.pipeline, work.compiled):
         return tuple(dict.fromkeys((0, work.pipeline - 1, *range(work.pipeline))))
     return pipeline_of(work).largest
-
-
-def _parts(work: Workload, rank: int, sharding: Sharding, messages: bool) -> _RankMemory:
-    splits = splits_backward(work.schedule, work.pipeline, work.compiled)
-    shape = work.schedule, work.pipeline, work.virtual_stages, work.microbatches
-    occupied = occupancy(*shape, rank, splits, messages)
-    programs, keeping, shards = stages_of_rank(work, rank), _keeping(sharding), tuple(sharding.shards.items())
-    values: list[float] = []
-    usages: list[Usage] = []
-    elements = state = copied = 0.0
-    for n, number in enumerate(occupied.stages):
-        program = programs[number]
-        shard, values_of_optimizer = _sharded(program, shards, work.optimizer)
-        stage = _stage_memory(program, keeping)
-        values += stage.states(shard)
-        usages += stage.usages(occupied.passes[n], shard)
-        elements, state = elements + shard, state + values_of_optimizer
-        copied += stage.elements
-    values.append(programs[occupied.stages[0]].message)
-    values += map(sum, usages)
-    master, copies = sharding.master, sharding.compute * sharding.copied
-    constant = round(master * elements), round(master * state), round(copies * copied)
-    return _RankMemory(occupied, np.array(values, dtype=float), usages, constant)
 
 
 def _keeping(sharding: Sharding) -> Keeping:

@@ -8,7 +8,7 @@ because a schedule repeats itself.
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -37,16 +37,14 @@ class Occupancy(NamedTuple):
 
     stages: tuple[int, ...]  # numbers in the pipeline
     passes: tuple[tuple[PassKind, ...], ...]  # of each stage
-    # [moments, columns]: for each stage, microbatches between forward and backward pass, between the two parts of a
-    # backward pass, 1 in the column of its gathered weights (2 columns) and of its gradients (4); then messages, and 1
-    # in the column of the pass that runs, in the order of ``passes``. The weights and gradients of the stage that runs
+    held: np.ndarray  # [moments, stages]: microbatches between forward and backward pass
+    deferred: np.ndarray  # [moments, stages]: microbatches between the two parts of a backward pass
+    # [moments, stages]: states of gathered weights and of gradients. Those of the stage that runs are 0, because they
     # are part of the pass.
-    counts: np.ndarray
-
-    @staticmethod
-    def columns_of(stage: int) -> slice:
-        """Columns of the rank's n-th stage."""
-        return slice(8 * stage, 8 * stage + 8)
+    weights: np.ndarray
+    gradients: np.ndarray
+    messages: np.ndarray  # [moments]
+    running: np.ndarray  # [moments]: number of the pass that runs, among ``passes`` of all stages
 
 
 # By position of the stage, its pass and the states of all stages' weights and gradients → what is held then.
@@ -145,7 +143,7 @@ def _occupancy(layout: Layout, microbatches: int, rank: int, splits: bool, with_
         gradients[n] = (SUMS_AND_FIRST_PARTS if kind == "I" else SUMS) if has_sums else FIRST_PARTS
         if left[n] == 0:
             gradients[n], weights[n] = FINISHED, NOT_GATHERED
-    return _as_matrix(stages, moments)
+    return _as_arrays(stages, moments)
 
 
 def _keep(known: list[tuple[int, ...]], new: tuple[int, ...]) -> None:
@@ -155,20 +153,13 @@ def _keep(known: list[tuple[int, ...]], new: tuple[int, ...]) -> None:
         known.append(new)
 
 
-def _as_matrix(stages: tuple[int, ...], moments: _Moments) -> Occupancy:
+def _as_arrays(stages: tuple[int, ...], moments: _Moments) -> Occupancy:
     passes = tuple(tuple({one: None for n, one, *_ in moments if n == stage}) for stage in range(len(stages)))
-    columns = {one: column for column, one in enumerate((n, one) for n, kinds in enumerate(passes) for one in kinds)}
-    rows = []
-    for (running, one, weights, gradients), kept in moments.items():
-        states = [(*_one_of(2, w), *_one_of(4, g)) for w, g in zip(weights, gradients, strict=True)]
-        which = _one_of(len(columns), 1 + columns[running, one])
-        for *held, messages in kept:
-            row = [number for n, state in enumerate(states) for number in (held[n], held[len(stages) + n], *state)]
-            rows.append([*row, messages, *which])
-    return Occupancy(stages, passes, np.array(rows, dtype=float))
-
-
-@cache
-def _one_of(size: int, number: int) -> tuple[int, ...]:
-    """``size`` columns with 1 in that of ``number``, counted from 1; 0 is none of them."""
-    return tuple([int(column == number) for column in range(1, size + 1)])
+    number = {one: number for number, one in enumerate((n, one) for n, kinds in enumerate(passes) for one in kinds)}
+    rows = [
+        (*held, *weights, *gradients, messages, number[n, one])
+        for (n, one, weights, gradients), kept in moments.items()
+        for *held, messages in kept
+    ]
+    parts = np.split(np.array(rows), [len(stages) * part for part in (1, 2, 3, 4)], axis=1)
+    return Occupancy(stages, passes, *parts[:4], *parts[4].T)

@@ -82,7 +82,7 @@ class StageMemory:
         self.last_reduced = (highest.experts or highest.elements) if self.matrices else whole_pass
         self._moments: dict[PassKind, list[Usage]] = {}
         self._usages: dict[tuple[tuple[PassKind, ...], int], list[Usage]] = {}  # by passes and shard
-        self._states: dict[int, list[int]] = {}
+        self._states: dict[int, tuple[list[int], list[int]]] = {}
 
     def gathered(self, after: int) -> int:
         """Bytes of gathered weights after a forward or a backward pass."""
@@ -116,12 +116,11 @@ class StageMemory:
         waiting = vectors if state in (FIRST_PARTS, SUMS_AND_FIRST_PARTS) else 0
         return keep.reduce * waiting, keep.reduce * self.last_reduced * (state != FIRST_PARTS)
 
-    def states(self, shard: int) -> list[int]:
-        """Bytes of each state, in the order of `Occupancy.counts`. ``shard``: elements of this process's shard."""
+    def states(self, shard: int) -> tuple[list[int], list[int]]:
+        """Bytes of gathered weights, and of gradients, in each of their states. ``shard``: as for `gradients`."""
         if shard not in self._states:
-            weights = [self.gathered(after) for after in (AFTER_FORWARD, AFTER_BACKWARD)]
-            gradients = [self.gradients(state, shard) for state in (FIRST_PARTS, SUMS, SUMS_AND_FIRST_PARTS, FINISHED)]
-            self._states[shard] = [self.held, self.deferred, *weights, *gradients]
+            weights = [0, *(self.gathered(after) for after in (AFTER_FORWARD, AFTER_BACKWARD))]
+            self._states[shard] = weights, [self.gradients(state, shard) for state in range(FINISHED + 1)]
         return self._states[shard]
 
     def usages(self, passes: tuple[PassKind, ...], shard: int) -> list[Usage]:
