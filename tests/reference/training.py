@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
 from tests.reference.experts import PlainExperts
 from tests.reference.masks import take_definitions
-from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig, Training
 from titan_like.data.batch import Batch, model_fields
 from titan_like.models.config import NUM_OPTIONS
@@ -32,17 +30,14 @@ from titan_like.verify.token_ids import batch_of
 from titan_like.verify.watch import FLOAT16_SCALE, enlarge, part_of
 
 ELEMENTS = 64  # of initial weights that one generator draws
-_LONG = {Row.LARGE_LOSS: Row.LONG_LOSS, Row.LARGE_GRADIENT: Row.LONG_GRADIENT, Row.LARGE_NORM: Row.LONG_NORM}
 _TERMS = {"tokens": "lm_loss", "pair": "sentence_loss", "choice": "choice_loss"}
 
 
-def train_by_definition(
-    _: Member | None, small: Small, dtype: str, whole: bool = True, seed: int | None = None, sets_max_norm: bool = False
-) -> tuple[Trace, float]:
-    """As `titan_like.verify.runs.train_alone`, in pieces of the microbatch's size or of the ``whole`` batch's."""
+def train_by_definition(_: Member | None, small: Small, dtype: str, seed: int | None = None) -> Trace:
+    """As `titan_like.verify.runs.train_alone`."""
     compute_type, config, last, trace = getattr(torch, dtype), small.config, small.num_steps, Trace()
     training, max_norm = config.training, config.training.max_norm
-    piece = training.global_batch_size if whole else training.micro_batch_size
+    piece = training.global_batch_size
     model = build_model(model_config(config.model), config.model.family)
     model.to(torch.promote_types(compute_type, torch.float32))
     model.initial_elements = ELEMENTS
@@ -65,17 +60,16 @@ def train_by_definition(
             for kind, loss in zip(model.config.predictions, losses, strict=True):
                 keep(step, row, loss, _TERMS[kind])
 
-    keep(0, Row.INITIAL, parameters.items())
+    keep(0, Row.INITIAL, parameters.items() if last else ())
     if seed is not None:
         perturb(parameters.values(), dtype, seed)
     rows = (Row.LOSS, Row.GRADIENT, Row.NORM)
-    for step, batch in batches(config, last + (dtype == EXACT)).items():
+    if last == 0:
+        rows = (Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM)
+        enlarge(model)
+    for step, batch in batches(config, last or 1).items():
         is_bad = step in small.bad_steps
-        if step > last:
-            rows = (Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM)
-            if last:
-                enlarge(model)
-        else:
+        if last:
             keep(step, Row.BATCH, len(batch), "batch size")
             keep(step, Row.BATCH, batch.stop, "samples")
             keep(step, Row.BATCH, batch.stop * training.seq_len, "tokens")
@@ -92,8 +86,6 @@ def train_by_definition(
         for gradient in gradients.values():
             gradient.div_(scale)
         grad_norm = math.sqrt(sum(norm(gradient) ** 2 for gradient in gradients.values()))
-        if sets_max_norm and step == 1:
-            max_norm = float(f"{0.1 * grad_norm:.3g}")
         keep_losses(step, rows[0], losses)
         if is_bad:
             scale = max(scale / 2, 1.0)
@@ -102,7 +94,7 @@ def train_by_definition(
             keep(step, rows[2], grad_norm)
             keep(step, rows[1], gradients.items())
             factor = min(1.0, max_norm / (grad_norm + 1e-6)) if max_norm else 1.0
-            if step <= last:
+            if last:
                 keep(step, Row.FIGURES, experts.figures().items())
                 keep(step, Row.ZEROS, sum(int((gradient == 0).sum()) for gradient in gradients.values()))
             for gradient in gradients.values():
@@ -112,7 +104,7 @@ def train_by_definition(
             optimizer.step()
             experts.update()
         optimizer.zero_grad()
-        if step > last:
+        if not last:
             break
         keep(step, Row.WEIGHT, parameters.items())
         if step % config.evaluation.interval == 0:
@@ -120,11 +112,9 @@ def train_by_definition(
             keep_losses(step, Row.VALIDATION, mean_losses(model, first, compute_type, piece))
         if step == last:
             keep_losses(last, Row.WHOLE_VALIDATION, mean_losses(model, held_out, compute_type, piece))
-    if dtype == EXACT and small.longer:
-        longer = replace(small, config=edit(config, small.longer), num_steps=0, bad_steps={}, longer={})
-        found = train_by_definition(None, longer, dtype, whole, seed)[0].values.items()
-        trace.values |= {Key(1, _LONG[key.row], key.name): value for key, value in found if key.row in _LONG}
-    return trace, max_norm
+    if dtype == EXACT and last:
+        trace.values |= train_by_definition(None, small.large, dtype, seed).values
+    return trace
 
 
 def batches(config: JobConfig, last: int) -> dict[int, range]:

@@ -43,8 +43,7 @@ from titan_like.verify.resumed import check_other_batches
 from titan_like.verify.runs import (
     EPS,
     in_type,
-    microbatches,
-    one_long_step,
+    large_step,
     outputs_alone,
     run_of,
     run_through,
@@ -53,7 +52,7 @@ from titan_like.verify.runs import (
 from titan_like.verify.samples import batches
 from titan_like.verify.shrink import Small
 from titan_like.verify.updates import UpdateCheck
-from titan_like.verify.watch import StepWatch, Watch, digest, steps_alone
+from titan_like.verify.watch import StepWatch, digest, steps_alone
 
 _NEVER = 1_000_000  # steps
 
@@ -157,7 +156,7 @@ class LayoutWatch(StepWatch):
 def observe(member: Member, reference: Reference, config: JobConfig, kind: str) -> Report:
     """Run one kind (a type, or dropout) and compare it with the reference."""
     report, small = Report(kind, member.rank), reference.small
-    config = in_type(small, config, config.training.dtype if kind == DROPOUT else kind)
+    config = in_type(config, config.training.dtype if kind == DROPOUT else kind)
     if kind in HALF:  # saves at the end
         config = edit(config, {"checkpoint.enable": True, "checkpoint.interval": _NEVER})
     if kind == SINGLE:  # logs the last step alone
@@ -173,12 +172,12 @@ def observe(member: Member, reference: Reference, config: JobConfig, kind: str) 
             stack.enter_context(watched_sums(kind, watch.note_sum))
             checked = partial(watch.check_loss, cross_entropy._loss)
             stack.enter_context(patch.object(cross_entropy, "_loss", checked))
-        run_through(trainer, watch, small)
-    if kind == EXACT and small.longer:
-        one_long_step(member, small, config, Watch(), partial(report.compare, reference, EXACT))
+        run_through(trainer, watch)
+    if kind == EXACT:
+        large_step(member, config, StepWatch(small.large, partial(report.compare, reference, EXACT)))
     if kind in HALF:
         watch.check_sums()
-        check_resumed(report, watch, partial(microbatches, trainer, small, small.num_steps + 1))
+        check_resumed(report, watch)
     dist.barrier()
     return report
 
@@ -198,7 +197,7 @@ def observe_leg(
     is_last_good = last_step not in small.bad_steps
     keep = 0 if load_step and is_last_good else most
     saves = {"enable": True, "interval": 1, "load_step": load_step, "keep_latest": keep}
-    changed = edit(in_type(small, config, EXACT), {f"checkpoint.{key}": value for key, value in saves.items()})
+    changed = edit(in_type(config, EXACT), {f"checkpoint.{key}": value for key, value in saves.items()})
     run = run_of(member, small, changed, folder)
     there = complete_steps(run.checkpoint_folder)
     for step in [*there] if member.rank == 0 and load_step is None else []:
@@ -241,7 +240,7 @@ def compare_places(
 ) -> dict[Place, float]:  # fmt: skip
     """The places that are wrong here in a step's two passes, given the file of `record_places`."""
     small, found = reference.small, Outputs()
-    config = in_type(small, edit(config, {"compile.enable": False}), dtype)  # compiled layers call no modules
+    config = in_type(edit(config, {"compile.enable": False}), dtype)  # compiled layers call no modules
     run = run_of(member, small, config, member.folder)
     watch = LayoutWatch(reference, Report(dtype, member.rank), dtype)
     trainer = Trainer(run, observer=watch)

@@ -15,13 +15,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from titan_like.config.load import edit
 from titan_like.models.registry import model_config
 from titan_like.verify.compare import EXACT, HALF, SINGLE, Key, Reference, Row, distance
 from titan_like.verify.processes import Member
@@ -45,11 +43,9 @@ _LARGE_MODEL = 1_000_000  # parameters
 _ROUNDING = 1e-12  # of a gradient's largest element: float64 rounding alone makes elements of this size
 _RATE = 1e-9
 _EQUAL = (Row.INITIAL, Row.BATCH, Row.SKIPPED, Row.LOSS_SCALE)
-_AS_WEIGHTS = (Row.WEIGHT, Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM)
 _GRADIENTS = {Row.GRADIENT: Row.NORM, Row.LARGE_GRADIENT: Row.LARGE_NORM}  # with the row of their norm
-_GRADIENTS[Row.LONG_GRADIENT] = Row.LONG_NORM
 
-Train = Callable[..., tuple[Trace, float]]
+Train = Callable[..., Trace]
 
 
 def compute_reference(
@@ -63,13 +59,12 @@ def compute_reference(
     config = small.config
     if model_config(config.model).num_parameters() > _LARGE_MODEL:  # threads only slow a small model down
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-    exact, max_norm = train(member, small, EXACT, sets_max_norm=config.training.max_norm > 0)
-    small = replace(small, config=edit(config, {"training.max_norm": max_norm}))
+    exact = train(member, small, EXACT)
     sizes, allowed = sizes_of(exact), dict[str, dict[Key, float]]()
     for dtype in [EXACT, *(kind for kind in kinds if kind in (SINGLE, *HALF))]:
         # Another run in float64 would round almost exactly as the first does, which a layout does not, so weights are
         # perturbed. All take the whole batch at once, so that no bug of accumulation passes for rounding.
-        draws = [train(member, small, dtype, seed=seed)[0] for seed in (1, 2)]
+        draws = [train(member, small, dtype, seed=seed) for seed in (1, 2)]
         if not all(bool(value.isfinite().all()) for trace in (exact, *draws) for value in trace.values.values()):
             return f"one process alone trains to infinite or NaN numbers in {dtype}; lower the learning rate"
         for key, value in draws[-1].values.items():
@@ -125,8 +120,7 @@ def allowances(small: Small, dtype: str, sizes: dict[Key, float], exact: Trace, 
             continue
         if exact.values[key].numel() < FEW:
             share = worst[key._replace(step=0)]
-        # The step with large logits uses the weights as they are after the last update.
-        least = max(FLOOR[dtype], rounding * key.step, WEIGHTS_FLOOR * (key.row in _AS_WEIGHTS))
+        least = max(FLOOR[dtype], rounding * key.step, WEIGHTS_FLOOR * (key.row == Row.WEIGHT))
         if key.row in _GRADIENTS and is_cancelled(exact.values[key], exact.number(key.step, _GRADIENTS[key.row])):
             least = max(least, CANCELLED[dtype])
         allowed[key] = max(MARGIN * share, least, tips.get(key, 0.0) / sizes[key])

@@ -30,6 +30,7 @@ FLAVOR = "verify"
 FLEX_HEAD_DIM = 16  # the smallest that FlexAttention takes on GPUs
 _LONG = 160  # positions of the longer sequences, at most: more than the 128 of many a kernel's block
 _LEARNING_RATE = 1e-3
+_MAX_NORM = 0.05  # below the gradient norm of every small run, so that every step is clipped
 _NO_CHECKPOINTS = {"enable": False, "load_step": None, "initial_load_path": None, "folder": None, "keep_latest": 0}
 _MOST_STAGES = 3  # on each rank
 
@@ -50,9 +51,14 @@ class Small:
     total: int  # steps of the whole run, which ends earlier
     samples: int  # of the whole run
     dropout: float | None  # rate in the dropout run; None: there is none
-    longer: dict[str, Any]  # settings that make sequences longer, for one batch; empty: they have their own length
+    longer: dict[str, Any]  # settings of the step with large logits, which may make its sequences longer
     limits: list[str]  # the sizes that are smaller than the original's
     unit_bytes: int  # `LAYER_UNIT_BYTES` here: small layers share a unit of communication only if the original's do
+
+    @property
+    def large(self) -> Small:
+        """The run of one step with large logits."""
+        return replace(self, config=edit(self.config, self.longer), num_steps=0, bad_steps={})
 
 
 def resolve(config: JobConfig, processes: int | None) -> Layout:
@@ -159,6 +165,7 @@ def shrink(
         "training.steps": total if training.steps is not None else None,
         "training.samples": samples if training.samples is not None else None,
         "training.tokens": samples * seq_len if training.tokens is not None else None,
+        "training.max_norm": min(config.training.max_norm, _MAX_NORM),
         "optimizer.lr": learning_rate,
         "optimizer.matrix_lr": matrix_lr and matrix_lr * learning_rate / config.optimizer.lr,
         "optimizer.newton_schulz_dtype": "float32",  # bfloat16 would hide differences
@@ -185,7 +192,8 @@ def shrink(
         "cluster": Cluster(),
     }
     small = in_layout(edit(config.model_copy(update=sections), values), degrees)
-    longer, long = dict[str, Any](), min(training.seq_len, _LONG) // unit * unit
+    # Compiling it would take as long as all else.
+    longer, long = dict[str, Any]({"compile.enable": False}), min(training.seq_len, _LONG) // unit * unit
     if not full_size and long > seq_len:
         longer |= {"training.seq_len": long, "training.steps": total, "training.samples": None, "training.tokens": None}
         longer |= {"model.flavors": {FLAVOR: fields | fields_of_length(model, training.seq_len, long, degrees.expert)}}

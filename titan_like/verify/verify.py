@@ -18,21 +18,31 @@ from titan_like.config.schema import JobConfig
 from titan_like.parallel.axes import other_layout
 from titan_like.parallel.layout import Layout
 from titan_like.verify.blame import DIFFERENT, FAILS, ONE_PROCESS, SAME, UNDECIDED, Blame, find_fault
-from titan_like.verify.compare import DROPOUT, EXACT, HALF, RESUME, SINGLE, Check, Reference, Report, Row, combine
+from titan_like.verify.compare import (
+    DROPOUT,
+    EXACT,
+    HALF,
+    LARGE,
+    RESUME,
+    SINGLE,
+    Check,
+    Reference,
+    Report,
+    Row,
+    combine,
+)
 from titan_like.verify.observe import compare_places, observe, observe_leg, record_places
 from titan_like.verify.places import first_place
 from titan_like.verify.processes import DONE, FAILED, Group, Outcome, Prepare
 from titan_like.verify.reference import compute_reference, known_samples
-from titan_like.verify.runs import longer_of
 from titan_like.verify.shrink import MOST_PROCESSES, Small, check_numbers, resolve, shrink
 
 Progress = Callable[[str], None]
 _COMPILING = 900.0  # seconds that compilation may take
 _LOST = "onnection|remote process exited"  # in what gloo and NCCL say where another process has failed
-_LONGER = (Row.LONG_LOSS, Row.LONG_GRADIENT, Row.LONG_NORM)
-_LOSSES = (Row.LOSS, Row.LARGE_LOSS, Row.LONG_LOSS)
-_GRADIENTS = (Row.GRADIENT, Row.LARGE_GRADIENT, Row.LONG_GRADIENT)
-_LOCATED = (*_LOSSES, *_GRADIENTS, *_LONGER, Row.NORM, Row.LARGE_NORM, Row.ZEROS, Row.MISSING)
+_LOSSES = (Row.LOSS, Row.LARGE_LOSS)
+_GRADIENTS = (Row.GRADIENT, Row.LARGE_GRADIENT)
+_LOCATED = (*_LOSSES, *_GRADIENTS, Row.NORM, Row.LARGE_NORM, Row.ZEROS, Row.MISSING)
 
 
 class UndecidedError(Exception):
@@ -200,8 +210,8 @@ class Verifier:
         if config.float8.enable:  # a module's outputs depend on its microbatch, and the search looks at whole batches
             return None
         reference, file = self.reference, self.folder / "places.safetensors"
-        if first.row in _LONGER:
-            config, small = edit(config, reference.small.longer), longer_of(reference.small)
+        if first.row in LARGE:
+            config, small = edit(config, reference.small.longer), reference.small.large
             reference = replace(reference, small=small, known=known_samples(small, 1))
         arguments = reference.small, first.step, dtype, file
         (alone,) = self._start(record_places, 1, *arguments).wait(self.timeout)
@@ -211,7 +221,7 @@ class Verifier:
         outcomes = self._run_layout(compare_places, config, first.step, dtype, file, allowed, reference=reference)
         if any(outcome.result is None for outcome in outcomes):
             return None
-        where = "the longer sequences" if first.row in _LONGER else f"step {first.step}"
+        where = "the longer sequences" if first.row in LARGE else f"step {first.step}"
         place = first_place(order, predictions, [outcome.result for outcome in outcomes], where)
         if place is None and config.compile.enable:  # which was off
             return None

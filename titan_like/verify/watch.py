@@ -93,12 +93,16 @@ class StepWatch(Watch):
         self.at_step = 0  # the step that is being taken, or was taken last
 
     def attach(self, trainer: Trainer) -> None:
-        """Note the initial weights."""
+        """Note the initial weights, or change them for the step with large logits."""
         super().attach(trainer)
         if trainer.scaler is not None:
             trainer.scaler.scale.fill_(FLOAT16_SCALE)
-        for name, parameter in trainer.model.named_parameters() if trainer.step == 0 else ():
-            self.note(Key(0, Row.INITIAL, name), parameter)
+        if self.small.num_steps == 0:
+            for stage in trainer.model.stages:
+                enlarge(stage.module)
+        elif trainer.step == 0:
+            for name, parameter in trainer.model.named_parameters():
+                self.note(Key(0, Row.INITIAL, name), parameter)
 
     def begin_step(self, step: int) -> None:
         """Note how many steps in a row have been skipped, where the host has read the one before."""
@@ -193,12 +197,6 @@ def enlarge(model: Transformer) -> None:
         rows[1], rows[4] = (rows[0] + rows[2]) / 2, rows[0] + rows[2] - rows[3]
         part, offset = local_part(weight)
         part.copy_(rows[tuple(slice(start, start + size) for start, size in zip(offset, part.shape, strict=True))])
-
-
-def enlarge_logits(trainer: Trainer) -> None:
-    """`enlarge` every stage."""
-    for stage in trainer.model.stages:
-        enlarge(stage.module)
 
 
 def steps_alone(trainer: Trainer, steps: int) -> list[StepRecord]:
