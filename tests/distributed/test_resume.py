@@ -115,11 +115,15 @@ def masks_of_step_3(rank: int, folder: Path) -> dict[str, list[list[str]]]:
     found: dict[str, list[list[str]]] = {}
 
     def draw(name: str, trainer: Trainer) -> None:
-        recorder = Recorder.of(trainer)
+        recorder = Recorder(trainer)
         with recorder.installed():
             steps_alone(trainer, 1)
         for is_attention in (False, True):
-            masks = [digest(draw.kept) for draw in recorder.draws if draw.where.is_attention == is_attention]
+            masks = [
+                digest(torch.from_numpy(draw.kept))
+                for draw in recorder.draws
+                if draw.where.is_attention == is_attention
+            ]
             found.setdefault(name, []).append(masks)
 
     settings = SETTINGS | {"model.overrides": MODEL | {"num_layers": 2}}

@@ -10,7 +10,7 @@ from enum import StrEnum
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -18,6 +18,9 @@ from safetensors import safe_open
 from titan_like.models.layers.init import local_part
 from titan_like.verify.samples import batches
 from titan_like.verify.shrink import Small
+
+if TYPE_CHECKING:
+    from titan_like.verify.places import Outputs
 
 EXACT, SINGLE, DROPOUT, RESUME = "float64", "float32", "dropout", "resume"  # kinds of runs, next to the half types
 HALF = ("bfloat16", "float16")
@@ -33,6 +36,9 @@ class Row(StrEnum):
     RATE = "learning rate"
     LOSS_SCALE = "loss scale"
     SUMS = "precision of sums"
+    KEPT = "share that dropout keeps"
+    MASKS_DIFFER = "dropout different where activations are"
+    MASKS_AGAIN = "dropout drawn again in recomputation"
     LOSS = "loss"
     SKIPPED = "steps that are not finite are skipped on all ranks"
     MISSING = "missing gradients"
@@ -53,17 +59,11 @@ class Row(StrEnum):
     LARGE_LOSS = "loss of longer sequences with large logits"
     LARGE_GRADIENT = "gradients of longer sequences with large logits"
     LARGE_NORM = "gradient norm of longer sequences with large logits"
-    MASKS_EVERYWHERE = "dropout in every layer and microbatch"
-    KEPT = "share that dropout keeps"
-    MASKS_DIFFER = "dropout different where activations are"
-    MASKS_AGAIN = "dropout drawn again in recomputation"
-    DROPOUT_LOSS = "loss of one process with these masks"
-    DROPOUT_GRADIENT = "gradients of one process with these masks"
-    DROPOUT_AGAIN = "gradients of another run with this seed"
     OTHER_BATCHES = "length, samples and rates of a run resumed with other batches"
     DROPOUT_RESUMED = "dropout of a run resumed in another layout"
     RUNS = "the layout runs"
     ENDS = "the layout ends"
+    PLACE = "what a module computes"  # only to find the place of another difference
 
 
 # Some process must report each of the reference's numbers in these rows, and in those at the ends unless it is a relay.
@@ -126,7 +126,16 @@ class Reference:
     known: dict[str, int]  # indices of the first samples by their digests
     names: list[str]  # of all parameters, in the model's order
     sizes: dict[Key, float]  # L2 norm that a difference is relative to
-    allowed: dict[str, dict[Key, float]]  # by type, the largest relative difference
+    allowed: dict[str, dict[Key, float]]  # by type or kind of run, the largest relative difference
+    outputs: Outputs | None = None  # the modules whose outputs are compared, to find a place
+
+    def allowed_in(self, kind: str) -> dict[Key, float]:
+        """The largest relative differences in a kind of run."""
+        return self.allowed.get(kind, self.allowed[EXACT])
+
+    def whole(self, key: Key) -> torch.Tensor:
+        """A whole tensor."""
+        return _opened(self.file).get_tensor(str(key))
 
     def part(self, key: Key, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """This process's part of ``value``, and what the reference has there."""
@@ -172,12 +181,13 @@ class Report:
         if self.shared.setdefault(key, value) != value:
             self.exact(key, "two copies on one process differ")
 
-    def compare(self, reference: Reference, dtype: str, key: Key, value: torch.Tensor | float) -> None:
-        """Compare a number or this process's part of a tensor, if the reference allows it a difference in this type.
+    def compare(self, reference: Reference, key: Key, value: torch.Tensor | float) -> None:
+        """Compare a number or this process's part of a tensor, if the reference has it in this kind of run.
 
         The difference is relative to the whole tensor's norm. A number must be the same on all processes as well.
         """
-        if key not in reference.allowed[dtype]:
+        allowed = reference.allowed_in(self.kind)
+        if key not in allowed:
             return
         if not isinstance(value, torch.Tensor):
             row = Row.FIGURES if key.row == Row.FIGURES else Row.EQUAL
@@ -187,7 +197,7 @@ class Report:
         if part.numel():
             told = "" if part.ndim else f"{part.item():.9g}, not {expected.item():.9g}"
             difference = distance(part, expected) / reference.sizes[key]
-            self.add(key, difference, reference.allowed[dtype][key], told)
+            self.add(key, difference, allowed[key], told)
 
 
 def combine(reference: Reference, groups: list[list[Report]]) -> list[Check]:
@@ -196,8 +206,7 @@ def combine(reference: Reference, groups: list[list[Report]]) -> list[Check]:
     Each group has the reports of processes that ran together. A run that was resumed has several groups.
     """
     checks = [check for group in groups for report in group for check in report.checks.values()]
-    if groups[0][0].kind != DROPOUT:
-        checks += _of_all_ranks(reference, groups, {Key(check.step, check.row, check.parameter) for check in checks})
+    checks += _of_all_ranks(reference, groups, {Key(check.step, check.row, check.parameter) for check in checks})
     rows, names = list(Row), {name: position for position, name in enumerate(reference.names)}
 
     def order(check: Check) -> tuple[int, int, int]:
@@ -224,7 +233,7 @@ def _of_all_ranks(reference: Reference, groups: list[list[Report]], reported: se
     """Checks that take the reports of several processes."""
     kind = groups[0][0].kind
     rows = _COVERED if kind == RESUME else _COVERED + _AT_THE_ENDS
-    for key in reference.allowed[EXACT if kind == RESUME else kind]:
+    for key in reference.allowed_in(kind):
         if key.row in rows and key not in reported:
             yield Check(kind, *key, 1, detail="no process has it")
     for group in groups:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 
 from titan_like.checkpoint.step_folders import checkpoint_path, complete_steps
 from titan_like.config.load import edit
@@ -23,11 +23,11 @@ from titan_like.metrics.record import StepRecord
 from titan_like.models.layers import cross_entropy
 from titan_like.models.layers.init import local_part
 from titan_like.models.registry import model_config
-from titan_like.train.layout_rules import is_sparse
+from titan_like.parallel.layout import Layout
 from titan_like.train.pending_step import PendingStep
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import DROPOUT, EXACT, HALF, RESUME, SINGLE, Key, Reference, Report, Row
-from titan_like.verify.dropout import observe_dropout
+from titan_like.verify.dropout import Recorded, Recorder, Replay, check_masks
 from titan_like.verify.half import (
     MERGED,
     TRAVELLING,
@@ -36,23 +36,14 @@ from titan_like.verify.half import (
     finer,
     watched_sums,
 )
-from titan_like.verify.places import Cut, Outputs, Place, allowances, differing
+from titan_like.verify.places import Cut, Outputs, compare_outputs
 from titan_like.verify.processes import Member
-from titan_like.verify.reference import FEW, MARGIN
+from titan_like.verify.reference import FEW, compute_reference
 from titan_like.verify.resumed import check_other_batches
-from titan_like.verify.runs import (
-    EPS,
-    in_type,
-    large_step,
-    outputs_alone,
-    run_of,
-    run_through,
-    train_before,
-)
+from titan_like.verify.runs import in_type, run_of, run_through, train_alone
 from titan_like.verify.samples import batches
-from titan_like.verify.shrink import Small
 from titan_like.verify.updates import UpdateCheck
-from titan_like.verify.watch import StepWatch, digest, steps_alone
+from titan_like.verify.watch import StepWatch, Watch, digest
 
 _NEVER = 1_000_000  # steps
 
@@ -60,23 +51,23 @@ _NEVER = 1_000_000  # steps
 class LayoutWatch(StepWatch):
     """Compares each step of a layout with the reference."""
 
-    def __init__(self, reference: Reference, report: Report, dtype: str, last_step: int | None = None) -> None:
+    def __init__(self, reference: Reference, report: Report, last_step: int | None = None) -> None:
         """The loop ends after ``last_step``, by default the reference's last."""
-        super().__init__(reference.small, partial(report.compare, reference, dtype), reference.known, last_step)
-        self.reference, self.report, self.dtype, self.names = reference, report, dtype, reference.names
+        super().__init__(reference.small, partial(report.compare, reference), reference.known, last_step)
+        self.reference, self.report, self.names = reference, report, reference.names
         self.is_in_passes = False
         self.finer = {"loss": 0, "gradient norm": 0}  # good steps in which it has more digits than the half type
         self.types_of_sums = set[str]()  # of gradients between processes
 
     def attach(self, trainer: Trainer) -> None:
         """Begin to repeat updates."""
-        self.report.data_rank = trainer.dp_rank
+        self.report.data_rank, self.dtype = trainer.dp_rank, trainer.config.training.dtype
         super().attach(trainer)
         for name, _ in trainer.model.named_parameters():
             is_known = Key(0, Row.INITIAL, name) in self.reference.sizes
             told = None if is_known else "the reference has no such parameter"
             self.report.exact(Key(0, Row.INITIAL, name), told)
-        self.updates = UpdateCheck(trainer, self.report)
+        self.updates = None if self.dtype == EXACT else UpdateCheck(trainer, self.report)
         self._share_copies(0)
 
     def _share_copies(self, step: int) -> None:
@@ -132,8 +123,9 @@ class LayoutWatch(StepWatch):
         step = issued.step
         if step <= self.small.num_steps:
             self.report.samples[step] = self.drawn
-            is_good, grad_norm = step not in self.small.bad_steps, issued.read()[0].grad_norm
-            self.updates.check(step, is_good, issued.lr, grad_norm, self.gradients)
+            if self.updates is not None:
+                is_good, grad_norm = step not in self.small.bad_steps, issued.read()[0].grad_norm
+                self.updates.check(step, is_good, issued.lr, grad_norm, self.gradients)
             self._share_copies(step)
 
     def read_step(self, record: StepRecord) -> None:
@@ -161,25 +153,68 @@ def observe(member: Member, reference: Reference, config: JobConfig, kind: str) 
         config = edit(config, {"checkpoint.enable": True, "checkpoint.interval": _NEVER})
     if kind == SINGLE:  # logs the last step alone
         config = edit(config, {"metrics.log_interval": small.num_steps})
-    run = run_of(member, small, config, member.folder)
-    if kind == DROPOUT:
-        observe_dropout(run, report, small)
-        return report
-    watch = LayoutWatch(reference, report, kind)
-    trainer = Trainer(run, observer=watch)
+    watch = LayoutWatch(reference, report)
     with ExitStack() as stack:
+        if kind == DROPOUT:  # run one operation at a time, compiled layers draw the same random numbers as others
+            stack.enter_context(patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")))
+        trainer = Trainer(run_of(member, small, config, member.folder), observer=watch)
         if kind in HALF:
             stack.enter_context(watched_sums(kind, watch.note_sum))
             checked = partial(watch.check_loss, cross_entropy._loss)
             stack.enter_context(patch.object(cross_entropy, "_loss", checked))
         run_through(trainer, watch)
     if kind == EXACT:
-        large_step(member, config, StepWatch(small.large, partial(report.compare, reference, EXACT)))
+        large = StepWatch(small.large, partial(report.compare, reference))
+        run = run_of(member, small, edit(config, small.longer), member.folder)
+        run_through(Trainer(run, observer=large), large)
     if kind in HALF:
         watch.check_sums()
         check_resumed(report, watch)
     dist.barrier()
     return report
+
+
+def observe_places(member: Member, reference: Reference, config: JobConfig, kind: str) -> Report:
+    """Compare what every module computes in the last step of the reference."""
+    report, small, outputs = Report(kind, member.rank), reference.small, Outputs()
+    config = in_type(edit(config, {"compile.enable": False}), kind)  # compiled layers call no modules
+    watch = StepWatch(small, lambda *_: None, reference.known)
+    watch.names, watch.outputs = reference.names, outputs
+    trainer = Trainer(run_of(member, small, config, member.folder), observer=watch)
+    run_through(trainer, watch)
+    first, tensor = batches(small.config, watch.at_step)[watch.at_step].start, trainer.mesh["tp"]
+    samples = [[index - first for index in indices] for indices in watch.drawn]
+    lengths = sample_length(config, trainer.run.model)
+    cut = Cut(trainer.cp_shard, tensor.size(), tensor.get_local_rank(), lengths)
+    compare_outputs(outputs, trainer.loss_scale, reference, report, samples, cut, watch.at_step)
+    return report
+
+
+def record_dropout(member: Member, reference: Reference, config: JobConfig) -> Recorded:
+    """Train two steps and validate between them, which must leave the random numbers of the next step alone."""
+    watch, config = Watch(reference.known), edit(config, {"compile.enable": False})  # functions are watched
+    trainer = Trainer(run_of(member, reference.small, config, member.folder), observer=watch)
+    recorder, data = Recorder(trainer), trainer._load_data()
+    with recorder.installed():
+        trainer.read_step(trainer.train_step(data))
+        samples = watch.drawn
+        trainer.validate()
+        recorder.step = 2
+        trainer.train_step(data)
+    data.close()
+    return Recorded(recorder.draws, recorder.data_rank, samples)
+
+
+def compute_with_masks(
+    member: Member, reference: Reference, config: JobConfig, recorded: list[Recorded], file: Path
+) -> tuple[Report, Reference | str]:
+    """Check the masks of a layout's processes, and compute the reference that has them."""
+    report, small, dtype = Report(DROPOUT, member.rank), reference.small, config.training.dtype
+    rate = model_config(small.config.model).model_dump()["dropout"]
+    check_masks(report, recorded, Layout.of(config.parallelism), rate)
+    train = partial(train_alone, replay=Replay(recorded, small.config, reference.known))
+    made = compute_reference(member, small, [dtype], file, train)
+    return report, made if isinstance(made, str) else replace(made, allowed={DROPOUT: made.allowed[dtype]})
 
 
 def observe_leg(
@@ -205,8 +240,8 @@ def observe_leg(
             shutil.rmtree(checkpoint_path(run.checkpoint_folder, step))
             there.remove(step)
     if is_last:
-        check_other_batches(report, run, small, start)
-    trainer = Trainer(run, observer=LayoutWatch(reference, report, EXACT, last_step))
+        check_other_batches(report, member, small, changed, folder, start)
+    trainer = Trainer(run, observer=LayoutWatch(reference, report, last_step))
     told = f"resumed from step {trainer.step}, not {start}"
     report.exact(Key(0, Row.CHECKPOINTS), None if trainer.step == start else told)
     trainer.train()
@@ -216,40 +251,3 @@ def observe_leg(
         found = complete_steps(run.checkpoint_folder)
         report.exact(Key(0, Row.CHECKPOINTS), None if found == kept else f"steps {found} are kept, not {kept}")
     return report
-
-
-def record_places(
-    member: Member, small: Small, step: int, dtype: str, file: Path
-) -> tuple[list[Place], set[str], dict[Place, float]]:
-    """Save what one process computes in a step's two passes.
-
-    Returns the order of `Outputs`, the modules that feed the loss, and how far each place may be off in a half type.
-    """
-    outputs, allowed = outputs_alone(member, small, dtype, step), dict[Place, float]()
-    expected = outputs.whole()
-    if dtype in HALF:
-        exact = outputs_alone(member, small, EXACT, step).whole()
-        allowed = allowances(expected, exact, MARGIN, EPS[dtype], is_sparse(model_config(small.config.model)))
-    save_file({"/".join(place): value.contiguous() for place, value in expected.items()}, file)
-    return outputs.order, outputs.predictions, allowed
-
-
-def compare_places(
-    member: Member, reference: Reference, config: JobConfig, step: int, dtype: str, file: Path,
-    allowed: dict[Place, float],
-) -> dict[Place, float]:  # fmt: skip
-    """The places that are wrong here in a step's two passes, given the file of `record_places`."""
-    small, found = reference.small, Outputs()
-    config = in_type(edit(config, {"compile.enable": False}), dtype)  # compiled layers call no modules
-    run = run_of(member, small, config, member.folder)
-    watch = LayoutWatch(reference, Report(dtype, member.rank), dtype)
-    trainer = Trainer(run, observer=watch)
-    train_before(watch, step)
-    for stage in trainer.model.stages:
-        found.follow(stage.module)
-    steps_alone(trainer, 1)
-    expected = {(name.partition("/")[0], name.partition("/")[2]): value for name, value in load_file(file).items()}
-    samples = [[index - batches(small.config, step)[step].start for index in indices] for indices in watch.drawn]
-    lengths, tensor = sample_length(config, run.model), trainer.mesh["tp"]
-    cut = Cut(trainer.cp_shard, tensor.size(), tensor.get_local_rank(), lengths)
-    return differing(found, expected, samples, cut, step, allowed)

@@ -72,14 +72,9 @@ def compute_reference(
                 exact.values[key], sizes[key] = value, 1.0
         allowed[dtype] = allowances(small, dtype, sizes, exact, draws)
     save_file({str(key): value.contiguous() for key, value in exact.values.items()}, file)
-    known = known_samples(small, small.num_steps + 2)
-    return Reference(small, file, known, exact.names, sizes, allowed)
-
-
-def known_samples(small: Small, steps: int) -> dict[str, int]:
-    """Indices of a run's samples of some full batches by their digests."""
-    samples = masks_of_run(small.config).over(training_samples(small.config))
-    return first_samples(samples, steps * small.config.training.global_batch_size)
+    samples = masks_of_run(config).over(training_samples(config))
+    known = first_samples(samples, (small.num_steps + 2) * config.training.global_batch_size)
+    return Reference(small, file, known, exact.names, sizes, allowed, exact.outputs)
 
 
 def is_cancelled(gradient: torch.Tensor, whole: float) -> bool:
@@ -105,8 +100,8 @@ def allowances(small: Small, dtype: str, sizes: dict[Key, float], exact: Trace, 
         in_all_steps = key._replace(step=0)
         worst[in_all_steps] = max(shares[key], worst.get(in_all_steps, 0.0))
     for key, share in shares.items():
-        # In half types rounding moves optimizers' steps too far, and may send a token to another expert.
-        if dtype in HALF and key.row in (Row.WEIGHT, Row.FIGURES, Row.ZEROS):
+        # In narrower types rounding moves optimizers' steps too far, and may send a token to another expert.
+        if (dtype in HALF and key.row == Row.FIGURES) or (dtype != EXACT and key.row in (Row.WEIGHT, Row.ZEROS)):
             continue
         if key.row in _EQUAL:
             allowed[key] = 0.0
@@ -115,12 +110,11 @@ def allowances(small: Small, dtype: str, sizes: dict[Key, float], exact: Trace, 
             allowed[key] = _RATE
             continue
         if key.row == Row.ZEROS:
-            if dtype == EXACT:
-                allowed[key] = uncertain_zeros(exact, draws[0], key.step)
+            allowed[key] = uncertain_zeros(exact, draws[0], key.step)
             continue
         if exact.values[key].numel() < FEW:
             share = worst[key._replace(step=0)]
-        least = max(FLOOR[dtype], rounding * key.step, WEIGHTS_FLOOR * (key.row == Row.WEIGHT))
+        least = max(FLOOR[dtype], rounding * key.step, WEIGHTS_FLOOR * (key.row in (Row.WEIGHT, Row.PLACE)))
         if key.row in _GRADIENTS and is_cancelled(exact.values[key], exact.number(key.step, _GRADIENTS[key.row])):
             least = max(least, CANCELLED[dtype])
         allowed[key] = max(MARGIN * share, least, tips.get(key, 0.0) / sizes[key])

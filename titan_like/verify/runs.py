@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from titan_like.parallel.tuning import Tuning
 from titan_like.train.setup import Run
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import EXACT, HALF, Key, Row
-from titan_like.verify.places import Outputs
+from titan_like.verify.dropout import Replay
+from titan_like.verify.places import Outputs, key_of
 from titan_like.verify.processes import Member
 from titan_like.verify.samples import training_samples, validation_samples
 from titan_like.verify.shrink import Small
@@ -39,6 +41,7 @@ class Trace:
 
     names: list[str] = field(default_factory=list)  # of parameters
     values: dict[Key, torch.Tensor] = field(default_factory=dict)  # float64; a number has no dimensions
+    outputs: Outputs | None = None  # of modules in the last step, if they are recorded; their tensors are in `values`
 
     def keep(self, key: Key, value: torch.Tensor | float) -> None:
         """Copy a number or a tensor to the CPU."""
@@ -53,9 +56,9 @@ class Trace:
 class _Alone(StepWatch):
     """Watches the product on one process."""
 
-    def __init__(self, small: Small, trace: Trace, seed: int | None = None) -> None:
+    def __init__(self, small: Small, trace: Trace, seed: int | None, known: dict[str, int]) -> None:
         """``seed`` of the perturbation of the initial weights; None: there is none."""
-        super().__init__(small, trace.keep)
+        super().__init__(small, trace.keep, known)
         self.trace, self.seed = trace, seed
 
     def attach(self, trainer: Trainer) -> None:
@@ -66,6 +69,14 @@ class _Alone(StepWatch):
         super().attach(trainer)
         if self.seed is not None:
             perturb(trainer.model.parameters(), trainer.config.training.dtype, self.seed)
+
+    def complete_gradients(self) -> None:
+        """Keep what modules have computed, if it is recorded."""
+        super().complete_gradients()
+        if self.outputs is not None and self.outputs.order:
+            for place, value in self.outputs.whole(self.trainer.loss_scale).items():
+                self.note(key_of(self.at_step, place), value)
+            self.trace.outputs = self.outputs.without_tensors()
 
 
 def perturb(parameters: Iterable[torch.Tensor], dtype: str, seed: int) -> None:
@@ -81,15 +92,23 @@ def perturb(parameters: Iterable[torch.Tensor], dtype: str, seed: int) -> None:
         seed += 1000
 
 
-def train_alone(member: Member, small: Small, dtype: str, seed: int | None = None) -> Trace:
-    """Train in whole batches. float64 ends with the step with large logits, from the same initial weights."""
+def train_alone(
+    member: Member, small: Small, dtype: str, seed: int | None = None, with_outputs: bool = False,
+    replay: Replay | None = None,
+) -> Trace:  # fmt: skip
+    """Train in whole batches, with the masks of dropout that ``replay`` has. With ``with_outputs``, keep what modules
+    compute in the last step. Otherwise float64 ends with the step with large logits, from the same initial weights.
+    """
     trace, config = Trace(), alone(small, dtype)
     run = run_of(member, small, config, member.folder)
     run = replace(run, tuning=replace(run.tuning, loss_logits=None))
-    watch = _Alone(small, trace, seed)
-    run_through(Trainer(run, observer=watch), watch)
-    if dtype == EXACT:
-        large_step(member, config, _Alone(small.large, trace, seed))
+    watch = _Alone(small, trace, seed, {} if replay is None else replay.known)
+    watch.outputs = Outputs() if with_outputs else None
+    trainer = Trainer(run, observer=watch)
+    with nullcontext() if replay is None else replay.installed(trainer, watch):
+        run_through(trainer, watch)
+    if dtype == EXACT and small.num_steps and not with_outputs and replay is None:
+        trace.values |= train_alone(member, small.large, dtype, seed).values
     trace.names = watch.names
     return trace
 
@@ -123,31 +142,12 @@ def run_of(member: Member, small: Small, config: JobConfig, folder: Path) -> Run
 
 
 def run_through(trainer: Trainer, watch: StepWatch) -> None:
-    """Train, and validate on all held-out samples."""
+    """Train, and validate on all held-out samples; or take the step with large logits."""
+    if watch.small.num_steps == 0:
+        steps_alone(trainer, 1)
+        return
     trainer.train()
-    watch.validation = Row.WHOLE_VALIDATION
-    trainer.config = edit(trainer.config, {"evaluation.steps": 2})
-    trainer.validate()
-
-
-def large_step(member: Member, config: JobConfig, watch: StepWatch) -> None:
-    """Take the step with large logits, with a watch of `Small.large`."""
-    run = run_of(member, watch.small, edit(config, watch.small.longer), member.folder)
-    steps_alone(Trainer(run, observer=watch), 1)
-
-
-def outputs_alone(member: Member, small: Small, dtype: str, step: int) -> Outputs:
-    """What every module of the product computes in a step on one process, in the whole batch."""
-    outputs, watch, config = Outputs(), _Alone(small, Trace()), alone(small, dtype)
-    trainer = Trainer(run_of(member, small, config, member.folder), observer=watch)
-    train_before(watch, step)
-    outputs.follow(trainer.model.stages[0].module)
-    steps_alone(trainer, 1)
-    return outputs
-
-
-def train_before(watch: StepWatch, step: int) -> None:
-    """Train up to a step."""
-    watch.last_step = step - 1
-    if step > 1:
-        watch.trainer.train()
+    if watch.outputs is None:
+        watch.validation = Row.WHOLE_VALIDATION
+        trainer.config = edit(trainer.config, {"evaluation.steps": 2})
+        trainer.validate()

@@ -31,10 +31,12 @@ from titan_like.verify.compare import (
     Row,
     combine,
 )
-from titan_like.verify.observe import compare_places, observe, observe_leg, record_places
+from titan_like.verify.dropout import with_dropout
+from titan_like.verify.observe import compute_with_masks, observe, observe_leg, observe_places, record_dropout
 from titan_like.verify.places import first_place
 from titan_like.verify.processes import DONE, FAILED, Group, Outcome, Prepare
-from titan_like.verify.reference import compute_reference, known_samples
+from titan_like.verify.reference import compute_reference
+from titan_like.verify.runs import train_alone
 from titan_like.verify.shrink import MOST_PROCESSES, Small, check_numbers, resolve, shrink
 
 Progress = Callable[[str], None]
@@ -134,29 +136,48 @@ class Verifier:
         verdict.outcome = DIFFERENT
 
     def check(self, config: JobConfig, kinds: list[str], checks: list[Check]) -> None:
-        """Add the checks of each kind of run in one layout, up to the first run that does not finish.
-
-        Only a layout that is right so far is resumed.
+        """Add the checks of each kind of run in one layout, up to the first that differs or does not finish.
 
         Raises:
             UndecidedError: a run was stopped from outside, and nothing differs so far.
         """
         for kind in kinds:
-            if kind == RESUME and not all(check.ok for check in checks):
-                break
-            legs = self._relay(config) if kind == RESUME else [(observe, config, kind)]
+            if not all(check.ok for check in checks):
+                return
+            reference, legs, masks = self.reference, [(observe, config, kind)], Report(kind, 0)
+            if kind == RESUME:
+                legs = self._relay(config)
+            if kind == DROPOUT:
+                found = self._compute_with_masks(config, checks)
+                if found is None:
+                    return
+                dropping, masks, reference = found
+                legs = [(observe, dropping, kind)]
             groups: list[list[Report]] = []
             for leg in legs:
-                outcomes = self._run_layout(*leg)
+                outcomes = self._run_layout(*leg, reference=reference)
                 groups.append([outcome.result for outcome in outcomes if outcome.result is not None])
                 if any(outcome.ending != DONE for outcome in outcomes):
                     break
             is_complete = len(groups) == len(legs) and len(groups[-1]) == len(outcomes)
             if is_complete:
-                checks += combine(self.reference, groups)
-            if any(outcome.ending != DONE for outcome in outcomes):
-                self._add_unfinished(kind, Row.ENDS if is_complete else Row.RUNS, outcomes, checks)
-                break
+                groups[0][0].checks |= masks.checks
+                checks += combine(reference, groups)
+            self._add_unfinished(kind, Row.ENDS if is_complete else Row.RUNS, outcomes, checks)
+
+    def _compute_with_masks(self, config: JobConfig, checks: list[Check]) -> tuple[JobConfig, Report, Reference] | None:
+        """The layout with dropout, the checks of its masks, and the reference that has them; None if it fails."""
+        assert self.small.dropout is not None
+        dropping, alone = (with_dropout(one, self.small.dropout) for one in (config, self.small.config))
+        reference = replace(self.reference, small=replace(self.small, config=alone, num_steps=1, bad_steps={}))
+        outcomes = self._run_layout(record_dropout, dropping, reference=reference)
+        if self._add_unfinished(DROPOUT, Row.RUNS, outcomes, checks):
+            return None
+        recorded, file = [outcome.result for outcome in outcomes], self.folder / "masks.safetensors"
+        (made,) = self._start(compute_with_masks, 1, reference, dropping, recorded, file).wait(self.timeout)
+        if made.result is None:
+            raise UndecidedError(f"one process with the masks of the layout: {made.reason}")
+        return dropping, *made.result
 
     def _relay(self, config: JobConfig) -> list[tuple[Any, ...]]:
         """The layout, the layout again, another one, and the first once more resume from each other's checkpoints.
@@ -188,19 +209,21 @@ class Verifier:
         group = self._start(function, Layout.of(config.parallelism).num_processes, *given)
         return group.wait(seconds, patience)
 
-    def _add_unfinished(self, kind: str, row: Row, outcomes: list[Outcome], checks: list[Check]) -> None:
-        """Add the check of a run that did not finish."""
-        failures = [outcome for outcome in outcomes if outcome.ending == FAILED]
-        stopped = next((outcome for outcome in outcomes if outcome.is_undecided), None)
+    def _add_unfinished(self, kind: str, row: Row, outcomes: list[Outcome], checks: list[Check]) -> bool:
+        """Add the check of a run that did not finish, and return whether it did not."""
+        unfinished = [outcome for outcome in outcomes if outcome.ending != DONE]
+        failures = [outcome for outcome in unfinished if outcome.ending == FAILED]
+        stopped = next((outcome for outcome in unfinished if outcome.is_undecided), None)
         if stopped is not None and not failures:
             if all(check.ok for check in checks):
                 raise UndecidedError(f"the run in {kind} on {len(outcomes)} processes: {stopped.reason}")
-            return
-        reason = next(outcome.reason for outcome in outcomes if outcome.ending != DONE)
-        if failures:  # when one process fails its connections close, and others fail because of that
-            first = next((outcome for outcome in failures if not re.search(_LOST, outcome.reason)), failures[0])
-            reason = f"rank {first.rank}: {first.reason}"
-        checks.append(Check(kind, 0, row, "", 1, detail=reason))
+        elif unfinished:
+            reason = unfinished[0].reason
+            if failures:  # when one process fails its connections close, and others fail because of that
+                first = next((outcome for outcome in failures if not re.search(_LOST, outcome.reason)), failures[0])
+                reason = f"rank {first.rank}: {first.reason}"
+            checks.append(Check(kind, 0, row, "", 1, detail=reason))
+        return bool(unfinished)
 
     def locate(self, config: JobConfig, first: Check) -> str | None:
         """The module at which a layout departs from the reference, in words; None if it cannot be found."""
@@ -209,20 +232,17 @@ class Verifier:
         dtype = first.kind if first.kind in HALF else EXACT
         if config.float8.enable:  # a module's outputs depend on its microbatch, and the search looks at whole batches
             return None
-        reference, file = self.reference, self.folder / "places.safetensors"
+        small, where = replace(self.small, num_steps=first.step), f"step {first.step}"
         if first.row in LARGE:
-            config, small = edit(config, reference.small.longer), reference.small.large
-            reference = replace(reference, small=small, known=known_samples(small, 1))
-        arguments = reference.small, first.step, dtype, file
-        (alone,) = self._start(record_places, 1, *arguments).wait(self.timeout)
-        if alone.result is None:
+            config, small, where = edit(config, self.small.longer), self.small.large, "the longer sequences"
+        arguments = small, [dtype], self.folder / "places.safetensors", partial(train_alone, with_outputs=True)
+        (alone,) = self._start(compute_reference, 1, *arguments).wait(self.timeout)
+        if not isinstance(alone.result, Reference) or alone.result.outputs is None:
             return None
-        order, predictions, allowed = alone.result
-        outcomes = self._run_layout(compare_places, config, first.step, dtype, file, allowed, reference=reference)
+        outcomes = self._run_layout(observe_places, config, dtype, reference=alone.result)
         if any(outcome.result is None for outcome in outcomes):
             return None
-        where = "the longer sequences" if first.row in LARGE else f"step {first.step}"
-        place = first_place(order, predictions, [outcome.result for outcome in outcomes], where)
+        place = first_place(alone.result.outputs, [outcome.result for outcome in outcomes], where)
         if place is None and config.compile.enable:  # which was off
             return None
         rounding = ", as far as rounding shows" if dtype in HALF else ""
@@ -251,7 +271,7 @@ class Verifier:
             return outcome
 
         blame = find_fault(config, symptom, outcome_of)
-        if first.kind != RESUME and first.row not in (Row.DROPOUT_RESUMED, Row.RESUMED):
+        if first.kind != RESUME and first.row != Row.RESUMED:
             return blame
         axis = RESUME if blame.axis == ONE_PROCESS else blame.axis
         if axis == RESUME:  # unless the relay's leg in another layout, with other microbatches, is wrong by itself

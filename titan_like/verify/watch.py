@@ -23,6 +23,7 @@ from titan_like.train.observer import Observer
 from titan_like.train.pending_step import PendingStep
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import Key, Row
+from titan_like.verify.places import Outputs
 from titan_like.verify.shrink import Small
 
 FLOAT16_SCALE = 1024.0  # of the loss: raises small gradients without any overflow
@@ -91,6 +92,7 @@ class StepWatch(Watch):
         self.small, self.note, self.last_step = small, note, last_step or small.num_steps
         self.validation = Row.VALIDATION  # what validations are noted as
         self.at_step = 0  # the step that is being taken, or was taken last
+        self.outputs: Outputs | None = None  # what modules compute in the last step, if it is to be recorded
 
     def attach(self, trainer: Trainer) -> None:
         """Note the initial weights, or change them for the step with large logits."""
@@ -108,6 +110,9 @@ class StepWatch(Watch):
         """Note how many steps in a row have been skipped, where the host has read the one before."""
         super().begin_step(step)
         self.at_step = step
+        if self.outputs is not None and step == max(self.small.num_steps, 1):
+            for stage in self.trainer.model.stages:
+                self.outputs.follow(stage.module)
         if (step - 1) % self.trainer.config.metrics.log_interval == 0 and step <= self.small.num_steps:
             self.note(Key(step, Row.SKIPPED, "steps in a row before"), self.trainer.losses.consecutive_skips)
 
