@@ -131,7 +131,7 @@ class Reference:
 
     def allowed_in(self, kind: str) -> dict[Key, float]:
         """The largest relative differences in a kind of run."""
-        return self.allowed.get(kind, self.allowed[EXACT])
+        return self.allowed[kind if kind in self.allowed else EXACT]
 
     def whole(self, key: Key) -> torch.Tensor:
         """A whole tensor."""

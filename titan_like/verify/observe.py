@@ -165,7 +165,7 @@ def observe(member: Member, reference: Reference, config: JobConfig, kind: str) 
         run_through(trainer, watch)
     if kind == EXACT:
         large = StepWatch(small.large, partial(report.compare, reference))
-        run = run_of(member, small, edit(config, small.longer), member.folder)
+        run = run_of(member, large.small, edit(config, small.longer), member.folder)
         run_through(Trainer(run, observer=large), large)
     if kind in HALF:
         watch.check_sums()
