@@ -95,7 +95,8 @@ ADAFACTOR, MUON = (["--optimizer.name", name] for name in ("adafactor", "muon"))
 # Each bug with a layout that shows it, the axis at fault, the row of the first difference, and how the name of the
 # parameter or module at fault begins. `verify` finds those of an axis. Those of one_process are found by
 # tests/reference/test_training.py, which lists a few more in `BY_TESTS`. Those of data are in
-# tests/reference/test_samples.py and tests/unit/test_draws.py.
+# tests/reference/test_samples.py and tests/unit/test_draws.py, those of other batches in
+# tests/unit/test_resumed_length.py.
 BUGS = [
     (gradients.tied_tables_not_summed, PIPELINE, "pipeline_parallel", Row.GRADIENT, "embedding.weight"),
     (gradients.norm_of_one_stage, PIPELINE, "pipeline_parallel", Row.NORM, ""),
@@ -214,12 +215,8 @@ BUGS = [
     (dropout.random_state_restored_by_rank, DATA, "resume", Row.DROPOUT_RESUMED, ""),
     (dropout.random_state_restored_by_rank, TENSOR, "resume", Row.DROPOUT_RESUMED, ""),
     (dropout.resumed_ranks_share_no_dropout, TENSOR, "tensor_parallel", Row.DROPOUT_RESUMED, ""),
-    (runs.length_as_if_todays_batches_had_always_held, DATA, "resume", Row.OTHER_BATCHES, "last step"),
-    (runs.length_as_if_todays_batches_had_always_held, TENSOR, "resume", Row.OTHER_BATCHES, "last step"),
-    (runs.schedule_counts_todays_batches, ONE, "resume", Row.OTHER_BATCHES, "rate"),
-    (runs.schedule_counts_steps_whatever_their_batches, DATA, "resume", Row.OTHER_BATCHES, "rate"),
-    (dropout.dropout_scale_lost_in_bfloat16, [*SEQUENCE, *BFLOAT16[:2]], "sequence_parallel", Row.LOSS, ""),
-    (dropout.dropout_scale_lost_in_a_half_type, BFLOAT16, "one_process", Row.LOSS, ""),
+    (dropout.dropout_scale_lost_in_bfloat16, [*SEQUENCE, *BFLOAT16[:2]], "sequence_parallel", Row.GRADIENT, ""),
+    (dropout.dropout_scale_lost_in_a_half_type, BFLOAT16, "one_process", Row.GRADIENT, ""),
     (dropout.compiled_layers_never_drop, COMPILED, "compile", Row.LOSS, ""),
     (dropout.seed_of_each_trainer, DATA, "one_process", Row.LOSS, ""),
     (gradients.gradients_reduced_in_bfloat16, [*TENSOR[:2], *ZERO_1, *BFLOAT16[:2]], "data_parallel", Row.SUMS, ""),

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from tests.reference.experts import PlainExperts
 from tests.reference.masks import take_definitions
 from titan_like.config.schema import JobConfig, Training
-from titan_like.data.batch import Batch, model_fields
+from titan_like.data.batch import Batch, collate, model_fields
+from titan_like.data.source import IGNORED_LABEL
 from titan_like.models.config import NUM_OPTIONS
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
@@ -24,9 +25,8 @@ from titan_like.verify.compare import EXACT, Key, Row
 from titan_like.verify.processes import Member
 from titan_like.verify.reference import norm
 from titan_like.verify.runs import Trace, perturb
-from titan_like.verify.samples import IGNORED, training_samples, validation_samples
+from titan_like.verify.samples import Samples, masks_of_run, training_samples, validation_samples
 from titan_like.verify.shrink import Small
-from titan_like.verify.token_ids import batch_of
 from titan_like.verify.watch import FLOAT16_SCALE, enlarge, part_of
 
 ELEMENTS = 64  # of initial weights that one generator draws
@@ -117,6 +117,12 @@ def train_by_definition(_: Member | None, small: Small, dtype: str, seed: int | 
     return trace
 
 
+def batch_of(samples: Samples, indices: Iterable[int], config: JobConfig) -> Batch:
+    """Samples as the trainer reads them, in one batch."""
+    masked = masks_of_run(config).over(samples)
+    return collate([masked[index] for index in indices])
+
+
 def batches(config: JobConfig, last: int) -> dict[int, range]:
     """The samples of each step from 1 to ``last``. During a ramp-up the batch grows by equal increments."""
     taken, consumed = {}, 0
@@ -149,7 +155,7 @@ def labels_of(batch: Batch) -> list[torch.Tensor]:
 
 def num_labels(pieces: Sequence[Batch]) -> torch.Tensor:
     """Number of labels of each prediction: [predictions]."""
-    return torch.tensor([[(labels != IGNORED).sum() for labels in labels_of(piece)] for piece in pieces]).sum(0)
+    return torch.tensor([[(labels != IGNORED_LABEL).sum() for labels in labels_of(piece)] for piece in pieces]).sum(0)
 
 
 def add_gradients(
@@ -186,7 +192,10 @@ def summed_losses(model: Transformer, batch: Batch, compute_type: torch.dtype) -
     accumulator = torch.promote_types(compute_type, torch.float32)
     return [
         F.cross_entropy(
-            output.to(accumulator).reshape(-1, output.shape[-1]), own.flatten(), ignore_index=IGNORED, reduction="sum"
+            output.to(accumulator).reshape(-1, output.shape[-1]),
+            own.flatten(),
+            ignore_index=IGNORED_LABEL,
+            reduction="sum",
         )
         for output, own in zip(outputs, labels, strict=True)
     ]

@@ -59,7 +59,6 @@ class Row(StrEnum):
     LARGE_LOSS = "loss of longer sequences with large logits"
     LARGE_GRADIENT = "gradients of longer sequences with large logits"
     LARGE_NORM = "gradient norm of longer sequences with large logits"
-    OTHER_BATCHES = "length, samples and rates of a run resumed with other batches"
     DROPOUT_RESUMED = "dropout of a run resumed in another layout"
     RUNS = "the layout runs"
     ENDS = "the layout ends"
@@ -159,7 +158,7 @@ class Report:
     rank: int
     data_rank: int = 0  # the same for processes that see the same samples
     checks: dict[Key, Check] = field(default_factory=dict)
-    samples: dict[int, list[list[int]]] = field(default_factory=dict)  # step → sample indices of each microbatch
+    samples: dict[int, list[int]] = field(default_factory=dict)  # step → indices
     shared: dict[Key, str] = field(default_factory=dict)  # must be equal on all processes that have the key
 
     def add(self, key: Key, difference: float, allowed: float, detail: str = "") -> None:
@@ -245,19 +244,8 @@ def _of_all_ranks(reference: Reference, groups: list[list[Report]], reported: se
                 yield Check(kind, key.step, key.row, key.name.split(" @ ")[0], float(value != other), detail=told)
         due = batches(reference.small.config, reference.small.num_steps)
         for step in group[0].samples:
-            problem = _sample_problem(list(due[step]), step, group)
-            yield Check(kind, step, Row.SAMPLES, "", float(problem is not None), detail=problem or "")
-
-
-def _sample_problem(wanted: list[int], step: int, group: list[Report]) -> str | None:
-    """What is wrong, if data-parallel ranks do not share out a step's samples or if processes of one rank disagree."""
-    by_data_rank: dict[int, list[list[int]]] = {}
-    for report in group:
-        drawn = report.samples.get(step, [])
-        if by_data_rank.setdefault(report.data_rank, drawn) != drawn:
-            return f"rank {report.rank} takes other samples than the processes that share its part of the batch"
-    taken = Counter(index for drawn in by_data_rank.values() for microbatch in drawn for index in microbatch)
-    missing, surplus = sorted(set(wanted) - set(taken)), sorted((taken - Counter(wanted)).elements())
-    if not missing and not surplus:
-        return None
-    return f"samples {missing[:4]} are not taken, and {surplus[:4]} (-1: of no step) are taken twice or out of turn"
+            drawn = {report.data_rank: report.samples.get(step, []) for report in group}  # the same on all of a rank
+            taken, wanted = Counter(index for indices in drawn.values() for index in indices), Counter(due[step])
+            missing, surplus = (sorted(some.elements())[:4] for some in (wanted - taken, taken - wanted))
+            told = f"samples {missing} are not taken, and {surplus} (-1: of no step) are taken twice or out of turn"
+            yield Check(kind, step, Row.SAMPLES, "", float(taken != wanted), detail=told)

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -27,7 +29,7 @@ from titan_like.parallel.layout import Layout
 from titan_like.train.pending_step import PendingStep
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import DROPOUT, EXACT, HALF, RESUME, SINGLE, Key, Reference, Report, Row
-from titan_like.verify.dropout import Recorded, Recorder, Replay, check_masks
+from titan_like.verify.dropout import Recorded, Recorder, Replay, check_masks, with_dropout
 from titan_like.verify.half import (
     MERGED,
     TRAVELLING,
@@ -39,11 +41,11 @@ from titan_like.verify.half import (
 from titan_like.verify.places import Cut, Outputs, compare_outputs
 from titan_like.verify.processes import Member
 from titan_like.verify.reference import FEW, compute_reference
-from titan_like.verify.resumed import check_other_batches
 from titan_like.verify.runs import in_type, run_of, run_through, train_alone
 from titan_like.verify.samples import batches
+from titan_like.verify.shrink import Small
 from titan_like.verify.updates import UpdateCheck
-from titan_like.verify.watch import StepWatch, Watch, digest
+from titan_like.verify.watch import StepWatch, Watch, digest, steps_alone
 
 _NEVER = 1_000_000  # steps
 
@@ -122,7 +124,8 @@ class LayoutWatch(StepWatch):
         super().end_step(issued)
         step = issued.step
         if step <= self.small.num_steps:
-            self.report.samples[step] = self.drawn
+            self.report.samples[step] = [index for microbatch in self.drawn for index in microbatch]
+            self.report.share(Key(step, Row.SAMPLES, f"of data rank {self.report.data_rank}"), str(self.drawn))
             if self.updates is not None:
                 is_good, grad_norm = step not in self.small.bad_steps, issued.read()[0].grad_norm
                 self.updates.check(step, is_good, issued.lr, grad_norm, self.gradients)
@@ -223,7 +226,7 @@ def observe_leg(
 ) -> Report:  # fmt: skip
     """One leg of a relay: resume, and save after every step up to ``last_step``.
 
-    The relay's last leg also goes on with other batches and with dropout.
+    The relay's last leg also goes on with dropout.
 
     It resumes from ``start`` because that is ``load_step``, or without one because no later checkpoint is left. It
     removes checkpoints before its latest ``most`` unless those legs that follow need them.
@@ -239,8 +242,8 @@ def observe_leg(
         if step > start:
             shutil.rmtree(checkpoint_path(run.checkpoint_folder, step))
             there.remove(step)
-    if is_last:
-        check_other_batches(report, member, small, changed, folder, start)
+    if is_last and small.dropout is not None:
+        check_resumed_dropout(member, report, small, changed, folder)
     trainer = Trainer(run, observer=LayoutWatch(reference, report, last_step))
     told = f"resumed from step {trainer.step}, not {start}"
     report.exact(Key(0, Row.CHECKPOINTS), None if trainer.step == start else told)
@@ -251,3 +254,20 @@ def observe_leg(
         found = complete_steps(run.checkpoint_folder)
         report.exact(Key(0, Row.CHECKPOINTS), None if found == kept else f"steps {found} are kept, not {kept}")
     return report
+
+
+def check_resumed_dropout(member: Member, report: Report, small: Small, config: JobConfig, folder: Path) -> None:
+    """Resume with dropout for a step, from a checkpoint of another layout. A run without a stop must drop the same."""
+    assert small.dropout is not None
+    config = edit(with_dropout(config, small.dropout), {"compile.enable": False})  # functions are watched
+    configs = config, edit(config, {"checkpoint.enable": False})
+    resumed, straight = (Trainer(run_of(member, small, one, folder)) for one in configs)
+    steps_alone(straight, resumed.step)
+    recorders = Recorder(resumed), Recorder(straight)
+    for recorder, trainer in zip(recorders, (resumed, straight), strict=True):
+        with recorder.installed():
+            steps_alone(trainer, 1)
+    for draw, other in zip_longest(*(recorder.draws for recorder in recorders)):
+        same = draw and other and draw.where == other.where and np.array_equal(draw.kept, other.kept)
+        key = Key(resumed.step, Row.DROPOUT_RESUMED, (draw or other).where.site)
+        report.exact(key, None if same else "a run that never stopped drops others")

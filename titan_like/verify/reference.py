@@ -12,7 +12,6 @@ for every update, which passes on what has tipped before it.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -24,9 +23,8 @@ from titan_like.models.registry import model_config
 from titan_like.verify.compare import EXACT, HALF, SINGLE, Key, Reference, Row, distance
 from titan_like.verify.processes import Member
 from titan_like.verify.runs import EPS, Trace, train_alone
-from titan_like.verify.samples import training_samples
+from titan_like.verify.samples import masks_of_run, training_samples
 from titan_like.verify.shrink import Small
-from titan_like.verify.token_ids import masks_of_run
 from titan_like.verify.watch import first_samples
 
 MARGIN = 8.0
@@ -40,7 +38,6 @@ TIPPED = 2.0**-3  # half the distance of neighbouring numbers of e5m2, which gra
 FEW = 16  # elements: so few numbers may be right by chance in one step, but not in all
 
 _LARGE_MODEL = 1_000_000  # parameters
-_ROUNDING = 1e-12  # of a gradient's largest element: float64 rounding alone makes elements of this size
 _RATE = 1e-9
 _EQUAL = (Row.INITIAL, Row.BATCH, Row.SKIPPED, Row.LOSS_SCALE)
 _GRADIENTS = {Row.GRADIENT: Row.NORM, Row.LARGE_GRADIENT: Row.LARGE_NORM}  # with the row of their norm
@@ -94,7 +91,8 @@ def sizes_of(exact: Trace) -> dict[Key, float]:
 def allowances(small: Small, dtype: str, sizes: dict[Key, float], exact: Trace, draws: list[Trace]) -> dict[Key, float]:
     """How far a layout may be from the exact result in a type, given runs of one process in that type."""
     rounding = TIPPED if small.config.float8.enable and dtype != EXACT else 0.0
-    allowed, tips, shares, worst = {}, tipped(small, dtype, draws, exact), dict[Key, float](), dict[Key, float]()
+    allowed, shares, worst = dict[Key, float](), dict[Key, float](), dict[Key, float]()
+    tips = tipped(exact, draws[0]) if dtype == EXACT else {}
     for key in draws[-1].values.keys() & exact.values.keys():
         shares[key] = farthest(key, draws, exact) / sizes[key]
         in_all_steps = key._replace(step=0)
@@ -121,14 +119,17 @@ def allowances(small: Small, dtype: str, sizes: dict[Key, float], exact: Trace, 
     return allowed
 
 
-def uncertain_zeros(exact: Trace, other: Trace, step: int) -> float:
-    """How far a layout's number of zero gradient elements may be off: those that only rounding makes nonzero."""
-    uncertain, whole = 0, exact.number(step, Row.NORM)
-    for name in exact.names:
-        gradient, second = (trace.values[Key(step, Row.GRADIENT, name)] for trace in (exact, other))
-        small = torch.maximum(gradient.abs(), second.abs()) < _ROUNDING * gradient.abs().max()
-        uncertain += int((small & ((gradient != 0) | (second != 0)) | is_cancelled(gradient, whole)).sum())
-    return 2.0 * uncertain
+def uncertain(exact: Trace, draw: Trace, key: Key) -> torch.Tensor:
+    """Which elements of a gradient may be nothing but rounding, which need not be the same in two runs."""
+    gradient, drawn, whole = exact.values[key], draw.values[key], exact.number(key.step, Row.NORM)
+    is_small = torch.maximum(gradient.abs(), drawn.abs()) < NEGLIGIBLE * whole
+    return is_small & ((gradient != 0) | (drawn != 0) | is_cancelled(gradient, whole))
+
+
+def uncertain_zeros(exact: Trace, draw: Trace, step: int) -> float:
+    """How far a layout's number of zero gradient elements may be off."""
+    keys = [Key(step, Row.GRADIENT, name) for name in exact.names]
+    return 2.0 * sum(int(uncertain(exact, draw, key).sum()) for key in keys)
 
 
 def farthest(key: Key, draws: list[Trace], exact: Trace) -> float:
@@ -136,27 +137,22 @@ def farthest(key: Key, draws: list[Trace], exact: Trace) -> float:
     return max(distance(trace.values[key], exact.values[key]) for trace in draws)
 
 
-def tipped(small: Small, dtype: str, draws: list[Trace], exact: Trace) -> dict[Key, float]:
+def tipped(exact: Trace, draw: Trace) -> dict[Key, float]:
     """How far rounding may move each parameter's weights apart, after each step.
 
-    Many optimizers divide each element of a gradient by about its own magnitude. A rounding error that is a share x of
-    that can move the weight by x times two steps, and by both whole steps if it decides the sign. Steps are as large as
-    the largest that an element of the parameter has made.
+    Many optimizers divide each element of a gradient by about its own magnitude, so an element that is nothing but
+    rounding moves its weight by a whole step, as large as the largest that an element of the parameter has made.
     """
     distances: dict[Key, float] = {}
     for name in exact.names:
         before = exact.values[Key(0, Row.INITIAL, name)]
-        share, moved = torch.zeros_like(before), 0.0
+        elements, moved = torch.zeros_like(before), 0.0
         for step in sorted(key.step for key in exact.values if key.row == Row.WEIGHT and key.name == name):
             key, weight = Key(step, Row.GRADIENT, name), exact.values[Key(step, Row.WEIGHT, name)]
             if key in exact.values:
-                wanted, seen, whole = exact.values[key], draws[0].values[key], exact.number(step, Row.NORM)
-                cancelled = is_cancelled(wanted, whole)
-                error = max(farthest(key, draws, exact), cancelled * EPS[dtype] * whole)
-                of_size = MARGIN * error / math.sqrt(wanted.numel()) / (wanted.abs() + NEGLIGIBLE * whole)
-                share = torch.maximum(share, ((seen != 0) | cancelled) * of_size.clamp(max=1))
+                elements = torch.maximum(elements, uncertain(exact, draw, key).double())
                 moved += 2 * (weight - before).abs().max().item()
-            distances[Key(step, Row.WEIGHT, name)] = moved * norm(share)
+            distances[Key(step, Row.WEIGHT, name)] = moved * norm(elements)
             before = weight
     return distances
 

@@ -23,9 +23,8 @@ from titan_like.verify.compare import EXACT, HALF, Key, Row
 from titan_like.verify.dropout import Replay
 from titan_like.verify.places import Outputs, key_of
 from titan_like.verify.processes import Member
-from titan_like.verify.samples import training_samples, validation_samples
+from titan_like.verify.samples import masks_of_run, training_samples, validation_samples
 from titan_like.verify.shrink import Small
-from titan_like.verify.token_ids import masks_of_run
 from titan_like.verify.watch import StepWatch, steps_alone
 
 EPS = {EXACT: 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
