@@ -7,13 +7,10 @@ others, and the product in more layouts.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from tests.distributed.bugs import (
     ADAFACTOR,
@@ -62,7 +59,7 @@ from tests.distributed.mutations import (
 )
 from titan_like.config import load_config
 from titan_like.verify.compare import DROPOUT, EXACT, RESUME, SINGLE, Row
-from titan_like.verify.processes import DONE, WAITING, Group, Member, Prepare, active_seconds
+from titan_like.verify.processes import WAITING, Prepare
 from titan_like.verify.shrink import resolve, shrink
 from titan_like.verify.verify import _LOCATED, Verdict, Verifier
 
@@ -221,25 +218,6 @@ def test_processes_that_wait_while_gloo_spins_are_a_deadlock() -> None:
     first = verdict.first_difference
     assert first is not None and (first.row, first.detail) == (Row.RUNS, WAITING), verdict
     assert verdict.blame is not None and verdict.blame.axis == "pipeline_parallel", verdict.blame
-
-
-def moves_data(member: Member) -> None:
-    """Only gloo's own threads work."""
-    data = torch.zeros(50_000_000)
-    for _ in range(10):
-        dist.broadcast(data, src=0)
-
-
-def test_gloo_does_not_spin_while_data_moves() -> None:
-    group, spun, moved = Group(moves_data, 2), 0.0, 0.0
-    processes, then = {process.pid for process in group._processes}, dict[tuple[str, str], float]()
-    while any(process.is_alive() for process in group._processes):
-        now = active_seconds(processes)[1]
-        spun = max(spun, sum(now[thread] - then[thread] for thread in now.keys() & then))
-        then, moved = now, max(moved, sum(now.values()))
-        time.sleep(0.5)
-    assert [outcome.ending for outcome in group.wait(1)] == [DONE, DONE]
-    assert moved > 10 * spun, (moved, spun)
 
 
 def test_training_that_diverges_on_one_process_is_no_difference() -> None:
