@@ -119,11 +119,7 @@ def masks_of_step_3(rank: int, folder: Path) -> dict[str, list[list[str]]]:
         with recorder.installed():
             steps_alone(trainer, 1)
         for is_attention in (False, True):
-            masks = [
-                digest(torch.from_numpy(draw.kept))
-                for draw in recorder.draws
-                if draw.where.is_attention == is_attention
-            ]
+            masks = [digest(draw.kept) for draw in recorder.draws if draw.where.is_attention == is_attention]
             found.setdefault(name, []).append(masks)
 
     settings = SETTINGS | {"model.overrides": MODEL | {"num_layers": 2}}

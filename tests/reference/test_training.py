@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -44,9 +43,8 @@ from titan_like.train.job import process_group
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
-from titan_like.verify.compare import DROPOUT, EXACT, Check, Reference, Report, Row, combine
-from titan_like.verify.dropout import with_dropout
-from titan_like.verify.observe import compute_with_masks, observe, record_dropout
+from titan_like.verify.compare import DROPOUT, EXACT, Check, Reference, Row, combine
+from titan_like.verify.observe import observe, observe_dropout
 from titan_like.verify.processes import Member, Prepare
 from titan_like.verify.reference import compute_reference
 from titan_like.verify.shrink import resolve, shrink
@@ -91,18 +89,9 @@ def defined(settings: tuple[str, ...], kind: str) -> Reference:
 def problem_of(settings: list[str], kind: str, bug: Prepare | None = None) -> Check | None:
     """How the product on one process differs from its definition."""
     reference = defined(tuple(settings), kind)
-    config, masks, alone = on_one_process(reference.small.config), Report(kind, 0), member()
+    config, observed = on_one_process(reference.small.config), observe_dropout if kind == DROPOUT else observe
     with bug() if bug is not None else nullcontext():
-        if kind == DROPOUT:
-            config = with_dropout(config, 0.0)
-            reference = replace(reference, small=replace(reference.small, config=config, num_steps=1, bad_steps={}))
-            recorded, file = record_dropout(alone, reference, config), alone.folder / "masks.safetensors"
-            masks, made = compute_with_masks(alone, reference, config, [recorded], file)
-            assert isinstance(made, Reference), made
-            reference = made
-        report = observe(alone, reference, config, kind)
-    report.checks |= masks.checks
-    return first_difference(combine(reference, [[report]]))
+        return first_difference(combine(reference, [[observed(member(), reference, config, kind)]]))
 
 
 @pytest.mark.parametrize(("settings", "kind"), [(s, kind) for s, kinds in SAME.values() for kind in kinds])

@@ -36,9 +36,11 @@ class Row(StrEnum):
     RATE = "learning rate"
     LOSS_SCALE = "loss scale"
     SUMS = "precision of sums"
-    KEPT = "share that dropout keeps"
+    KEPT = "share that dropout keeps, and its scale"
     MASKS_DIFFER = "dropout different where activations are"
+    MASKS_EQUAL = "dropout equal where activations are"
     MASKS_AGAIN = "dropout drawn again in recomputation"
+    DROPOUT_AGAIN = "gradients of another run with this seed"
     LOSS = "loss"
     SKIPPED = "steps that are not finite are skipped on all ranks"
     MISSING = "missing gradients"
@@ -66,7 +68,7 @@ class Row(StrEnum):
 
 
 # Some process must report each of the reference's numbers in these rows, and in those at the ends unless it is a relay.
-_COVERED = (Row.LOSS, Row.NORM, Row.GRADIENT, Row.WEIGHT, Row.VALIDATION)
+_COVERED = (Row.KEPT, Row.LOSS, Row.NORM, Row.GRADIENT, Row.WEIGHT, Row.VALIDATION)
 LARGE = (Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM)
 _AT_THE_ENDS = (Row.INITIAL, Row.WHOLE_VALIDATION, *LARGE)
 _BACKWARD = (Row.GRADIENT, Row.LARGE_GRADIENT)  # here the model's last parameter comes first

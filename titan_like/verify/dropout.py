@@ -1,10 +1,9 @@
-"""Check the masks that dropout draws on each process, and give them to one process.
+"""Check the masks that dropout draws on each process.
 
 Masks must be equal where processes hold the same activations (tensor-parallel processes between layers, without
 sequence parallelism) and different everywhere else: other samples, layers, attention heads, parts of the sequence.
-Recomputation must draw the forward pass's masks again. The product on one process with the layout's masks is the
-reference of a second run with the same seed, whose layers are compiled if the configuration compiles them. That shows
-that rate and scale are right wherever dropout is applied, and equal masks equal where they must be.
+Recomputation must draw the forward pass's masks again. Each drops its share, and scales up what it keeps, at every site
+where one process drops.
 """
 
 from __future__ import annotations
@@ -18,33 +17,31 @@ from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
-from titan_like.data.lengths import sample_length
 from titan_like.models.layers.init import generator_of
-from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout
 from titan_like.torch_private import is_in_backward_pass
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import Key, Report, Row
-from titan_like.verify.places import joined, local
+from titan_like.verify.places import local
 from titan_like.verify.shrink import FLAVOR
-from titan_like.verify.watch import Watch, digest
+from titan_like.verify.watch import digest
 
-RATE = 0.3  # at least: without the factor 1/(1 - rate), gradients differ by more than a half type's rounding
-_NORM_EPS = 1.0  # norms would undo a factor that is missing everywhere, if this were small
+RATE = 0.3  # at least: gradients of other masks must differ by much
+NOTHING = 1e-15  # a rate at which no element is dropped, yet layers do what they do for dropout
 _TELLING = 128  # elements of a mask, for it hardly ever to be drawn twice
+_SCALE = 0.02  # that the factor may be off; half types round it
 _DEVIATIONS = 6.0  # standard deviations of a binomial distribution by which the kept share may be off
 
 
 def with_dropout(config: JobConfig, rate: float) -> JobConfig:
     """A small run's configuration with dropout."""
-    fields = {"dropout": max(rate, RATE), "norm_eps": _NORM_EPS}
-    return edit(config, {"model.flavors": {FLAVOR: config.model.flavors[FLAVOR] | fields}})
+    return edit(config, {"model.flavors": {FLAVOR: config.model.flavors[FLAVOR] | {"dropout": rate}}})
 
 
 class Where(NamedTuple):
@@ -68,15 +65,8 @@ class Draw:
     tensor_rank: int
     is_recomputed: bool
     stream: str  # digest of the random generator before the draw
-    kept: np.ndarray  # bool, this process's part of [batch, seq, hidden] or [batch, heads, seq, seq]
-
-
-class Recorded(NamedTuple):
-    """The draws of a process, and what it draws them for."""
-
-    draws: list[Draw]
-    data_rank: int
-    samples: list[list[int]]  # of each microbatch of the first step
+    kept: torch.Tensor  # bool, this process's part of [batch, seq, hidden] or [batch, heads, seq, seq]
+    scale: float  # that multiplies what is kept
 
 
 class Recorder:
@@ -125,12 +115,14 @@ class Recorder:
             return result
         generator.set_state(before)
         with torch.no_grad():
-            kept = (local(draw_kept()) != 0).cpu().numpy()
+            drawn = local(draw_kept()).cpu()
         generator.set_state(after)
         is_recomputed = is_in_backward_pass()
         number = self.count(self.site, is_attention, is_recomputed, self.step)
         where = Where(self.site, is_attention, self.step, self.data_rank, number)
-        self.draws.append(Draw(where, self.tensor_rank, is_recomputed, digest(before), kept))
+        kept, keys = drawn != 0, drawn.shape[-1] if is_attention else 1
+        scale = drawn[kept].double().mean().item() * keys
+        self.draws.append(Draw(where, self.tensor_rank, is_recomputed, digest(before), kept, scale))
         return result
 
 
@@ -139,103 +131,50 @@ def _unit_vectors(values: torch.Tensor) -> torch.Tensor:
     return torch.eye(values.shape[2], dtype=values.dtype, device=values.device).expand(*values.shape[:2], -1, -1)
 
 
-class Replay:
-    """Lets one process drop in its first step what the processes of a layout have dropped."""
-
-    def __init__(self, recorded: list[Recorded], config: JobConfig, known: dict[str, int]) -> None:
-        """``known`` are the indices of the first samples by their digests."""
-        model = model_config(config.model)
-        self.known, self.lengths, self.rate = known, sample_length(config, model), model.model_dump()["dropout"]
-        # By the site, whether it is in attention, and the sample: the part of each tensor-parallel rank.
-        self.masks: dict[tuple[str, bool, int], dict[int, np.ndarray]] = defaultdict(dict)
-        for draws, _, samples in recorded:
-            for draw in draws:
-                if draw.where.step == 1 and not draw.is_recomputed:
-                    of_batch = samples[draw.where.microbatch]
-                    for sample, kept in zip(of_batch, np.array_split(draw.kept, len(of_batch)), strict=True):
-                        self.masks[*draw.where[:2], sample][draw.tensor_rank] = kept
-
-    @contextmanager
-    def installed(self, trainer: Trainer, watch: Watch) -> Iterator[None]:
-        """Replace torch's two functions that draw dropout."""
-        sites, plain_attention = Recorder(trainer), F.scaled_dot_product_attention
-
-        def mask(is_attention: bool, like: torch.Tensor) -> torch.Tensor:
-            samples = watch.drawn[sites.count(sites.site, is_attention)]
-            parts = [self.masks.get((sites.site, is_attention, sample), {}) for sample in samples]
-            ranks = [rank for rank in sorted(parts[0]) if all(rank in part for part in parts)]
-            kept = [torch.from_numpy(np.concatenate([part[rank] for part in parts])) for rank in ranks]
-            if kept and kept[0].shape != like.shape:  # each rank has a part of the sequence, or of the heads
-                kept = [torch.cat(kept, 1) if is_attention else joined(kept, self.lengths)]
-            if not kept or kept[0].shape != like.shape:  # the layout drops nothing here
-                return torch.ones_like(like)
-            return kept[0].to(like) / (1 - self.rate)
-
-        def dropout(x: torch.Tensor, _rate: float = 0.5, training: bool = True, *_: Any) -> torch.Tensor:
-            return x * mask(False, x) if training else x
-
-        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-            if not options["dropout_p"]:
-                return plain_attention(q, k, v, **options)
-            probabilities = plain_attention(q, k, _unit_vectors(v), **options | {"dropout_p": 0.0})
-            values = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-            return (probabilities * mask(True, probabilities)) @ values
-
-        with patch.object(F, "dropout", dropout), patch.object(F, "scaled_dot_product_attention", attention):
-            yield
-
-
-def check_masks(report: Report, recorded: list[Recorded], layout: Layout, rate: float) -> None:
-    """Check the masks of all processes of a layout."""
-    forward: dict[Where, dict[int, Draw]] = defaultdict(dict)
-    draws = [draw for one in recorded for draw in one.draws]
+def check_draws(report: Report, draws: list[Draw], layout: Layout, rate: float) -> None:
+    """Check the draws of this process, and on rank 0 those of all."""
+    forward, marks = [draw for draw in draws if not draw.is_recomputed], list[tuple[Where, list[Any]]]()
+    known = {_mask_of(draw) for draw in forward}
     for draw in draws:
-        if not draw.is_recomputed:
-            forward[draw.where][draw.tensor_rank] = draw
-    _check_recomputed(report, draws)
+        if draw.is_recomputed:  # in any order of microbatches
+            told = None if _mask_of(draw) in known else "a mask that no forward pass drew"
+            report.exact(Key(1, Row.MASKS_AGAIN, draw.where.site), told)
     _check_kept(report, forward, rate)
-    _check_different(report, forward, layout)
+    for draw in forward:
+        # Tensor-parallel ranks hold different activations if the sequence or the heads are split, else the same ones.
+        has_parts = draw.kept.shape[1] > 1  # all ranks hold a sequence's first token
+        is_split = layout.tensor > 1 if draw.where.is_attention else layout.sequence_parallel and has_parts
+        if not is_split:
+            report.share(Key(1, Row.MASKS_EQUAL, f"{draw.where.site} @ {draw.where}"), digest(draw.kept))
+        if is_split or draw.tensor_rank == 0:
+            masks = draw.kept.flatten(0, int(draw.where.is_attention))
+            telling = masks if masks[0].numel() >= _TELLING else ()  # smaller ones are equal by chance
+            # Two draws from the same state of a random stream may differ in shape, so the state is compared too.
+            marks.append((draw.where, [draw.stream, *((tuple(mask.shape), digest(mask)) for mask in telling)]))
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, marks)
+    drawn: dict[object, Where] = {}
+    for where, found in (pair for pairs in everywhere if report.rank == 0 for pair in pairs):
+        for mark in found:
+            again = f"it is that {drawn[mark]} as well as {where}" if mark in drawn else None
+            drawn.setdefault(mark, where)
+            report.exact(Key(1, Row.MASKS_DIFFER, where.site), again)
 
 
-def _check_kept(report: Report, draws: dict[Where, dict[int, Draw]], rate: float) -> None:
-    """Check that every site keeps its share, within what chance allows."""
-    kept: dict[tuple[str, bool], list[np.ndarray]] = defaultdict(list)
-    for where, parts in draws.items():
-        kept[where.site, where.is_attention] += [draw.kept for draw in parts.values()]
-    for (site, is_attention), masks in kept.items():
-        total = sum(mask.size for mask in masks)
-        found, wanted = sum(int(mask.sum()) for mask in masks) / total, 1 - rate
+def _mask_of(draw: Draw) -> tuple[object, ...]:
+    return draw.where._replace(microbatch=0), digest(draw.kept)
+
+
+def _check_kept(report: Report, draws: list[Draw], rate: float) -> None:
+    """Check that every site keeps its share, within what chance allows, and scales it up."""
+    by_site: dict[tuple[str, bool], list[Draw]] = defaultdict(list)
+    for draw in draws:
+        by_site[draw.where.site, draw.where.is_attention].append(draw)
+    for (site, is_attention), here in by_site.items():
+        total, wanted = sum(draw.kept.numel() for draw in here), 1 - rate
+        found = sum(int(draw.kept.sum()) for draw in here) / total
         allowed = _DEVIATIONS * math.sqrt(rate * wanted / total) + 1 / total
         told = f"{found:.1%} of {'probabilities' if is_attention else 'elements'} are kept, not {wanted:.1%}"
         report.add(Key(1, Row.KEPT, site), abs(found - wanted), allowed, told)
-
-
-def _check_different(report: Report, draws: dict[Where, dict[int, Draw]], layout: Layout) -> None:
-    """Check that masks of different activations differ. If masks that should be equal are not, `Replay` shows it."""
-    known: dict[tuple[object, ...], Where] = {}
-    for where, parts in draws.items():
-        first = next(iter(parts.values()))
-        # Tensor-parallel ranks hold different activations if the sequence or the heads are split, else the same ones.
-        has_parts = first.kept.shape[1] > 1  # all ranks hold a sequence's first token
-        is_split = layout.tensor > 1 if where.is_attention else layout.sequence_parallel and has_parts
-        for draw in parts.values() if is_split else [first]:
-            masks = torch.from_numpy(draw.kept).flatten(0, int(where.is_attention))
-            telling = masks if masks[0].numel() >= _TELLING else ()  # smaller ones are equal by chance
-            # Two draws from the same state of a random stream may differ in shape, so the state is compared too.
-            for mark in ((draw.stream,), *((tuple(mask.shape), digest(mask)) for mask in telling)):
-                again = f"it is that {known[mark]} as well as {where}" if mark in known else None
-                known.setdefault(mark, where)
-                report.exact(Key(1, Row.MASKS_DIFFER, where.site), again)
-
-
-def _check_recomputed(report: Report, draws: list[Draw]) -> None:
-    """Check that recomputation draws what a forward pass on the same process drew, in any order of microbatches."""
-
-    def mask(draw: Draw) -> tuple[object, ...]:
-        return draw.where._replace(microbatch=0), draw.tensor_rank, draw.kept.tobytes()
-
-    forward = {mask(draw) for draw in draws if not draw.is_recomputed}
-    for draw in draws:
-        if draw.is_recomputed:
-            told = None if mask(draw) in forward else "a mask that no forward pass drew"
-            report.exact(Key(1, Row.MASKS_AGAIN, draw.where.site), told)
+        off = max(abs(draw.scale * wanted - 1) for draw in here)
+        report.add(Key(1, Row.KEPT, site), off, _SCALE, "what is kept is not scaled by 1/(1 - rate)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -24,12 +24,10 @@ from titan_like.data.lengths import sample_length
 from titan_like.metrics.record import StepRecord
 from titan_like.models.layers import cross_entropy
 from titan_like.models.layers.init import local_part
-from titan_like.models.registry import model_config
-from titan_like.parallel.layout import Layout
 from titan_like.train.pending_step import PendingStep
 from titan_like.train.trainer import Trainer
-from titan_like.verify.compare import DROPOUT, EXACT, HALF, RESUME, SINGLE, Key, Reference, Report, Row
-from titan_like.verify.dropout import Recorded, Recorder, Replay, check_masks, with_dropout
+from titan_like.verify.compare import DROPOUT, EXACT, HALF, RESUME, SINGLE, Key, Reference, Report, Row, distance
+from titan_like.verify.dropout import NOTHING, RATE, Recorder, check_draws, with_dropout
 from titan_like.verify.half import (
     MERGED,
     TRAVELLING,
@@ -40,14 +38,15 @@ from titan_like.verify.half import (
 )
 from titan_like.verify.places import Cut, Outputs, compare_outputs
 from titan_like.verify.processes import Member
-from titan_like.verify.reference import FEW, compute_reference
-from titan_like.verify.runs import in_type, run_of, run_through, train_alone
+from titan_like.verify.reference import FEW, norm
+from titan_like.verify.runs import in_type, run_of, run_through
 from titan_like.verify.samples import batches
 from titan_like.verify.shrink import Small
 from titan_like.verify.updates import UpdateCheck
-from titan_like.verify.watch import StepWatch, Watch, digest, steps_alone
+from titan_like.verify.watch import StepWatch, digest, steps_alone
 
 _NEVER = 1_000_000  # steps
+_OTHER_MASKS = 0.1  # rounding changes gradients by less than this share, other masks of dropout by more
 
 
 class LayoutWatch(StepWatch):
@@ -149,17 +148,15 @@ class LayoutWatch(StepWatch):
 
 
 def observe(member: Member, reference: Reference, config: JobConfig, kind: str) -> Report:
-    """Run one kind (a type, or dropout) and compare it with the reference."""
+    """Run in a type and compare it with the reference."""
     report, small = Report(kind, member.rank), reference.small
-    config = in_type(config, config.training.dtype if kind == DROPOUT else kind)
+    config = in_type(config, kind)
     if kind in HALF:  # saves at the end
         config = edit(config, {"checkpoint.enable": True, "checkpoint.interval": _NEVER})
     if kind == SINGLE:  # logs the last step alone
         config = edit(config, {"metrics.log_interval": small.num_steps})
     watch = LayoutWatch(reference, report)
     with ExitStack() as stack:
-        if kind == DROPOUT:  # run one operation at a time, compiled layers draw the same random numbers as others
-            stack.enter_context(patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")))
         trainer = Trainer(run_of(member, small, config, member.folder), observer=watch)
         if kind in HALF:
             stack.enter_context(watched_sums(kind, watch.note_sum))
@@ -193,31 +190,34 @@ def observe_places(member: Member, reference: Reference, config: JobConfig, kind
     return report
 
 
-def record_dropout(member: Member, reference: Reference, config: JobConfig) -> Recorded:
-    """Train two steps and validate between them, which must leave the random numbers of the next step alone."""
-    watch, config = Watch(reference.known), edit(config, {"compile.enable": False})  # functions are watched
-    trainer = Trainer(run_of(member, reference.small, config, member.folder), observer=watch)
+def observe_dropout(member: Member, reference: Reference, config: JobConfig, _: str) -> Report:
+    """Check the masks of two steps, and validate between them, which must leave the next step's random numbers alone.
+
+    Another run with the same seed, compiled if the configuration compiles, must compute about the same gradients.
+    """
+    report, small = Report(DROPOUT, member.rank), replace(reference.small, bad_steps={})
+    rate = max(small.dropout or 0.0, RATE)
+    config = with_dropout(config, rate)
+    watch, again = (StepWatch(small, lambda *_: None) for _ in range(2))
+    plain = edit(config, {"compile.enable": False})  # functions are watched
+    trainer = Trainer(run_of(member, small, plain, member.folder), observer=watch)
     recorder, data = Recorder(trainer), trainer._load_data()
     with recorder.installed():
         trainer.read_step(trainer.train_step(data))
-        samples = watch.drawn
+        gradients = watch.gradients
         trainer.validate()
         recorder.step = 2
         trainer.train_step(data)
     data.close()
-    return Recorded(recorder.draws, recorder.data_rank, samples)
-
-
-def compute_with_masks(
-    member: Member, reference: Reference, config: JobConfig, recorded: list[Recorded], file: Path
-) -> tuple[Report, Reference | str]:
-    """Check the masks of a layout's processes, and compute the reference that has them."""
-    report, small, dtype = Report(DROPOUT, member.rank), reference.small, config.training.dtype
-    rate = model_config(small.config.model).model_dump()["dropout"]
-    check_masks(report, recorded, Layout.of(config.parallelism), rate)
-    train = partial(train_alone, replay=Replay(recorded, small.config, reference.known))
-    made = compute_reference(member, small, [dtype], file, train)
-    return report, made if isinstance(made, str) else replace(made, allowed={DROPOUT: made.allowed[dtype]})
+    # Run one operation at a time, compiled layers draw the same random numbers as others.
+    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        steps_alone(Trainer(run_of(member, small, config, member.folder), observer=again), 1)
+    check_draws(report, recorder.draws, trainer.run.layout, rate)
+    whole = math.hypot(*(norm(local_part(gradient)[0]) for _, gradient in gradients))
+    for (name, gradient), (_, other) in zip(gradients, again.gradients, strict=True):
+        here, there = local_part(gradient)[0], local_part(other)[0]
+        report.add(Key(1, Row.DROPOUT_AGAIN, name), distance(here, there) / max(norm(here), 0.1 * whole), _OTHER_MASKS)
+    return report
 
 
 def observe_leg(
@@ -236,6 +236,8 @@ def observe_leg(
     keep = 0 if load_step and is_last_good else most
     saves = {"enable": True, "interval": 1, "load_step": load_step, "keep_latest": keep}
     changed = edit(in_type(config, EXACT), {f"checkpoint.{key}": value for key, value in saves.items()})
+    if small.dropout:  # kernels for dropout are others
+        changed = with_dropout(changed, NOTHING)
     run = run_of(member, small, changed, folder)
     there = complete_steps(run.checkpoint_folder)
     for step in [*there] if member.rank == 0 and load_step is None else []:
@@ -258,8 +260,7 @@ def observe_leg(
 
 def check_resumed_dropout(member: Member, report: Report, small: Small, config: JobConfig, folder: Path) -> None:
     """Resume with dropout for a step, from a checkpoint of another layout. A run without a stop must drop the same."""
-    assert small.dropout is not None
-    config = edit(with_dropout(config, small.dropout), {"compile.enable": False})  # functions are watched
+    config = edit(with_dropout(config, RATE), {"compile.enable": False})  # functions are watched
     configs = config, edit(config, {"checkpoint.enable": False})
     resumed, straight = (Trainer(run_of(member, small, one, folder)) for one in configs)
     steps_alone(straight, resumed.step)
@@ -268,6 +269,6 @@ def check_resumed_dropout(member: Member, report: Report, small: Small, config: 
         with recorder.installed():
             steps_alone(trainer, 1)
     for draw, other in zip_longest(*(recorder.draws for recorder in recorders)):
-        same = draw and other and draw.where == other.where and np.array_equal(draw.kept, other.kept)
+        same = draw and other and draw.where == other.where and torch.equal(draw.kept, other.kept)
         key = Key(resumed.step, Row.DROPOUT_RESUMED, (draw or other).where.site)
         report.exact(key, None if same else "a run that never stopped drops others")

@@ -158,13 +158,6 @@ class Cut(NamedTuple):
         return whole
 
 
-def joined(parts: list[torch.Tensor], lengths: SampleLength) -> torch.Tensor:
-    """The whole of a tensor [batch, seq, …] of which each rank has a part by sequence parallelism."""
-    spans = _spans(len(parts) * parts[0].shape[1], lengths)
-    by_span = zip(*(part.split([span // len(parts) for span in spans], 1) for part in parts), strict=True)
-    return torch.cat([torch.cat(pieces, 1) for pieces in by_span], 1)
-
-
 def _spans(length: int, lengths: SampleLength) -> list[int]:
     """Lengths of the spans of a sequence of which each rank has its share: those of encoder and decoder, if both."""
     return [lengths.encoder, lengths.decoder] if lengths.decoder and length == lengths.positions else [length]

@@ -20,9 +20,9 @@ import torch
 from safetensors.torch import save_file
 
 from titan_like.models.registry import model_config
-from titan_like.verify.compare import EXACT, HALF, SINGLE, Key, Reference, Row, distance
+from titan_like.verify.compare import DROPOUT, EXACT, HALF, SINGLE, Key, Reference, Row, distance
 from titan_like.verify.processes import Member
-from titan_like.verify.runs import EPS, Trace, train_alone
+from titan_like.verify.runs import EPS, Trace, dropout_sites, train_alone
 from titan_like.verify.samples import masks_of_run, training_samples
 from titan_like.verify.shrink import Small
 from titan_like.verify.watch import first_samples
@@ -68,6 +68,8 @@ def compute_reference(
             if key not in exact.values and key.row == Row.LOSS_SCALE:
                 exact.values[key], sizes[key] = value, 1.0
         allowed[dtype] = allowances(small, dtype, sizes, exact, draws)
+    if DROPOUT in kinds:
+        allowed[DROPOUT] = {Key(1, Row.KEPT, site): 0.0 for site in dropout_sites(member, small)}
     save_file({str(key): value.contiguous() for key, value in exact.values.items()}, file)
     samples = masks_of_run(config).over(training_samples(config))
     known = first_samples(samples, (small.num_steps + 2) * config.training.global_batch_size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from titan_like.parallel.tuning import Tuning
 from titan_like.train.setup import Run
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import EXACT, HALF, Key, Row
-from titan_like.verify.dropout import Replay
+from titan_like.verify.dropout import RATE, Recorder, with_dropout
 from titan_like.verify.places import Outputs, key_of
 from titan_like.verify.processes import Member
 from titan_like.verify.samples import masks_of_run, training_samples, validation_samples
@@ -55,9 +54,9 @@ class Trace:
 class _Alone(StepWatch):
     """Watches the product on one process."""
 
-    def __init__(self, small: Small, trace: Trace, seed: int | None, known: dict[str, int]) -> None:
+    def __init__(self, small: Small, trace: Trace, seed: int | None) -> None:
         """``seed`` of the perturbation of the initial weights; None: there is none."""
-        super().__init__(small, trace.keep, known)
+        super().__init__(small, trace.keep)
         self.trace, self.seed = trace, seed
 
     def attach(self, trainer: Trainer) -> None:
@@ -91,22 +90,18 @@ def perturb(parameters: Iterable[torch.Tensor], dtype: str, seed: int) -> None:
         seed += 1000
 
 
-def train_alone(
-    member: Member, small: Small, dtype: str, seed: int | None = None, with_outputs: bool = False,
-    replay: Replay | None = None,
-) -> Trace:  # fmt: skip
-    """Train in whole batches, with the masks of dropout that ``replay`` has. With ``with_outputs``, keep what modules
-    compute in the last step. Otherwise float64 ends with the step with large logits, from the same initial weights.
+def train_alone(member: Member, small: Small, dtype: str, seed: int | None = None, with_outputs: bool = False) -> Trace:
+    """Train in whole batches. With ``with_outputs``, keep what modules compute in the last step.
+
+    Otherwise float64 ends with the step with large logits, from the same initial weights.
     """
     trace, config = Trace(), alone(small, dtype)
     run = run_of(member, small, config, member.folder)
     run = replace(run, tuning=replace(run.tuning, loss_logits=None))
-    watch = _Alone(small, trace, seed, {} if replay is None else replay.known)
+    watch = _Alone(small, trace, seed)
     watch.outputs = Outputs() if with_outputs else None
-    trainer = Trainer(run, observer=watch)
-    with nullcontext() if replay is None else replay.installed(trainer, watch):
-        run_through(trainer, watch)
-    if dtype == EXACT and small.num_steps and not with_outputs and replay is None:
+    run_through(Trainer(run, observer=watch), watch)
+    if dtype == EXACT and small.num_steps and not with_outputs:
         trace.values |= train_alone(member, small.large, dtype, seed).values
     trace.names = watch.names
     return trace
@@ -150,3 +145,13 @@ def run_through(trainer: Trainer, watch: StepWatch) -> None:
         watch.validation = Row.WHOLE_VALIDATION
         trainer.config = edit(trainer.config, {"evaluation.steps": 2})
         trainer.validate()
+
+
+def dropout_sites(member: Member, small: Small) -> set[str]:
+    """The modules after which one process drops."""
+    config = edit(with_dropout(alone(small, "float32"), RATE), {"compile.enable": False})
+    trainer = Trainer(run_of(member, small, config, member.folder))
+    recorder = Recorder(trainer)
+    with recorder.installed():
+        steps_alone(trainer, 1)
+    return {draw.where.site for draw in recorder.draws}

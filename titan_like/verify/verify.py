@@ -31,8 +31,7 @@ from titan_like.verify.compare import (
     Row,
     combine,
 )
-from titan_like.verify.dropout import with_dropout
-from titan_like.verify.observe import compute_with_masks, observe, observe_leg, observe_places, record_dropout
+from titan_like.verify.observe import observe, observe_dropout, observe_leg, observe_places
 from titan_like.verify.places import first_place
 from titan_like.verify.processes import DONE, FAILED, Group, Outcome, Prepare
 from titan_like.verify.reference import compute_reference
@@ -144,40 +143,18 @@ class Verifier:
         for kind in kinds:
             if not all(check.ok for check in checks):
                 return
-            reference, legs, masks = self.reference, [(observe, config, kind)], Report(kind, 0)
-            if kind == RESUME:
-                legs = self._relay(config)
-            if kind == DROPOUT:
-                found = self._compute_with_masks(config, checks)
-                if found is None:
-                    return
-                dropping, masks, reference = found
-                legs = [(observe, dropping, kind)]
+            legs = [(observe_dropout if kind == DROPOUT else observe, config, kind)]
+            legs = self._relay(config) if kind == RESUME else legs
             groups: list[list[Report]] = []
             for leg in legs:
-                outcomes = self._run_layout(*leg, reference=reference)
+                outcomes = self._run_layout(*leg)
                 groups.append([outcome.result for outcome in outcomes if outcome.result is not None])
                 if any(outcome.ending != DONE for outcome in outcomes):
                     break
             is_complete = len(groups) == len(legs) and len(groups[-1]) == len(outcomes)
             if is_complete:
-                groups[0][0].checks |= masks.checks
-                checks += combine(reference, groups)
+                checks += combine(self.reference, groups)
             self._add_unfinished(kind, Row.ENDS if is_complete else Row.RUNS, outcomes, checks)
-
-    def _compute_with_masks(self, config: JobConfig, checks: list[Check]) -> tuple[JobConfig, Report, Reference] | None:
-        """The layout with dropout, the checks of its masks, and the reference that has them; None if it fails."""
-        assert self.small.dropout is not None
-        dropping, alone = (with_dropout(one, self.small.dropout) for one in (config, self.small.config))
-        reference = replace(self.reference, small=replace(self.small, config=alone, num_steps=1, bad_steps={}))
-        outcomes = self._run_layout(record_dropout, dropping, reference=reference)
-        if self._add_unfinished(DROPOUT, Row.RUNS, outcomes, checks):
-            return None
-        recorded, file = [outcome.result for outcome in outcomes], self.folder / "masks.safetensors"
-        (made,) = self._start(compute_with_masks, 1, reference, dropping, recorded, file).wait(self.timeout)
-        if made.result is None:
-            raise UndecidedError(f"one process with the masks of the layout: {made.reason}")
-        return dropping, *made.result
 
     def _relay(self, config: JobConfig) -> list[tuple[Any, ...]]:
         """The layout, the layout again, another one, and the first once more resume from each other's checkpoints.
@@ -209,8 +186,8 @@ class Verifier:
         group = self._start(function, Layout.of(config.parallelism).num_processes, *given)
         return group.wait(seconds, patience)
 
-    def _add_unfinished(self, kind: str, row: Row, outcomes: list[Outcome], checks: list[Check]) -> bool:
-        """Add the check of a run that did not finish, and return whether it did not."""
+    def _add_unfinished(self, kind: str, row: Row, outcomes: list[Outcome], checks: list[Check]) -> None:
+        """Add the check of a run that did not finish."""
         unfinished = [outcome for outcome in outcomes if outcome.ending != DONE]
         failures = [outcome for outcome in unfinished if outcome.ending == FAILED]
         stopped = next((outcome for outcome in unfinished if outcome.is_undecided), None)
@@ -223,7 +200,6 @@ class Verifier:
                 first = next((outcome for outcome in failures if not re.search(_LOST, outcome.reason)), failures[0])
                 reason = f"rank {first.rank}: {first.reason}"
             checks.append(Check(kind, 0, row, "", 1, detail=reason))
-        return bool(unfinished)
 
     def locate(self, config: JobConfig, first: Check) -> str | None:
         """The module at which a layout departs from the reference, in words; None if it cannot be found."""
