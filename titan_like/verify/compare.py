@@ -173,10 +173,6 @@ class Report:
         """Add something that must hold exactly, with its ``problem``, or None if it holds."""
         self.add(key, float(problem is not None), 0.0, problem or "")
 
-    def equal(self, key: Key, found: object, wanted: object) -> None:
-        """Compare two things that must be equal."""
-        self.exact(key, None if found == wanted else f"{found}, not {wanted}")
-
     def share(self, key: Key, value: str) -> None:
         """Add a value that must be the same on every process that has the key, and twice on this one."""
         if self.shared.setdefault(key, value) != value:

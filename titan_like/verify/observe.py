@@ -64,10 +64,6 @@ class LayoutWatch(StepWatch):
         """Begin to repeat updates."""
         self.report.data_rank, self.dtype = trainer.dp_rank, trainer.config.training.dtype
         super().attach(trainer)
-        for name, _ in trainer.model.named_parameters():
-            is_known = Key(0, Row.INITIAL, name) in self.reference.sizes
-            told = None if is_known else "the reference has no such parameter"
-            self.report.exact(Key(0, Row.INITIAL, name), told)
         self.updates = None if self.dtype == EXACT else UpdateCheck(trainer, self.report)
         self._share_copies(0)
 
@@ -222,7 +218,7 @@ def observe_dropout(member: Member, reference: Reference, config: JobConfig, _: 
 
 def observe_leg(
     member: Member, reference: Reference, config: JobConfig, load_step: int | None, start: int, last_step: int,
-    most: int, folder: Path, is_last: bool = False,
+    most: int, folder: Path,
 ) -> Report:  # fmt: skip
     """One leg of a relay: resume, and save after every step up to ``last_step``.
 
@@ -244,7 +240,7 @@ def observe_leg(
         if step > start:
             shutil.rmtree(checkpoint_path(run.checkpoint_folder, step))
             there.remove(step)
-    if is_last and small.dropout is not None:
+    if start and load_step is None and small.dropout is not None:  # the last leg
         check_resumed_dropout(member, report, small, changed, folder)
     trainer = Trainer(run, observer=LayoutWatch(reference, report, last_step))
     told = f"resumed from step {trainer.step}, not {start}"

@@ -92,11 +92,8 @@ class Verifier:
     def verify(self) -> Verdict:
         """Compare all kinds of runs in the layout with one reference. If they differ, find the place and the axis."""
         layout = Layout.of(self.small.config.parallelism)
-        has_dropout = layout.context == 1
-        told = (
-            f"the {self.small.config.model.family} family has none" if has_dropout else "context parallelism has none"
-        )
-        missing = [] if DROPOUT in self.kinds else [f"dropout: {told}"]
+        told = "context parallelism" if layout.context > 1 else f"the {self.small.config.model.family} family"
+        missing = [] if DROPOUT in self.kinds else [f"dropout: {told} has none"]
         verdict = Verdict(SAME, layout, [], not_applicable=missing, limits=self.small.limits)
         with tempfile.TemporaryDirectory(prefix="verify-") as folder:
             self.folder = Path(folder)
@@ -171,7 +168,7 @@ class Verifier:
             (observe_leg, config, None, 0, skipped + 1, most, folder),
             (observe_leg, config, start, start, last, most, folder),
             (observe_leg, other_layout(config, self.most), skipped - 1, skipped - 1, skipped, most, folder),
-            (observe_leg, config, None, skipped, last, most, folder, True),
+            (observe_leg, config, None, skipped, last, most, folder),
         ]
 
     def _start(self, function: Callable, processes: int, *arguments: Any) -> Any:
@@ -219,14 +216,9 @@ class Verifier:
         if any(outcome.result is None for outcome in outcomes):
             return None
         place = first_place(alone.result.outputs, [outcome.result for outcome in outcomes], where)
-        if place is None and config.compile.enable:  # which was off
-            return None
-        rounding = ", as far as rounding shows" if dtype in HALF else ""
-        right = f"all modules compute the right thing in {where}{rounding}"
-        if place is None and first.row in _LOSSES:
-            return f"the loss: {right}"
-        if place is None and first.row in _GRADIENTS:
-            return f"{first.parameter}: {right}, but not its gradient, or the sum over microbatches and processes"
+        if place is None and not config.compile.enable and first.row in (*_LOSSES, *_GRADIENTS):
+            what = f"{first.parameter}: its gradient, or the sum of it" if first.row in _GRADIENTS else "the loss"
+            return f"{what}: no module's output differs in {where} by more than rounding"
         return place
 
     def blame(self, config: JobConfig, first: Check, symptom: str) -> Blame:
