@@ -98,29 +98,23 @@ class Verifier:
         with tempfile.TemporaryDirectory(prefix="verify-") as folder:
             self.folder = Path(folder)
             try:
-                self._compute_reference(verdict)
-                if verdict.outcome == SAME:
-                    self._verify_layout(verdict)
+                self._verify_layout(verdict)
             except UndecidedError as error:
                 verdict.outcome, verdict.reason = UNDECIDED, str(error)
         return verdict
 
-    def _compute_reference(self, verdict: Verdict) -> None:
+    def _verify_layout(self, verdict: Verdict) -> None:
+        config, layout = self.small.config, verdict.layout
         self.progress("one process: the reference")
         file = self.folder / "reference.safetensors"
         (made,) = self._start(compute_reference, 1, self.small, self.kinds, file).wait(self.timeout)
-        if made.is_undecided:
-            raise UndecidedError(f"the reference, on one process: {made.reason}")
-        if isinstance(made.result, str):
-            raise UndecidedError(made.result)
-        if made.result is not None:
-            self.reference: Reference = made.result
+        if made.is_undecided or isinstance(made.result, str):
+            raise UndecidedError(made.result or f"the reference, on one process: {made.reason}")
+        if made.result is None:
+            verdict.outcome, verdict.blame = DIFFERENT, Blame(ONE_PROCESS, "the reference itself fails", {})
+            verdict.checks.append(Check(EXACT, 0, Row.RUNS, "", 1, detail=f"one process alone fails: {made.reason}"))
             return
-        verdict.outcome, verdict.blame = DIFFERENT, Blame(ONE_PROCESS, "the reference itself fails", {})
-        verdict.checks.append(Check(EXACT, 0, Row.RUNS, "", 1, detail=f"one process alone fails: {made.reason}"))
-
-    def _verify_layout(self, verdict: Verdict) -> None:
-        config, layout = self.small.config, verdict.layout
+        self.reference: Reference = made.result
         self.progress(f"{layout.num_processes} processes ({layout.described()}): {', '.join(self.kinds)}")
         self.check(config, self.kinds, verdict.checks)
         first = verdict.first_difference
