@@ -101,7 +101,7 @@ def test_a_rule_of_whole_parameters_is_verified(
     assert verify.main(arguments) == (0 if axis is None else 1)
     found = json.loads((tmp_path / "found.json").read_text())
     assert (found["blame"] or {}).get("axis") == axis
-    assert axis is None or found["first_difference"]["row"] == "updates from these gradients", found["first_difference"]
+    assert axis is None or found["first_difference"]["row"] == "weights", found["first_difference"]
 
 
 def test_wrong_names_and_options_are_told_in_a_sentence(package: Path) -> None:
