@@ -210,20 +210,21 @@ def test_recomputation_repeats_products() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "within"),
+    ("layout", "layers", "within"),
     [
-        ("llama llama3.2_1b 1024 1 1 1", 0.002),
-        ("gpt debug 256 2 3 4 z0", 0.002),
-        ("llama llama3.2_1b 1024 1 2 4 z1 cp2 full", 0.02),
-        ("llama llama3.2_1b 1024 1 3 4 z2 tp2 sp selective", 0.005),
-        ("llama llama3.2_1b 1024 1 4 4 z3 pp2", 0.01),
-        ("llama llama3.2_1b 1024 1 4 4 z2 pp2 v2 interleaved_zero_bubble", 0.02),
-        ("moe debug 256 2 2 4 z3 ep2", 0.03),
-        ("t5 debug 256 2 2 4 z2 pp2", 0.02),
+        ("llama llama3.2_1b 1024 1 1 1", 4, 0.002),
+        ("gpt gpt2_1558m 1024 2 1 1", 12, 0.005),
+        ("gpt debug 256 2 3 4 z0", 4, 0.002),
+        ("llama llama3.2_1b 1024 1 2 4 z1 cp2 full", 4, 0.02),
+        ("llama llama3.2_1b 1024 1 3 4 z2 tp2 sp selective", 4, 0.005),
+        ("llama llama3.2_1b 1024 1 4 4 z3 pp2", 4, 0.01),
+        ("llama llama3.2_1b 1024 1 4 4 z2 pp2 v2 interleaved_zero_bubble", 4, 0.02),
+        ("moe debug 256 2 2 4 z3 ep2", 4, 0.03),
+        ("t5 debug 256 2 2 4 z2 pp2", 4, 0.02),
     ],
 )
-def test_the_peak_is_that_of_the_whole_step(layout: str, within: float) -> None:
-    config, model, where = a_run(layout, num_layers=4)
+def test_the_peak_is_that_of_the_whole_step(layout: str, layers: int, within: float) -> None:
+    config, model, where = a_run(layout, num_layers=layers)
     work = workload_of(config, model, where)
     for rank in range(work.pipeline):
         whole = whole_step(config, model, where, rank * (where.num_processes // where.pipeline))

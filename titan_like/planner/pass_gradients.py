@@ -98,7 +98,7 @@ class PassGradients:
 
     def produce(self, part: Placed) -> None:
         """A segment's pass is over."""
-        self.done += part.segment.produced * (1 + part.repeats)
+        self.done += part.segment.produced
         if part.unit:
             self.fresh += part.segment.produced
         else:
@@ -112,6 +112,7 @@ class PassGradients:
         keep = self.keeping
         if not keep.wrapped:
             yield self.accumulated + keep.master * self.done * self.is_first, 0
+            self.done += unit.elements * repeats
             return
         produced = self.fresh or min(unit.elements, self.outside)
         self.outside -= 0 if self.fresh else produced
@@ -172,6 +173,7 @@ class CopiedGradients(PassGradients):
         sums = self.done if is_over else taken
         summed = self.keeping.master * sums if self.is_first else self.accumulated
         yield self.keeping.compute * (self.done - taken) + summed, 0
+        self.done += unit.elements * repeats
 
 
 def _copied_units(stage: StageProgram, element: int) -> list[int]:

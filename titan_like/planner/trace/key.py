@@ -36,6 +36,7 @@ class TraceKey(NamedTuple):
     expert: int = 1
     pipelined: bool = False  # the two ends are in different stages
     splits_backward: bool = False
+    compiled: bool = False
 
     @classmethod
     def of(cls, work: Workload) -> TraceKey:
@@ -45,7 +46,7 @@ class TraceKey(NamedTuple):
             _one_of_each(work.model, work.dropout), work.seq_len, work.decoder_seq_len, work.micro_batch_size,
             stored_dtype(work.dtype), work.recompute, work.tensor, work.sequence_parallel and work.tensor > 1,
             work.context, work.context_method if work.context > 1 else "all_gather", work.expert, work.pipeline > 1,
-            splits,
+            splits, work.compiled,
         )  # fmt: skip
 
     @property

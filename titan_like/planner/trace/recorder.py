@@ -12,11 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titan_like.planner.trace.program import Attention, Collective, Gemm, Moment, Pass, Segment
-from titan_like.planner.trace.program import fullest as fullest_moments
+from titan_like.planner.trace.levels import BACKWARD, FORWARD, Event, events_as_compiled, fill_in_levels
+from titan_like.planner.trace.program import Attention, Collective, Gemm, Pass, Segment
 from titan_like.torch_private import TorchDispatchMode, process_group, schema_of
-
-FORWARD, BACKWARD, WEIGHTS = range(3)  # passes, in the order of `Segment.passes`
 
 _GROUPED = {"_grouped_mm", "expert_product", "expert_weight_gradient"}  # with a matrix for each group of rows
 _GEMMS = {"mm", "addmm", "bmm", "baddbmm", "addmm_"} | _GROUPED
@@ -28,16 +26,6 @@ _COLLECTIVES = {
     "alltoall": "all_to_all", "send": "send", "recv": "receive",
 }  # fmt: skip
 _OUTSIDE = -1  # of all groups of fused operators: a GEMM or a message
-
-
-class Event(NamedTuple):
-    """A change of the memory in use, or the start of a pass."""
-
-    segment: int
-    which: int  # pass
-    storage: int  # its number; 0 if a pass starts
-    bytes: int  # more, or less
-    boundary: int = 0  # where a backward pass starts, the storage of the gradient that it starts from
 
 
 class FusedGroup(NamedTuple):
@@ -52,18 +40,24 @@ class FusedGroup(NamedTuple):
 class Recorder(TorchDispatchMode):
     """Records what runs inside it. `enter` says which segment and pass that is."""
 
-    def __init__(self, segments: list[Segment], is_recomputing: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self, segments: list[Segment], is_recomputing: Callable[[], bool] = lambda: False, compiled: range = range(0)
+    ) -> None:
+        """``compiled``: the segments of which a compiler makes one graph each for the forward and backward pass."""
         super().__init__()
-        self.segments, self.is_recomputing = segments, is_recomputing
+        self.segments, self.is_recomputing, self.compiled = segments, is_recomputing, compiled
         self.groups: dict[str, tuple[int, int]] = {}  # as `Program.groups`
         self.segment, self.which = 0, FORWARD
         self.events: list[Event] = []
         self._alive: dict[int, tuple[int, int]] = {}  # id of a storage → its number, its bytes
         self._references: dict[int, weakref.ref] = {}
         self._last_number = 0
+        self._made_in = [0]  # segments, by number of a storage
         self._gradients: dict[int, int] = {}  # storage of a parameter's gradient → elements
         self._fused = [FusedGroup(segments[0].forward, False, {}, {})]
         self._used_in: defaultdict[int, set[int]] = defaultdict(set)  # storage → fused groups
+        self._made_from: dict[int, list[int]] = {}  # storages that a compiler may compute twice → of their inputs
+        self._needed: set[int] = set()  # storages that a backward pass, or another segment, needs in memory
 
     def enter(self, segment: int, which: int, gradient: torch.Tensor | None = None) -> None:
         """Begin a pass over a segment, a backward pass from this gradient."""
@@ -100,6 +94,7 @@ class Recorder(TorchDispatchMode):
     def _add(self, storage: torch.UntypedStorage, size: int) -> None:
         key, self._last_number = id(storage), self._last_number + 1
         self._alive[key] = self._last_number, size
+        self._made_in.append(self.segment)
         self._references[key] = weakref.ref(storage, lambda _: self._free(key))
         self.events.append(Event(self.segment, self.which, self._last_number, size))
 
@@ -122,6 +117,7 @@ class Recorder(TorchDispatchMode):
         outputs = list(_tensors([result, *kwargs.values()]))
         changes_inputs = schema_of(func).is_mutable
         known = {self.number_of(tensor) for tensor in inputs}
+        self._needed |= {number for number in known if self._made_in[number] != self.segment}
         written = {self.number_of(tensor): tensor for tensor in outputs}
         is_message = "c10d" in func.namespace
         is_view = not (changes_inputs or is_message) and written.keys() <= known
@@ -141,9 +137,15 @@ class Recorder(TorchDispatchMode):
             current.attention[core] = current.attention.get(core, 0) + 1
         else:
             self._pointwise(inputs, outputs, recomputed)
+            if self.which == FORWARD and not (changes_inputs or torch.Tag.nondeterministic_seeded in func.tags):
+                # Torch's partitioner keeps the results of reductions.
+                largest = max(map(_bytes, inputs), default=0)
+                made = [number for number, tensor in written.items() if 4 * _bytes(tensor) >= largest]
+                self._made_from |= {number: list(known) for number in made if number not in known}
             return result
-        for tensor in inputs:
-            self._used_in[self.number_of(tensor)].add(_OUTSIDE)
+        for number in known:
+            self._used_in[number].add(_OUTSIDE)
+        self._needed |= known if self.which == BACKWARD else set()
         current.fused_launches += 1
         self._end_fusion()
         return result
@@ -189,60 +191,19 @@ class Recorder(TorchDispatchMode):
 
     def finish(self) -> None:
         """Fill in what is known only at the end: memory, and what fused operators read and leave for others."""
-        self._levels()
+        inside = {
+            storage
+            for number, group in enumerate(self._fused)
+            for storage in group.writes
+            if self._used_in[storage] == {number} and storage not in self._gradients
+        }
+        events = events_as_compiled(self.events, self.compiled, self._made_from, self._needed, inside)
+        fill_in_levels(self.segments, events, self._gradients)
         for number, (owner, recomputed, reads, writes) in enumerate(self._fused):
             if reads or writes:
                 left = sum(size for storage, size in writes.items() if self._used_in[storage] - {number})
                 owner.fused_bytes = _plus(owner.fused_bytes, sum(reads.values()) + left, recomputed)
                 owner.fused_launches += 1
-
-    def _levels(self) -> None:
-        """What each segment keeps, and the fullest moments of its passes.
-
-        Levels are relative to the start of a segment's forward pass. Gradients of parameters are counted apart, except
-        those that a forward pass makes, which are activations until its backward pass starts.
-        """
-        level = produced = carried = 0  # carried: bytes that backward passes of later segments leave
-        starts, created = [0] * len(self.segments), defaultdict[int, int](int)  # created: live bytes by segment
-        size_of, owner_of = dict[int, int](), dict[int, int]()  # storage → bytes, creating segment
-        early: dict[int, int] = {}
-        last, previous = len(self.segments) - 1, self.segments[-1]
-        # Gradients of what all layers take are one sum, however many layers add to it.
-        sums = {event.boundary for event in self.events if event.segment == 1}
-        for index, which, number, size, boundary in self.events:
-            segment, gradient = self.segments[index], self._gradients.get(number)
-            if number == 0:
-                produced = 0
-                if which == FORWARD:
-                    starts[index] = level
-                    if index:
-                        self.segments[index - 1].kept = level - starts[index - 1]
-                elif which == BACKWARD:
-                    if index == last:
-                        segment.kept = level - starts[index]
-                        level -= sum(early.values())
-                        produced = sum(self._gradients[one] for one in early)
-                    before, later = carried, sum(created[one] for one in range(index + 1, last + 1))
-                    carried = later - size_of.get(boundary, 0) * (owner_of.get(boundary, 0) > index)
-                    if index < last:
-                        previous.deferred = max(0, carried - before)
-                    previous = segment
-            elif gradient is not None and which == FORWARD:
-                level += size
-                early[number] = early.get(number, 0) + size
-            elif gradient is not None:
-                produced += gradient * (size > 0)
-            else:
-                level += size
-                owner = owner_of.setdefault(number, index)
-                created[owner] += size * (number not in sums)
-                size_of[number] = size_of.get(number, 0) + size
-            if which != WEIGHTS:
-                below = starts[index] + (carried if which == BACKWARD else 0)
-                segment.passes[which].moments.append(Moment(level - below, produced))
-        for segment in self.segments:
-            for one in segment.passes:
-                one.moments = fullest_moments(one.moments)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

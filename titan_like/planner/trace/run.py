@@ -27,8 +27,9 @@ from titan_like.parallel.tensor import partial_parameters
 from titan_like.parallel.weight_gradients import Product
 from titan_like.planner.trace.fake import fake_process_group
 from titan_like.planner.trace.key import TraceKey
+from titan_like.planner.trace.levels import BACKWARD, FORWARD, WEIGHTS
 from titan_like.planner.trace.program import Parameter, Program, Segment
-from titan_like.planner.trace.recorder import BACKWARD, FORWARD, WEIGHTS, Recorder, local_part
+from titan_like.planner.trace.recorder import Recorder, local_part
 from titan_like.planner.trace.stand_ins import as_on_gpu
 from titan_like.torch_private import fake_tensor_mode, tree_leaves
 
@@ -65,7 +66,8 @@ def run_trace(key: TraceKey) -> Program:
             config = _config(key, layout)
             stages, expert_mesh = recipe.build_stages(config, key.model, mesh, torch.device("cpu"), splits)
         segments = [Segment() for _ in range(_FIRST_LAYER + kinds + 1)]
-        recorder = Recorder(segments, lambda: recomputation.depth > 0)
+        compiled = range(_FIRST_LAYER, _FIRST_LAYER + kinds * key.compiled)
+        recorder = Recorder(segments, lambda: recomputation.depth > 0, compiled)
         modules = [stage.module for stage in stages]
         for tensor in (tensor for module in modules for tensor in (*module.parameters(), *module.buffers())):
             recorder.ignore(tensor.data)
