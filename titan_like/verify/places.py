@@ -55,12 +55,6 @@ class Outputs:
         wholes = {place: torch.cat(parts) if parts[0].ndim > 2 else parts[0] for place, parts in found.items()}
         return {place: whole if place[0] == FORWARD else whole / scale for place, whole in wholes.items()}
 
-    def without_tensors(self) -> Outputs:
-        """The order and the predictions alone."""
-        outputs = Outputs()
-        outputs.order, outputs.predictions = self.order, self.predictions
-        return outputs
-
     def _note_inputs(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Note when a module begins, and give it copies of its inputs, whose gradients are its own."""
         if not module.training or is_in_backward_pass():

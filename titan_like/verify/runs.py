@@ -74,7 +74,8 @@ class _Alone(StepWatch):
         if self.outputs is not None and self.outputs.order:
             for place, value in self.outputs.whole(self.trainer.loss_scale).items():
                 self.note(key_of(self.at_step, place), value)
-            self.trace.outputs = self.outputs.without_tensors()
+            self.outputs.tensors.clear()
+            self.trace.outputs = self.outputs
 
 
 def perturb(parameters: Iterable[torch.Tensor], dtype: str, seed: int) -> None:
