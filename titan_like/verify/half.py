@@ -46,7 +46,7 @@ def watched_sums(half: str, note: Callable[[str, torch.dtype], None]) -> Iterato
     The name is that of torch's function, `TRAVELLING` for the gradients that a ring passes on, or `MERGED` for results
     of attention that are added up; these have the half type if they have no more digits.
     """
-    exchange, merge = cp_attention._exchange, cp_attention._merge
+    exchange, merge, travelling = cp_attention._exchange, cp_attention._merge, [False]
 
     def watched_merge(
         output: torch.Tensor, denominator: torch.Tensor, found: torch.Tensor, total: torch.Tensor
@@ -56,16 +56,19 @@ def watched_sums(half: str, note: Callable[[str, torch.dtype], None]) -> Iterato
         for value in (output[sees_both], denominator[sees_both]) if sees_both.any() else ():
             note(MERGED, value.dtype if finer(value, half) else getattr(torch, half))
 
-    def watched_exchange(block: torch.Tensor, *ring: Any) -> torch.Tensor:
-        note(TRAVELLING, block.dtype)
-        return exchange(block, *ring)
+    def watched_exchange(*ring: Any) -> torch.Tensor:
+        travelling[0] = True
+        try:
+            return exchange(*ring)
+        finally:
+            travelling[0] = False
 
     def noted(original: Callable, name: str, *args: Any, **options: Any) -> Any:
         for value in (*args, *options.values()):
             sent = [operation.tensor for operation in value] if name == "batch_isend_irecv" else [value]
             for tensor in sent:
                 if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-                    note(name, tensor.dtype)
+                    note(TRAVELLING if travelling[0] else name, tensor.dtype)
         return original(*args, **options)
 
     with ExitStack() as stack:
