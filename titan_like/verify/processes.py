@@ -140,7 +140,7 @@ class Group:
             now = time.monotonic()
             if reason == TOO_LONG and any(process.exitcode for process in self._processes):
                 reason, deadline = BY_OTHERS, min(deadline, now + seconds_to_follow)
-            active = active_seconds({process.pid for process in unfinished})
+            active = active_seconds({process.pid for process in unfinished}) if patience < math.inf else 0.0
             if abs(active - active_then) > _IDLE_SHARE * (now - idle_since) * len(unfinished) + 0.01:
                 idle_since, active_then = now, active
             if now - idle_since > patience:
@@ -211,7 +211,7 @@ def active_seconds(groups: set[int | None]) -> float:
     Others may spin: gloo's does while a receive is due that nobody awaits.
     """
     total = 0.0
-    for folder in Path("/proc").iterdir() if Path("/proc/self/stat").exists() else ():
+    for folder in Path("/proc").iterdir():
         with suppress(OSError, ValueError, IndexError):  # the process may have ended
             thread = folder / "task" / folder.name
             fields = (thread / "stat").read_text().rpartition(")")[2].split()
