@@ -94,7 +94,7 @@ def allowances(small: Small, dtype: str, sizes: dict[Key, float], exact: Trace, 
     """How far a layout may be from the exact result in a type, given runs of one process in that type."""
     rounding = TIPPED if small.config.float8.enable and dtype != EXACT else 0.0
     allowed, shares, worst = dict[Key, float](), dict[Key, float](), dict[Key, float]()
-    tips = tipped(exact, draws[0]) if dtype == EXACT else {}
+    tips = tipped(exact, draws[0]) if dtype == EXACT and small.num_steps else {}
     for key in draws[-1].values.keys() & exact.values.keys():
         shares[key] = farthest(key, draws, exact) / sizes[key]
         in_all_steps = key._replace(step=0)
