@@ -7,7 +7,7 @@ bad: their gradients are not finite, so they consume samples and update nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,6 @@ def train_by_definition(_: Member | None, small: Small, dtype: str, seed: int | 
     """As `titan_like.verify.runs.train_alone`."""
     compute_type, config, last, trace = getattr(torch, dtype), small.config, small.num_steps, Trace()
     training, max_norm = config.training, config.training.max_norm
-    piece = training.global_batch_size
     model = build_model(model_config(config.model), config.model.family)
     model.to(torch.promote_types(compute_type, torch.float32))
     model.initial_elements = ELEMENTS
@@ -80,8 +79,7 @@ def train_by_definition(_: Member | None, small: Small, dtype: str, seed: int | 
             keep(step, Row.SKIPPED, skipped, "steps so far")
             if dtype == "float16":
                 keep(step, Row.LOSS_SCALE, scale)
-        pieces = split(batch_of(samples, batch, config), piece)
-        losses = add_gradients(model, pieces, num_labels(pieces), compute_type, scale, experts)
+        losses = add_gradients(model, batch_of(samples, batch, config), compute_type, scale, experts)
         gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
         for gradient in gradients.values():
             gradient.div_(scale)
@@ -108,10 +106,10 @@ def train_by_definition(_: Member | None, small: Small, dtype: str, seed: int | 
             break
         keep(step, Row.WEIGHT, parameters.items())
         if step % config.evaluation.interval == 0:
-            first = split(held_out, config.evaluation.steps * training.global_batch_size)[0]
-            keep_losses(step, Row.VALIDATION, mean_losses(model, first, compute_type, piece))
+            first = part_of(held_out, slice(0, config.evaluation.steps * training.global_batch_size))
+            keep_losses(step, Row.VALIDATION, mean_losses(model, first, compute_type))
         if step == last:
-            keep_losses(last, Row.WHOLE_VALIDATION, mean_losses(model, held_out, compute_type, piece))
+            keep_losses(last, Row.WHOLE_VALIDATION, mean_losses(model, held_out, compute_type))
     if dtype == EXACT and last:
         trace.values |= train_by_definition(None, small.large, dtype, seed).values
     return trace
@@ -141,11 +139,6 @@ def batch_size(training: Training, consumed: int) -> int:
     return min(full, start + increment * (consumed * ((full - start) // increment) // samples))
 
 
-def split(batch: Batch, size: int) -> list[Batch]:
-    """Batches of at most ``size`` of a batch's samples."""
-    return [part_of(batch, slice(at, at + size)) for at in range(0, len(batch.tokens), size)]
-
-
 def labels_of(batch: Batch) -> list[torch.Tensor]:
     """The labels of each of a model's predictions."""
     of_tokens = [] if batch.labels is None else [batch.labels[:, batch.encoder_len or 0 :]]  # of a decoder's positions
@@ -153,30 +146,22 @@ def labels_of(batch: Batch) -> list[torch.Tensor]:
     return of_tokens + of_samples
 
 
-def num_labels(pieces: Sequence[Batch]) -> torch.Tensor:
+def num_labels(batch: Batch) -> torch.Tensor:
     """Number of labels of each prediction: [predictions]."""
-    return torch.tensor([[(labels != IGNORED_LABEL).sum() for labels in labels_of(piece)] for piece in pieces]).sum(0)
+    return torch.tensor([(labels != IGNORED_LABEL).sum() for labels in labels_of(batch)])
 
 
 def add_gradients(
-    model: Transformer, pieces: Sequence[Batch], counts: torch.Tensor, dtype: torch.dtype, scale: float,
-    experts: PlainExperts,
-) -> list[float]:  # fmt: skip
-    """Add the gradients of ``scale`` × the loss of pieces, given all their `num_labels`.
+    model: Transformer, batch: Batch, dtype: torch.dtype, scale: float, experts: PlainExperts
+) -> list[float]:
+    """Add the gradients of ``scale`` × the loss. Losses that balance ``experts`` are part of it.
 
-    Losses that balance ``experts`` are part of it, but not of what is returned.
-
-    Returns the loss of each prediction; their sum is the loss.
+    Returns the loss of each prediction; their sum is the loss without those of experts.
     """
-    total = torch.zeros(len(counts), dtype=torch.float64)
-    padding = sum(int(piece.padding_mask.sum()) for piece in pieces if piece.padding_mask is not None)
-    num_tokens = sum(piece.tokens.numel() for piece in pieces) - padding
-    for piece in pieces:
-        losses = summed_losses(model, piece, dtype)
-        means = torch.stack([loss / count for loss, count in zip(losses, counts, strict=True)])
-        ((means.sum() + experts.loss_of_piece(num_tokens)) * scale).backward()
-        total += means.detach().double()
-    return total.tolist()
+    padding = 0 if batch.padding_mask is None else int(batch.padding_mask.sum())
+    means = torch.stack(summed_losses(model, batch, dtype)) / num_labels(batch)
+    ((means.sum() + experts.loss_of_piece(batch.tokens.numel() - padding)) * scale).backward()
+    return means.detach().double().tolist()
 
 
 def summed_losses(model: Transformer, batch: Batch, compute_type: torch.dtype) -> list[torch.Tensor]:
@@ -202,12 +187,12 @@ def summed_losses(model: Transformer, batch: Batch, compute_type: torch.dtype) -
 
 
 @torch.no_grad()
-def mean_losses(model: Transformer, batch: Batch, compute_type: torch.dtype, piece: int) -> list[float]:
+def mean_losses(model: Transformer, batch: Batch, compute_type: torch.dtype) -> list[float]:
     """The losses of held-out samples: the mean of each prediction's."""
     model.eval()
-    parts = [torch.stack(summed_losses(model, part, compute_type)).double() for part in split(batch, piece)]
+    losses = torch.stack(summed_losses(model, batch, compute_type)).double()
     model.train()
-    return (torch.stack(parts).sum(0) / num_labels([batch])).tolist()
+    return (losses / num_labels(batch)).tolist()
 
 
 def rate_of(small: Small, step: int) -> float:
