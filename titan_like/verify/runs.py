@@ -104,7 +104,6 @@ def train_alone(member: Member, small: Small, dtype: str, seed: int | None = Non
     run_through(Trainer(run, observer=watch), watch)
     if dtype == EXACT and small.num_steps and not with_outputs:
         trace.values |= train_alone(member, small.large, dtype, seed).values
-    trace.names = watch.names
     return trace
 
 
