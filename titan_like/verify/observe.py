@@ -20,7 +20,6 @@ from titan_like.checkpoint.step_folders import checkpoint_path, complete_steps
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch
-from titan_like.data.lengths import sample_length
 from titan_like.metrics.record import StepRecord
 from titan_like.models.layers import cross_entropy
 from titan_like.models.layers.init import local_part
@@ -36,11 +35,10 @@ from titan_like.verify.half import (
     finer,
     watched_sums,
 )
-from titan_like.verify.places import Cut, Outputs, compare_outputs
+from titan_like.verify.places import Outputs, compare_outputs
 from titan_like.verify.processes import Member
 from titan_like.verify.reference import FEW, norm
 from titan_like.verify.runs import in_type, run_of, run_through
-from titan_like.verify.samples import batches
 from titan_like.verify.shrink import Small
 from titan_like.verify.updates import UpdateCheck
 from titan_like.verify.watch import StepWatch, digest, steps_alone
@@ -176,13 +174,8 @@ def observe_places(member: Member, reference: Reference, config: JobConfig, kind
     config = in_type(edit(config, {"compile.enable": False}), kind)  # compiled layers call no modules
     watch = StepWatch(small, lambda *_: None, reference.known)
     watch.names, watch.outputs = reference.names, outputs
-    trainer = Trainer(run_of(member, small, config, member.folder), observer=watch)
-    run_through(trainer, watch)
-    first, tensor = batches(small.config, watch.at_step)[watch.at_step].start, trainer.mesh["tp"]
-    samples = [[index - first for index in indices] for indices in watch.drawn]
-    lengths = sample_length(config, trainer.run.model)
-    cut = Cut(trainer.cp_shard, tensor.size(), tensor.get_local_rank(), lengths)
-    compare_outputs(outputs, trainer.loss_scale, reference, report, samples, cut, watch.at_step)
+    run_through(Trainer(run_of(member, small, config, member.folder), observer=watch), watch)
+    compare_outputs(watch, outputs, reference, report)
     return report
 
 

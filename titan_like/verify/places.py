@@ -8,19 +8,23 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titan_like.data.lengths import SampleLength
+from titan_like.data.lengths import sample_length
 from titan_like.models.layers.cross_entropy import TokenLoss
-from titan_like.parallel.context import CPShard
 from titan_like.parallel.cp_attention import shard_positions
 from titan_like.parallel.tensor_styles import ColumnLinear
 from titan_like.torch_private import is_in_backward_pass
+from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import Key, Reference, Report, Row, distance
+from titan_like.verify.samples import batches
+
+if TYPE_CHECKING:
+    from titan_like.verify.watch import StepWatch
 
 FORWARD, BACKWARD, INPUT = "forward", "backward", "input"
 
@@ -98,15 +102,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def compare_outputs(
-    outputs: Outputs, scale: torch.Tensor | float, reference: Reference, report: Report, samples: list[list[int]],
-    cut: Cut, step: int,
-) -> None:  # fmt: skip
-    """Compare what modules have computed with the reference, whose tensors are of the whole batch.
-
-    ``samples`` lists the rows of it that each of this process's microbatches takes.
-    """
-    allowed = reference.allowed_in(report.kind)
+def compare_outputs(watch: StepWatch, outputs: Outputs, reference: Reference, report: Report) -> None:
+    """Compare what modules have computed in a step with the reference, whose tensors are of the whole batch."""
+    step, trainer, allowed = watch.at_step, watch.trainer, reference.allowed_in(report.kind)
+    first = batches(watch.small.config, step)[step].start
     for place, by_microbatch in outputs.tensors.items():
         key = key_of(step, place)
         if key not in allowed:
@@ -117,44 +116,34 @@ def compare_outputs(
         if place[0] != FORWARD and not has_samples:
             continue
         for microbatch, value in by_microbatch.items():
-            if microbatch < len(samples):
-                part = cut.like(value, whole[samples[microbatch]] if has_samples else whole).to(value.device)
-                value = value if place[0] == FORWARD else value / scale
+            if microbatch < len(watch.drawn):
+                rows = [index - first for index in watch.drawn[microbatch]]
+                part = part_like(value, whole[rows] if has_samples else whole, trainer).to(value.device)
+                value = value if place[0] == FORWARD else value / trainer.loss_scale
                 if value.shape == part.shape:
                     report.add(key, distance(value, part) / reference.sizes[key], allowed[key])
 
 
-class Cut(NamedTuple):
-    """What this process holds of the reference's tensors."""
-
-    cp_shard: CPShard
-    size: int  # tensor-parallel ranks
-    rank: int
-    lengths: SampleLength
-
-    def like(self, value: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        """The part of ``whole`` that is here if ``value`` is of a CP shard, or split over tensor ranks."""
-        for dim in range(whole.ndim if value.ndim == whole.ndim else 0):
-            if value.shape[dim] == whole.shape[dim]:
-                continue
-            spans = [whole.shape[dim]]
-            # [seq, hidden], [batch, seq, hidden] or [batch, heads, seq, …]
-            if (self.cp_shard.size > 1 and dim == whole.ndim // 2) or (dim == 1 and whole.ndim < 4):
-                spans = _spans(whole.shape[dim], self.lengths)
-            pieces = list(whole.split(spans, dim))
-            if self.cp_shard.size > 1 and dim == whole.ndim // 2:
-                positions = [shard_positions(span, self.cp_shard.size, self.cp_shard.rank) for span in spans]
-                pieces = [piece.index_select(dim, local) for piece, local in zip(pieces, positions, strict=True)]
-            if sum(piece.shape[dim] for piece in pieces) != value.shape[dim]:
-                chunks = [piece.chunk(self.size, dim) for piece in pieces]
-                pieces = [parts[min(self.rank, len(parts) - 1)] for parts in chunks]
-            whole = torch.cat(pieces, dim)
-        return whole
-
-
-def _spans(length: int, lengths: SampleLength) -> list[int]:
-    """Lengths of the spans of a sequence of which each rank has its share: those of encoder and decoder, if both."""
-    return [lengths.encoder, lengths.decoder] if lengths.decoder and length == lengths.positions else [length]
+def part_like(value: torch.Tensor, whole: torch.Tensor, trainer: Trainer) -> torch.Tensor:
+    """The part of ``whole`` that this process has if ``value`` is of a CP shard, or split over tensor ranks."""
+    context, tensor = trainer.cp_shard, trainer.mesh["tp"]
+    lengths = sample_length(trainer.config, trainer.run.model)
+    for dim in range(whole.ndim if value.ndim == whole.ndim else 0):
+        if value.shape[dim] == whole.shape[dim]:
+            continue
+        # [seq, hidden], [batch, seq, hidden] or [batch, heads, seq, …]
+        is_sharded, spans = context.size > 1 and dim == whole.ndim // 2, [whole.shape[dim]]
+        if (is_sharded or (dim == 1 and whole.ndim < 4)) and lengths.decoder and spans == [lengths.positions]:
+            spans = [lengths.encoder, lengths.decoder]  # each rank has its share of both
+        pieces = list(whole.split(spans, dim))
+        if is_sharded:
+            positions = [shard_positions(span, context.size, context.rank) for span in spans]
+            pieces = [piece.index_select(dim, local) for piece, local in zip(pieces, positions, strict=True)]
+        if sum(piece.shape[dim] for piece in pieces) != value.shape[dim]:
+            chunks = [piece.chunk(tensor.size(), dim) for piece in pieces]
+            pieces = [parts[min(tensor.get_local_rank(), len(parts) - 1)] for parts in chunks]
+        whole = torch.cat(pieces, dim)
+    return whole
 
 
 def first_place(outputs: Outputs, reports: list[Report], where: str) -> str | None:
