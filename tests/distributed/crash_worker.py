@@ -212,25 +212,3 @@ def load_each(
             assert trainer.step == 1
             found[name, layout] = digest(trainer)
     return found
-
-
-def train_from(
-    rank: int, folder: Path, jobs: list[tuple[str, Path | None, dict[str, Any]]], settings: dict[str, Any], step: int
-) -> dict[str, list[float]]:
-    """Train each job to its end, from scratch or from a step of another's checkpoints; the losses after that."""
-    found = {}
-    for name, source, layout in jobs:
-        start = (
-            {} if source is None else {"checkpoint.folder": str(source / "checkpoint"), "checkpoint.load_step": step}
-        )
-        with contextlib.redirect_stdout(io.StringIO()):
-            trainer = build(folder, folder / name, settings | layout | start)
-        assert trainer.step == (0 if source is None else step)
-        data, losses = trainer._load_data(), []
-        while trainer.step < trainer.total_steps:
-            losses.append(trainer.read_step(trainer.train_step(data)).loss)
-            if source is None and trainer.step == step:
-                trainer.save()
-        data.close()
-        found[name] = losses if source is not None else losses[step:]
-    return found

@@ -34,7 +34,7 @@ from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import distance
 from titan_like.verify.processes import DONE, Group, Member, Outcome
-from titan_like.verify.watch import Watch
+from titan_like.verify.watch import Watch, steps_alone
 
 
 @dataclass
@@ -127,9 +127,7 @@ def losses_of_layouts(
     found = {}
     for name, layout in layouts.items():
         trainer = trainer_of(folder, settings | layout)
-        data = trainer._load_data()
-        found[name] = [trainer.read_step(trainer.train_step(data)).loss for _ in range(trainer.total_steps)]
-        data.close()
+        found[name] = [record.loss for record in steps_alone(trainer, trainer.total_steps)]
     return found
 
 
@@ -198,11 +196,6 @@ def train_cases(rank: int, folder: Path, cases: list[Case]) -> dict[str, dict[st
     """Train all cases in this process group; on rank 0, the fields of each `Result`."""
     results = {case.name: vars(train_case(case, folder)) for case in cases}
     return results if rank == 0 else {}
-
-
-def runs_exhaustive_tests(request: pytest.FixtureRequest) -> bool:
-    """Whether tests that are marked so are chosen: only then are the cases trained that they alone look at."""
-    return any(item.get_closest_marker("exhaustive") for item in request.session.items)
 
 
 def start_group(function: Callable[..., Any], world_size: int, *args: Any) -> Group:

@@ -7,6 +7,7 @@ import torch
 import torch._dynamo
 
 from tests.distributed.launch import launch, trainer_of
+from titan_like.verify.watch import steps_alone
 
 SETTINGS = {
     "model.overrides": {"num_layers": 2},
@@ -36,9 +37,7 @@ def train_steadily(rank, folder, family):
 def graphs_of_recomputed_experts(rank, folder):
     modes = {"activation_checkpoint.mode": "experts", "model.family": "moe", "training.dtype": "float32"}
     trainer = trainer_of(folder, SETTINGS | modes | {"model.overrides": {"num_layers": 4}})
-    data = trainer._load_data()
-    trainer.train_step(data)
-    data.close()
+    steps_alone(trainer, 1)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 

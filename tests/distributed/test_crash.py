@@ -14,6 +14,7 @@ import pytest
 from tests.distributed import crash_worker
 from tests.distributed.crash_worker import Death
 from tests.distributed.launch import base_config, collect, died, launch, start_group
+from tests.e2e.jobs import steps
 from titan_like.checkpoint.step_folders import complete_steps
 
 # Two ranks write their checkpoints in the background.
@@ -73,10 +74,6 @@ def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return Straight(tmp_path_factory.mktemp("crash"), request.param)
 
 
-def logged_steps(dump: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in (dump / "metrics.jsonl").read_text().splitlines()]
-
-
 def await_step(metrics: Path, step: int) -> None:
     deadline = time.monotonic() + 60
     while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
@@ -128,7 +125,7 @@ def test_every_instant_of_a_save_that_removes_the_one_before(straight: Straight)
         step = 2 if death.operation is not None and death.operation > arrival else 1
         assert (outcome["step"], outcome["digest"]) == (step, straight.digests[str(step)]), name
         assert outcome["final"] == straight.digests["3"], name
-        assert logged_steps(dumps[name]) == [1, 2, 3], name
+        assert steps(dumps[name]) == [1, 2, 3], name
         assert names(dumps[name] / "checkpoint") == ["step-3"], name
 
 
@@ -148,7 +145,7 @@ def test_every_instant_of_replacing_a_step_after_going_back(straight: Straight) 
     assert "step-2" not in names(dumps[arrived] / "checkpoint")
     for i, outcome in zip(instants, straight.resume(list(dumps.values()), {}), strict=True):
         assert (outcome["step"], outcome["digest"]) == (2, digests[i > arrived]), operations[i]
-        assert logged_steps(dumps[i]) == [1, 2, 3], operations[i]
+        assert steps(dumps[i]) == [1, 2, 3], operations[i]
         assert names(dumps[i] / "checkpoint") == ["step-1", "step-2", "step-3"], operations[i]
 
 
@@ -192,7 +189,7 @@ def test_kills_at_random_times_while_saving_after_every_step(straight: Straight)
     assert len(starts) >= 3 and [start["step"] for start in starts] == sorted(start["step"] for start in starts)
     for start in starts:
         assert start["digest"] == straight.digests[str(start["step"])], start["step"]
-    assert logged_steps(dump) == list(range(1, 25))
+    assert steps(dump) == list(range(1, 25))
     assert names(dump / "checkpoint") == ["step-23", "step-24"]
     (outcome,) = straight.resume([dump], LONG)
     assert outcome["digest"] == straight.digests["24"]

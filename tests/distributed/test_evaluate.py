@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.launch import base_config, launch, runs_exhaustive_tests
+from tests.distributed.launch import base_config, launch
+from tests.e2e.jobs import records
 from tests.unit.hugging_face_cases import gpt_config, llama_config, random_model, reference_of, save_checkpoint
 from titan_like.checkpoint.inference import find_checkpoint, load_parallel_model
 from titan_like.commands import convert, evaluate
@@ -47,14 +48,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 FAMILIES = ("gpt", "llama")
 MODELS = (*FAMILIES, "gpt prefix")  # the last with data.prefix_lm
-NORMAL = [
+CHOSEN = [
     ("gpt", "pipeline, tensor"),
     ("gpt", "data"),
     ("llama", "data, tensor, zero 3"),
     ("llama", "replicas, interleaved"),
     ("gpt prefix", "data, tensor, zero 3"),
 ]
-EVERY = [*NORMAL, *(each for each in itertools.product(MODELS, LAYOUTS) if each not in NORMAL)]
 
 
 @cache
@@ -173,10 +173,6 @@ def training_config(folder: Path, layout: str, tasks: list[str]) -> JobConfig:
     return base_config(folder, settings)
 
 
-def metrics_of(config: JobConfig) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (Path(config.job.dump_folder) / "metrics.jsonl").read_text().splitlines()]
-
-
 def train_and_evaluate(rank: int, folder: Path) -> None:
     for name, tasks in itertools.product(("pipeline, tensor", "data, tensor, zero 3"), (TASKS, [])):
         Trainer(prepare_run(resolve_settings(training_config(folder, name, tasks)))).train()
@@ -197,12 +193,6 @@ HARNESS = {
         "doc_to_choice": "{{choices}}",
         "doc_to_target": "{{gold}}",
         "metric_list": [{"metric": "acc"}],
-    },
-    "rolling": {
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "{{text}} and then it goes on until the window is full {{gold}}, and on {{text}}",
-        "metric_list": [{"metric": "byte_perplexity"}, {"metric": "bits_per_byte"}],
     },
     "continuation": {
         "output_type": "generate_until",
@@ -246,7 +236,7 @@ def do_everything(rank: int, folder: Path, chosen: Chosen) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
     """The folder in which all processes did everything, and what they printed."""
     folder = tmp_path_factory.mktemp("evaluate")
     for name, text in FILES.items():
@@ -258,8 +248,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         for key, value in {"HF_HOME": "", "HF_DATASETS_CACHE": "/datasets"}.items():
             patch.setenv(key, f"{folder}/hf{value}")
         patch.setenv("HF_HUB_OFFLINE", "1")
-        layouts = EVERY if runs_exhaustive_tests(request) else NORMAL
-        chosen = [(model, layout, windows_of(model)) for model, layout in layouts]
+        chosen = [(model, layout, windows_of(model)) for model, layout in CHOSEN]
         yield folder, launch(do_everything, 4, folder, chosen)[0].printed
 
 
@@ -294,7 +283,8 @@ def test_the_harness_finds_the_same_on_a_checkpoint_and_on_its_export(trained: t
 def test_evaluation_during_training(trained: tuple[Path, str], layout: str) -> None:
     folder, printed = trained
     config = training_config(folder, layout, TASKS)
-    lines, without = metrics_of(config), metrics_of(training_config(folder, layout, []))
+    configs = config, training_config(folder, layout, [])
+    lines, without = (records(Path(one.job.dump_folder)) for one in configs)
     for key in ("loss", "grad_norm"):
         assert [line[key] for line in lines] == [line[key] for line in without]
     assert [FIGURES & line.keys() for line in lines] == [set(), FIGURES, set(), FIGURES]
@@ -341,14 +331,7 @@ def scores_by_transformers(name: str) -> list[tuple[float, int]]:
     return scores
 
 
-@pytest.mark.parametrize(
-    ("family", "layout"),
-    [(family, "one process") for family in MODELS]
-    + [
-        pytest.param(*each, marks=[] if each in NORMAL else [pytest.mark.exhaustive])  # type: ignore[misc]
-        for each in EVERY
-    ],
-)
+@pytest.mark.parametrize(("family", "layout"), [*((family, "one process") for family in MODELS), *CHOSEN])
 def test_scores_are_those_of_transformers(scores: dict[str, torch.Tensor], family: str, layout: str) -> None:
     for expected, (found, right) in zip(
         scores_by_transformers(family), scores[f"{family} {layout}"].tolist(), strict=True

@@ -11,13 +11,20 @@ import torch
 import torch._dynamo
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.launch import Case, Result, base_config, collect, launch, run_cases, train_case, worst
+from tests.distributed.launch import (
+    Case,
+    Result,
+    base_config,
+    collect,
+    launch,
+    run_cases,
+    train_case,
+    trainer_of,
+    worst,
+)
 from titan_like.config.errors import ConfigError
 from titan_like.parallel.data import sharded_modules
 from titan_like.parallel.float8 import Float8Gathers
-from titan_like.train.rules import resolve_settings
-from titan_like.train.setup import prepare_run
-from titan_like.train.trainer import Trainer
 
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "max_seq_len": 16}
 TINY = {
@@ -36,7 +43,7 @@ RECOMPUTED = Case("recomputed", TINY | {"parallelism.zero_stage": 3, "activation
 
 def gathers_in_float8(case: Case, folder: Path) -> set[str]:
     """Names of the parameters that FSDP2 gathers in another form than their own."""
-    trainer = Trainer(prepare_run(resolve_settings(base_config(folder, case.settings))))
+    trainer = trainer_of(folder, case.settings)
     if case.settings["parallelism.zero_stage"]:
         assert len(sharded_modules(trainer.model.stages[0].module)) == 2  # both layers are one unit
     shards = {n: p._local_tensor for n, p in trainer.model.named_parameters() if isinstance(p, DTensor)}
@@ -98,25 +105,6 @@ def compile_many_layers(rank: int, folder: Path, recipe: str) -> None:
 def test_compiled_layers_share_a_graph_and_compute_the_same(tmp_path: Path, recipe: str) -> None:
     base_config(tmp_path, {})
     launch(compile_many_layers, 2, tmp_path, recipe)
-
-
-def test_a_checkpoint_of_float8_training_is_plain(tmp_path: Path) -> None:
-    """It has the master weights alone, so any layout, recipe or command can load it."""
-    settings = TINY | {"checkpoint.enable": True, "training.steps": 1}
-    launch(save, 2, tmp_path, Case("", settings | {"parallelism.zero_stage": 3}))
-    launch(resume, 1, tmp_path, Case("", settings | {"float8.enable": False, "training.steps": 2}))
-
-
-def save(rank: int, folder: Path, case: Case) -> None:
-    training = Trainer(prepare_run(resolve_settings(base_config(folder, case.settings))))
-    training.train()
-
-
-def resume(rank: int, folder: Path, case: Case) -> None:
-    training = Trainer(prepare_run(resolve_settings(base_config(folder, case.settings))))
-    assert training.step == 1
-    training.train()
-    assert training.step == 2
 
 
 def test_shards_that_do_not_fit_are_refused(tmp_path: Path) -> None:

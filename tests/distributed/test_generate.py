@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.distributed.launch import base_config, collect, runs_exhaustive_tests
+from tests.distributed.launch import base_config, collect
+from tests.distributed.layouts import pipeline, tensor, zero
 from titan_like.checkpoint.inference import (
     ParallelInference,
     find_checkpoint,
@@ -32,21 +32,17 @@ SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0, "prefix_lm": True},
     {"temperature": 1.0, "top_k": 40, "top_p": 0.95, "seed": 3},
 ]
-PIPELINE = {"pipeline_parallel_degree": 2}
-TENSOR = {"tensor_parallel_degree": 2}
-SEQUENCE = TENSOR | {"sequence_parallel": True}
 FAMILIES = ("gpt", "llama", "t5")
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "1f1b, tensor": PIPELINE | TENSOR,
-    "v, sequence": PIPELINE | SEQUENCE | {"pipeline_schedule": "zbv_zero_bubble"},
-    "interleaved, zero 3": PIPELINE
-    | {"pipeline_schedule": "interleaved_1f1b", "virtual_stages_per_rank": 2, "zero_stage": 3},
-    "sequence, zero 1": SEQUENCE | {"zero_stage": 1},
+    "1f1b, tensor": pipeline() | tensor(),
+    "v, sequence": tensor(2, True) | pipeline(2, "zbv_zero_bubble"),
+    "interleaved, zero 3": pipeline(2, "interleaved_1f1b") | zero(3),
+    "sequence, zero 1": tensor(2, True) | zero(1),
 }
 
 
 # Every layout, twice sequence parallelism, and two layouts of each family.
-NORMAL = [
+CHOSEN = [
     ("gpt", "v, sequence"),
     ("gpt", "interleaved, zero 3"),
     ("llama", "1f1b, tensor"),
@@ -54,16 +50,14 @@ NORMAL = [
     ("t5", "v, sequence"),
     ("t5", "interleaved, zero 3"),
 ]
-EVERY = [*NORMAL, *(each for each in product(FAMILIES, LAYOUTS) if each not in NORMAL)]
 
 
 def config_of(folder: Path, family: str, layout: dict[str, Any]) -> JobConfig:
-    settings = {f"parallelism.{key}": value for key, value in layout.items()}
     # The text grows past max_seq_len; large weights give a distribution that is far from uniform.
     overrides = {"max_seq_len": 18 if family == "llama" else 17, "init_std": 2.0 if family == "t5" else 0.3}
     few = {"training.steps": 1, "training.seq_len": 16, "checkpoint.enable": True}
     few |= {"training.decoder_seq_len": 6} if family == "t5" else {}
-    return base_config(folder / family, settings | few | {"model.family": family, "model.overrides": overrides})
+    return base_config(folder / family, layout | few | {"model.family": family, "model.overrides": overrides})
 
 
 def write(model: Any, family: str, options: dict[str, Any]) -> list[int]:
@@ -74,16 +68,13 @@ def write(model: Any, family: str, options: dict[str, Any]) -> list[int]:
     return generate(model, [ByteTokenizer.pad_id], NEW_TOKENS, encoder_tokens=PROMPT, **options)
 
 
-def train_and_generate(rank: int, folder: Path, chosen: list[tuple[str, str]]) -> dict[str, list[int]]:
+def train_and_generate(rank: int, folder: Path) -> dict[str, list[int]]:
     """Trained on all processes, asked in every layout."""
     found: dict[str, list[int]] = {}
     for family in FAMILIES:
         (folder / family).mkdir(exist_ok=True)
-        trainer = Trainer(
-            prepare_run(resolve_settings(config_of(folder, family, {"data_parallel_replicate_degree": 1})))
-        )
-        trainer.train()
-        for name in [layout for of, layout in chosen if of == family]:
+        Trainer(prepare_run(resolve_settings(config_of(folder, family, {})))).train()
+        for name in [layout for of, layout in CHOSEN if of == family]:
             config = config_of(folder, family, LAYOUTS[name])
             run = prepare_run(resolve_settings(config))
             mesh = build_mesh(run.layout, "cpu")
@@ -94,26 +85,19 @@ def train_and_generate(rank: int, folder: Path, chosen: list[tuple[str, str]]) -
             split = load_parallel_model(config, find_checkpoint(config), mesh, run.device)
             model = ParallelInference(config, split, mesh, run.device, **lengths)
             for number, options in enumerate(SAMPLING):
-                tokens = write(model, family, options)
-                found[f"{family} {name} {number}"] = tokens
+                found[f"{family} {name} {number}"] = write(model, family, options)
     return found
 
 
 @pytest.fixture(scope="module")
-def generated(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, dict[str, list[int]]]:
+def generated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[int]]]:
     folder = tmp_path_factory.mktemp("generate")
-    chosen = EVERY if runs_exhaustive_tests(request) else NORMAL
-    first, *others = collect(train_and_generate, 4, folder, chosen)
+    first, *others = collect(train_and_generate, 4, folder)
     assert others == [first] * 3
     return folder, first
 
 
-@pytest.mark.parametrize(
-    ("family", "layout"),
-    [pytest.param(*each, marks=[] if each in NORMAL else [pytest.mark.exhaustive]) for each in EVERY],
-)
+@pytest.mark.parametrize(("family", "layout"), CHOSEN)
 def test_every_layout_continues_like_one_process(
     generated: tuple[Path, dict[str, list[int]]], family: str, layout: str
 ) -> None:
@@ -121,7 +105,7 @@ def test_every_layout_continues_like_one_process(
     config = config_of(folder, family, {})
     model = load_for_inference(config, find_checkpoint(config), torch.device("cpu"))
     # Under sequence parallelism gpt's window of 17 tokens has 16 of them: the longest even one.
-    if family == "gpt" and LAYOUTS[layout].get("sequence_parallel"):
+    if family == "gpt" and LAYOUTS[layout].get("parallelism.sequence_parallel"):
         model.config = model.config.model_copy(update={"max_seq_len": 16})
     for number, options in enumerate(SAMPLING):
         expected = write(model, family, options)

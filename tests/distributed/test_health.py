@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from tests.distributed.crash_worker import build, digest
 from tests.distributed.launch import base_config, collect
+from tests.e2e.jobs import records
 from titan_like.config.errors import RunError
 from titan_like.models.transformer import Transformer
 from titan_like.train.trainer import Trainer
@@ -99,10 +100,6 @@ def train(
     first, second = ({s: d for s, d in one["digests"].items() if s <= last} for one in outcomes)
     assert first == second != {}
     return outcomes
-
-
-def records(dump: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (dump / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_spike_changes_nothing_and_is_counted(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Training in float16 and bfloat16, and steps whose numbers are not finite."""
+"""Training in float16 and bfloat16, and steps that overflow. Verified runs all have a step that is not finite."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from tests.distributed.launch import Case, collect, full, relative, train_case, trainer_of
 from tests.distributed.layouts import pipeline, tensor, zero
-from titan_like.config.errors import RunError
 from titan_like.train.trainer import Trainer
 
 TINY = {
@@ -65,10 +63,6 @@ WARMUP = {"training.steps": STEPS, "lr_scheduler.warmup_steps": STEPS}
 HALF_WARMUP = TINY | WARMUP | {"training.dtype": "float16"}
 SCALED = {1: {"zero0": HALF_WARMUP}, 2: {"zero3": HALF_WARMUP | zero(3), "pipeline": HALF_WARMUP | PIPELINE}}
 ABSURD_SCALE = 2.0**30
-POISONED = {
-    ranks: {f"zero{stage}": TINY | WARMUP | zero(stage) for stage in stages}
-    for ranks, stages in ((1, [0]), (2, [0, 3]))
-}
 
 
 def of_each(cases: dict[int, Any]) -> Any:
@@ -101,38 +95,12 @@ def train_with_absurd_scale(folder: Path, settings: dict[str, Any]) -> dict[str,
     return {"records": records, "weights": weights, "scale": trainer.scaler.scale.item(), "types": types_of(trainer)}
 
 
-def train_poisoned(folder: Path, settings: dict[str, Any], rank: int, stops: bool) -> dict[str, Any]:
-    """A good step, one with a NaN in a weight of the last rank alone, and a good one again."""
-    trainer = trainer_of(folder, settings | {"health.skip_nonfinite": not stops})
-    data = trainer._load_data()
-    records = [trainer.read_step(trainer.train_step(data)).as_dict()]
-    before = weights_of(trainer)
-    norm = trainer.model.stages[0].module.norm.weight
-    element = (norm.to_local() if isinstance(norm, DTensor) else norm).detach()[-1:]
-    value = element.clone()
-    if rank == trainer.dp_size - 1:
-        element.fill_(float("nan"))
-    try:
-        records.append(trainer.read_step(trainer.train_step(data)).as_dict())
-        stopped = None
-    except RunError as error:
-        stopped = str(error)
-    element.copy_(value)
-    after = weights_of(trainer)
-    if stopped is None:
-        records.append(trainer.read_step(trainer.train_step(data)).as_dict())
-    data.close()
-    return {"records": records, "before": before, "after": after, "end": weights_of(trainer), "stopped": stopped}
-
-
 def train_everything(rank: int, folder: Path, world_size: int) -> dict[str, Any]:
-    scaled, poisoned = SCALED[world_size].items(), POISONED[world_size].items()
+    scaled = SCALED[world_size].items()
     return {
         "half": {case.name: vars(train_case(case, folder)) for case in CASES[world_size]},
         "exact": {case.name: vars(train_case(case, folder)) for case in (EXACT, EXACT_OF_FOUR) if world_size == 1},
         "scaled": {name: train_with_absurd_scale(folder, settings) for name, settings in scaled},
-        "skips": {name: train_poisoned(folder, settings, rank, stops=False) for name, settings in poisoned},
-        "stops": {name: train_poisoned(folder, settings, rank, stops=True) for name, settings in poisoned},
     }
 
 
@@ -207,31 +175,3 @@ def test_overflow_is_skipped_until_the_loss_scale_fits(results: dict[int, Any], 
         assert same == skipped[number]
     assert run["scale"] == ABSURD_SCALE / 2 ** sum(skipped)
     assert run["types"] == {"torch.float32"}
-
-
-@pytest.mark.parametrize(("name", "world_size"), of_each(POISONED))
-def test_step_with_nan_is_skipped_and_counted(results: dict[int, Any], world_size: int, name: str) -> None:
-    run = results[world_size]["skips"][name]
-    records = run["records"]
-    assert [record["nan"] for record in records] == [0, 1, 0]
-    assert [record["skipped"] for record in records] == [0, 0, 0]
-    assert math.isnan(records[1]["loss"])
-    for key, value in run["before"].items():
-        assert torch.equal(value, run["after"][key]), key
-    assert any(not torch.equal(value, run["end"][key]) for key, value in run["after"].items())
-    assert all(value.isfinite().all() for value in run["end"].values())
-    assert [record["lr"] for record in records] == pytest.approx([1e-3 / STEPS, 2e-3 / STEPS, 3e-3 / STEPS])
-    assert [record["consumed_samples"] for record in records] == [8, 16, 24]
-    assert "loss_scale" not in records[0]
-
-
-@pytest.mark.parametrize(("name", "world_size"), of_each(POISONED))
-def test_step_with_nan_stops_the_run_if_it_may_not_be_skipped(
-    results: dict[int, Any], world_size: int, name: str
-) -> None:
-    run = results[world_size]["stops"][name]
-    assert run["stopped"].startswith("the loss of step 2 is nan and its gradient norm nan; ")
-    assert "health.skip_nonfinite" in run["stopped"]
-    assert len(run["records"]) == 1
-    for key, value in run["before"].items():
-        assert torch.equal(value, run["after"][key]), key

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ import pytest
 import torch
 
 from tests.distributed.launch import all_stages, base_config, by_name, collect, launch, trainer_of
+from tests.distributed.layouts import pipeline, recompute, tensor, zero
+from tests.e2e.jobs import records
 from titan_like.checkpoint.step_folders import complete_steps
 from titan_like.train.trainer import Trainer
 from titan_like.verify.dropout import Recorder
@@ -30,18 +31,10 @@ SETTINGS = {
 }
 MODEL = {"hidden_size": 32, "dropout": 0.1}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {  # ranks and settings
-    "zero0": (2, {"parallelism.zero_stage": 0}),
-    "zero3 recomputed": (2, {"parallelism.zero_stage": 3, "activation_checkpoint.mode": "full"}),
-    "2 stages of tensor 2": (
-        4,
-        {
-            "parallelism.pipeline_parallel_degree": 2,
-            "parallelism.pipeline_schedule": "zbv_zero_bubble",
-            "parallelism.tensor_parallel_degree": 2,
-            "training.micro_batch_size": 4,
-        },
-    ),
-    "2 replicas of zero2": (4, {"parallelism.zero_stage": 2, "parallelism.data_parallel_replicate_degree": 2}),
+    "zero0": (2, zero(0)),
+    "zero3 recomputed": (2, zero(3) | recompute("full")),
+    "2 stages of tensor 2": (4, pipeline(2, "zbv_zero_bubble") | tensor() | {"training.micro_batch_size": 4}),
+    "2 replicas of zero2": (4, zero(2, 2)),
 }
 
 
@@ -79,15 +72,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def records(dump: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (dump / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+def without_times(dump: Path) -> list[dict[str, Any]]:
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in records(dump)]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_resumed_run_is_bit_identical(folder: Path, name: str) -> None:
     runs = folder / name
-    straight, resumed = records(runs / "straight"), records(runs / "resumed")
+    straight, resumed = without_times(runs / "straight"), without_times(runs / "resumed")
     assert [record["step"] for record in resumed] == list(range(1, 7))
     assert resumed == straight
     weights = torch.load(runs / "weights.pt", weights_only=True)
@@ -103,10 +95,10 @@ def test_dropout_was_on(folder: Path) -> None:
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "data": {"parallelism.zero_stage": 3},
-    "tensor": {"parallelism.tensor_parallel_degree": 2},
-    "sequence": {"parallelism.tensor_parallel_degree": 2, "parallelism.sequence_parallel": True},
-    "pipeline": {"parallelism.pipeline_parallel_degree": 2},
+    "data": zero(3),
+    "tensor": tensor(),
+    "sequence": tensor(2, True),
+    "pipeline": pipeline(),
 }
 
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.launch import Case, base_config, collect, runs_exhaustive_tests
+from tests.distributed.launch import Case, base_config, collect, trainer_of
+from tests.distributed.layouts import pipeline, recompute, tensor, zero
 from tests.traces import fresh_stages
 from titan_like.models.registry import model_config
 from titan_like.optim.shards import local
@@ -24,174 +25,85 @@ from titan_like.planner.memory import StepMemory, rank_memory
 from titan_like.planner.predict import workload_of
 from titan_like.planner.traffic import Amount, Coordinates, Message, step_traffic
 from titan_like.planner.workload import BYTES
-from titan_like.train.rules import resolve_settings
-from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
+from titan_like.verify.watch import steps_alone
 
 RANKS = 4
 
 
-def case(label: str, family: str = "gpt", microbatches: int = 3, unit_bytes: int = 0, **settings: Any) -> Case:
-    """So many microbatches, each layer a unit unless ``unit_bytes`` has room for several.
+def case(name: str, layout: dict[str, Any], unit_bytes: int = 0, microbatches: int | None = None, **shape: Any) -> Case:
+    """A small model of the family that the name begins with, each layer a unit unless ``unit_bytes`` has room for more.
 
-    Keys are those of [parallelism], or have a section before two underscores.
+    Without virtual stages, models have two layers unless ``shape`` says how many.
     """
-    named = {key.replace("__", ".") if "__" in key else f"parallelism.{key}": v for key, v in settings.items()}
-
-    def degree_of(kind: str) -> int:
-        return named.get(f"parallelism.{kind}_parallel_degree", 1)
-
-    data_parallel = RANKS // (degree_of("tensor") * degree_of("pipeline") * degree_of("context"))
-    size: dict[str, Any] = {"hidden_size": 32, "max_seq_len": 48}
-    has_few_stages = degree_of("pipeline") <= 2 and "parallelism.virtual_stages_per_rank" not in named
-    if family != "t5" and has_few_stages:
-        size["num_layers"] = 2
-    size |= named.pop("model.overrides", {})
-    batch = {"training.micro_batch_size": 2, "training.global_batch_size": 2 * microbatches * data_parallel}
-    fixed = {"model.family": family, "model.overrides": size, "training.seq_len": 16}
-    if family == "t5":
-        fixed["training.decoder_seq_len"] = 8
-    return Case(f"{family} {label}", {**fixed, **batch, **named}, unit_bytes)
-
-
-def pipeline(label: str, family: str = "gpt", microbatches: int = 4, degree: int = 2, **settings: Any) -> Case:
-    return case(f"pp{degree} {label}", family, microbatches, pipeline_parallel_degree=degree, **settings)
-
-
-def tensor(label: str, family: str = "gpt", microbatches: int = 3, **settings: Any) -> Case:
-    return case(f"tp2 {label}", family, microbatches, tensor_parallel_degree=2, **settings)
-
-
-def context(label: str, method: str, family: str = "llama", **settings: Any) -> Case:
-    return case(f"cp2 {label}", family, context_parallel_degree=2, context_parallel_method=method, **settings)
-
-
-SHARED = {"num_layers": 3, "num_shared_experts": 1, "num_dense_layers": 1, "ffn_hidden_size": 64}
-FEW_EXPERTS = {"num_layers": 2, "num_experts": 4, "expert_ffn_hidden_size": 48}
-
-
-def experts(label: str, degree: int, microbatches: int = 3, **settings: Any) -> Case:
-    shape = settings.pop("model__overrides", FEW_EXPERTS | SHARED)
-    return case(
-        f"ep{degree} {label}", "moe", microbatches, expert_parallel_degree=degree, model__overrides=shape, **settings
+    family = name.split()[0]
+    pipeline, tensor, context = (
+        layout.get(f"parallelism.{a}_parallel_degree", 1) for a in ("pipeline", "tensor", "context")
     )
+    has_few_stages = pipeline <= 2 and layout.get("parallelism.virtual_stages_per_rank", 1) == 1
+    size: dict[str, Any] = {"hidden_size": 32, "max_seq_len": 48}
+    size |= {"num_layers": 2} if has_few_stages and family != "t5" else {}
+    size |= {"num_experts": 4, "expert_ffn_hidden_size": 48} if family == "moe" else {}
+    batch = 2 * (microbatches or (3 if pipeline == 1 else 4)) * RANKS // (tensor * pipeline * context)
+    settings = {
+        "model.family": family,
+        "model.overrides": size | shape,
+        "training.seq_len": 16,
+        "training.micro_batch_size": 2,
+        "training.global_batch_size": batch,
+    }
+    return Case(name, settings | ({"training.decoder_seq_len": 8} if family == "t5" else {}) | layout, unit_bytes)
 
 
-def zero(stage: int, dtype: str = "float32") -> dict[str, Any]:
-    return {"zero_stage": stage, "training__dtype": dtype}
+def context(method: str = "auto") -> dict[str, Any]:
+    return {"parallelism.context_parallel_degree": 2, "parallelism.context_parallel_method": method}
 
 
-HALF, FULL = "bfloat16", {"activation_checkpoint__mode": "full"}
-SEQUENCE: dict[str, Any] = {"sequence_parallel": True}
-SPLIT: dict[str, Any] = {"virtual_stages_per_rank": 2, "pipeline_schedule": "interleaved_zero_bubble"}
-V_SHAPED: dict[str, Any] = {"virtual_stages_per_rank": 2, "pipeline_schedule": "zbv_zero_bubble"}
+def experts(degree: int) -> dict[str, Any]:
+    return {"parallelism.expert_parallel_degree": degree}
 
-# Two layers share a unit, and of an odd number the last has its own. GPT's layers have 12,704 parameters. T5's have
-# 28,736 to 32,864, and two of different kinds share one.
-FIVE: dict[str, Any] = {"model__overrides": {"num_layers": 5}}
-TWO_AND_ONE = [
-    case("5 layers zero0 half", unit_bytes=55_000, **FIVE, **zero(0, HALF)),
-    case("5 layers zero3 half", unit_bytes=55_000, **FIVE, **zero(3, HALF)),
-    tensor("5 layers zero2", unit_bytes=55_000, **FIVE, **zero(2)),
-    pipeline(
-        "5 layers zero3 recompute every 2", unit_bytes=110_000, **FIVE, **zero(3), **FULL,
-        activation_checkpoint__every_n_layers=2,
-    ),
-    pipeline("11 layers split v zero2", unit_bytes=110_000, **V_SHAPED, **zero(2), model__overrides={"num_layers": 11}),
-    case("5 layers zero3", "t5", unit_bytes=250_000, **FIVE, **zero(3)),
-]  # fmt: skip
+
+HALF, FULL, SEQUENCE = {"training.dtype": "bfloat16"}, recompute("full"), tensor(2, True)
+V_SHAPED = pipeline(2, "zbv_zero_bubble")
+SHARED = {"num_layers": 3, "num_shared_experts": 1, "num_dense_layers": 1, "ffn_hidden_size": 64}
 CASES = [
-    *TWO_AND_ONE,
+    # Two layers share a unit, and of an odd number the last has its own. GPT's layers have 12,704 parameters. T5's have
+    # 28,736 to 32,864, and two of different kinds share one.
+    case("gpt 5 layers zero0 half", zero(0) | HALF, 55_000, num_layers=5),
+    case("gpt 5 layers zero3 half", zero(3) | HALF, 55_000, num_layers=5),
+    case("gpt 5 layers tp2 zero2", tensor() | zero(2), 55_000, num_layers=5),
+    case(
+        "gpt 5 layers pp2 zero3 recompute every 2", pipeline() | zero(3) | recompute("full", 2), 110_000, num_layers=5
+    ),
+    case("gpt 11 layers split v zero2", V_SHAPED | zero(2), 110_000, num_layers=11),
+    case("t5 5 layers zero3", zero(3), 250_000, num_layers=5),
     # data parallelism
-    case("zero1 half, sums too", **zero(1, HALF), training__reduce_dtype=HALF),
-    case("zero2 half", "llama", **zero(2, HALF)),
-    *(
-        case(f"2 replicas zero{stage} {dtype}", **zero(stage, dtype), data_parallel_replicate_degree=2)
-        for stage, dtype in ((0, HALF), (2, "float32"))
-    ),
+    case("gpt zero1 half, sums too", zero(1) | HALF | {"training.reduce_dtype": "bfloat16"}),
+    case("llama zero2 half", zero(2) | HALF),
+    case("gpt 2 replicas zero0 half", zero(0, 2) | HALF),
+    case("gpt 2 replicas zero2", zero(2, 2)),
     # pipelines
-    pipeline("1f1b x6", microbatches=6, degree=4),
-    pipeline("interleaved zero1", virtual_stages_per_rank=2, pipeline_schedule="interleaved_1f1b", **zero(1)),
-    pipeline("split v zero3", "llama", **V_SHAPED, **zero(3)),
-    pipeline("zero3, uneven shards of a tied table", **zero(3), model__overrides={"vocab_multiple": 1}),
+    case("gpt pp4 1f1b x6", pipeline(4), microbatches=6),
+    case("gpt interleaved zero1", pipeline(2, "interleaved_1f1b") | zero(1)),
+    case("llama split v zero3", V_SHAPED | zero(3)),
+    case("gpt pp2 zero3, uneven shards of a tied table", pipeline() | zero(3), vocab_multiple=1),
     # tensor and sequence parallelism
-    tensor("zero1 half sequence", **SEQUENCE, **zero(1, HALF)),
+    case("gpt zero1 half sequence", SEQUENCE | zero(1) | HALF),
     # context parallelism; how much a ring sends is in test_context.py
-    context("zero3 recompute", "all_gather", **zero(3, HALF), **FULL),
-    context("zero0", "ulysses", **zero(0), model__overrides={"num_kv_heads": 4}),
-    context("zero2", "all_gather", "t5", **zero(2)),
+    case("llama cp2 all_gather zero3 half recompute", context("all_gather") | zero(3) | HALF | FULL),
+    case("llama cp2 ulysses zero0", context("ulysses") | zero(0), num_kv_heads=4),
+    case("t5 cp2 all_gather zero2", context("all_gather") | zero(2)),
     # together
-    tensor("pp2 split v sequence", "bert", 4, pipeline_parallel_degree=2, **SEQUENCE, **V_SHAPED, **zero(0)),
-    pipeline("split v zero2", "t5", **V_SHAPED, **zero(2), model__overrides={"num_layers": 6}),
-    tensor("recompute sequence zero3", "t5", **SEQUENCE, **FULL, **zero(3)),
+    case("bert pp2 split v sequence", SEQUENCE | V_SHAPED | zero(0)),
+    case("t5 split v zero2", V_SHAPED | zero(2), num_layers=6),
+    case("t5 recompute sequence zero3", SEQUENCE | FULL | zero(3)),
     # experts
-    experts("zero3", 4, **zero(3)),
-    experts("2 replicas zero0 half", 2, **zero(0, HALF), data_parallel_replicate_degree=2),
-    experts("tp2 recompute zero0", 2, **SEQUENCE, **FULL, **zero(0), tensor_parallel_degree=2),
-    experts("tp2 cp2 zero3 half", 2, **SEQUENCE, **zero(3, HALF), tensor_parallel_degree=2, context_parallel_degree=2),
-    experts(
-        "pp2 zero2",
-        2,
-        **zero(2),
-        pipeline_parallel_degree=2,
-        microbatches=4,
-        model__overrides=FEW_EXPERTS | {"num_layers": 4},
-    ),
-    experts(
-        "5 layers zero3 half", 2, unit_bytes=110_000, **zero(3, HALF), model__overrides=FEW_EXPERTS | {"num_layers": 5}
-    ),
-]
-MORE_CASES = [
-    case("5 layers zero0", unit_bytes=110_000, **FIVE, **zero(0)),
-    pipeline("5 layers zero1", "t5", unit_bytes=250_000, **FIVE, **zero(1)),
-    case("zero0", **zero(0)),
-    pipeline("zero3 recompute", **zero(3), **FULL),
-    tensor("recompute every 2 sequence", "llama", **SEQUENCE, **FULL, activation_checkpoint__every_n_layers=2),
-    context("recompute selective", "all_gather", "gpt", activation_checkpoint__mode="selective", **zero(1)),
-    experts("zero1 half, recompute", 2, **zero(1, HALF), **FULL),
-    experts("zero2 half", 2, **zero(2, HALF)),
-    experts("tp2 zero1", 1, **SEQUENCE, **zero(1), tensor_parallel_degree=2),
-    experts(
-        "tp2 pp2 zero0",
-        2,
-        **SEQUENCE,
-        **zero(0),
-        tensor_parallel_degree=2,
-        pipeline_parallel_degree=2,
-        microbatches=4,
-        model__overrides=FEW_EXPERTS | {"num_layers": 4},
-    ),
-    experts("zero0", 2, **zero(0)),
-    experts(
-        "tp2 recompute experts",
-        2,
-        **SEQUENCE,
-        **zero(1),
-        tensor_parallel_degree=2,
-        activation_checkpoint__mode="experts",
-    ),
-    experts("2 replicas zero3", 2, **zero(3), data_parallel_replicate_degree=2),
-    case("zero3 half", "llama", **zero(3, HALF)),
-    case("zero3 tied", "llama", **zero(3), model__overrides={"tied_embeddings": True}),
-    *(
-        case(f"2 replicas zero{stage} {dtype}", **zero(stage, dtype), data_parallel_replicate_degree=2)
-        for stage, dtype in ((1, "float32"), (3, HALF))
-    ),
-    pipeline("zero0", **zero(0)),
-    pipeline("gpipe zero3", pipeline_schedule="gpipe", **zero(3)),
-    pipeline("split zero0", **SPLIT, **zero(0)),
-    pipeline("split zero2", **SPLIT, **zero(2)),
-    pipeline("split 2 replicas zero2", **SPLIT, **zero(2), data_parallel_replicate_degree=2),
-    pipeline("dualpipe zero1", virtual_stages_per_rank=2, pipeline_schedule="dualpipe_v", **zero(1)),
-    tensor("zero3 half sequence", "llama", **SEQUENCE, **zero(3, HALF)),
-    tensor("recompute sequence zero3", **SEQUENCE, **FULL, **zero(3)),
-    tensor("recompute selective sequence", **SEQUENCE, activation_checkpoint__mode="selective"),
-    tensor("pp2 zero3", "llama", 4, pipeline_parallel_degree=2, **zero(3)),
-    tensor("pp2 split v sequence", "gpt", 4, pipeline_parallel_degree=2, **SEQUENCE, **V_SHAPED, **zero(0)),
-    tensor("zero3 half sequence", "bert", **SEQUENCE, **zero(3, HALF)),
-    case("zero3 half", "t5", **zero(3, HALF)),
-    pipeline("x4", "t5", degree=4, **zero(0), model__overrides={"num_layers": 8}),
-    tensor("pp2 recompute selective", "t5", 4, pipeline_parallel_degree=2, activation_checkpoint__mode="selective"),
+    case("moe ep4 zero3", experts(4) | zero(3), **SHARED),
+    case("moe ep2 2 replicas zero0 half", experts(2) | zero(0, 2) | HALF, **SHARED),
+    case("moe ep2 tp2 recompute zero0", experts(2) | SEQUENCE | FULL | zero(0), **SHARED),
+    case("moe ep2 tp2 cp2 zero3 half", experts(2) | SEQUENCE | context() | zero(3) | HALF, **SHARED),
+    case("moe ep2 pp2 zero2", experts(2) | pipeline() | zero(2), num_layers=4),
+    case("moe ep2 5 layers zero3 half", experts(2) | zero(3) | HALF, 110_000, num_layers=5),
 ]
 
 
@@ -262,7 +174,7 @@ def measure(rank: int, folder: Path, cases: list[Case]) -> dict[str, dict[str, A
 
 def measure_case(folder: Path, case: Case) -> dict[str, Any]:
     with case.layer_units():
-        trainer = Trainer(prepare_run(resolve_settings(base_config(folder, case.settings))))
+        trainer = trainer_of(folder, case.settings)
     meshes = [mesh for mesh in (trainer.mesh, trainer.model.expert_mesh) if mesh is not None]
     groups = {name: mesh[name].get_group() for mesh in meshes for name in mesh.mesh_dim_names or ()}
     groups["dp"] = trainer.token_group
@@ -275,10 +187,8 @@ def measure_case(folder: Path, case: Case) -> dict[str, Any]:
         if isinstance(core, ContextCore):
             groups["cp"] = _resolve_process_group(core.group.name)
     ranks = {name: tuple(dist.get_process_group_ranks(group)) for name, group in groups.items()}
-    data = trainer._load_data()
     with RecordCollectives(ranks["pp"], trainer) as collectives:
-        trainer.train_step(data)
-    data.close()
+        steps_alone(trainer, 1)
     calls, sizes = dict(collectives.calls), dict(collectives.bytes)
     return {"ranks": ranks, "calls": calls, "bytes": sizes, "held": held_bytes(trainer)}
 
@@ -287,9 +197,8 @@ Measured = list[dict[str, dict[str, Any]]]  # by rank and case
 
 
 @pytest.fixture(scope="module")
-def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Measured:
-    cases = CASES + (MORE_CASES if runs_exhaustive_tests(request) else [])
-    return collect(measure, RANKS, tmp_path_factory.mktemp("traffic"), cases)
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    return collect(measure, RANKS, tmp_path_factory.mktemp("traffic"), CASES)
 
 
 def planned(case: Case, rank: int, folder: Path) -> tuple[dict[Message, Amount], StepMemory]:
@@ -304,10 +213,7 @@ def planned(case: Case, rank: int, folder: Path) -> tuple[dict[Message, Amount],
         return traffic, rank_memory(work, pipeline_rank, reduce_bytes)
 
 
-ALL = [*CASES, *(pytest.param(case, marks=pytest.mark.exhaustive) for case in MORE_CASES)]
-
-
-@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_what_every_rank_sends_and_holds(measured: Measured, case: Case, tmp_path: Path) -> None:
     rows: Counter[str] = Counter()  # of experts, on all ranks: what a single rank gets depends on the router
     held: dict[StepMemory, int] = {}  # the most of all ranks for which the same is planned
@@ -327,21 +233,3 @@ def test_what_every_rank_sends_and_holds(measured: Measured, case: Case, tmp_pat
         held[memory] = max(found["held"], held.get(memory, 0))
     assert rows["planned"] == rows["sent"]
     assert [memory.parameters + memory.optimizer for memory in held] == [*held.values()]
-
-
-@pytest.mark.parametrize("family", ["gpt", "llama"])
-@pytest.mark.parametrize("stage", range(4))
-def test_what_is_planned_for_a_zero_stage_is_its_formula(stage: int, family: str, tmp_path: Path) -> None:
-    """Units of communication are the layers, the root and Llama's table, which is not tied."""
-    layers, microbatches = 3, 2
-    units = layers + {"gpt": 1, "llama": 2}[family]
-    expected = {
-        0: {"all_reduce": layers + 1},
-        1: {"all_gather": units, "reduce_scatter": units},
-        2: {"all_gather": units, "reduce_scatter": units * microbatches},
-        # Forward and backward gather each unit, but the root stays gathered in between.
-        3: {"all_gather": (2 * units - 1) * microbatches, "reduce_scatter": units * microbatches},
-    }
-    run = case("", family, microbatches, model__overrides={"num_layers": layers}, **zero(stage))
-    traffic, _ = planned(run, 0, tmp_path)
-    assert {message.kind: amount.calls for message, amount in traffic.items()} == expected[stage]

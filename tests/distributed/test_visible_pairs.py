@@ -5,6 +5,7 @@ import torch
 
 from tests.distributed.launch import collect, trainer_of
 from tests.distributed.layouts import pipeline, tensor
+from titan_like.verify.watch import steps_alone
 
 PEAK = 989.4e12  # the data sheet of the H100, in bfloat16
 HIDDEN, LAYERS, SEQ = 32, 4, 64
@@ -41,9 +42,7 @@ def measured(rank, folder):
     found = {}
     for name, settings in LAYOUTS.items():
         trainer = trainer_of(folder, RUN | {"data.paths": [str(folder / "documents.jsonl")]} | settings)
-        data = trainer._load_data()
-        record = [trainer.read_step(trainer.train_step(data)) for _ in range(2)][1]
-        data.close()
+        record = steps_alone(trainer, 2)[1]
         flops = record.throughput.mfu_causal * record.step_time_s * 2 * PEAK
         found[name] = flops, sum(elements(trainer, index) for index in range(8, 16))
     return found

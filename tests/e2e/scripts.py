@@ -72,6 +72,14 @@ class Script:
         return subprocess.CompletedProcess(self.arguments, self.returncode, out, err)
 
 
+def install(folder: Path, name: str, group: str, entries: str) -> None:
+    """Have Python find a package in ``folder`` with these entry points, a line each."""
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{entries}".replace('"', ""))
+
+
 def run_here(script: str, *arguments: str) -> object:
     """A script in this process; its exit code."""
     with patch.object(sys, "argv", [script, *arguments]):

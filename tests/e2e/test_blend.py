@@ -6,12 +6,10 @@ import re
 import shlex
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.e2e.jobs import records, train_on
 from tests.e2e.scripts import REPO, Script
-from titan_like.data.indexed import IndexedDataset
 
 PAGE = (REPO / "docs" / "data.md").read_text(encoding="utf-8").split("## From text to a blend")[1]
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
@@ -38,15 +36,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             r"\d+ documents, [\d,]+ tokens in data/\w+\.bin and \.idx \([\d.]+ s\)\n", run(command, folder)
         )
     return folder
-
-
-def test_each_file_is_a_document(folder: Path) -> None:
-    pages = sorted((REPO / "docs").rglob("*.md"))
-    dataset = IndexedDataset(folder / "data" / "prose")
-    assert len(dataset) == len(pages) + 1
-    for number, page in enumerate([*pages, REPO / "README.md"]):
-        assert np.array_equal(dataset[number], [*page.read_bytes(), 256])
-    assert len(IndexedDataset(folder / "data" / "code")) == len(list((REPO / "titan_like").rglob("*.py")))
 
 
 def test_both_sources_are_drawn_and_told(folder: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.jobs import records, steps, train_on
-from tests.e2e.scripts import REPO, Script
+from tests.e2e.scripts import REPO, Script, install
 
 PAGE = (REPO / "docs" / "data.md").read_text(encoding="utf-8")
 SHOWN_CLASS, SHOWN_PROJECT, SHOWN_RUN = re.findall(
@@ -43,11 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page's files, the package as installed: its entry points are in a dist-info folder."""
     folder = tmp_path_factory.mktemp("sums")
     (folder / "sums.py").write_text(SHOWN_CLASS)
-    installed = folder / "sums-1.0.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: sums\nVersion: 1.0\n")
-    entry = SHOWN_PROJECT.split('"titan_like.datasets"]\n')[1].replace('"', "")
-    (installed / "entry_points.txt").write_text(f"[titan_like.datasets]\n{entry}")
+    install(folder, "sums", "titan_like.datasets", SHOWN_PROJECT.split('"titan_like.datasets"]\n')[1])
     (folder / "run.toml").write_text(SHOWN_RUN + RUN)
     return folder
 

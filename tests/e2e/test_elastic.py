@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import signal
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import REPO, TorchrunJob, free_port, kill, records, short, steps, train_on
+from tests.e2e.jobs import REPO, TorchrunJob, free_port, records, short, steps, train_on
 
 LAST = 24
 SETTINGS = [
@@ -29,33 +27,6 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]
     arguments = [*SETTINGS, f"--job.dump_folder={folder / 'out'}"]
     train_on(2, folder / "log.txt", arguments)
     return records(folder / "out")
-
-
-@pytest.mark.exhaustive  # the next test also loses a process, and goes on with fewer
-@pytest.mark.parametrize("agents", [1, 2])
-def test_a_killed_rank_restarts_the_job_from_its_last_checkpoint(
-    tmp_path: Path, straight: list[dict[str, float]], agents: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dump, arguments = tmp_path / "out", [*SETTINGS, f"--job.dump_folder={tmp_path / 'out'}"]
-    if agents == 1:
-        options = [("--standalone", "--max-restarts=3")]
-    else:
-        monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-        port = free_port()
-        options = [meeting(port, is_host) for is_host in (1, 0)]
-    with ExitStack() as stack:
-        jobs = []
-        for number, of_agent in enumerate(options):
-            log = tmp_path / f"log_{number}.txt"
-            job = TorchrunJob(log, REPO / "train.py", arguments, 2 // agents, of_agent)
-            jobs.append(stack.enter_context(job))
-        jobs[0].until(lambda: len(steps(dump)) >= 12, "step 12")
-        kill(jobs[-1].workers()[1], signal.SIGKILL)
-        assert [job.wait(200) for job in jobs] == [0] * agents, "\n".join(job.output for job in jobs)
-    assert sum(job.output.count("resumed from ") for job in jobs) == 1
-    assert steps(dump) == list(range(1, LAST + 1))
-    for key in ("loss", "grad_norm", "consumed_samples", "consumed_tokens", "lr"):
-        assert [record[key] for record in records(dump)] == [record[key] for record in straight], key
 
 
 def meeting(port: int, is_host: int) -> tuple[str, ...]:

@@ -4,8 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,60 +31,6 @@ def test_every_part_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert list(found)[2::3] == ["speed", "waits", "checkpoint", "memory", "parity"]
     for name in gpu_check.PARTS:
         assert found[f"{name}_seconds"] > 0 and found[f"{name}_not_reached"] == []
-
-
-def test_a_part_that_runs_out_of_time_leaves_the_others_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = {}
-
-    def slow(cases: dict[str, Any], tiny: bool) -> Iterator[dict[str, Any]]:
-        for number, case in enumerate(cases):
-            left[case] = round(gpu_check.deadline - time.monotonic())
-            if number == 1:
-                gpu_check.deadline = 0
-            gpu_check.python(["-c", ""])
-            yield {"case": case, "ok": True}
-
-    cases = {"first": [], "second": [], "third": []}
-    parts = {"one": gpu_check.Part(slow, cases, 30), "two": gpu_check.Part(slow, {"last": []}, 500)}
-    monkeypatch.setattr(gpu_check, "PARTS", parts)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("benchmarks.runs.machine", dict)
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--json", str(tmp_path / "check.json")])
-    assert gpu_check.main() == 1
-    found = json.loads((tmp_path / "check.json").read_text())
-    assert found["one"] == [{"case": "first", "ok": True}] and found["one_not_reached"] == ["second", "third"]
-    assert found["two"] == [{"case": "last", "ok": True}] and found["two_not_reached"] == []
-    assert left["first"] == 30 and left["last"] > 500
-
-
-def test_parity_goes_on_in_a_new_process_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[list[str]] = []
-
-    def worker(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-        calls.append(arguments[4:])
-        same, different = ({"case": arguments[4], "ok": ok} for ok in (True, False))
-        if len(calls) == 1:
-            return subprocess.CompletedProcess([], 0, f"log\n{json.dumps(same)}\n{json.dumps(different)}\n", "")
-        if len(calls) == 2:
-            return subprocess.CompletedProcess([], -6, "", "out of memory\n")
-        raise gpu_check.OutOfTimeError(json.dumps(same))
-
-    monkeypatch.setattr(gpu_check, "python", worker)
-    rows = []
-    with pytest.raises(gpu_check.OutOfTimeError):
-        for row in gpu_check.parity(dict.fromkeys("abcde"), tiny=True):
-            rows.append(row)
-    assert calls == [list("abcde"), list("cde"), list("de")]
-    assert [row["ok"] for row in rows] == [True, False, False, True]
-    assert rows[2] == {"case": "c", "ok": False, "outcome": "failed", "problem": "out of memory"}
-
-
-def test_a_program_that_is_stopped_leaves_what_it_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_check, "deadline", time.monotonic() + 1)
-    with pytest.raises(gpu_check.OutOfTimeError, match="begun"):
-        gpu_check.python(["-c", "import time; print('begun', flush=True); time.sleep(60)"])
-    with pytest.raises(gpu_check.OutOfTimeError, match=r"^$"):
-        gpu_check.python(["-c", ""])
 
 
 def check_speed(speed: dict[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """The memory of a run on a CPU stays the same from step to step."""
 
-import json
 import random
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.jobs import records
 from tests.e2e.scripts import PLAIN, REPO
 
 SETTINGS = [
@@ -43,6 +43,5 @@ def test_memory_does_not_grow(tmp_path: Path) -> None:
     environment = PLAIN | {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}  # as docs/metrics.md says
     done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    peaks = [record["peak_memory_bytes"] for record in records]
+    peaks = [record["peak_memory_bytes"] for record in records(tmp_path)]
     assert peaks[-1] <= 1.01 * peaks[9]

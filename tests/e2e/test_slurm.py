@@ -227,14 +227,3 @@ def test_a_failing_run_ends_the_job(cluster: SlurmCluster, tmp_path: Path) -> No
     job = training.wait_for_state("FAILED")
     assert (job["ExitCode"], job["Restarts"]) == ("1:0", "0")
     assert training.output().count("error: the loss of step 2 is ") == 2  # torchrun tried again once
-
-
-@pytest.mark.exhaustive
-def test_a_job_whose_node_fails_is_requeued(cluster: SlurmCluster, tmp_path: Path) -> None:
-    training = Training(cluster, tmp_path, settings=[*SETTINGS, "--checkpoint.interval=10"])
-    training.wait_for_step(12)
-    cluster.call(
-        "scontrol", "update", f"nodename={NODES[1]}", "state=down", "reason=test"
-    )  # back by itself, as it is well
-    assert training.wait_for_state("COMPLETED")["Restarts"] == "1"
-    assert steps(tmp_path) == list(range(1, STEPS + 1))

@@ -94,17 +94,3 @@ def test_a_killed_run_goes_on_with_the_very_same_samples_in_another_layout(folde
     _, err = other.communicate(timeout=240)
     assert other.returncode == 1
     assert "was trained on other data than [data] now gives" in err and "(data.num_readers was 4)" in err
-
-
-def test_damage_in_the_middle_of_a_run_is_one_sentence(folder: Path) -> None:
-    lines = [json.dumps({"content": "abcdefgh" * 40})] * 40 + ["{"]
-    (folder / "damaged.jsonl").write_text("\n".join(lines))
-    for settings in ((), ("--data.num_workers=1",)):
-        paths = f"--data.paths={folder}/damaged.jsonl"
-        done = start(folder, f"damaged{len(settings)}", paths, "--training.steps=1000", *settings)
-        out, err = done.communicate(timeout=240)
-        assert done.returncode == 2
-        assert "iteration        1/" in out
-        problem = "the line is not JSON (Expecting property name enclosed in double quotes)"
-        cure = 'correct it, set data.text_key, or set data.bad_lines to "skip"'
-        assert err == f'error: data.paths = "{folder}/damaged.jsonl:41": {problem}; {cure}\n'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -15,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.e2e.jobs import short, train_on
+from tests.e2e.jobs import records, short, train_on
 from tests.e2e.scripts import REPO, TORCHRUN, Script, run_here
 from titan_like.train.signals import STOP_SIGNALS
 
@@ -24,7 +23,6 @@ SHORT = [
     "--metrics.tensorboard=true", "--metrics.wandb=true", "--evaluation.interval=4", "--evaluation.steps=1",
     "--checkpoint.interval=4", "--parallelism.zero_stage=3",
 ]  # fmt: skip
-PROMPT = "def main("
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -65,10 +63,6 @@ def here(home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixtu
         dist.destroy_process_group()
 
 
-def lines_of(home: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (home / "out" / "metrics.jsonl").read_text().splitlines()]
-
-
 def iterations(stdout: str) -> list[int]:
     return [int(step) for step in re.findall(r"^ iteration +(\d+)/", stdout, re.MULTILINE)]
 
@@ -88,7 +82,7 @@ def test_trains_and_prints_once_per_job(first: subprocess.CompletedProcess[str],
 
 
 def test_metrics_are_complete_and_agree_with_the_console(first: subprocess.CompletedProcess[str], home: Path) -> None:
-    lines = lines_of(home)
+    lines = records(home / "out")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert [line["consumed_samples"] for line in lines] == [8, 16, 24, 32, 40, 48]
     assert all(2 < line["loss"] < 6 and line["grad_norm"] > 0 and line["tokens_per_second"] > 0 for line in lines)
@@ -103,36 +97,16 @@ def test_metrics_are_complete_and_agree_with_the_console(first: subprocess.Compl
 def test_tensorboard_and_wandb_are_written(first: subprocess.CompletedProcess[str], home: Path) -> None:
     events = EventAccumulator(str(home / "out" / "tensorboard")).Reload()
     losses = {event.step: event.value for event in events.Scalars("loss")}
-    assert losses == pytest.approx({line["step"]: line["loss"] for line in lines_of(home)}, rel=1e-6)
+    assert losses == pytest.approx({line["step"]: line["loss"] for line in records(home / "out")}, rel=1e-6)
     runs = [path for path in (home / "out" / "wandb").glob("*run-*") if not path.is_symlink()]
     assert [path.name.startswith("offline-run-") for path in runs] == [True]  # one run per job, not per rank
     assert next(runs[0].glob("*.wandb")).stat().st_size > 1000
 
 
-def test_generation_is_decided_by_its_seed(first: subprocess.CompletedProcess[str], home: Path, here: Any) -> None:
-    def generate(seed: int) -> tuple[str, dict[str, Any]]:
-        target = home / "sample.json"
-        options = ["--prompt", PROMPT, "--max_new_tokens=20", f"--seed={seed}", f"--json={target}"]
-        code, out, err = here(
-            "scripts/generate.py", *options, *SHORT, f"--job.dump_folder={home}/out", "--training.steps=6"
-        )
-        assert code == 0, err
-        assert err == f"[{home}/out/checkpoint/step-6]\n"
-        return out, json.loads(target.read_text())
-
-    (out, sample), (again, same), (other, _) = generate(0), generate(0), generate(1)
-    assert out == PROMPT + sample["continuation"] + "\n" == again
-    assert out != other
-    assert sample == same
-    assert sample["checkpoint"] == f"{home}/out/checkpoint/step-6"
-    assert sample["prompt"] == PROMPT
-    assert 0 < len(sample["tokens"]) <= 20
-
-
 def test_finished_run_has_nothing_to_train_and_a_longer_one_goes_on(
     first: subprocess.CompletedProcess[str], home: Path, here: Any
 ) -> None:
-    before, events = lines_of(home), sorted((home / "out" / "tensorboard").iterdir())
+    before, events = records(home / "out"), sorted((home / "out" / "tensorboard").iterdir())
     code, out, err = here(
         "train.py", *SHORT, f"--job.dump_folder={home}/out", "--training.steps=6", "--metrics.wandb=false"
     )
@@ -140,14 +114,14 @@ def test_finished_run_has_nothing_to_train_and_a_longer_one_goes_on(
     assert f"resumed from {home}/out/checkpoint/step-6" in out
     assert " nothing to train: the checkpoint is at step 6 of 6" in out
     assert iterations(out) == []
-    assert lines_of(home) == before
+    assert records(home / "out") == before
     assert sorted((home / "out" / "tensorboard").iterdir()) == events  # a run that trains nothing writes nothing
 
     settings = [*SHORT, f"--job.dump_folder={home}/out", "--training.steps=9"]
     printed = train_on(2, home / "log.txt", settings, environment={"HOME": str(home)})
     assert printed.count(f"resumed from {home}/out/checkpoint/step-6") == 1
     assert iterations(printed) == [8, 9]
-    lines = lines_of(home)
+    lines = records(home / "out")
     assert [line["step"] for line in lines] == list(range(1, 10))
     assert lines[:6] == before
     assert [line["consumed_samples"] for line in lines[6:]] == [56, 64, 72]

@@ -1,6 +1,6 @@
-"""The built wheel as a stranger has it: installed in a fresh environment, used in an empty folder, without a checkout.
+"""The built wheel in an empty folder, and a checkout that nobody has installed: what a stranger has.
 
-The environment's other packages are those of the one that runs the tests, so nothing is downloaded.
+The environments' other packages are those of the one that runs the tests, so nothing is downloaded.
 """
 
 import json
@@ -22,6 +22,19 @@ SMALL = [
 COMMANDS = {
     *("titan-train", "titan-plan", "titan-verify", "titan-evaluate", "titan-generate", "titan-convert"),
     *("titan-preprocess", "titan-plot-loss", "titan-search", "titan-bench-comm"),
+}
+# A checkout compiles and converts as well.
+TINY = [
+    "--job.config_file=train_configs/debug_gpt.toml", "--job.dump_folder=out", "--training.steps=1",
+    "--training.seq_len=16", "--training.micro_batch_size=1", "--training.global_batch_size=1",
+    "--lr_scheduler.warmup_steps=0", '--model.overrides={num_layers = 1, hidden_size = 32}',
+    "--evaluation.interval=0", "--compile.enable=true",
+]  # fmt: skip
+RUNS = {
+    "train": ["train.py", *TINY, "--checkpoint.enable=true"],
+    "convert": ["scripts/convert.py", "to-hf", "--checkpoint=out/checkpoint", "--output=exported"],
+    "plan": ["scripts/plan.py", "predict", "--job.config_file=train_configs/gpt_7.5b.toml"],
+    "verify": ["scripts/verify.py", *TINY, "--compile.enable=false"],
 }
 # What the programs do, one after the other in one process; then a line for each.
 ALL_HELP = """
@@ -45,38 +58,69 @@ def done(command, **options):
     return result.stdout
 
 
+def copy(folder, *names):
+    for name in names:
+        if (REPO / name).is_dir():
+            shutil.copytree(REPO / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(REPO / name, folder)
+
+
+def see(home, packages):
+    """Let the interpreter of a fresh environment see the packages in a folder."""
+    (site,) = home.glob("lib/*/site-packages")
+    # Lines of .pth files in a folder that is named here are not followed, such as those that name the checkout.
+    (site / "other_packages.pth").write_text(str(packages))
+
+
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
     """The folder of an environment's programs, with the wheel installed in it."""
     home = tmp_path_factory.mktemp("wheel")
     source = home / "source"  # a build leaves files next to its sources
-    leave = shutil.ignore_patterns("__pycache__")
-    for name in ("titan_like", "train_configs"):
-        shutil.copytree(REPO / name, source / name, symlinks=True, ignore=leave)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(REPO / name, source)
+    source.mkdir()
+    copy(source, "titan_like", "train_configs", "pyproject.toml", "README.md", "LICENSE")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     done([*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(home), str(source)])
     (wheel,) = home.glob("*.whl")
     venv.create(home / "venv", symlinks=True)
     python = home / "venv" / "bin" / "python"
     done([*pip, "--python", str(python), "install", "--no-deps", str(wheel)])
-    # Lines of .pth files in a folder that is named here are not followed, such as those that name the checkout.
-    folder = done([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip()
-    Path(folder, "other_packages.pth").write_text(sysconfig.get_path("purelib"))
+    see(home / "venv", sysconfig.get_path("purelib"))  # now: pip would put the wheel in place of one that it sees
     return python.parent
+
+
+def variables(**changes):
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return plain | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | changes
 
 
 @pytest.fixture
 def run(programs, tmp_path):
     """Run one of the programs in an empty folder; what it prints."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PATH": f"{programs}:{os.environ['PATH']}"}
+    path = f"{programs}:{os.environ['PATH']}"
 
     def run(program, *arguments):
-        return done([str(programs / program), *arguments], cwd=tmp_path, env=environment)
+        return done([str(programs / program), *arguments], cwd=tmp_path, env=variables(PATH=path))
 
     return run
+
+
+def test_a_checkout_that_is_not_installed_does_what_an_installed_one_does(tmp_path):
+    others = tmp_path / "packages"
+    others.mkdir()
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if "titan_like" not in entry.name:
+            (others / entry.name).symlink_to(entry)
+    venv.create(tmp_path / "venv", symlinks=True)
+    see(tmp_path / "venv", others)
+    python = str(tmp_path / "venv" / "bin" / "python")
+    copy(tmp_path, "titan_like", "train_configs", "scripts", "train.py")
+    probe = "import torch, importlib.metadata as m; m.version('torch'); m.version('titan_like')"
+    failed = subprocess.run([python, "-c", probe], cwd=tmp_path, env=variables(), capture_output=True, text=True)
+    assert "PackageNotFoundError: No package metadata was found for titan_like" in failed.stderr
+    for arguments in RUNS.values():
+        done([python, *arguments], cwd=tmp_path, env=variables())
 
 
 def test_commands_are_the_wheels(programs, run):
@@ -105,15 +149,6 @@ def test_plans_a_shipped_configuration(run, tmp_path):
     run("titan-plan", "search", *options, "--json=found.json", "--out=best.toml")
     assert json.loads((tmp_path / "found.json").read_text())["search"]
     run("titan-plan", "predict", "--job.config_file=best.toml")
-
-
-def test_searches_and_writes_what_it_finds(run, tmp_path):
-    (tmp_path / "grid.toml").write_text("processes = 1\n[training]\nmicro_batch_size = [2]\n")
-    settings = ["--job.config_file=debug_gpt", *(word for word in SMALL if "micro_batch_size" not in word)]
-    run("titan-search", *settings, "--grid=grid.toml", "--dump_folder=found", "--warmup=1", "--steps=1")
-    best = (tmp_path / "found" / "best.toml").read_text()
-    assert "in the fastest layout that titan-search measured" in best
-    assert "micro_batch_size = 2" in best
 
 
 def test_verifies_a_shipped_configuration(run):

@@ -128,12 +128,6 @@ def _with_masked_tokens(sample: Batch, index: int, config: JobConfig, ids: Token
     return sample._replace(tokens=torch.tensor(tokens), labels=torch.tensor(labels))
 
 
-def _prefix_length(size: int, seed: int, index: int, begin: int) -> int:
-    """Uniform from 0 to size - 1."""
-    digest = hashlib.blake2b(repr((seed, index, begin)).encode(), digest_size=8, person=b"prefix").digest()
-    return int.from_bytes(digest, "little") % size
-
-
 def _pair(samples: Samples, index: int, config: JobConfig, ids: TokenIds) -> Batch:
     """A pair of sentences, and its class, from the draws of `SentencePairs`."""
     random, objective = _generator(b"sentence pairs", config.job.seed, index), config.data.sentence_objective
@@ -193,8 +187,9 @@ def _with_masks(sample: Batch, index: int, config: JobConfig, ids: TokenIds) -> 
     documents = list(accumulate(begins, max)) if given is None else given.tolist()  # where each token's begins
     segments = documents if section.reset_attention_mask else [0 for _ in order]
     prefix_ends = {begin: begin for begin in segments}
-    for begin, size in Counter(segments).items() if section.prefix_lm else ():
-        prefix_ends[begin] += _prefix_length(size, config.job.seed, index, begin)
+    drawn = _generator(b"prefixes", config.job.seed, index).random(len(prefix_ends))
+    for share, (begin, size) in zip(drawn, Counter(segments).items(), strict=True) if section.prefix_lm else ():
+        prefix_ends[begin] += int(share * size)
     for t in order:
         crosses = section.eod_mask_loss and inputs[t] == ids.eod_id
         if crosses or (section.prefix_lm_loss == "targets" and t + 1 < prefix_ends[segments[t]]):

@@ -208,7 +208,7 @@ def _blend(request: DataRequest, parts: list[Defined], weights: list[float]) -> 
     is_stream, is_train = len(parts[0]) == UNKNOWN_LENGTH, request.split == "train"
     readers, period, lengths = request.section.num_readers if is_stream else 1, blend.PERIOD, [*map(len, parts)]
     slots = -(-blend.BLOCK // readers)
-    shares = np.array(blend.apportion(blend.apportion(weights, blend.BLOCK * period), slots * readers * period))
+    shares = np.array(blend.apportion(weights, slots * readers * period))
     ends = (shares.cumsum() + [[int(f"{block:03x}"[::-1], 16)] for block in range(period)]) // period
 
     @cache
@@ -220,8 +220,8 @@ def _blend(request: DataRequest, parts: list[Defined], weights: list[float]) -> 
     @cache
     def drawn(reader: int, block: int) -> list[tuple[int, int]]:
         """The source of each of a reader's samples in a block, and how many of the source's come before it."""
-        key = ("stream", request.seed, block, reader) if is_stream else ("blend", request.seed, block)
-        turns = [reader + readers * place for place in map(Permutation(slots, *key), range(slots))]
+        order = Permutation(slots, "blend", request.seed, block, reader)
+        turns = [reader + readers * place for place in map(order, range(slots))]
         before = (block // period * taken(reader)[-1] + taken(reader)[block % period]).tolist()
         own_ends, numbers = ends[block % period].tolist(), dict[int, tuple[int, int]]()
         for place in sorted(turns) if is_train and not is_stream else turns:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import pickle
 import random
 from collections.abc import Callable
@@ -14,11 +12,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
-from pyarrow import ipc
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.distributed.mutations import data
@@ -26,6 +21,7 @@ from tests.reference.objectives import sample_of
 from tests.reference.sources import define, ids_of_tokenizer
 from tests.unit.chat_cases import CHATML, MARKED, VOCAB_SIZE, conversations, save_tokenizer, write_lines
 from tests.unit.race_cases import VOCABULARY, write_race
+from tests.unit.record_cases import jsonl, write_records
 from titan_like.config import load_config
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
@@ -58,13 +54,6 @@ def texts(seed: int, count: int) -> list[str]:
     return [f"{seed}.{number}:{'abcdefgh' * 9}"[: numbers.randint(1, 70)] for number in range(count)]
 
 
-def write_jsonl(path: Path, seed: int, count: int) -> None:
-    lines = [json.dumps({"text": text}) for text in texts(seed, count)]
-    lines.insert(count // 2, "")
-    content = ("\n".join(lines) + "\n").encode()
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
-
-
 def write_indexed(prefix: Path, seed: int, documents: int) -> None:
     with IndexedWriter(prefix, DTYPES[8]) as writer:
         for text in texts(seed, documents):
@@ -92,16 +81,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_indexed(folder / name, ord(name), count)
     (folder / "shards").mkdir()
     for number, ending in enumerate(("jsonl", "jsonl.gz", "jsonl", "parquet", "arrow")):
-        path = folder / "shards" / f"{number}.{ending}"
-        if ending == "parquet":
-            pq.write_table(pa.table({"text": texts(number, 60)}), path, row_group_size=7)
-        elif ending == "arrow":
-            table = pa.table({"text": texts(number, 60)})
-            with ipc.new_file(str(path), table.schema) as writer:
-                writer.write_table(table, max_chunksize=9)
-        else:
-            write_jsonl(path, number, 60)
-    write_jsonl(folder / "long.jsonl", 9, 2000)
+        write_records(folder / "shards" / f"{number}.{ending}", texts(number, 60))
+    (folder / "long.jsonl").write_bytes(jsonl(texts(9, 1000)) + b"\n" + jsonl(texts(8, 1000)))  # with an empty line
     for number in range(30):
         (folder / f"{number}.txt").write_text(f"{number} is the number of this text, " * (1 + number % 7))
     write_word_pieces(folder / "pieces.json")
@@ -221,7 +202,7 @@ KINDS = {
 }
 
 
-# What workers do is the same for all kinds but streams, in which they read on from bookmarks. Forking them takes long.
+# Workers do the same for all kinds but streams, in which they read on from reader states. Forking them takes long.
 WITH_WORKERS = {"text", "blend", "race", *(kind for kind, settings in KINDS.items() if "--data.dataset=hf" in settings)}
 
 
@@ -265,10 +246,10 @@ def test_a_dataset_of_one_s_own_defines_itself(
 
 # Each bug with kinds of data that show it, and the word that says where: sample 0 on one rank is right, for example.
 BUGS: list[tuple[Prepare, list[str], str]] = [
-    (data.a_sample_is_skipped_at_each_bookmark, ["stream", "one reader", "blend of streams"], "1 ranks with 2 workers"),
+    (data.a_sample_is_skipped_at_each_state, ["stream", "one reader", "blend of streams"], "1 ranks with 2 workers"),
     (data.the_last_record_of_a_piece_is_lost, ["one reader", "stream"], "1 ranks with 0 workers"),
-    (data.bookmarks_are_a_document_late, ["stream", "one reader", "blend of streams"], "1 ranks with 2 workers"),
-    (data.bookmarks_forget_the_tokens_before, ["stream", "blend of streams"], "1 ranks with 2 workers"),
+    (data.states_are_a_document_late, ["stream", "one reader", "blend of streams"], "1 ranks with 2 workers"),
+    (data.states_forget_the_tokens_before, ["stream", "blend of streams"], "1 ranks with 2 workers"),
     (data.a_blend_restarts_its_sources_in_each_block, ["blend", "blend of texts", "blend of streams"], "0 workers"),
     (data.epochs_have_the_first_one_s_order, ["indexed", "text", "blend", "stream"], "1 ranks with 0 workers"),
     (data.an_epoch_lacks_its_last_sample, ["indexed", "text"], "samples, and should be"),

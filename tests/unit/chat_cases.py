@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>"]
@@ -48,6 +48,12 @@ HEADLESS = (
     "({{ m.content }}){% elif m.tool_calls is defined %}<|im_start|>{{ m.tool_calls | tojson }}{% else %} "
     "{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
 )
+HEADER = "{% for m in messages %}[{{ m.role }}]\n\n{{ m.content }}<|eot|>{% endfor %}"
+HEADER += "{% if add_generation_prompt %}[assistant]\n\n{% endif %}"
+TURNS = "{% for m in messages %}{% if m.role == 'user' %}USER{% else %}ANSWER{% endif %}{% endfor %}"
+ALPACA = TURNS.replace("USER", "Q:{{ m.content }}\n\nA:").replace("ANSWER", "{{ m.content }}\n\n")
+GENERATION = TURNS.replace("USER", "{{ m.content }}")
+GENERATION = GENERATION.replace("ANSWER", "{% generation %}{{ m.content }}<|eot|>{% endgeneration %};")
 TEMPLATES = {"chatml": CHATML, "llama": LLAMA, "plain": PLAIN, "marked": MARKED, "dated": DATED}
 WORDS = "the sum of two numbers is what you get when they are added 0 1 2 3 4 5 6 7 8 9".split()  # noqa: SIM905
 
@@ -64,6 +70,25 @@ def save_tokenizer(folder: Path, template: str | None) -> Path:
     saved.chat_template = template
     saved.save_pretrained(folder)
     return folder / "tokenizer.json"
+
+
+def prepended() -> Tokenizer:
+    """As Llama 2's: a space before every text, and bytes of what is not in the vocabulary."""
+    vocab = {piece: number for number, piece in enumerate(["<unk>", "</s>", *(f"<0x{b:02X}>" for b in range(256))])}
+    vocab |= {piece: len(vocab) + at for at, piece in enumerate(["▁", *"1257+=a", "=4", "▁a"])}
+    merges = [("=", "4"), ("▁", "a")]
+    tokenizer = Tokenizer(models.BPE(vocab | {"4": len(vocab)}, merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return tokenizer
+
+
+def word_pieces() -> Tokenizer:
+    vocab = {
+        piece: at for at, piece in enumerate(["[UNK]", "[SEP]", "un", "##known", "##able", "a", "17", "42", "+", "="])
+    }
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    return tokenizer
 
 
 def conversations(count: int, seed: int = 0, most_turns: int = 3) -> list[list[dict[str, str]]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from titan_like.checkpoint.reader import TensorReader
 from titan_like.checkpoint.saver import DurableFiles
@@ -43,13 +43,17 @@ def save(folder, state):
         dcp.save(state, storage_writer=writer, no_dist=True)
 
 
+def load_tensors(folder, state, reader=TensorReader):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, storage_reader=reader(folder), no_dist=True)
+
+
 def load(folder):
     """The numbers and tensors of a checkpoint, or why it is refused."""
     loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
     run = read_run_state(folder)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(loaded, storage_reader=TensorReader(folder), no_dist=True)
+    load_tensors(folder, loaded)
     return run, loaded
 
 
@@ -99,9 +103,7 @@ def test_file_of_another_checkpoint_is_refused(tmp_path):
 def test_torch_reads_what_is_written(tmp_path):
     save(tmp_path, tensors())
     loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    load_tensors(tmp_path, loaded, FileSystemReader)
     assert all(torch.equal(loaded[key], tensor) for key, tensor in tensors().items())
 
 

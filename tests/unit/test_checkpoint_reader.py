@@ -4,43 +4,25 @@ from __future__ import annotations
 
 import os
 import pickle
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from tests.unit.attacks import Call, place_at
+from tests.unit.test_checkpoint_files import load_tensors as load
+from tests.unit.test_checkpoint_files import save
 from titan_like.checkpoint.reader import TensorReader
 from titan_like.checkpoint.step_folders import REPLACED, UNFINISHED, complete_steps, leftover_bytes, sweep
 
 DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.bool,
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.uint8, torch.bool),
 ]
-
-
-def save(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group
-        dcp.save(tensors, storage_writer=FileSystemWriter(folder), no_dist=True)
-
-
-def load(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(tensors, storage_reader=TensorReader(folder), no_dist=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

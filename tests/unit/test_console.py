@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from titan_like.metrics.console import Console, format_duration, format_log_line
+from titan_like.metrics.console import Console, format_log_line
 from titan_like.metrics.flops import Throughput
 from titan_like.metrics.record import StepRecord
 
@@ -108,12 +108,6 @@ def test_bad_steps_are_counted_over_the_interval_and_left_out_of_the_loss():
     assert field(text, "lm loss") == "3.500000E+00"
 
 
-def test_loss_scale_is_shown_for_float16():
-    text = line(record(loss_scale=131_072.0), record(loss_scale=65_536.0))
-    assert text.endswith(" | memory: 21.3 GiB | loss scale: 65536.0 |")
-    assert "loss scale" not in line(record())
-
-
 def test_line_ends_with_the_time_that_is_left():
     console = Console(False, total_steps=1000, total_samples=2000)
     assert console.seconds_left() is None
@@ -129,41 +123,6 @@ def test_line_ends_with_the_time_that_is_left():
     for step in range(6, 106):  # only the most recent count
         console.add(record(step=step, step_time_s=1.0, global_batch_size=2, consumed_samples=2 * step))
     assert console.seconds_left() == 895
-
-
-def test_time_that_is_left_knows_the_ramp_up():
-    """3 steps of 4 samples and then 10 of 40, a second for every 4 samples."""
-    console = Console(False, total_steps=13, total_samples=412)
-    for step in (1, 2):
-        console.add(record(step=step, step_time_s=1.0, global_batch_size=4, consumed_samples=4 * step))
-    assert console.seconds_left() == 1 + 10 * 10
-    console.add(record(step=3, step_time_s=1.0, global_batch_size=4, consumed_samples=12))
-    console.add(record(step=4, step_time_s=10.0, global_batch_size=40, consumed_samples=52))
-    assert console.seconds_left() == 9 * 10
-
-
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [
-        (0, "0 s"),
-        (59.4, "59 s"),
-        (59.6, "1 min 0 s"),
-        (3599, "59 min 59 s"),
-        (90_000, "1 d 1 h"),
-        (8.7e6, "100 d 16 h"),
-    ],
-)
-def test_durations_have_two_units(seconds, expected):
-    assert format_duration(seconds) == expected
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_only_one_process_prints(capsys, enabled):
-    console = Console(enabled, total_steps=3, total_samples=6)
-    console.print("a line [not markup]")
-    console.add(record(step=3))
-    console.close()
-    assert capsys.readouterr().out == ("a line [not markup]\n" if enabled else "")
 
 
 def test_line_stays_whole_above_the_progress_bar(monkeypatch):

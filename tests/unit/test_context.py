@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from titan_like.config import ConfigError, load_config
 from titan_like.data.batch import Batch
 from titan_like.models.layers.key_ranges import KeyRanges, block_mask
 from titan_like.parallel.context import CPShard
 from titan_like.parallel.cp_attention import _attention, shard, shard_positions, unshard
-from titan_like.train.rules import resolve_settings
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
@@ -78,28 +76,3 @@ def test_denominators_are_merged_in_float32(is_masked: bool, travels: bool) -> N
     # bfloat16 would round it by up to 2⁻⁸. In half types torch's kernel takes exponentials that on CPUs without AVX-512
     # are off by about 2⁻¹⁴.
     torch.testing.assert_close(denominator, expected, rtol=0, atol=2.0**-12)
-
-
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        (["--model.family=gpt", "--model.overrides.dropout=0.1"], "set model.overrides.dropout = 0 (it is 0.1)"),
-        (["--training.seq_len=1022"], "not divisible by 2 × context_parallel_degree = 4"),
-        (["--float8.enable=true"], "set float8.enable to false"),
-        (["--parallelism.context_parallel_method=ulysses", "--model.overrides.num_kv_heads=1"], "key-value heads on"),
-        (
-            [
-                "--model.family=t5",
-                "--training.decoder_seq_len=64",
-                "--parallelism.context_parallel_method=ring",
-                "--model.overrides.dropout=0",
-            ],
-            "position biases",
-        ),
-    ],
-)
-def test_what_cannot_be_sharded_is_one_sentence(settings: list[str], told: str) -> None:
-    base = ["--model.family=llama", "--training.steps=1", "--parallelism.context_parallel_degree=2"]
-    with pytest.raises(ConfigError) as error:
-        resolve_settings(load_config([*base, *settings]), 2)
-    assert told in str(error.value) and "\n" not in str(error.value)

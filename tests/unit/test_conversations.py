@@ -11,26 +11,29 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from tests.unit.chat_cases import (
+    ALPACA,
     CHATML,
+    GENERATION,
+    HEADER,
     HEADLESS,
     MARKED,
     TEMPLATES,
     TOOLS,
     VOCAB_SIZE,
     conversations,
+    prepended,
     save_tokenizer,
+    word_pieces,
     write_lines,
 )
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import JobConfig
 from titan_like.data.chat import Chat
-from titan_like.data.indexed import IndexedDataset
 from titan_like.data.open_source import open_data
-from titan_like.data.preprocess import Job, tokenize_files
 from titan_like.data.source import Source
 from titan_like.models.registry import model_config
 from titan_like.planner.dry_run import describe_data
@@ -95,14 +98,6 @@ def test_an_answer_goes_on_after_special_tokens_in_it(tmp_path: Path) -> None:
         assert learned(chat, record) == [ANSWERS[name].format("1 <s> 2")]
 
 
-HEADER = "{% for m in messages %}[{{ m.role }}]\n\n{{ m.content }}<|eot|>{% endfor %}"
-HEADER += "{% if add_generation_prompt %}[assistant]\n\n{% endif %}"
-TURNS = "{% for m in messages %}{% if m.role == 'user' %}USER{% else %}ANSWER{% endif %}{% endfor %}"
-ALPACA = TURNS.replace("USER", "Q:{{ m.content }}\n\nA:").replace("ANSWER", "{{ m.content }}\n\n")
-GENERATION = TURNS.replace("USER", "{{ m.content }}")
-GENERATION = GENERATION.replace("ANSWER", "{% generation %}{{ m.content }}<|eot|>{% endgeneration %};")
-
-
 @pytest.mark.parametrize(
     ("template", "answers", "expected"),
     [
@@ -132,34 +127,11 @@ def test_tokens_at_the_borders_of_answers(
     assert [[tokenizer.id_to_token(token) for token, _ in run] for run in runs] == expected
 
 
-def test_a_prompt_with_an_answer_is_a_conversation_if_there_is_a_template(tmp_path: Path) -> None:
-    record = {"prompt": "the sum of 1 and 2", "answer": "3"}
-    with_template = Chat(str(save_tokenizer(tmp_path / "a", CHATML)))
-    messages = [{"role": "user", "content": record["prompt"]}, {"role": "assistant", "content": "3"}]
-    assert encoded(with_template, record) == encoded(with_template, {"messages": messages})
-    without = Chat(str(save_tokenizer(tmp_path / "b", None)))
-    assert learned(without, record) == ["3</s>"]
+def test_a_prompt_with_an_answer_needs_no_template(tmp_path: Path) -> None:
+    chat = Chat(str(save_tokenizer(tmp_path, None)))
+    assert learned(chat, {"prompt": "the sum of 1 and 2", "answer": "3"}) == ["3</s>"]
     tokens, is_answer = encoded(Chat("byte"), {"prompt": "é=", "answer": "1"})
     assert tokens == [195, 169, 61, 49, 256] and is_answer == [False] * 3 + [True] * 2
-
-
-def prepended() -> Tokenizer:
-    """As Llama 2's: a space before every text, and bytes of what is not in the vocabulary."""
-    vocab = {piece: number for number, piece in enumerate(["<unk>", "</s>", *(f"<0x{b:02X}>" for b in range(256))])}
-    vocab |= {piece: len(vocab) + at for at, piece in enumerate(["▁", *"1257+=a", "=4", "▁a"])}
-    merges = [("=", "4"), ("▁", "a")]
-    tokenizer = Tokenizer(models.BPE(vocab | {"4": len(vocab)}, merges, unk_token="<unk>", byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    return tokenizer
-
-
-def word_pieces() -> Tokenizer:
-    vocab = {
-        piece: at for at, piece in enumerate(["[UNK]", "[SEP]", "un", "##known", "##able", "a", "17", "42", "+", "="])
-    }
-    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
-    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
-    return tokenizer
 
 
 @pytest.mark.parametrize(
@@ -190,26 +162,20 @@ CALL: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [{"t
 CALL["tool_calls"][0]["function"] = {"name": "add", "arguments": {"first": 1, "second": "two"}}
 REPLY, PARTS = {"role": "tool", "name": "add", "content": "3"}, [{"type": "text", "text": "the sum"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-CALLED = 'add", "arguments": {"first": 1, "second": "two"}}'
+CALLED = '{"name": "add", "arguments": {"first": 1, "second": "two"}}'
 
 
-@pytest.mark.parametrize("begins", [True, False])
-@pytest.mark.parametrize("tools", [None, [TOOL]])
+@pytest.mark.parametrize(("tools", "begins"), [(None, True), ([TOOL], False)])
 @pytest.mark.parametrize(
     ("template", "call", "answer"),
     [
-        (TOOLS, f'<call>{{"name": "{CALLED}</call><|im_end|>', "the sum 3<|im_end|>"),
-        (
-            HEADLESS,
-            f'<|im_start|>[{{"type": "function", "id": "x", "function": {{"name": "{CALLED}}}]',
-            " the sum 3</s>",
-        ),
+        (TOOLS, f"<call>{CALLED}</call><|im_end|>", "the sum 3<|im_end|>"),
+        (HEADLESS, f'<|im_start|>[{{"type": "function", "id": "x", "function": {CALLED}}}]', " the sum 3</s>"),
     ],
 )
 def test_calls_of_tools_are_answers(
     tmp_path: Path, template: str, call: str, answer: str, tools: Any, begins: bool
 ) -> None:
-    """Also where the assistant begins the conversation."""
     chat = Chat(str(save_tokenizer(tmp_path, template)))
     theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     silent = {key: value for key, value in CALL.items() if key != "content"}
@@ -243,11 +209,9 @@ def test_every_form_of_a_record_is_the_same_conversation(tmp_path: Path) -> None
     for record in (
         {"prompt": "a", "answer": "b"},
         {"prompt": "a", "completion": "b"},
-        {"prompt": json.dumps([USER]), "completion": json.dumps([ANSWER])},
         {"messages": None, "conversations": [USER, ANSWER]},
     ):
         assert encoded(chat, record) == encoded(chat, {"messages": [USER, ANSWER]})
-    assert learned(chat, {"prompt": "[]", "completion": "[]"}) == ["[]<|im_end|>"]  # texts
 
 
 END = "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
@@ -292,10 +256,8 @@ def test_a_special_token_that_takes_in_white_space_before_it_belongs_to_its_own_
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_answers_in_a_prompt_are_not_learned(tmp_path: Path, template: str) -> None:
     chat = Chat(str(save_tokenizer(tmp_path, template)))
-    record = {"prompt": [USER, {"role": "assistant", "content": "1"}, USER], "completion": [ANSWER]}
-    assert learned(chat, record) == ["b<|im_end|>"]
-    whole = {"messages": [*record["prompt"], *record["completion"]]}
-    assert encoded(chat, record)[0] == encoded(chat, whole)[0]
+    prompt = [USER, {"role": "assistant", "content": "1"}, USER]
+    assert learned(chat, {"prompt": prompt, "completion": [ANSWER]}) == ["b<|im_end|>"]
 
 
 def test_conversations_are_read_from_parquet_and_arrow(tmp_path: Path) -> None:
@@ -314,29 +276,20 @@ def test_conversations_are_read_from_parquet_and_arrow(tmp_path: Path) -> None:
     for ending in ("parquet", "arrow"):
         paths = f"--data.paths={tmp_path}/chats.{ending}"
         assert opened(tmp_path, f"--data.tokenizer={spec}", paths)["train"].fingerprint == expected
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "other.parquet")
-    with pytest.raises(ConfigError, match=r'has no column "messages or .*; it has text'):
-        opened(tmp_path, f"--data.paths={tmp_path}/other.parquet", "--data.bad_lines=skip")
 
 
 def test_bad_lines_are_skipped_and_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     good = [json.dumps(record).encode() for record in pairs(40)]
     bad = [b"{", b'{"prompt": "a"}', b'{"prompt": "\xff", "answer": "b"}', b'{"messages": []}']
-    lines = [
-        line for number, line in enumerate(good) for line in ([bad[number // 10], line] if number % 10 == 5 else [line])
-    ]
-    (tmp_path / "chats.jsonl").write_bytes(b"\n".join(lines))
+    (tmp_path / "chats.jsonl").write_bytes(b"\n".join([*good[:5], *bad, *good[5:]]))
     (tmp_path / "good").mkdir()
     (tmp_path / "good" / "chats.jsonl").write_bytes(b"\n".join(good))
-    skipping = opened(tmp_path, "--data.bad_lines=skip", "--data.split=7,3,0")
+    skipping = opened(tmp_path, "--data.bad_lines=skip")["train"]
     told = capfd.readouterr().err
-    assert f"skipped {tmp_path}/chats.jsonl:6: the line is not JSON" in told
-    assert f"skipped {tmp_path}/chats.jsonl:28: byte 12 of the line is not valid UTF-8" in told
-    assert "skipped 4 of 44 records" in told
-    for split, source in opened(tmp_path / "good", "--data.split=7,3,0").items():
-        assert skipping[split].fingerprint == source.fingerprint
+    assert f"skipped {tmp_path}/chats.jsonl:6: the line is not JSON" in told and "skipped 4 of 44 records" in told
+    assert skipping.fingerprint == opened(tmp_path / "good")["train"].fingerprint
     with pytest.raises(ConfigError, match=r"chats\.jsonl:6"):  # what has been skipped does not pass for all
-        opened(tmp_path, "--data.split=7,3,0")
+        opened(tmp_path)
 
 
 USER, SYSTEM = {"role": "user", "content": "a"}, {"role": "system", "content": "a"}
@@ -347,7 +300,7 @@ ANSWER = {"role": "assistant", "content": "b"}
     ("template", "line", "words"),
     [
         (CHATML, '{"messages": [', "the line is not JSON"),
-        (CHATML, '["a"]', 'has no "messages", "conversations"'),
+        (CHATML, '"a"', 'has no "messages", "conversations"'),
         (CHATML, json.dumps({"messages": []}), 'no "assistant" that answers'),
         (CHATML, json.dumps({"messages": [{"content": "a"}]}), 'message 1 has neither a "role" nor "value" and "from"'),
         (CHATML, json.dumps({"messages": [USER, {"role": "assistant", "content": 3}]}), '"content" of message 2 is'),
@@ -358,11 +311,7 @@ ANSWER = {"role": "assistant", "content": "b"}
         (CHATML, '{"prompt": "\\ud800", "answer": "b"}', "half a surrogate pair"),
         (None, json.dumps({"messages": [USER, ANSWER]}), "the tokenizer's folder has no chat template"),
         (TEMPLATES["llama"], json.dumps({"messages": [SYSTEM, USER, ANSWER]}), "refuses the record (no system here)"),
-        (
-            "{{ ''.__class__.mro() }}",
-            json.dumps({"messages": [USER, ANSWER]}),
-            "refuses the record (access to attribute",
-        ),
+        ("{{ ''.__class__.mro() }}", json.dumps({"messages": [USER, ANSWER]}), "refuses the record (access to attr"),
         (
             MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", ""),
             json.dumps({"messages": [USER, ANSWER, USER, ANSWER]}),
@@ -378,10 +327,7 @@ ANSWER = {"role": "assistant", "content": "b"}
 )
 def test_a_bad_line_is_named(tmp_path: Path, template: str | None, line: str, words: str) -> None:
     spec = save_tokenizer(tmp_path, template)
-    good = json.dumps({"prompt": "a", "answer": "b"})
-    (tmp_path / "chats.jsonl").write_text(f"{good}\n\n{line}\n")
-    if template not in (CHATML, None):
-        (tmp_path / "chats.jsonl").write_text(f"\n\n{line}\n")
+    (tmp_path / "chats.jsonl").write_text(f"\n\n{line}\n")
     with pytest.raises(ConfigError) as error:
         opened(tmp_path, f"--data.tokenizer={spec}")
     message = str(error.value)
@@ -395,8 +341,6 @@ def test_other_files_and_a_larger_vocabulary_are_refused(tmp_path: Path) -> None
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(ConfigError, match=r"conversations are records of \.jsonl, \.parquet, \.arrow files"):
         opened(tmp_path, f"--data.paths={tmp_path}/a.txt")
-    with pytest.raises(ConfigError, match='dataset "conversations" needs files'):
-        opened(tmp_path, "--data.paths=[]")
     spec = save_tokenizer(tmp_path, CHATML)
     with pytest.raises(ConfigError, match=r"it has [0-9]+ tokens, but the model's vocab_size is 300"):
         opened(tmp_path, f"--data.tokenizer={spec}", "--model.overrides.vocab_size=300")
@@ -424,19 +368,6 @@ def pairs(count: int, seed: int = 0) -> list[dict[str, str]]:
     ]
 
 
-def test_a_stored_conversation_is_its_tokens_and_the_borders_of_its_answers(tmp_path: Path) -> None:
-    spec = save_tokenizer(tmp_path, CHATML)
-    chat, records = Chat(str(spec)), [{"messages": messages} for messages in conversations(20)]
-    files = [write_lines(tmp_path / "chats.jsonl", records)]
-    tokenize_files(Job(files, str(spec), template=""), tmp_path / "stored")
-    stored = IndexedDataset(tmp_path / "stored")
-    assert stored.num_documents == 20
-    for number, record in enumerate(records):
-        tokens, borders = (stored[2 * number + part].tolist() for part in (0, 1))
-        answers = {at for begin, end in zip(borders[::2], borders[1::2], strict=True) for at in range(begin, end)}
-        assert [tokens, [at in answers for at in range(len(tokens))]] == encoded(chat, record)
-
-
 def test_long_conversations_are_cut_or_left_out_and_counted(tmp_path: Path) -> None:
     records = [
         {"prompt": "p" * 10, "answer": "a" * (SEQ - 10)},  # with its end SEQ + 1 tokens, which fit
@@ -446,13 +377,9 @@ def test_long_conversations_are_cut_or_left_out_and_counted(tmp_path: Path) -> N
     ]
     write_lines(tmp_path / "chats.jsonl", records)
     source = opened(tmp_path)["train"]
-    samples = [source.sample(n) for n in range(len(source))]
-    answers = sorted(bytes(t % 256 for t in sample.labels.tolist() if t >= 0) for sample in samples)
-    assert sum(int(sample.padding_mask.sum()) for sample in samples) == 0
-    assert answers == [b"a", b"a" * (SEQ - 10) + b"\0", b"a" * (SEQ - 9)]
     assert source.described(1, 1) == (
         f"3 conversations in 3 samples | {3 * SEQ + 3} tokens, {SEQ - 9 + SEQ - 9 + 1} of answers"
-        " | 3 longer than training.seq_len: 2 cut, 1 left out that would have no answer"
+        " | 3 longer than training.seq_len were cut, 1 of which had no answer left and are left out"
     )
 
 

@@ -15,7 +15,7 @@ from titan_like.config import ConfigError
 from titan_like.config.errors import RunError
 from titan_like.config.schema import Data
 from titan_like.data import long_text, preprocess, raw_text
-from titan_like.data.batch import Batch, without_labels
+from titan_like.data.batch import Batch
 from titan_like.data.indexed import StoredTokens
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.open_source import open_source
@@ -29,7 +29,7 @@ from titan_like.data.packed import (
     token_fingerprint,
 )
 from titan_like.data.registry import DATASETS, find_dataset
-from titan_like.data.source import IGNORED_LABEL, SPLITS, DataRequest, Source
+from titan_like.data.source import SPLITS, DataRequest, Source
 from titan_like.data.tokenizer import ByteTokenizer
 
 EOD = ByteTokenizer.eod_id
@@ -58,14 +58,6 @@ def bounds_of(ends, weights):
 
 def documents_of(corpus):
     return [corpus[number].tolist() for number in range(len(corpus))]
-
-
-def test_every_document_is_followed_by_the_end_of_document(tmp_path):
-    texts = {"a.txt": "first", "b.txt": "zweites, ä"}
-    corpus = corpus_of(tmp_path, texts)
-    expected = [[*text.encode("utf-8"), EOD] for text in texts.values()]
-    assert sorted(documents_of(corpus)) == sorted(expected)
-    assert corpus.document_end(len(corpus) - 1) == len(corpus.tokens)
 
 
 def test_jsonl_holds_one_document_a_line(tmp_path):
@@ -170,12 +162,6 @@ def test_full_disk_is_one_sentence_and_leaves_nothing_behind(tmp_path, monkeypat
     assert documents_of(open_corpus(section, tmp_path / "cache")) == [[*b"earth", EOD]]
 
 
-def test_windows_tile_the_stream():
-    tokens = np.arange(1000, 1047, dtype=np.uint16)
-    assert [len(packed(tokens[:size], 5)) for size in (47, 46, 45, 5)] == [9, 9, 8, 0]
-    assert [x.tolist() for x in packed(tokens, 5)[2][:2]] == [[*range(1010, 1015)], [*range(1011, 1016)]]
-
-
 def test_corpus_of_one_document_still_has_all_splits(tmp_path):
     assert bounds_of(np.array([10_000]), split_weights("969,30,1")) == [0, 9690, 9990, 10_000]
     text = "".join(chr(65 + i % 57) for i in range(9_999))  # and one token for its end
@@ -241,11 +227,6 @@ class BareOnes(Ones):
         return super().sample(position).tokens
 
 
-class UnlabelledOnes(Ones):
-    def sample(self, position):
-        return without_labels(super().sample(position))
-
-
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
     """Installs packages with datasets: `packages(name, entry="module:Class")`."""
@@ -259,15 +240,6 @@ def packages(tmp_path, monkeypatch):
         (folder / "entry_points.txt").write_text("\n".join(["[titan_like.datasets]", *lines]))
 
     return install
-
-
-def test_a_package_adds_a_dataset(packages, tmp_path):
-    packages("toys", ones=f"{__name__}:Ones", unlabelled=f"{__name__}:UnlabelledOnes")
-    assert len(open_source(request_of(tmp_path, dataset="unlabelled"))) == 7
-    source = open_source(request_of(tmp_path, dataset="ones"))
-    assert isinstance(source, Ones)
-    assert [x.tolist() for x in source[6][:2]] == [[1] * 5] * 2
-    assert [x.tolist() for x in source[7][:2]] == [[1] * 5, [IGNORED_LABEL] * 5]
 
 
 @pytest.mark.parametrize(
@@ -312,28 +284,6 @@ def test_built_in_datasets_are_found_and_have_no_options(name):
 
 
 # ---- order
-
-
-def global_order(first, micro_batch, ranks, microbatches):
-    """Samples in the order of the stream: microbatch by microbatch, rank by rank."""
-    streams = [iter(GlobalSampler(first, micro_batch, rank, ranks)) for rank in range(ranks)]
-    return [sample for _ in range(microbatches) for stream in streams for sample in next(stream)]
-
-
-@pytest.mark.parametrize(("micro_batch", "ranks"), [(24, 1), (6, 2), (2, 4), (1, 3), (3, 8)])
-def test_ranks_together_take_the_same_samples_in_every_layout(micro_batch, ranks):
-    assert global_order(0, micro_batch, ranks, 48 // (micro_batch * ranks)) == list(range(48))
-
-
-def test_resume_at_another_data_parallel_size_continues_with_the_next_sample():
-    seen = global_order(0, 2, 4, 3)
-    seen += global_order(len(seen), 3, 2, 5)
-    seen += global_order(len(seen), 5, 1, 2)
-    assert seen == list(range(64))
-
-
-def test_sampler_ends_where_it_is_told_to():
-    assert list(GlobalSampler(4, 2, 1, 2, last_sample=12)) == [[6, 7], [10, 11]]
 
 
 class Numbers(torch.utils.data.Dataset):

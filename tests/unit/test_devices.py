@@ -71,28 +71,6 @@ def test_no_product_rather_than_a_wrong_one(name):
         find_device(name)
 
 
-# Dense bfloat16 (float16 where there is none) and float32 TFLOP/s, GB and GB/s, from the makers' data sheets.
-FIGURES = {
-    "V100-32GB": (125, 15.7, 32, 900),
-    "T4": (65, 8.1, 16, 320),
-    "A100-80GB": (312, 19.5, 80, 2039),
-    "RTX-4090": (165.2, 82.6, 24, 1008),
-    "H100-80GB": (989.4, 67, 80, 3350),
-    "H200": (989.4, 67, 141, 4800),
-    "B200": (2250, 75, 180, 7700),
-    "MI300X": (1307.4, 163.4, 192, 5300),
-}
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_figures_of_the_data_sheets(name):
-    half, single, memory, bandwidth = FIGURES[name]
-    device = find_device(name)
-    assert peak_tflops(name, "bfloat16" if "bfloat16" in device.peak else "float16") == pytest.approx(half, rel=1e-12)
-    assert peak_tflops(name, "float32") == pytest.approx(single, rel=1e-12)
-    assert (device.memory_bytes, device.memory_bandwidth) == (memory * 2**30, bandwidth * 1e9)
-
-
 def test_peaks_are_dense_and_of_one_chip():
     """Twice the bits take twice the time; a peak with sparsity, or with sums in float16, would break the ratio."""
     for device in builtin_devices().values():

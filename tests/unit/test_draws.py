@@ -24,7 +24,7 @@ from titan_like.config.schema import Data
 from titan_like.data.batch import Batch, collate
 from titan_like.data.lengths import raw_length, span_counts
 from titan_like.data.masked_tokens import MaskedTokens, masked_tokens_of
-from titan_like.data.masks import prefix_length
+from titan_like.data.masks import prefix_ends
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.span_corruption import noise_mask
 from titan_like.data.tokenizer import ByteTokenizer
@@ -140,7 +140,7 @@ def drawn_spans(seed: int, index: int) -> object:
 
 
 def drawn_prefixes(seed: int, index: int) -> object:
-    return tuple(prefix_length(1 << 40, seed, index, begin) for begin in (0, 10))
+    return tuple(prefix_ends(torch.arange(2000) // 50 * 50, seed, index).tolist())
 
 
 @pytest.mark.parametrize("draw", [drawn_masked, drawn_spans, drawn_prefixes])
@@ -178,9 +178,8 @@ def test_spans_have_the_paper_s_noise_density_and_mean_length(seq_len: int) -> N
 
 @pytest.mark.parametrize("size", [1, 2, 10])
 def test_prefixes_are_uniform_from_none_to_all_tokens_but_one(size: int) -> None:
-    for begin in (0, 5):
-        counts = Counter(prefix_length(size, 3, index, begin) for index in range(SAMPLES))
-        assert set(counts) == set(range(size))
-        assert all(near(count, 1 / size, SAMPLES) for count in counts.values())
-    both = Counter((prefix_length(4, 3, index, 0), prefix_length(4, 3, index, 9)) for index in range(SAMPLES))
-    assert len(both) == 16 and all(near(count, 1 / 16, SAMPLES) for count in both.values())  # documents do not agree
+    first = torch.tensor([0] * size + [size] * size)  # two documents, which do not agree
+    ends = [prefix_ends(first, 3, index).tolist() for index in range(SAMPLES)]
+    counts = Counter((one[0], one[-1] - size) for one in ends)
+    assert len(counts) == size**2 and all(near(count, 1 / size**2, SAMPLES) for count in counts.values())
+    assert all(one == [one[0]] * size + [one[-1]] * size and one[0] < size <= one[-1] < 2 * size for one in ends)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 from pathlib import Path
@@ -14,12 +13,14 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.unit.hugging_face_cases import gpt_config
+from tests.unit.record_cases import jsonl, write_records
 from tests.unit.tokenizer_cases import save_kind
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import TokenOptions
+from titan_like.data.raw_text import UnreadableError
 from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer
 from titan_like.evaluate.scoring import token_scores
-from titan_like.evaluate.task import Score, Task, TaskError, TextSettings, ending_window, sliding_windows
+from titan_like.evaluate.task import Score, Task, TextSettings, ending_window, sliding_windows
 from titan_like.evaluate.tasks import (
     count_words,
     detokenize,
@@ -63,30 +64,21 @@ def test_ending_window_cuts_the_context_from_the_left() -> None:
             ending_window(context, target, 3)
 
 
-PUBLISHED = {  # WikiText as published → ordinary text
-    " \n = Homarus gammarus = \n \n The lobster , a \n": "\n= Homarus gammarus =\n\nThe lobster, a\n",
-    " = = = Early life = = = \n": " === Early life ===\n",
-    " = = Description = = \n": " == Description ==\n",
-    " = = = = A = = = = \n": " ==== A ====\n",
-    "5 – 6 kg ( 11 – 13 lb ) , 0 @.@ 7 of 1 @,@ 500": "5 – 6 kg (11 – 13 lb), 0.7 of 1,500",
-    "a two @-@ year @-@ old dog 's bone": "a two-year-old dog's bone",
-    'the " cutter " , and ; then : go ! now ? yes . End': 'the "cutter", and; then: go! now? yes. End',
-    "the players ' goals": "the players' goals",
-    "a [ sic ] b { c } d ' e ' f": "a [sic] b {c} d 'e' f",
-    "at 30 ° C with N cases": "at 30°C with 1 cases",
-    "wait ... [ with ] .": "wait ... [with] .",
-}
+PUBLISHED = [  # WikiText
+    " \n = Homarus gammarus = \n \n The lobster , a \n",
+    " = = = Early life = = = \n = = Description = = \n = = = = A = = = = \n",
+    "5 – 6 kg ( 11 – 13 lb ) , 0 @.@ 7 of 1 @,@ 500 a two @-@ year @-@ old dog 's bone, the players ' goals",
+    'the " cutter " , and ; then : go ! now ? yes . End',
+    "a [ sic ] b { c } d ' e ' f at 30 ° C with N cases wait ... [ with ] .",
+    " ( a ( b ) \" c [ d \" ] ' e \n s ' 10 @-@ N \n",
+]
 
 
-@pytest.mark.parametrize("text", PUBLISHED)
-def test_detokenized_wikitext(text: str) -> None:
-    assert detokenize(text) == PUBLISHED[text]
-
-
-def test_detokenizes_as_the_evaluation_harness_does() -> None:
+@pytest.mark.parametrize("text", [*PUBLISHED, "\n".join(PUBLISHED)])
+def test_detokenizes_as_the_evaluation_harness_does(text: str) -> None:
     reference = pytest.importorskip("lm_eval.tasks.wikitext.preprocess_wikitext")
-    text = " \n".join(PUBLISHED) + " ( a ( b ) \" c [ d \" ] ' e \n s ' 10 @-@ N \n"
     assert detokenize(text) == reference.wikitext_detokenizer({"page": text})
+    assert detokenize(" = A = \n The lobster , 0 @.@ 7 \n") == " = A =\nThe lobster, 0.7\n"
 
 
 def test_line_ends_count_as_words(tmp_path: Path) -> None:
@@ -112,7 +104,7 @@ def test_bits_per_byte_are_over_utf8_bytes(tmp_path: Path) -> None:
 def test_lambada_splits_off_the_last_word() -> None:
     assert split_passage(1, "he said that that \n") == ("he said that", " that")
     assert split_passage(1, "  a  b\tc") == ("a  b", " c")
-    with pytest.raises(TaskError, match="fewer than two words in line 3"):
+    with pytest.raises(UnreadableError, match="fewer than two words in line 3"):
         split_passage(3, " word ")
 
 
@@ -124,17 +116,14 @@ def written(folder: Path, text: str) -> Path:
     return folder / "text.txt"
 
 
-def write_records(path: Path, texts: list[str], key: str = "text") -> Path:
-    """A file of records, in the format that its ending names."""
-    lines = "".join(json.dumps({key: text}) + "\n" for text in texts)
-    if path.suffix == ".parquet":
-        pytest.importorskip("pyarrow.parquet").write_table(pytest.importorskip("pyarrow").table({key: texts}), path)
-    elif path.stem == "array":
+def write(path: Path, texts: list[str], key: str = "text") -> Path:
+    """A file of records, in the format that its name says."""
+    if path.stem == "array":
         path.write_text(json.dumps([{key: text} for text in texts], indent=1))
-    elif path.suffix == ".gz":
-        path.write_bytes(gzip.compress(lines.encode()))
+    elif path.suffix == ".txt":
+        path.write_bytes(b"\xef\xbb\xbf" + jsonl(texts, key) + b"\n")
     else:
-        path.write_text("\ufeff" + lines + "\n", encoding="utf-8")
+        write_records(path, texts, key)
     return path
 
 
@@ -144,10 +133,10 @@ def texts_of(task: Task) -> list[str]:
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt", "a.jsonl.gz", "a.parquet", "array.json"])
 def test_lambada_is_read_in_every_format(tmp_path: Path, name: str) -> None:
-    task = lambada_task("l", write_records(tmp_path / name, PASSAGES), ByteTokenizer(), TextSettings(64, 1))
+    task = lambada_task("l", write(tmp_path / name, PASSAGES), ByteTokenizer(), TextSettings(64, 1))
     assert texts_of(task) == ["one two", "three four", "sechs fünf"]
-    with pytest.raises(TaskError, match=r'(under|column) "text"'):
-        lambada_task("l", write_records(tmp_path / name, PASSAGES, "txt"), ByteTokenizer(), TextSettings(64, 1))
+    with pytest.raises(UnreadableError, match=r'(under|column) "text"'):
+        lambada_task("l", write(tmp_path / name, PASSAGES, "txt"), ByteTokenizer(), TextSettings(64, 1))
     (tmp_path / "lines").write_text('one two\r\n\n"three" four', encoding="utf-8-sig")
     task = lambada_task("l", tmp_path / "lines", ByteTokenizer(), TextSettings(64, 1))
     assert texts_of(task) == ["one two", '"three" four']
@@ -158,11 +147,11 @@ def test_wikitext_is_read_from_the_hubs_records(tmp_path: Path, name: str) -> No
     published = " \n = A fox = \n \n One , two . \n Three . \n \n = = B = = \n"
     lines = ["" if line == " \n" else line for line in published.splitlines(keepends=True)]
     (tmp_path / "plain").write_text(published, encoding="utf-8-sig")
-    for path in (write_records(tmp_path / name, lines), tmp_path / "plain"):
+    for path in (write(tmp_path / name, lines), tmp_path / "plain"):
         task = wikitext_task("w", path, ByteTokenizer(), TextSettings(999, 999))
         assert texts_of(task) == [detokenize(published)]
-    with pytest.raises(TaskError, match="in record 1; WikiText's records are lines"):
-        wikitext_task("w", write_records(tmp_path / name, PASSAGES), ByteTokenizer(), TextSettings(999, 999))
+    with pytest.raises(UnreadableError, match="in record 1; WikiText's records are lines"):
+        wikitext_task("w", write(tmp_path / name, PASSAGES), ByteTokenizer(), TextSettings(999, 999))
 
 
 def test_a_last_word_is_right_only_with_all_its_tokens(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,7 +28,7 @@ from titan_like.checkpoint.loader import CheckpointWeights
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import JobConfig
 from titan_like.hugging_face.convert import from_hugging_face, to_hugging_face
-from titan_like.hugging_face.folder import open_hugging_face
+from titan_like.hugging_face.folder import local_folder, open_hugging_face
 from titan_like.models.registry import model_config
 from titan_like.train.initial_weights import check_initial_weights
 
@@ -155,7 +156,7 @@ def test_configuration_that_cannot_be_held_is_refused_by_its_field(
 @pytest.mark.parametrize("name", ["config.json", INDEX])
 def test_json_that_is_none_is_refused(llama: Path, name: str, content: bytes) -> None:
     (llama / name).write_bytes(content)
-    assert f"its {name} " in refusal(llama)
+    assert f"has a {name} that " in refusal(llama)
 
 
 PLACES = ["../../x", "../llama/model.safetensors", "/etc/passwd", "..", "", "a/b.safetensors", "x.bin", 5, {"a": 1}]
@@ -286,3 +287,14 @@ def test_malicious_checkpoint_is_refused_by_conversion_and_generation(
             check_initial_weights(config, model_config(config.model))
     assert not mark.exists()
     assert not (tmp_path / "hf").exists() and not (tmp_path / ".hf.unfinished").exists()
+
+
+def test_a_path_is_itself_and_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(*_: object, **__: object) -> str:
+        raise AssertionError("the hub is asked")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", ask)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    for path in ("org/name", "model", "/a/b", "a/b/c", "./a", "../a/b"):
+        assert local_folder(path, "--input") == Path(path)

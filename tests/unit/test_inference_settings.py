@@ -149,23 +149,6 @@ def test_a_stride_is_refused_where_no_text_is_cut(task: str, tmp_path: Path, mon
         evaluate.main([task, "--stride=3", "--task=text=words.txt"])
 
 
-BAD_TASKS = {  # content of a YAML file, and what is said about it
-    "task: mine\n  key: [": r'lm_eval_folder = ".*": .*/mine.yaml cannot be read \(mapping values are not allowed here',
-    "\0": r"mine.yaml cannot be read \(unacceptable character",
-    "- task: mine": r"mine.yaml is not a table of keys and values; correct it",
-    "task: other": '--lm_eval = "min\\*": the harness has no such task',
-}
-
-
-@pytest.mark.parametrize("content", BAD_TASKS)
-def test_a_bad_file_of_a_harness_task(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    harness_tasks = without_own_tasks(monkeypatch)
-    (tmp_path / "mine.yaml").write_text(content)
-    with pytest.raises(ConfigError, match=BAD_TASKS[content]) as error:
-        harness_tasks.find_tasks(["min*"], str(tmp_path))
-    assert "\n" not in str(error.value)
-
-
 def test_a_harness_task_that_cannot_be_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     harness_tasks = without_own_tasks(monkeypatch)
     for number in (1, 2):  # !function is not followed before the task is built
@@ -179,27 +162,6 @@ def test_a_harness_task_that_cannot_be_built(tmp_path: Path, monkeypatch: pytest
         tasks.load(["mine_2"])
     with pytest.raises(ConfigError, match=r'--lm_eval = "lost": the harness cannot build this'):
         tasks.load(["lost"])
-
-
-@pytest.mark.parametrize(("name", "reads_all"), [("mine", False), ("m*", True), ("several", True), ("theirs", True)])
-def test_the_harness_s_own_tasks_are_read_only_where_they_may_be_meant(
-    name: str, reads_all: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    harness_tasks = without_own_tasks(monkeypatch)
-    few, calls = harness_tasks.HarnessTasks, []
-
-    def recorded(include_defaults: bool = True, **options: Any) -> Any:
-        calls.append(include_defaults)
-        return few(**options)
-
-    monkeypatch.setattr(harness_tasks, "HarnessTasks", recorded)
-    (tmp_path / "mine.yaml").write_text("task: mine\ntag: several")
-    if name == "theirs":
-        with pytest.raises(ConfigError, match="the harness has no such task"):
-            harness_tasks.find_tasks([name], str(tmp_path))
-    else:
-        assert harness_tasks.find_tasks([name], str(tmp_path))[0] == ["several" if name == "several" else "mine"]
-    assert calls == ([False, True] if reads_all else [False])
 
 
 def without_own_tasks(monkeypatch: pytest.MonkeyPatch) -> Any:

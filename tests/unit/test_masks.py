@@ -15,42 +15,16 @@ from titan_like.config import ConfigError
 from titan_like.config.load import load_config
 from titan_like.config.schema import Data, JobConfig
 from titan_like.config.schema import Model as ModelSection
-from titan_like.data.batch import Batch, collate, model_fields
 from titan_like.data.indexed import IndexedWriter
-from titan_like.data.masks import Masks, masks_of
+from titan_like.data.masks import masks_of
 from titan_like.data.open_source import open_source
-from titan_like.data.source import IGNORED_LABEL, DataRequest, Source
+from titan_like.data.source import DataRequest, Source
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.interval_attention import interval_attention
 from titan_like.models.layers.key_ranges import KeyRanges, block_mask
-from titan_like.models.registry import build_model, model_config
+from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
 from titan_like.train.rules import check_rules
-
-EOD, SEED = 9, 1234
-INPUTS = [1, 2, EOD, 3, EOD, EOD, 4, 5, 6, 7]  # documents: 1 2 E | 3 E | E | 4 5 6 7
-
-
-def rows(index: int = 0, **settings: object) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(labels, positions, mask [seq, seq]) of one sample."""
-    samples = {index: Batch(*torch.tensor([INPUTS, [*INPUTS[1:], 8]]))}
-    made = Masks(Data(**settings), EOD, SEED).over(samples)[index]
-    assert made.tokens.tolist() == INPUTS
-    mask = None if made.document_mask is None else collate([made]).document_mask.mask()[0, 0]
-    return made.labels, made.positions, mask
-
-
-def test_documents_as_megatron_lm_masks_them() -> None:
-    labels, positions, mask = rows(reset_position_ids=True)
-    assert positions is not None and positions.tolist() == [0, 1, 2, 0, 1, 0, 0, 1, 2, 3] and mask is None
-    assert labels.tolist() == [*INPUTS[1:], 8]
-    labels, positions, mask = rows(eod_mask_loss=True)
-    assert labels.tolist() == [2, EOD, IGNORED_LABEL, EOD, IGNORED_LABEL, IGNORED_LABEL, 5, 6, 7, 8]
-    assert positions is None and mask is None
-    _, positions, mask = rows(reset_attention_mask=True)
-    documents = torch.tensor([0, 0, 0, 1, 1, 2, 3, 3, 3, 3])
-    assert positions is None and mask is not None
-    assert torch.equal(mask, (documents[:, None] == documents) & torch.ones(10, 10).tril().bool())
 
 
 def intervals(batch: int, seq: int, generator: torch.Generator) -> KeyRanges:
@@ -167,33 +141,6 @@ def test_dropout_drops_only_what_is_seen() -> None:
     assert abs((ratio == 0).double().mean() - 0.5) < 6 * 0.5 / math.sqrt(mask.sum())
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama"])
-def test_packed_documents_equal_separate_ones(family: str) -> None:
-    config = load_config(["--job.config_file", f"train_configs/debug_{family}.toml"])
-    overrides = {"dropout": 0.0} if family == "gpt" else {}
-    shape = model_config(config.model.model_copy(update={"overrides": overrides}))
-    model = build_model(shape, family).double()
-    model.init_weights(0)
-    lengths, generator = [20, 1, 30, 13], torch.Generator().manual_seed(0)
-    documents = [torch.randint(0, 256, (length,), generator=generator) for length in lengths]
-    for document in documents:
-        document[-1] = 256
-    packed = torch.cat(documents)
-    masks = Masks(Data(reset_position_ids=True, reset_attention_mask=True), 256, SEED)
-    batch = collate([masks.over([Batch(packed, packed)])[0]])
-    together = model(batch.tokens, **model_fields(batch))[0, :, :256]
-    weight = torch.randn(together.shape, generator=generator, dtype=torch.float64)
-    (together * weight).sum().backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    alone = torch.cat([model(document[None])[0, :, :256] for document in documents])
-    (alone * weight).sum().backward()
-    assert (together - alone).abs().max() <= 1e-12 * alone.abs().max()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None and gradients[name] is not None
-        assert (parameter.grad - gradients[name]).abs().max() <= 1e-12 * parameter.grad.abs().max(), name
-
-
 def test_end_of_document_comes_from_the_tokenizer_if_it_is_needed() -> None:
     model = model_config(ModelSection())
     assert masks_of(JobConfig(data=Data(reset_attention_mask=True)), model).eod_id == 256
@@ -202,12 +149,9 @@ def test_end_of_document_comes_from_the_tokenizer_if_it_is_needed() -> None:
         masks_of(JobConfig(data=Data(eod_mask_loss=True, tokenizer="absent.json")), model)
 
 
-def test_rules() -> None:
-    config = load_config(["--training.steps=1", "--data.prefix_lm_loss", "all"])
-    model = model_config(config.model)
-    with pytest.raises(ConfigError, match=r"data.prefix_lm_loss.*data.prefix_lm to true"):
-        check_rules(config, model, resolve_layout(config.parallelism, 1))
+def test_a_family_of_causal_attention_alone_has_no_masks() -> None:
     config = load_config(["--training.steps=1", "--data.prefix_lm", "true"])
+    model = model_config(config.model)
 
     class Plain(type(model)):  # type: ignore[misc]
         supports_masks = False

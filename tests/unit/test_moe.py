@@ -1,33 +1,30 @@
-"""Experts and their router, against definitions that take one token at a time."""
+"""Experts and their router, against their definitions. `tests/reference` has their balance over steps."""
 
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from tests.unit.hugging_face_cases import MOE, llama_config, moe_config, random_model, save_checkpoint
+from tests.reference.experts import PlainExperts
+from tests.unit.hugging_face_cases import MOE, moe_config, random_model, save_checkpoint
 from titan_like.checkpoint.loader import CheckpointWeights, load_checkpoint, model_tensors
 from titan_like.config.errors import ConfigError
-from titan_like.config.load import edit, load_config
-from titan_like.config.schema import JobConfig, Model
+from titan_like.config.load import load_config
+from titan_like.config.schema import Model
 from titan_like.hugging_face.convert import to_hugging_face
 from titan_like.models import hugging_face
 from titan_like.models.layers import experts
 from titan_like.models.layers.experts import Router, SparseMLP, expert_product
 from titan_like.models.registry import flavors, model_config
-from titan_like.parallel.expert_balance import FIGURES, ExpertBalance
 from titan_like.planner.dry_run import dry_run
-from titan_like.train.rules import resolve_settings
 
 DEBUG = ["--job.config_file", str(Path(__file__).parents[2] / "train_configs/debug_moe.toml")]
 SWITCHES: list[dict[str, Any]] = [
@@ -57,56 +54,37 @@ def inputs(dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(3, 7, 64, generator=torch.Generator().manual_seed(6), dtype=torch.float64).to(dtype)
 
 
-def by_definition(
-    mlp: SparseMLP, x: torch.Tensor, padding: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:
-    """(the result, Σ over real tokens of the auxiliary and of the z-loss, real tokens sent to each expert)."""
-    config, ffn, hidden = mlp.router.config, 24, 64
-    rows, balance, z, counts = [], x.new_zeros(()), x.new_zeros(()), [0] * 5
-
-    def swiglu(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        return down @ (F.silu(gate @ token) * (up @ token))
-
-    for token, is_real in zip(x.flatten(0, 1), (~padding).flatten().tolist(), strict=True):
-        logits = mlp.router.weight @ token
-        scores = logits.exp() / logits.exp().sum() if config.router_score == "softmax" else 1 / (1 + (-logits).exp())
-        ranked = scores.tolist() if mlp.router.bias is None else (scores + mlp.router.bias).tolist()
-        chosen = sorted(range(5), key=lambda e: -ranked[e])[: config.experts_per_token]
-        total = sum(scores[e] for e in chosen) if config.renormalize else 1.0
-        row = torch.zeros_like(token)
-        for e in chosen:
-            counts[e] += is_real
-            gate, up = (getattr(mlp.experts, name).weight[e * ffn : (e + 1) * ffn] for name in ("gate", "up"))
-            down = mlp.experts.down.weight[e * hidden : (e + 1) * hidden]
-            row = row + config.routed_scaling * scores[e] / total * swiglu(gate, up, down, token)
-        if mlp.shared is not None:
-            row = row + swiglu(mlp.shared.gate.weight, mlp.shared.up.weight, mlp.shared.down.weight, token)
-        rows.append(row)
-        balance = balance + is_real * 5 * sum(mlp.router.load[e] * scores[e] / scores.sum() for e in range(5))
-        z = z + is_real * logits.exp().sum().log() ** 2
-    return torch.stack(rows).view_as(x), balance, z, counts
+def by_definition(mlp: SparseMLP) -> tuple[SparseMLP, PlainExperts]:
+    """A copy of a block that computes as `tests/reference` defines it, and what that notes."""
+    copy = deepcopy(mlp)
+    model: Any = torch.nn.ModuleDict({"mlp": copy})
+    model.config = mlp.router.config
+    plain = PlainExperts(model)
+    plain.load["mlp"] = mlp.router.load.tolist()
+    if mlp.router.bias is not None:
+        plain.bias["mlp"] = mlp.router.bias.tolist()
+    return copy, plain
 
 
 @pytest.mark.parametrize("pads", [False, True])
 @pytest.mark.parametrize("values", SWITCHES, ids=str)
-def test_results_losses_and_gradients_are_those_of_a_loop_over_tokens(values, pads):
+def test_results_losses_and_gradients_are_as_defined(values, pads):
     """Padding gets the same results, but is in no loss and no count."""
     mlp, factor = random_mlp(**values), 0.37
-    config = mlp.router.config
     mlp.router.loss_factor.fill_(factor)
     x, upstream = inputs().requires_grad_(), torch.randn(3, 7, 64, dtype=torch.float64)
-    tensors = {"x": x, **dict(mlp.named_parameters())}
     padding = (torch.arange(7) >= torch.tensor([[3], [7], [6]])) & pads
-    result = mlp(x, padding) if pads else mlp(x)
-    found = torch.autograd.grad((result * upstream).sum(), tuple(tensors.values()))
-    expected, balance, z, counts = by_definition(mlp, x, padding)
-    extra = config.z_loss_coefficient * z + config.balance_coefficient * balance * (config.balance == "auxiliary")
-    wanted = torch.autograd.grad((expected * upstream).sum() + factor * extra, tuple(tensors.values()))
+    defined, plain = by_definition(mlp)
+    result, expected = (one(x, padding) if pads else one(x) for one in (mlp, defined))
+    found = torch.autograd.grad((result * upstream).sum(), (x, *mlp.parameters()))
+    total = (expected * upstream).sum() + factor * sum(plain.losses)
+    wanted = torch.autograd.grad(total, (x, *defined.parameters()))
     assert (result - expected).abs().max() < 1e-12 * expected.abs().max()
-    for name, one, other in zip(tensors, found, wanted, strict=True):
+    for name, one, other in zip(["x", *dict(mlp.named_parameters())], found, wanted, strict=True):
         assert (one - other).norm() < 1e-12 * other.norm(), name
-    assert mlp.router.counts.tolist() == counts and sum(counts) == (16 if pads else 21) * config.experts_per_token
-    assert mlp.router.loss_sums.tolist() == pytest.approx([balance.item(), z.item()], rel=1e-12)
+    counts, per_token = plain.sent["mlp"], mlp.router.config.experts_per_token
+    assert mlp.router.counts.tolist() == counts and sum(counts) == (16 if pads else 21) * per_token
+    assert mlp.router.loss_sums.tolist() == pytest.approx(plain.sums, rel=1e-12)
     # Outside of training nothing is counted.
     with torch.no_grad():
         assert torch.equal(mlp.eval()(x), result)
@@ -195,64 +173,6 @@ def test_products_that_torch_does_not_group_are_looped_over(monkeypatch, dtype):
     torch.library.opcheck(expert_product, (x, linear.weight.float().view(5, 3, 7).detach(), ends))
 
 
-def balance_of(model: torch.nn.Module) -> ExpertBalance:
-    alone = MagicMock()  # a mesh whose dimensions all have one rank
-    alone.__getitem__.return_value.size.return_value = alone.get_group.return_value.size.return_value = 1
-    alone.__getitem__.return_value.get_group.return_value.size.return_value = 1
-    return ExpertBalance(SimpleNamespace(stages=[SimpleNamespace(module=model)]), alone)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_loads_biases_and_figures_of_a_step(recomputes):
-    model = random_model(moe_config(balance="bias", num_dense_layers=1, z_loss_coefficient=0.1))
-    routers = [model.layers[name].mlp.router for name in ("1", "2")]
-    seen: list[list[torch.Tensor]] = [[], []]
-    for router, inputs in zip(routers, seen, strict=True):
-        router.reset()
-        router.register_forward_pre_hook(lambda _, x, inputs=inputs: inputs.append(x[0].detach()))
-    if recomputes:
-        for layer in model.layers.values():
-            layer.forward = lambda *args, own=layer.forward: checkpoint(own, *args, use_reentrant=False)
-    balance = balance_of(model)
-    tokens = torch.randint(101, (2, 24), generator=torch.Generator().manual_seed(2))
-
-    def step(is_skipped: bool) -> dict[str, float]:
-        balance.begin(3.0, 48)
-        for microbatch in tokens:
-            model(microbatch[None])[..., :101].square().sum().backward()
-        return dict(zip(FIGURES, balance.finish(torch.tensor(is_skipped)).tolist(), strict=True))
-
-    skipped = step(is_skipped=True)
-    assert balance.loss_factor.tolist() == [3 / 48] * 2
-    assert balance.load.tolist() == [[0.2] * 5] * 2 and not balance.bias.any()
-    assert balance.counts.sum() == 0 and balance.loss_sums.sum() == 0
-    assert {len(inputs) for inputs in seen} == {4 if recomputes else 2}
-    found = step(is_skipped=False)  # the same tokens, with the same weights
-    assert found == pytest.approx(skipped, rel=1e-12)
-    shares, z = [], 0.0
-    for router, inputs in zip(routers, seen, strict=True):
-        counts = [0] * 5
-        for token in torch.cat(inputs[:1] + inputs[2 if recomputes else 1 :][:1])[:, None]:
-            logits = F.linear(token, router.weight)[0]
-            z += logits.logsumexp(0).item() ** 2 / 48
-            for e in sorted(range(5), key=lambda e: -logits[e].item())[:2]:
-                counts[e] += 1
-        shares.append([count / 96 for count in counts])
-        assert router.load.tolist() == pytest.approx(shares[-1], rel=1e-15)
-        signs = [0.001 * ((count < 96 / 5) - (count > 96 / 5)) for count in counts]
-        assert router.bias.tolist() == pytest.approx(signs)
-    entropies = [-sum(share * math.log(share) for share in load if share) / math.log(5) for load in shares]
-    expected = (2.0, z, 5 * min(map(min, shares)), 5 * max(map(max, shares)), sum(entropies) / 2)
-    assert list(found.values()) == pytest.approx(expected)  # with equal loads a layer's balance loss is 1
-
-
-def test_a_model_without_experts_has_no_figures():
-    model = random_model(llama_config())
-    balance = balance_of(model)
-    balance.begin(1.0, 48)
-    assert balance.finish(torch.tensor(False)).shape == (0,)
-
-
 def test_loads_and_biases_are_saved_and_counts_are_not(tmp_path):
     model, other = (random_model(moe_config(balance="bias"), seed=seed).float() for seed in (1, 2))
     for number, layer in enumerate(model.layers.values()):
@@ -290,21 +210,6 @@ def test_initial_weights():
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        ({"experts_per_token": 6}, "experts_per_token 6 is more than num_experts 5"),
-        ({"experts_per_token": 1}, "experts_per_token 1 with renormalize"),
-        ({"num_dense_layers": 3}, "num_dense_layers 3 of num_layers 3 leave no layer with experts"),
-        ({"hidden_size": 66}, "num_attention_heads 4 does not divide hidden_size 66"),
-        ({"head_size": 7}, "head_size 7 is odd"),
-    ],
-)
-def test_shapes_that_do_not_fit_are_refused(values, told):
-    with pytest.raises(ValueError, match=told):
-        moe_config(**values)
-
-
-@pytest.mark.parametrize(
-    ("values", "told"),
-    [
         ({"num_shared_experts": 1}, "num_shared_experts = 1, which MixtralForCausalLM cannot represent"),
         ({"router_score": "sigmoid"}, "router_score = sigmoid"),
         ({"balance": "bias"}, "balance = bias"),
@@ -316,41 +221,6 @@ def test_what_transformers_lacks_is_not_exported(tmp_path, values, told):
     path = save_checkpoint(tmp_path, random_model(moe_config(**values)).float())
     with pytest.raises(ConfigError, match=told):
         to_hugging_face(CheckpointWeights(path), tmp_path / "hf", None, 10**9, None)
-
-
-LLAMA: dict[str, Any] = {"model.family": "llama"}
-TENSOR = {"parallelism.tensor_parallel_degree": 2, "parallelism.sequence_parallel": True}
-SELECTIVE = {"activation_checkpoint.mode": "selective"}
-
-
-def shared(degree: int) -> dict[str, Any]:
-    return {"parallelism.expert_parallel_degree": degree}
-
-
-@pytest.mark.parametrize(
-    ("settings", "processes", "told"),
-    [
-        ({"parallelism.tensor_parallel_degree": 2}, 2, "sequence_parallel = false: MoE with tensor parallelism"),
-        (
-            TENSOR | {"model.overrides": {"qk_norm": "all"}},
-            2,
-            'degree = 2: MoE with qk_norm = "all" does not support tensor',
-        ),
-        ({"model.overrides": {"ffn_hidden_size": 64}}, 1, "no layer of moe debug is dense"),
-        ({"float8.enable": True}, 1, "float8.enable = true: moe does not support float8"),
-        ({"optimizer.name": "muon"}, 1, 'optimizer.name = "muon": does not support the stacked expert weights'),
-        (shared(3), 3, "degree = 3: does not divide the model's num_experts (8)"),
-        (shared(4) | {"training.global_batch_size": 48}, 6, "degree = 4: does not divide shard × context × tensor"),
-        (shared(2) | SELECTIVE, 2, 'activation_checkpoint.mode = "selective": does not work with split experts'),
-        (LLAMA | shared(2), 2, "parallelism.expert_parallel_degree = 2: llama has no experts; use 1"),
-        (LLAMA | {"activation_checkpoint.mode": "experts"}, 1, "llama has no experts to recompute"),
-    ],
-)
-def test_what_does_not_work_yet_is_refused(settings, processes, told):
-    config = edit(JobConfig.model_validate({"model": {"family": "moe", "flavor": "debug"}}), settings)
-    with pytest.raises(ConfigError) as refused:
-        resolve_settings(config, processes)
-    assert told in str(refused.value)
 
 
 def test_a_dry_run_counts_what_a_token_uses():

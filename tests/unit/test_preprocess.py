@@ -12,14 +12,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 import zstandard
 from filelock import FileLock
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from tests.e2e.scripts import Script
+from tests.unit.record_cases import jsonl, write_records
 from titan_like.commands.preprocess_data import main
 from titan_like.config import ConfigError
 from titan_like.data import long_text, preprocess, raw_text
@@ -35,10 +34,6 @@ WORDS = "the quick brown fox jumps over a lazy dog while it's raining; 3 cats an
 def text_of(words: int, seed: int = 0) -> str:
     generator = random.Random(seed)
     return " ".join(generator.choice(WORDS) + generator.choice(["", "", "", ",", ".\n"]) for _ in range(words))
-
-
-def jsonl(texts: list[str]) -> bytes:
-    return "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts).encode()
 
 
 def documents(prefix: Path) -> list[list[int]]:
@@ -63,11 +58,6 @@ def byte_pairs(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def write_parquet(path: Path, texts: list[str | None], **columns: list) -> None:
-    table = pyarrow.table({"text": pyarrow.array(texts, pyarrow.string()), **columns})
-    pyarrow.parquet.write_table(table, path, row_group_size=100)
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_every_format_gives_its_documents_in_order(num_workers: int, tmp_path: Path) -> None:
     texts = [text_of(number % 50, number) for number in range(700)]
@@ -76,7 +66,7 @@ def test_every_format_gives_its_documents_in_order(num_workers: int, tmp_path: P
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines[:5000]) + gzip.compress(lines[5000:]))  # two members
     compress = zstandard.ZstdCompressor().compress
     (tmp_path / "c.jsonl.zst").write_bytes(compress(lines[:7000]) + compress(lines[7000:]))
-    write_parquet(tmp_path / "d.parquet", list(texts))
+    write_records(tmp_path / "d.parquet", texts)
     (tmp_path / "e.txt").write_text(texts[40], encoding="utf-8")
     (tmp_path / "f.txt.gz").write_bytes(gzip.compress(texts[41].encode()))
     (tmp_path / "g.md.zst").write_bytes(compress(texts[42].encode()))
@@ -96,33 +86,19 @@ def test_a_long_text_without_spaces_loses_nothing(text: str, tmp_path: Path, mon
     assert documents(tmp_path / "out") == tokenized([text])
 
 
-@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", ".stream.arrow", ".txt"])
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", ".stream.arrow"])
 def test_pieces_go_on_after_any_of_them(ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name, size in (
-        (raw_text, "_PIECE", 1 << 12),
-        (raw_text, "_CHUNK", 1 << 10),
-        (long_text, "PIECE", 4096),
-    ):
-        monkeypatch.setattr(module, name, size)
+    for name, size in (("_PIECE", 1 << 12), ("_CHUNK", 1 << 10)):
+        monkeypatch.setattr(raw_text, name, size)
     texts, path = [text_of(30, number) for number in range(600)], tmp_path / f"a{ending}"
-    content = jsonl(texts) if "jsonl" in ending else "\n".join(texts).encode()
-    if ending == ".parquet":
-        write_parquet(path, list(texts))
-    elif ending.endswith(".arrow"):
-        table = pyarrow.table({"text": texts})
-        opened = pyarrow.ipc.new_stream if ending == ".stream.arrow" else pyarrow.ipc.new_file
-        with opened(str(path), table.schema) as writer:
-            writer.write_table(table, max_chunksize=9)
-    else:
-        compress = {".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}
-        path.write_bytes(compress.get(path.suffix, bytes)(content))
+    write_records(path, texts)
     pieces = [piece for piece, _ in read_pieces(path, "text")]
     assert len(pieces) >= 2
     for number, piece in enumerate(pieces[:-1]):
         rest = [found for found, _ in read_pieces(path, "text", piece.end, piece.first_record + piece.num_records)]
         assert rest[0].first_record == pieces[number + 1].first_record
         assert joined(rest) == joined(pieces[number + 1 :])
-        assert (rest[-1].end, rest[-1].is_whole) == (pieces[-1].end, True)
+        assert rest[-1].end == pieces[-1].end
     assert ending.endswith(".arrow") or list(read_pieces(path, "text"))[-1][1] == 1.0
     assert list(read_pieces(path, "text", pieces[-1].end, 99)) == []  # else an interruption there adds a document
 
@@ -131,7 +107,7 @@ def test_a_line_may_be_longer_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(raw_text, "_PIECE", 1 << 10)
     content = b"x\n" + b"long" * (1 << 14) + b"\n" + b"short\n" * 300 + b"end"
     chunks = [content[at : at + 100] for at in range(0, len(content), 100)]
-    pieces = list(raw_text._lines(lambda start: chunks, 0, 1, None))
+    pieces = list(raw_text._lines(chunks, 0, 1))
     assert joined(pieces) == content and len(pieces) > 2
     ends = list(itertools.accumulate(len(piece.content) for piece in pieces))
     assert [piece.end for piece in pieces] == ends
@@ -146,37 +122,6 @@ def joined(pieces: list[raw_text.Piece]) -> object:
 
 class StoppedError(Exception):
     """Stands for a crash."""
-
-
-@pytest.mark.parametrize("pieces_before_the_crash", [1, 2, 7])
-def test_an_interrupted_job_goes_on(
-    pieces_before_the_crash: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where more had been written than the progress says."""
-    monkeypatch.setattr(raw_text, "_PIECE", 1 << 12)
-    monkeypatch.setattr(raw_text, "_CHUNK", 1 << 10)
-    texts = [text_of(30, number) for number in range(400)]
-    for name in ("a.jsonl", "b.jsonl"):
-        (tmp_path / name).write_bytes(jsonl(texts))
-    job = Job([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], "byte")
-    tokenize, calls = preprocess._tokenize, []
-
-    def stops(*arguments: object) -> preprocess.Result:
-        calls.append(arguments)
-        if len(calls) > pieces_before_the_crash:
-            raise StoppedError
-        return tokenize(*arguments)
-
-    with monkeypatch.context() as patch, pytest.raises(StoppedError):
-        patch.setattr(preprocess, "_tokenize", stops)
-        tokenize_files(job, tmp_path / "out")
-    assert not list(tmp_path.glob("out.[bi]*"))
-    with open(tmp_path / "out.unfinished" / "tokens.bin", "ab") as file:
-        file.write(b"half a token")
-    before = json.loads((tmp_path / "out.unfinished" / "progress.json").read_text())
-    assert before["tokens"] > 0
-    tokenize_files(job, tmp_path / "out")
-    assert documents(tmp_path / "out") == tokenized(texts * 2)
 
 
 def stopped_job(folder: Path) -> Job:
@@ -281,11 +226,8 @@ def test_unfit_options_are_refused_before_any_work(tmp_path: Path, monkeypatch: 
     for unfit, words in {
         ("--output", "."): "is a folder; name the dataset in it, such as corpus",
         ("--output", "pp"): "is a folder; name the dataset in it, such as pp/corpus",
-        ("--json", "/nonexistent/x.json"): "not a file in a folder that you may write to",
         ("--input", "empty.txt"): "the file is empty; remove it",
         ("--input", "object.json"): "holds neither a JSON array nor a JSON object on each line; write it so",
-        ("--input", "$NOWHERE/x"): "names the environment variable NOWHERE, which is not set",
-        ("--json", "${A\nerror: }/x"): r'"${A\nerror: }/x" has ${A\nerror: }, which names no environment variable',
     }.items():
         with pytest.raises(ConfigError) as error:
             main(["--input", "a.txt", "--output", "out", *unfit])
@@ -323,39 +265,46 @@ def test_damaged_files_are_one_sentence(name: str, tmp_path: Path) -> None:
 
 
 def test_parquet_without_the_column_says_which_there_are(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "a.parquet", ["x", None], number=[1, 2])
-    with pytest.raises(UnreadableError, match='has no column "body"; it has text, number'):
+    write_records(tmp_path / "a.parquet", ["x", None])
+    with pytest.raises(UnreadableError, match='has no column "body"; it has id, text'):
         list(read_pieces(tmp_path / "a.parquet", "body"))
-    for key, row in (("text", 2), ("number", 1)):
+    for key, row in (("text", 2), ("id", 1)):
         with pytest.raises(ConfigError, match=rf'a.parquet:{row}.*the record has no text under "{key}"'):
             tokenize_files(Job([tmp_path / "a.parquet"], "byte", key), tmp_path / key)
 
 
-@pytest.mark.parametrize("place", ["a piece", "the renames", "the end"])
+@pytest.mark.parametrize("place", ["piece 1", "piece 3", "a rename", "the end"])
 def test_an_interruption_at_any_place_loses_and_repeats_nothing(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where more had been written than the progress says."""
+    for name, size in (("_PIECE", 1 << 12), ("_CHUNK", 1 << 10)):
+        monkeypatch.setattr(raw_text, name, size)
     (tmp_path / "a.jsonl").write_bytes(LINES)
-    job, add, rename = Job([tmp_path / "a.jsonl"], "byte"), preprocess._Output.add, os.replace
+    (tmp_path / "b.txt").write_text(text_of(100))
+    job, calls = Job([tmp_path / "a.jsonl", tmp_path / "b.txt"], "byte"), []
+    module, name = {"a rename": (os, "replace"), "the end": (preprocess.shutil, "rmtree")}.get(
+        place, (preprocess._Output, "add")
+    )
+    works = getattr(module, name)
 
     def stops(*arguments: object) -> None:
-        if place == "a piece":
-            add(*arguments)
-        elif place == "the renames" and not str(arguments[1]).endswith(".idx"):
-            return rename(*arguments)
-        raise StoppedError
+        calls.append(arguments)
+        is_last = name == "rmtree" or (len(calls) == int(place[-1]) if name == "add" else ".idx" in str(arguments))
+        if name == "add" or not is_last:
+            works(*arguments)
+        if is_last:
+            raise StoppedError
 
-    where = {
-        "a piece": (preprocess._Output, "add"),
-        "the renames": (os, "replace"),
-        "the end": (preprocess.shutil, "rmtree"),
-    }
     with monkeypatch.context() as patch, pytest.raises(StoppedError):
-        patch.setattr(*where[place], stops)
+        patch.setattr(module, name, stops)
         tokenize_files(job, tmp_path / "out")
-    assert tokenize_files(job, tmp_path / "out").documents == 100
-    assert documents(tmp_path / "out") == tokenized([text_of(100, number) for number in range(100)])
-    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "out.bin", "out.idx"}
+    if name == "add":
+        with open(tmp_path / "out.unfinished" / "tokens.bin", "ab") as file:
+            file.write(b"half a token")
+    assert tokenize_files(job, tmp_path / "out").documents == 101
+    assert documents(tmp_path / "out") == tokenized([*(text_of(100, number) for number in range(100)), text_of(100)])
+    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "b.txt", "out.bin", "out.idx"}
 
 
 def test_only_one_job_at_a_time_writes_a_dataset(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What [profiling] writes, at which steps; and what is in the pictures."""
+"""What [profiling] writes, and at which steps."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from titan_like.config.schema import JobConfig
-from titan_like.metrics import profiling, timeline_plot
+from titan_like.metrics import profiling
 from titan_like.metrics.profiling import StepProfiler, write_timeline
-from titan_like.metrics.step_timeline import StepTimeline, simulated
+from titan_like.metrics.step_timeline import StepTimeline
 from titan_like.parallel.layout import Layout
-from titan_like.parallel.schedules.simulate import Event, unit_time
+from titan_like.parallel.schedules.simulate import Event
 from titan_like.parallel.schedules.tables import Action
 
 MICROBATCHES = 3
@@ -103,9 +103,6 @@ def test_processes_beside_the_first_pipeline_look_at_nothing(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- pictures
-
-
 def step_of_two() -> StepTimeline:
     passes = [
         Event(0, Action("F", 0, 0), 0.0, 0.010),
@@ -116,66 +113,16 @@ def step_of_two() -> StepTimeline:
     return StepTimeline("1f1b", 2, 1, passes)
 
 
-def boxes_of(panel):
-    """Left, top, width and colour of each, by rank."""
-    boxes = [
-        (path.get_extents(), colour[:3])
-        for collection in panel.collections
-        for path, colour in zip(collection.get_paths(), collection.get_facecolors(), strict=True)
-    ]
-    return [(box.x0, box.y0, box.width, colour) for box, colour in boxes]
-
-
-def test_boxes_are_the_passes() -> None:
-    """Over a grey row for each rank, at their times in ms, with the microbatch's number in them."""
-    figures = pytest.importorskip("matplotlib.figure")
-    panel = figures.Figure().subplots()
-    timeline_plot._draw_step(panel, step_of_two(), inches_per_second=100)
-    boxes = boxes_of(panel)
-    idle, forward, backward = ((0.88,) * 3, (0.16, 0.38, 0.72), (0.10, 0.50, 0.30))
-    expected = [
-        (0, -0.5, 70, idle),
-        (0, -0.5, 10, forward),
-        (50, -0.5, 20, backward),
-        (0, 0.5, 70, idle),
-        (15, 0.5, 10, forward),
-        (25, 0.5, 20, backward),
-    ]
-    for box, (x, y, width, colour) in zip(boxes, expected, strict=True):
-        assert box[:3] == pytest.approx((x, y, width))
-        assert box[3] == pytest.approx(colour)
-    assert [(text.get_text(), *text.get_position()) for text in panel.texts] == [
-        ("0", pytest.approx(middle), rank) for middle, rank in ((5, 0), (60, 0), (20, 1), (35, 1))
-    ]
-    assert [label.get_text() for label in panel.get_yticklabels()] == ["rank 0", "rank 1"]
-    assert panel.get_ylim() == (1.5, -0.5)  # the first rank above
-    narrow = figures.Figure().subplots()
-    timeline_plot._draw_step(narrow, step_of_two(), inches_per_second=5)  # 0.05 and 0.1 inches
-    assert [text.get_position()[0] for text in narrow.texts] == pytest.approx([60, 35])
-
-
-def test_second_stage_of_a_rank_is_lighter() -> None:
-    figures = pytest.importorskip("matplotlib.figure")
-    step = simulated("interleaved_1f1b", 2, 2, 2, unit_time)
-    panel = figures.Figure().subplots()
-    timeline_plot._draw_step(panel, step, inches_per_second=1)
-    boxes = [box for box in boxes_of(panel) if box[3] != pytest.approx(timeline_plot._IDLE)]
-    assert len(boxes) == len(step.passes) == 4 * 2 * 2
-    for box, event in zip(boxes, sorted(step.passes, key=lambda event: event.rank), strict=True):
-        dark, light = timeline_plot._COLOURS[event.action.kind]
-        assert box[3] == pytest.approx(light if event.action.stage >= 2 else dark)
-
-
-def test_picture_is_written_beside_the_trace(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+@pytest.mark.parametrize("draws", [True, False])
+def test_a_picture_is_beside_the_trace_where_matplotlib_is(
+    draws: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if draws:
+        pytest.importorskip("matplotlib")
+    monkeypatch.setattr(profiling, "can_draw", lambda: draws)
     text = write_timeline(step_of_two(), 7, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-7.json", "step-7.png", "step-7.txt"]
-    assert (tmp_path / "step-7.png").read_bytes().startswith(b"\x89PNG")
-    assert text.endswith(f"saved {tmp_path}/step-7.json, .txt and .png")
-
-
-def test_without_matplotlib_all_else_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling, "can_draw", lambda: False)
-    text = write_timeline(step_of_two(), 7, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-7.json", "step-7.txt"]
-    assert text.endswith("(a picture needs matplotlib: pip install 'titan_like[plot]')")
+    endings = ["json", "png", "txt"] if draws else ["json", "txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-7.{ending}" for ending in endings]
+    assert not draws or (tmp_path / "step-7.png").read_bytes().startswith(b"\x89PNG")
+    saved = f"saved {tmp_path}/step-7.json, .txt and .png"
+    assert text.endswith(saved if draws else "(a picture needs matplotlib: pip install 'titan_like[plot]')")

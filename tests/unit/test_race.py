@@ -15,7 +15,8 @@ from titan_like.commands import evaluate
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import Data
 from titan_like.data.open_source import open_source
-from titan_like.data.race import RaceError, read_questions
+from titan_like.data.race import read_questions
+from titan_like.data.raw_text import UnreadableError
 from titan_like.data.sentence_pairs import PairTokens
 from titan_like.data.source import DataRequest
 from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer
@@ -113,7 +114,7 @@ def test_a_damaged_file_is_one_sentence(tmp_path: Path, values: dict[str, object
     (question,) = read_questions(tmp_path, ByteTokenizer())
     assert (question.answer, len(question.options)) == (0, 4)
     (tmp_path / "1.txt").write_text(json.dumps(whole | values))
-    with pytest.raises(RaceError, match="no article with questions"):
+    with pytest.raises(UnreadableError, match="no article with questions"):
         read_questions(tmp_path, ByteTokenizer())
 
 

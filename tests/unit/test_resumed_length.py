@@ -132,21 +132,6 @@ def test_the_schedule_survives_several_changes_of_the_batch_size(begun: dict[str
     assert records[-1]["step"] == 29 and records[-1]["consumed_samples"] == 160
 
 
-def test_a_checkpoint_of_an_older_version_goes_on_by_the_batch_size_of_its_settings(
-    begun: dict[str, Path], tmp_path: Path
-) -> None:
-    dump = tmp_path / "out"
-    shutil.copytree(begun["cosine"], dump)
-    go_back(dump, 10)
-    file = dump / "checkpoint" / "step-10" / "run.json"
-    state = json.loads(file.read_text())
-    del state["schedule_batch_size"], state["crc32"]
-    file.write_text(json.dumps(state))
-    records = train(dump, SCHEDULES["cosine"] | {"training.samples": SAMPLES, "training.global_batch_size": 16})
-    assert [record["lr"] for record in records] == pytest.approx([cosine(r["consumed_samples"]) for r in records])
-    assert records[-1]["consumed_samples"] == 160
-
-
 def test_steps_stay_steps(begun: dict[str, Path], tmp_path: Path) -> None:
     dump = tmp_path / "out"
     shutil.copytree(begun["cosine"], dump)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import numpy as np
 import pytest
 import transformers
@@ -34,6 +32,7 @@ from titan_like.hugging_face.origin import origin_files
 
 KINDS = ("spm", "l3", "chatml")
 FAST = {"tokenizer_class": "PreTrainedTokenizerFast"}
+TURN = {"4": {"content": "<turn>", "special": True}}
 DEEPSEEK = "<｜end▁of▁sentence｜>"
 TEXTS = ["", "the cat", " two  spaces ", "def\tadd", "17+25=", "typed <s> </s> <|im_end|> <|eot_id|> <|endoftext|>"]
 
@@ -52,24 +51,37 @@ def test_begin_end_and_padding_are_those_of_transformers(tmp_path: Path, kind: s
 
 
 @pytest.mark.parametrize(
-    ("files", "eos"),
+    ("files", "names"),  # special and added tokens, of which the first ends documents
     [
-        ({"tokenizer_config.json": {"eos_token": DEEPSEEK, "bos_token": None}}, DEEPSEEK),
-        ({"tokenizer_config.json": {}, "special_tokens_map.json": {"eos_token": {"content": "</s>"}}}, "</s>"),
+        ({"tokenizer_config.json": {"eos_token": DEEPSEEK, "bos_token": None}}, [DEEPSEEK]),
+        ({"tokenizer_config.json": {}, "special_tokens_map.json": {"eos_token": {"content": "</s>"}}}, ["</s>"]),
         (
-            {"tokenizer_config.json": {"eos_token": "<turn>", "added_tokens_decoder": {"3": {"content": "<turn>"}}}},
-            "<turn>",
+            {
+                "tokenizer_config.json": {
+                    "eos_token": "<turn>",
+                    "added_tokens_decoder": {"4": {"content": "<turn>", "special": True}},
+                }
+            },
+            ["<turn>"],
         ),
-        ({"tokenizer_config.json": {"eos_token": "<new>"}}, "<new>"),  # which transformers adds at the end
+        ({"tokenizer_config.json": {"eos_token": "<new>"}}, ["<new>"]),  # which transformers adds at the end
+        ({"tokenizer_config.json": {"eos_token": "</s>", "additional_special_tokens": ["b"]}}, ["</s>", "b"]),
+        ({"tokenizer_config.json": {"mask_token": "b", "eos_token": "<n>", "pad_token": "<m>"}}, ["<n>", "<m>", "b"]),
+        ({"tokenizer_config.json": {"eos_token": "<n>"}, "added_tokens.json": {"<m>": 4, "<n>": 5}}, ["<n>", "<m>"]),
     ],
 )
-def test_the_folder_names_the_end_of_a_document(tmp_path: Path, files: dict[str, Any], eos: str) -> None:
-    _save_words(tmp_path, ["a", "</s>", DEEPSEEK])
-    for name, content in files.items():
-        (tmp_path / name).write_text(json.dumps(content | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+def test_tokens_that_the_folder_names_are_those_of_transformers(
+    tmp_path: Path, files: dict[str, Any], names: list[str]
+) -> None:
+    _save_words(tmp_path, ["a", "</s>", DEEPSEEK, "b"])
+    _save_json(tmp_path, files | {"tokenizer_config.json": FAST | files["tokenizer_config.json"]})
     ours, theirs = build_tokenizer(str(tmp_path)), _theirs(tmp_path)
-    assert ours.eod_id == theirs.eos_token_id == theirs.convert_tokens_to_ids(eos) and ours.vocab_size == len(theirs)
-    assert ours.encode(eos, parses_special=True).tolist() == [ours.eod_id]
+    assert ours.eod_id == theirs.eos_token_id == theirs.convert_tokens_to_ids(names[0])
+    assert ours.vocab_size == len(theirs)
+    assert ours.encode(names[0], parses_special=True).tolist() == [ours.eod_id]
+    added = ours.tokenizer.get_added_tokens_decoder()
+    assert repr(added) == repr(theirs._tokenizer.get_added_tokens_decoder())
+    assert sorted(token.content for token in added.values()) == sorted(names)
 
 
 def test_several_ends_of_text_are_all_kept(tmp_path: Path) -> None:
@@ -162,23 +174,6 @@ def test_what_a_source_says_survives_saves(tmp_path: Path) -> None:
         assert ends.items() <= json.loads((out / "config.json").read_text()).items()
         for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             assert (out / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("files", "names"),
-    [
-        ({"tokenizer_config.json": {"eos_token": "</s>", "additional_special_tokens": ["b"]}}, ["b", "</s>"]),
-        ({"tokenizer_config.json": {"mask_token": "b", "eos_token": "<n>", "pad_token": "<m>"}}, ["b", "<n>", "<m>"]),
-        ({"tokenizer_config.json": {"added_tokens_decoder": {"1": {"content": "</s>", "special": True}}}}, ["</s>"]),
-        ({"tokenizer_config.json": {"eos_token": "<n>"}, "added_tokens.json": {"<m>": 3, "<n>": 4}}, ["<m>", "<n>"]),
-    ],
-)
-def test_named_tokens_are_added_as_transformers_does(tmp_path: Path, files: dict[str, Any], names: list[str]) -> None:
-    _save_words(tmp_path, ["a", "</s>", "b"])
-    _save_json(tmp_path, files | {"tokenizer_config.json": FAST | files["tokenizer_config.json"]})
-    ours = build_tokenizer(str(tmp_path)).tokenizer.get_added_tokens_decoder()
-    assert repr(ours) == repr(_theirs(tmp_path)._tokenizer.get_added_tokens_decoder())
-    assert sorted(token.content for token in ours.values()) == sorted(names)
 
 
 @pytest.mark.parametrize(
@@ -292,26 +287,6 @@ def test_text_after_a_prompt_does_not_repeat_it(tmp_path: Path) -> None:
     prompt, (first, *others) = ours.encode("日本").tolist(), ours.encode("語 the").tolist()
     assert decode_after(ours, prompt, [first]) == "\ufffd"
     assert decode_after(ours, prompt, [first, *others]) == decode_after(ours, [*prompt, first], others) == "語 the"
-
-
-def test_a_hub_cache_without_what_explains_its_tokenizer_is_completed(tmp_path: Path, monkeypatch: Any) -> None:
-    cache, remote, online = tmp_path / "cache", save_kind(tmp_path / "hub", "chatml").parent, [False]
-    shutil.copytree(remote, cache)
-    (cache / "tokenizer_config.json").unlink()
-
-    def download(name: str, allow_patterns: list[str], local_files_only: bool = False) -> str:
-        if not local_files_only and not online[0]:
-            raise OSError("no network")
-        if not local_files_only:
-            shutil.copytree(remote, cache, dirs_exist_ok=True)
-        return str(cache)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
-    eods = []
-    for online[0] in (False, True, False):
-        eods.append(build_tokenizer("org/name").eod_id)
-    assert eods == [298, 300, 300]
 
 
 def _export(folder: Path, data: dict[str, Any], source: Path | None = None) -> Path:

@@ -1,6 +1,5 @@
 """Streams: the same samples for every way of access, in every layout, whatever happens to readers."""
 
-import gzip
 import json
 import os
 import pickle
@@ -9,16 +8,13 @@ import re
 import sys
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from itertools import islice, product
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
-from pyarrow import ipc
 
 from tests.reference.sources import define
+from tests.unit.record_cases import write_records
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data import raw_text, shards, stream_reader
@@ -40,35 +36,12 @@ def texts_of(shard, count=60):
     return [f"{shard}.{number}:{'abcdefgh' * 3}"[: numbers.randint(0, 29)] for number in range(count)]
 
 
-def write_jsonl(path, texts):
-    content = "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts).encode()
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
-
-
-def write_parquet(path, texts):
-    pq.write_table(pa.table({"id": list(range(len(texts))), "text": texts}), path, row_group_size=7)
-
-
-def write_arrow(path, texts, opened=ipc.new_file):
-    table = pa.table({"text": pa.array(texts, pa.large_string()), "id": list(range(len(texts)))})
-    with opened(str(path), table.schema) as writer:
-        writer.write_table(table, max_chunksize=9)
-
-
-WRITERS = {
-    **dict.fromkeys(("jsonl", "jsonl.gz"), write_jsonl),
-    "parquet": write_parquet,
-    "arrow": write_arrow,
-    "stream.arrow": partial(write_arrow, opened=ipc.new_stream),
-}
-
-
 @pytest.fixture
 def folder(tmp_path):
     """Five shards, one of each kind."""
     (tmp_path / "data").mkdir()
-    for number, (ending, write) in enumerate(WRITERS.items()):
-        write(tmp_path / "data" / f"{number}.{ending}", texts_of(number))
+    for number, ending in enumerate(("jsonl", "jsonl.gz", "parquet", "arrow", "stream.arrow")):
+        write_records(tmp_path / "data" / f"{number}.{ending}", texts_of(number))
     return tmp_path
 
 
@@ -109,7 +82,7 @@ def test_every_document_is_read_equally_often(tmp_path, sizes, num_readers):
     """Whatever the number of readers, a file's share of the tokens is its share of the documents."""
     (tmp_path / "data").mkdir()
     for number, size in enumerate(sizes):
-        write_jsonl(tmp_path / "data" / f"{number:02}.jsonl", [chr(ord("A") + number) * 15] * size)
+        write_records(tmp_path / "data" / f"{number:02}.jsonl", [chr(ord("A") + number) * 15] * size)
     source = source_of(tmp_path, num_readers=num_readers, split="1,0,0")
     counts = torch.zeros(257, dtype=torch.int64)
     for index in range(4 * 16 * sum(sizes) // SEQ):  # in four epochs
@@ -159,7 +132,7 @@ def test_a_source_goes_on_from_its_state_without_reading_again(folder, monkeypat
 
 
 def test_a_worker_s_error_is_the_sentence_alone(folder):
-    write_jsonl(folder / "data" / "0.jsonl", ["x"] * 200)
+    write_records(folder / "data" / "0.jsonl", ["x"] * 200)
     (folder / "data" / "0.jsonl").open("a").write("{\n")
     for workers in (0, 1):
         settings = {"paths": [str(folder / "data" / "0.jsonl")], "num_readers": 1, "split": "1,0,0"}
@@ -174,17 +147,12 @@ def test_a_worker_s_error_is_the_sentence_alone(folder):
         loader.close()
 
 
-def test_validation_is_in_order_and_has_no_labels_after_its_end(folder):
+def test_held_out_samples_have_no_labels_after_their_end(folder):
     source = source_of(folder, "validation")
-    defined = defined_of(source)
-    found = {index: source[index] for index in [*range(200), 10**9]}
-    assert all(digest(sample) == digest(defined[index]) for index, sample in found.items())
-    has_labels = [bool((found[index][1] != IGNORED_LABEL).all()) for index in found]
-    assert has_labels[:3] == [True] * 3 and has_labels[-4:] == [False] * 4
-    assert set(found[10**9][0].tolist()) == {EOD}
-    assert len(source) == UNKNOWN_LENGTH
-    assert len(source_of(folder, "validation", split="1,0,0")) == 0
-    assert len(source_of(folder, "validation", split="1,0.0001,0")) == 0  # not one record
+    assert (source[0].labels != IGNORED_LABEL).all() and (source[10**9].labels == IGNORED_LABEL).all()
+    assert set(source[10**9].tokens.tolist()) == {EOD}
+    lengths = [len(source_of(folder, "validation", split=split)) for split in ("8,1,1", "1,0,0", "1,0.0001,0")]
+    assert lengths == [UNKNOWN_LENGTH, 0, 0]  # of the last one, there is not one record
 
 
 def test_streams_are_blended_by_weights(folder):
@@ -256,52 +224,40 @@ def failing(monkeypatch, times):
     monkeypatch.setattr(shards, "read_pieces", read)
 
 
-@pytest.fixture
-def long_file(tmp_path):
+def test_reading_is_tried_again_and_then_the_reader_is_named(tmp_path, monkeypatch, waits, capsys):
     (tmp_path / "data").mkdir()
-    write_parquet(tmp_path / "data" / "one.parquet", [f"{number:07}" for number in range(2000)])
-    return tmp_path
-
-
-def test_reading_is_tried_again(long_file, monkeypatch, waits, capsys):
-    expected = samples_of(source_of(long_file, num_readers=1), range(1500))
+    write_records(tmp_path / "data" / "one.parquet", [f"{number:07}" for number in range(2000)])
+    expected = samples_of(source_of(tmp_path, num_readers=1), range(1500))
     failing(monkeypatch, 2)
-    assert samples_of(source_of(long_file, num_readers=1, cache="other"), range(1500)) == expected
+    assert samples_of(source_of(tmp_path, num_readers=1, cache="other"), range(1500)) == expected
     assert waits[:14] == [1, 2] * 7  # a piece of 256 records that was read lets the counting begin again
     told = capsys.readouterr().err.splitlines()
     assert len(told) == len(waits)
     assert told[1].startswith("reader 0 of 1: ") and "one.parquet cannot be read (Connection reset); " in told[1]
     assert told[1].endswith("trying again in 2 s (2 of 5 tries failed)")
 
-
-def test_a_dead_reader_is_named(long_file, monkeypatch, waits):
     failing(monkeypatch, 10**9)
-    source = source_of(long_file, num_readers=2)
-    with pytest.raises(RunError) as error:
-        samples_of(source, range(500))
-    for words in ("reader 1 of 2", "one.parquet cannot be read (Connection reset) from record 257 on, 5 times"):
-        assert words in str(error.value)
-    assert "\n" not in str(error.value) and waits == [1, 2, 4, 8]
-    with pytest.raises(RunError):  # asked again, it does not take the error for the end of the data
-        source[499]
+    waits.clear()
+    source = source_of(tmp_path, num_readers=2)
+    for _ in range(2):  # asked again, it does not take the error for the end of the data
+        with pytest.raises(RunError) as error:
+            samples_of(source, range(499, 500))
+    problem = "one.parquet cannot be read (Connection reset) from record 257 on, 5 times"
+    assert "reader 1 of 2: " in str(error.value) and problem in str(error.value)
+    assert "\n" not in str(error.value) and waits == [1, 2, 4, 8] * 2
 
 
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
         ("a.jsonl", b'{"text": "x"}\n{"body": "x"}\n', ["a.jsonl:2", 'no text under "text"', "data.text_key"]),
-        ("a.parquet", {"body": ["x"]}, ["a.parquet", 'has no column "text"; it has body']),
         ("a.arrow", b"ARROW1\0\0", ["a.arrow", "is damaged"]),
         ("a.jsonl", b"\n\n", ["data.paths = ", "have no text for training", "data.split"]),
-        ("a.csv", b"x", ["no file in the folder ends with .jsonl, .parquet, .arrow"]),
     ],
 )
 def test_damaged_files_are_one_sentence(tmp_path, name, content, words, waits):
     (tmp_path / "data").mkdir()
-    if isinstance(content, dict):
-        pq.write_table(pa.table(content), tmp_path / "data" / name)
-    else:
-        (tmp_path / "data" / name).write_bytes(content)
+    (tmp_path / "data" / name).write_bytes(content)
     with pytest.raises(ConfigError) as error:
         open_source(source_of(tmp_path, num_readers=1, split="1,0,0").request)
     assert "\n" not in str(error.value) and waits == []
@@ -351,7 +307,7 @@ def test_a_dataset_of_the_hub_is_streamed_by_its_files(tmp_path, monkeypatch, wa
 
     (tmp_path / "data").mkdir()
     for number in range(3):
-        write_parquet(tmp_path / "data" / f"{number}.parquet", texts_of(number, 600))
+        write_records(tmp_path / "data" / f"{number}.parquet", texts_of(number, 600))
     load, asked = datasets.load_dataset, []
 
     def load_folder(name, config, **settings):
@@ -376,7 +332,7 @@ def test_a_dataset_of_the_hub_is_streamed_by_its_files(tmp_path, monkeypatch, wa
 
 def test_validation_on_readers_without_samples_is_refused_at_the_start(tmp_path):
     (tmp_path / "data").mkdir()
-    write_jsonl(tmp_path / "data" / "a.jsonl", ["abcdefgh" * 9] * 8)
+    write_records(tmp_path / "data" / "a.jsonl", ["abcdefgh" * 9] * 8)
     settings = {
         "job": {"dump_folder": str(tmp_path / "run")},
         "data": {"dataset": "hf", "paths": [str(tmp_path / "data")], "num_readers": 2, "split": "8,2,0"},
@@ -392,12 +348,12 @@ def test_validation_on_readers_without_samples_is_refused_at_the_start(tmp_path)
 
 
 def test_skipped_records_are_no_documents(folder, capfd):
-    """So the samples are a function of the data alone, also where another process goes on at a bookmark."""
+    """So the samples are a function of the data alone, also where another process goes on from a state."""
     lines = (folder / "data" / "0.jsonl").read_bytes().splitlines()
     for bad in (b"{", b'{"id": 1}', b'{"text": "\xff"}', b'{"text": "\\ud800"}', b"[1]"):
         lines.insert(3, bad)
     (folder / "data" / "0.jsonl").write_bytes(b"\n".join(lines))
-    write_parquet(folder / "data" / "5.parquet", [*texts_of(5), None])
+    write_records(folder / "data" / "5.parquet", [*texts_of(5), None])
     skipping = {"bad_lines": "skip", "split": "1,0,0"}
     source = source_of(folder, **skipping)
     indices = range(3 * 256)
@@ -409,6 +365,6 @@ def test_skipped_records_are_no_documents(folder, capfd):
     assert re.search(r"reader \d of 3 skipped .* \(\d of [\d,]+ records so far\)", told)
     assert samples_of(source_of(folder, **skipping), indices[::-7]) == {n: expected[n] for n in indices[::-7]}
     stopping = source_of(folder, split="1,0,0")
-    stopping.load_state_dict(source.state_dict())  # whose bookmarks do not lead past bad records
+    stopping.load_state_dict(source.state_dict())  # whose states do not lead past bad records
     with pytest.raises(ConfigError, match=r'set data.bad_lines to "skip"'):
         stopping[3 * 512]

@@ -1,42 +1,19 @@
-"""What T5's encoder and decoder see, its initial weights and its sizes."""
+"""T5's initial weights, its sizes and what it cannot do."""
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
-from pydantic import ValidationError
 
 from tests.reference.masks import take_definitions
-from tests.unit.hugging_face_cases import random_model, t5_config
+from tests.unit.hugging_face_cases import t5_config
+from titan_like.config import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.models.layers.positions import RelativeBias, bucket_of
 from titan_like.models.registry import build_model, flavors
 from titan_like.models.t5.config import T5Config
-
-ENCODER = 14  # positions
-
-
-def test_decoders_see_all_of_the_encoder_and_their_own_past() -> None:
-    model = random_model(t5_config()).eval()
-    tokens = torch.arange(24)[None]
-
-    def changes(position: int) -> torch.Tensor:
-        """Which of the decoder's ten logits change with the token at a position."""
-        other = tokens.clone()
-        other[0, position] = 77
-        found = (model(tokens, encoder_len=ENCODER) - model(other, encoder_len=ENCODER))[..., :101]
-        return found.abs().amax(-1)[0] > 1e-9
-
-    assert changes(0).all() and changes(ENCODER - 1).all()
-    for position in range(10):
-        assert changes(ENCODER + position).tolist() == [later >= position for later in range(10)]
-
-
-def test_logits_do_not_depend_on_the_length_of_what_is_not_seen() -> None:
-    model = random_model(t5_config()).eval()
-    tokens = torch.arange(40)[None] % 101
-    whole, part = (model(tokens[:, :length], encoder_len=ENCODER) for length in (40, 20))
-    torch.testing.assert_close(whole[:, :6, :101], part[..., :101])
 
 
 @pytest.mark.parametrize("mlp", ["gated_gelu", "relu"])
@@ -72,23 +49,6 @@ def test_gradients_of_the_bias_are_added_up_in_more_than_half_precision(dtype: t
     torch.testing.assert_close(gradient_of_table(dtype, True), gradient_of_table(torch.float64), **limits)
 
 
-@pytest.mark.parametrize(
-    ("values", "told"),
-    [
-        ({"num_position_buckets": 32, "max_position_distance": 16}, "max_position_distance 16 .* at least 17"),
-        ({"num_position_buckets": 7, "max_position_distance": 2}, "max_position_distance 2 .* at least 4"),
-        (
-            {"head_size": 0, "num_attention_heads": 5},
-            "num_attention_heads 5 does not divide hidden_size 48; .*head_size",
-        ),
-        ({"num_decoder_layers": 5}, "num_decoder_layers 5 of num_layers 5 leave a stack without layers"),
-    ],
-)
-def test_shapes_that_cannot_be_are_refused(values: dict[str, int], told: str) -> None:
-    with pytest.raises(ValidationError, match=told):
-        t5_config(**values)
-
-
 def test_the_least_distance_has_a_bucket_everywhere() -> None:
     distance = torch.arange(-300, 301)
     for buckets in (4, 5, 7, 32, 33):
@@ -106,3 +66,10 @@ def test_flavors_have_the_sizes_of_the_released_models(name: str, millions: floa
     config = T5Config.model_validate(flavors("t5")[name])
     assert config.num_parameters() / 1e6 == pytest.approx(millions, abs=0.05)
     assert config.num_decoder_layers == config.num_encoder_layers
+
+
+@pytest.mark.parametrize(("script", "family"), [("evaluate", "t5"), ("evaluate", "bert"), ("generate", "bert")])
+def test_what_needs_the_next_token_is_refused_in_one_sentence(script: str, family: str) -> None:
+    main = importlib.import_module(f"titan_like.commands.{script}").main
+    with pytest.raises(ConfigError, match=f'model.family = "{family}": .* not the next token; choose a causal'):
+        main([f"--model.family={family}", "--training.steps=1"])

@@ -10,7 +10,6 @@ from titan_like.metrics.step_timeline import (
     StepTimeline,
     as_simulated,
     chrome_trace,
-    clock_offset,
     measured,
     simulated,
 )
@@ -67,15 +66,6 @@ def test_messages_are_exposed_communication_and_not_in_the_simulated_bubble():
     assert as_simulated(step).mean_seconds() == pytest.approx(step.mean_seconds())
 
 
-@pytest.mark.parametrize("transfer", [0.0, 0.25])
-def test_shares_of_a_rank_sum_to_the_step(transfer):
-    step = unit_step("interleaved_1f1b", transfer=transfer)
-    for share in rank_shares(step):
-        assert share.compute == pytest.approx(8 * 2 * 3)
-        assert share.compute + share.bubble + share.exposed_communication + share.other == pytest.approx(step.seconds)
-        assert share.other == pytest.approx(0)
-
-
 def test_slowest_stage():
     step = simulated("1f1b", 4, 1, 8, lambda action: unit_time(action) * (1.5 if action.stage == 2 else 1))
     found = figures(step)
@@ -110,14 +100,6 @@ def test_ranks_with_different_clocks_come_onto_one():
         assert (got.start, got.end) == pytest.approx((expected.start, expected.end), abs=found.clock_error + 1e-9)
     assert found.clock_error == pytest.approx(0.001)
     assert {phase.rank for phase in found.phases} == set(range(4))
-
-
-def test_clock_offset_lies_within_its_bounds():
-    reference = [(0.0, 1.0), (2.0, 2.5)]
-    offset, error = clock_offset(reference, [(100.2, 101.1), (102.1, 102.4)])
-    assert offset == pytest.approx(100, abs=error)
-    assert 0 < error <= 0.5
-    assert clock_offset([(0.0, 1.0)], [(0.5, 1.0)])[0] == 0  # one clock
 
 
 def test_timeline_notes_passes_waits_and_phases(tmp_path):
@@ -188,26 +170,3 @@ def test_trace_keeps_to_the_trace_event_format(schedule):
             (1e6 * expected.start, 1e6 * (expected.end - expected.start))
         )
         assert (found["args"]["stage"], found["args"]["microbatch"]) == expected.action[1:]
-
-
-def test_arrows_of_a_trace_join_passes_of_two_ranks():
-    events = chrome_trace(unit_step())["traceEvents"]
-    starts = {e["id"]: e for e in events if e["ph"] == "s"}
-    ends = {e["id"]: e for e in events if e["ph"] == "f"}
-    assert starts.keys() == ends.keys()
-    assert len(starts) == 2 * 3 * 8  # forward and backward over three borders
-    slices = [e for e in events if e["ph"] == "X" and "args" in e]
-
-    def around(arrow):
-        return [
-            e
-            for e in slices
-            if e["pid"] == arrow["pid"] and e["tid"] == arrow["tid"] and e["ts"] <= arrow["ts"] < e["ts"] + e["dur"]
-        ]
-
-    for number, start in starts.items():
-        (maker,), (taker,) = around(start), around(ends[number])
-        assert abs(maker["pid"] - taker["pid"]) == 1
-        assert maker["args"]["microbatch"] == taker["args"]["microbatch"]
-        assert maker["args"]["pass"] == taker["args"]["pass"]
-        assert start["ts"] <= ends[number]["ts"]

@@ -162,9 +162,11 @@ def test_a_name_of_the_hub_is_its_tokenizer_json(tokenizer_json, tmp_path, monke
         assert "\n" not in str(error.value)
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, name, **_: None)
     assert build_tokenizer("org/name").encode("to be").tolist() == [1, 2]
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)  # no longer needed
-    assert tokenizer_files("org/name") == [path]
-    assert asked[-2:] == [("org/name", False), ("org/name", True)]
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert tokenizer_files("org/name") == [path] and asked[-1] == ("org/name", False)  # which completes the cache
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)  # so what is there has to do
+    assert tokenizer_files("org/name") == [path] and asked[-1] == ("org/name", True)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
     (tmp_path / "a.txt").write_text("to be")
     tokenized = tokenize_files(Job([tmp_path / "a.txt"], "org/name"), tmp_path / "out")
     assert tokenized.documents == 1

@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.summary.writer.record_writer import RecordWriter
 
 from tests.unit.test_console import RATES, UNKNOWN_PEAK
 from tests.unit.test_console import record as record_of_console
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.metrics.run_files import lacks_validation
-from titan_like.metrics.writers import JsonLinesWriter, TensorBoardWriter, WandbWriter, build_writers, check_wandb
+from titan_like.metrics.writers import JsonLinesWriter, TensorBoardWriter, WandbWriter, check_wandb
 
 CONTRACT_KEYS = [
     "step", "loss", "grad_norm", "lr", "consumed_samples", "consumed_tokens", "global_batch_size", "step_time_s",
@@ -106,17 +105,6 @@ def test_resuming_drops_later_steps_and_a_torn_line(tmp_path, start):
     assert [line["step"] for line in read_lines(path)] == [*range(1, min(start, 5) + 1), start + 1]
     aside = ["metrics.1.jsonl"] if start == 0 else []  # a run that starts anew loses nothing
     assert sorted(found.name for found in tmp_path.glob("*.jsonl")) == [*aside, "metrics.jsonl"]
-
-
-def test_earlier_runs_keep_their_numbers(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    for run in range(1, 13):
-        write_all(JsonLinesWriter(path, 0, f"run {run}"), [record(run)])
-        JsonLinesWriter(path, run, f"run {run}").close()  # it resumes
-        if run == 4:
-            (tmp_path / "metrics.2.jsonl").unlink()  # which leaves a gap
-    steps = {found.name: [line["step"] for line in read_lines(found)] for found in tmp_path.glob("*.jsonl")}
-    assert steps == {"metrics.jsonl": [12]} | {f"metrics.{run}.jsonl": [run] for run in range(1, 12) if run != 2}
 
 
 def test_a_run_that_ended_before_its_first_step_has_no_file_of_its_own(tmp_path):
@@ -232,24 +220,6 @@ def test_a_whole_last_line_without_its_newline_is_kept_and_what_is_no_line_dropp
     assert [line["step"] for line in read_lines(path)] == [1, 2, 3]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of the thread that writes
-def test_a_full_disk_ends_tensorboard_s_files_with_one_line(tmp_path, monkeypatch, capfd):
-    writer, written = TensorBoardWriter(tmp_path, 0), RecordWriter.write
-
-    def no_room(*_):
-        raise OSError(28, "No space left on device")
-
-    write(writer, record(1))
-    monkeypatch.setattr(RecordWriter, "write", no_room)
-    for step in range(2, 9):
-        write(writer, record(step))
-    monkeypatch.setattr(RecordWriter, "write", written)
-    write_all(writer, [record(9)])
-    assert capfd.readouterr().out == (
-        f"{tmp_path} cannot be written (No space left on device) and gets no more figures; metrics.jsonl has them\n"
-    )
-
-
 def numbers(item):
     return {key: value for key, value in item.as_dict().items() if value is not None}
 
@@ -271,13 +241,6 @@ def test_tensorboard_has_the_same_keys_and_values(tmp_path):
     assert list(found) == [1, 2, 3]
     for item in RECORDS:  # TensorBoard keeps float32
         assert found[item.step] == pytest.approx(numbers(item), rel=1e-6, nan_ok=True)
-
-
-def test_tensorboard_goes_on_after_a_resume_with_no_step_twice(tmp_path):
-    write_all(TensorBoardWriter(tmp_path, 0), [record(step) for step in range(1, 6)])
-    write_all(TensorBoardWriter(tmp_path, 3), [record(step, loss=9.0) for step in range(4, 7)])
-    losses = {step: values["loss"] for step, values in tensorboard_scalars(tmp_path).items()}
-    assert losses == pytest.approx({1: 5.0, 2: 2.5, 3: 5 / 3, 4: 9.0, 5: 9.0, 6: 9.0})
 
 
 @pytest.fixture
@@ -352,15 +315,3 @@ def test_online_without_a_key_is_refused(no_key):
     with pytest.raises(ConfigError, match=r'metrics\.wandb_mode = "online": no wandb key .* use "offline"'):
         check_wandb(wandb_config("online").metrics)
     check_wandb(JobConfig.model_validate({"metrics": {"wandb_mode": "online"}}).metrics)  # wandb is off
-
-
-def test_writers_are_those_that_are_asked_for(tmp_path, no_key):
-    def kinds(**metrics):
-        config = JobConfig.model_validate({"job": {"dump_folder": str(tmp_path / "new")}, "metrics": metrics})
-        writers = build_writers(config, 0, "ours")
-        for writer in writers:
-            writer.close()
-        return [type(writer) for writer in writers]
-
-    assert kinds() == [JsonLinesWriter]
-    assert kinds(tensorboard=True, wandb=True) == [JsonLinesWriter, TensorBoardWriter, WandbWriter]

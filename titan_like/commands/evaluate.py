@@ -125,7 +125,7 @@ def score(
         Task → figure → value, and what the harness returns if it is asked for.
     """
     from titan_like.checkpoint.inference import load_parallel_model
-    from titan_like.data.tokenizer import check_vocabulary, tokenizer_of
+    from titan_like.data.tokenizer import tokenizer_of
     from titan_like.evaluate.scoring import Scorer
     from titan_like.evaluate.tasks import open_tasks, run_tasks
     from titan_like.parallel.mesh import build_mesh
@@ -139,8 +139,7 @@ def score(
     check_meeting()
     config, shape, layout = resolve_for_inference(config, world_size)
     check_sequence(config, shape, layout)
-    tokenizer = tokenizer_of(config.data)
-    check_vocabulary(config.data.tokenizer, tokenizer, shape.vocab_size)
+    tokenizer = tokenizer_of(config.data, shape.vocab_size)
     tasks = open_tasks(named, tokenizer, windows)
     names = options.lm_eval.split(",") if options.lm_eval else []
     if names:

@@ -67,11 +67,10 @@ def main(argv: list[str]) -> int:
     is_folder = options.output.endswith("/") or os.path.isdir(prefix)
     require(not is_folder, "--output", options.output, problem)
     unfinished = Path(f"{prefix}.unfinished")
-    is_interrupted = os.path.exists(unfinished)  # perhaps after .bin, or .idx too, was moved to its place
-    are_moved = is_interrupted and not any(os.path.exists(unfinished / name) for name in ("tokens.bin", "index"))
-    for path, is_moved in ((Path(f"{prefix}.bin"), is_interrupted), (Path(f"{prefix}.idx"), are_moved)):
-        problem = f"{path} exists; remove it or name another place"
-        require(is_moved or not os.path.exists(path), "--output", str(prefix), problem)
+    for ending in ("bin", "idx"):
+        is_moved = ending == "bin" and unfinished.exists()  # by a job that was interrupted then
+        problem = f"{prefix}.{ending} exists; remove it or name another place"
+        require(is_moved or not os.path.exists(f"{prefix}.{ending}"), "--output", str(prefix), problem)
     tokens = TokenOptions(options.bos, options.eod_token, options.split_special_tokens == "true")
     build_tokenizer(options.tokenizer, "--tokenizer", tokens)
     files = find_files(options.input, "--input")

@@ -7,13 +7,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
 
 from titan_like.config.errors import ConfigError, require
 from titan_like.data.batch import Batch
 from titan_like.data.permutation import Permutation
-from titan_like.data.source import DataRequest, Source, digest_of, epoch_order
+from titan_like.data.source import UNKNOWN_LENGTH, DataRequest, Source, digest_of, epoch_order
 
 BLOCK = 4096  # samples; in each block every source has its share, to within one sample
 PERIOD = 4096  # blocks after which every source has had exactly its share
@@ -36,16 +36,12 @@ def shares_of(paths: Sequence[str | float], one_source_each: bool) -> list[Share
     names = [path for path in paths if isinstance(path, str)]
     if len(names) == len(paths):
         return [Share(None, [path]) for path in names] if one_source_each and len(paths) > 1 else [Share(None, names)]
-    rule, shares = "weights and paths must come in turn, and", list[Share]()
-    problem = f"{rule} the last weight has no path; put quotes around a path of digits"
-    require(len(paths) % 2 == 0, "data.paths", paths, problem)
-    for weight, path in zip(paths[::2], paths[1::2], strict=True):
-        problem = f"{rule} this stands for a weight; give a positive number"
-        require(not isinstance(weight, str) and weight > 0, "data.paths", weight, problem)
-        problem = f'{rule} this stands for a path; write a path in quotes: "{path:g}"' if path != str(path) else ""
-        require(isinstance(path, str), "data.paths", path, problem)
-        shares.append(Share(float(weight), [str(path)]))
-    return shares
+    pairs = list(zip_longest(paths[::2], paths[1::2]))
+    problem = 'weights and paths must come in turn, as in [0.7, "web", 0.3, "2024"], with positive weights'
+    for weight, path in pairs:
+        is_pair = not isinstance(weight, str) and weight > 0 and isinstance(path, str)
+        require(is_pair, "data.paths", paths, problem)
+    return [Share(float(weight), [str(path)]) for weight, path in pairs]
 
 
 class Blend:
@@ -61,13 +57,12 @@ class Blend:
     multiple of R. Reader r has the places r, r + R, …, so it needs only its own samples of every source.
     """
 
-    def __init__(self, weights: Sequence[float], seed: int, num_readers: int | None = None) -> None:
-        """``weights`` are positive; only their ratios count. Without readers the samples are those of a single one.
+    def __init__(self, weights: Sequence[float], seed: int, num_readers: int = 1) -> None:
+        """``weights`` are positive; only their ratios count.
 
         Raises a `ValueError` if a weight is so small that its source would never be drawn.
         """
-        self.num_readers = num_readers or 1
-        self._key = ("blend", seed) if num_readers is None else ("stream", seed)
+        self.num_readers, self._seed = num_readers, seed
         self._slots = -(-BLOCK // self.num_readers)  # of a reader in a block
         total = self._slots * self.num_readers * PERIOD
         self.shares = apportion(weights, total)
@@ -77,7 +72,7 @@ class Blend:
         self._enumerated: dict[int, tuple[int, list[tuple[int, int]]]] = {}  # by reader: its last block
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Sample ``index`` of a blend without readers, as (number of the source, which of its samples it is).
+        """Sample ``index`` of a blend with one reader, as (number of the source, which of its samples it is).
 
         A source's samples in a block are in the order of their places before the permutation.
         """
@@ -116,7 +111,7 @@ class Blend:
         return found
 
     def _order(self, block: int, reader: int) -> Permutation:
-        return epoch_order(self._slots, *self._key, block, *((reader,) if self._key[0] == "stream" else ()))
+        return epoch_order(self._slots, "blend", self._seed, block, reader)
 
     def _before(self, reader: int, block: int) -> list[int]:
         """How many samples of each source a reader took in all blocks before ``block``."""
@@ -169,7 +164,9 @@ class BlendedSource(Source):
     its next one, in another order.
     """
 
-    def __init__(self, request: DataRequest, sources: Sequence[Source], weights: Sequence[float | None]) -> None:
+    def __init__(
+        self, request: DataRequest, sources: Sequence[Source], weights: Sequence[float | None], num_readers: int = 1
+    ) -> None:
         """``weights`` holds a weight for each source, or None for weights in proportion to the sources' samples.
 
         Raises a `ConfigError` if a source is empty or named twice, or has a weight so small that it is never drawn.
@@ -189,7 +186,7 @@ class BlendedSource(Source):
         self.names = names if len(set(names)) == len(names) else self.paths
         shares = [weights[number] or float(len(sources[number])) for number in present]
         try:
-            self.blend = Blend(shares or [1.0], request.seed)
+            self.blend = Blend(shares or [1.0], request.seed, num_readers)
         except ValueError as error:
             raise ConfigError("data.paths", request.section.paths, f"{error}; leave that source out") from None
 
@@ -219,9 +216,13 @@ class BlendedSource(Source):
 
     def drawn(self, num_samples: int) -> dict[str, float]:
         """Samples and epochs of each source after ``num_samples``, by ``samples/NAME`` and ``epochs/NAME``."""
+        each, more = divmod(num_samples, self.blend.num_readers)
+        counts = [self.blend.counts(each + (reader < more), reader) for reader in range(self.blend.num_readers)]
         found: dict[str, float] = {}
-        for name, source, count in zip(self.names, self.sources, self.blend.counts(num_samples), strict=True):
-            found |= {f"samples/{name}": count, f"epochs/{name}": count / len(source)}
+        for name, source, count in zip(self.names, self.sources, map(sum, zip(*counts, strict=True)), strict=True):
+            found[f"samples/{name}"] = count
+            if len(source) != UNKNOWN_LENGTH:
+                found[f"epochs/{name}"] = count / len(source)
         return found
 
     def described(self, micro_batch_size: int, num_ranks: int) -> str | None:
@@ -230,20 +231,12 @@ class BlendedSource(Source):
 
     @cached_property
     def _length_without_repetition(self) -> int:
-        def fits(samples: int) -> bool:
-            counts = self.blend.counts(samples)
-            return all(count <= len(source) for count, source in zip(counts, self.sources, strict=True))
+        def repeats(num_samples: int) -> bool:
+            counts = self.blend.counts(num_samples)
+            return any(count > len(source) for count, source in zip(counts, self.sources, strict=True))
 
-        blocks, too_many = 0, sum(map(len, self.sources)) // BLOCK + 1
-        while too_many - blocks > 1:
-            middle = (blocks + too_many) // 2
-            blocks, too_many = (middle, too_many) if fits(middle * BLOCK) else (blocks, middle)
-        left = [
-            len(source) - count for source, count in zip(self.sources, self.blend.counts(blocks * BLOCK), strict=True)
-        ]
-        for index in range(blocks * BLOCK, (blocks + 1) * BLOCK):
-            number = self.blend.locate(index)[0]
-            if left[number] == 0:
-                return index
-            left[number] -= 1
-        return (blocks + 1) * BLOCK
+        most = sum(map(len, self.sources)) + 1
+        start = BLOCK * (
+            bisect_left(range(0, most, BLOCK), True, key=repeats) - 1
+        )  # of the block that first repeats one
+        return start + bisect_left(range(start + 1, start + BLOCK), True, key=repeats)

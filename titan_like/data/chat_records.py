@@ -6,7 +6,7 @@
 | ``prompt`` and ``completion`` | lists of messages (TRL), of which those of the prompt are not learned |
 | ``prompt`` and ``answer`` or ``completion`` | two texts |
 
-``tools`` is a list for the template, and ``system`` the text of a first message. Lists may be given as JSON text.
+``tools`` is a list for the template, and ``system`` the text of a first message. Messages and tools may be JSON text.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _ROLES |= {"human": "user", "gpt": "assistant", "function_call": "assistant", "o
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a record says."""
+    """A record as messages for a chat template, and as a prompt and its answer if it is only that."""
 
     messages: list[dict[str, Any]]
-    num_given: int  # messages at the beginning that are not learned
+    num_given: int  # how many messages at the beginning are not learned
     tools: list[Any] | None
-    texts: tuple[str, str] | None  # prompt and answer, if the record has nothing else
+    texts: tuple[str, str] | None  # prompt and answer, of a record of two texts
 
 
 def read_conversation(record: Any) -> Conversation:
@@ -43,9 +43,6 @@ def read_conversation(record: Any) -> Conversation:
     texts, num_given = None, 0
     if isinstance(record, dict):
         record = {key: value for key, value in record.items() if value is not None}
-        lists = [_json_messages(record.get(key)) for key in ("prompt", "completion")]
-        if any(lists) and None not in lists:
-            record |= dict(zip(("prompt", "completion"), lists, strict=True))
     match record:
         case {"messages": messages} | {"conversations": messages}:
             pass
@@ -92,12 +89,3 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     if not isinstance(message.get("content"), str | list | None):
         raise BadRecord(f'the "content" of message {number} is neither text nor a list of parts')
     return {key: value for key, value in message.items() if value is not None}
-
-
-def _json_messages(value: Any) -> list[Any] | None:
-    """The list of messages that is given, perhaps as JSON text; None for any other value."""
-    with suppress(BadRecord):
-        messages = _parsed(value, list, "")
-        if all(isinstance(message, dict) and {"role", "from"} & message.keys() for message in messages):
-            return messages
-    return None

@@ -17,7 +17,7 @@ import torch
 from titan_like.data.batch import Batch
 from titan_like.data.packed import BY_RECORD, WHOLE, open_corpus, split_range, split_weights, token_fingerprint
 from titan_like.data.source import IGNORED_LABEL, DataRequest, Source, digest_of
-from titan_like.data.tokenizer import check_vocabulary, tokenizer_of
+from titan_like.data.tokenizer import tokenizer_of
 
 
 class ConversationSource(Source):
@@ -32,9 +32,7 @@ class ConversationSource(Source):
         super().__init__(request)
         section, size = request.section, request.seq_len
         wanted = split_range(split_weights(section.split), request.split)
-        tokenizer = tokenizer_of(section)
-        check_vocabulary(section.tokenizer, tokenizer, request.vocab_size)
-        self._eod_id = tokenizer.eod_id
+        self._eod_id = tokenizer_of(section, request.vocab_size).eod_id
         self._stored = open_corpus(section, request.cache_folder)
         self._lengths = self._stored.lengths[::2]
         own = [number for number in range(len(self._lengths)) if number * BY_RECORD % WHOLE in wanted]
@@ -77,13 +75,10 @@ class ConversationSource(Source):
         read = list(map(self._read, self._kept))
         tokens, answers = sum(len(one) for one, _ in read), sum(int(is_answer[1:].sum()) for _, is_answer in read)
         line = f"{len(self._kept):,} conversations in {len(self):,} samples | {tokens:,} tokens, {answers:,} of answers"
-        if not self._num_long:
-            return line
-        cut, left_out = self._num_long - self._num_left_out, self._num_left_out
-        line += (
-            f" | {self._num_long:,} longer than training.seq_len: {cut:,} cut, {left_out:,} left out that would have"
-        )
-        return f"{line} no answer"
+        if self._num_long:
+            line += f" | {self._num_long:,} longer than training.seq_len were cut"
+            line += f", {self._num_left_out:,} of which had no answer left and are left out"
+        return line
 
 
 def pack(lengths: list[int], size: int) -> list[list[int]]:

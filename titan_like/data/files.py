@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
+from yaml import YAMLError
 
 from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.config.paths import file_problem
@@ -130,39 +130,31 @@ def _splits_of_names(names: list[str]) -> dict[str, list[str]]:
 
 def _splits_of_readme(folder: Path, key: str, names: list[str]) -> dict[str, list[str]] | None:
     """Files by split, as the head of README.md says; None if it says nothing."""
+    from huggingface_hub import metadata_load  # which the package tokenizers brings
+
     try:
-        text = (folder / "README.md").read_text(encoding="utf-8-sig")
-        head = re.match(r"---[ \t]*\n(.*?)\n---", text, re.DOTALL)
-        configs = yaml.safe_load(head[1] if head else "")["configs"]
+        configs = (metadata_load(folder / "README.md") or {})["configs"]
         chosen = [one for one in configs if len(configs) == 1 or one["config_name"] == "default" or one.get("default")]
         names_of = ", ".join(one.get("config_name", "") for one in configs)
         problem = f"has several configurations ({names_of}); name the files or the folder of one"
         require(len(chosen) == 1, key, str(folder), problem)
-        inside = os.path.normpath(chosen[0].get("data_dir") or ".")
-        require(inside == ".", key, str(folder), f"its README.md reads the folder {inside} in it; name that folder")
-        stated = chosen[0]["data_files"]
+        inside = chosen[0].get("data_dir") or "."
+        if "data_files" not in chosen[0]:
+            below = [name for name in names if Path(name).is_relative_to(inside)]
+            return _splits_of_names(below) or (None if below == names else {"train": below})
+        stated, start = chosen[0]["data_files"], glob.escape(str(folder / inside))
         if not (isinstance(stated, list) and isinstance(stated[0], dict)):
             stated = [{"split": "train", "path": stated}]
         found = {}
         for entry in stated:
             patterns = [entry["path"]] if isinstance(entry["path"], str) else entry["path"]
-            matched = {pattern: _matching(folder, pattern).intersection(names) for pattern in patterns}
-            missing = [pattern for pattern in patterns if not matched[pattern]]
-            problem = f"its README.md names {', '.join(missing)} for training, which is not there"
-            is_there = entry["split"] != "train" or not missing
-            require(is_there, key, str(folder), f"{problem}; complete the folder, or name the files")
-            every = set().union(*matched.values())
-            found[entry["split"]] = [name for name in names if name in every]
+            paths = {path for one in patterns for path in glob.glob(os.path.join(start, one), recursive=True)}
+            found[entry["split"]] = [name for name in names if str(folder / name) in paths]
         return found
     except ConfigError:
         raise
-    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, yaml.YAMLError):
+    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, YAMLError):
         return None
-
-
-def _matching(folder: Path, pattern: str) -> set[str]:
-    found = glob.glob(os.path.join(glob.escape(str(folder)), pattern), recursive=True)
-    return {os.path.relpath(path, folder) for path in found}
 
 
 @cache

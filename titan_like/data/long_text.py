@@ -107,14 +107,12 @@ def _encode_long(tokenizer: Tokenizer, text: str) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def cut_text(parts: Iterable[str], find_cut: FindCut, before: str = "") -> Iterator[tuple[str, str, str]]:
+def cut_text(parts: Iterable[str], find_cut: FindCut) -> Iterator[tuple[str, str, str]]:
     """A text that comes in ``parts`` as pieces of at least `PIECE` characters, each between its context on both sides.
 
-    ``find_cut`` is given stretches of 2 · CONTEXT characters in turn until it finds a place in one. ``before`` is the
-    context before the first part.
+    ``find_cut`` is given stretches of 2 · CONTEXT characters in turn until it finds a place in one.
     """
-    text, begin = before, len(before)
-    at = begin + PIECE
+    text, begin, at = "", 0, PIECE
     for part in parts:
         text += part
         while len(text) - at >= 2 * CONTEXT:
@@ -124,5 +122,4 @@ def cut_text(parts: Iterable[str], find_cut: FindCut, before: str = "") -> Itera
                 yield text[max(0, begin - CONTEXT) : begin], text[begin:at], text[at : at + CONTEXT]
                 text, begin = text[at - CONTEXT :], CONTEXT
                 at = begin + PIECE
-    if len(text) > begin or (not before and begin == 0):
-        yield text[max(0, begin - CONTEXT) : begin], text[begin:], ""
+    yield text[max(0, begin - CONTEXT) : begin], text[begin:], ""

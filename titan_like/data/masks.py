@@ -1,4 +1,4 @@
-"""From a dataset's samples to a model's: its objective, and masks and positions of packed documents and of prefixes.
+"""Makes a model's samples of a dataset's: its objective, and masks and positions of packed documents and of prefixes.
 
 A document ends with its end-of-document token, and the next one begins after it. As with Megatron-LM:
 `reset_position_ids` counts positions from 0 in each document, `reset_attention_mask` keeps attention within documents,
@@ -11,7 +11,6 @@ section 3.2.1). With `reset_attention_mask` each document of a sample has a pref
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +19,7 @@ from torch.utils.data import Dataset
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data.batch import Batch
 from titan_like.data.masked_tokens import MaskedTokens, masked_tokens_of
+from titan_like.data.permutation import sample_generator
 from titan_like.data.sentence_pairs import Samples, SentencePairs, pair_tokens_of
 from titan_like.data.source import IGNORED_LABEL, Source
 from titan_like.data.span_corruption import SpanCorruption, span_corruption_of
@@ -72,7 +72,7 @@ class Masks(Dataset[Batch]):
         )
 
     def state_dict(self) -> dict[str, list[int]] | None:
-        """That of the dataset; see `titan_like.data.source.Source.state_dict`."""
+        """The dataset's state; see `titan_like.data.source.Source.state_dict`."""
         return self.samples.state_dict() if isinstance(self.samples, Source) else None
 
 
@@ -108,18 +108,9 @@ def document_starts(inputs: torch.Tensor, eod_id: int) -> torch.Tensor:
 def prefix_ends(first: torch.Tensor, seed: int, index: int) -> torch.Tensor:
     """Where the prefix of each token's segment ends, in sample ``index`` of the run: int64 [seq].
 
-    ``first``, int64 [seq], is where the segment begins. The segments of a sample are its documents, or one.
+    ``first``, int64 [seq], is where the segment begins. The segments of a sample are its documents, or one. The prefix
+    of a segment has any number of its tokens, 0 included, except all of them, with equal probability.
     """
     begins, sizes = torch.unique_consecutive(first, return_counts=True)
-    segments = zip(begins.tolist(), sizes.tolist(), strict=True)
-    ends = [begin + prefix_length(size, seed, index, begin) for begin, size in segments]
-    return torch.tensor(ends).repeat_interleave(sizes)
-
-
-def prefix_length(size: int, seed: int, index: int, begin: int) -> int:
-    """Tokens of the prefix of a segment of ``size`` tokens that begins at ``begin``: uniform from 0 to size - 1.
-
-    A function of the seed and the sample, so that every layout and every resumed run draws the same.
-    """
-    digest = hashlib.blake2b(repr((seed, index, begin)).encode(), digest_size=8, person=b"prefix").digest()
-    return int.from_bytes(digest, "little") % size
+    drawn = torch.from_numpy(sample_generator(b"prefixes", seed, index).random(len(begins)))
+    return (begins + (drawn * sizes).long()).repeat_interleave(sizes)

@@ -1,4 +1,4 @@
-"""From [data] to the splits of its dataset."""
+"""Opens the splits of the dataset that [data] names."""
 
 from __future__ import annotations
 
@@ -75,8 +75,10 @@ def open_source(request: DataRequest) -> Source:
         sources.append(source)
     if len(sources) == 1:
         return sources[0]
-    blend = BlendedStream if issubclass(dataset, StreamSource) else BlendedSource
-    return blend(request, sources, [share.weight for share in shares])
+    weights = [share.weight for share in shares]
+    if issubclass(dataset, StreamSource):
+        return BlendedStream(request, sources, weights, request.section.num_readers)
+    return BlendedSource(request, sources, weights)
 
 
 def _check_sample(sample: Any, request: DataRequest, dataset: str) -> None:

@@ -29,7 +29,7 @@ from titan_like.data.indexed import IndexedDataset, StoredTokens
 from titan_like.data.preprocess import SKIP, Job, tell, tokenize_files
 from titan_like.data.raw_text import KNOWN_ENDINGS, RECORD_ENDINGS, kind_of
 from titan_like.data.source import SPLITS, DataRequest, Source
-from titan_like.data.tokenizer import check_vocabulary, tokenizer_of
+from titan_like.data.tokenizer import tokenizer_of
 from titan_like.data.unfinished import removed_unless_renamed
 
 _LOOKED_AT = 64  # documents at the beginning of a dataset
@@ -112,8 +112,7 @@ class TextSource(PackedDataset):
         """
         section = request.section
         weights = split_weights(section.split)  # checked before the text is tokenized, which may take hours
-        tokenizer = tokenizer_of(section)
-        check_vocabulary(section.tokenizer, tokenizer, request.vocab_size)
+        tokenizer_of(section, request.vocab_size)  # likewise
         super().__init__(request, _split_of(open_corpus(section, request.cache_folder), weights, request))
 
 

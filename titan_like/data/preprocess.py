@@ -81,11 +81,10 @@ class Progress:
 
     fingerprint: str
     file: int = 0  # that is being read
-    end: int = 0  # of the last piece of it that is written
+    end: int = 0  # of the last piece of it that is written; a text is written whole
     record: int = 1  # the next one of it
     documents: int = 0  # of conversations, sequences
     tokens: int = 0
-    open_document: int = 0  # tokens of a document of which more is to come
     bad_lines: int = 0
 
 
@@ -113,12 +112,11 @@ def tokenize_files(job: Job, prefix: Path, num_workers: int = 0) -> Progress:
 
 def _complete(job: Job, prefix: Path, folder: Path, num_workers: int) -> Progress:
     """Write what is missing of a dataset; an interruption may have come at any moment."""
-    tokens, lengths, index, moved = folder / "tokens.bin", folder / "lengths.bin", folder / "index", f"{prefix}.idx"
+    tokens, index = folder / "tokens.bin", folder / "index"
     vocab_size = build_tokenizer(job.tokenizer, job.tokenizer_key, job.token_options).vocab_size
     dtype = token_dtype(vocab_size) if job.template is None else DTYPES[4]  # borders may be large
     output = _Output(folder, dtype, _read_progress(folder, job))
-    are_moved = (folder / "progress.json").exists() and os.path.exists(moved)
-    if tokens.exists() or not (index.exists() or are_moved):
+    if tokens.exists() or not index.exists():
         try:
             with output:
                 _write_tokens(job, output, num_workers)
@@ -127,15 +125,13 @@ def _complete(job: Job, prefix: Path, folder: Path, num_workers: int) -> Progres
                 raise ConfigError(job.key, str(job.files[0]), problem)
         except ConfigError:
             # With the folder, the corrected job would be refused.
-            if output.progress.documents == output.progress.open_document == 0:
+            if output.progress.documents == 0:
                 shutil.rmtree(folder)
             raise
-        sizes = np.memmap(lengths, "<i4", "r")
+        sizes = np.memmap(folder / "lengths.bin", "<i4", "r")
         write_index(index, dtype, sizes, range(0, len(sizes) + 1, job.num_sequences))
         os.replace(tokens, f"{prefix}.bin")
-    if index.exists():
-        os.replace(index, moved)
-    lengths.unlink(missing_ok=True)  # before the progress, which tells that this is the job that is complete
+    os.replace(index, f"{prefix}.idx")
     shutil.rmtree(folder)
     return output.progress
 
@@ -150,6 +146,8 @@ def _read_progress(folder: Path, job: Job) -> Progress:
         found = Progress(**json.loads((folder / "progress.json").read_text()))
     except (OSError, ValueError, TypeError):
         return Progress(job.fingerprint())
+    if not (folder / "tokens.bin").exists() and not (folder / "index").exists():  # both are where they belong
+        return Progress(job.fingerprint())
     if found.fingerprint != job.fingerprint() or (found.bad_lines and job.bad_lines == "stop"):
         problem = "an interrupted job with other input or settings is there; repeat that one, or delete the folder"
         raise ConfigError("--output", str(folder), problem)
@@ -162,6 +160,7 @@ class _Output:
     def __init__(self, folder: Path, dtype: np.dtype, progress: Progress) -> None:
         self.folder, self.dtype, self.progress = folder, dtype, progress
         self._files: dict[str, IO[bytes]] = {}
+        self._open = 0  # tokens of a text of which more is to come
 
     def __enter__(self) -> _Output:
         for name, size in (
@@ -173,22 +172,22 @@ class _Output:
         return self
 
     def add(self, tokens: np.ndarray, lengths: list[int], is_whole: bool, read: Progress) -> None:
-        """Append documents, and note what has been ``read`` by then; the last one goes on unless ``is_whole``."""
-        open_document = read.open_document
-        if lengths:
-            lengths = [lengths[0] + open_document, *lengths[1:]]
-            open_document = 0 if is_whole else lengths.pop()
+        """Append a part of a document or, if it ``is_whole``, documents, and note what has been ``read`` by then."""
         self._files["tokens"].write(tokens.tobytes())
+        if not is_whole:
+            self._open += len(tokens)
+            return
+        if lengths:
+            lengths[0] += self._open
         self._files["lengths"].write(np.array(lengths, "<i4").tobytes())
         # Only now, and all at once: an interruption, or a full disk, leaves the input and what is written of it alike.
-        written = read.documents + len(lengths), read.tokens + len(tokens)
-        self.progress = replace(read, documents=written[0], tokens=written[1], open_document=open_document)
+        self.progress = replace(read, documents=read.documents + len(lengths), tokens=read.tokens + sum(lengths))
+        self._open = 0
 
     def drop_open_document(self, read: Progress) -> None:
-        """Take back what is written of a document of which a part is bad."""
-        self.progress = replace(read, tokens=read.tokens - read.open_document, open_document=0)
-        self.save()  # a file may be longer than the progress says
+        """Take back what is written of a text of which a part is bad."""
         self._files["tokens"].truncate(self.progress.tokens * self.dtype.itemsize)
+        self.progress, self._open = read, 0
 
     def save(self) -> None:
         """Make everything so far outlast a crash."""
@@ -221,12 +220,13 @@ def _write_tokens(job: Job, output: _Output, num_workers: int) -> None:
                 raise ConfigError(job.key, place, problem if is_text else f"{problem}; {job.cure}")
             if before < _MOST_NAMED:
                 tell(f"skipped {place}: {problem}")
-        progress = replace(progress, bad_lines=progress.bad_lines + len(bad))
+        at = (number + 1, 0, 1) if is_text else (number, piece.end, piece.first_record + piece.num_records)
+        bad_lines, (file, end, record) = progress.bad_lines + len(bad), at
+        progress = replace(progress, bad_lines=bad_lines, file=file, end=end, record=record)
         if bad and is_text:
-            output.drop_open_document(replace(progress, file=number + 1, end=0, record=1))
+            output.drop_open_document(progress)
         else:
-            record = piece.first_record + piece.num_records
-            output.add(tokens, lengths, piece.is_whole, replace(progress, file=number, end=piece.end, record=record))
+            output.add(tokens, lengths, not piece.after, progress)
         done = (sum(sizes[:number]) + share * sizes[number]) / sum(sizes)
         done_before = done if done_before is None else done_before
         now = time.monotonic()

@@ -25,17 +25,14 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from titan_like.config.errors import ConfigError, require
 from titan_like.data.batch import Batch
+from titan_like.data.raw_text import UnreadableError
 from titan_like.data.sentence_pairs import ADDED, PairTokens, pair_tokens_of
 from titan_like.data.source import IGNORED_LABEL, DataRequest, Source
-from titan_like.data.tokenizer import Tokenizer, check_vocabulary, tokenizer_of
+from titan_like.data.tokenizer import Tokenizer, tokenizer_of
 from titan_like.models.config import NUM_OPTIONS
 
 MOST_OF_QUESTION = 128  # tokens of a question with an option
 FOLDERS = {"train": "train", "validation": "dev", "test": "test"}
-
-
-class RaceError(ValueError):
-    """A folder that is not RACE's. The message is the predicate of a sentence about it."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +68,11 @@ class Record(BaseModel):
 def read_questions(folder: Path, tokenizer: Tokenizer) -> list[Question]:
     """All questions of the files in a folder and its subfolders, in the order of the files' names.
 
-    Raises `RaceError` if there are none, or a file is not in RACE's format.
+    Raises `UnreadableError` if there are none, or a file is not in RACE's format.
     """
     records = [(file.parent.name, record) for file in sorted(folder.rglob("*.txt")) for record in _records(file)]
     if not any(record.questions for _, record in records):
-        raise RaceError("has no .txt files with questions; name a folder of RACE, such as RACE/test")
+        raise UnreadableError("has no .txt files with questions; name a folder of RACE, such as RACE/test")
     passages = tokenizer.encode_all([_clean(record.article) for _, record in records])
     texts = [
         _clean(question.replace("_", option) if "_" in question else f"{question} {option}")
@@ -103,7 +100,7 @@ def _records(file: Path) -> Iterator[Record]:
                 yield Record.model_validate_json(line)
         except ValidationError:
             problem = f"has no article with questions, {NUM_OPTIONS} options each and answers in line {number} of"
-            raise RaceError(f"{problem} {file.name}; get the data set anew") from None
+            raise UnreadableError(f"{problem} {file.name}; get the data set anew") from None
 
 
 class RaceSource(Source):
@@ -117,13 +114,12 @@ class RaceSource(Source):
         section = request.section
         problem = 'dataset "race" needs one folder, in which train, dev and test are'
         require(len(section.paths) == 1, "data.paths", section.paths, problem)
-        tokenizer = tokenizer_of(section)
-        check_vocabulary(section.tokenizer, tokenizer, request.vocab_size)
+        tokenizer = tokenizer_of(section, request.vocab_size)
         self._around = pair_tokens_of(section.tokenizer, tokenizer, request.vocab_size)
         folder = Path(section.paths[0]) / FOLDERS[request.split]
         try:
             self._questions = read_questions(folder, tokenizer)
-        except RaceError as error:
+        except UnreadableError as error:
             raise ConfigError("data.paths", str(folder), str(error)) from None
 
     def __len__(self) -> int:

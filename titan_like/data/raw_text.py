@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from titan_like.config.errors import ConfigError, first_line
-from titan_like.data.long_text import CONTEXT, FindCut, cut_text
+from titan_like.data.long_text import FindCut, cut_text
 
 JSON_ENDINGS = (".jsonl", ".ndjson", ".jsonlines", ".json")
 RECORD_ENDINGS = (".jsonl", ".parquet", ".arrow", *JSON_ENDINGS[1:])
@@ -44,7 +44,7 @@ Key = str | tuple[str, ...]
 
 
 class UnreadableError(ValueError):
-    """A file that cannot be read to its end; the message is the predicate of a sentence."""
+    """A file or folder that cannot be used; the message is the predicate of a sentence about it."""
 
 
 class ReadFailure(UnreadableError):  # noqa: N818
@@ -63,14 +63,9 @@ class Piece:
     content: bytes | list[Any]  # whole lines; rows or elements of an array; a text, or the `BadRecord` it is
     first_record: int  # line or row of the file with which it begins, from 1
     num_records: int
-    end: int  # where to go on: bytes, uncompressed, or rows or elements of an array
-    before: str = ""  # text around the piece, which is tokenized with it; empty at the ends of a document
+    end: int  # where to go on: bytes, uncompressed, or rows or elements of an array; 0 in a text
+    before: str = ""  # text around a piece of a text, which is tokenized with it; empty at the ends of the file
     after: str = ""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the document ends with the piece."""
-        return not self.after
 
 
 def ending_of(path: Path) -> str:
@@ -123,9 +118,9 @@ def read_pieces(
 ) -> Iterator[tuple[Piece, float]]:
     """The pieces of a file from ``start`` on, each with the share of the file that has been read by then.
 
-    ``start`` is 0 or a `Piece.end`, and ``first_record`` the number of the record there. ``key`` names the columns of
-    a table. Nulls are left out of its rows: Arrow fills up each struct with the fields of the others. ``find_cut`` says
-    where a long text may be cut, as `long_text.find_cut` does; without it, anywhere.
+    ``start`` is 0, as always in a text, or a `Piece.end`, and ``first_record`` the number of the record there. ``key``
+    names the columns of a table. Nulls are left out of its rows: Arrow fills up each struct with the fields of the
+    others. ``find_cut`` says where a long text may be cut, as `long_text.find_cut` does; without it, anywhere.
 
     Raises:
         UnreadableError: the file is of no kind that can be read, is damaged, ends early, or lacks the column, or a
@@ -143,8 +138,8 @@ def read_pieces(
             yield from _rows([(0, records, 1.0)], start)
             return
         size = max(path.stat().st_size, 1)
-        read = _text if kind == "text" else _lines
-        for piece in read(partial(_content, path, file), start, first_record, find_cut):
+        chunks = _content(path, file, start)
+        for piece in _text(chunks, find_cut) if kind == "text" else _lines(chunks, start, first_record):
             yield piece, min(1.0, file.tell() / size)
 
 
@@ -194,10 +189,10 @@ def _decompressed(file: IO[bytes], compression: str) -> Iterator[bytes]:
         raise EOFError
 
 
-def _lines(content: Callable[[int], Iterable[bytes]], at: int, record: int, _: FindCut | None) -> Iterator[Piece]:
+def _lines(chunks: Iterable[bytes], at: int, record: int) -> Iterator[Piece]:
     held: list[bytes] = []  # joined only when it is cut: a line may be far longer than a piece
     size = 0
-    for chunk in content(at):
+    for chunk in chunks:
         held.append(chunk)
         size += len(chunk)
         if size >= _PIECE and b"\n" in chunk:
@@ -210,17 +205,13 @@ def _lines(content: Callable[[int], Iterable[bytes]], at: int, record: int, _: F
         yield Piece("jsonl", rest, record, 1 + rest.count(b"\n"), at + len(rest))
 
 
-def _text(content: Callable[[int], Iterable[bytes]], at: int, record: int, find_cut: FindCut | None) -> Iterator[Piece]:
-    back = min(at, 4 * CONTEXT)  # bytes before the first piece, whose end is tokenized with it
-    chunks, head = iter(content(at - back)), b""
-    while len(head) < back:
-        head += next(chunks)
+def _text(chunks: Iterable[bytes], find_cut: FindCut | None) -> Iterator[Piece]:
     decoder, problem = codecs.getincrementaldecoder("utf-8")(), None
 
     def texts() -> Iterator[str]:
         nonlocal problem
-        place = at
-        for chunk in chain([head[back:]], chunks, [b""]):
+        place = 0
+        for chunk in chain(chunks, [b""]):
             waiting = len(decoder.getstate()[0])  # bytes of a character that is not whole yet
             try:
                 yield decoder.decode(chunk, final=not chunk)
@@ -229,14 +220,11 @@ def _text(content: Callable[[int], Iterable[bytes]], at: int, record: int, find_
                 return
             place += len(chunk)
 
-    before, is_beginning = head[:back].decode(errors="ignore")[-CONTEXT:], at == 0
-    for context, text, after in cut_text(texts(), find_cut or (lambda text: len(text) // 2), before):
-        at += len(text.encode())
-        text, is_beginning = text.removeprefix("\ufeff") if is_beginning else text, False
+    for before, text, after in cut_text(texts(), find_cut or (lambda text: len(text) // 2)):
         if problem is None or after:
-            yield Piece("text", [text], record, 0 if after else 1, at, context, after)
+            yield Piece("text", [text if before else text.removeprefix("\ufeff")], 1, int(not after), 0, before, after)
     if problem:
-        yield Piece("text", [BadRecord(problem)], record, 1, at)
+        yield Piece("text", [BadRecord(problem)], 1, 1, 0)
 
 
 def _rows(batches: Iterable[tuple[int, Any, float]], start: int) -> Iterator[tuple[Piece, float]]:
@@ -269,8 +257,8 @@ def _parquet_batches(path: Path, key: Key, start: int) -> Iterator[tuple[int, An
 
 
 def _arrow_batches(path: Path, key: Key) -> Iterator[tuple[int, Any, float]]:
-    """The same from the beginning of a file in either of Arrow's IPC formats. Hugging Face datasets are saved as its
-    stream format, in which the place of a row is not known.
+    """Read all batches of a file in either of Arrow's IPC formats, as `_parquet_batches` does. Hugging Face datasets
+    are saved in the stream format, which does not say where a row is.
     """
     from pyarrow import ArrowInvalid, OSFile, ipc
 

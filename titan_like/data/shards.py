@@ -54,7 +54,7 @@ class HubShard:
     number: int
 
     def pieces(self, key: str, start: int, first_record: int) -> Iterator[Piece]:
-        """As `LocalShard.pieces`. An error that is not known to be damage may come from the network."""
+        """Read pieces as `LocalShard.pieces` does. What is not known as damage counts as a failure of the network."""
         try:
             rows = self.dataset.shard(num_shards=self.dataset.num_shards, index=self.number).skip(start)
             for batch in rows.iter(batch_size=_ROWS):

@@ -117,7 +117,7 @@ def end_ids(folder: Path) -> list[int]:
 
 
 def tokenizer_names(folder: Path) -> list[str]:
-    """Those of a tokenizer's files that a folder has, relative to it."""
+    """The tokenizer files in a folder, as paths relative to it."""
     paths = (*(folder / name for name in TOKENIZER_FILES), *sorted(folder.glob(TEMPLATES)))
     return [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 from weakref import finalize
@@ -22,13 +22,13 @@ import numpy as np
 
 from titan_like.config.schema import Data
 from titan_like.data.batch import Batch, without_labels
-from titan_like.data.blend import Blend, BlendedSource
+from titan_like.data.blend import BlendedSource
 from titan_like.data.packed import BY_RECORD, WHOLE, next_tokens, split_range, split_weights
 from titan_like.data.permutation import Permutation
 from titan_like.data.shards import find_shards
 from titan_like.data.source import SPLITS, UNKNOWN_LENGTH, DataRequest, Source, digest_of
-from titan_like.data.stream_reader import Bookmark, Documents, Part, Place, Reader
-from titan_like.data.tokenizer import check_vocabulary, tokenizer_of
+from titan_like.data.stream_reader import Documents, Part, Place, Reader, ReaderState
+from titan_like.data.tokenizer import tokenizer_of
 
 # Fractions of 2⁶⁴ by which a record's place among the splits advances with its number and with its shard's. They are
 # those of the golden ratio and of √2, so that any stretch of records, and any set of short shards, is divided fairly.
@@ -59,10 +59,9 @@ class StreamSource(Source):
         super().__init__(request)
         section = request.section
         self._weights = split_weights(section.split)
-        self.tokenizer = tokenizer_of(section)
-        check_vocabulary(section.tokenizer, self.tokenizer, request.vocab_size)
+        self.tokenizer = tokenizer_of(section, request.vocab_size)
         self.shards, self._content = find_shards(section.paths)
-        self._bookmarks: dict[str, list[int]] = {}  # where each reader that this process has used goes on
+        self._states: dict[str, list[int]] = {}  # where each reader that this process has used goes on
         self._given: dict[str, list[int]] = {}  # where those of a run that is resumed go on
         self._begin()
 
@@ -121,8 +120,8 @@ class StreamSource(Source):
         with self._lock:
             reader = self._readers.get(number) or self._open(number)
             window = reader.sample(sample)
-            mark = reader.bookmark
-            self._bookmarks[f"{self._state_key}/{number}"] = [mark.sample, mark.offset, *vars(mark.place).values()]
+            *before, place = reader.state
+            self._states[f"{self._state_key}/{number}"] = [*before, *place]
             return window
 
     def _open(self, number: int) -> Reader:
@@ -138,12 +137,12 @@ class StreamSource(Source):
 
         documents = Documents(number, request.section, num_shards, part, None if is_train else 1, self.tokenizer)
         sample, offset, *place = self._given.get(f"{self._state_key}/{number}", [0, 0])
-        self._readers[number] = Reader(documents, request.seq_len, Bookmark(sample, offset, Place(*place)))
+        self._readers[number] = Reader(documents, request.seq_len, ReaderState(sample, offset, Place(*place)))
         return self._readers[number]
 
     def state_dict(self) -> dict[str, list[int]]:
         """Where readers go on, as far as this process knows."""
-        return dict(self._bookmarks)
+        return dict(self._states)
 
     def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
         """Let readers begin where those of any layout were. What is of other data or of another order is ignored."""
@@ -184,27 +183,18 @@ class BlendedStream(BlendedSource):
     So a process still needs only some readers, and takes their samples in order.
     """
 
-    def __init__(self, request: DataRequest, sources: Sequence[Source], weights: Sequence[float | None]) -> None:
-        """``weights`` holds the weight of each source.
-
-        Raises:
-            ConfigError: a source has a weight so small that it is never drawn.
-        """
-        super().__init__(request, sources, weights)
-        self._readers = Blend(self.blend.shares, request.seed, request.section.num_readers)
-
     def __len__(self) -> int:
         """Unknown, or 0 if no source has a whole sample."""
         return UNKNOWN_LENGTH if self.sources else 0
 
     def __getitem__(self, index: int) -> Batch:
         """Sample ``index`` of the run, without labels if its source has come to the split's end."""
-        number, reader = divmod(index, self._readers.num_readers)
-        source, within = self._readers.locate_in_order(number, reader)
-        return self.sources[source][within * self._readers.num_readers + reader]
+        number, reader = divmod(index, self.blend.num_readers)
+        source, within = self.blend.locate_in_order(number, reader)
+        return self.sources[source][within * self.blend.num_readers + reader]
 
     def described(self, micro_batch_size: int, num_ranks: int) -> str | None:
-        """As of a single stream, since all have the same readers."""
+        """Describe the readers, which all sources share."""
         return self.sources[0].described(micro_batch_size, num_ranks)
 
     def state_dict(self) -> dict[str, list[int]]:
@@ -212,14 +202,6 @@ class BlendedStream(BlendedSource):
         return {key: mark for source in self.sources for key, mark in (source.state_dict() or {}).items()}
 
     def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
-        """As of a single stream."""
+        """Pass the state on to every source, which takes its own part."""
         for source in self.sources:
             source.load_state_dict(state)
-
-    def drawn(self, num_samples: int) -> dict[str, float]:
-        """Samples of each source after ``num_samples``, by ``samples/NAME``. The length of an epoch is unknown."""
-        num_readers = self._readers.num_readers
-        each, more = divmod(num_samples, num_readers)
-        counts = [self._readers.counts(each + (reader < more), reader) for reader in range(num_readers)]
-        totals = map(sum, zip(*counts, strict=True))
-        return {f"samples/{name}": count for name, count in zip(self.names, totals, strict=True)}

@@ -1,7 +1,7 @@
 """One of the virtual readers of a stream: its documents, tokenized, and its samples.
 
-A bookmark is where a sample begins. It is a pure function of the data, so a reader that begins at one gives the same
-samples as a reader that has read everything before it.
+A reader's state is where a sample begins. It is a pure function of the data, so a reader that begins at one gives the
+same samples as a reader that has read everything before it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
@@ -28,8 +28,7 @@ _MOST_NAMED = 8  # bad records of a reader
 _BATCH = 1 << 16  # characters that are tokenized together
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """A document in a reader's stream."""
 
     epoch: int = 0
@@ -39,9 +38,8 @@ class Place:
     record: int = 1
 
 
-@dataclass(frozen=True)
-class Bookmark:
-    """The token with which a sample begins."""
+class ReaderState(NamedTuple):
+    """Where a sample of a reader begins."""
 
     sample: int = 0
     offset: int = 0  # tokens of the document that come before
@@ -88,7 +86,7 @@ class Documents:
 
     def _of_part(self, part: Part, begin: Place) -> Iterator[tuple[Place, np.ndarray]]:
         for start, piece in self._pieces(part.shard, begin):
-            place = replace(begin, start=start, first_record=piece.first_record)
+            place = begin._replace(start=start, first_record=piece.first_record)
             batch: list[tuple[int, str]] = []
             size = 0
             wanted = part.wanted(max(piece.first_record, begin.record), piece.first_record + piece.num_records)
@@ -119,7 +117,7 @@ class Documents:
     def _tokenized(self, batch: list[tuple[int, str]], place: Place) -> Iterator[tuple[Place, np.ndarray]]:
         documents = encode_documents(self.tokenizer, [text for _, text in batch])
         for (record, _), tokens in zip(batch, documents or (), strict=True):
-            yield replace(place, record=record), tokens
+            yield place._replace(record=record), tokens
 
     def _pieces(self, shard: Shard, place: Place) -> Iterator[tuple[int, Piece]]:
         """The shard's pieces from that of ``place`` on, each with its start. Tries again when reading fails."""
@@ -151,7 +149,7 @@ class Reader:
     again from ``start``, or from the beginning if it is before that.
     """
 
-    def __init__(self, documents: Documents, seq_len: int, start: Bookmark) -> None:
+    def __init__(self, documents: Documents, seq_len: int, start: ReaderState) -> None:
         self._all, self._seq_len, self._start = documents, seq_len, start
         self._documents: Iterator[tuple[Place, np.ndarray]] | None = None
         self._held: deque[tuple[Place, np.ndarray]] = deque()  # documents from that with which the next sample begins
@@ -159,9 +157,9 @@ class Reader:
         self._next = 0  # number of the next sample
 
     @property
-    def bookmark(self) -> Bookmark:
+    def state(self) -> ReaderState:
         """Where the next sample begins."""
-        return Bookmark(self._next, self._offset, self._held[0][0]) if self._held else self._start
+        return ReaderState(self._next, self._offset, self._held[0][0]) if self._held else self._start
 
     def sample(self, number: int) -> np.ndarray | None:
         """Window ``number``, int64 [seq_len + 1], or None if the data ends before.
@@ -171,7 +169,7 @@ class Reader:
             RunError: it could not be read, several times in a row.
         """
         if self._documents is None or number < self._next:
-            start = self._start if self._start.sample <= number else Bookmark()
+            start = self._start if self._start.sample <= number else ReaderState()
             self._next, self._offset = start.sample, start.offset
             self._held.clear()
             self._documents = self._all.from_place(start.place)

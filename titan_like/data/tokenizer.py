@@ -212,9 +212,16 @@ def decode_after(tokenizer: Tokenizer, before: list[int], ids: list[int]) -> str
     return whole[len(os.path.commonprefix((whole, tokenizer.decode(before)))) :]  # noqa: RUF071 (no paths)
 
 
-def tokenizer_of(section: Data) -> Tokenizer:
-    """The tokenizer of a run, as [data] sets it; raises what `build_tokenizer` raises."""
-    return build_tokenizer(section.tokenizer, options=section.token_options)
+def tokenizer_of(section: Data, vocab_size: int | None = None) -> Tokenizer:
+    """The tokenizer of a run, as [data] sets it.
+
+    Raises a `ConfigError` where `build_tokenizer` does, or if a model of ``vocab_size`` lacks one of its tokens.
+    """
+    tokenizer = build_tokenizer(section.tokenizer, options=section.token_options)
+    if vocab_size is not None:
+        what = f"it has {tokenizer.vocab_size} tokens"
+        check_ids(section.tokenizer, what, tokenizer.vocab_size - 1, vocab_size)
+    return tokenizer
 
 
 def build_tokenizer(spec: str, key: str = _KEY, options: TokenOptions = DEFAULT_TOKENS) -> Tokenizer:
@@ -246,11 +253,6 @@ def _build(spec: str, key: str, options: TokenOptions, files: tuple[Path, ...], 
     with _blamed(key, spec, "not a Hugging Face tokenizer.json"):
         tokenizer = HFTokenizer.from_file(str(files[0]))
     return HuggingFaceTokenizer(tokenizer, spec, options, files[0], key)
-
-
-def check_vocabulary(spec: str, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise a `ConfigError` unless a model of ``vocab_size`` has an embedding for every token of the tokenizer."""
-    check_ids(spec, f"it has {tokenizer.vocab_size} tokens", tokenizer.vocab_size - 1, vocab_size)
 
 
 def check_ids(spec: str, what: str, largest: int, vocab_size: int) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Container, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import yaml
 from jinja2 import TemplateError  # which lm_eval brings
 from lm_eval import evaluator
 from lm_eval.api.model import TemplateLM
@@ -51,13 +49,6 @@ class HarnessTasks(TaskManager):
             raise ConfigError("--lm_eval", ",".join(task_list), f"{problem}; see its YAML file") from error
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads a task's file without importing the functions that it names."""
-
-
-_Loader.add_constructor("!function", lambda loader, node: str(node.value))
-
-
 def find_tasks(names: Sequence[str], folder: str | None) -> tuple[list[str], HarnessTasks]:
     """Find the harness's tasks, and those that YAML files in ``folder`` describe.
 
@@ -65,16 +56,8 @@ def find_tasks(names: Sequence[str], folder: str | None) -> tuple[list[str], Har
         The names, in which patterns such as ``mmlu_*`` are filled in by single tasks, and what builds their tasks.
 
     Raises:
-        ConfigError: there is no task of one of the names, or a file in the folder cannot be used.
+        ConfigError: there is no task of one of the names. The harness passes over a file that it cannot read.
     """
-    for path in sorted(Path(folder).rglob("*.yaml")) if folder is not None else ():
-        try:
-            content = yaml.load(path.read_bytes(), _Loader)
-        except (ValueError, yaml.YAMLError) as error:  # the harness leaves such a file out, without a word
-            problem = " ".join(str(error).split())  # YAML's errors have several lines, of which the first says little
-            raise ConfigError("--lm_eval_folder", folder, f"{path} cannot be read ({problem}); correct it") from None
-        problem = f"{path} is not a table of keys and values; correct it"
-        require(isinstance(content, dict), "--lm_eval_folder", folder, problem)
     manager = HarnessTasks(include_path=folder, include_defaults=False) if folder is not None else None
     if manager is None or not set(names) <= set(manager.all_subtasks):
         manager = HarnessTasks(include_path=folder)  # reads some ten thousand files of the harness
@@ -84,7 +67,8 @@ def find_tasks(names: Sequence[str], folder: str | None) -> tuple[list[str], Har
         matches = [name] if name in manager.all_tasks else fnmatch.filter(manager.all_subtasks, name)
         matches = matches or fnmatch.filter(manager.all_tasks, name)
         wanted |= dict.fromkeys(matches)
-        problem = "the harness has no such task; `lm-eval ls tasks` lists them, --lm_eval_folder adds your own"
+        problem = "the harness has no such task; `lm-eval ls tasks` lists them, and --lm_eval_folder adds your own, if "
+        problem += "their YAML files are valid"
         require(matches, "--lm_eval", name, problem)
     return list(wanted), manager
 

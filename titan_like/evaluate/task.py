@@ -77,10 +77,6 @@ class TextSettings:
         return cls(seq_len, max(1, seq_len // 2) if stride is None else stride)
 
 
-class TaskError(ValueError):
-    """A file that a task cannot use, as the predicate of a sentence about the file."""
-
-
 _KEY = "text"  # of a record
 
 
@@ -91,16 +87,12 @@ def read_file(path: Path) -> str | list[tuple[int, str]]:
     JSON objects or the elements of a JSON array, with their text under "text".
 
     Raises:
-        TaskError: the file is damaged or not UTF-8, or a record has no text.
-        OSError: it cannot be read.
+        UnreadableError: the file is damaged or not UTF-8, or a record has no text.
     """
-    try:
-        texts = [record for piece, _ in read_pieces(path, _KEY) for record in texts_of(piece, _KEY)]
-    except UnreadableError as error:
-        raise TaskError(str(error)) from None
+    texts = [record for piece, _ in read_pieces(path, _KEY) for record in texts_of(piece, _KEY)]
     has_records = kind_of(path) != "text"
     for number, text in texts:
         if isinstance(text, BadRecord):
             of_record = f"cannot be used because of record {number} ({text}); correct it"
-            raise TaskError(of_record if has_records else str(text))
+            raise UnreadableError(of_record if has_records else str(text))
     return texts if has_records else "".join(text for _, text in texts)

@@ -15,14 +15,14 @@ import numpy as np
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.paths import expanded, file_problem
 from titan_like.config.schema import JobConfig
-from titan_like.data.race import RaceError, read_questions
+from titan_like.data.race import read_questions
+from titan_like.data.raw_text import UnreadableError
 from titan_like.data.sentence_pairs import PairTokens
-from titan_like.data.tokenizer import Tokenizer, check_vocabulary, tokenizer_of
+from titan_like.data.tokenizer import Tokenizer, tokenizer_of
 from titan_like.evaluate.scoring import Progress, Scorer
 from titan_like.evaluate.task import (
     Score,
     Task,
-    TaskError,
     TextSettings,
     Window,
     ending_window,
@@ -36,11 +36,11 @@ def text_task(name: str, path: Path, tokenizer: Tokenizer, settings: TextSetting
     """The perplexity of a text under a sliding window.
 
     Raises:
-        TaskError: the file is no text, or no token can be scored.
+        UnreadableError: the file is no text, or no token can be scored.
     """
     text = read_file(path)
     if not isinstance(text, str):
-        raise TaskError("holds records, not text; write the text alone")
+        raise UnreadableError("holds records, not text; write the text alone")
     bits = math.log(2) * len(text.encode("utf-8"))
     return _text_task(name, text, tokenizer, settings, lambda loss: {"bits_per_byte": loss / bits})
 
@@ -56,7 +56,7 @@ def _text_task(
     tokens, num_given = np.concatenate((first, tokenizer.encode(text))).astype(np.int64), max(1, len(first))
     num_scored = len(tokens) - num_given
     if num_scored <= 0:
-        raise TaskError("has fewer than two tokens, so that none can be scored; name a longer text")
+        raise UnreadableError("has fewer than two tokens, so that none can be scored; name a longer text")
 
     def results(scores: Sequence[Score]) -> dict[str, float]:
         loss = _loss(scores)
@@ -132,17 +132,17 @@ def wikitext_task(name: str, path: Path, tokenizer: Tokenizer, settings: TextSet
     hub, with nothing in place of those that hold a single space.
 
     Raises:
-        TaskError: records are not lines, the text has fewer than two words, or no token can be scored.
+        UnreadableError: records are not lines, the text has fewer than two words, or no token can be scored.
     """
     text = read_file(path)
     if not isinstance(text, str):
         for number, line in text:
             if line and not line.endswith("\n"):
-                raise TaskError(f"has a text without a line end in record {number}; WikiText's records are lines")
+                raise UnreadableError(f"has a text without a line end in record {number}; WikiText's records are lines")
         text = "".join(line or " \n" for _, line in text)
     num_words = count_words(text)
     if num_words < 2:
-        raise TaskError("has fewer than two words, so that none can be scored; name a longer text")
+        raise UnreadableError("has fewer than two words, so that none can be scored; name a longer text")
 
     def by_word(loss: float) -> dict[str, float]:
         return {"words": num_words, "word_perplexity": exponential(loss / (num_words - 1))}
@@ -157,17 +157,17 @@ def lambada_task(name: str, path: Path, tokenizer: Tokenizer, settings: TextSett
     word: the exponential of the mean over passages of the word's loss.
 
     Raises:
-        TaskError: there is no passage, one has no context, or a word has more than ``seq_len`` tokens.
+        UnreadableError: there is no passage, one has no context, or a word has more than ``seq_len`` tokens.
     """
     content = read_file(path)
     passages = enumerate(content.split("\n"), start=1) if isinstance(content, str) else content
     pairs = [split_passage(number, passage) for number, passage in passages if passage.strip()]
     if not pairs:
-        raise TaskError("has no passages; write one a line")
+        raise UnreadableError("has no passages; write one a line")
     try:
         windows = [ending_window(*split_tokens(*pair, tokenizer), settings.seq_len) for pair in pairs]
     except ValueError as error:
-        raise TaskError(f"has a last word that does not fit: {error}; raise training.seq_len") from None
+        raise UnreadableError(f"has a last word that does not fit: {error}; raise training.seq_len") from None
 
     def results(scores: Sequence[Score]) -> dict[str, float]:
         right = sum(score.num_right == window.num_targets for score, window in zip(scores, windows, strict=True))
@@ -181,11 +181,11 @@ def split_passage(number: int, passage: str) -> tuple[str, str]:
     """The context and the last word with a space before it, which is how it is tokenized.
 
     Raises:
-        TaskError: the passage, in line ``number`` of the file, has only one word.
+        UnreadableError: the passage, in line ``number`` of the file, has only one word.
     """
     words = passage.split()
     if len(words) < 2:
-        raise TaskError(f"has fewer than two words in line {number}; a passage needs a context and a last word")
+        raise UnreadableError(f"has fewer than two words in line {number}; a passage needs a context and a last word")
     return passage.rstrip().removesuffix(words[-1]).strip(), f" {words[-1]}"
 
 
@@ -204,11 +204,10 @@ def race_task(name: str, folder: Path, tokenizer: Tokenizer, settings: TextSetti
     """RACE (arXiv 1704.04683): accuracy over a folder's questions, and over those of each of its subfolders.
 
     Raises:
-        TaskError: the tokenizer has no tokens for pairs of sentences.
-        RaceError: the folder is not of RACE.
+        UnreadableError: the folder is not of RACE, or the tokenizer has no tokens for pairs of sentences.
     """
     if tokenizer.pair_ids is None:
-        raise TaskError("needs a tokenizer with [CLS] and [SEP]; set data.tokenizer to the model's")
+        raise UnreadableError("needs a tokenizer with [CLS] and [SEP]; set data.tokenizer to the model's")
     questions = read_questions(folder, tokenizer)
     around = PairTokens(*tokenizer.pair_ids)
     windows = []
@@ -291,7 +290,7 @@ def open_tasks(named: Sequence[NamedTask], tokenizer: Tokenizer, settings: TextS
     for key, spec, label, kind, path in named:
         try:
             tasks.append(kind.build(label, path, tokenizer, settings))
-        except (TaskError, RaceError) as error:
+        except UnreadableError as error:
             raise ConfigError(key, spec, f"{path} {error}") from None
     return tasks
 
@@ -305,8 +304,7 @@ def validation_tasks(config: JobConfig, model: TransformerConfig) -> list[Task]:
     named = named_tasks("evaluation.datasets", config.evaluation.datasets, model)
     if not named:
         return []
-    tokenizer = tokenizer_of(config.data)
-    check_vocabulary(config.data.tokenizer, tokenizer, model.vocab_size)
+    tokenizer = tokenizer_of(config.data, model.vocab_size)
     return open_tasks(named, tokenizer, TextSettings.of(config.training.seq_len))
 
 

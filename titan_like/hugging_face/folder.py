@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from titan_like.checkpoint.reader import is_file_name
 from titan_like.config.errors import ConfigError, first_line, printable, shortened
-from titan_like.config.paths import file_problem
+from titan_like.data.special_tokens import CONFIG_FILE, read_json
 from titan_like.data.tokenizer import from_hub, is_on_hub
 from titan_like.models.config import TransformerConfig
 from titan_like.models.hugging_face import (
@@ -51,7 +51,6 @@ def local_folder(name: str, key: str) -> Path:
     return from_hub(name, _PATTERNS, CONFIG_FILE, key, problem, "name a folder that is there")
 
 
-CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # types that float32 represents exactly
@@ -93,11 +92,13 @@ def open_hugging_face(path: Path, key: str) -> HuggingFaceFolder:
         ConfigError: it does not contain a model of a known family, or its files are inconsistent.
     """
     try:
-        fields = _read_json(path, CONFIG_FILE)
+        fields = read_json(path / CONFIG_FILE)
+        if not fields:
+            raise RefusedError(f"it has no {CONFIG_FILE}")
         family, model = _model_of(Fields(fields))
         tensors = _tensors(path, family)
         _check_tensors(model, tensors, architecture_of(model, fields["model_type"]))
-    except RefusedError as refusal:
+    except ValueError as refusal:
         raise ConfigError(key, str(path), shortened(printable(str(refusal)), _MOST_SHOWN)) from None
     return HuggingFaceFolder(path, family, model, fields, tensors)
 
@@ -114,19 +115,6 @@ def slice_reader(tensors: dict[str, FileTensor]) -> ReadSlice:
     """
     opened = lru_cache(maxsize=1)(partial(safe_open, framework="pt"))
     return lambda name, index: opened(tensors[name].file).get_slice(tensors[name].name)[index]
-
-
-def _read_json(path: Path, name: str) -> dict[str, Any]:
-    problem = file_problem(path / name)
-    if problem is not None:
-        raise RefusedError(f"it has no {name}" if problem == "does not exist" else f"its {name} {problem}")
-    try:
-        content = json.loads((path / name).read_text(encoding="utf-8"))
-    except ValueError as error:  # not UTF-8 or not JSON
-        raise RefusedError(f"its {name} is not valid JSON ({first_line(error)})") from None
-    if not isinstance(content, dict):
-        raise RefusedError(f"its {name} is not a JSON object")
-    return content
 
 
 def _model_of(fields: Fields) -> tuple[str, TransformerConfig]:
@@ -168,7 +156,7 @@ def _file_tensors(path: Path) -> Iterator[FileTensor]:
             cure = "save it with transformers' save_pretrained, which writes safetensors"
             raise RefusedError(f"it holds {pickles[0]}, a pickle, which could run code and is never opened; {cure}")
         raise RefusedError(f"it holds neither {WEIGHTS_FILE} nor {INDEX_FILE}")
-    weight_map = _read_json(path, INDEX_FILE).get("weight_map")
+    weight_map = read_json(path / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict):
         raise RefusedError(f"its {INDEX_FILE} has no weight_map")
     for name in weight_map.values():

@@ -27,7 +27,7 @@ from titan_like.data.masks import masks_of
 from titan_like.data.open_source import open_data
 from titan_like.data.packed import corpus_files, corpus_folder, corpus_job, split_weights
 from titan_like.data.registry import DATASETS
-from titan_like.data.tokenizer import check_vocabulary, is_on_hub, tokenizer_files, tokenizer_of
+from titan_like.data.tokenizer import is_on_hub, tokenizer_files, tokenizer_of
 from titan_like.evaluate.tasks import named_tasks
 from titan_like.metrics.hardware import peak_tflops
 from titan_like.models.config import TransformerConfig
@@ -275,7 +275,7 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> str:
         return f"not looked at: {', '.join(absent)} {'is' if len(absent) == 1 else 'are'} not on this machine"
     if section.dataset == "indexed":
         return _counted(config, model)
-    check_vocabulary(section.tokenizer, tokenizer_of(section), model.vocab_size)
+    tokenizer_of(section, model.vocab_size)
     masks_of(config, model)  # raises ConfigError where a token is missing
     if section.dataset == "hf":
         open_data(config, model)  # reads the first sample

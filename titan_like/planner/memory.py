@@ -82,11 +82,12 @@ def memory(work: Workload, profile: Profile) -> Memory:
 def largest_memory(work: Workload, profile: Profile, limit: float = math.inf) -> float:
     """The largest total of `memory`, found without computing every rank, or the first one above ``limit``."""
     most = 0.0
-    for rank in candidates(work):
-        found = rank_memory(work, rank, profile.gradient_bytes)
-        most = max(most, with_overhead(profile, *found).total)
-        if most > limit:
-            break
+    for messages in (False, True):  # most layouts that are too large are so without messages
+        for rank in candidates(work):
+            found = rank_memory(work, rank, profile.gradient_bytes, messages)
+            most = max(most, with_overhead(profile, *found).total)
+            if most > limit:
+                return most
     return most
 
 
@@ -114,9 +115,10 @@ def step_memory(work: Workload, ranks: Iterable[int] | None = None, reduce_bytes
     return {rank: rank_memory(work, rank, reduce_bytes) for rank in chosen}
 
 
-def rank_memory(work: Workload, rank: int, reduce_bytes: int = 4) -> StepMemory:
-    """The fullest moment of a step on one pipeline rank; arguments are those of `step_memory`."""
-    occupied, values, usages, (weights, optimizer, copies) = _parts(work, rank, sharding_of(work, reduce_bytes))
+def rank_memory(work: Workload, rank: int, reduce_bytes: int = 4, messages: bool = True) -> StepMemory:
+    """The fullest moment of a step on one pipeline rank; arguments as for `step_memory` and `occupancy`."""
+    parts = _parts(work, rank, sharding_of(work, reduce_bytes), messages)
+    occupied, values, usages, (weights, optimizer, copies) = parts
     totals = occupied.counts @ values
     fullest = int(totals.argmax())
     moment = occupied.counts[fullest] * values
@@ -138,9 +140,10 @@ def candidates(work: Workload) -> tuple[int, ...]:
     return pipeline_of(work).largest
 
 
-def _parts(work: Workload, rank: int, sharding: Sharding) -> _RankMemory:
+def _parts(work: Workload, rank: int, sharding: Sharding, messages: bool) -> _RankMemory:
     splits = splits_backward(work.schedule, work.pipeline, work.compiled)
-    occupied = occupancy(work.schedule, work.pipeline, work.virtual_stages, work.microbatches, rank, splits)
+    shape = work.schedule, work.pipeline, work.virtual_stages, work.microbatches
+    occupied = occupancy(*shape, rank, splits, messages)
     programs, keeping, shards = stages_of_rank(work, rank), _keeping(sharding), tuple(sharding.shards.items())
     values: list[float] = []
     usages: list[Usage] = []

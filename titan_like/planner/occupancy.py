@@ -8,7 +8,7 @@ because a schedule repeats itself.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -54,30 +54,42 @@ _Moments = dict[tuple[int, PassKind, tuple[int, ...], tuple[int, ...]], list[tup
 
 
 def occupancy(
-    schedule: str, pipeline: int, virtual_stages: int, microbatches: int, rank: int, splits_backward: bool
+    schedule: str,
+    pipeline: int,
+    virtual_stages: int,
+    microbatches: int,
+    rank: int,
+    splits_backward: bool,
+    messages: bool = True,
 ) -> Occupancy:
-    """The moments of a rank. More than three rounds of microbatches through the ranks repeat the same ones."""
+    """The moments of a rank. More than three rounds of microbatches through the ranks repeat the same ones.
+
+    Without ``messages``, which need the order of all ranks, it takes a fraction of the time.
+    """
     few = microbatches
     if schedule not in ("gpipe", "looped_bfs"):  # which hold all microbatches
         few = min(microbatches, max(3 * pipeline, 3))
         few += (microbatches - few) % pipeline if microbatches > few else 0
-    return _occupancy(Layout(pipeline, schedule=schedule, virtual_stages=virtual_stages), few, rank, splits_backward)
+    layout = Layout(pipeline, schedule=schedule, virtual_stages=virtual_stages)
+    return _occupancy(layout, few, rank, splits_backward, messages)
 
 
 @lru_cache(maxsize=64)
-def _steps(layout: Layout, microbatches: int) -> list[list[Action]]:
+def _steps(layout: Layout, microbatches: int, messages: bool) -> list[list[Action]]:
     """`steps_of_rank` of all ranks."""
     table = schedule_table(layout.schedule, layout.pipeline, layout.virtual_stages, microbatches)
-    return add_communication(table, layout.stage_ranks)
+    return add_communication(table, layout.stage_ranks) if messages else table
 
 
-def steps_as_run(layout: Layout, rank: int, microbatches: int, splits_backward: bool) -> list[Action]:
+def steps_as_run(
+    layout: Layout, rank: int, microbatches: int, splits_backward: bool, messages: bool = True
+) -> list[Action]:
     """A rank's passes and messages in order, with all backward passes in two parts, or none.
 
     Where the trainer does not split them, a schedule's first part is the whole pass and its second part nothing.
     """
     found = []
-    for step in _steps(layout, microbatches)[rank]:
+    for step in _steps(layout, microbatches, messages)[rank]:
         if step.kind == "B" and splits_backward:
             found += [step._replace(kind="I"), step._replace(kind="W")]
         elif step.kind == "I" and not splits_backward:
@@ -93,7 +105,7 @@ def splits_backward(schedule: str, pipeline: int, compiled: bool) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _occupancy(layout: Layout, microbatches: int, rank: int, splits: bool) -> Occupancy:
+def _occupancy(layout: Layout, microbatches: int, rank: int, splits: bool, with_messages: bool) -> Occupancy:
     stages = tuple(stage for stage, owner in enumerate(layout.stage_ranks) if owner == rank)
     place, count, last_stage = {stage: n for n, stage in enumerate(stages)}, len(stages), len(layout.stage_ranks) - 1
     held, deferred = [0] * count, [0] * count
@@ -102,7 +114,7 @@ def _occupancy(layout: Layout, microbatches: int, rank: int, splits: bool) -> Oc
     arrived = sent = 0  # messages
     # Of what is held in the same states, only what no other moment has as much of in everything.
     moments: _Moments = {}
-    for kind, stage, _ in steps_as_run(layout, rank, microbatches, splits):
+    for kind, stage, _ in steps_as_run(layout, rank, microbatches, splits, with_messages):
         if kind.startswith(("SEND", "RECV")):
             arrived += kind.startswith("RECV")
             sent += kind.startswith("SEND")
@@ -113,7 +125,7 @@ def _occupancy(layout: Layout, microbatches: int, rank: int, splits: bool) -> Oc
         is_last = kind in "BW" and left[n] == 1
         is_first = weights[n] == NOT_GATHERED if kind == "F" else gradients[n] in (NO_GRADIENTS, FIRST_PARTS)
         one = PassKind(kind, is_first, is_last, gradients[n])
-        messages = arrived + min(sent, MAX_PENDING_SENDS)
+        messages = arrived + min(sent, MAX_PENDING_SENDS) if with_messages else 0
         others = [(w, g) if i != n else (0, 0) for i, (w, g) in enumerate(zip(weights, gradients, strict=True))]
         key = n, one, tuple(w for w, _ in others), tuple(g for _, g in others)
         _keep(moments.setdefault(key, []), (*held, *deferred, messages))
@@ -145,19 +157,18 @@ def _keep(known: list[tuple[int, ...]], new: tuple[int, ...]) -> None:
 
 def _as_matrix(stages: tuple[int, ...], moments: _Moments) -> Occupancy:
     passes = tuple(tuple({one: None for n, one, *_ in moments if n == stage}) for stage in range(len(stages)))
-    flat = [(n, one) for n, kinds in enumerate(passes) for one in kinds]
+    columns = {one: column for column, one in enumerate((n, one) for n, kinds in enumerate(passes) for one in kinds)}
     rows = []
     for (running, one, weights, gradients), kept in moments.items():
+        states = [(*_one_of(2, w), *_one_of(4, g)) for w, g in zip(weights, gradients, strict=True)]
+        which = _one_of(len(columns), 1 + columns[running, one])
         for *held, messages in kept:
-            row = np.zeros(8 * len(stages) + 1 + len(flat))
-            for n in range(len(stages)):
-                columns = row[Occupancy.columns_of(n)]
-                columns[:2] = held[n], held[len(stages) + n]
-                if weights[n]:
-                    columns[1 + weights[n]] = 1
-                if gradients[n]:
-                    columns[3 + gradients[n]] = 1
-            row[8 * len(stages)] = messages
-            row[8 * len(stages) + 1 + flat.index((running, one))] = 1
-            rows.append(row)
-    return Occupancy(stages, passes, np.array(rows))
+            row = [number for n, state in enumerate(states) for number in (held[n], held[len(stages) + n], *state)]
+            rows.append([*row, messages, *which])
+    return Occupancy(stages, passes, np.array(rows, dtype=float))
+
+
+@cache
+def _one_of(size: int, number: int) -> tuple[int, ...]:
+    """``size`` columns with 1 in that of ``number``, counted from 1; 0 is none of them."""
+    return tuple([int(column == number) for column in range(1, size + 1)])

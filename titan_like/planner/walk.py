@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+from titan_like.parallel.schedules.simulate import in_order
 from titan_like.parallel.schedules.tables import schedule_table, stage_ranks
 
 _KINDS = "FBIW"
@@ -41,48 +42,14 @@ def span_of(
     return seconds
 
 
-Program = list[tuple[int, int, int]]
-"""Passes in an order in which each follows all that it needs. A pass is its rank, the index of its duration, and the
-number of the pass on another rank that it waits for, or -1. It also waits for all earlier passes of its own rank."""
-
-
 @lru_cache(maxsize=256)
-def _program(schedule: str, pipeline: int, virtual: int, microbatches: int) -> Program:
-    # A place stands for the result of a pass: stage × microbatch for forward passes, then the same for backward passes.
-    # `numbers` has the pass that gives each result, or -1 until that pass is in the program.
+def _program(schedule: str, pipeline: int, virtual: int, microbatches: int) -> list[tuple[int, int, int]]:
+    """As `in_order`, with the index of an action's duration in its place."""
     table, ranks = schedule_table(schedule, pipeline, virtual, microbatches), stage_ranks(schedule, pipeline, virtual)
-    num_stages, position, ready = len(ranks), [0] * pipeline, list(range(pipeline))
-    backward = num_stages * microbatches  # the first place of backward passes
-    numbers = [-1] * (2 * backward)
-    waiting: dict[int, int] = {}  # place → the rank that waits for it
-    program: Program = []
-    while ready:
-        rank = ready.pop()
-        # Go on with this rank until a pass needs a result that is not there yet.
-        for kind, stage, microbatch in table[rank][position[rank] :]:
-            needed, place = -1, stage * microbatches + microbatch
-            if kind == "F":
-                if stage > 0 and ranks[stage - 1] != rank:
-                    needed = place - microbatches
-            elif kind != "W":
-                place += backward
-                if stage + 1 < num_stages and ranks[stage + 1] != rank:
-                    needed = place + microbatches
-            if needed >= 0:
-                if numbers[needed] < 0:
-                    waiting[needed] = rank
-                    break
-                needed = numbers[needed]
-            if kind != "W":
-                numbers[place] = len(program)
-                if place in waiting:
-                    ready.append(waiting.pop(place))
-            program.append((rank, 4 * stage + _KINDS.index(kind), needed))
-            position[rank] += 1
-    return program
+    return [(rank, 4 * stage + _KINDS.index(kind), needed) for rank, (kind, stage, _), needed in in_order(table, ranks)]
 
 
-def _run(program: Program, num_ranks: int, durations: Sequence[float], transfer: float) -> float:
+def _run(program: list[tuple[int, int, int]], num_ranks: int, durations: Sequence[float], transfer: float) -> float:
     ends: list[float] = []
     free = [0.0] * num_ranks
     for rank, duration, needed in program:

@@ -21,20 +21,20 @@ from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.packed import PackedDataset
 from titan_like.data.permutation import Permutation
 from titan_like.data.sentence_pairs import PairTokens
-from titan_like.data.stream_reader import Bookmark, Documents, Place, Reader
+from titan_like.data.stream_reader import Documents, Place, Reader, ReaderState
 from titan_like.data.tokenizer import ByteTokenizer
 
 
-def bookmarks_with(change: Callable[[Bookmark], Bookmark]) -> Any:
+def states_with(change: Callable[[ReaderState], ReaderState]) -> Any:
     """A bug: readers write down another place than that where they are."""
-    original = Reader.bookmark.fget
-    return patch.object(Reader, "bookmark", property(lambda self: change(original(self))))
+    original = Reader.state.fget
+    return patch.object(Reader, "state", property(lambda self: change(original(self))))
 
 
 @contextmanager
-def a_sample_is_skipped_at_each_bookmark() -> Iterator[None]:
-    """A reader that begins at a bookmark gives the sample there for the one before it."""
-    with bookmarks_with(lambda mark: replace(mark, sample=max(0, mark.sample - 1))):
+def a_sample_is_skipped_at_each_state() -> Iterator[None]:
+    """A reader that begins at a state gives the sample there for the one before it."""
+    with states_with(lambda mark: mark._replace(sample=max(0, mark.sample - 1))):
         yield
 
 
@@ -45,8 +45,8 @@ def the_last_record_of_a_piece_is_lost(original: Any, *arguments: Any) -> Iterat
 
 
 @bug(Documents, "from_place")
-def bookmarks_are_a_document_late(original: Any, self: Documents, place: Place) -> Iterator[Any]:
-    """A reader that begins at a bookmark leaves out the document there."""
+def states_are_a_document_late(original: Any, self: Documents, place: Place) -> Iterator[Any]:
+    """A reader that begins at a state leaves out the document there."""
     documents = original(self, place)
     if place != Place():
         next(documents)
@@ -54,9 +54,9 @@ def bookmarks_are_a_document_late(original: Any, self: Documents, place: Place) 
 
 
 @contextmanager
-def bookmarks_forget_the_tokens_before() -> Iterator[None]:
-    """A reader that begins at a bookmark begins with the first token of the document there."""
-    with bookmarks_with(lambda mark: replace(mark, offset=0)):
+def states_forget_the_tokens_before() -> Iterator[None]:
+    """A reader that begins at a state begins with the first token of the document there."""
+    with states_with(lambda mark: mark._replace(offset=0)):
         yield
 
 

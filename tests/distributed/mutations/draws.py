@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -16,31 +16,23 @@ from titan_like.data.masked_tokens import MaskedTokens
 from titan_like.data.permutation import sample_generator
 from titan_like.data.source import IGNORED_LABEL
 
-_USERS = (masked_tokens, sentence_pairs, span_corruption)
-
-
-def _drawn_by(generator: Callable[[bytes, int, int], np.random.Generator]) -> list[AbstractContextManager[object]]:
-    return [patch.object(module, "sample_generator", generator) for module in _USERS]
-
 
 @contextmanager
-def draws_ignore_the_sample() -> Iterator[None]:
+def _drawn_by(generator: Callable[[bytes, int, int], np.random.Generator]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for module in (masked_tokens, masks, sentence_pairs, span_corruption):
+            stack.enter_context(patch.object(module, "sample_generator", generator))
+        yield
+
+
+def draws_ignore_the_sample() -> AbstractContextManager[None]:
     """All samples of a run draw the same."""
-    prefix_length = masks.prefix_length
-    first, second, third = _drawn_by(lambda purpose, seed, index: sample_generator(purpose, seed, 0))
-    same = patch.object(masks, "prefix_length", lambda size, seed, index, begin: prefix_length(size, seed, 0, begin))
-    with first, second, third, same:
-        yield
+    return _drawn_by(lambda purpose, seed, index: sample_generator(purpose, seed, 0))
 
 
-@contextmanager
-def draws_ignore_the_seed() -> Iterator[None]:
+def draws_ignore_the_seed() -> AbstractContextManager[None]:
     """All runs draw the same."""
-    prefix_length = masks.prefix_length
-    first, second, third = _drawn_by(lambda purpose, seed, index: sample_generator(purpose, 0, index))
-    same = patch.object(masks, "prefix_length", lambda size, seed, index, begin: prefix_length(size, 0, index, begin))
-    with first, second, third, same:
-        yield
+    return _drawn_by(lambda purpose, seed, index: sample_generator(purpose, 0, index))
 
 
 @bug(MaskedTokens, "apply")
@@ -119,6 +111,6 @@ def spans_begin_a_token_early() -> Iterator[None]:
 @contextmanager
 def prefixes_take_half_at_most() -> Iterator[None]:
     """A prefix ends in the first half of its document."""
-    original = masks.prefix_length
-    with patch.object(masks, "prefix_length", lambda size, *others: original(size // 2 + 1, *others)):
+    original = masks.prefix_ends
+    with patch.object(masks, "prefix_ends", lambda first, *others: (first + original(first, *others)) // 2):
         yield

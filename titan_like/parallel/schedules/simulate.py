@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
 
-from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, Action, Table, inputs, outcome, stages_per_rank
+from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, Action, Table, stages_per_rank
 
 
 class Event(NamedTuple):
@@ -23,6 +23,63 @@ def unit_time(action: Action) -> float:
     return 2.0 if action.kind == "B" else 1.0
 
 
+Program = list[tuple[int, Action, int]]
+"""Actions in an order in which each follows all that it needs. With each its rank, and the place of the action on
+another rank that it waits for, or -1. It also waits for all earlier actions of its own rank."""
+
+
+def in_order(table: Table, ranks: list[int]) -> Program:
+    """Find such an order.
+
+    Args:
+        table: per rank, its actions.
+        ranks: the rank of each stage.
+
+    Raises:
+        ValueError: ranks wait for each other, or for an action that no list holds. The message names the stuck ones.
+    """
+    microbatches = 1 + max((action.microbatch for actions in table for action in actions), default=0)
+    backward = len(ranks) * microbatches  # results of forward passes by stage and microbatch, then those of B or I
+    numbers = [-1] * (2 * backward)  # of the actions that give the results
+    position, ready = [0] * len(table), list(range(len(table)))
+    waiting: dict[int, int] = {}  # result → the rank that waits for it, so no rank is ever polled
+    program: Program = []
+    while ready:
+        rank = ready.pop()
+        for action in table[rank][position[rank] :]:
+            kind, stage, microbatch = action
+            result = stage * microbatches + microbatch
+            needed = own = -1
+            if kind == "F":
+                needed = result - microbatches
+            elif kind == "W":
+                own = result + backward
+            else:
+                own, result = result, result + backward
+                needed = result + microbatches if stage + 1 < len(ranks) else -1
+            if own >= 0 and numbers[own] < 0:
+                waiting[own] = rank
+                break
+            if needed >= 0 and numbers[needed] < 0:
+                waiting[needed] = rank
+                break
+            place = numbers[needed] if needed >= 0 else -1
+            if kind != "W":
+                numbers[result] = len(program)
+                if result in waiting:
+                    ready.append(waiting.pop(result))
+            program.append((rank, action, place if place >= 0 and program[place][0] != rank else -1))
+            position[rank] += 1
+    stuck = [
+        f"rank {rank} at {actions[done]}"
+        for rank, (actions, done) in enumerate(zip(table, position, strict=True))
+        if done < len(actions)
+    ]
+    if stuck:
+        raise ValueError(f"the schedule deadlocks: {'; '.join(stuck)}")
+    return program
+
+
 def simulate(table: Table, ranks: list[int], duration: Callable[[Action], float], transfer: float = 0.0) -> list[Event]:
     """Run each rank's list in order, every action as soon as its rank is free and its inputs have arrived.
 
@@ -36,38 +93,13 @@ def simulate(table: Table, ranks: list[int], duration: Callable[[Action], float]
         All actions, sorted by start, then rank.
 
     Raises:
-        ValueError: ranks wait for each other, or for an action that no list holds. The message names the stuck ones.
+        ValueError: as `in_order`.
     """
-    ends: dict[Action, float] = {}
-    waiting: dict[Action, list[int]] = {}  # ranks whose next action needs an outcome
-    position = [0] * len(table)
-    free = [0.0] * len(table)
-    events = []
-    # A rank that lacks an input is parked in `waiting` until that outcome exists, so no rank is ever polled.
-    ready = list(range(len(table)))
-    while ready:
-        rank = ready.pop()
-        if position[rank] == len(table[rank]):
-            continue
-        action = table[rank][position[rank]]
-        needed = inputs(action, len(ranks))
-        missing = next((other for other in needed if other not in ends), None)
-        if missing is not None:
-            waiting.setdefault(missing, []).append(rank)
-            continue
-        arrivals = (ends[other] + (transfer if ranks[other.stage] != rank else 0.0) for other in needed)
-        start = max([free[rank], *arrivals])
-        free[rank] = ends[outcome(action)] = start + duration(action)
-        position[rank] += 1
+    free, events = [0.0] * len(table), list[Event]()
+    for rank, action, needed in in_order(table, ranks):
+        start = free[rank] if needed < 0 else max(free[rank], events[needed].end + transfer)
+        free[rank] = start + duration(action)
         events.append(Event(rank, action, start, free[rank]))
-        ready += [rank, *waiting.pop(outcome(action), [])]
-    stuck = [
-        f"rank {rank} at {actions[done]}"
-        for rank, (actions, done) in enumerate(zip(table, position, strict=True))
-        if done < len(actions)
-    ]
-    if stuck:
-        raise ValueError(f"the schedule deadlocks: {'; '.join(stuck)}")
     return sorted(events, key=lambda event: (event.start, event.rank))
 
 

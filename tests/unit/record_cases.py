@@ -1,0 +1,34 @@
+"""Files of records, of the kind that the name says."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zstandard
+from pyarrow import ipc
+
+COMPRESS = {".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}
+
+
+def jsonl(texts: Sequence[str | None], key: str = "text") -> bytes:
+    """A JSON object a line."""
+    return "".join(json.dumps({"id": number, key: text}) + "\n" for number, text in enumerate(texts)).encode()
+
+
+def write_records(path: Path, texts: Sequence[str | None], key: str = "text") -> Path:
+    """JSON lines, perhaps compressed; or parquet of several row groups, or arrow of several batches (.stream.arrow)."""
+    table = pa.table({"id": range(len(texts)), key: pa.array(texts, pa.large_string())})
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, row_group_size=7)
+    elif path.suffix == ".arrow":
+        opened = ipc.new_stream if ".stream" in path.name else ipc.new_file
+        with opened(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=9)
+    else:
+        path.write_bytes(COMPRESS.get(path.suffix, bytes)(jsonl(texts, key)))
+    return path

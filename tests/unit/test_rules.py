@@ -1,0 +1,126 @@
+"""What rules refuse, in a sentence that names the key, the value and the cure."""
+
+import shlex
+
+import pytest
+
+from titan_like.config import ConfigError, load_config
+from titan_like.train.rules import resolve_settings
+
+# Processes and settings => parts of the sentence. A run has one step where its length is not set.
+REFUSED = """
+# models
+1 --model.family=gtp => model.family ; "gtp" ; did you mean gpt?
+1 --model.flavor=debgu => model.flavor ; "debgu" ; did you mean debug?
+1 --model.overrides.hidden_sise=64 => model.overrides.hidden_sise = 64 ; did you mean hidden_size?
+1 --model.overrides.hidden_size=x => model.overrides.hidden_size ; "x" ; integer
+1 --model.overrides.hidden_size.x=1 => model.overrides.hidden_size ; integer
+1 --model.overrides.num_layers=0 => model.overrides.num_layers = 0 ; greater than 0
+1 --model.overrides.num_attention_heads=5 => 5 ; does not divide hidden_size 128 ; choose a divisor
+1 --model.overrides.num_kv_heads=3 => num_kv_heads 3 ; does not divide num_attention_heads 4
+1 --model.family=llama --model.overrides.hidden_size=60 => = 15 is odd ; even
+1 --model.family=llama '--model.overrides.rope_scaling={factor = 8.0, low_freq_factor = 4.0, \
+high_freq_factor = 4.0, original_max_seq_len = 16}' \
+=> model.overrides.rope_scaling ; low_freq_factor 4.0 must be below high_freq_factor 4.0
+1 --model.flavor=a --model.flavors.a.hidden_size=8 --model.flavors.a.num_attention_heads=1 \
+--model.flavors.a.vocab_size=9 --model.flavors.a.max_seq_len=8 => model.flavors.a.num_layers ; required
+1 --model.family=t5 --model.overrides.num_position_buckets=32 --model.overrides.max_position_distance=16 \
+=> max_position_distance 16 ; at least 17
+1 --model.family=t5 --model.overrides.num_position_buckets=7 --model.overrides.max_position_distance=2 \
+=> max_position_distance 2 ; at least 4
+1 --model.family=t5 --model.overrides.head_size=0 --model.overrides.num_attention_heads=5 \
+=> num_attention_heads 5 does not divide hidden_size 128 ; head_size
+1 --model.family=t5 --model.overrides.num_layers=5 --model.overrides.num_decoder_layers=5 \
+=> num_decoder_layers 5 of num_layers 5 leave a stack without layers
+1 --model.family=moe --model.overrides.experts_per_token=9 => experts_per_token 9 is more than num_experts 8
+1 --model.family=moe --model.overrides.experts_per_token=1 => experts_per_token 1 with renormalize
+1 --model.family=moe --model.overrides.num_dense_layers=4 \
+=> num_dense_layers 4 of num_layers 4 leave no layer with experts
+1 --model.family=moe --model.overrides.head_size=7 => head_size 7 is odd
+# lengths and batches; the batch is of 16 samples
+1 '--training.batch_size_rampup=[4, 4]' --training.samples=100 => [4, 4] ; [start, increment, samples]
+1 '--training.batch_size_rampup=[0, 4, 10]' --training.samples=100 => three positive integers
+1 '--training.batch_size_rampup=[8, 0, 10]' --training.tokens=9999 => three positive integers
+1 '--training.batch_size_rampup=[32, 8, 10]' --training.samples=100 => reach global_batch_size (16)
+1 '--training.batch_size_rampup=[8, 3, 10]' --training.steps=100 => reach global_batch_size (16)
+1 '--training.batch_size_rampup=[12, 4, 10]' --training.steps=9 => batch_size_rampup ; 12 ; 8 or 16
+1 '--training.batch_size_rampup=[8, 8, 99]' --training.samples=7 => training.samples = 7 ; at least 8
+1 --training.tokens=4095 => training.tokens = 4095 ; at least 4096
+1 --training.steps=9 --lr_scheduler.warmup_steps=6 --lr_scheduler.decay_steps=5 \
+=> lr_scheduler.decay_steps = 5 ; before the warm-up of 6
+1 --training.steps=9 --lr_scheduler.decay=wsd --lr_scheduler.decay_steps=10 \
+=> lr_scheduler.decay_steps = 10 ; at most 9
+# optimizers
+1 '--optimizer.betas=[0.9, 1.0]' => optimizer.betas ; below 1
+1 --optimizer.clip_threshold=0 => optimizer.clip_threshold
+1 --optimizer.beta1=1 => optimizer.beta1
+1 --optimizer.adjust_lr=adamw => optimizer.adjust_lr
+1 --optimizer.name=muonn => did you mean muon?
+1 --optimizer.relative_step=true => adamw does not use it; leave it out, or set optimizer.name to adafactor
+1 --optimizer.name=adafactor --optimizer.matrix_lr=0.02 => optimizer.matrix_lr = 0.02: adafactor does not use it
+1 --optimizer.name=muon --optimizer.beta1=0.9 => optimizer.beta1 = 0.9: muon does not use it
+# objectives
+1 --data.prefix_lm_loss=all => data.prefix_lm_loss ; data.prefix_lm to true
+4 --model.family=t5 --parallelism.tensor_parallel_degree=4 --parallelism.sequence_parallel=true \
+=> training.decoder_seq_len = 58: not divisible by context × tensor degrees = 4 ; as 60
+1 --model.family=t5 --training.seq_len=2000 => training.seq_len = 2000: the model's max_seq_len is 1024
+1 --model.family=t5 --data.reset_attention_mask=true => t5 has only encoder-decoder attention
+1 --model.family=t5 --data.prefix_lm=true => t5 has only encoder-decoder attention
+1 --model.family=t5 --data.eod_mask_loss=true => t5 predicts removed spans, never
+1 --model.family=t5 --data.mlm_max_ngram=3 => which this does not change; leave it out, or train bert
+1 --model.family=t5 --evaluation.interval=1 '--evaluation.datasets=["text=README.md"]' \
+=> t5 predicts removed spans, but these predict the next token
+# pipelines
+2 --parallelism.pipeline_parallel_degree=2 --parallelism.pipeline_schedule=interleaved_1f1b \
+=> pipeline_schedule ; virtual_stages_per_rank of at least 2 ; use 1f1b
+2 --parallelism.pipeline_parallel_degree=2 --parallelism.virtual_stages_per_rank=2 \
+=> virtual_stages_per_rank = 2 ; use 1 or interleaved_1f1b
+2 --parallelism.pipeline_parallel_degree=2 --parallelism.pipeline_schedule=zbv_zero_bubble \
+--parallelism.virtual_stages_per_rank=3 => virtual_stages_per_rank = 3 ; exactly 2 ; use 2
+8 --parallelism.pipeline_parallel_degree=8 => pipeline_parallel_degree = 8 ; 8 stages for 4 layers ; at most 4
+2 --parallelism.pipeline_parallel_degree=2 '--parallelism.pipeline_layers=[1, 2]' \
+=> pipeline_layers = [1, 2] ; must be 2 numbers ; sum to the 4 layers
+1 '--parallelism.pipeline_layers=[4]' => pipeline_layers ; there is one stage
+1 --parallelism.sequence_parallel=true => sequence_parallel ; raise parallelism.tensor_parallel_degree
+2 --parallelism.pipeline_parallel_degree=2 --parallelism.pipeline_schedule=interleaved_1f1b \
+--parallelism.virtual_stages_per_rank=2 --training.micro_batch_size=2 --training.global_batch_size=6 \
+=> global_batch_size = 6 ; multiples of pipeline_parallel_degree (2) ; use 2 or 4 ; such as 1f1b
+# context parallelism
+2 --parallelism.context_parallel_degree=2 --model.overrides.dropout=0.1 => set model.overrides.dropout = 0 (it is 0.1)
+2 --model.family=llama --parallelism.context_parallel_degree=2 --training.seq_len=1022 \
+=> not divisible by 2 × context_parallel_degree = 4
+2 --model.family=llama --parallelism.context_parallel_degree=2 --float8.enable=true => set float8.enable to false
+2 --model.family=llama --parallelism.context_parallel_degree=2 --parallelism.context_parallel_method=ulysses \
+--model.overrides.num_kv_heads=1 => key-value heads on
+2 --model.family=t5 --parallelism.context_parallel_degree=2 --parallelism.context_parallel_method=ring \
+--training.decoder_seq_len=64 --model.overrides.dropout=0 => position biases
+# experts; debug has 8
+2 --model.family=moe --parallelism.tensor_parallel_degree=2 \
+=> sequence_parallel = false: MoE with tensor parallelism
+2 --model.family=moe --parallelism.tensor_parallel_degree=2 --parallelism.sequence_parallel=true \
+--model.overrides.qk_norm=all => degree = 2: MoE with qk_norm = "all" does not support tensor
+1 --model.family=moe --model.overrides.ffn_hidden_size=64 => no layer of moe debug is dense
+1 --model.family=moe --float8.enable=true => float8.enable = true: moe does not support float8
+1 --model.family=moe --optimizer.name=muon \
+=> optimizer.name = "muon": does not support the stacked expert weights
+3 --model.family=moe --parallelism.expert_parallel_degree=3 --training.global_batch_size=48 \
+=> degree = 3: does not divide the model's num_experts (8)
+6 --model.family=moe --parallelism.expert_parallel_degree=4 --training.global_batch_size=48 \
+=> degree = 4: does not divide shard × context × tensor
+2 --model.family=moe --parallelism.expert_parallel_degree=2 --activation_checkpoint.mode=selective \
+=> activation_checkpoint.mode = "selective": does not work with split experts
+2 --model.family=llama --parallelism.expert_parallel_degree=2 \
+=> parallelism.expert_parallel_degree = 2: llama has no experts; use 1
+1 --model.family=llama --activation_checkpoint.mode=experts => llama has no experts to recompute
+""".replace("\\\n", "").strip()
+
+
+@pytest.mark.parametrize("case", [line for line in REFUSED.splitlines() if not line.startswith("#")])
+def test_what_rules_refuse(case: str) -> None:
+    given, _, words = case.partition("=> ")
+    processes, *settings = shlex.split(given)
+    has_length = any(word.startswith(("--training.s", "--training.tokens")) and "seq" not in word for word in settings)
+    with pytest.raises(ConfigError) as error:
+        resolve_settings(load_config([*settings, *([] if has_length else ["--training.steps=1"])]), int(processes))
+    assert all(word in str(error.value) for word in words.split(" ; ")), str(error.value)
+    assert "\n" not in str(error.value)
