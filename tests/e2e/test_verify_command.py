@@ -67,7 +67,7 @@ def test_same_layout_ends_with_0_and_writes_json(tmp_path: Path) -> None:
     wanted |= {
         ("float64", "loss of longer sequences with large logits", 1),
         ("resume", "weights", 3),
-        ("dropout", "share that dropout keeps", 1),
+        ("dropout", "share that dropout keeps, and its scale", 1),
     }
     assert wanted <= rows
     assert ("float64", "gradients", 2) not in rows

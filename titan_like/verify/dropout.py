@@ -144,7 +144,7 @@ def check_draws(report: Report, draws: list[Draw], layout: Layout, rate: float) 
         # Tensor-parallel ranks hold different activations if the sequence or the heads are split, else the same ones.
         has_parts = draw.kept.shape[1] > 1  # all ranks hold a sequence's first token
         is_split = layout.tensor > 1 if draw.where.is_attention else layout.sequence_parallel and has_parts
-        if not is_split:
+        if not is_split and not layout.sequence_parallel:  # which takes the first rank's mask of a first token
             report.share(Key(1, Row.MASKS_EQUAL, f"{draw.where.site} @ {draw.where}"), digest(draw.kept))
         if is_split or draw.tensor_rank == 0:
             masks = draw.kept.flatten(0, int(draw.where.is_attention))
