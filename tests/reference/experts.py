@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from titan_like.models.layers.experts import SparseMLP
 from titan_like.models.moe.config import MoEConfig
-from titan_like.models.transformer import Transformer, replace_forward
+from titan_like.models.transformer import Transformer
 from titan_like.parallel.expert_balance import FIGURES
 
 
@@ -28,7 +28,7 @@ class PlainExperts:
         self.config = model.config
         for name, module in model.named_modules():
             if isinstance(module, SparseMLP):
-                replace_forward(module, partial(self._forward, name, module))
+                module.forward = partial(self._forward, name, module)
                 self.load[name] = [1 / self.config.num_experts] * self.config.num_experts
                 self.bias[name] = [0.0] * self.config.num_experts
         self.forget()

@@ -16,7 +16,7 @@ from titan_like.models.layers.positions import RelativeBias, rope_frequencies
 from titan_like.models.llama.config import LlamaConfig
 from titan_like.models.llama.model import Llama
 from titan_like.models.registry import model_config
-from titan_like.models.transformer import Transformer, replace_forward
+from titan_like.models.transformer import Transformer
 
 
 def take_definitions(model: Transformer, config: JobConfig, in_pairs: bool = False) -> None:
@@ -30,11 +30,11 @@ def take_definitions(model: Transformer, config: JobConfig, in_pairs: bool = Fal
         model.layer_inputs = partial(_rotary, model)  # type: ignore[method-assign]
     for name, module in model.named_modules():
         if isinstance(module, RelativeBias):
-            replace_forward(module, partial(_bias_by_distance, module))
+            module.forward = partial(_bias_by_distance, module)
         if isinstance(module, AttentionCore) and (takes_pairs or in_pairs):
-            replace_forward(module, partial(_attend_to_pairs, module))
+            module.forward = partial(_attend_to_pairs, module)
         if name == "position_embedding":
-            replace_forward(module, partial(_rows_of, module))
+            module.forward = partial(_rows_of, module)
 
 
 def _rows_of(table: nn.Module, positions: torch.Tensor) -> torch.Tensor:

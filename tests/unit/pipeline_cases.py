@@ -15,7 +15,7 @@ def cases(schedule, degrees=range(1, 9)):
     for degree, virtual in product(degrees, [stages] if stages else [1, 2, 4]):
         sizes = {1, 2, 3, degree - 1, degree + 1, 2 * degree - 2, 2 * degree - 1, 2 * degree + 1, 3 * degree + 2}
         sizes |= {degree * rounds for rounds in (1, 2, 3, 4, 7)}
-        for microbatches in sorted(sizes):
+        for microbatches in sorted(sizes - {0}):
             if check_schedule(schedule, degree, virtual, microbatches) is None:
                 yield degree, virtual, microbatches
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_like.commands.bench_comm import build_parser, line, sizes_of
+from titan_like.commands.bench_comm import build_parser, sizes_of
 from titan_like.config import ConfigError, load_config
 from titan_like.planner.links import BETWEEN_NODES, Measurement, read_measurements, with_links
 from titan_like.planner.predict import predict
@@ -76,13 +76,6 @@ def test_a_profile_takes_the_links_that_were_measured(tmp_path: Path) -> None:
     # The prediction of the planner is then what was measured, but for the 4 KiB that count as latency.
     whole = next(one for one in measured if (one.dimension, one.bytes, one.operation) == ("ep", 2**30, "all_reduce"))
     assert links.all_reduce(2**30, 4, 1) == pytest.approx(whole.seconds, rel=1e-5)
-
-
-def test_all_processes_of_a_node_send_to_others_in_an_all_to_all() -> None:
-    """Two nodes of 4 processes: one group of 8 whose ring leaves a node once, and 4 · 4 blocks of 1/8 that do."""
-    for operation, sent in (("all_reduce", 2 * 7 / 8), ("all_to_all", 4 * 4 / 8)):
-        told = line(Measurement("dp_shard", 8, operation, 10**9, 1.0, 1), 4, 400.0)
-        assert told.endswith(f"{8 * sent:.4g} of 400 Gbit/s ({8 * sent / 400:.0%})")
 
 
 def test_links_that_were_measured_count_more_than_those_of_the_cluster_section() -> None:

@@ -97,7 +97,9 @@ def test_attention_scales_the_scores_whatever_hides_keys(scale: float | None, dr
     visible = intervals(2, 21, generator)
     q, k, v = (torch.randn(2, 4, 21, 8, generator=generator, dtype=torch.float64) for _ in range(3))
     core, wanted = AttentionCore(dropout, scale=scale), dense(q, k, v, visible.mask(), scale)
-    assert (core(q, k, v, visible) - wanted).abs().max() <= 1e-12 * wanted.abs().max()
+    for width in (8, 5):  # heads of values may be narrower than those of keys
+        part = wanted[..., :width]
+        assert (core(q, k, v[..., :width], visible) - part).abs().max() <= 1e-12 * part.abs().max()
     hidden = torch.zeros(21, 21, dtype=torch.float64).masked_fill(~visible.mask()[0, 0], -math.inf)[None, None]
     alone = dense(q[:1], k[:1], v[:1], visible.mask()[:1], scale)
     assert (core(q[:1], k[:1], v[:1], bias=hidden) - alone).abs().max() <= 1e-12 * alone.abs().max()

@@ -148,7 +148,6 @@ def test_calibrate_writes_a_profile_that_gives_the_rows_back(tmp_path):
         (["search", "--job.config_file", "train_configs/gpt_7.5b.toml", "--gpus"], "expected one argument"),
         (["calibrate", "--profile", "selene_2021", "--points", "no.csv", "--out", "mine"], "ends with .toml"),
         (["search", "--job.config_file", "train_configs/gpt_7.5b.toml", "--gpus", "10000000"], "at most 1,000,000"),
-        (["search", "--job.config_file", "a.toml", "--out", "b.toml", "--json", "./b.toml"], "names the file twice"),
         (["predict", "--job.config_file", "train_configs/gpt_1t.toml", "--profile", ""], "--profile"),
         (["calibrate", "--profile", "selene_2021"], "--points"),
         (["calibrate", "--profile", "selene_2021", "--points", "no.csv"], "--points"),
@@ -161,24 +160,6 @@ def test_bad_input_is_one_sentence_and_exit_code_2(words, named):
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
     assert named in done.stderr
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["predict", "--job.config_file", "{tmp}/a.toml", "--json", "{tmp}/./a.toml"],
-        ["predict", "--job.config_file=~/a.toml", "--json={tmp}/a.toml"],
-        ["calibrate", "--profile=selene_2021", "--points={tmp}/a.toml", "--json={tmp}/a.toml"],
-        ["calibrate", "--profile=selene_2021", "--points={tmp}/a.toml", "--out={tmp}/a.toml"],
-    ],
-)
-def test_what_is_read_is_not_overwritten(words, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "a.toml").write_text("[job]\n")
-    done = plan(*(word.replace("{tmp}", str(tmp_path)) for word in words))
-    assert done.returncode == 2
-    assert done.stderr.endswith("; name another one\n") or done.stderr.endswith("and is no result; name another file\n")
-    assert (tmp_path / "a.toml").read_text() == "[job]\n"
 
 
 @pytest.mark.slow

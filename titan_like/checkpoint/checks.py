@@ -19,7 +19,6 @@ from titan_like.config.errors import ConfigError, require
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data.tokenizer import build_tokenizer, tokenizer_in
 from titan_like.models.config import TransformerConfig
-from titan_like.models.parts import one_of_each
 from titan_like.optim.schedule import check_decay, schedule_length
 from titan_like.optim.state_size import optimizer_state
 
@@ -143,11 +142,6 @@ def check_room(folder: Path, needed: int) -> None:
 
 
 def checkpoint_bytes(config: JobConfig, model: TransformerConfig) -> int:
-    """Approximate size of a checkpoint: master weights and the optimizer's state."""
+    """Approximate size of a checkpoint: master weights and the optimizer's state, as of a matrix in the layers."""
     element, state = 8 if config.training.dtype == "float64" else 4, optimizer_state(config.optimizer)
-    values: float = model.num_parameters()
-    small = one_of_each(model)
-    counts = {f"layers.{kind}": count for kind, count in zip(small.layers, model.layer_counts, strict=True)}
-    for name, parameter in small.named_parameters():
-        values += state.of(name, parameter.shape) * counts.get(".".join(name.split(".")[:2]), 1)
-    return int(element * values)
+    return int(element * model.num_parameters() * (1 + state.layers.element))

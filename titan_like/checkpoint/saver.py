@@ -30,6 +30,7 @@ from titan_like.checkpoint.step_folders import (
 )
 from titan_like.config.errors import first_line
 from titan_like.config.schema import Checkpoint as CheckpointSection
+from titan_like.optim.shards import local
 
 Tensors = dict[str, torch.Tensor]
 
@@ -156,12 +157,11 @@ class Saver:
 
     @torch.no_grad()
     def _copy_one(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        copy = self._copies.get(name)
-        if copy is None or copy.shape != local.shape or copy.dtype != local.dtype:
-            copy = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.device.type == "cuda")
+        part, copy = local(tensor), self._copies.get(name)
+        if copy is None or copy.shape != part.shape or copy.dtype != part.dtype:
+            copy = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.device.type == "cuda")
             self._copies[name] = copy
-        copy.copy_(local, non_blocking=True)
+        copy.copy_(part, non_blocking=True)
         if not isinstance(tensor, DTensor):
             return copy
         whole = tensor.detach()
@@ -194,18 +194,16 @@ class Saver:
 
     def _explained(self, problem: str, tensors: Tensors) -> str:
         """The reason of a failed save, with a full disk added, because torch's writer does not report it."""
-        texts = [problem]
-        if dist.get_rank() == 0:
-            local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values())
-            if shutil.disk_usage(self.folder).free < sum(part.numel() * part.element_size() for part in local):
-                texts = [f"the disk is full; {problem}"]
+        texts, needed = [problem], sum(local(tensor).nbytes for tensor in tensors.values())
+        if dist.get_rank() == 0 and shutil.disk_usage(self.folder).free < needed:
+            texts = [f"the disk is full; {problem}"]
         dist.broadcast_object_list(texts, src=0, group=self._group)
         return texts[0]
 
     def _of_weights(self, tensors: Tensors) -> str | None:
         """Why the tensors must not be saved, because they would replace good ones; None if they are finite."""
-        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values())
-        extremes = [torch.stack(torch.aminmax(part)) for part in local if part.is_floating_point() and part.numel()]
+        parts = [local(tensor) for tensor in tensors.values()]
+        extremes = [torch.stack(torch.aminmax(part)) for part in parts if part.is_floating_point() and part.numel()]
         is_bad = torch.tensor(int(not all(pair.isfinite().all() for pair in extremes)))
         dist.all_reduce(is_bad, op=dist.ReduceOp.MAX, group=self._group)
         return "weights or optimizer are not finite" if is_bad else None

@@ -23,7 +23,7 @@ from zlib import crc32
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from titan_like.config.errors import first_problem
+from titan_like.config.errors import first_line
 from titan_like.config.schema import JobConfig, Training
 from titan_like.data.batch_size import total_steps
 from titan_like.data.unfinished import remove, removed_unless_renamed
@@ -114,8 +114,7 @@ def read_run_state(path: Path) -> RunState:
     try:
         run = TypeAdapter(RunState).validate_python(numbers)
     except ValidationError as error:
-        place = ".".join(map(str, error.errors(include_url=False)[0]["loc"]))
-        raise ValueError(f"{RUN_FILE} is not a run's: {place or 'it'}: {first_problem(error)}") from None
+        raise ValueError(f"{RUN_FILE} is not a run's: {first_line(error)}") from None
     named = re.fullmatch(_STEP, path.name)
     if named and int(named[1]) != run.step:
         raise ValueError(f"{RUN_FILE} is of step {run.step}, and its folder is {path.name}")
@@ -239,7 +238,6 @@ def is_resumable(config: JobConfig) -> tuple[bool, str]:
     return True, f"resumable: step {newest} of {total} is in {folder}"
 
 
-_PATIENCE = 30.0  # seconds to wait for a run that is being stopped
 _held: list[int] = []  # descriptors; the system releases the locks when the process ends, for whatever reason
 
 
@@ -248,7 +246,7 @@ def lock_path(folder: Path) -> Path:
     return folder.with_name(folder.name + ".lock")
 
 
-def hold(folder: Path, taken: str, patience: float = _PATIENCE) -> str | None:
+def hold(folder: Path, taken: str, patience: float) -> str | None:
     """Lock the folder until `release` or the end of this process, waiting at most ``patience`` seconds.
 
     Returns None if the lock is held; ``taken`` if another process holds it; or a sentence about the lock file if that

@@ -46,7 +46,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--largest", type=size_option, default="1g", help="bytes of the largest buffers, 4 times as large each (1g)"
     )
     parser.add_number("--seconds", float, least=1e-3, most=1e6, default=1.0, help="for each operation and size")
-    parser.add_number("--link_gbit", float, least=1e-3, most=1e6, help="peak of a node's links, to state shares of it")
     parser.add_argument(
         "--picture", type=path_option, metavar="FILE.png", help="draw bus bandwidths (needs matplotlib)"
     )
@@ -105,7 +104,7 @@ def main(argv: list[str]) -> int:
                     seconds = seconds_of(run, device, options.seconds)
                     found.append(Measurement(name, group.size(), operation, elements * _ELEMENT, seconds, sharing))
                     if is_first:
-                        print(line(found[-1], here, options.link_gbit), flush=True)
+                        print(line(found[-1]), flush=True)
         dist.barrier()
     if not is_first:
         return 0
@@ -197,23 +196,12 @@ def _finish(device: torch.device) -> None:
 _HEAD = f"{'operation':15s} {'bytes':>13s} {'µs':>12s} {'algorithm GB/s':>15s} {'bus GB/s':>9s}"
 
 
-def line(one: Measurement, here: int, link_gbit: float | None) -> str:
-    """A row of the table, for nodes of ``here`` processes.
-
-    What leaves a node shares its links with the groups next to it. Of a ring one process of a node sends to others. In
-    an all-to-all all r of them do, each to n - r of the n - 1 others.
-    """
-    text = (
+def line(one: Measurement) -> str:
+    """A row of the table."""
+    return (
         f"{one.operation:15s} {one.bytes:13,d} {1e6 * one.seconds:12,.1f} {one.algorithm_bandwidth / 1e9:15.3f} "
         f"{one.bus_bandwidth / 1e9:9.3f}"
     )
-    if link_gbit is None:
-        return text
-    gbit = 8e-9 * one.bus_bandwidth * max(1, one.sharing)
-    if one.sharing and one.operation == "all_to_all":
-        inside = here // one.sharing
-        gbit *= inside * (one.processes - inside) / (one.processes - 1)
-    return f"{text}  {gbit:.4g} of {link_gbit:g} Gbit/s ({gbit / link_gbit:.0%})"
 
 
 def draw(found: list[Measurement], path: Path) -> None:

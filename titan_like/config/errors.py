@@ -64,9 +64,10 @@ def cure_of_writing(error: OSError, then: str = "or name another folder") -> str
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or its type if the message is empty."""
+    """The first line of a message, or the exception's type if it is empty. Of pydantic's errors, the first problem."""
     if isinstance(error, ValidationError):
-        return f"{'.'.join(map(str, error.errors()[0]['loc']))}: {first_problem(error)}"
+        first = error.errors(include_url=False)[0]
+        return f"{'.'.join(map(str, first['loc']))}: {problem_of(first)}".removeprefix(": ")
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
 
@@ -76,11 +77,6 @@ def unknown(what: str, word: str, known: Iterable[str], otherwise: str = "") -> 
     near = difflib.get_close_matches(word, known := list(known), n=1, cutoff=0.6)
     cure = f"did you mean {near[0]}?" if near else otherwise or f"there are {', '.join(known)}"
     return f"unknown {what}; {cure}"
-
-
-def first_problem(error: ValidationError) -> str:
-    """What would be valid instead of the first wrong value, as a part of a sentence."""
-    return problem_of(error.errors(include_url=False)[0])
 
 
 def problem_of(detail: Any) -> str:

@@ -20,7 +20,6 @@ from titan_like.config.section import expanded_tokenizer
 
 _MOST_SHOWN = 80  # characters of a path
 _OUTPUTS = ("json", "out", "picture")  # options that name files to write
-_OF_RUNS = ("run.json", "metrics.runs.json")
 _FILE_OF_COMMAND = re.compile(r"(?<![\w/.-])(?:python (?:scripts/)?|scripts/)(\w+)\.py\b")
 
 
@@ -64,13 +63,7 @@ class OptionParser(argparse.ArgumentParser):
             require(value is None or value >= least, f"--{name}", value, f"must be at least {least:,.12g}")
             require(value is None or value <= most, f"--{name}", value, f"must be at most {most:,.12g}")
         for name in _OUTPUTS:
-            check_output_file(f"--{name}", path := getattr(options, name, None))
-            words = [value for other, value in vars(options).items() if other != name and isinstance(value, str)]
-            words += [word.partition("=")[2] or word for word in rest]
-            is_new = path is None or all(
-                os.path.realpath(os.path.expanduser(w)) != os.path.realpath(path) for w in words
-            )
-            require(is_new, f"--{name}", path, "this command line names the file twice; name another one")
+            check_output_file(f"--{name}", getattr(options, name, None))
         return options, rest
 
     def format_help(self) -> str:
@@ -99,21 +92,19 @@ path_option, tokenizer_option = partial(_option, expanded), partial(_option, exp
 
 
 def check_output_file(option: str, path: str | None) -> None:
-    """Refuse a file that cannot be written, or that must not be overwritten, before any work is done.
+    """Refuse a file that cannot be written, before any work is done.
 
     Raises:
         ConfigError: the path is a folder, or in a folder that does not exist or is not writable; or the file is there
-            and is no result.
+            and is no JSON.
     """
     if path is None:
         return
     parent = Path(path).parent
     is_writable = not Path(path).is_dir() and parent.is_dir() and os.access(parent, os.W_OK)
     require(is_writable, option, path, "not a file in a folder that you may write to; name one")
-    # Only a result may replace a file that is there: not a text, a dataset, or a file of a run.
-    is_result = path.endswith(".json") and os.path.basename(path) not in _OF_RUNS
-    problem = "is there already and is no result; name another file"
-    require(option != "--json" or is_result or not os.path.isfile(path), option, path, problem)
+    may_replace = option != "--json" or path.endswith(".json") or not os.path.isfile(path)
+    require(may_replace, option, path, "is there already and is no result; name another file")
 
 
 def write_output_file(path: str | Path, text: str) -> None:

@@ -1,7 +1,6 @@
-"""Which run each file of metrics in a folder belongs to.
+"""Which run each file of metrics in a folder belongs to, which its lines say.
 
 ``metrics.jsonl`` is the current run's. Those of earlier runs are ``metrics.1.jsonl``, ``metrics.2.jsonl`` and so on.
-``metrics.runs.json`` has the id of each file's run.
 """
 
 from __future__ import annotations
@@ -13,21 +12,18 @@ from pathlib import Path
 
 from titan_like.data.unfinished import removed_unless_renamed
 
-METRICS_FILE, RUNS_FILE = "metrics.jsonl", "metrics.runs.json"
+METRICS_FILE = "metrics.jsonl"
 
 
-def run_ids(folder: Path) -> dict[str, str]:
-    """The id of each file's run, by the file's name; of a damaged or missing ``metrics.runs.json``, none."""
-    try:
-        return {str(name): str(run_id) for name, run_id in json.loads((folder / RUNS_FILE).read_bytes()).items()}
-    except (OSError, ValueError, AttributeError):
-        return {}
+def run_of(path: Path) -> str | None:
+    """The id of the run that wrote the last line of a file; None if no line is complete, or it does not say."""
+    lines = complete_lines(path) if path.exists() else []
+    return json.loads(lines[-1][1]).get("run_id") if lines else None
 
 
 def lacks_validation(path: Path, run_id: str, step: int) -> bool:
     """Whether ``path`` is the run's file and has a line of ``step`` without a validation's figures."""
-    is_own = run_ids(path.parent).get(path.name) == run_id and path.exists()
-    return is_own and any(
+    return run_of(path) == run_id and any(
         number == step and "validation_loss" not in json.loads(line) for number, line in complete_lines(path)
     )
 
@@ -39,27 +35,16 @@ def own_file(path: Path, start_step: int, run_id: str, goes_back: bool = False) 
     another run had renamed it. If the run ``goes_back`` at its user's wish, the file with later lines is kept too.
 
     Raises:
-        OSError: files cannot be written or renamed. On a full disk each run still has its file.
+        OSError: files cannot be written or renamed.
     """
-    ids = run_ids(path.parent)
+    resumes = start_step > 0
     # A file whose run is not known is taken for the run's own if the run resumes.
-    is_own = start_step > 0 and ids.get(path.name, run_id) == run_id
-    moves: list[tuple[Path, Path]] = []
+    is_own = resumes and run_of(path) in (run_id, None)
     if not is_own and path.exists() and path.stat().st_size:
-        aside = _next_aside(path)
-        moves.append((path, aside))
-        ids[aside.name] = ids.pop(path.name, "")
-    earlier = [path.with_name(name) for name, owner in ids.items() if owner == run_id and name != path.name]
-    if start_step > 0 and not is_own and earlier and earlier[-1].exists():
-        moves.append((earlier[-1], path))
-        del ids[earlier[-1].name]
-    if ids.get(path.name) != run_id:
-        index = path.with_name(RUNS_FILE)
-        with removed_unless_renamed(index.with_suffix(".unfinished")) as unfinished:
-            unfinished.write_bytes(json.dumps(ids | {path.name: run_id}, indent=2).encode())  # fails on a full disk
-            for source, target in moves:
-                os.rename(source, target)
-            os.replace(unfinished, index)
+        os.rename(path, _next_aside(path))
+    earlier = [found for _, found in sorted(_aside(path).items()) if resumes and run_of(found) == run_id]
+    if earlier and not path.exists():
+        os.rename(earlier[-1], path)
     if path.exists():
         _drop_lines_after(start_step, path, goes_back)
 
@@ -93,6 +78,10 @@ def _replace(path: Path, content: bytes) -> None:
 
 def _next_aside(path: Path) -> Path:
     """The name that the next file to be put aside gets."""
-    numbers = [found.stem.removeprefix(f"{path.stem}.") for found in path.parent.glob(f"{path.stem}.*{path.suffix}")]
-    number = 1 + max((int(number) for number in numbers if number.isdecimal()), default=0)
-    return path.with_name(f"{path.stem}.{number}{path.suffix}")
+    return path.with_name(f"{path.stem}.{1 + max(_aside(path), default=0)}{path.suffix}")
+
+
+def _aside(path: Path) -> dict[int, Path]:
+    """The files that have been put aside, by their numbers."""
+    found = {path.stem.removeprefix("metrics."): path for path in path.parent.glob(f"{path.stem}.*{path.suffix}")}
+    return {int(number): path for number, path in found.items() if number.isdecimal()}

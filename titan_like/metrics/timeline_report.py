@@ -41,7 +41,7 @@ class TimelineFigures:
 
     bubble_fraction: float  # idle over compute time of the busiest rank (arXiv 2104.04473)
     bubble_fraction_simulated: float  # the same without messages and gaps; see `as_simulated`
-    bubble_fraction_ideal: float  # closed form, with equal stages and backward passes twice as long as forward passes
+    bubble_fraction_ideal: float  # with equal stages and backward passes twice as long as forward passes
     slowest_stage: int
     slowest_stage_excess: float  # its time per microbatch over the mean of all stages, minus 1
     exposed_communication: float  # share of all ranks' time

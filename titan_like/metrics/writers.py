@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import netrc
 import os
-import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Any, Literal
@@ -39,76 +39,65 @@ def check_wandb(metrics: Metrics) -> None:
         raise ConfigError("metrics.wandb_mode", metrics.wandb_mode, problem)
 
 
+@contextmanager
+def _reported_once(problems: list[str], what: Path, consequence: str) -> Iterator[None]:
+    """Suppress errors of the file system, and print a line about the first. Their reasons are added to ``problems``."""
+    try:
+        yield
+    except OSError as error:
+        problems.append(error.strerror or str(error))
+        if len(problems) == 1:
+            print(f"{what} cannot be written ({problems[0]}) and {consequence}", flush=True)
+
+
 class JsonLinesWriter:
     """Writes one JSON object per line; NaN and infinity, which JSON lacks, become null.
 
-    `own_file` says what becomes of the file of another run. Where the disk is full, lines wait in memory. No other job
-    writes to the folder, because this job holds its lock.
+    `own_file` says what becomes of the file of another run. Steps for which a full disk has no room are left out. No
+    other job writes to the folder, because this job holds its lock.
     """
 
     def __init__(self, path: Path, start_step: int, run_id: str, goes_back: bool = False) -> None:
-        self._path, self._of_run = path, (start_step, run_id, goes_back)
+        self._path, self._run_id, self._of_run = path, run_id, (start_step, run_id, goes_back)
         self._file: FileIO | None = None  # None as long as it cannot be opened
-        self._size, self._step = 0, start_step  # of the last line
-        self._waiting = b""  # lines that could not be written yet
-        self._is_waiting = False
-        self._append(b"")
+        self._step: int | None = start_step  # of the last line
+        self._problems: list[str] = []
+        with self._reported():
+            self._opened()
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append the step, or add to the last line if that is the step's.
-
-        A line that cannot be written is kept and written with a later one.
-        """
+        """Append the step, or add to the last line if that is the step's."""
         finite = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in values.items()}
-        line = f"{json.dumps(finite)}\n".encode()
-        if step == self._step:
-            line = b", " + line[1:]
-            self._reopen_last_line()
-        self._step = step
-        self._append(line)
-
-    def _reopen_last_line(self) -> None:
-        """Take away the end of the last line, a brace and a newline."""
-        if self._file is not None and not self._waiting:
-            with suppress(OSError):
-                self._file.truncate(self._size - 2)
-                self._size -= 2
-        self._waiting = self._waiting[:-2]
+        adds, self._step = step == self._step, None
+        line = json.dumps(finite if adds else {"step": step} | finite | {"run_id": self._run_id})
+        with self._reported():
+            file = self._opened()
+            size = file.seek(-2 if adds else 0, os.SEEK_END)  # a line ends with a brace and a newline
+            data = f"{', ' + line[1:] if adds else line}\n".encode()
+            try:
+                if file.write(data) < len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self._step = step
+            except OSError:
+                file.truncate(size)
+                file.seek(size)
+                file.write(b"}\n" if adds else b"")
+                raise
 
     def close(self) -> None:
-        """Write the waiting lines and close the file. A line on stderr says if they could not be written."""
-        problem = self._written(self._waiting)
-        if problem is not None and self._waiting:
-            print(f"{self._path} lacks its last lines ({problem})", file=sys.stderr, flush=True)
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 
-    def _append(self, line: bytes) -> None:
-        was_waiting, self._waiting = self._is_waiting, self._waiting + line
-        problem = self._written(self._waiting)
-        self._is_waiting = problem is not None
-        if problem is None:
-            self._waiting = b""
-        elif not was_waiting:
-            print(f"{self._path} cannot be written ({problem}); its lines wait until it can", flush=True)
+    def _opened(self) -> FileIO:
+        if self._file is None:
+            own_file(self._path, *self._of_run)
+            self._path.touch()
+            self._file = open(self._path, "r+b", buffering=0)
+        return self._file
 
-    def _written(self, lines: bytes) -> str | None:
-        """Append lines. Returns the reason if that fails, and then leaves no part of them."""
-        try:
-            if self._file is None:
-                own_file(self._path, *self._of_run)
-                self._file = open(self._path, "ab", buffering=0)
-                self._size = self._path.stat().st_size
-            done = 0
-            while done < len(lines):  # where not all fits, the next call says why
-                done += self._file.write(lines[done:])
-        except OSError as error:
-            with suppress(OSError):
-                if self._file is not None:
-                    self._file.truncate(self._size)
-            return error.strerror or str(error)
-        self._size += len(lines)
-        return None
+    def _reported(self) -> AbstractContextManager[None]:
+        return _reported_once(self._problems, self._path, "lacks steps")
 
 
 class TensorBoardWriter:
@@ -117,34 +106,26 @@ class TensorBoardWriter:
     def __init__(self, folder: Path, start_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._folder = folder
+        self._folder, self._problems = folder, list[str]()
         self._writer: Any = None
-        with self._until_it_fails():
+        with self._reported():
             self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Record numbers of the step."""
-        if self._writer is not None:
-            with self._until_it_fails():
-                for key, value in values.items():
-                    if value is not None:
-                        self._writer.add_scalar(key, value, step)
+        with self._reported():
+            for key, value in values.items() if self._writer is not None and not self._problems else ():
+                if value is not None:
+                    self._writer.add_scalar(key, value, step)
 
     def close(self) -> None:
         """Flush to disk."""
-        if self._writer is not None:
-            with self._until_it_fails():
+        with self._reported():
+            if self._writer is not None and not self._problems:
                 self._writer.close()
 
-    @contextmanager
-    def _until_it_fails(self) -> Iterator[None]:
-        """Writes nothing more after an error of the file system, of which one line tells."""
-        try:
-            yield
-        except OSError as error:
-            told = f"{self._folder} cannot be written ({error.strerror or error}) and gets no more figures"
-            print(f"{told}; metrics.jsonl has them", flush=True)
-            self._writer = None
+    def _reported(self) -> AbstractContextManager[None]:
+        return _reported_once(self._problems, self._folder, "gets no more figures; metrics.jsonl has them")
 
 
 class WandbWriter:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from pydantic import ValidationError
 
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import ConfigError, first_line
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import config_class, family_names
 
@@ -273,8 +273,4 @@ def validated(kind: type[TransformerConfig], values: dict[str, Any]) -> Transfor
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"]))
-        message = first["msg"].removeprefix("Value error, ")
-        where = f"{field}: " if field else ""
-        raise RefusedError(f"config.json does not describe a valid model ({where}{message})") from None
+        raise RefusedError(f"config.json does not describe a valid model ({first_line(error)})") from None

@@ -6,8 +6,8 @@ torch, so `TransformerConfig` imports it only when something is counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -15,16 +15,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from titan_like.models.config import TransformerConfig
-from titan_like.models.layers.attention import AttentionCore
+from titan_like.models.layers.attention import AttentionCore, CrossAttention
 from titan_like.models.layers.experts import ExpertLinear, SparseMLP
-from titan_like.models.transformer import Transformer, replace_forward
+from titan_like.models.transformer import Transformer
 
 Lengths = tuple[int, int]
 """Positions of a sample in the encoder, or in the only stack, and in the decoder, or 0."""
-
-Stacks = Mapping[str, tuple[int, ...]]
-"""Name of a module in a layer → the stack whose positions it gets. An attention core has three numbers: the stacks of
-its queries and of its keys, and 1 if it gets a bias."""
 
 
 class Core(NamedTuple):
@@ -33,7 +29,6 @@ class Core(NamedTuple):
     queries: int
     keys: int
     is_causal: bool
-    is_biased: bool = False  # with a bias that has a gradient
 
 
 class LayerParts(NamedTuple):
@@ -74,13 +69,10 @@ def one_of_each(config: TransformerConfig) -> Transformer:
     return _shared(config.one_of_each())
 
 
-def new_one_of_each(config: TransformerConfig) -> Transformer:
-    """Like `one_of_each`, but a new object that may be changed."""
+@lru_cache(maxsize=256)
+def _shared(config: TransformerConfig) -> Transformer:
     with torch.device("meta"), WithoutInit():
-        return config.family_module("model").build(config.one_of_each())
-
-
-_shared = lru_cache(maxsize=256)(new_one_of_each)
+        return config.family_module("model").build(config)
 
 
 @lru_cache(maxsize=4096)
@@ -88,7 +80,7 @@ def parts_of(config: TransformerConfig) -> Parts:
     """Count the sizes of a model's parts."""
     model = one_of_each(config)
     return Parts(
-        tuple(map(_layer_parts, layers_of(model), stacks_of(config))),
+        tuple(map(_layer_parts, layers_of(model))),
         sum(parameter.numel() for _, parameter in shared_parameters(model)),
         sum(p.numel() for name, p in entry_parameters(model) if not (config.tied_embeddings and is_table(name))),
         sum(parameter.numel() for _, parameter in head_parameters(model)),
@@ -97,68 +89,23 @@ def parts_of(config: TransformerConfig) -> Parts:
     )
 
 
-def _layer_parts(layer: nn.Module, stacks: Stacks) -> LayerParts:
-    matrices, experts = [0, 0], 0
-    sparse = tuple(f"{name}." for name, module in layer.named_modules() if isinstance(module, SparseMLP))
-    for name, parameter in layer.named_parameters():
-        if parameter.ndim == 2:
-            owner = name.rpartition(".")[0]
-            module = layer.get_submodule(owner)
-            (stack,) = stacks.get(owner, (0,))
-            # Of stacked matrices each position uses a few.
-            elements = module.elements_per_token if isinstance(module, ExpertLinear) else parameter.numel()
-            matrices[stack] += elements
-            experts += elements if name.startswith(sparse) else 0
+def _layer_parts(layer: nn.Module) -> LayerParts:
+    stack, matrices, cores, experts = getattr(layer, "stack", 0), [0, 0], [], 0
+    crossing = [module for module in layer.modules() if isinstance(module, CrossAttention)]
+    of_memory = {part for module in crossing for part in (module.kv, module.core)}  # which get the encoder's positions
+    sparse = {part for module in layer.modules() if isinstance(module, SparseMLP) for part in module.modules()}
+    for module in layer.modules():
+        seen = 0 if module in of_memory else stack
+        if isinstance(module, AttentionCore):
+            cores.append(Core(stack, seen, module.is_causal))
+        for parameter in module.parameters(recurse=False):
+            if parameter.ndim == 2:
+                # Of stacked matrices each position uses a few.
+                elements = module.elements_per_token if isinstance(module, ExpertLinear) else parameter.numel()
+                matrices[seen] += elements
+                experts += elements if module in sparse else 0
     size = sum(parameter.numel() for parameter in layer.parameters())
-    return LayerParts(size, (matrices[0], matrices[1]), tuple(cores_of(layer, stacks)), experts)
-
-
-def cores_of(module: nn.Module, stacks: Stacks, prefix: str = "") -> Iterator[Core]:
-    """The attention cores in a layer, or in the module of it that is called ``prefix``."""
-    for name, core in module.named_modules(prefix=prefix):
-        if isinstance(core, AttentionCore):
-            queries, keys, biases = stacks.get(name, (0, 0, 0))
-            yield Core(queries, keys, core.is_causal, biases > 0)
-
-
-@lru_cache(maxsize=256)
-def stacks_of(config: TransformerConfig) -> tuple[Stacks, ...]:
-    """Which positions the modules of a layer get, for each kind of layers. Modules left out get those of stack 0.
-
-    Without a decoder there is only stack 0. With one, each layer runs on 2 positions of the encoder and 3 of the
-    decoder, which tell the stacks apart. Modules are listed in the order of their use. Nothing is computed: stand-ins
-    for all modules with parameters return tensors of the right shapes.
-    """
-    if not config.has_decoder:
-        return tuple({} for _ in config.layer_counts)
-    model, found = new_one_of_each(config).eval(), []
-    for name in model.shared:
-        replace_forward(model.get_submodule(name), lambda *_: True)
-    x = torch.zeros(1, sum(_TRIED), config.hidden_size)
-    inputs: Any = model.layer_inputs(torch.arange(sum(_TRIED)), _TRIED[0])  # type: ignore[call-arg]
-    for layer in layers_of(model):
-        stacks: dict[str, tuple[int, ...]] = {}
-        for name, module in layer.named_modules():
-            if isinstance(module, AttentionCore) or next(module.parameters(recurse=False), None) is not None:
-                replace_forward(module, partial(_stand_in, stacks, name, module))
-        layer(x, *inputs)
-        found.append(stacks)
-    return tuple(found)
-
-
-_TRIED = (2, 3)  # positions of the encoder and of the decoder
-
-
-def _stand_in(
-    stacks: dict[str, tuple[int, ...]], name: str, module: nn.Module, x: torch.Tensor, *others: Any, **named: Any
-) -> torch.Tensor:
-    """Note which stacks a module gets, and return a tensor of the shape of its result."""
-    if isinstance(module, AttentionCore):  # queries, and after them keys, values, a document mask and a bias
-        bias = named.get("bias", (*others, None, None)[3])
-        stacks[name] = _TRIED.index(x.shape[2]), _TRIED.index(others[0].shape[2]), bias is not None
-        return x
-    stacks[name] = (_TRIED.index(x.shape[1]),)
-    return x.new_zeros(1).expand(*x.shape[:-1], module.out_features) if isinstance(module, nn.Linear) else x
+    return LayerParts(size, (matrices[0], matrices[1]), tuple(cores), experts)
 
 
 def layers_of(model: Transformer) -> list[nn.Module]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.cross_entropy import TokenLoss
+from titan_like.models.layers.experts import Router
 from titan_like.models.layers.init import BLOCK_ELEMENTS, fill_normal
 from titan_like.models.layers.key_ranges import KeyRanges
 
@@ -203,7 +203,7 @@ class Transformer(nn.Module):
         return self.token_loss(x, table, getattr(self.output_bias, "bias", None), labels, factor)
 
     def init_weights(self, seed: int) -> None:
-        """Draw matrices from N(0, `initial_std`²); biases become 0, norm weights 1."""
+        """Draw matrices from N(0, `initial_std`²); biases become 0, norm weights 1, and routers begin a training."""
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -211,6 +211,9 @@ class Transformer(nn.Module):
                 nn.init.ones_(parameter)
             else:
                 fill_normal(parameter, seed, name, self.initial_std(name, parameter), self.initial_elements)
+        for module in self.modules():
+            if isinstance(module, Router):
+                module.reset()
 
     def initial_std(self, name: str, parameter: torch.Tensor) -> float | torch.Tensor:
         """Standard deviation of a matrix's initial values, or those of its rows, [rows].
@@ -225,8 +228,3 @@ class Transformer(nn.Module):
 def shared_modules(layer: nn.Module) -> tuple[str, ...]:
     """Names of the modules that a layer shares with others."""
     return getattr(layer, "uses", ())
-
-
-def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Replace a module's forward pass and keep its hooks."""
-    setattr(module, "forward", forward)  # noqa: B010

@@ -80,31 +80,31 @@ class ContextCore(AttentionCore):
 class GatheredCore(ContextCore):
     """Every rank gets all keys and values. Their gradients are reduce-scattered."""
 
-    def forward(self, q, k, v, document_mask=None, bias=None):  # type: ignore[no-untyped-def]  # as in the base class
+    def attend(self, q, k, v, document_mask, bias):  # type: ignore[no-untyped-def]  # as in the base class
         """As in the base class."""
         keys = unshard(gathered(torch.stack((k, v)), self.group))
         if document_mask is not None or bias is not None or not self.is_causal:
-            return super().forward(q, keys[0], keys[1], document_mask, bias)
+            return super().attend(q, keys[0], keys[1], document_mask, bias)
         return cp_attention(q, keys, (None, None), True, self.scale_of(q), self.group, travels=False)
 
 
 class UlyssesCore(ContextCore):
     """Every rank gets some heads of the whole sequence (arXiv 2309.14509)."""
 
-    def forward(self, q, k, v, document_mask=None, bias=None):  # type: ignore[no-untyped-def]  # as in the base class
+    def attend(self, q, k, v, document_mask, bias):  # type: ignore[no-untyped-def]  # as in the base class
         """As in the base class."""
         size = self.group.size
         by_heads = [x.unflatten(1, (size, -1)).movedim(1, 0) for x in (q, k, v)]
         heads = [x.shape[2] for x in by_heads]
         q, k, v = unshard(all_to_all(torch.cat(by_heads, 2), self.group)).split(heads, 1)
-        whole = super().forward(q, k, v, document_mask, bias)
+        whole = super().attend(q, k, v, document_mask, bias)
         return all_to_all(shard(whole, size), self.group).movedim(0, 1).flatten(1, 2)
 
 
 class RingCore(ContextCore):
     """The keys and values of one rank at a time pass by (arXiv 2310.01889)."""
 
-    def forward(self, q, k, v, document_mask=None, bias=None):  # type: ignore[no-untyped-def]  # as in the base class
+    def attend(self, q, k, v, document_mask, bias):  # type: ignore[no-untyped-def]  # as in the base class
         """As in the base class; there is no bias."""
         ranges = (None, None) if document_mask is None else (document_mask.first, document_mask.end)
         return cp_attention(q, torch.stack((k, v)), ranges, self.is_causal, self.scale_of(q), self.group, travels=True)

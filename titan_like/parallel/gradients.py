@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from titan_like.optim.shards import local
 from titan_like.torch_private import add_all_, coalesced, copy_all_, views_of
 
 UNIT_BYTES = 256 << 20  # of gradients in the half type that wait to be added up
@@ -123,15 +124,13 @@ def _in_units(
             units.insert(0, [])
             size = 0
         units[0].insert(0, member)
-        part = member[1].data
-        size += (part.to_local() if isinstance(part, DTensor) else part).nbytes
+        size += local(member[1].data).nbytes
     return units
 
 
 def _local(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """This process's parts, which share their memory with the tensors."""
-    parts = (tensor.detach() for tensor in tensors)
-    return [part.to_local() if isinstance(part, DTensor) else part for part in parts]
+    return [local(tensor.detach()) for tensor in tensors]
 
 
 def split_as(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
@@ -176,7 +175,7 @@ class GradientAllReduce:
         with coalesced(self._group, asynchronous=True) as unit_in_flight:
             for gradient in gradients:
                 assert gradient is not None
-                dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=self._group)
+                dist.all_reduce(local(gradient), group=self._group)
         self._in_flight.append(unit_in_flight)
 
     def wait(self) -> None:

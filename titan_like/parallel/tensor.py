@@ -25,7 +25,7 @@ from titan_like.models.transformer import Transformer
 from titan_like.parallel.tensor_styles import STYLES, Style, TensorParallel, split_logits
 from titan_like.torch_private import coalesced
 
-Plan = Mapping[str, str | ParallelStyle]  # by module name, in which `*` matches one part between dots
+Plan = Mapping[str, str | type[TensorParallel] | ParallelStyle]  # by module name; `*` is one part between dots
 
 
 def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -> None:
@@ -75,7 +75,8 @@ def styles_of(plan: Plan, model: Transformer, sequence_parallel: bool) -> dict[s
         is_elsewhere = is_absent or any(matches_name(pattern, name) for name in model.absent)
         if not found and not is_elsewhere:
             raise ValueError(f"the tensor-parallel plan does not fit {type(model).__name__}: it has no {pattern}")
-        whole = Style(STYLES[style], sequence_parallel) if isinstance(style, str) else style
+        kind = STYLES[style] if isinstance(style, str) else style
+        whole = Style(kind, sequence_parallel) if isinstance(kind, type) else kind
         styles.update(dict.fromkeys(found, whole))
     return styles
 

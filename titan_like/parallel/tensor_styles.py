@@ -39,8 +39,6 @@ class TensorParallel(nn.Module):
 
     placements: ClassVar[dict[str, Placement]] = {}  # of the module's own parameters
     partial_gradients: ClassVar[tuple[str, ...]] = ()  # parameters whose gradients sequence parallelism leaves partial
-    enters: ClassVar[int] = 0  # number of activations between layers that it takes through `CopyToTensorRegion`
-    leaves: ClassVar[int] = 0  # number of outputs that it sums over the ranks with `ReduceFromTensorRegion`
     tensor_group: Group
     sequence_parallel: bool
     weight: Any  # these are the module's own
@@ -86,8 +84,6 @@ class Style(ParallelStyle):
 class Region(TensorParallel):
     """Attention or MLP: the first matrices are split by columns, the last by rows."""
 
-    enters = 1
-
     def forward(self, x: torch.Tensor, *inputs: Any, **named: Any) -> torch.Tensor:
         """Activation between layers → activation between layers."""
         return super().forward(self.copy_to_region(x), *inputs, **named)
@@ -95,8 +91,6 @@ class Region(TensorParallel):
 
 class CrossRegion(Region):
     """A region that takes a second activation between layers: attention of one sequence to another."""
-
-    enters = 2
 
     def forward(self, x: torch.Tensor, *inputs: Any, **named: Any) -> torch.Tensor:
         """x and memory: activations between layers → activation between layers."""
@@ -117,7 +111,6 @@ class ColumnLinear(TensorParallel, LinearGemms):
 class RowLinear(TensorParallel, LinearGemms):
     """Splits the input features of a linear layer. The ranks' products are summed, then the bias is added once."""
 
-    leaves = 1
     placements: ClassVar = {"weight": Shard(1), "bias": Replicate()}
     partial_gradients = ("bias",)
 
@@ -194,7 +187,6 @@ class Norm(TensorParallel):
 class VocabularyEmbedding(TensorParallel):
     """Splits the rows of the table. A rank gives zeros for tokens in other ranks' rows, and the results are summed."""
 
-    leaves = 1
     placements: ClassVar = {"weight": Shard(0)}
     num_embeddings: int
 
@@ -257,7 +249,6 @@ class VocabularyLoss(TensorParallel):
     A chunk of positions needs one small all-gather. The gradient of the hidden states is a partial sum on each rank.
     """
 
-    enters = 1
     chunk: int | None
 
     def forward(

@@ -20,6 +20,15 @@ from titan_like.parallel.schedules.tables import Action
 _MEETINGS = 16  # collectives to compare the ranks' clocks with: the tightest bounds count
 
 
+def stamp(device: torch.device) -> Any:
+    """The current time on a CPU, in seconds. On a GPU, an event after all work that has been issued so far."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 class Phase(NamedTuple):
     """What a rank did after its last pass. Times are in seconds."""
 
@@ -46,7 +55,7 @@ class RankTimes:
 
 
 class Timeline:
-    """Records the start and end of every pass of one step. A stamp is a time in seconds, or a CUDA event."""
+    """Records the start and end of every pass of one step."""
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
         """All ranks of ``group`` create their timelines together, directly before the step."""
@@ -54,29 +63,29 @@ class Timeline:
         self._seen = RankTimes([], [], [], [self._meet(group) for _ in range(_MEETINGS)])  # its times are stamps
         self._waits_since: Any = None
         before = time.perf_counter()
-        self._began = self._last = self._zero = self._stamp()  # the host times around it date all later events
+        self._began = self._last = self._zero = stamp(self._device)  # the host times around it date all later events
         self._synchronize()
         self._zero_bounds = before, time.perf_counter()
 
     def waiting(self) -> None:
         """A pass is next, and its input may not have arrived."""
-        self._waits_since = self._stamp()
+        self._waits_since = stamp(self._device)
 
     def start(self, step: Action) -> None:
         """A pass begins: its input has arrived."""
-        self._began = self._stamp()
+        self._began = stamp(self._device)
         if self._waits_since is not None:
             self._seen.waits.append(Event(0, step, self._waits_since, self._began))
             self._waits_since = None
 
     def stop(self, step: Action) -> None:
         """A pass has been issued."""
-        self._last = self._stamp()
+        self._last = stamp(self._device)
         self._seen.passes.append(Event(0, step, self._began, self._last))
 
     def mark(self, phase: str) -> None:
         """Attribute the time since the last pass, or the last mark, to this phase."""
-        since, self._last = self._last, self._stamp()
+        since, self._last = self._last, stamp(self._device)
         self._seen.phases.append(Phase(0, phase, since, self._last))
 
     def finish(self) -> RankTimes:
@@ -93,13 +102,6 @@ class Timeline:
             return [span._replace(start=seconds(span.start), end=seconds(span.end)) for span in spans]
 
         return RankTimes(read(seen.passes), read(seen.waits), read(seen.phases), seen.meetings, (after - before) / 2)
-
-    def _stamp(self) -> Any:
-        if self._device.type == "cpu":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

@@ -37,7 +37,7 @@ from titan_like.parallel.apply import build_parallel_model
 from titan_like.parallel.layout import Layout, method_of
 from titan_like.parallel.mesh import build_mesh
 from titan_like.parallel.model import Stage
-from titan_like.parallel.schedules.simulate import bubble_fraction, ideal_bubble, max_in_flight, simulate, unit_time
+from titan_like.parallel.schedules.simulate import bubble_fraction, max_in_flight, simulate, unit_time
 from titan_like.parallel.schedules.tables import Action, schedule_table
 from titan_like.planner.auto import with_chosen_layout
 from titan_like.planner.forecast import check_profile
@@ -82,7 +82,6 @@ class Schedule:
     counts: dict[str, int]  # of F, B, I and W
     bubble: float  # if F, I and W take equally long in every stage
     bubble_by_flops: float  # if they take as long as the stage's GEMMs and attention
-    ideal_bubble: float  # the published formula, or its bound, for equal stages
     in_flight: int  # the most chunks (one microbatch in one stage) whose activations the process holds
     actions: list[Action]
 
@@ -208,7 +207,6 @@ def schedule_of(work: Workload, layout: Layout, rank: int) -> Schedule:
         counts=dict(Counter(action.kind for action in table[rank])),
         bubble=bubble_fraction(equal, layout.pipeline),
         bubble_by_flops=bubble_fraction(real, layout.pipeline),
-        ideal_bubble=ideal_bubble(layout.schedule, layout.pipeline, layout.virtual_stages, work.microbatches),
         in_flight=max_in_flight(table)[rank],
         actions=table[rank],
     )

@@ -131,8 +131,8 @@ def _format_schedule(schedule: Schedule, stages: int) -> list[str]:
     held = held if stages == 1 else f"{_several(schedule.in_flight, 'chunk')} of {stages} stages"
     return [
         f"schedule: {schedule.name}, {microbatches} ({counts})",
-        f"bubble: {100 * schedule.bubble:.3g} % of compute time where all stages take equally long (formula: "
-        f"{100 * schedule.ideal_bubble:.3g} %), {100 * schedule.bubble_by_flops:.3g} % by their FLOPs",
+        f"bubble: {100 * schedule.bubble:.3g} % of compute time where all stages take equally long, "
+        f"{100 * schedule.bubble_by_flops:.3g} % by their FLOPs",
         f"in flight here: at most {held}",
         "order: " + _order(schedule.actions, stages > 1),
     ]

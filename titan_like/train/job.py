@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_like.checkpoint.step_folders import hold, release
+from titan_like.checkpoint.step_folders import checkpoint_folder, hold, release
 from titan_like.config.errors import ConfigError, first_line, require
+from titan_like.config.schema import JobConfig
 from titan_like.train.environment import is_one_of_several
 from titan_like.train.setup import Run, out_of_memory_names
 from titan_like.train.signals import StopSignals
@@ -38,7 +39,7 @@ def run_job(run: Run, signals: StopSignals | None = None, callback: StepCallback
     patience = run.config.health.hang_timeout_seconds
     handled = StopSignals() if signals is None else nullcontext(signals)
     with process_group(run.device, patience), handled as stop, Watchdog(patience) as watchdog:
-        hold_dump_folder(Path(run.config.job.dump_folder))
+        hold_folders(run.config)
         with out_of_memory_names("model.flavor", run.config.model.flavor, "choose a smaller model or more processes"):
             trainer = Trainer(run, callback)
         trainer.signals = stop
@@ -52,21 +53,25 @@ def run_job(run: Run, signals: StopSignals | None = None, callback: StepCallback
     release()
 
 
-def hold_dump_folder(folder: Path) -> None:
-    """Lock the folder for this job's files until `release` or the end of rank 0's process. Every rank calls this.
+def hold_folders(config: JobConfig) -> None:
+    """Lock the folders that this job writes to, until `release` or the end of rank 0's process. Every rank calls this.
 
     Raises:
-        ConfigError: another job holds the folder and does not end soon, or the lock cannot be used.
+        ConfigError: another job holds a folder and does not end soon, or the lock cannot be used.
     """
+    dump, checkpoints = Path(config.job.dump_folder), checkpoint_folder(config)
+    locks = [("job.dump_folder", dump, dump / "run")]
+    locks += [("checkpoint.folder", checkpoints, checkpoints)] if config.checkpoint.enable else []
     taken = "another job writes to this folder; stop it, or name another folder"
-    refusal: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        refusal[0] = hold(folder / "run", taken, 0.0)
-        if refusal[0] == taken:
-            print(f"another job is writing to {folder}; waiting {_TIME_TO_END:.0f} s for it to end", flush=True)
-            refusal[0] = hold(folder / "run", taken, _TIME_TO_END)
-    dist.broadcast_object_list(refusal, src=0)
-    require(refusal[0] is None, "job.dump_folder", str(folder), refusal[0] or "")
+    for key, folder, lock in locks:
+        refusal: list[str | None] = [None]
+        if dist.get_rank() == 0:
+            refusal[0] = hold(lock, taken, 0.0)
+            if refusal[0] == taken:
+                print(f"another job is writing to {folder}; waiting {_TIME_TO_END:.0f} s for it to end", flush=True)
+                refusal[0] = hold(lock, taken, _TIME_TO_END)
+        dist.broadcast_object_list(refusal, src=0)
+        require(refusal[0] is None, key, str(folder), refusal[0] or "")
 
 
 @contextmanager

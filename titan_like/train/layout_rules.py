@@ -6,8 +6,7 @@ from titan_like.config.errors import require
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import rampup_batch_sizes
 from titan_like.data.lengths import sample_length
-from titan_like.models.config import TransformerConfig
-from titan_like.models.moe.config import MoEConfig
+from titan_like.models.config import TransformerConfig, WithExperts
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.schedules.tables import SCHEDULES, check_schedule
 
@@ -28,7 +27,7 @@ def check_sequence(config: JobConfig, model: TransformerConfig, layout: Layout) 
 
 def is_sparse(model: TransformerConfig) -> bool:
     """Whether the model's layers have experts."""
-    return isinstance(model, MoEConfig)
+    return isinstance(model, WithExperts)
 
 
 def check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
@@ -95,7 +94,7 @@ def check_stages(config: JobConfig, model: TransformerConfig, layout: Layout) ->
 def check_expert_parallel(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
     """Refuse a degree that does not divide the model's experts, and layouts that experts do not support."""
     degree, key = layout.expert, "parallelism.expert_parallel_degree"
-    if not isinstance(model, MoEConfig):
+    if not isinstance(model, WithExperts):
         require(degree <= 1, key, degree, f"{config.model.family} has no experts; use 1")
         return
     problem = f"does not divide the model's num_experts ({model.num_experts}); use a divisor of it"
@@ -105,7 +104,8 @@ def check_expert_parallel(config: JobConfig, model: TransformerConfig, layout: L
     problem = "MoE with tensor parallelism needs sequence parallelism; set it to true"
     require(layout.tensor == 1 or layout.sequence_parallel, "parallelism.sequence_parallel", False, problem)
     problem = 'MoE with qk_norm = "all" does not support tensor parallelism; use 1'
-    require(layout.tensor == 1 or model.qk_norm != "all", "parallelism.tensor_parallel_degree", layout.tensor, problem)
+    norm = getattr(model, "qk_norm", "none")
+    require(layout.tensor == 1 or norm != "all", "parallelism.tensor_parallel_degree", layout.tensor, problem)
     # FSDP2 gathers split experts within the layer, which torch's selective checkpoints do not expect to recompute.
     problem = 'does not work with split experts or tensor parallelism; use "experts", "full" or "none"'
     works = not layout.splits_experts or config.activation_checkpoint.mode != "selective"

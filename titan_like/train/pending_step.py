@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-Stamp = float | torch.cuda.Event  # a point in time: seconds of the host's clock, or an event among a GPU's kernels
+Stamp = float | torch.cuda.Event  # what `titan_like.parallel.timeline.stamp` returns
 
 
 class StepValues(NamedTuple):
@@ -53,15 +52,6 @@ class PendingStep:
             seconds = self.began.elapsed_time(self.ended) / 1000
         values = self.values.tolist()
         return StepValues._make([*values[:_SINGLE_VALUES], values[_SINGLE_VALUES:]]), seconds
-
-
-def stamp(device: torch.device) -> Stamp:
-    """The current time on a CPU. On a GPU, an event after all work that has been issued so far."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 def copy_to_host(values: torch.Tensor) -> torch.Tensor:

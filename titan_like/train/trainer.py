@@ -31,8 +31,9 @@ from titan_like.optim.schedule import describe_warmup, lr_factor, schedule_step
 from titan_like.parallel.expert_balance import FIGURES
 from titan_like.parallel.model import ModelOutput, sum_gradients_of_copies
 from titan_like.parallel.tensor import sum_partial_gradients
+from titan_like.parallel.timeline import stamp
 from titan_like.train.observer import Observer
-from titan_like.train.pending_step import PendingStep, copy_to_host, stamp
+from titan_like.train.pending_step import PendingStep, copy_to_host
 from titan_like.train.setup import Run, describe_run
 from titan_like.train.training_state import seed_step
 from titan_like.train.validation import NO_LABELS, ValidatedState

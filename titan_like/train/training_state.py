@@ -24,7 +24,7 @@ from titan_like.data.loader import BackgroundLoader, merge_states
 from titan_like.data.masks import MASK_SETTINGS
 from titan_like.hugging_face.origin import origin_files
 from titan_like.metrics.console import Console
-from titan_like.metrics.run_files import run_ids
+from titan_like.metrics.run_files import run_of
 from titan_like.optim.optimizer import Gradients, LossScaler, build_optimizer
 from titan_like.optim.schedule import schedule_length
 from titan_like.parallel.apply import build_pipeline
@@ -230,7 +230,7 @@ class TrainingState:
             return True
         inside = os.path.relpath(saved, str(then["job"].get("dump_folder")))
         is_inside_too = os.path.relpath(saves, job.dump_folder) == inside
-        return is_inside_too and state.run_id in run_ids(Path(job.dump_folder)).values()
+        return is_inside_too and state.run_id in map(run_of, Path(job.dump_folder).glob("metrics*.jsonl"))
 
     def _changed_data(self, state: RunState) -> list[tuple[str, str]]:
         """The settings of [data] that differ from those of a checkpoint's run, with their values in that run."""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 
 import torch.distributed as dist
 
@@ -24,6 +25,7 @@ _PACKAGE = str(Path(__file__).resolve().parents[1])
 # How the names of functions begin in which a process waits for others. A rank that is inside one of our functions that
 # calls any of these, and in no other of ours, counts as waiting.
 _WAITING = ("wait", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "tolist", "synchronize")
+_WITH_SENTENCE = (ConfigError, RunError)
 _COMMUNICATION = ("gloo", "nccl", "connection", "socket", "store", "peer")
 _MOST_LOOKING = 64  # ranks that read the heartbeats of all others when a job is stuck
 _HEARTBEATS_PER_SECOND = 2000  # limit for all ranks together, because a single store receives them
@@ -40,8 +42,7 @@ class Heartbeat:
     waits: bool  # whether it waits for other ranks on that line
     host: str
     pid: int
-    failure: str | None = None  # the error that ended it
-    tells_failure: bool = False  # whether it prints that itself
+    failure: str | None = None  # the error that ended it, or "" if the rank itself prints a sentence about it
 
     def described(self) -> str:
         """The rank's step, source line, host and process, as a clause."""
@@ -51,10 +52,10 @@ class Heartbeat:
 class Watchdog:
     """A thread on every rank that reports the rank's progress, and finds the rank at fault when the job is stuck.
 
-    If a rank makes no progress for ``timeout`` seconds, because it hangs or waits for one that does, stderr names the
-    rank at fault and the process ends with exit code 1. torchrun can then restart the job. Only stuck ranks look at the
-    others, and a rank that makes progress is never named, so a job whose steps advance is never ended. The thread
-    goes on after any error except the loss of the store.
+    If a rank makes no progress for ``timeout`` seconds, because it hangs or waits for one that does, or if it loses a
+    connection because another rank has died, stderr names the rank at fault and the process ends with exit code 1.
+    torchrun can then restart the job. Only such ranks look at the others, and a rank that makes progress is never
+    named, so a job whose steps advance is never ended. The thread goes on after any error except the loss of the store.
 
     Use it as a context manager. A timeout of 0 switches it off.
     """
@@ -72,13 +73,13 @@ class Watchdog:
         self._main = threading.main_thread().ident or 0
         self._host, self._pid = socket.gethostname(), os.getpid()
         self._number = self._step = 0
-        self._awake, self._read_at = 0.0, time.monotonic()  # the thread's own clock, and when it was read last
         self._seen: object = None  # the latest progress
-        self._since = 0.0  # when that was first seen, on the thread's clock
+        self._since = self._sent_at = time.monotonic()  # when that was first seen, and the last heartbeat sent
+        self._has_lost_connection = False
         # Evenly spread ranks look at the others, few enough for a single store.
         self._looks = self.rank % -(-self.size // _MOST_LOOKING) == 0
         self._first_look: dict[int, Heartbeat] | None = None
-        self._next_look = 0.0
+        self._next_look = self._looked_at = 0.0
         self._logged: set[str] = set()  # kinds of errors that have been printed
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -93,20 +94,16 @@ class Watchdog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if not self._is_on:
             return
+        # An error in communication usually means that another rank has died. The thread then names that one.
+        is_told = isinstance(error, _WITH_SENTENCE)
+        self._has_lost_connection = not is_told and any(word in str(error).lower() for word in _COMMUNICATION)
+        if self.size > 1 and isinstance(error, Exception) and self._has_lost_connection:
+            self._thread.join(4 * self.period)
         self._ended.set()
         self._thread.join(5 * self.period)
-        if self._thread.is_alive() or not isinstance(error, Exception):  # if alive, its request hangs, as ours would
-            return
-        # An error in communication usually means that another rank has died. That rank is then named instead of this
-        # one, by the first rank that gets to report it.
-        is_told = isinstance(error, (ConfigError, RunError))
-        by_others = not is_told and any(word in str(error).lower() for word in _COMMUNICATION)
-        if self.size > 1 and by_others and (lost := self._who_is_lost()) is not None:
-            with suppress(RuntimeError):
-                lost = lost if lost and self._store.add("reporters", 1) == 1 else ""
-            self._end_process(lost)
-        with suppress(RuntimeError):  # the store may be gone
-            self._send_heartbeat(f"{type(error).__name__}: {first_line(error)}", failed_at(error), is_told)
+        if isinstance(error, Exception) and not self._thread.is_alive():  # else its request hangs, as this one would
+            with suppress(RuntimeError):  # the store may be gone
+                self._send_heartbeat(error)
 
     def _watch(self) -> None:
         while not self._ended.wait(self.seconds_between_heartbeats):
@@ -119,24 +116,22 @@ class Watchdog:
             except Exception as error:
                 self._log_once(error)
 
-    def _send_heartbeat(self, failure: str | None = None, failed_at: str = "", tells_failure: bool = False) -> None:
-        now = self._clock()
-        progress = self._current_progress()
+    def _send_heartbeat(self, error: Exception | None = None) -> None:
+        now, progress = time.monotonic(), self._current_progress()
+        self._since += max(0.0, now - self._sent_at - 2 * self.period)  # while the process was suspended
+        self._sent_at = now
         if progress != self._seen:
             self._seen, self._since = progress, now
         self._number += 1
-        where, waits = (failed_at, False) if failure else self._current_position()
+        where, waits, failure = *self._current_position(), None
+        if error is not None:
+            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+            (where, _), waits, failure = position(frame), False, f"{type(error).__name__}: {first_line(error)}"
+            failure = "" if isinstance(error, _WITH_SENTENCE) else failure
         heartbeat = Heartbeat(
-            self._number, self._step, now - self._since, where, waits, self._host, self._pid, failure, tells_failure
+            self._number, self._step, now - self._since, where, waits, self._host, self._pid, failure
         )  # fmt: skip
         self._store.set(str(self.rank), json.dumps(asdict(heartbeat)))
-
-    def _clock(self) -> float:
-        """Seconds for which this thread could run. The clock stops while the process is suspended."""
-        now = time.monotonic()
-        self._awake += min(now - self._read_at, 2 * self.period)
-        self._read_at = now
-        return self._awake
 
     def _current_progress(self) -> object:
         """A value that changes when this rank makes progress."""
@@ -156,13 +151,13 @@ class Watchdog:
         return where, waits
 
     def _look_at_others(self) -> None:
-        """If this rank has been stuck for long, find the rank at fault; if there is one, end the process.
+        """If this rank is stuck or has lost a connection, find the rank at fault; if there is one, end the process.
 
         Ranks that look do so twice. The others wait for a report.
         """
-        now, window = self._clock(), max(8 * self.period, self.timeout / 2)
+        now, window, is_lost = time.monotonic(), max(8 * self.period, self.timeout / 2), self._has_lost_connection
         stuck = now - self._since
-        if stuck < self.timeout - window:
+        if stuck < self.timeout - window and not is_lost:
             self._first_look = None
             return
         if now < self._next_look:
@@ -170,10 +165,13 @@ class Watchdog:
         self._next_look = now + self.period / 2
         if self._store.check(["report"]):
             self._end_process("")
-        if self._looks and self._first_look is None:
-            self._first_look = self._heartbeats()
-        elif self._first_look is not None and stuck > self.timeout - 3 * self.period:
-            report = find_fault(self.size, self._first_look, self._heartbeats(), self.timeout - 4 * self.period)
+        if (self._looks or is_lost) and self._first_look is None:
+            self._first_look, self._looked_at = self._heartbeats(), now
+        elif self._first_look is not None and (
+            now > self._looked_at + 2.5 * self.period if is_lost else stuck > self.timeout - 3 * self.period
+        ):
+            patience = math.inf if is_lost else self.timeout - 4 * self.period  # a lost rank does not merely hang
+            report = find_fault(self.size, self._first_look, self._heartbeats(), patience)
             if report is not None:
                 self._store.set("report", report)
                 self._end_process(report if self._store.add("reporters", 1) == 1 else "")
@@ -183,30 +181,6 @@ class Watchdog:
         known = [rank for rank in range(self.size) if self._store.check([str(rank)])]
         values = self._store.multi_get([str(rank) for rank in known]) if known else []
         return {rank: Heartbeat(**json.loads(value)) for rank, value in zip(known, values, strict=True)}
-
-    def _who_is_lost(self) -> str | None:
-        """Find the rank that closed this one's connections: one that has failed, or no longer sends heartbeats.
-
-        Returns:
-            A sentence; an empty text if the rank has printed one next to this one's output; None if there is none.
-        """
-        with suppress(RuntimeError):
-            before = after = self._heartbeats()
-            deadline = time.monotonic() + 2.5 * self.period
-            while time.monotonic() < deadline:
-                self._send_heartbeat()
-                after = self._heartbeats()
-                failed = {rank: beat for rank, beat in after.items() if beat.failure is not None}
-                if failed:
-                    rank, beat = next(iter(failed.items()))
-                    if beat.tells_failure and beat.host == self._host:
-                        return ""
-                    return f"rank {rank} failed {beat.described()}: {beat.failure}"
-                time.sleep(self.period / 4)
-            silent = [rank for rank in before if after[rank].number == before[rank].number]
-            if silent:
-                return find_fault(self.size, before, after)
-        return None
 
     def _log_once(self, error: Exception) -> None:
         if (kind := type(error).__name__) not in self._logged:
@@ -229,8 +203,12 @@ def find_fault(
     ``before`` and ``after`` are two looks at all heartbeats, between which every rank should have sent a new one.
 
     Returns:
-        A sentence, or None if a rank that the others may be waiting for made progress in the last ``patience`` seconds.
+        A sentence, which is empty if the rank at fault has printed one, or None if a rank that the others may be
+        waiting for made progress in the last ``patience`` seconds.
     """
+    for rank, beat in after.items():
+        if beat.failure is not None:
+            return f"rank {rank} failed {beat.described()}: {beat.failure}" if beat.failure else ""
     unknown = [rank for rank in range(size) if rank not in after]
     if unknown:
         return f"{_ranks(unknown)} never sent a first heartbeat"
@@ -259,31 +237,19 @@ def position(frame: FrameType | None) -> tuple[str, bool]:
 
     It reads no file, because that might hang on the same storage as the thread.
     """
-    stack = []  # innermost first; only code and lines, because keeping frames would keep their tensors alive
+    inner, waits = frame, False
     while frame is not None:
-        stack.append((frame.f_code, frame.f_lineno))
-        frame = frame.f_back
-    return _place(stack)
-
-
-def failed_at(error: BaseException) -> str:
-    """Where in this package's code an error was raised, as text."""
-    return _place([(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)][::-1])[0]
-
-
-def _place(stack: Sequence[tuple[CodeType, int | None]]) -> tuple[str, bool]:
-    """The result of `position` for a stack of (code, line), innermost first."""
-    waits = False
-    for code, line in stack:
+        code = frame.f_code
         file = code.co_filename
         is_ours = file.startswith(_PACKAGE + os.sep)
         waits = waits or "torch/distributed" in file or (is_ours and any(n.startswith(_WAITING) for n in code.co_names))
         if is_ours:
-            place = f"{Path(file).relative_to(Path(_PACKAGE).parent)}:{line} in {code.co_name}"
-            inner, inner_line = stack[0]
-            if inner is not code and "torch" not in inner.co_filename:
-                place += f" ({Path(inner.co_filename).name}:{inner_line} in {inner.co_name})"
+            place = f"{Path(file).relative_to(Path(_PACKAGE).parent)}:{frame.f_lineno} in {code.co_name}"
+            if inner is not None and inner is not frame and "torch" not in inner.f_code.co_filename:
+                called = inner.f_code
+                place += f" ({Path(called.co_filename).name}:{inner.f_lineno} in {called.co_name})"
             return place, waits
+        frame = frame.f_back
     return "an unknown place", waits
 
 

@@ -4,6 +4,7 @@ It starts no thread and leaves the GPUs alone, since neither outlives a fork.
 """
 
 import gc
+from contextlib import suppress
 
 
 def _preload() -> None:
@@ -21,9 +22,10 @@ def _preload() -> None:
     import_compiler()
     known_device("none")
     for family in family_names():
-        flavors(family)
-        for module in ("model", "sharding"):
-            config_class(family).family_module(module)
+        with suppress(Exception):  # a broken family of another package, which concerns only its own runs
+            flavors(family)
+            for module in ("model", "sharding"):
+                config_class(family).family_module(module)
 
 
 gc.disable()  # the imports make 400,000 objects, hardly any of them garbage

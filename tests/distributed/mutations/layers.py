@@ -94,7 +94,7 @@ def key_heads_of_the_next_group() -> Iterator[None]:
     def roll(module: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
         split(module, mesh, sequence_parallel)
         forward = module.forward
-        transformer.replace_forward(module, lambda q, k, v, *mask: forward(q, k.roll(1, 1), v.roll(1, 1), *mask))
+        module.forward = lambda q, k, v, *mask: forward(q, k.roll(1, 1), v.roll(1, 1), *mask)
 
     with patch.object(tensor_styles.SplitHeads, "split", roll):
         yield

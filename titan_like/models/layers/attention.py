@@ -35,13 +35,28 @@ class AttentionCore(nn.Module):
         """q [batch, heads, seq, head_dim], k and v [batch, kv_heads, keys, head_dim] → shape of q.
 
         ``document_mask`` says which keys each query sees. ``bias``, [1, heads, seq, keys], is added to the scores, and
-        hides a key where it is -inf. Without either, attention is causal, or sees all keys.
+        hides a key where it is -inf. Without either, attention is causal, or sees all keys. Heads of v, and of the
+        result, may be narrower; they are padded with zeros, because flash attention takes one width for all.
 
         Raises:
             ValueError: both are given.
         """
         if bias is not None and document_mask is not None:
             raise ValueError("attention takes either the keys that queries see, or a bias that hides the others")
+        width, padding = v.shape[3], k.shape[3] - v.shape[3]
+        if padding > 0:
+            return self.attend(q, k, F.pad(v, (0, padding)), document_mask, bias)[..., :width]
+        return self.attend(q, k, v, document_mask, bias)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        document_mask: KeyRanges | None,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`forward` with heads of one width. Context parallelism extends it."""
         dropout, is_grouped = self.dropout if self.training else 0.0, q.shape[1] != k.shape[1]
         # Neither kernel for intervals drops probabilities. torch's takes a mask of all pairs, as dropout does anyway.
         if document_mask is None or dropout > 0:

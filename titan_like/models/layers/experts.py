@@ -23,7 +23,7 @@ from titan_like.models.layers.mlp import SwiGLUMLP
 from titan_like.torch_private import grouped_product
 
 if TYPE_CHECKING:
-    from titan_like.models.moe.config import MoEConfig
+    from titan_like.models.config import WithExperts
 
 
 class Routing(NamedTuple):
@@ -47,7 +47,7 @@ class Router(nn.Module):
     loss_sums: torch.Tensor  # [2], of the auxiliary loss and of the squared logarithms, over these tokens
     loss_factor: torch.Tensor  # [], the loss scale over the number of tokens in the global batch, without padding
 
-    def __init__(self, config: MoEConfig) -> None:
+    def __init__(self, config: WithExperts) -> None:
         super().__init__()
         self.config, experts = config, config.num_experts
         self.weight = nn.Parameter(torch.empty(experts, config.hidden_size))
@@ -79,8 +79,7 @@ class Router(nn.Module):
         config, dtype = self.config, torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(dtype), (self.weight if weight is None else weight).to(dtype))
         scores = logits.softmax(1) if config.router_score == "softmax" else logits.sigmoid()
-        choice = scores.detach() if self.bias is None else scores.detach() + self.bias
-        experts = choice.topk(config.experts_per_token, dim=1).indices
+        experts = self.choose(scores.detach() if self.bias is None else scores.detach() + self.bias)
         weights = scores.gather(1, experts)
         if config.renormalize:
             weights = F.normalize(weights, p=1.0, dim=1, eps=1e-20)  # scores of sigmoids may all be almost 0
@@ -90,6 +89,10 @@ class Router(nn.Module):
         offsets = torch.searchsorted(by_expert, numbers, right=True)
         routing = Routing(weights, order, offsets.to(torch.int32))
         return self._with_losses(routing, logits, scores, padding_mask) if self.training else routing
+
+    def choose(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores with the bias, [n, E] → the experts of each token, int64 [n, k]. A router of your own overrides it."""
+        return scores.topk(self.config.experts_per_token, dim=1).indices
 
     def _with_losses(
         self, routing: Routing, logits: torch.Tensor, scores: torch.Tensor, padding_mask: torch.Tensor | None
@@ -177,7 +180,7 @@ class ExpertLinear(nn.Module):
     over any number of processes, and each expert's matrix is as contiguous as in a checkpoint of its own.
     """
 
-    def __init__(self, config: MoEConfig, in_features: int, out_features: int) -> None:
+    def __init__(self, config: WithExperts, in_features: int, out_features: int) -> None:
         super().__init__()
         self.num_experts, self.experts_per_token = config.num_experts, config.experts_per_token
         self.in_features, self.out_features = in_features, out_features
@@ -207,7 +210,7 @@ class ExpertLinear(nn.Module):
 class Experts(nn.Module):
     """down(silu(gate(x)) · up(x)) of each expert, on its own rows."""
 
-    def __init__(self, config: MoEConfig) -> None:
+    def __init__(self, config: WithExperts) -> None:
         super().__init__()
         hidden, ffn = config.hidden_size, config.expert_ffn_hidden_size
         self.gate = ExpertLinear(config, hidden, ffn)
@@ -224,9 +227,9 @@ class Experts(nn.Module):
 class SparseMLP(nn.Module):
     """The weighted sum of the chosen experts' results, plus that of the shared experts, which is one wider MLP."""
 
-    def __init__(self, config: MoEConfig) -> None:
+    def __init__(self, config: WithExperts, router: Router | None = None) -> None:
         super().__init__()
-        self.router = Router(config)
+        self.router = router or Router(config)
         self.experts = Experts(config)
         shared = config.num_shared_experts * config.expert_ffn_hidden_size
         self.shared = SwiGLUMLP(config.hidden_size, shared) if shared else None

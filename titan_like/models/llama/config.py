@@ -33,7 +33,7 @@ class LlamaConfig(TransformerConfig):
 
     def shrunk(self, seq_len: int) -> dict[str, Any]:
         """Keep the frequency scaling in effect by setting the original context to half of the sequence."""
-        scaling = self.rope_scaling
+        fields, scaling = super().shrunk(seq_len), self.rope_scaling
         if scaling is None:
-            return {}
-        return {"rope_scaling": scaling.model_dump() | {"original_max_seq_len": seq_len // 2}}
+            return fields
+        return fields | {"rope_scaling": scaling.model_dump() | {"original_max_seq_len": seq_len // 2}}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import nn
 
 from titan_like.models.layers.attention import SelfAttention
-from titan_like.models.layers.experts import Router, SparseMLP
+from titan_like.models.layers.experts import SparseMLP
 from titan_like.models.layers.mlp import SwiGLUMLP
 from titan_like.models.llama.model import Llama, LlamaLayer
 from titan_like.models.moe.config import MoEConfig
@@ -36,17 +34,6 @@ class MoE(Llama):
         layer = LlamaLayer(config, attention, mlp)
         layer.takes_padding_mask = not is_dense
         return layer
-
-    def init_weights(self, seed: int) -> None:
-        """As in every family; all experts count as equally loaded, and biases in their choice are 0."""
-        super().init_weights(seed)
-        for router in routers_of(self):
-            router.reset()
-
-
-def routers_of(model: nn.Module) -> Iterator[Router]:
-    """The routers of a model, or of one stage, in the order of its layers."""
-    return (module for module in model.modules() if isinstance(module, Router))
 
 
 build = MoE

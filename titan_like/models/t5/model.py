@@ -78,6 +78,7 @@ class DecoderLayer(T5Layer):
     """Changes the decoder's part: causal attention, attention to the encoder, and MLP, each as x + block(norm(x))."""
 
     uses: ClassVar = ("decoder_bias",)
+    stack: ClassVar = 1
 
     def __init__(self, config: T5Config) -> None:
         super().__init__(config, is_causal=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
 
-from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, Action, Table, stages_per_rank
+from titan_like.parallel.schedules.tables import Action, Table, schedule_table, stage_ranks
 
 
 class Event(NamedTuple):
@@ -117,28 +117,11 @@ def bubble_fraction(events: list[Event], num_ranks: int) -> float:
 
 
 def ideal_bubble(schedule: str, pipeline_degree: int, virtual_stages: int, num_microbatches: int) -> float:
-    """The bubble fraction without transfer times, if F, I and W take equally long and B takes twice that.
-
-    With p ranks, v stages per rank and m microbatches:
-
-    - gpipe, 1f1b: (p-1)/m, and interleaved_1f1b: (p-1)/vm (arXiv 2104.04473, sections 2.2.1 and 2.2.2).
-    - looped_bfs: (p-1)/vm (arXiv 2211.05953) if m ≥ p. A smaller m does not fill the first v-1 rounds through the
-      ranks: (p-1 + (v-1)(p-m))/vm.
-    - Schedules with a split backward pass: a lower bound. Each rank has 3vm units of work, and the last rank starts
-      after p-1 forward passes: (p-1)/3vm. ZB-H1 of arXiv 2401.10241 has this bubble (v = 1). In the papers ranks may
-      end a step at different times, so there ZB-V has no bubble and DualPipeV (arXiv 2412.19437) a different one. Here
-      all ranks end a step together. If m < p, the last stage can be the bound: it waits for the vp-1 other stages, does
-      m F and m I, and the last I goes back through the others. With W of stage 0 the step takes 2m + 2vp - 1.
-    """
-    degree, stages = pipeline_degree, stages_per_rank(schedule, virtual_stages)
-    chunks = stages * num_microbatches
-    if schedule in SPLIT_BACKWARD:
-        last_stage = 2 * num_microbatches + 2 * stages * degree - 1
-        return max(degree - 1, last_stage - 3 * chunks) / (3 * chunks)
-    idle = degree - 1
-    if schedule == "looped_bfs":
-        idle += (stages - 1) * max(degree - num_microbatches, 0)
-    return idle / chunks
+    """The bubble fraction without transfer times, if F, I and W take equally long and B takes twice that."""
+    table = schedule_table(schedule, pipeline_degree, virtual_stages, num_microbatches)
+    return bubble_fraction(
+        simulate(table, stage_ranks(schedule, pipeline_degree, virtual_stages), unit_time), pipeline_degree
+    )
 
 
 def max_in_flight(table: Table) -> list[int]:

@@ -15,8 +15,8 @@ dualpipe_v               V (v = 2)  (p-1)/6m        2p + 1
 =======================  =========  ==============  ============================================================
 
 A chunk is one microbatch in one stage, whose activations are held from F until B or W. With v stages per rank each
-stage has 1/v of the rank's layers, so v chunks take as much memory as one chunk of 1f1b. For the bubble of an m too
-small for these figures, see `simulate.ideal_bubble`.
+stage has 1/v of the rank's layers, so v chunks take as much memory as one chunk of 1f1b. Fewer microbatches than ranks
+leave a larger bubble, except in gpipe, 1f1b and interleaved_1f1b.
 
 Schedules that split the backward pass fill idle time with weight gradients. Ranks start one after the other, as the
 first microbatch reaches them. From then on no rank needs to wait. The papers call this zero bubble, because their ranks
@@ -290,18 +290,12 @@ def stage_ranks(schedule: str, pipeline_degree: int, virtual_stages: int) -> lis
 
 
 def check_schedule(schedule: str, pipeline_degree: int, virtual_stages: int, num_microbatches: int) -> str | None:
-    """The reason why the schedule cannot run, as one clause that says what would be valid; None if it can run."""
+    """The reason why the schedule cannot run, as one clause that says what would be valid; None if it can run.
+
+    Whether it takes this many stages on a rank is a rule of the configuration (`titan_like.train.layout_rules`).
+    """
     if schedule not in SCHEDULES:
         return f"{schedule} is not a pipeline schedule; use one of {', '.join(SCHEDULES)}"
-    if num_microbatches < 1:
-        return f"{schedule} needs at least 1 microbatch per step, not {num_microbatches}"
-    stages = SCHEDULES[schedule].stages
-    if stages == 1 and virtual_stages != 1:
-        return f"{schedule} has 1 stage per rank, not {virtual_stages}; use 1, or interleaved_1f1b"
-    if stages == 2 and virtual_stages not in (1, 2):  # 1 is the setting's default
-        return f"{schedule} has 2 stages per rank, not {virtual_stages}; use 2, or interleaved_zero_bubble"
-    if virtual_stages < 1:
-        return f"{schedule} needs at least 1 stage per rank, not {virtual_stages}"
     # An incomplete last group would take as long as a full one, so incomplete groups are refused.
     if SCHEDULES[schedule].in_groups and virtual_stages > 1 and num_microbatches % pipeline_degree:
         below = num_microbatches // pipeline_degree * pipeline_degree
