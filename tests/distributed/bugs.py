@@ -95,12 +95,13 @@ ADAFACTOR, MUON = (["--optimizer.name", name] for name in ("adafactor", "muon"))
 # Each bug with a layout that shows it, the axis at fault, the row of the first difference, and how the name of the
 # parameter or module at fault begins. `verify` finds those of an axis. Those of one_process are found by
 # tests/reference/test_training.py, which lists a few more in `BY_TESTS`. Those of data are in
-# tests/reference/test_samples.py and tests/unit/test_draws.py.
+# tests/reference/test_samples.py and tests/unit/test_draws.py, those of other batches in
+# tests/unit/test_resumed_length.py.
 BUGS = [
     (gradients.tied_tables_not_summed, PIPELINE, "pipeline_parallel", Row.GRADIENT, "embedding.weight"),
     (gradients.norm_of_one_stage, PIPELINE, "pipeline_parallel", Row.NORM, ""),
     (gradients.last_microbatch_dropped, PIPELINE, "pipeline_parallel", Row.GRADIENT, "the loss"),
-    (gradients.last_stage_not_updated, PIPELINE, "pipeline_parallel", Row.UPDATE, "embedding.weight"),
+    (gradients.last_stage_not_updated, PIPELINE, "pipeline_parallel", Row.WEIGHT, "embedding.weight"),
     (layers.same_start_on_every_stage, PIPELINE, "pipeline_parallel", Row.INITIAL, "layers."),
     (runs.validation_without_last_microbatch, PIPELINE, "pipeline_parallel", Row.VALIDATION, ""),
     (gradients.gradient_never_sent, PIPELINE, "pipeline_parallel", Row.RUNS, ""),
@@ -113,23 +114,23 @@ BUGS = [
         layers.rotary_table_ends_at_128,
         ["--job.config_file", LLAMA, *ONE],
         "one_process",
-        Row.LONG_LOSS,
+        Row.LARGE_LOSS,
         "layers.0.attention.core",
     ),
     (
         layers.rotary_table_of_later_stages_ends_at_128,
         ["--job.config_file", LLAMA, *PIPELINE],
         "pipeline_parallel",
-        Row.LONG_LOSS,
+        Row.LARGE_LOSS,
         "layers.2.attention.core",
     ),
-    (layers.learned_positions_end_at_128, DATA, "one_process", Row.LONG_LOSS, "position"),
+    (layers.learned_positions_end_at_128, DATA, "one_process", Row.LARGE_LOSS, "position"),
     (gradients.tokens_of_one_process, DATA, "data_parallel", Row.LOSS, "the loss"),
     (gradients.gradients_averaged_over_data, DATA, "data_parallel", Row.GRADIENT, "norm.bias"),
     (runs.ends_before_its_first_step, DATA, "one_process", Row.RUNS, ""),
     (runs.crash_at_the_end, DATA, "data_parallel", Row.ENDS, ""),
     (runs.data_of_one_process_shifted, ZERO_3, "data_parallel", Row.SAMPLES, ""),
-    (gradients.one_shard_not_updated, ZERO_1, "zero_stage", Row.UPDATE, "embedding.weight"),
+    (gradients.one_shard_not_updated, ZERO_1, "zero_stage", Row.WEIGHT, "embedding.weight"),
     (updates.bad_gradients_known_to_their_holder, ZERO_1, "zero_stage", Row.SKIPPED, ""),
     (gradients.replicas_not_summed, HSDP, "replicas", Row.GRADIENT, "norm.bias"),
     (gradients.loss_times_microbatches, ACCUMULATION, "accumulation", Row.GRADIENT, "the loss"),
@@ -160,13 +161,7 @@ BUGS = [
     (layers.key_heads_of_the_next_group, LLAMA_TENSOR, "tensor_parallel", Row.LOSS, "layers.0.attention.core"),
     (gradients.partial_gradients_not_summed, SEQUENCE, "sequence_parallel", Row.GRADIENT, "norm.bias"),
     (gradients.all_gathers_gradient_not_summed, SEQUENCE, "sequence_parallel", Row.GRADIENT, "the loss"),
-    (
-        layers.positions_begin_anew_in_each_part,
-        LLAMA_SEQUENCE,
-        "sequence_parallel",
-        Row.LOSS,
-        "layers.0.attention",
-    ),
+    (layers.positions_begin_anew_in_each_part, LLAMA_SEQUENCE, "sequence_parallel", Row.LOSS, "layers.0.attention"),
     (layers.shard_of_padding_is_nan, PADDING, "tensor_parallel", Row.LOSS, "the loss"),
     (layers.softmax_without_maximum, TENSOR, "tensor_parallel", Row.LARGE_LOSS, "the loss"),
     (layers.later_blocks_of_shards_misplaced, TENSOR, "tensor_parallel", Row.INITIAL, "embedding.weight"),
@@ -185,13 +180,7 @@ BUGS = [
     (dropout.dropout_drawn_anew_in_recomputation, RECOMPUTATION, "recompute", Row.MASKS_AGAIN, ""),
     (dropout.dropout_halved_in_split_attention, TENSOR, "tensor_parallel", Row.KEPT, "layers.0.attention.core"),
     (dropout.dropout_halved_in_later_stages, PIPELINE, "pipeline_parallel", Row.KEPT, "layers."),
-    (
-        dropout.dropout_scale_lost_in_split_sequences,
-        SEQUENCE,
-        "sequence_parallel",
-        Row.DROPOUT_LOSS,
-        "",
-    ),
+    (dropout.dropout_scale_lost_in_split_sequences, SEQUENCE, "sequence_parallel", Row.KEPT, ""),
     (runs.resumed_without_moments, ONE, "resume", Row.WEIGHT, "embedding.weight"),
     (runs.resumed_without_moments_where_the_layout_stays, DATA, "resume", Row.WEIGHT, "embedding.weight"),
     (runs.resumed_shards_without_moments, ZERO_1, "zero_stage", Row.WEIGHT, "embedding.weight"),
@@ -214,12 +203,8 @@ BUGS = [
     (dropout.random_state_restored_by_rank, DATA, "resume", Row.DROPOUT_RESUMED, ""),
     (dropout.random_state_restored_by_rank, TENSOR, "resume", Row.DROPOUT_RESUMED, ""),
     (dropout.resumed_ranks_share_no_dropout, TENSOR, "tensor_parallel", Row.DROPOUT_RESUMED, ""),
-    (runs.length_as_if_todays_batches_had_always_held, DATA, "resume", Row.OTHER_BATCHES, "last step"),
-    (runs.length_as_if_todays_batches_had_always_held, TENSOR, "resume", Row.OTHER_BATCHES, "last step"),
-    (runs.schedule_counts_todays_batches, ONE, "resume", Row.OTHER_BATCHES, "rate"),
-    (runs.schedule_counts_steps_whatever_their_batches, DATA, "resume", Row.OTHER_BATCHES, "rate"),
-    (dropout.dropout_scale_lost_in_bfloat16, [*SEQUENCE, *BFLOAT16[:2]], "sequence_parallel", Row.DROPOUT_GRADIENT, ""),
-    (dropout.dropout_scale_lost_in_a_half_type, BFLOAT16, "one_process", Row.DROPOUT_GRADIENT, ""),
+    (dropout.dropout_scale_lost_in_bfloat16, [*SEQUENCE, *BFLOAT16[:2]], "sequence_parallel", Row.KEPT, ""),
+    (dropout.dropout_scale_lost_in_a_half_type, BFLOAT16, "one_process", Row.KEPT, ""),
     (dropout.compiled_layers_never_drop, COMPILED, "compile", Row.DROPOUT_AGAIN, ""),
     (dropout.seed_of_each_trainer, DATA, "one_process", Row.DROPOUT_AGAIN, ""),
     (gradients.gradients_reduced_in_bfloat16, [*TENSOR[:2], *ZERO_1, *BFLOAT16[:2]], "data_parallel", Row.SUMS, ""),
@@ -251,7 +236,7 @@ BUGS = [
     ),
     (runs.loss_scale_lost_when_resumed, FLOAT16, "resume", Row.RESUMED, ""),
     (updates.weights_rounded_to_bfloat16, BFLOAT16, "one_process", Row.UPDATE, "embedding.weight"),
-    (updates.betas_swapped, ONE, "one_process", Row.UPDATE, "embedding.weight"),
+    (updates.betas_swapped, ONE, "one_process", Row.WEIGHT, "embedding.weight"),
     (runs.replicas_draw_the_same_samples, HSDP, "replicas", Row.SAMPLES, ""),
     (masks.later_stages_attend_causally, [*DOCUMENTS, *PIPELINE], "pipeline_parallel", Row.LOSS, "layers."),
     (masks.later_stages_count_positions_through, [*POSITIONS, *PIPELINE], "pipeline_parallel", Row.LOSS, "layers."),
@@ -300,13 +285,13 @@ BUGS = [
     (masks.mask_of_the_first_sample_for_all, [*LLAMA_MASKS, *ONE], "one_process", Row.LOSS, "layers.0.attention"),
     (masks.validation_attends_causally, [*DOCUMENTS, *DATA], "one_process", Row.VALIDATION, ""),
     (masks.prefixes_drawn_from_the_start_when_resumed, [*DOCUMENTS, *DATA], "resume", Row.SAMPLES, ""),
-    (optimizers.row_means_of_own_columns, [*ADAFACTOR, *TENSOR], "tensor_parallel", Row.UPDATE, "layers.0"),
-    (optimizers.column_means_of_own_rows, [*ADAFACTOR, *ZERO_3], "zero_stage", Row.UPDATE, "embedding.weight"),
-    (optimizers.clipped_by_the_norm_of_a_shard, [*ADAFACTOR, *ZERO_1], "zero_stage", Row.UPDATE, "embedding.weight"),
-    (optimizers.skipped_steps_counted_as_updates, [*ADAFACTOR, *DATA], "one_process", Row.UPDATE, "embedding.weight"),
-    (optimizers.shards_orthogonalised_alone, [*MUON, *ZERO_3], "zero_stage", Row.UPDATE, "layers.0"),
-    (optimizers.parts_put_together_in_reverse, [*MUON, *SEQUENCE], "tensor_parallel", Row.UPDATE, "layers.0"),
-    (optimizers.momentum_forgotten_in_later_stages, [*MUON, *PIPELINE], "pipeline_parallel", Row.UPDATE, "layers."),
+    (optimizers.row_means_of_own_columns, [*ADAFACTOR, *TENSOR], "tensor_parallel", Row.WEIGHT, "layers.0"),
+    (optimizers.column_means_of_own_rows, [*ADAFACTOR, *ZERO_3], "zero_stage", Row.WEIGHT, "embedding.weight"),
+    (optimizers.clipped_by_the_norm_of_a_shard, [*ADAFACTOR, *ZERO_1], "zero_stage", Row.WEIGHT, "embedding.weight"),
+    (optimizers.skipped_steps_counted_as_updates, [*ADAFACTOR, *DATA], "one_process", Row.WEIGHT, "embedding.weight"),
+    (optimizers.shards_orthogonalised_alone, [*MUON, *ZERO_3], "zero_stage", Row.WEIGHT, "layers.0"),
+    (optimizers.parts_put_together_in_reverse, [*MUON, *SEQUENCE], "tensor_parallel", Row.WEIGHT, "layers.0"),
+    (optimizers.momentum_forgotten_in_later_stages, [*MUON, *PIPELINE], "pipeline_parallel", Row.WEIGHT, "layers."),
     (experts.weights_not_renormalised, [*MOE, *ONE], "one_process", Row.LOSS, "layers.0.mlp"),
     (experts.bias_in_the_weights, [*MOE, *BIASED, *ONE], "one_process", Row.LOSS, "layers.0.mlp"),
     (experts.shared_experts_twice, [*MOE, *SHARED, *ONE], "one_process", Row.LOSS, "layers.1.mlp"),
@@ -337,11 +322,6 @@ BUGS = [
     (float8.each_rank_scales_its_own_part, [*FLOAT8_ROWS, *SEQUENCE], "tensor_parallel", Row.GRADIENT, ""),
 ]
 
-ABOUT_DROPOUT = (
-    *(Row.MASKS_DIFFER, Row.MASKS_AGAIN, Row.KEPT),
-    *(Row.DROPOUT_AGAIN, Row.DROPOUT_GRADIENT, Row.DROPOUT_LOSS),
-)
-
 
 def kind_of(mutation: Prepare, layout: list[str], axis: str, row: str) -> str:
     """The kind of run that shows a bug; one suffices, and is faster."""
@@ -353,7 +333,7 @@ def kind_of(mutation: Prepare, layout: list[str], axis: str, row: str) -> str:
         return RESUME
     if mutation is runs.numbers_of_the_next_step:  # here alone some steps are not logged
         return SINGLE
-    if row in ABOUT_DROPOUT:
+    if mutation.__module__ == dropout.__name__:
         return DROPOUT
     if "--training.dtype" in layout:
         return layout[1 + layout.index("--training.dtype")]

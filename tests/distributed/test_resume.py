@@ -107,7 +107,7 @@ def masks_of_step_3(rank: int, folder: Path) -> dict[str, list[list[str]]]:
     found: dict[str, list[list[str]]] = {}
 
     def draw(name: str, trainer: Trainer) -> None:
-        recorder = Recorder.of(trainer)
+        recorder = Recorder(trainer)
         with recorder.installed():
             steps_alone(trainer, 1)
         for is_attention in (False, True):

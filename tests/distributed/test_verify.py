@@ -7,13 +7,10 @@ others, and the product in more layouts.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from tests.distributed.bugs import (
     ADAFACTOR,
@@ -62,7 +59,7 @@ from tests.distributed.mutations import (
 )
 from titan_like.config import load_config
 from titan_like.verify.compare import DROPOUT, EXACT, RESUME, SINGLE, Row
-from titan_like.verify.processes import DONE, WAITING, Group, Member, Prepare, active_seconds
+from titan_like.verify.processes import WAITING, Prepare
 from titan_like.verify.shrink import resolve, shrink
 from titan_like.verify.verify import _LOCATED, Verdict, Verifier
 
@@ -75,12 +72,11 @@ def verify(
     kinds: list[str] | None = None,
     timeout: float = 240,
     steps: int = STEPS,
-    on_gpus: bool = False,
     patience: float = 10.0,
 ) -> Verdict:
-    """Verify the debug model on the CPU, in the sizes for GPUs if ``on_gpus``."""
+    """Verify the debug model."""
     config = load_config(["--job.config_file", GPT, *layout])
-    small = shrink(config, resolve(config, None), steps, on_gpus=on_gpus)
+    small = shrink(config, resolve(config, None), steps)
     return Verifier(small, timeout, patience, prepare=mutation, kinds=kinds or []).verify()
 
 
@@ -156,13 +152,6 @@ def test_product_is_the_same(layout: list[str], kinds: list[str]) -> None:
     assert verdict.blame is None and verdict.place is None
 
 
-def test_product_is_the_same_in_the_sizes_for_gpus() -> None:
-    """Queries in short documents see few keys, so masks of their dropout are equal by chance now and then."""
-    layout = [*DOCUMENTS[:6], *INTERLEAVED, "--training.global_batch_size", "16"]
-    verdict = verify(layout, kinds=[EXACT, DROPOUT], steps=2, on_gpus=True)
-    assert verdict.outcome == "same", verdict.first_difference
-
-
 def cost(mutation: Prepare, layout: list[str], axis: str, row: str, _: str) -> int:
     """What the time grows with that a bug takes to be found: the processes of all runs, also for the axis and place."""
     degrees = {"--parallelism.data_parallel_shard_degree": 2}  # where a layout names none
@@ -223,26 +212,7 @@ def test_processes_that_wait_while_gloo_spins_are_a_deadlock() -> None:
     assert verdict.blame is not None and verdict.blame.axis == "pipeline_parallel", verdict.blame
 
 
-def moves_data(member: Member) -> None:
-    """Only gloo's own threads work."""
-    data = torch.zeros(50_000_000)
-    for _ in range(10):
-        dist.broadcast(data, src=0)
-
-
-def test_gloo_does_not_spin_while_data_moves() -> None:
-    group, spun, moved = Group(moves_data, 2), 0.0, 0.0
-    processes, then = {process.pid for process in group._processes}, dict[tuple[str, str], float]()
-    while any(process.is_alive() for process in group._processes):
-        now = active_seconds(processes)[1]
-        spun = max(spun, sum(now[thread] - then[thread] for thread in now.keys() & then))
-        then, moved = now, max(moved, sum(now.values()))
-        time.sleep(0.5)
-    assert [outcome.ending for outcome in group.wait(1)] == [DONE, DONE]
-    assert moved > 10 * spun, (moved, spun)
-
-
 def test_training_that_diverges_on_one_process_is_no_difference() -> None:
-    verdict = verify([*MUON, "--optimizer.matrix_lr", "1e5", *DATA], kinds=[EXACT])
+    verdict = verify([*MUON, "--optimizer.matrix_lr", "1e6", *DATA], kinds=[EXACT])
     assert verdict.outcome == "undecided" and verdict.blame is None
     assert verdict.reason == ("one process alone trains to infinite or NaN numbers in float64; lower the learning rate")

@@ -17,7 +17,6 @@ from titan_like.models.llama.config import LlamaConfig
 from titan_like.models.llama.model import Llama
 from titan_like.models.registry import model_config
 from titan_like.models.transformer import Transformer
-from titan_like.verify.samples import has_masks
 
 
 def take_definitions(model: Transformer, config: JobConfig, in_pairs: bool = False) -> None:
@@ -25,7 +24,8 @@ def take_definitions(model: Transformer, config: JobConfig, in_pairs: bool = Fal
 
     ``in_pairs`` gives causal attention a mask of all pairs too, which a kernel rounds in another way.
     """
-    takes_pairs = has_masks(config.data) or model_config(config.model).predictions != ("tokens",)
+    has_masks = config.data.tells_documents_apart or config.data.prefix_lm
+    takes_pairs = has_masks or model_config(config.model).predictions != ("tokens",)
     if isinstance(model, Llama):
         model.layer_inputs = partial(_rotary, model)  # type: ignore[method-assign]
     for name, module in model.named_modules():

@@ -15,10 +15,10 @@ import torch
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch
 from titan_like.data.sentence_pairs import Samples
+from titan_like.data.source import IGNORED_LABEL
 from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.registry import model_config
-from titan_like.verify.samples import IGNORED
-from titan_like.verify.token_ids import TokenIds
+from titan_like.verify.samples import TokenIds
 
 
 def sample_of(samples: Samples, config: JobConfig, ids: TokenIds, index: int) -> Batch:
@@ -68,7 +68,7 @@ def _without_spans(sample: Batch, index: int, config: JobConfig, ids: TokenIds) 
 
     def write(token: int, label: int) -> None:
         targets.append(token)
-        labels.append(IGNORED if label == IGNORED else token)
+        labels.append(IGNORED_LABEL if label == IGNORED_LABEL else token)
 
     sentinels = iter(ids.sentinel_ids)
     for t, token in enumerate(tokens):
@@ -83,9 +83,9 @@ def _without_spans(sample: Batch, index: int, config: JobConfig, ids: TokenIds) 
     inputs.append(ids.eod_id)
     write(ids.eod_id, given[-1])
     while len(targets) < config.training.decoder_seq_len:
-        write(ids.pad_id, IGNORED)
+        write(ids.pad_id, IGNORED_LABEL)
     decoder_inputs = [ids.pad_id, *targets[:-1]]
-    both, all_labels = inputs + decoder_inputs, [IGNORED] * len(inputs) + labels
+    both, all_labels = inputs + decoder_inputs, [IGNORED_LABEL] * len(inputs) + labels
     return Batch(torch.tensor(both), torch.tensor(all_labels), encoder_len=len(inputs))
 
 
@@ -99,7 +99,7 @@ def _with_masked_tokens(sample: Batch, index: int, config: JobConfig, ids: Token
     section, random = config.data, _generator(b"masked tokens", config.job.seed, index)
     (tokens, given), ordinary = lists_of(sample), sorted(set(range(ids.vocab_size)).difference(ids.special_ids))
     known = set(ordinary)
-    free = {t for t, token in enumerate(tokens) if token in known and given[t] != IGNORED}
+    free = {t for t, token in enumerate(tokens) if token in known and given[t] != IGNORED_LABEL}
     left, chosen = max(1, round(len(free) * section.mlm_probability)) if free else 0, set[int]()
     words, most = [[t] for t in range(len(tokens))], left
     if section.mlm_whole_words:
@@ -120,7 +120,7 @@ def _with_masked_tokens(sample: Batch, index: int, config: JobConfig, ids: Token
                 left -= len(span)
                 break
     chosen.update(next((words[word] for word in order if words[word][0] in free), [])[:left])
-    labels = [token if t in chosen else IGNORED for t, token in enumerate(tokens)]
+    labels = [token if t in chosen else IGNORED_LABEL for t, token in enumerate(tokens)]
     kinds, others = random.random(len(tokens)).tolist(), random.random(len(tokens)).tolist()
     for t in chosen:
         if kinds[t] < 0.9:
@@ -145,9 +145,9 @@ def _pair(samples: Samples, index: int, config: JobConfig, ids: TokenIds) -> Bat
     first, separator, padding = ((token, False) for token in ids.pair_ids)
     row = [first, *one, separator, *two, separator]
     row += [padding] * (size - len(row))
-    is_held_out = set(lists_of(given)[1]) == {IGNORED}
-    labels = [token if has_label and not is_held_out else IGNORED for token, has_label in row]
-    kind = torch.tensor(IGNORED if len(text) < 2 or is_held_out else int(is_other))
+    is_held_out = set(lists_of(given)[1]) == {IGNORED_LABEL}
+    labels = [token if has_label and not is_held_out else IGNORED_LABEL for token, has_label in row]
+    kind = torch.tensor(IGNORED_LABEL if len(text) < 2 or is_held_out else int(is_other))
     return Batch(torch.tensor([token for token, _ in row]), torch.tensor(labels), sample_labels=kind)
 
 
@@ -162,7 +162,7 @@ def _text_of(sample: Batch, most: int, random: np.random.Generator, ids: TokenId
     begin = max((at + 1 for at in ends if at < token), default=0)
     end = min((at for at in ends if at > token), default=len(inputs))
     begin += int(random.random() * (max(0, end - begin - most) + 1))
-    return [(inputs[at], labels[at] != IGNORED) for at in range(begin, min(end, begin + most))]
+    return [(inputs[at], labels[at] != IGNORED_LABEL) for at in range(begin, min(end, begin + most))]
 
 
 def _with_types(sample: Batch, separator: int) -> Batch:
@@ -193,7 +193,7 @@ def _with_masks(sample: Batch, index: int, config: JobConfig, ids: TokenIds) -> 
     for t in order:
         crosses = section.eod_mask_loss and inputs[t] == ids.eod_id
         if crosses or (section.prefix_lm_loss == "targets" and t + 1 < prefix_ends[segments[t]]):
-            labels[t] = IGNORED
+            labels[t] = IGNORED_LABEL
     ends, has_ranges = [max(t + 1, prefix_ends[segments[t]]) for t in order], section.prefix_lm or segments is documents
     return sample._replace(
         labels=torch.tensor(labels),

@@ -28,11 +28,10 @@ from titan_like.data.lengths import sample_length
 from titan_like.data.packed import corpus_folder, corpus_job
 from titan_like.data.permutation import Permutation
 from titan_like.data.registry import find_dataset
-from titan_like.data.source import SPLITS, UNKNOWN_LENGTH, DataRequest, Source
+from titan_like.data.source import IGNORED_LABEL, SPLITS, UNKNOWN_LENGTH, DataRequest, Source
 from titan_like.data.tokenizer import ByteTokenizer, tokenizer_of
 from titan_like.models.registry import model_config
-from titan_like.verify.samples import IGNORED
-from titan_like.verify.token_ids import TokenIds
+from titan_like.verify.samples import TokenIds
 
 Sample = Callable[[int], Batch]  # by its number
 
@@ -92,7 +91,7 @@ def _ordered(request: DataRequest, sample: Sample, length: int, together: int = 
 
 
 def _without_labels(sample: Batch) -> Batch:
-    of_tokens, of_sample = (None if x is None else x * 0 + IGNORED for x in (sample.labels, sample.sample_labels))
+    of_tokens, of_sample = (None if x is None else x * 0 + IGNORED_LABEL for x in (sample.labels, sample.sample_labels))
     return sample._replace(labels=of_tokens, sample_labels=of_sample)
 
 
@@ -145,7 +144,7 @@ def _race(request: DataRequest) -> Defined:
             asked = zip(record["questions"], record["options"], record["answers"], strict=True)
             for question, options, answer in asked:
                 blank = question if "_" in question else f"{question} _"
-                labels = ["ABCD".index(answer), IGNORED, IGNORED, IGNORED]
+                labels = ["ABCD".index(answer), IGNORED_LABEL, IGNORED_LABEL, IGNORED_LABEL]
                 rows += [(blank.replace("_", options[n]), record["article"], labels[n]) for n in range(4)]
 
     def sample(position: int) -> Batch:
@@ -170,7 +169,7 @@ def _conversations(request: DataRequest) -> Defined:
     samples, room = list[list[tuple[int, list[tuple[int, int]]]]](), np.full(len(dataset) // 2, size)
     drawn = [n * 0x9E3779B97F4A7C15 % 2**64 / 2**64 for n in range(len(dataset) // 2)]
     own = [(n, _conversation(dataset, n)[:size]) for n, at in enumerate(drawn) if low <= at < high]
-    learned = (one for one in own if any(label != IGNORED for _, label in one[1]))
+    learned = (one for one in own if any(label != IGNORED_LABEL for _, label in one[1]))
     for n, pairs in sorted(learned, key=lambda one: -len(one[1])):
         needed = len(pairs)
         chosen = int(np.where(room >= needed, room, size + 1)[: len(samples) + 1].argmin())
@@ -184,7 +183,7 @@ def _conversations(request: DataRequest) -> Defined:
         for _, pairs in samples[position]:
             columns += [(*pair, begin) for begin in [len(columns)] for pair in pairs]
         padding = torch.arange(size) >= len(columns)
-        columns += [(filling, IGNORED, len(columns))] * (size - len(columns))
+        columns += [(filling, IGNORED_LABEL, len(columns))] * (size - len(columns))
         tokens, labels, starts = torch.tensor(columns).T
         return Batch(tokens, labels, document_starts=starts, padding_mask=padding)
 
@@ -195,7 +194,9 @@ def _conversation(dataset: IndexedDataset, number: int) -> list[tuple[int, int]]
     """Tokens of a stored conversation with their labels: the next ones, within the stored borders of answers."""
     tokens, borders = dataset[2 * number].tolist(), dataset[2 * number + 1].tolist()
     answers = {at for begin, end in zip(borders[::2], borders[1::2], strict=True) for at in range(begin, end)}
-    return [(now, after if at in answers else IGNORED) for at, (now, after) in enumerate(pairwise(tokens), start=1)]
+    return [
+        (now, after if at in answers else IGNORED_LABEL) for at, (now, after) in enumerate(pairwise(tokens), start=1)
+    ]
 
 
 def _blend(request: DataRequest, parts: list[Defined], weights: list[float]) -> Defined:
@@ -264,7 +265,7 @@ def _stream(request: DataRequest) -> Defined:
 
     has_weight = float(section.split.split(",")[SPLITS.index(request.split)]) > 0
     has_any = request.split == "train" or (
-        has_weight and any(set(lists_of(get(i))[1]) != {IGNORED} for i in range(readers))
+        has_weight and any(set(lists_of(get(i))[1]) != {IGNORED_LABEL} for i in range(readers))
     )
     return Defined(get, UNKNOWN_LENGTH if has_any else 0)
 

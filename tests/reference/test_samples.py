@@ -35,7 +35,7 @@ from titan_like.data.source import Source
 from titan_like.models.registry import model_config
 from titan_like.train.setup import open_run_data
 from titan_like.verify.processes import Prepare
-from titan_like.verify.token_ids import TokenIds
+from titan_like.verify.samples import TokenIds
 from titan_like.verify.watch import digest, samples_of
 
 RELAY = ((4, 0), (1, 2), (2, 1))  # ranks, and data workers of each

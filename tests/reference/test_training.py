@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -42,8 +43,8 @@ from titan_like.train.job import process_group
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
-from titan_like.verify.compare import EXACT, Check, Reference, Row, combine
-from titan_like.verify.observe import observe
+from titan_like.verify.compare import DROPOUT, EXACT, Check, Reference, Row, combine
+from titan_like.verify.observe import observe, observe_dropout
 from titan_like.verify.processes import Member, Prepare
 from titan_like.verify.reference import compute_reference
 from titan_like.verify.shrink import resolve, shrink
@@ -88,11 +89,9 @@ def defined(settings: tuple[str, ...], kind: str) -> Reference:
 def problem_of(settings: list[str], kind: str, bug: Prepare | None = None) -> Check | None:
     """How the product on one process differs from its definition."""
     reference = defined(tuple(settings), kind)
-    config = on_one_process(reference.small.config)
-    if bug is None:
-        return first_difference(combine(reference, [[observe(member(), reference, config, kind)]]))
-    with bug():
-        return first_difference(combine(reference, [[observe(member(), reference, config, kind)]]))
+    config, observed = on_one_process(reference.small.config), observe_dropout if kind == DROPOUT else observe
+    with bug() if bug is not None else nullcontext():
+        return first_difference(combine(reference, [[observed(member(), reference, config, kind)]]))
 
 
 @pytest.mark.parametrize(("settings", "kind"), [(s, kind) for s, kinds in SAME.values() for kind in kinds])

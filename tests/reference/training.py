@@ -7,17 +7,16 @@ bad: their gradients are not finite, so they consume samples and update nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
 
 from tests.reference.experts import PlainExperts
 from tests.reference.masks import take_definitions
-from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig, Training
-from titan_like.data.batch import Batch, model_fields
+from titan_like.data.batch import Batch, collate, model_fields
+from titan_like.data.source import IGNORED_LABEL
 from titan_like.models.config import NUM_OPTIONS
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
@@ -26,23 +25,18 @@ from titan_like.verify.compare import EXACT, Key, Row
 from titan_like.verify.processes import Member
 from titan_like.verify.reference import norm
 from titan_like.verify.runs import Trace, perturb
-from titan_like.verify.samples import IGNORED, training_samples, validation_samples
+from titan_like.verify.samples import Samples, masks_of_run, training_samples, validation_samples
 from titan_like.verify.shrink import Small
-from titan_like.verify.token_ids import batch_of
 from titan_like.verify.watch import FLOAT16_SCALE, enlarge, part_of
 
 ELEMENTS = 64  # of initial weights that one generator draws
-_LONG = {Row.LARGE_LOSS: Row.LONG_LOSS, Row.LARGE_GRADIENT: Row.LONG_GRADIENT, Row.LARGE_NORM: Row.LONG_NORM}
 _TERMS = {"tokens": "lm_loss", "pair": "sentence_loss", "choice": "choice_loss"}
 
 
-def train_by_definition(
-    _: Member | None, small: Small, dtype: str, whole: bool = True, seed: int | None = None, sets_max_norm: bool = False
-) -> tuple[Trace, float]:
-    """As `titan_like.verify.runs.train_alone`, in pieces of the microbatch's size or of the ``whole`` batch's."""
+def train_by_definition(_: Member | None, small: Small, dtype: str, seed: int | None = None) -> Trace:
+    """As `titan_like.verify.runs.train_alone`."""
     compute_type, config, last, trace = getattr(torch, dtype), small.config, small.num_steps, Trace()
     training, max_norm = config.training, config.training.max_norm
-    piece = training.global_batch_size if whole else training.micro_batch_size
     model = build_model(model_config(config.model), config.model.family)
     model.to(torch.promote_types(compute_type, torch.float32))
     model.initial_elements = ELEMENTS
@@ -65,17 +59,16 @@ def train_by_definition(
             for kind, loss in zip(model.config.predictions, losses, strict=True):
                 keep(step, row, loss, _TERMS[kind])
 
-    keep(0, Row.INITIAL, parameters.items())
+    keep(0, Row.INITIAL, parameters.items() if last else ())
     if seed is not None:
         perturb(parameters.values(), dtype, seed)
     rows = (Row.LOSS, Row.GRADIENT, Row.NORM)
-    for step, batch in batches(config, last + (dtype == EXACT)).items():
+    if last == 0:
+        rows = (Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM)
+        enlarge(model)
+    for step, batch in batches(config, last or 1).items():
         is_bad = step in small.bad_steps
-        if step > last:
-            rows = (Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM)
-            if last:
-                enlarge(model)
-        else:
+        if last:
             keep(step, Row.BATCH, len(batch), "batch size")
             keep(step, Row.BATCH, batch.stop, "samples")
             keep(step, Row.BATCH, batch.stop * training.seq_len, "tokens")
@@ -86,14 +79,11 @@ def train_by_definition(
             keep(step, Row.SKIPPED, skipped, "steps so far")
             if dtype == "float16":
                 keep(step, Row.LOSS_SCALE, scale)
-        pieces = split(batch_of(samples, batch, config), piece)
-        losses = add_gradients(model, pieces, num_labels(pieces), compute_type, scale, experts)
+        losses = add_gradients(model, batch_of(samples, batch, config), compute_type, scale, experts)
         gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
         for gradient in gradients.values():
             gradient.div_(scale)
         grad_norm = math.sqrt(sum(norm(gradient) ** 2 for gradient in gradients.values()))
-        if sets_max_norm and step == 1:
-            max_norm = float(f"{0.1 * grad_norm:.3g}")
         keep_losses(step, rows[0], losses)
         if is_bad:
             scale = max(scale / 2, 1.0)
@@ -102,7 +92,7 @@ def train_by_definition(
             keep(step, rows[2], grad_norm)
             keep(step, rows[1], gradients.items())
             factor = min(1.0, max_norm / (grad_norm + 1e-6)) if max_norm else 1.0
-            if step <= last:
+            if last:
                 keep(step, Row.FIGURES, experts.figures().items())
                 keep(step, Row.ZEROS, sum(int((gradient == 0).sum()) for gradient in gradients.values()))
             for gradient in gradients.values():
@@ -112,19 +102,23 @@ def train_by_definition(
             optimizer.step()
             experts.update()
         optimizer.zero_grad()
-        if step > last:
+        if not last:
             break
         keep(step, Row.WEIGHT, parameters.items())
         if step % config.evaluation.interval == 0:
-            first = split(held_out, config.evaluation.steps * training.global_batch_size)[0]
-            keep_losses(step, Row.VALIDATION, mean_losses(model, first, compute_type, piece))
+            first = part_of(held_out, slice(0, config.evaluation.steps * training.global_batch_size))
+            keep_losses(step, Row.VALIDATION, mean_losses(model, first, compute_type))
         if step == last:
-            keep_losses(last, Row.WHOLE_VALIDATION, mean_losses(model, held_out, compute_type, piece))
-    if dtype == EXACT and small.longer:
-        longer = replace(small, config=edit(config, small.longer), num_steps=0, bad_steps={}, longer={})
-        found = train_by_definition(None, longer, dtype, whole, seed)[0].values.items()
-        trace.values |= {Key(1, _LONG[key.row], key.name): value for key, value in found if key.row in _LONG}
-    return trace, max_norm
+            keep_losses(last, Row.WHOLE_VALIDATION, mean_losses(model, held_out, compute_type))
+    if dtype == EXACT and last:
+        trace.values |= train_by_definition(None, small.large, dtype, seed).values
+    return trace
+
+
+def batch_of(samples: Samples, indices: Iterable[int], config: JobConfig) -> Batch:
+    """Samples as the trainer reads them, in one batch."""
+    masked = masks_of_run(config).over(samples)
+    return collate([masked[index] for index in indices])
 
 
 def batches(config: JobConfig, last: int) -> dict[int, range]:
@@ -145,11 +139,6 @@ def batch_size(training: Training, consumed: int) -> int:
     return min(full, start + increment * (consumed * ((full - start) // increment) // samples))
 
 
-def split(batch: Batch, size: int) -> list[Batch]:
-    """Batches of at most ``size`` of a batch's samples."""
-    return [part_of(batch, slice(at, at + size)) for at in range(0, len(batch.tokens), size)]
-
-
 def labels_of(batch: Batch) -> list[torch.Tensor]:
     """The labels of each of a model's predictions."""
     of_tokens = [] if batch.labels is None else [batch.labels[:, batch.encoder_len or 0 :]]  # of a decoder's positions
@@ -157,30 +146,22 @@ def labels_of(batch: Batch) -> list[torch.Tensor]:
     return of_tokens + of_samples
 
 
-def num_labels(pieces: Sequence[Batch]) -> torch.Tensor:
+def num_labels(batch: Batch) -> torch.Tensor:
     """Number of labels of each prediction: [predictions]."""
-    return torch.tensor([[(labels != IGNORED).sum() for labels in labels_of(piece)] for piece in pieces]).sum(0)
+    return torch.tensor([(labels != IGNORED_LABEL).sum() for labels in labels_of(batch)])
 
 
 def add_gradients(
-    model: Transformer, pieces: Sequence[Batch], counts: torch.Tensor, dtype: torch.dtype, scale: float,
-    experts: PlainExperts,
-) -> list[float]:  # fmt: skip
-    """Add the gradients of ``scale`` × the loss of pieces, given all their `num_labels`.
+    model: Transformer, batch: Batch, dtype: torch.dtype, scale: float, experts: PlainExperts
+) -> list[float]:
+    """Add the gradients of ``scale`` × the loss. Losses that balance ``experts`` are part of it.
 
-    Losses that balance ``experts`` are part of it, but not of what is returned.
-
-    Returns the loss of each prediction; their sum is the loss.
+    Returns the loss of each prediction; their sum is the loss without those of experts.
     """
-    total = torch.zeros(len(counts), dtype=torch.float64)
-    padding = sum(int(piece.padding_mask.sum()) for piece in pieces if piece.padding_mask is not None)
-    num_tokens = sum(piece.tokens.numel() for piece in pieces) - padding
-    for piece in pieces:
-        losses = summed_losses(model, piece, dtype)
-        means = torch.stack([loss / count for loss, count in zip(losses, counts, strict=True)])
-        ((means.sum() + experts.loss_of_piece(num_tokens)) * scale).backward()
-        total += means.detach().double()
-    return total.tolist()
+    padding = 0 if batch.padding_mask is None else int(batch.padding_mask.sum())
+    means = torch.stack(summed_losses(model, batch, dtype)) / num_labels(batch)
+    ((means.sum() + experts.loss_of_piece(batch.tokens.numel() - padding)) * scale).backward()
+    return means.detach().double().tolist()
 
 
 def summed_losses(model: Transformer, batch: Batch, compute_type: torch.dtype) -> list[torch.Tensor]:
@@ -196,19 +177,22 @@ def summed_losses(model: Transformer, batch: Batch, compute_type: torch.dtype) -
     accumulator = torch.promote_types(compute_type, torch.float32)
     return [
         F.cross_entropy(
-            output.to(accumulator).reshape(-1, output.shape[-1]), own.flatten(), ignore_index=IGNORED, reduction="sum"
+            output.to(accumulator).reshape(-1, output.shape[-1]),
+            own.flatten(),
+            ignore_index=IGNORED_LABEL,
+            reduction="sum",
         )
         for output, own in zip(outputs, labels, strict=True)
     ]
 
 
 @torch.no_grad()
-def mean_losses(model: Transformer, batch: Batch, compute_type: torch.dtype, piece: int) -> list[float]:
+def mean_losses(model: Transformer, batch: Batch, compute_type: torch.dtype) -> list[float]:
     """The losses of held-out samples: the mean of each prediction's."""
     model.eval()
-    parts = [torch.stack(summed_losses(model, part, compute_type)).double() for part in split(batch, piece)]
+    losses = torch.stack(summed_losses(model, batch, compute_type)).double()
     model.train()
-    return (torch.stack(parts).sum(0) / num_labels([batch])).tolist()
+    return (losses / num_labels(batch)).tolist()
 
 
 def rate_of(small: Small, step: int) -> float:

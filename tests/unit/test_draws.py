@@ -29,9 +29,8 @@ from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.span_corruption import noise_mask
 from titan_like.data.tokenizer import ByteTokenizer
 from titan_like.models.registry import model_config
-from titan_like.verify.samples import training_samples
+from titan_like.verify.samples import ids_of_samples, masks_of_run, training_samples
 from titan_like.verify.shrink import resolve, shrink
-from titan_like.verify.token_ids import ids_of_samples, masks_of_run
 from titan_like.verify.watch import digest
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"

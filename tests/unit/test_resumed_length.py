@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.mutations import runs
 from titan_like.checkpoint.step_folders import is_resumable
 from titan_like.config import load_config
 from titan_like.config.schema import JobConfig
 from titan_like.train.job import run_job
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
+from titan_like.verify.processes import Prepare
 
 SEQ_LEN, SAMPLES, BATCH = 8, 160, 8
 SCHEDULES: dict[str, dict[str, object]] = {
@@ -101,6 +103,20 @@ def test_a_run_with_another_batch_size_ends_after_its_samples_on_the_same_schedu
     assert [record["lr"] for record in records] == pytest.approx([rate(samples) for samples in consumed], rel=1e-12)
     finished = f"finished: a checkpoint of step {steps} of {steps} is in {dump / 'checkpoint'}"
     assert is_resumable(config_of(dump, settings)) == (False, finished)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        runs.length_as_if_todays_batches_had_always_held,
+        runs.schedule_counts_todays_batches,
+        runs.schedule_counts_steps_whatever_their_batches,
+    ],
+)
+def test_bugs_are_found(begun: dict[str, Path], tmp_path: Path, bug: Prepare) -> None:
+    test = test_a_run_with_another_batch_size_ends_after_its_samples_on_the_same_schedule
+    with bug(), pytest.raises(AssertionError):
+        test(begun, tmp_path, "cosine", 10, 16, 15, {"training.samples": SAMPLES})
 
 
 def test_the_schedule_survives_several_changes_of_the_batch_size(begun: dict[str, Path], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from enum import StrEnum
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -18,6 +18,9 @@ from safetensors import safe_open
 from titan_like.models.layers.init import local_part
 from titan_like.verify.samples import batches
 from titan_like.verify.shrink import Small
+
+if TYPE_CHECKING:
+    from titan_like.verify.places import Outputs
 
 EXACT, SINGLE, DROPOUT, RESUME = "float64", "float32", "dropout", "resume"  # kinds of runs, next to the half types
 HALF = ("bfloat16", "float16")
@@ -33,6 +36,11 @@ class Row(StrEnum):
     RATE = "learning rate"
     LOSS_SCALE = "loss scale"
     SUMS = "precision of sums"
+    KEPT = "share that dropout keeps, and its scale"
+    MASKS_DIFFER = "dropout different where activations are"
+    MASKS_EQUAL = "dropout equal where activations are"
+    MASKS_AGAIN = "dropout drawn again in recomputation"
+    DROPOUT_AGAIN = "gradients of another run with this seed"
     LOSS = "loss"
     SKIPPED = "steps that are not finite are skipped on all ranks"
     MISSING = "missing gradients"
@@ -50,30 +58,20 @@ class Row(StrEnum):
     FRESH = "gradients of a new process with these weights"
     VALIDATION = "validation loss"
     WHOLE_VALIDATION = "validation loss on the whole split"
-    LARGE_LOSS = "loss with large logits"
-    LARGE_NORM = "gradient norm with large logits"
-    LARGE_GRADIENT = "gradients with large logits"
-    LONG_LOSS = "loss of longer sequences"
-    LONG_GRADIENT = "gradients of longer sequences"
-    LONG_NORM = "gradient norm of longer sequences"
-    MASKS_EVERYWHERE = "dropout in every layer and microbatch"
-    KEPT = "share that dropout keeps"
-    MASKS_DIFFER = "dropout different where activations are"
-    MASKS_AGAIN = "dropout drawn again in recomputation"
-    DROPOUT_LOSS = "loss of one process with these masks"
-    DROPOUT_GRADIENT = "gradients of one process with these masks"
-    DROPOUT_AGAIN = "gradients of another run with this seed"
-    OTHER_BATCHES = "length, samples and rates of a run resumed with other batches"
+    LARGE_LOSS = "loss of longer sequences with large logits"
+    LARGE_GRADIENT = "gradients of longer sequences with large logits"
+    LARGE_NORM = "gradient norm of longer sequences with large logits"
     DROPOUT_RESUMED = "dropout of a run resumed in another layout"
     RUNS = "the layout runs"
     ENDS = "the layout ends"
+    PLACE = "what a module computes"  # only to find the place of another difference
 
 
 # Some process must report each of the reference's numbers in these rows, and in those at the ends unless it is a relay.
-_COVERED = (Row.LOSS, Row.NORM, Row.GRADIENT, Row.WEIGHT, Row.VALIDATION)
-_LONG = (Row.LONG_LOSS, Row.LONG_GRADIENT, Row.LONG_NORM)
-_AT_THE_ENDS = (Row.INITIAL, Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM, Row.WHOLE_VALIDATION, *_LONG)
-_BACKWARD = (Row.GRADIENT, Row.LARGE_GRADIENT, Row.LONG_GRADIENT)  # here the model's last parameter comes first
+_COVERED = (Row.KEPT, Row.LOSS, Row.NORM, Row.GRADIENT, Row.WEIGHT, Row.VALIDATION)
+LARGE = (Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM)
+_AT_THE_ENDS = (Row.INITIAL, Row.WHOLE_VALIDATION, *LARGE)
+_BACKWARD = (Row.GRADIENT, Row.LARGE_GRADIENT)  # here the model's last parameter comes first
 
 
 def distance(value: torch.Tensor, expected: torch.Tensor) -> float:
@@ -124,12 +122,21 @@ class Check:
 class Reference:
     """The training that every layout has to reproduce. Its numbers and tensors are in a file that processes share."""
 
-    small: Small  # its max_norm clips every step, if the configuration clips at all
+    small: Small
     file: Path  # of the numbers and tensors, float64
     known: dict[str, int]  # indices of the first samples by their digests
     names: list[str]  # of all parameters, in the model's order
     sizes: dict[Key, float]  # L2 norm that a difference is relative to
-    allowed: dict[str, dict[Key, float]]  # by type, the largest relative difference
+    allowed: dict[str, dict[Key, float]]  # by type or kind of run, the largest relative difference
+    outputs: Outputs | None = None  # the modules whose outputs are compared, to find a place
+
+    def allowed_in(self, kind: str) -> dict[Key, float]:
+        """The largest relative differences in a kind of run."""
+        return self.allowed[kind if kind in self.allowed else EXACT]
+
+    def whole(self, key: Key) -> torch.Tensor:
+        """A whole tensor."""
+        return _opened(self.file).get_tensor(str(key))
 
     def part(self, key: Key, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """This process's part of ``value``, and what the reference has there."""
@@ -153,7 +160,7 @@ class Report:
     rank: int
     data_rank: int = 0  # the same for processes that see the same samples
     checks: dict[Key, Check] = field(default_factory=dict)
-    samples: dict[int, list[list[int]]] = field(default_factory=dict)  # step → sample indices of each microbatch
+    samples: dict[int, list[int]] = field(default_factory=dict)  # step → indices
     shared: dict[Key, str] = field(default_factory=dict)  # must be equal on all processes that have the key
 
     def add(self, key: Key, difference: float, allowed: float, detail: str = "") -> None:
@@ -166,21 +173,18 @@ class Report:
         """Add something that must hold exactly, with its ``problem``, or None if it holds."""
         self.add(key, float(problem is not None), 0.0, problem or "")
 
-    def equal(self, key: Key, found: object, wanted: object) -> None:
-        """Compare two things that must be equal."""
-        self.exact(key, None if found == wanted else f"{found}, not {wanted}")
-
     def share(self, key: Key, value: str) -> None:
         """Add a value that must be the same on every process that has the key, and twice on this one."""
         if self.shared.setdefault(key, value) != value:
             self.exact(key, "two copies on one process differ")
 
-    def compare(self, reference: Reference, dtype: str, key: Key, value: torch.Tensor | float) -> None:
-        """Compare a number or this process's part of a tensor, if the reference allows it a difference in this type.
+    def compare(self, reference: Reference, key: Key, value: torch.Tensor | float) -> None:
+        """Compare a number or this process's part of a tensor, if the reference has it in this kind of run.
 
         The difference is relative to the whole tensor's norm. A number must be the same on all processes as well.
         """
-        if key not in reference.allowed[dtype]:
+        allowed = reference.allowed_in(self.kind)
+        if key not in allowed:
             return
         if not isinstance(value, torch.Tensor):
             row = Row.FIGURES if key.row == Row.FIGURES else Row.EQUAL
@@ -190,7 +194,7 @@ class Report:
         if part.numel():
             told = "" if part.ndim else f"{part.item():.9g}, not {expected.item():.9g}"
             difference = distance(part, expected) / reference.sizes[key]
-            self.add(key, difference, reference.allowed[dtype][key], told)
+            self.add(key, difference, allowed[key], told)
 
 
 def combine(reference: Reference, groups: list[list[Report]]) -> list[Check]:
@@ -199,8 +203,7 @@ def combine(reference: Reference, groups: list[list[Report]]) -> list[Check]:
     Each group has the reports of processes that ran together. A run that was resumed has several groups.
     """
     checks = [check for group in groups for report in group for check in report.checks.values()]
-    if groups[0][0].kind != DROPOUT:
-        checks += _of_all_ranks(reference, groups, {Key(check.step, check.row, check.parameter) for check in checks})
+    checks += _of_all_ranks(reference, groups, {Key(check.step, check.row, check.parameter) for check in checks})
     rows, names = list(Row), {name: position for position, name in enumerate(reference.names)}
 
     def order(check: Check) -> tuple[int, int, int]:
@@ -227,7 +230,7 @@ def _of_all_ranks(reference: Reference, groups: list[list[Report]], reported: se
     """Checks that take the reports of several processes."""
     kind = groups[0][0].kind
     rows = _COVERED if kind == RESUME else _COVERED + _AT_THE_ENDS
-    for key in reference.allowed[EXACT if kind == RESUME else kind]:
+    for key in reference.allowed_in(kind):
         if key.row in rows and key not in reported:
             yield Check(kind, *key, 1, detail="no process has it")
     for group in groups:
@@ -239,19 +242,8 @@ def _of_all_ranks(reference: Reference, groups: list[list[Report]], reported: se
                 yield Check(kind, key.step, key.row, key.name.split(" @ ")[0], float(value != other), detail=told)
         due = batches(reference.small.config, reference.small.num_steps)
         for step in group[0].samples:
-            problem = _sample_problem(list(due[step]), step, group)
-            yield Check(kind, step, Row.SAMPLES, "", float(problem is not None), detail=problem or "")
-
-
-def _sample_problem(wanted: list[int], step: int, group: list[Report]) -> str | None:
-    """What is wrong, if data-parallel ranks do not share out a step's samples or if processes of one rank disagree."""
-    by_data_rank: dict[int, list[list[int]]] = {}
-    for report in group:
-        drawn = report.samples.get(step, [])
-        if by_data_rank.setdefault(report.data_rank, drawn) != drawn:
-            return f"rank {report.rank} takes other samples than the processes that share its part of the batch"
-    taken = Counter(index for drawn in by_data_rank.values() for microbatch in drawn for index in microbatch)
-    missing, surplus = sorted(set(wanted) - set(taken)), sorted((taken - Counter(wanted)).elements())
-    if not missing and not surplus:
-        return None
-    return f"samples {missing[:4]} are not taken, and {surplus[:4]} (-1: of no step) are taken twice or out of turn"
+            drawn = {report.data_rank: report.samples.get(step, []) for report in group}  # the same on all of a rank
+            taken, wanted = Counter(index for indices in drawn.values() for index in indices), Counter(due[step])
+            missing, surplus = (sorted(some.elements())[:4] for some in (wanted - taken, taken - wanted))
+            told = f"samples {missing} are not taken, and {surplus} (-1: of no step) are taken twice or out of turn"
+            yield Check(kind, step, Row.SAMPLES, "", float(taken != wanted), detail=told)

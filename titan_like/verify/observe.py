@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 
 from titan_like.checkpoint.step_folders import checkpoint_path, complete_steps
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch
-from titan_like.data.lengths import sample_length
 from titan_like.metrics.record import StepRecord
 from titan_like.models.layers import cross_entropy
 from titan_like.models.layers.init import local_part
-from titan_like.models.registry import model_config
-from titan_like.train.layout_rules import is_sparse
 from titan_like.train.pending_step import PendingStep
 from titan_like.train.trainer import Trainer
-from titan_like.verify.compare import DROPOUT, EXACT, HALF, RESUME, SINGLE, Key, Reference, Report, Row
-from titan_like.verify.dropout import observe_dropout
+from titan_like.verify.compare import DROPOUT, EXACT, HALF, RESUME, SINGLE, Key, Reference, Report, Row, distance
+from titan_like.verify.dropout import NOTHING, RATE, Recorder, check_draws, with_dropout
 from titan_like.verify.half import (
     MERGED,
     TRAVELLING,
@@ -36,48 +35,34 @@ from titan_like.verify.half import (
     finer,
     watched_sums,
 )
-from titan_like.verify.places import Cut, Outputs, Place, allowances, differing
+from titan_like.verify.places import Outputs, compare_outputs
 from titan_like.verify.processes import Member
-from titan_like.verify.reference import FEW, MARGIN
-from titan_like.verify.resumed import check_other_batches
-from titan_like.verify.runs import (
-    EPS,
-    in_type,
-    microbatches,
-    one_long_step,
-    outputs_alone,
-    run_of,
-    run_through,
-    train_before,
-)
-from titan_like.verify.samples import batches
+from titan_like.verify.reference import FEW, norm
+from titan_like.verify.runs import in_type, run_of, run_through
 from titan_like.verify.shrink import Small
 from titan_like.verify.updates import UpdateCheck
-from titan_like.verify.watch import StepWatch, Watch, digest, steps_alone
+from titan_like.verify.watch import StepWatch, digest, steps_alone
 
 _NEVER = 1_000_000  # steps
+_OTHER_MASKS = 0.1  # rounding changes gradients by less than this share, other masks of dropout by more
 
 
 class LayoutWatch(StepWatch):
     """Compares each step of a layout with the reference."""
 
-    def __init__(self, reference: Reference, report: Report, dtype: str, last_step: int | None = None) -> None:
+    def __init__(self, reference: Reference, report: Report, last_step: int | None = None) -> None:
         """The loop ends after ``last_step``, by default the reference's last."""
-        super().__init__(reference.small, partial(report.compare, reference, dtype), reference.known, last_step)
-        self.reference, self.report, self.dtype, self.names = reference, report, dtype, reference.names
+        super().__init__(reference.small, partial(report.compare, reference), reference.known, last_step)
+        self.reference, self.report, self.names = reference, report, reference.names
         self.is_in_passes = False
         self.finer = {"loss": 0, "gradient norm": 0}  # good steps in which it has more digits than the half type
         self.types_of_sums = set[str]()  # of gradients between processes
 
     def attach(self, trainer: Trainer) -> None:
         """Begin to repeat updates."""
-        self.report.data_rank = trainer.dp_rank
+        self.report.data_rank, self.dtype = trainer.dp_rank, trainer.config.training.dtype
         super().attach(trainer)
-        for name, _ in trainer.model.named_parameters():
-            is_known = Key(0, Row.INITIAL, name) in self.reference.sizes
-            told = None if is_known else "the reference has no such parameter"
-            self.report.exact(Key(0, Row.INITIAL, name), told)
-        self.updates = UpdateCheck(trainer, self.report)
+        self.updates = None if self.dtype == EXACT else UpdateCheck(trainer, self.report)
         self._share_copies(0)
 
     def _share_copies(self, step: int) -> None:
@@ -132,9 +117,11 @@ class LayoutWatch(StepWatch):
         super().end_step(issued)
         step = issued.step
         if step <= self.small.num_steps:
-            self.report.samples[step] = self.drawn
-            is_good, grad_norm = step not in self.small.bad_steps, issued.read()[0].grad_norm
-            self.updates.check(step, is_good, issued.lr, grad_norm, self.gradients)
+            self.report.samples[step] = [index for microbatch in self.drawn for index in microbatch]
+            self.report.share(Key(step, Row.SAMPLES, f"of data rank {self.report.data_rank}"), str(self.drawn))
+            if self.updates is not None:
+                is_good, grad_norm = step not in self.small.bad_steps, issued.read()[0].grad_norm
+                self.updates.check(step, is_good, issued.lr, grad_norm, self.gradients)
             self._share_copies(step)
 
     def read_step(self, record: StepRecord) -> None:
@@ -155,41 +142,80 @@ class LayoutWatch(StepWatch):
 
 
 def observe(member: Member, reference: Reference, config: JobConfig, kind: str) -> Report:
-    """Run one kind (a type, or dropout) and compare it with the reference."""
+    """Run in a type and compare it with the reference."""
     report, small = Report(kind, member.rank), reference.small
-    config = in_type(small, config, config.training.dtype if kind == DROPOUT else kind)
+    config = in_type(config, kind)
     if kind in HALF:  # saves at the end
         config = edit(config, {"checkpoint.enable": True, "checkpoint.interval": _NEVER})
     if kind == SINGLE:  # logs the last step alone
         config = edit(config, {"metrics.log_interval": small.num_steps})
-    run = run_of(member, small, config, member.folder)
-    if kind == DROPOUT:
-        observe_dropout(run, report, small)
-        return report
-    watch = LayoutWatch(reference, report, kind)
-    trainer = Trainer(run, observer=watch)
+    watch = LayoutWatch(reference, report)
     with ExitStack() as stack:
+        trainer = Trainer(run_of(member, small, config, member.folder), observer=watch)
         if kind in HALF:
             stack.enter_context(watched_sums(kind, watch.note_sum))
             checked = partial(watch.check_loss, cross_entropy._loss)
             stack.enter_context(patch.object(cross_entropy, "_loss", checked))
-        run_through(trainer, watch, small)
-    if kind == EXACT and small.longer:
-        one_long_step(member, small, config, Watch(), partial(report.compare, reference, EXACT))
+        run_through(trainer, watch)
+    if kind == EXACT:
+        large = StepWatch(small.large, partial(report.compare, reference))
+        run = run_of(member, large.small, edit(config, small.longer), member.folder)
+        run_through(Trainer(run, observer=large), large)
     if kind in HALF:
         watch.check_sums()
-        check_resumed(report, watch, partial(microbatches, trainer, small, small.num_steps + 1))
+        check_resumed(report, watch)
     dist.barrier()
+    return report
+
+
+def observe_places(member: Member, reference: Reference, config: JobConfig, kind: str) -> Report:
+    """Compare what every module computes in the last step of the reference."""
+    report, small, outputs = Report(kind, member.rank), reference.small, Outputs()
+    config = in_type(edit(config, {"compile.enable": False}), kind)  # compiled layers call no modules
+    watch = StepWatch(small, lambda *_: None, reference.known)
+    watch.names, watch.outputs = reference.names, outputs
+    run_through(Trainer(run_of(member, small, config, member.folder), observer=watch), watch)
+    compare_outputs(watch, outputs, reference, report)
+    return report
+
+
+def observe_dropout(member: Member, reference: Reference, config: JobConfig, _: str) -> Report:
+    """Check the masks of two steps, and validate between them, which must leave the next step's random numbers alone.
+
+    Another run with the same seed, compiled if the configuration compiles, must compute about the same gradients.
+    """
+    report, small = Report(DROPOUT, member.rank), replace(reference.small, bad_steps={})
+    rate = max(small.dropout or 0.0, RATE)
+    config = with_dropout(config, rate)
+    watch, again = (StepWatch(small, lambda *_: None) for _ in range(2))
+    plain = edit(config, {"compile.enable": False})  # functions are watched
+    trainer = Trainer(run_of(member, small, plain, member.folder), observer=watch)
+    recorder, data = Recorder(trainer), trainer._load_data()
+    with recorder.installed():
+        trainer.read_step(trainer.train_step(data))
+        gradients = watch.gradients
+        trainer.validate()
+        recorder.step = 2
+        trainer.train_step(data)
+    data.close()
+    # Run one operation at a time, compiled layers draw the same random numbers as others.
+    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        steps_alone(Trainer(run_of(member, small, config, member.folder), observer=again), 1)
+    check_draws(report, recorder.draws, trainer.run.layout, rate)
+    whole = math.hypot(*(norm(local_part(gradient)[0]) for _, gradient in gradients))
+    for (name, gradient), (_, other) in zip(gradients, again.gradients, strict=True):
+        here, there = local_part(gradient)[0], local_part(other)[0]
+        report.add(Key(1, Row.DROPOUT_AGAIN, name), distance(here, there) / max(norm(here), 0.1 * whole), _OTHER_MASKS)
     return report
 
 
 def observe_leg(
     member: Member, reference: Reference, config: JobConfig, load_step: int | None, start: int, last_step: int,
-    most: int, folder: Path, is_last: bool = False,
+    most: int, folder: Path,
 ) -> Report:  # fmt: skip
     """One leg of a relay: resume, and save after every step up to ``last_step``.
 
-    The relay's last leg also goes on with other batches and with dropout.
+    The relay's last leg also goes on with dropout.
 
     It resumes from ``start`` because that is ``load_step``, or without one because no later checkpoint is left. It
     removes checkpoints before its latest ``most`` unless those legs that follow need them.
@@ -198,16 +224,18 @@ def observe_leg(
     is_last_good = last_step not in small.bad_steps
     keep = 0 if load_step and is_last_good else most
     saves = {"enable": True, "interval": 1, "load_step": load_step, "keep_latest": keep}
-    changed = edit(in_type(small, config, EXACT), {f"checkpoint.{key}": value for key, value in saves.items()})
+    changed = edit(in_type(config, EXACT), {f"checkpoint.{key}": value for key, value in saves.items()})
+    if small.dropout:  # kernels for dropout are others
+        changed = with_dropout(changed, NOTHING)
     run = run_of(member, small, changed, folder)
     there = complete_steps(run.checkpoint_folder)
     for step in [*there] if member.rank == 0 and load_step is None else []:
         if step > start:
             shutil.rmtree(checkpoint_path(run.checkpoint_folder, step))
             there.remove(step)
-    if is_last:
-        check_other_batches(report, run, small, start)
-    trainer = Trainer(run, observer=LayoutWatch(reference, report, EXACT, last_step))
+    if start and load_step is None and small.dropout is not None:  # the last leg
+        check_resumed_dropout(member, report, small, changed, folder)
+    trainer = Trainer(run, observer=LayoutWatch(reference, report, last_step))
     told = f"resumed from step {trainer.step}, not {start}"
     report.exact(Key(0, Row.CHECKPOINTS), None if trainer.step == start else told)
     trainer.train()
@@ -219,38 +247,17 @@ def observe_leg(
     return report
 
 
-def record_places(
-    member: Member, small: Small, step: int, dtype: str, file: Path
-) -> tuple[list[Place], set[str], dict[Place, float]]:
-    """Save what one process computes in a step's two passes.
-
-    Returns the order of `Outputs`, the modules that feed the loss, and how far each place may be off in a half type.
-    """
-    outputs, allowed = outputs_alone(member, small, dtype, step), dict[Place, float]()
-    expected = outputs.whole()
-    if dtype in HALF:
-        exact = outputs_alone(member, small, EXACT, step).whole()
-        allowed = allowances(expected, exact, MARGIN, EPS[dtype], is_sparse(model_config(small.config.model)))
-    save_file({"/".join(place): value.contiguous() for place, value in expected.items()}, file)
-    return outputs.order, outputs.predictions, allowed
-
-
-def compare_places(
-    member: Member, reference: Reference, config: JobConfig, step: int, dtype: str, file: Path,
-    allowed: dict[Place, float],
-) -> dict[Place, float]:  # fmt: skip
-    """The places that are wrong here in a step's two passes, given the file of `record_places`."""
-    small, found = reference.small, Outputs()
-    config = in_type(small, edit(config, {"compile.enable": False}), dtype)  # compiled layers call no modules
-    run = run_of(member, small, config, member.folder)
-    watch = LayoutWatch(reference, Report(dtype, member.rank), dtype)
-    trainer = Trainer(run, observer=watch)
-    train_before(watch, step)
-    for stage in trainer.model.stages:
-        found.follow(stage.module)
-    steps_alone(trainer, 1)
-    expected = {(name.partition("/")[0], name.partition("/")[2]): value for name, value in load_file(file).items()}
-    samples = [[index - batches(small.config, step)[step].start for index in indices] for indices in watch.drawn]
-    lengths, tensor = sample_length(config, run.model), trainer.mesh["tp"]
-    cut = Cut(trainer.cp_shard, tensor.size(), tensor.get_local_rank(), lengths)
-    return differing(found, expected, samples, cut, step, allowed)
+def check_resumed_dropout(member: Member, report: Report, small: Small, config: JobConfig, folder: Path) -> None:
+    """Resume with dropout for a step, from a checkpoint of another layout. A run without a stop must drop the same."""
+    config = edit(with_dropout(config, RATE), {"compile.enable": False})  # functions are watched
+    configs = config, edit(config, {"checkpoint.enable": False})
+    resumed, straight = (Trainer(run_of(member, small, one, folder)) for one in configs)
+    steps_alone(straight, resumed.step)
+    recorders = Recorder(resumed), Recorder(straight)
+    for recorder, trainer in zip(recorders, (resumed, straight), strict=True):
+        with recorder.installed():
+            steps_alone(trainer, 1)
+    for draw, other in zip_longest(*(recorder.draws for recorder in recorders)):
+        same = draw and other and draw.where == other.where and torch.equal(draw.kept, other.kept)
+        key = Key(resumed.step, Row.DROPOUT_RESUMED, (draw or other).where.site)
+        report.exact(key, None if same else "a run that never stopped drops others")

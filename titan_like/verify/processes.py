@@ -6,6 +6,7 @@ the process that started them.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -30,10 +31,8 @@ WAITING, TOO_LONG, KILLED, BY_OTHERS = (
 )
 PRELOADED = ["titan_like.verify.preloaded"]  # modules that the server imports before it forks
 _DAY = 86400.0  # seconds
-_IDLE_SHARE = 0.05  # of one processor: a process that uses less waits for others (gloo's threads use 0.02)
+_IDLE_SHARE = 0.05  # of one processor: a process whose main thread uses less waits for others
 _TICK = 1 / os.sysconf("SC_CLK_TCK")  # seconds
-# In /proc; a receive that nobody awaits makes it spin. Older versions of torch leave it with the process's own name.
-_NETWORK_THREAD = "gloo_tcp_loop"
 _FORK_SERVER = get_context("forkserver")
 
 _TRACEBACK = r'^Traceback \(most recent call last\):\n(  File ".*\n(?: .*\n)*)'
@@ -134,20 +133,18 @@ class Group:
 
     def _wait(self, seconds: float, patience: float | None, seconds_to_follow: float) -> str:
         """Wait, and return why those processes that are left then are to be stopped."""
-        patience = patience if Path("/proc/self/stat").exists() else None
-        idle_since, active_then, network_then = time.monotonic(), 0.0, dict[tuple[str, str], float]()
+        patience = patience if patience is not None and Path("/proc/self/stat").exists() else math.inf
+        idle_since, active_then = time.monotonic(), 0.0
         deadline, reason = idle_since + seconds, TOO_LONG
         while unfinished := [process for process in self._processes if process.exitcode is None]:
             now = time.monotonic()
             if reason == TOO_LONG and any(process.exitcode for process in self._processes):
                 reason, deadline = BY_OTHERS, min(deadline, now + seconds_to_follow)
-            if patience is not None:
-                active, network = active_seconds({process.pid for process in unfinished})
-                spun = sum(network[thread] - network_then[thread] for thread in network.keys() & network_then)
-                if abs(active - spun - active_then) > _IDLE_SHARE * (now - idle_since) * len(unfinished) + 0.01:
-                    idle_since, active_then, network_then = now, active, network
-                if now - idle_since > patience:
-                    return WAITING if reason == TOO_LONG else reason
+            active = active_seconds({process.pid for process in unfinished}) if patience < math.inf else 0.0
+            if abs(active - active_then) > _IDLE_SHARE * (now - idle_since) * len(unfinished) + 0.01:
+                idle_since, active_then = now, active
+            if now - idle_since > patience:
+                return WAITING if reason == TOO_LONG else reason
             if now >= deadline:
                 break
             ends = [process.sentinel for process in unfinished]
@@ -208,31 +205,21 @@ def error_in(printed: str) -> str:
     return f"{told} ({file.removeprefix(f'{package.parent}{os.sep}')}:{line})"
 
 
-def active_seconds(groups: set[int | None]) -> tuple[float, dict[tuple[str, str], float]]:
-    """Seconds that process groups have computed, waited for a processor, or waited for a disk.
+def active_seconds(groups: set[int | None]) -> float:
+    """Seconds that the main threads of process groups have computed, waited for a processor, or waited for a disk.
 
-    Also the seconds that each network thread has computed, by the thread and how often it has waited. Where data moves,
-    each side now and then waits for the other, so a thread that never does only spins.
+    Others may spin: gloo's does while a receive is due that nobody awaits.
     """
-    total, network = 0.0, dict[tuple[str, str], float]()
+    total = 0.0
     for folder in Path("/proc").iterdir():
-        if not folder.name.isdecimal():
-            continue
         with suppress(OSError, ValueError, IndexError):  # the process may have ended
-            start, _, rest = (folder / "stat").read_text().rpartition(")")
-            own, fields = start.partition("(")[2], rest.split()
-            if int(fields[2]) not in groups:
-                continue
-            total += sum(map(int, fields[11:15])) * _TICK
-            total += time.monotonic() if fields[0] == "D" else 0.0
-            for thread in (folder / "task").iterdir():
-                name = (thread / "comm").read_text().strip()
-                if name == _NETWORK_THREAD or (name == own and thread.name != folder.name):
-                    stat = (thread / "stat").read_text().rpartition(")")[2]
-                    waits = (thread / "status").read_text().partition("\nvoluntary_ctxt_switches:")[2].split()[0]
-                    network[thread.name, waits] = sum(map(int, stat.split()[11:13])) * _TICK
-            total += int((folder / "schedstat").read_text().split()[1]) * 1e-9  # not every kernel has this
-    return total, network
+            thread = folder / "task" / folder.name
+            fields = (thread / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[2]) in groups:
+                total += sum(map(int, fields[11:15])) * _TICK
+                total += time.monotonic() if fields[0] == "D" else 0.0
+                total += int((thread / "schedstat").read_text().split()[1]) * 1e-9  # not every kernel has this
+    return total
 
 
 def _work(

@@ -12,23 +12,19 @@ for every update, which passes on what has tipped before it.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from titan_like.config.load import edit
 from titan_like.models.registry import model_config
-from titan_like.verify.compare import EXACT, HALF, SINGLE, Key, Reference, Row, distance
+from titan_like.verify.compare import DROPOUT, EXACT, HALF, SINGLE, Key, Reference, Row, distance
 from titan_like.verify.processes import Member
-from titan_like.verify.runs import EPS, Trace, train_alone
-from titan_like.verify.samples import training_samples
+from titan_like.verify.runs import EPS, Trace, dropout_sites, train_alone
+from titan_like.verify.samples import masks_of_run, training_samples
 from titan_like.verify.shrink import Small
-from titan_like.verify.token_ids import masks_of_run
 from titan_like.verify.watch import first_samples
 
 MARGIN = 8.0
@@ -42,14 +38,11 @@ TIPPED = 2.0**-3  # half the distance of neighbouring numbers of e5m2, which gra
 FEW = 16  # elements: so few numbers may be right by chance in one step, but not in all
 
 _LARGE_MODEL = 1_000_000  # parameters
-_ROUNDING = 1e-12  # of a gradient's largest element: float64 rounding alone makes elements of this size
 _RATE = 1e-9
 _EQUAL = (Row.INITIAL, Row.BATCH, Row.SKIPPED, Row.LOSS_SCALE)
-_AS_WEIGHTS = (Row.WEIGHT, Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM)
 _GRADIENTS = {Row.GRADIENT: Row.NORM, Row.LARGE_GRADIENT: Row.LARGE_NORM}  # with the row of their norm
-_GRADIENTS[Row.LONG_GRADIENT] = Row.LONG_NORM
 
-Train = Callable[..., tuple[Trace, float]]
+Train = Callable[..., Trace]
 
 
 def compute_reference(
@@ -63,28 +56,24 @@ def compute_reference(
     config = small.config
     if model_config(config.model).num_parameters() > _LARGE_MODEL:  # threads only slow a small model down
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-    exact, max_norm = train(member, small, EXACT, sets_max_norm=config.training.max_norm > 0)
-    small = replace(small, config=edit(config, {"training.max_norm": max_norm}))
+    exact = train(member, small, EXACT)
     sizes, allowed = sizes_of(exact), dict[str, dict[Key, float]]()
     for dtype in [EXACT, *(kind for kind in kinds if kind in (SINGLE, *HALF))]:
         # Another run in float64 would round almost exactly as the first does, which a layout does not, so weights are
         # perturbed. All take the whole batch at once, so that no bug of accumulation passes for rounding.
-        draws = [train(member, small, dtype, seed=seed)[0] for seed in (1, 2)]
+        draws = [train(member, small, dtype, seed=seed) for seed in (1, 2)]
         if not all(bool(value.isfinite().all()) for trace in (exact, *draws) for value in trace.values.values()):
             return f"one process alone trains to infinite or NaN numbers in {dtype}; lower the learning rate"
         for key, value in draws[-1].values.items():
             if key not in exact.values and key.row == Row.LOSS_SCALE:
                 exact.values[key], sizes[key] = value, 1.0
         allowed[dtype] = allowances(small, dtype, sizes, exact, draws)
+    if DROPOUT in kinds:
+        allowed[DROPOUT] = {Key(1, Row.KEPT, site): 0.0 for site in dropout_sites(member, small)}
     save_file({str(key): value.contiguous() for key, value in exact.values.items()}, file)
-    known = known_samples(small, small.num_steps + 2)
-    return Reference(small, file, known, exact.names, sizes, allowed)
-
-
-def known_samples(small: Small, steps: int) -> dict[str, int]:
-    """Indices of a run's samples of some full batches by their digests."""
-    samples = masks_of_run(small.config).over(training_samples(small.config))
-    return first_samples(samples, steps * small.config.training.global_batch_size)
+    samples = masks_of_run(config).over(training_samples(config))
+    known = first_samples(samples, (small.num_steps + 2) * config.training.global_batch_size)
+    return Reference(small, file, known, exact.names, sizes, allowed, exact.outputs)
 
 
 def is_cancelled(gradient: torch.Tensor, whole: float) -> bool:
@@ -104,14 +93,15 @@ def sizes_of(exact: Trace) -> dict[Key, float]:
 def allowances(small: Small, dtype: str, sizes: dict[Key, float], exact: Trace, draws: list[Trace]) -> dict[Key, float]:
     """How far a layout may be from the exact result in a type, given runs of one process in that type."""
     rounding = TIPPED if small.config.float8.enable and dtype != EXACT else 0.0
-    allowed, tips, shares, worst = {}, tipped(small, dtype, draws, exact), dict[Key, float](), dict[Key, float]()
+    allowed, shares, worst = dict[Key, float](), dict[Key, float](), dict[Key, float]()
+    tips = tipped(exact, draws[0]) if dtype == EXACT and small.num_steps else {}
     for key in draws[-1].values.keys() & exact.values.keys():
         shares[key] = farthest(key, draws, exact) / sizes[key]
         in_all_steps = key._replace(step=0)
         worst[in_all_steps] = max(shares[key], worst.get(in_all_steps, 0.0))
     for key, share in shares.items():
-        # In half types rounding moves optimizers' steps too far, and may send a token to another expert.
-        if dtype in HALF and key.row in (Row.WEIGHT, Row.FIGURES, Row.ZEROS):
+        # In narrower types rounding moves optimizers' steps too far, and may send a token to another expert.
+        if (dtype in HALF and key.row == Row.FIGURES) or (dtype != EXACT and key.row in (Row.WEIGHT, Row.ZEROS)):
             continue
         if key.row in _EQUAL:
             allowed[key] = 0.0
@@ -120,27 +110,28 @@ def allowances(small: Small, dtype: str, sizes: dict[Key, float], exact: Trace, 
             allowed[key] = _RATE
             continue
         if key.row == Row.ZEROS:
-            if dtype == EXACT:
-                allowed[key] = uncertain_zeros(exact, draws[0], key.step)
+            allowed[key] = uncertain_zeros(exact, draws[0], key.step)
             continue
         if exact.values[key].numel() < FEW:
             share = worst[key._replace(step=0)]
-        # The step with large logits uses the weights as they are after the last update.
-        least = max(FLOOR[dtype], rounding * key.step, WEIGHTS_FLOOR * (key.row in _AS_WEIGHTS))
+        least = max(FLOOR[dtype], rounding * key.step, WEIGHTS_FLOOR * (key.row in (Row.WEIGHT, Row.PLACE)))
         if key.row in _GRADIENTS and is_cancelled(exact.values[key], exact.number(key.step, _GRADIENTS[key.row])):
             least = max(least, CANCELLED[dtype])
         allowed[key] = max(MARGIN * share, least, tips.get(key, 0.0) / sizes[key])
     return allowed
 
 
-def uncertain_zeros(exact: Trace, other: Trace, step: int) -> float:
-    """How far a layout's number of zero gradient elements may be off: those that only rounding makes nonzero."""
-    uncertain, whole = 0, exact.number(step, Row.NORM)
-    for name in exact.names:
-        gradient, second = (trace.values[Key(step, Row.GRADIENT, name)] for trace in (exact, other))
-        small = torch.maximum(gradient.abs(), second.abs()) < _ROUNDING * gradient.abs().max()
-        uncertain += int((small & ((gradient != 0) | (second != 0)) | is_cancelled(gradient, whole)).sum())
-    return 2.0 * uncertain
+def uncertain(exact: Trace, draw: Trace, key: Key) -> torch.Tensor:
+    """Which elements of a gradient may be nothing but rounding, which need not be the same in two runs."""
+    gradient, drawn, whole = exact.values[key], draw.values[key], exact.number(key.step, Row.NORM)
+    is_small = torch.maximum(gradient.abs(), drawn.abs()) < NEGLIGIBLE * whole
+    return is_small & ((gradient != 0) | (drawn != 0) | is_cancelled(gradient, whole))
+
+
+def uncertain_zeros(exact: Trace, draw: Trace, step: int) -> float:
+    """How far a layout's number of zero gradient elements may be off."""
+    keys = [Key(step, Row.GRADIENT, name) for name in exact.names]
+    return 2.0 * sum(int(uncertain(exact, draw, key).sum()) for key in keys)
 
 
 def farthest(key: Key, draws: list[Trace], exact: Trace) -> float:
@@ -148,27 +139,22 @@ def farthest(key: Key, draws: list[Trace], exact: Trace) -> float:
     return max(distance(trace.values[key], exact.values[key]) for trace in draws)
 
 
-def tipped(small: Small, dtype: str, draws: list[Trace], exact: Trace) -> dict[Key, float]:
+def tipped(exact: Trace, draw: Trace) -> dict[Key, float]:
     """How far rounding may move each parameter's weights apart, after each step.
 
-    Many optimizers divide each element of a gradient by about its own magnitude. A rounding error that is a share x of
-    that can move the weight by x times two steps, and by both whole steps if it decides the sign. Steps are as large as
-    the largest that an element of the parameter has made.
+    Many optimizers divide each element of a gradient by about its own magnitude, so an element that is nothing but
+    rounding moves its weight by a whole step, as large as the largest that an element of the parameter has made.
     """
     distances: dict[Key, float] = {}
     for name in exact.names:
         before = exact.values[Key(0, Row.INITIAL, name)]
-        share, moved = torch.zeros_like(before), 0.0
+        elements, moved = torch.zeros_like(before), 0.0
         for step in sorted(key.step for key in exact.values if key.row == Row.WEIGHT and key.name == name):
             key, weight = Key(step, Row.GRADIENT, name), exact.values[Key(step, Row.WEIGHT, name)]
             if key in exact.values:
-                wanted, seen, whole = exact.values[key], draws[0].values[key], exact.number(step, Row.NORM)
-                cancelled = is_cancelled(wanted, whole)
-                error = max(farthest(key, draws, exact), cancelled * EPS[dtype] * whole)
-                of_size = MARGIN * error / math.sqrt(wanted.numel()) / (wanted.abs() + NEGLIGIBLE * whole)
-                share = torch.maximum(share, ((seen != 0) | cancelled) * of_size.clamp(max=1))
+                elements = torch.maximum(elements, uncertain(exact, draw, key).double())
                 moved += 2 * (weight - before).abs().max().item()
-            distances[Key(step, Row.WEIGHT, name)] = moved * norm(share)
+            distances[Key(step, Row.WEIGHT, name)] = moved * norm(elements)
             before = weight
     return distances
 

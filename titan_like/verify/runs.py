@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,7 +11,6 @@ import torch
 
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
-from titan_like.data.batch import Batch, collate
 from titan_like.data.batch_size import rampup_batch_sizes
 from titan_like.models.registry import model_config
 from titan_like.parallel.axes import on_one_process
@@ -20,12 +19,12 @@ from titan_like.parallel.tuning import Tuning
 from titan_like.train.setup import Run
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import EXACT, HALF, Key, Row
-from titan_like.verify.places import Outputs
+from titan_like.verify.dropout import RATE, Recorder, with_dropout
+from titan_like.verify.places import Outputs, key_of
 from titan_like.verify.processes import Member
-from titan_like.verify.samples import batches, training_samples, validation_samples
+from titan_like.verify.samples import masks_of_run, training_samples, validation_samples
 from titan_like.verify.shrink import Small
-from titan_like.verify.token_ids import masks_of_run
-from titan_like.verify.watch import Note, StepWatch, Watch, enlarge_logits, steps_alone
+from titan_like.verify.watch import StepWatch, steps_alone
 
 EPS = {EXACT: 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 _CLIPPED_SHARE = 0.1  # of the first gradient norm: with this max_norm every step is clipped
@@ -40,6 +39,7 @@ class Trace:
 
     names: list[str] = field(default_factory=list)  # of parameters
     values: dict[Key, torch.Tensor] = field(default_factory=dict)  # float64; a number has no dimensions
+    outputs: Outputs | None = None  # of modules in the last step, if they are recorded; their tensors are in `values`
 
     def keep(self, key: Key, value: torch.Tensor | float) -> None:
         """Copy a number or a tensor to the CPU."""
@@ -54,10 +54,10 @@ class Trace:
 class _Alone(StepWatch):
     """Watches the product on one process."""
 
-    def __init__(self, small: Small, trace: Trace, seed: int | None, sets_max_norm: bool) -> None:
+    def __init__(self, small: Small, trace: Trace, seed: int | None) -> None:
         """``seed`` of the perturbation of the initial weights; None: there is none."""
         super().__init__(small, trace.keep)
-        self.trace, self.seed, self.sets_max_norm = trace, seed, sets_max_norm
+        self.trace, self.seed = trace, seed
 
     def attach(self, trainer: Trainer) -> None:
         """Perturb the initial weights."""
@@ -69,11 +69,13 @@ class _Alone(StepWatch):
             perturb(trainer.model.parameters(), trainer.config.training.dtype, self.seed)
 
     def complete_gradients(self) -> None:
-        """In the first step, choose the ``max_norm`` that clips every step."""
+        """Keep what modules have computed, if it is recorded."""
         super().complete_gradients()
-        if self.at_step == 1 and self.sets_max_norm:
-            norm = _CLIPPED_SHARE * math.hypot(*(gradient.double().norm().item() for _, gradient in self.gradients))
-            self.trainer.config = edit(self.trainer.config, {"training.max_norm": float(f"{norm:.3g}")})
+        if self.outputs is not None and self.outputs.order:
+            for place, value in self.outputs.whole(self.trainer.loss_scale).items():
+                self.note(key_of(self.at_step, place), value)
+            self.outputs.tensors.clear()
+            self.trace.outputs = self.outputs
 
 
 def perturb(parameters: Iterable[torch.Tensor], dtype: str, seed: int) -> None:
@@ -89,39 +91,34 @@ def perturb(parameters: Iterable[torch.Tensor], dtype: str, seed: int) -> None:
         seed += 1000
 
 
-def train_alone(
-    member: Member, small: Small, dtype: str, whole: bool = True, seed: int | None = None, sets_max_norm: bool = False
-) -> tuple[Trace, float]:
-    """Train in the ``whole`` batch, or in the layout's microbatches. Returns what it computed and its ``max_norm``.
+def train_alone(member: Member, small: Small, dtype: str, seed: int | None = None, with_outputs: bool = False) -> Trace:
+    """Train in whole batches. With ``with_outputs``, keep what modules compute in the last step.
 
-    float64 ends with a step whose logits are large and in which an expert gets no token, and with one of longer
-    sequences from the start.
+    Otherwise float64 ends with the step with large logits, from the same initial weights.
     """
-    trace, config = Trace(), alone(small, dtype, whole)
-    watch, run = _Alone(small, trace, seed, sets_max_norm), run_of(member, small, config, member.folder)
-    if whole:
-        run = replace(run, tuning=replace(run.tuning, loss_logits=None))
-    trainer = Trainer(run, observer=watch)
-    run_through(trainer, watch, small)
-    if dtype == EXACT and small.longer:
-        longer = Trace()
-        one_long_step(member, small, config, _Alone(longer_of(small), longer, seed, False), longer.keep)
-        trace.values |= {key: value for key, value in longer.values.items() if key.row.name.startswith("LONG_")}
-    return trace, trainer.config.training.max_norm
+    trace, config = Trace(), alone(small, dtype)
+    run = run_of(member, small, config, member.folder)
+    run = replace(run, tuning=replace(run.tuning, loss_logits=None))
+    watch = _Alone(small, trace, seed)
+    watch.outputs = Outputs() if with_outputs else None
+    run_through(Trainer(run, observer=watch), watch)
+    if dtype == EXACT and small.num_steps and not with_outputs:
+        trace.values |= train_alone(member, small.large, dtype, seed).values
+    return trace
 
 
-def alone(small: Small, dtype: str, whole: bool) -> JobConfig:
-    """The small run on one process. Float8 scales are a microbatch's, so those stay."""
+def alone(small: Small, dtype: str) -> JobConfig:
+    """The small run on one process, in whole batches. Float8 scales are a microbatch's, so those stay."""
     config = on_one_process(small.config)
-    if whole and not config.float8.enable:
+    if not config.float8.enable:
         config = edit(config, {"training.micro_batch_size": min(rampup_batch_sizes(config.training))})
-    return in_type(small, config, dtype)
+    return in_type(config, dtype)
 
 
-def in_type(small: Small, config: JobConfig, dtype: str) -> JobConfig:
-    """The configuration in another type, with the small run's clipping."""
-    values = {"training.max_norm": small.config.training.max_norm, "training.dtype": dtype}
-    return edit(config, values | ({} if dtype in HALF else {"training.reduce_dtype": "float32"}))
+def in_type(config: JobConfig, dtype: str) -> JobConfig:
+    """The configuration in another type."""
+    values = {"training.dtype": dtype}
+    return edit(config, values if dtype in HALF else values | {"training.reduce_dtype": "float32"})
 
 
 def run_of(member: Member, small: Small, config: JobConfig, folder: Path) -> Run:
@@ -138,60 +135,23 @@ def run_of(member: Member, small: Small, config: JobConfig, folder: Path) -> Run
     )
 
 
-def run_through(trainer: Trainer, watch: StepWatch, small: Small) -> None:
-    """Train, validate on all held-out samples, and in float64 take one more step with large logits."""
+def run_through(trainer: Trainer, watch: StepWatch) -> None:
+    """Train, and validate on all held-out samples; or take the step with large logits."""
+    if watch.small.num_steps == 0:
+        steps_alone(trainer, 1)
+        return
     trainer.train()
-    watch.validation = Row.WHOLE_VALIDATION
-    trainer.config = edit(trainer.config, {"evaluation.steps": 2})
-    trainer.validate()
-    if trainer.config.training.dtype == EXACT:
-        enlarge_logits(trainer)
-        trainer.read_step(trainer.train_step(microbatches(trainer, small, small.num_steps + 1)))
+    if watch.outputs is None:
+        watch.validation = Row.WHOLE_VALIDATION
+        trainer.config = edit(trainer.config, {"evaluation.steps": 2})
+        trainer.validate()
 
 
-def longer_of(small: Small) -> Small:
-    """A run of a single batch of longer sequences."""
-    return replace(small, config=edit(small.config, small.longer), num_steps=0, bad_steps={}, longer={})
-
-
-def one_long_step(member: Member, small: Small, config: JobConfig, watch: Watch, note: Note) -> Trainer:
-    """Note the loss and the gradients of one batch of longer sequences.
-
-    They are not compiled, which would take as long as all else.
-    """
-    longer = longer_of(small)
-    config = edit(config, small.longer | {"compile.enable": False})
-    trainer = Trainer(run_of(member, longer, config, member.folder), observer=watch)
-    (found,) = steps_alone(trainer, 1)
-    note(Key(1, Row.LONG_LOSS), found.loss)
-    note(Key(1, Row.LONG_NORM), found.grad_norm)
-    for name, gradient in watch.gradients:
-        note(Key(1, Row.LONG_GRADIENT, name), gradient)
-    return trainer
-
-
-def outputs_alone(member: Member, small: Small, dtype: str, step: int) -> Outputs:
-    """What every module of the product computes in a step on one process, in the whole batch."""
-    outputs, watch, config = Outputs(), _Alone(small, Trace(), None, False), alone(small, dtype, whole=True)
-    trainer = Trainer(run_of(member, small, config, member.folder), observer=watch)
-    train_before(watch, step)
-    outputs.follow(trainer.model.stages[0].module)
-    steps_alone(trainer, 1)
-    return outputs
-
-
-def train_before(watch: StepWatch, step: int) -> None:
-    """Train up to a step."""
-    watch.last_step = step - 1
-    if step > 1:
-        watch.trainer.train()
-    if step > watch.small.num_steps > 0:
-        enlarge_logits(watch.trainer)
-
-
-def microbatches(trainer: Trainer, small: Small, step: int) -> Iterator[Batch]:
-    """A process's microbatches of a step, without a second loader, which would begin in mid-run."""
-    masked, size = trainer.run.masks.over(trainer.run.datasets["train"]), trainer.config.training.micro_batch_size
-    batch = batches(small.config, step)[step]
-    for start in range(batch.start + trainer.dp_rank * size, batch.stop, trainer.dp_size * size):
-        yield collate([masked[index] for index in range(start, start + size)])
+def dropout_sites(member: Member, small: Small) -> set[str]:
+    """The modules after which one process drops."""
+    config = edit(with_dropout(alone(small, "float32"), RATE), {"compile.enable": False})
+    trainer = Trainer(run_of(member, small, config, member.folder))
+    recorder = Recorder(trainer)
+    with recorder.installed():
+        steps_alone(trainer, 1)
+    return {draw.where.site for draw in recorder.draws}

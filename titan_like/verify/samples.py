@@ -5,24 +5,26 @@ On such samples a mean of means is not the mean over all tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
-from titan_like.config.schema import Data, JobConfig
+from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch
 from titan_like.data.batch_size import global_batch_size_at
 from titan_like.data.lengths import sample_length
+from titan_like.data.masks import Masks, masks_of
 from titan_like.data.packed import token_fingerprint
 from titan_like.data.sentence_pairs import PairTokens
-from titan_like.data.source import Source
+from titan_like.data.source import IGNORED_LABEL, Source
+from titan_like.data.tokenizer import Tokenizer
 from titan_like.models.config import NUM_OPTIONS
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout
 
-IGNORED = -100  # label of a position without loss
 END_OF_DOCUMENT = 3  # token that ends a document, where [data] asks for masks
 MASK = 4  # token that hides another, where the objective is masked language modelling
 PAD = 5  # token that begins and fills up the decoder's input, where the objective is span corruption
@@ -63,15 +65,15 @@ class Samples(Source):
         inputs, labels = tokens[:-1].clone(), tokens[1:].clone()
         positions = torch.arange(self.seq_len)
         first = index * 5 % (self.seq_len + 1)  # earlier positions have no label: none of them, up to all of them
-        labels[(positions < first) | ((positions + index) % 11 == 0)] = IGNORED
+        labels[(positions < first) | ((positions + index) % 11 == 0)] = IGNORED_LABEL
         if index >= self.size or index in self.empty:
-            labels.fill_(IGNORED)
+            labels.fill_(IGNORED_LABEL)
         if index in self.outer:
-            labels[self.seq_len // self.chunks : -(self.seq_len // self.chunks)] = IGNORED
+            labels[self.seq_len // self.chunks : -(self.seq_len // self.chunks)] = IGNORED_LABEL
         if self.has_padding:
             size, begins = self.seq_len - index % 4 * self.seq_len // 6, tokens[:-1].roll(1) == END_OF_DOCUMENT
             starts = torch.where(begins, positions, 0).cummax(0).values
-            inputs[size:], labels[size:], starts[size:] = END_OF_DOCUMENT, IGNORED, size
+            inputs[size:], labels[size:], starts[size:] = END_OF_DOCUMENT, IGNORED_LABEL, size
             return Batch(inputs, labels, document_starts=starts, padding_mask=positions >= size)
         return self._option(inputs, labels, index) if self.has_options else Batch(inputs, labels)
 
@@ -80,8 +82,8 @@ class Samples(Source):
         text = torch.where((tokens == FIRST) | (tokens == SEPARATOR), self.vocab_size - 1, tokens)
         length = self.seq_len - index % 3
         text[0], text[1 + index % (length - 3)], text[length - 1], text[length:] = FIRST, SEPARATOR, SEPARATOR, PADDING
-        has_answer = index % NUM_OPTIONS == 0 and bool((labels != IGNORED).any())
-        answer = torch.tensor(index // NUM_OPTIONS * 7 % NUM_OPTIONS if has_answer else IGNORED)
+        has_answer = index % NUM_OPTIONS == 0 and bool((labels != IGNORED_LABEL).any())
+        answer = torch.tensor(index // NUM_OPTIONS * 7 % NUM_OPTIONS if has_answer else IGNORED_LABEL)
         return PairTokens(FIRST, SEPARATOR, PADDING).batch(text, sample_labels=answer)
 
     @property
@@ -128,7 +130,7 @@ def _kind_of(config: JobConfig) -> dict[str, Any]:
     return {
         "seq_len": sample_length(config, model).raw,
         "vocab_size": model.vocab_size,
-        "has_documents": has_masks(config.data),
+        "has_documents": config.data.tells_documents_apart or config.data.prefix_lm,
         "has_padding": config.data.dataset == "conversations",
         "has_options": "choice" in model.predictions,
     }
@@ -140,6 +142,26 @@ def words_of_samples(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.append(True, ~(joins[1:] & joins[:-1])), np.ones(len(tokens), dtype=bool)
 
 
-def has_masks(section: Data) -> bool:
-    """Whether [data] asks for anything beyond causal language modelling."""
-    return section.reset_position_ids or section.reset_attention_mask or section.eod_mask_loss or section.prefix_lm
+class TokenIds(NamedTuple):
+    """What objectives and masks need of a tokenizer, under its names for it."""
+
+    eod_id: int = -1
+    mask_id: int = -1
+    pad_id: int = -1
+    pair_ids: tuple[int, int, int] = (-1, -1, -1)
+    sentinel_ids: Sequence[int] = ()
+    special_ids: Collection[int] = ()
+    vocab_size: int = 0
+    words: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]] = words_of_samples  # where they and characters begin
+
+
+def ids_of_samples(vocab_size: int) -> TokenIds:
+    """Those of the small samples. The last tokens of the vocabulary are the sentinels, from the end."""
+    special, sentinels = (END_OF_DOCUMENT, MASK, FIRST, SEPARATOR, PADDING), range(vocab_size - 1, PADDING, -1)
+    return TokenIds(END_OF_DOCUMENT, MASK, PAD, (FIRST, SEPARATOR, PADDING), sentinels, special, vocab_size)
+
+
+def masks_of_run(config: JobConfig) -> Masks:
+    """What the trainer makes of the small samples."""
+    model = model_config(config.model)
+    return masks_of(config, model, cast(Tokenizer, ids_of_samples(model.vocab_size)))

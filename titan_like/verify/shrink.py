@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import ConfigError, require
 from titan_like.config.load import edit
 from titan_like.config.schema import Cluster, Evaluation, Health, Job, JobConfig, Metrics, Profiling, Training
 from titan_like.data.lengths import sample_length, targets_length
@@ -30,6 +30,7 @@ FLAVOR = "verify"
 FLEX_HEAD_DIM = 16  # the smallest that FlexAttention takes on GPUs
 _LONG = 160  # positions of the longer sequences, at most: more than the 128 of many a kernel's block
 _LEARNING_RATE = 1e-3
+_MAX_NORM = 0.05  # below the gradient norm of every small run, so that every step is clipped
 _NO_CHECKPOINTS = {"enable": False, "load_step": None, "initial_load_path": None, "folder": None, "keep_latest": 0}
 _MOST_STAGES = 3  # on each rank
 
@@ -50,9 +51,14 @@ class Small:
     total: int  # steps of the whole run, which ends earlier
     samples: int  # of the whole run
     dropout: float | None  # rate in the dropout run; None: there is none
-    longer: dict[str, Any]  # settings that make sequences longer, for one batch; empty: they have their own length
+    longer: dict[str, Any]  # settings of the step with large logits, which may make its sequences longer
     limits: list[str]  # the sizes that are smaller than the original's
     unit_bytes: int  # `LAYER_UNIT_BYTES` here: small layers share a unit of communication only if the original's do
+
+    @property
+    def large(self) -> Small:
+        """The run of one step with large logits."""
+        return replace(self, config=edit(self.config, self.longer), num_steps=0, bad_steps={})
 
 
 def resolve(config: JobConfig, processes: int | None) -> Layout:
@@ -64,38 +70,27 @@ def resolve(config: JobConfig, processes: int | None) -> Layout:
     Raises:
         ConfigError: no layout is chosen yet, or no degree is valid; then the message is that of shard degree 1.
     """
-    if config.parallelism.auto:
-        problem = "there is no layout to verify yet; scripts/plan.py search --out writes the one that is chosen"
-        raise ConfigError("parallelism.auto", True, problem)
+    problem = "there is no layout to verify yet; scripts/plan.py search --out writes the one that is chosen"
+    require(not config.parallelism.auto, "parallelism.auto", True, problem)
     model, section = model_config(config.model), config.parallelism
-    given = Layout.of(section)
+    given, problems = Layout.of(section), list[ConfigError]()
     shards = [given.shard] if given.shard > 0 else [2, 1, *range(3, 9)]
-    worlds = [replace(given, shard=shard).num_processes for shard in shards] if processes is None else [processes]
-    problems = []
-    for world in worlds:
+    for world in [replace(given, shard=shard).num_processes for shard in shards] if processes is None else [processes]:
         try:
             layout = resolve_layout(section, world)
             check_rules(config, model, layout)
             return layout
         except ConfigError as error:
             problems.append(error)
-    raise problems[1] if len(problems) > 1 else problems[0]
+    raise problems[:2][-1]
 
 
 def check_numbers(steps: int, processes: int | None, timeout: float) -> None:
-    """Check the numbers that a verification is asked for with.
-
-    Raises:
-        ConfigError: the first that is out of range.
-    """
-    if steps < 2:
-        raise ConfigError("--steps", steps, "must be at least 2: there is a bad step between two good ones")
-    if steps > 100:
-        raise ConfigError("--steps", steps, "use at most 100; a few show every difference")
-    if processes is not None and processes < 1:
-        raise ConfigError("--processes", processes, "must be at least 1")
-    if not timeout > 0:
-        raise ConfigError("--timeout", timeout, "must be above 0")
+    """Check the numbers that a verification is asked for with; raises a `ConfigError`."""
+    require(steps >= 2, "--steps", steps, "must be at least 2: there is a bad step between two good ones")
+    require(steps <= 100, "--steps", steps, "use at most 100; a few show every difference")
+    require(processes is None or processes >= 1, "--processes", processes, "must be at least 1")
+    require(timeout > 0, "--timeout", timeout, "must be above 0")
 
 
 def shrink(
@@ -138,7 +133,8 @@ def shrink(
     num_steps = steps + len(bad_steps)
     batch = micro_batch * degrees.data_parallel * shrink_microbatches(training, layout, degrees)
     total = steps + 4  # a signal ends the run before its last step
-    warmup, decay_steps = min(config.lr_scheduler.warmup_steps, 2), config.lr_scheduler.decay_steps
+    matrix_lr, decay_steps = config.optimizer.matrix_lr, config.lr_scheduler.decay_steps
+    warmup = min(config.lr_scheduler.warmup_steps, 2)
     if config.lr_scheduler.decay == "wsd":
         decay_steps = total - 2  # here it is the length of the decay
     elif decay_steps is not None:
@@ -146,8 +142,6 @@ def shrink(
     ramps = training.batch_size_rampup is not None
     ramping = num_steps - 1  # steps with half a batch, so that resumed runs still have some before them
     samples = (2 * total - ramping if ramps else total) * batch
-    learning_rate = _LEARNING_RATE
-    matrix_lr = config.optimizer.matrix_lr
     values: dict[str, Any] = {
         "model.flavor": FLAVOR,
         "model.flavors": {FLAVOR: fields},
@@ -159,8 +153,9 @@ def shrink(
         "training.steps": total if training.steps is not None else None,
         "training.samples": samples if training.samples is not None else None,
         "training.tokens": samples * seq_len if training.tokens is not None else None,
-        "optimizer.lr": learning_rate,
-        "optimizer.matrix_lr": matrix_lr and matrix_lr * learning_rate / config.optimizer.lr,
+        "training.max_norm": min(config.training.max_norm, _MAX_NORM),
+        "optimizer.lr": _LEARNING_RATE,
+        "optimizer.matrix_lr": matrix_lr and matrix_lr * _LEARNING_RATE / config.optimizer.lr,
         "optimizer.newton_schulz_dtype": "float32",  # bfloat16 would hide differences
         # Every update is clipped then. Else rounding may decide whether one is: the biases of keys may have no
         # gradient but rounding, which a rule may divide by its own size like any other.
@@ -185,7 +180,8 @@ def shrink(
         "cluster": Cluster(),
     }
     small = in_layout(edit(config.model_copy(update=sections), values), degrees)
-    longer, long = dict[str, Any](), min(training.seq_len, _LONG) // unit * unit
+    # Compiling it would take as long as all else.
+    longer, long = dict[str, Any]({"compile.enable": False}), min(training.seq_len, _LONG) // unit * unit
     if not full_size and long > seq_len:
         longer |= {"training.seq_len": long, "training.steps": total, "training.samples": None, "training.tokens": None}
         longer |= {"model.flavors": {FLAVOR: fields | fields_of_length(model, training.seq_len, long, degrees.expert)}}

@@ -18,21 +18,32 @@ from titan_like.config.schema import JobConfig
 from titan_like.parallel.axes import other_layout
 from titan_like.parallel.layout import Layout
 from titan_like.verify.blame import DIFFERENT, FAILS, ONE_PROCESS, SAME, UNDECIDED, Blame, find_fault
-from titan_like.verify.compare import DROPOUT, EXACT, HALF, RESUME, SINGLE, Check, Reference, Report, Row, combine
-from titan_like.verify.observe import compare_places, observe, observe_leg, record_places
+from titan_like.verify.compare import (
+    DROPOUT,
+    EXACT,
+    HALF,
+    LARGE,
+    RESUME,
+    SINGLE,
+    Check,
+    Reference,
+    Report,
+    Row,
+    combine,
+)
+from titan_like.verify.observe import observe, observe_dropout, observe_leg, observe_places
 from titan_like.verify.places import first_place
 from titan_like.verify.processes import DONE, FAILED, Group, Outcome, Prepare
-from titan_like.verify.reference import compute_reference, known_samples
-from titan_like.verify.runs import longer_of
+from titan_like.verify.reference import compute_reference
+from titan_like.verify.runs import train_alone
 from titan_like.verify.shrink import MOST_PROCESSES, Small, check_numbers, resolve, shrink
 
 Progress = Callable[[str], None]
 _COMPILING = 900.0  # seconds that compilation may take
 _LOST = "onnection|remote process exited"  # in what gloo and NCCL say where another process has failed
-_LONGER = (Row.LONG_LOSS, Row.LONG_GRADIENT, Row.LONG_NORM)
-_LOSSES = (Row.LOSS, Row.LARGE_LOSS, Row.LONG_LOSS)
-_GRADIENTS = (Row.GRADIENT, Row.LARGE_GRADIENT, Row.LONG_GRADIENT)
-_LOCATED = (*_LOSSES, *_GRADIENTS, *_LONGER, Row.NORM, Row.LARGE_NORM, Row.ZEROS, Row.MISSING)
+_LOSSES = (Row.LOSS, Row.LARGE_LOSS)
+_GRADIENTS = (Row.GRADIENT, Row.LARGE_GRADIENT)
+_LOCATED = (*_LOSSES, *_GRADIENTS, Row.NORM, Row.LARGE_NORM, Row.ZEROS, Row.MISSING)
 
 
 class UndecidedError(Exception):
@@ -81,38 +92,29 @@ class Verifier:
     def verify(self) -> Verdict:
         """Compare all kinds of runs in the layout with one reference. If they differ, find the place and the axis."""
         layout = Layout.of(self.small.config.parallelism)
-        has_dropout = layout.context == 1
-        told = (
-            f"the {self.small.config.model.family} family has none" if has_dropout else "context parallelism has none"
-        )
-        missing = [] if DROPOUT in self.kinds else [f"dropout: {told}"]
+        told = "context parallelism" if layout.context > 1 else f"the {self.small.config.model.family} family"
+        missing = [] if DROPOUT in self.kinds else [f"dropout: {told} has none"]
         verdict = Verdict(SAME, layout, [], not_applicable=missing, limits=self.small.limits)
         with tempfile.TemporaryDirectory(prefix="verify-") as folder:
             self.folder = Path(folder)
             try:
-                self._compute_reference(verdict)
-                if verdict.outcome == SAME:
-                    self._verify_layout(verdict)
+                self._verify_layout(verdict)
             except UndecidedError as error:
                 verdict.outcome, verdict.reason = UNDECIDED, str(error)
         return verdict
 
-    def _compute_reference(self, verdict: Verdict) -> None:
+    def _verify_layout(self, verdict: Verdict) -> None:
+        config, layout = self.small.config, verdict.layout
         self.progress("one process: the reference")
         file = self.folder / "reference.safetensors"
         (made,) = self._start(compute_reference, 1, self.small, self.kinds, file).wait(self.timeout)
-        if made.is_undecided:
-            raise UndecidedError(f"the reference, on one process: {made.reason}")
-        if isinstance(made.result, str):
-            raise UndecidedError(made.result)
-        if made.result is not None:
-            self.reference: Reference = made.result
+        if made.is_undecided or isinstance(made.result, str):
+            raise UndecidedError(made.result or f"the reference, on one process: {made.reason}")
+        if made.result is None:
+            verdict.outcome, verdict.blame = DIFFERENT, Blame(ONE_PROCESS, "the reference itself fails", {})
+            verdict.checks.append(Check(EXACT, 0, Row.RUNS, "", 1, detail=f"one process alone fails: {made.reason}"))
             return
-        verdict.outcome, verdict.blame = DIFFERENT, Blame(ONE_PROCESS, "the reference itself fails", {})
-        verdict.checks.append(Check(EXACT, 0, Row.RUNS, "", 1, detail=f"one process alone fails: {made.reason}"))
-
-    def _verify_layout(self, verdict: Verdict) -> None:
-        config, layout = self.small.config, verdict.layout
+        self.reference: Reference = made.result
         self.progress(f"{layout.num_processes} processes ({layout.described()}): {', '.join(self.kinds)}")
         self.check(config, self.kinds, verdict.checks)
         first = verdict.first_difference
@@ -124,17 +126,16 @@ class Verifier:
         verdict.outcome = DIFFERENT
 
     def check(self, config: JobConfig, kinds: list[str], checks: list[Check]) -> None:
-        """Add the checks of each kind of run in one layout, up to the first run that does not finish.
-
-        Only a layout that is right so far is resumed.
+        """Add the checks of each kind of run in one layout, up to the first that differs or does not finish.
 
         Raises:
             UndecidedError: a run was stopped from outside, and nothing differs so far.
         """
         for kind in kinds:
-            if kind == RESUME and not all(check.ok for check in checks):
-                break
-            legs = self._relay(config) if kind == RESUME else [(observe, config, kind)]
+            if not all(check.ok for check in checks):
+                return
+            legs = [(observe_dropout if kind == DROPOUT else observe, config, kind)]
+            legs = self._relay(config) if kind == RESUME else legs
             groups: list[list[Report]] = []
             for leg in legs:
                 outcomes = self._run_layout(*leg)
@@ -144,9 +145,7 @@ class Verifier:
             is_complete = len(groups) == len(legs) and len(groups[-1]) == len(outcomes)
             if is_complete:
                 checks += combine(self.reference, groups)
-            if any(outcome.ending != DONE for outcome in outcomes):
-                self._add_unfinished(kind, Row.ENDS if is_complete else Row.RUNS, outcomes, checks)
-                break
+            self._add_unfinished(kind, Row.ENDS if is_complete else Row.RUNS, outcomes, checks)
 
     def _relay(self, config: JobConfig) -> list[tuple[Any, ...]]:
         """The layout, the layout again, another one, and the first once more resume from each other's checkpoints.
@@ -163,7 +162,7 @@ class Verifier:
             (observe_leg, config, None, 0, skipped + 1, most, folder),
             (observe_leg, config, start, start, last, most, folder),
             (observe_leg, other_layout(config, self.most), skipped - 1, skipped - 1, skipped, most, folder),
-            (observe_leg, config, None, skipped, last, most, folder, True),
+            (observe_leg, config, None, skipped, last, most, folder),
         ]
 
     def _start(self, function: Callable, processes: int, *arguments: Any) -> Any:
@@ -180,17 +179,18 @@ class Verifier:
 
     def _add_unfinished(self, kind: str, row: Row, outcomes: list[Outcome], checks: list[Check]) -> None:
         """Add the check of a run that did not finish."""
-        failures = [outcome for outcome in outcomes if outcome.ending == FAILED]
-        stopped = next((outcome for outcome in outcomes if outcome.is_undecided), None)
+        unfinished = [outcome for outcome in outcomes if outcome.ending != DONE]
+        failures = [outcome for outcome in unfinished if outcome.ending == FAILED]
+        stopped = next((outcome for outcome in unfinished if outcome.is_undecided), None)
         if stopped is not None and not failures:
             if all(check.ok for check in checks):
                 raise UndecidedError(f"the run in {kind} on {len(outcomes)} processes: {stopped.reason}")
-            return
-        reason = next(outcome.reason for outcome in outcomes if outcome.ending != DONE)
-        if failures:  # when one process fails its connections close, and others fail because of that
-            first = next((outcome for outcome in failures if not re.search(_LOST, outcome.reason)), failures[0])
-            reason = f"rank {first.rank}: {first.reason}"
-        checks.append(Check(kind, 0, row, "", 1, detail=reason))
+        elif unfinished:
+            reason = unfinished[0].reason
+            if failures:  # when one process fails its connections close, and others fail because of that
+                first = next((outcome for outcome in failures if not re.search(_LOST, outcome.reason)), failures[0])
+                reason = f"rank {first.rank}: {first.reason}"
+            checks.append(Check(kind, 0, row, "", 1, detail=reason))
 
     def locate(self, config: JobConfig, first: Check) -> str | None:
         """The module at which a layout departs from the reference, in words; None if it cannot be found."""
@@ -199,28 +199,20 @@ class Verifier:
         dtype = first.kind if first.kind in HALF else EXACT
         if config.float8.enable:  # a module's outputs depend on its microbatch, and the search looks at whole batches
             return None
-        reference, file = self.reference, self.folder / "places.safetensors"
-        if first.row in _LONGER:
-            config, small = edit(config, reference.small.longer), longer_of(reference.small)
-            reference = replace(reference, small=small, known=known_samples(small, 1))
-        arguments = reference.small, first.step, dtype, file
-        (alone,) = self._start(record_places, 1, *arguments).wait(self.timeout)
-        if alone.result is None:
+        small, where = replace(self.small, num_steps=first.step), f"step {first.step}"
+        if first.row in LARGE:
+            config, small, where = edit(config, self.small.longer), self.small.large, "the longer sequences"
+        arguments = small, [dtype], self.folder / "places.safetensors", partial(train_alone, with_outputs=True)
+        (alone,) = self._start(compute_reference, 1, *arguments).wait(self.timeout)
+        if not isinstance(alone.result, Reference) or alone.result.outputs is None:
             return None
-        order, predictions, allowed = alone.result
-        outcomes = self._run_layout(compare_places, config, first.step, dtype, file, allowed, reference=reference)
+        outcomes = self._run_layout(observe_places, config, dtype, reference=alone.result)
         if any(outcome.result is None for outcome in outcomes):
             return None
-        where = "the longer sequences" if first.row in _LONGER else f"step {first.step}"
-        place = first_place(order, predictions, [outcome.result for outcome in outcomes], where)
-        if place is None and config.compile.enable:  # which was off
-            return None
-        rounding = ", as far as rounding shows" if dtype in HALF else ""
-        right = f"all modules compute the right thing in {where}{rounding}"
-        if place is None and first.row in _LOSSES:
-            return f"the loss: {right}"
-        if place is None and first.row in _GRADIENTS:
-            return f"{first.parameter}: {right}, but not its gradient, or the sum over microbatches and processes"
+        place = first_place(alone.result.outputs, [outcome.result for outcome in outcomes], where)
+        if place is None and not config.compile.enable and first.row in (*_LOSSES, *_GRADIENTS):
+            what = f"{first.parameter}: its gradient, or the sum of it" if first.row in _GRADIENTS else "the loss"
+            return f"{what}: no module's output differs in {where} by more than rounding"
         return place
 
     def blame(self, config: JobConfig, first: Check, symptom: str) -> Blame:
@@ -241,7 +233,7 @@ class Verifier:
             return outcome
 
         blame = find_fault(config, symptom, outcome_of)
-        if first.kind != RESUME and first.row not in (Row.DROPOUT_RESUMED, Row.RESUMED):
+        if first.kind != RESUME and first.row != Row.RESUMED:
             return blame
         axis = RESUME if blame.axis == ONE_PROCESS else blame.axis
         if axis == RESUME:  # unless the relay's leg in another layout, with other microbatches, is wrong by itself

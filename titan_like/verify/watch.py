@@ -23,6 +23,7 @@ from titan_like.train.observer import Observer
 from titan_like.train.pending_step import PendingStep
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import Key, Row
+from titan_like.verify.places import Outputs
 from titan_like.verify.shrink import Small
 
 FLOAT16_SCALE = 1024.0  # of the loss: raises small gradients without any overflow
@@ -91,19 +92,27 @@ class StepWatch(Watch):
         self.small, self.note, self.last_step = small, note, last_step or small.num_steps
         self.validation = Row.VALIDATION  # what validations are noted as
         self.at_step = 0  # the step that is being taken, or was taken last
+        self.outputs: Outputs | None = None  # what modules compute in the last step, if it is to be recorded
 
     def attach(self, trainer: Trainer) -> None:
-        """Note the initial weights."""
+        """Note the initial weights, or change them for the step with large logits."""
         super().attach(trainer)
         if trainer.scaler is not None:
             trainer.scaler.scale.fill_(FLOAT16_SCALE)
-        for name, parameter in trainer.model.named_parameters() if trainer.step == 0 else ():
-            self.note(Key(0, Row.INITIAL, name), parameter)
+        if self.small.num_steps == 0:
+            for stage in trainer.model.stages:
+                enlarge(stage.module)
+        elif trainer.step == 0:
+            for name, parameter in trainer.model.named_parameters():
+                self.note(Key(0, Row.INITIAL, name), parameter)
 
     def begin_step(self, step: int) -> None:
         """Note how many steps in a row have been skipped, where the host has read the one before."""
         super().begin_step(step)
         self.at_step = step
+        if self.outputs is not None and step == max(self.small.num_steps, 1):
+            for stage in self.trainer.model.stages:
+                self.outputs.follow(stage.module)
         if (step - 1) % self.trainer.config.metrics.log_interval == 0 and step <= self.small.num_steps:
             self.note(Key(step, Row.SKIPPED, "steps in a row before"), self.trainer.losses.consecutive_skips)
 
@@ -193,12 +202,6 @@ def enlarge(model: Transformer) -> None:
         rows[1], rows[4] = (rows[0] + rows[2]) / 2, rows[0] + rows[2] - rows[3]
         part, offset = local_part(weight)
         part.copy_(rows[tuple(slice(start, start + size) for start, size in zip(offset, part.shape, strict=True))])
-
-
-def enlarge_logits(trainer: Trainer) -> None:
-    """`enlarge` every stage."""
-    for stage in trainer.model.stages:
-        enlarge(stage.module)
 
 
 def steps_alone(trainer: Trainer, steps: int) -> list[StepRecord]:

@@ -180,6 +180,6 @@ def attention_merged_in_bfloat16(original: Any, output: torch.Tensor, *others: t
 
 
 @bug(cp_attention, "_exchange")
-def ring_gradients_in_bfloat16(original: Any, block: torch.Tensor, name: str, size: int, rank: int) -> torch.Tensor:
+def ring_gradients_in_bfloat16(original: Any, block: torch.Tensor, how: Any) -> torch.Tensor:
     """The gradients of keys and values travel in the model's type."""
-    return original(block.bfloat16(), name, size, rank).to(block.dtype)
+    return original(block.bfloat16(), how).to(block.dtype)
