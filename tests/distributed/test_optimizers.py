@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import crash_worker
 from tests.distributed.launch import base_config, collect, runs_exhaustive_tests, trainer_of
-from tests.distributed.layouts import pipeline, tensor, with_rule, zero
+from tests.distributed.layouts import RULE_NAMES, pipeline, tensor, with_rule, zero
 from tests.distributed.test_host_reads import CountReads, refuse
 from titan_like.checkpoint.loader import model_tensors, optimizer_tensors
 from titan_like.optim.shards import local
@@ -21,7 +21,6 @@ from titan_like.optim.state_size import optimizer_state
 from titan_like.train.trainer import Trainer
 
 TOLERANCE = 1e-10
-RULES = ("adafactor", "muon")
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {  # of four processes
     "zero 3 of 4": ("llama", zero(3)),
     "zero 2, replicas": ("llama", zero(2, 2)),
@@ -89,7 +88,7 @@ def bits(trainer: Trainer) -> dict[str, torch.Tensor]:
 def watch_steps(rank: int, folder: Path) -> dict[str, list[Any]]:
     found = {}
     for name in ("zero 3 of 4", "zero 1, tensor with SP"):
-        for optimizer in RULES:
+        for optimizer in RULE_NAMES:
             family, layout = LAYOUTS[name]
             trainer = trainer_of(folder, settings(optimizer, family, layout) | QUIET)
             data = trainer._load_data()
@@ -168,7 +167,7 @@ def watched(on_four: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [of_rank["watched"] for of_rank in on_four]
 
 
-@pytest.mark.parametrize("optimizer", RULES)
+@pytest.mark.parametrize("optimizer", RULE_NAMES)
 @pytest.mark.parametrize("name", ["zero 3 of 4", "zero 1, tensor with SP"])
 def test_step_waits_for_nothing_and_a_skipped_one_changes_nothing(
     watched: list[dict[str, Any]], optimizer: str, name: str

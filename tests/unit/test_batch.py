@@ -18,7 +18,7 @@ from titan_like.parallel.context import CPShard
 from titan_like.train.job import run_job
 
 # As a package of one's own would add fields: one number a token, and one a sample.
-Wider = namedtuple("Wider", [*Batch._fields, "hints", "weights"], defaults=[None] * 11)
+Wider = namedtuple("Wider", [*Batch._fields, "hints", "weights"], defaults=[None] * (len(Batch._fields) + 1))
 
 
 def sample_of(position: int) -> Wider:

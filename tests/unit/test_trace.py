@@ -259,7 +259,7 @@ def test_a_search_gets_the_largest_rank() -> None:
 
 @pytest.mark.parametrize(("schedule", "pipeline", "rounds"), [*product(SCHEDULES, (2, 4), (1, 2, 4))])
 def test_a_rank_holds_as_many_microbatches_as_its_table_says(schedule: str, pipeline: int, rounds: int) -> None:
-    virtual = {"interleaved_1f1b": 3, "looped_bfs": 2, "interleaved_zero_bubble": 2}.get(schedule, 1)
+    virtual = stages_per_rank(schedule, 3)
     microbatches = rounds * pipeline
     expected = max_in_flight(schedule_table(schedule, pipeline, virtual, microbatches))
     stages = stages_per_rank(schedule, virtual)
@@ -269,6 +269,12 @@ def test_a_rank_holds_as_many_microbatches_as_its_table_says(schedule: str, pipe
         running = [one.kind for kinds in found.passes for one in kinds]
         during = [running[row[8 * stages + 1 :].argmax()] == "F" for row in found.counts]
         assert max(held + during) == expected[rank]
+
+
+def test_a_new_schedule_may_hold_all_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCHEDULES, "new", SCHEDULES["gpipe"])
+    found, wanted = (occupancy(name, 2, 1, 16, 0, splits_backward=False) for name in ("new", "gpipe"))
+    assert found.counts.tolist() == wanted.counts.tolist() and found.counts[:, 0].max() == 16
 
 
 def test_memory_does_not_depend_on_how_many_rounds_a_schedule_has() -> None:
