@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields, replace
 from itertools import combinations, product
 from typing import Any
 
+from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
+
 GLOBAL_BATCH = 8
 SCHEDULES = {  # virtual stages per rank, for the debug model's 4 layers on 2 pipeline ranks
     "none": 1,
@@ -53,10 +55,11 @@ RULES: dict[tuple[str, str], dict[str, Any]] = {
     ("muon", "gpt"): {},
     ("muon", "llama"): {"optimizer.adjust_lr": "original", "optimizer.matrix_lr": 5e-3},
 }
+RULE_NAMES = tuple(dict.fromkeys(rule for rule, _ in RULES))
 
 
 def with_rule(rule: str, family: str, layers: int = 2) -> dict[str, Any]:
-    """A small model of the family, trained by Adafactor or Muon."""
+    """A small model of the family, trained by one of `RULES`."""
     model = {"model.family": family, "model.overrides": UNEVEN[family] | {"num_layers": layers}}
     return model | {"optimizer.name": rule, "lr_scheduler.warmup_steps": 1} | RULES[rule, family]
 
@@ -136,7 +139,7 @@ def pairs_of_kinds(layout: ParallelLayout) -> set[tuple]:
 
 def kind(schedule: str) -> str:
     """What other axes see of a schedule: how many stages a rank has, and whether the backward pass is split."""
-    if schedule in ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"):
+    if schedule in SPLIT_BACKWARD:
         return "split backward"
     return schedule if schedule == "none" else f"{SCHEDULES[schedule]} stages"
 

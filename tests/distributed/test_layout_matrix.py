@@ -29,6 +29,7 @@ import torch
 from tests.distributed.launch import Case, Result, assert_same, run_cases, train_layouts, worst
 from tests.distributed.layouts import (
     GLOBAL_BATCH,
+    RULE_NAMES,
     SCHEDULES,
     ParallelLayout,
     covering_set,
@@ -93,7 +94,7 @@ COMPILED = FLOAT32 | {"compile.enable": True, "model.overrides": {"num_layers": 
 def by_rules(ranks: int, family: str, layout: dict[str, Any], layers: int = 2) -> dict[str, tuple[int, dict[str, Any]]]:
     """The layout with each of the rules."""
     told = " ".join(f"{key.rpartition('.')[2]} {value}" for key, value in layout.items())
-    names = {f"{rule} of {family} on {ranks}, {told}": rule for rule in ("adafactor", "muon")}
+    names = {f"{rule} of {family} on {ranks}, {told}": rule for rule in RULE_NAMES}
     return {name: (ranks, with_rule(rule, family, layers) | layout) for name, rule in names.items()}
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.unit.plain_loop import prepared, run_settings
+from titan_like.config.errors import RunError
 from titan_like.data.batch import Batch, collate, map_tensors, model_fields
 from titan_like.data.packed import PackedDataset
 from titan_like.models.layers.key_ranges import KeyRanges
@@ -18,7 +19,7 @@ from titan_like.parallel.context import CPShard
 from titan_like.train.job import run_job
 
 # As a package of one's own would add fields: one number a token, and one a sample.
-Wider = namedtuple("Wider", [*Batch._fields, "hints", "weights"], defaults=[None] * 11)
+Wider = namedtuple("Wider", [*Batch._fields, "hints", "weights"], defaults=[None] * (len(Batch._fields) + 1))
 
 
 def sample_of(position: int) -> Wider:
@@ -34,6 +35,12 @@ def test_fields_of_any_name_are_stacked_copied_and_sharded_by_their_dimensions()
     cut = CPShard(2, 1, "all_gather").shard(batch)
     assert cut.hints.tolist() == [[20, 30, 40, 50], [1020, 1030, 1040, 1050]] and cut.weights is batch.weights
     assert model_fields(cut).keys() == {"labels", "positions", "document_mask", "hints", "weights"}
+
+
+def test_a_field_that_some_samples_lack_is_named_in_one_sentence() -> None:
+    whole = sample_of(0)
+    with pytest.raises(RunError, match="different fields; set a field of Batch in every sample or in none"):
+        collate([whole, whole._replace(hints=None)])
 
 
 @pytest.mark.parametrize("workers", [0, 1])

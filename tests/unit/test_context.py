@@ -30,7 +30,8 @@ def test_a_shard_keeps_positions_masks_and_labels_of_its_tokens() -> None:
     tokens, order = torch.arange(100, 116)[None], torch.arange(16)[None]
     mask = KeyRanges(order // 4 * 4, order + 1)
     sample_labels, factors = torch.tensor([3]), torch.ones(2)
-    whole = Batch(tokens, tokens + 1, order % 4, mask, None, tokens >= 110, sample_labels, factors)
+    whole = Batch(tokens, tokens + 1, order % 4, mask, padding_mask=tokens >= 110, sample_labels=sample_labels)
+    whole = whole._replace(loss_factors=factors)
     cut = CPShard(2, 1, "all_gather").shard(whole)
     assert cut.padding_mask is not None and cut.padding_mask.tolist() == [[False] * 6 + [True] * 2]
     assert cut.tokens.tolist() == [list(range(104, 112))] and cut.labels is not None

@@ -19,7 +19,7 @@ from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.parallel.schedules.simulate import max_in_flight
-from titan_like.parallel.schedules.tables import SCHEDULES, schedule_table
+from titan_like.parallel.schedules.tables import SCHEDULES, schedule_table, stages_per_rank
 from titan_like.planner import trace as traces
 from titan_like.planner.memory import rank_memory, step_memory
 from titan_like.planner.occupancy import occupancy
@@ -259,7 +259,7 @@ def test_a_search_gets_the_largest_rank() -> None:
 
 @pytest.mark.parametrize(("schedule", "pipeline", "rounds"), [*product(SCHEDULES, (2, 4), (1, 2, 4))])
 def test_a_rank_holds_as_many_microbatches_as_its_table_says(schedule: str, pipeline: int, rounds: int) -> None:
-    virtual = {"interleaved_1f1b": 3, "looped_bfs": 2, "interleaved_zero_bubble": 2}.get(schedule, 1)
+    virtual = stages_per_rank(schedule, 3)
     microbatches = rounds * pipeline
     expected = max_in_flight(schedule_table(schedule, pipeline, virtual, microbatches))
     for rank in range(pipeline):
@@ -268,6 +268,12 @@ def test_a_rank_holds_as_many_microbatches_as_its_table_says(schedule: str, pipe
         running = [one.kind for kinds in found.passes for one in kinds]
         during = [running[number] == "F" for number in found.running]
         assert max(held + during) == expected[rank]
+
+
+def test_a_new_schedule_may_hold_all_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCHEDULES, "new", SCHEDULES["gpipe"])
+    found, wanted = (occupancy(name, 2, 1, 16, 0, splits_backward=False) for name in ("new", "gpipe"))
+    assert found.counts.tolist() == wanted.counts.tolist() and found.counts[:, 0].max() == 16
 
 
 def test_memory_does_not_depend_on_how_many_rounds_a_schedule_has() -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from titan_like.config.errors import RunError
 from titan_like.models.layers.cross_entropy import IGNORED_LABEL
 from titan_like.models.layers.key_ranges import KeyRanges
 
@@ -47,12 +48,16 @@ def map_tensors(function: Callable[[Any], Any], fields: Any) -> Any:
 
 
 def collate(samples: Sequence[B]) -> B:
-    """Stack samples that have the same fields."""
+    """Stack samples.
+
+    Raises:
+        RunError: they have different fields.
+    """
 
     def stack(*values: Any) -> Any:
         first = values[0]
         if len(set(map(type, values))) > 1:
-            raise ValueError("the samples of a batch have different fields")
+            raise RunError("samples of a batch have different fields; set a field of Batch in every sample or in none")
         if isinstance(first, torch.Tensor):
             return torch.stack(values)
         return type(first)(*map(stack, *values)) if isinstance(first, tuple) else first

@@ -95,7 +95,10 @@ class _Sent:
 def _collate(samples: list[Batch] | ConfigError | RunError) -> Batch | _Sent | ConfigError | RunError:
     if not isinstance(samples, list):
         return samples
-    return collate(samples) if get_worker_info() is None else _Sent(collate(samples))
+    try:
+        return collate(samples) if get_worker_info() is None else _Sent(collate(samples))
+    except RunError as error:
+        return error
 
 
 class BackgroundLoader:

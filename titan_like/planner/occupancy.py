@@ -8,14 +8,15 @@ because a schedule repeats itself.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.schedules.communication import MAX_PENDING_SENDS, add_communication
-from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, Action, schedule_table
+from titan_like.parallel.schedules.simulate import max_in_flight
+from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, Action, schedule_table, stages_per_rank
 
 # What a stage has of gathered weights, after a forward and after a backward pass.
 NOT_GATHERED, AFTER_FORWARD, AFTER_BACKWARD = range(3)
@@ -65,11 +66,19 @@ def occupancy(
     Without ``messages``, which need the order of all ranks, it takes a fraction of the time.
     """
     few = microbatches
-    if schedule not in ("gpipe", "looped_bfs"):  # which hold all microbatches
+    if not _holds_all(schedule):
         few = min(microbatches, max(3 * pipeline, 3))
         few += (microbatches - few) % pipeline if microbatches > few else 0
     layout = Layout(pipeline, schedule=schedule, virtual_stages=virtual_stages)
     return _occupancy(layout, few, rank, splits_backward, messages)
+
+
+@cache
+def _holds_all(schedule: str) -> bool:
+    """Whether a rank holds all microbatches of a step: the more, the more there are."""
+    stages = stages_per_rank(schedule, 2)
+    few, many = (max(max_in_flight(schedule_table(schedule, 2, stages, microbatches))) for microbatches in (8, 16))
+    return many > few
 
 
 @lru_cache(maxsize=64)
