@@ -242,12 +242,6 @@ def packages(tmp_path, monkeypatch):
     return install
 
 
-def test_a_package_cannot_take_a_name_that_is_built_in(packages, tmp_path):
-    packages("toys", text=f"{__name__}:Ones")
-    with pytest.raises(ConfigError, match=r'data\.dataset = "text": is built in, and .*:Ones has this name too'):
-        open_source(request_of(tmp_path, dataset="text"))
-
-
 @pytest.mark.parametrize(
     ("place", "words"),
     [

@@ -13,17 +13,15 @@ from titan_like.config.errors import ConfigError, first_line, require, unknown
 
 
 def find_entry(key: str, name: str, group: str, built_in: Mapping[str, str]) -> EntryPoint:
-    """Find the object that setting ``key`` names: one of ``built_in``, or an entry point of ``group``.
+    """Find the object that setting ``key`` names: one of ``built_in``, else an entry point of ``group``.
 
     Raises:
-        ConfigError: nothing has this name, several packages define it, or a package defines one that is built in.
+        ConfigError: nothing has this name, or several packages define it.
     """
+    if name in built_in:
+        return EntryPoint(name, built_in[name], group)
     added = entry_points(group=group)
     found = added.select(name=name)
-    if name in built_in:
-        places = " and ".join(sorted(entry.value for entry in found))
-        require(not found, key, name, f"is built in, and {places} has this name too; rename that entry point")
-        return EntryPoint(name, built_in[name], group)
     if len(found) == 1:
         return found[name]
     places = " and ".join(sorted(entry.value for entry in found))
