@@ -99,10 +99,13 @@ def test_a_step_computes_what_a_token_uses():
 
 
 @pytest.mark.parametrize("load", [1.25, 2.0])
-def test_unequal_loads_take_longer(load):
+def test_unequal_loads_take_longer_and_more_memory(load):
     equal = work()
     busy = equal._replace(expert_load=load)
     assert step_time(busy, PROFILE).total > step_time(equal, PROFILE).total
+    kept = [trace(TraceKey.of(one)).layers[0].kept for one in (busy, equal)]
+    row = 2 * (2048 + 4 * 768)  # bytes: the input, the gate and its SiLU, what it gates, and the result
+    assert kept[0] - kept[1] == pytest.approx((load - 1) * 4096 * 8 * row, rel=0.01)
 
 
 # ---- weights

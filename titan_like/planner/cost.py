@@ -30,12 +30,11 @@ class Kernels(NamedTuple):
 
     dtype: str  # of products with weights inside layers
     compiled: bool = False  # a compiler fuses the operators between products
-    expert_load: float = 1.0  # as in `Workload`
 
     @classmethod
     def of(cls, work: Workload) -> Kernels:
         """Return the kernels of a run."""
-        return cls(work.dtype, work.compiled, work.expert_load)
+        return cls(work.dtype, work.compiled)
 
 
 class Times(NamedTuple):
@@ -85,9 +84,9 @@ def gemm_time(m: float, n: float, k: float, batch: float, dtype: str, profile: P
     return known[key]
 
 
-def _traced_gemm_time(gemm: Gemm, dtype: str, kernels: Kernels, profile: Profile) -> float:
+def _traced_gemm_time(gemm: Gemm, dtype: str, profile: Profile) -> float:
     seconds = gemm_time(*gemm[:4], dtype, profile, gemm.alignment)
-    return seconds * kernels.expert_load / profile.grouped_relative if gemm.grouped else seconds
+    return seconds / profile.grouped_relative if gemm.grouped else seconds
 
 
 def attention_time(core: Attention, dtype: str, profile: Profile) -> float:
@@ -113,7 +112,7 @@ def pass_times(one: Pass, is_layer: bool, groups: Groups, kernels: Kernels, prof
     dtype = kernels.dtype if is_layer else stored_dtype(kernels.dtype)
     seconds, exposed, hides = [0.0, 0.0], 0.0, 0.0  # computed first, again
     for gemm, count in one.gemms.items():
-        seconds[gemm.recomputed] += count * _traced_gemm_time(gemm, dtype, kernels, profile)
+        seconds[gemm.recomputed] += count * _traced_gemm_time(gemm, dtype, profile)
     for core, count in one.attention.items():
         time = count * attention_time(core, dtype, profile)
         seconds[core.recomputed] += time
@@ -128,8 +127,7 @@ def pass_times(one: Pass, is_layer: bool, groups: Groups, kernels: Kernels, prof
             time = calls * collective_time(kind, nbytes / calls, size, stride, profile)
             if kind in _MESSAGES:  # arrive during attention to what is there; backward, sums wait for each other
                 time, hides = max(0.0, time - hides), max(0.0, hides - time)
-            rows = kernels.expert_load * profile.expert_exposed
-            exposed += time * (rows if group == EXPERTS else profile.tensor_exposed)
+            exposed += time * (profile.expert_exposed if group == EXPERTS else profile.tensor_exposed)
     launches = one.fused_launches if kernels.compiled else one.launches
     return Times(seconds[0], seconds[1], exposed, launches * profile.operator_time)
 

@@ -240,7 +240,7 @@ def _stage_passes(
     ``message``: seconds that it waits for each that it sends ``back`` and ``on``. ``besides``: what a microbatch costs
     it besides its passes, a third of which belongs to the forward pass.
     """
-    key = stage, work.dtype, work.compiled, work.expert_load, work.tensor > 1
+    key = stage, work.dtype, work.compiled, work.tensor > 1
     if key not in profile.seconds:
         profile.seconds[key] = _stage_times(stage, Kernels.of(work), work.tensor > 1, profile)
     forward, backward, weights = profile.seconds[key]

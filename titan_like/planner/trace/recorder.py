@@ -161,6 +161,8 @@ class Recorder(TorchDispatchMode):
         label, ranks = group.group_desc.removeprefix("mesh_"), dist.get_process_group_ranks(group)
         self.groups[label] = group.size(), ranks[1] - ranks[0]
         moved = outputs[:1] if kind == "all_gather" else inputs
+        if kind == "all_to_all":  # the busiest rank receives more than it sends, or returns more than it gets back
+            moved = max(inputs, outputs, key=lambda some: sum(map(_bytes, some)))
         moved = moved[1:] if name.startswith("_reduce_scatter_base") else moved  # whose first input is its result
         size = sum(map(_bytes, moved))
         key = Collective(kind, label, recomputed)

@@ -53,7 +53,7 @@ def run_trace(key: TraceKey) -> Program:
     every_schedule = SCHEDULES if key.splits_backward else ()
     with (
         fake_process_group(0, layout.num_processes),
-        as_on_gpu(mode, dtype) as recomputation,
+        as_on_gpu(mode, dtype, key.expert_load) as recomputation,
         mock.patch.object(recipe, "DataParallel", _WithoutDataParallel),
         mock.patch.object(recipe, "shares_nothing", lambda *_: True),  # allocates whole parameters
         mock.patch.object(recipe, "SPLIT_BACKWARD", every_schedule),

@@ -162,7 +162,9 @@ class Recomputation:
 
 
 class EqualLoads(experts.SplitExperts):
-    """Stands in for `SplitExperts`: every rank gets as many rows as it sends, from all ranks alike."""
+    """Stands in for `SplitExperts`: this rank gets ``load`` times as many rows as it sends, from all ranks alike."""
+
+    load = 1.0
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """As in the base class."""
@@ -170,9 +172,9 @@ class EqualLoads(experts.SplitExperts):
         def exchange_of(ends: torch.Tensor, group: Group, ends_on_host: bool) -> experts.Exchange:
             counts = ends.diff(prepend=ends.new_zeros(1)).view(group.size, -1)
             arriving = experts.all_to_all(counts, group)
-            sizes = [len(x) // group.size] * group.size
-            order = ends.new_empty(sum(sizes), dtype=torch.int64)
-            return experts.Exchange(sizes, sizes, order, arriving.sum(0).to(torch.int32))
+            sent, received = ([int(load * len(x)) // group.size] * group.size for load in (1, self.load))
+            order = ends.new_empty(sum(received), dtype=torch.int64)
+            return experts.Exchange(sent, received, order, arriving.sum(0).to(torch.int32))
 
         with mock.patch.object(experts, "exchange_of", exchange_of):
             return super().forward(x, ends)
@@ -205,8 +207,11 @@ def _empty_parameter(old: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
 
 
 @contextmanager
-def as_on_gpu(mode: Any, dtype: torch.dtype | None = None) -> Iterator[Recomputation]:
-    """Let the recipe run on fake tensors as on a GPU. Parameters are allocated in ``dtype``, or in their own."""
+def as_on_gpu(mode: Any, dtype: torch.dtype | None = None, expert_load: float = 1.0) -> Iterator[Recomputation]:
+    """Let the recipe run on fake tensors as on a GPU. Parameters are allocated in ``dtype``, or in their own.
+
+    ``expert_load`` as in `Workload`.
+    """
     recomputation = Recomputation()
     with suppress(RuntimeError):  # registered already
         torch.library.register_fake("c10d::allreduce_coalesced_", _merged_all_reduce)
@@ -214,6 +219,7 @@ def as_on_gpu(mode: Any, dtype: torch.dtype | None = None) -> Iterator[Recomputa
         (activation_checkpoint, "checkpoint", recomputation.checkpoint),
         (nn.Module, "to_empty", _empty_on(mode, dtype)),
         (experts, "SplitExperts", EqualLoads),
+        (EqualLoads, "load", expert_load),
         (tensor_styles.SplitHeads, "forward", _without_seed),
         (cp_attention, "_attention", _SliceAttention.apply),
         (F, "scaled_dot_product_attention", _scaled_dot_product_attention),
