@@ -179,7 +179,8 @@ class StageMemory:
                 yield held + part.segment.kept, gradients.during(part, 0), arriving, shards
             for moment in part.segment.backward.moments:
                 during = gradients.during(part, moment.gradients)
-                yield held + moment.activations, during, weights, shards
+                gone = self.keeping.compute * part.experts * (frees and moment.gradients > part.experts)
+                yield held + moment.activations, during, weights - gone, shards
             gradients.produce(part)
             if part.begins_unit:  # which frees the unit's weights first
                 unit = self.keeping.compute * part.unit * frees
@@ -255,13 +256,14 @@ def _placed(stage: StageProgram, single: tuple[str, ...]) -> list[Placed]:
 
     ``single`` is that of `Keeping`.
     """
-    # By layer: its unit, the largest part that is gathered through a buffer, and that of the unit below.
+    # By layer: its unit, the largest part that is gathered through a buffer, and what the unit below has gathered while
+    # this layer's backward pass runs: not yet its experts.
     units: list[tuple[Reduced, int, int]] = []
     first, below = 0, sum([unit.elements for unit in stage.ends if unit.name])
     for count in stage.layers_per_unit:
         unit, buffered = _unit(stage.layers[first : first + count], single, stage.sharers)
         units += [(unit, buffered, below)] * count
-        first, below = first + count, buffered
+        first, below = first + count, (unit.elements - unit.experts) * (stage.sharers not in single)
     firsts = set(accumulate(stage.layers_per_unit, initial=0))
     segments = stage.segments
     before = list(accumulate([segment.kept for segment in segments], initial=0))
