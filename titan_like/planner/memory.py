@@ -150,7 +150,7 @@ def candidates(work: Workload) -> tuple[int, ...]:
 def _keeping(sharding: Sharding) -> Keeping:
     single = tuple([name for name, shards in sharding.shards.items() if shards == 1])
     sizes = sharding.compute, sharding.reduce, sharding.master
-    return Keeping(sharding.zero_stage, sharding.wrapped, sharding.copied, single, *sizes)
+    return Keeping(sharding.zero_stage, sharding.wrapped, sharding.copied, sharding.replicate > 1, single, *sizes)
 
 
 @lru_cache(maxsize=65536)

@@ -20,8 +20,11 @@ from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, Action, schedul
 
 # What a stage has of gathered weights, after a forward and after a backward pass.
 NOT_GATHERED, AFTER_FORWARD, AFTER_BACKWARD = range(3)
-# What it has of gradients. Gradients of a split backward pass's first part may wait for the second part.
-NO_GRADIENTS, FIRST_PARTS, SUMS, SUMS_AND_FIRST_PARTS, FINISHED = range(5)
+# What it has of gradients. Gradients of a split backward pass's first part may wait for the second part. After a second
+# part without any, those of matrices were the last to be summed.
+NO_GRADIENTS, FIRST_PARTS, SUMS, SUMS_AND_FIRST_PARTS, MATRICES, MATRICES_AND_FIRST_PARTS, FINISHED = range(7)
+_WITH_FIRST_PARTS = {NO_GRADIENTS: FIRST_PARTS, SUMS: SUMS_AND_FIRST_PARTS, MATRICES: MATRICES_AND_FIRST_PARTS}
+WAITING = frozenset(_WITH_FIRST_PARTS.values())  # first parts wait
 
 
 class PassKind(NamedTuple):
@@ -147,9 +150,10 @@ def _occupancy(layout: Layout, microbatches: int, rank: int, splits: bool, with_
         left[n] -= kind in "BW"
         if kind != "W":
             weights[n] = AFTER_BACKWARD
-        has_sums = kind in "BW" or gradients[n] in (SUMS, SUMS_AND_FIRST_PARTS)
-        # A second part also reduces what the first parts of later microbatches have left.
-        gradients[n] = (SUMS_AND_FIRST_PARTS if kind == "I" else SUMS) if has_sums else FIRST_PARTS
+        if kind == "I":
+            gradients[n] = _WITH_FIRST_PARTS.get(gradients[n], gradients[n])
+        else:  # a second part also reduces what the first parts of later microbatches have left
+            gradients[n] = SUMS if kind == "B" or gradients[n] in WAITING else MATRICES
         if left[n] == 0:
             gradients[n], weights[n] = FINISHED, NOT_GATHERED
     return _as_arrays(stages, moments)

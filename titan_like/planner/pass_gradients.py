@@ -24,6 +24,7 @@ class Keeping(NamedTuple):
     zero_stage: int
     wrapped: bool
     copied: bool
+    replicated: bool  # then gradients that are missing are summed as zeros
     single: tuple[str, ...]  # of `Sharding.shards`, those with one shard: gathers need no buffer
     compute: int
     reduce: int

@@ -16,13 +16,15 @@ from titan_like.planner.occupancy import (
     AFTER_FORWARD,
     FINISHED,
     FIRST_PARTS,
+    MATRICES,
+    MATRICES_AND_FIRST_PARTS,
     NO_GRADIENTS,
     SUMS,
-    SUMS_AND_FIRST_PARTS,
+    WAITING,
     PassKind,
 )
 from titan_like.planner.pass_gradients import Keeping, PassGradients, Placed, Reduced
-from titan_like.planner.stages import StageProgram
+from titan_like.planner.stages import StageProgram, Unit
 from titan_like.planner.trace.program import Segment
 
 
@@ -74,12 +76,15 @@ class StageMemory:
         # Where the root is empty, FSDP2 ends a backward pass with a gather of what the forward pass of the microbatch
         # before ended with, which is needed only later.
         is_gathered_early = self.root == 0 and (len(stage.layers_per_unit) > 1 or self.table)
-        self.prefetched = layers[-1].largest if layers and is_gathered_early else 0
+        plain = layers[-1].unit - layers[-1].reduced.experts if layers else 0
+        self.prefetched = plain * (is_gathered_early and stage.sharers not in keeping.single)
         # FSDP2 keeps the input of its last reduction. The root comes after the layers, and then the table. In the
         # second part of a split backward pass units come in the order of the forward pass, experts after their layer.
         lowest, highest = (layers[0].reduced, layers[-1].reduced) if layers else (Reduced(), Reduced())
         whole_pass = self.table or self.root or lowest.elements - lowest.experts
         self.last_reduced = (highest.experts or highest.elements) if self.matrices else whole_pass
+        in_units = (sum(_matrices(unit)) for unit in reversed(stage.units) if unit.name == "layers")
+        self.last_matrices = self.last_reduced if keeping.replicated else next(filter(None, in_units), 0)
         self._moments: dict[PassKind, list[Usage]] = {}
         self._usages: dict[tuple[tuple[PassKind, ...], int], list[Usage]] = {}  # by passes and shard
         self._states: dict[int, tuple[list[int], list[int]]] = {}
@@ -101,7 +106,8 @@ class StageMemory:
     def has_shards(self, state: int) -> bool:
         """Whether reduced gradients exist between passes."""
         keep = self.keeping
-        return keep.wrapped and (state == FINISHED or (keep.zero_stage >= 2 and state in (SUMS, SUMS_AND_FIRST_PARTS)))
+        summed = keep.zero_stage >= 2 and state not in (NO_GRADIENTS, FIRST_PARTS)
+        return keep.wrapped and (state == FINISHED or summed)
 
     def accumulated(self, state: int) -> tuple[int, int]:
         """Bytes of whole gradients between passes, and of the input of the last reduction."""
@@ -113,8 +119,9 @@ class StageMemory:
             return keep.master * (vectors if first_parts else self.elements), 0
         if keep.zero_stage < 2:
             return keep.reduce * (vectors if state == FIRST_PARTS else self.elements), 0
-        waiting = vectors if state in (FIRST_PARTS, SUMS_AND_FIRST_PARTS) else 0
-        return keep.reduce * waiting, keep.reduce * self.last_reduced * (state != FIRST_PARTS)
+        waiting = vectors if state in WAITING else 0
+        last = self.last_matrices if state in (MATRICES, MATRICES_AND_FIRST_PARTS) else self.last_reduced
+        return keep.reduce * waiting, keep.reduce * last * (state != FIRST_PARTS)
 
     def states(self, shard: int) -> tuple[list[int], list[int]]:
         """Bytes of gathered weights, and of gradients, in each of their states. ``shard``: as for `gradients`."""
@@ -209,19 +216,20 @@ class StageMemory:
             return
         # The products' inputs are freed. One unit after the other is converted, and reduced.
         reduces = keep.zero_stage >= 2 or one.is_last
+        lacks = keep.zero_stage >= 2 and not keep.replicated and one.gradients in (SUMS, MATRICES)  # all but matrices
         for unit in sorted(self.stage.units, key=lambda unit: unit.name == "layers"):
-            matrices = sum(parameter.elements for parameter in unit.parameters if parameter.deferred)
+            matrices = sum(_matrices(unit))
             adds_in_place = keep.zero_stage < 2 and not one.is_first
             accumulated += 0 if adds_in_place else keep.reduce * matrices
             fresh -= keep.compute * matrices
-            gone = keep.reduce * unit.elements * reduces
+            gone = keep.reduce * (matrices if lacks else unit.elements) * reduces
             weights -= keep.compute * unit.elements * self._frees(one) * (keep.zero_stage < 3)
             yield -self.deferred, accumulated + fresh + gone, weights, 0
             accumulated -= min(accumulated, gone)
             if reduces:
                 if unit.sharers in keep.single:  # as in `PassGradients.complete`
                     yield -self.deferred, accumulated + fresh + 3 * gone, weights, 0
-                last = keep.reduce * unit.parameters[-1].elements
+                last = keep.reduce * (_matrices(unit) or [0] if lacks else [p.elements for p in unit.parameters])[-1]
                 yield -self.deferred, accumulated + last + fresh + gone, weights, unit.elements
 
     def _frees(self, one: PassKind) -> bool:
@@ -248,6 +256,11 @@ class StageMemory:
             return 0
         early = self.prefetched * (not one.is_last)
         return keep.compute * (self.elements if keep.zero_stage < 3 else self.root + self.table + early)
+
+
+def _matrices(unit: Unit) -> list[int]:
+    """Elements of those parameters whose gradients a split backward pass defers."""
+    return [parameter.elements for parameter in unit.parameters if parameter.deferred]
 
 
 @lru_cache(maxsize=65536)
