@@ -209,9 +209,11 @@ def test_every_form_of_a_record_is_the_same_conversation(tmp_path: Path) -> None
     for record in (
         {"prompt": "a", "answer": "b"},
         {"prompt": "a", "completion": "b"},
+        {"prompt": json.dumps([USER]), "completion": json.dumps([ANSWER])},
         {"messages": None, "conversations": [USER, ANSWER]},
     ):
         assert encoded(chat, record) == encoded(chat, {"messages": [USER, ANSWER]})
+    assert learned(chat, {"prompt": "[]", "completion": "[]"}) == ["[]<|im_end|>"]  # texts
 
 
 END = "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"

@@ -126,6 +126,9 @@ def test_each_run_goes_on_with_its_own_file(tmp_path):
     assert steps("metrics.jsonl") == [1, 2, 3, 4] and steps("metrics.3.jsonl") == [1, 2, 3, 4, 5, 6, 7]
     write_all(JsonLinesWriter(path, 9, "from elsewhere"), [record(10)])
     assert steps("metrics.jsonl") == [10] and steps("metrics.4.jsonl") == [1, 2, 3, 4]
+    write_all(JsonLinesWriter(path, 0, "died before its first step"), [])
+    write_all(JsonLinesWriter(path, 4, "second"), [record(5)])
+    assert steps("metrics.jsonl") == [1, 2, 3, 4, 5]
     path.write_text('{"step": 10}\n')  # of a version that does not say whose it is
     write_all(JsonLinesWriter(path, 10, "from elsewhere"), [record(11)])
     assert steps("metrics.jsonl") == [10, 11]

@@ -21,6 +21,7 @@ from titan_like.checkpoint.step_folders import (
     RunState,
     checkpoint_path,
     complete_steps,
+    hold,
     read_run_state,
     sweep,
 )
@@ -94,12 +95,18 @@ def resume(
 ) -> RunState | None:
     """Load the newest checkpoint for which ``is_usable(step)`` holds and which is not damaged; print those that are.
 
-    Every rank calls it. Returns None if the folder has no usable checkpoint.
+    Every rank calls it. It also locks the folder against other runs, whoever started this one. Returns None if the
+    folder has no usable checkpoint.
 
     Raises:
-        RunError: there are usable checkpoints but none of them loads.
+        RunError: there are usable checkpoints but none of them loads, or another run writes to the folder.
     """
     found: list[list[int]] = [[]]
+    taken = f"another run writes to {folder}; stop it, or set checkpoint.folder to another one"
+    refusal: list[str | None] = [hold(folder, taken, 0.0) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(refusal, src=0)
+    if refusal[0] is not None:
+        raise RunError(refusal[0])
     if dist.get_rank() == 0:
         for name in sweep(folder):
             print(f"checkpoint {folder / name} was never completed and has been removed", flush=True)

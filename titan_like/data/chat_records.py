@@ -6,7 +6,7 @@
 | ``prompt`` and ``completion`` | lists of messages (TRL), of which those of the prompt are not learned |
 | ``prompt`` and ``answer`` or ``completion`` | two texts |
 
-``tools`` is a list for the template, and ``system`` the text of a first message. Messages and tools may be JSON text.
+``tools`` is a list for the template, and ``system`` the text of a first message. Lists may be given as JSON text.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ def read_conversation(record: Any) -> Conversation:
     texts, num_given = None, 0
     if isinstance(record, dict):
         record = {key: value for key, value in record.items() if value is not None}
+        lists = [_json_messages(record.get(key)) for key in ("prompt", "completion")]
+        if any(lists) and None not in lists:
+            record |= dict(zip(("prompt", "completion"), lists, strict=True))
     match record:
         case {"messages": messages} | {"conversations": messages}:
             pass
@@ -89,3 +92,12 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     if not isinstance(message.get("content"), str | list | None):
         raise BadRecord(f'the "content" of message {number} is neither text nor a list of parts')
     return {key: value for key, value in message.items() if value is not None}
+
+
+def _json_messages(value: Any) -> list[Any] | None:
+    """The list of messages that is given, perhaps as JSON text; None for any other value."""
+    with suppress(BadRecord):
+        messages = _parsed(value, list, "")
+        if all(isinstance(message, dict) and {"role", "from"} & message.keys() for message in messages):
+            return messages
+    return None

@@ -43,8 +43,8 @@ def own_file(path: Path, start_step: int, run_id: str, goes_back: bool = False) 
     if not is_own and path.exists() and path.stat().st_size:
         os.rename(path, _next_aside(path))
     earlier = [found for _, found in sorted(_aside(path).items()) if resumes and run_of(found) == run_id]
-    if earlier and not path.exists():
-        os.rename(earlier[-1], path)
+    if earlier and not (path.exists() and complete_lines(path)):  # another run may have died before its first line
+        os.replace(earlier[-1], path)
     if path.exists():
         _drop_lines_after(start_step, path, goes_back)
 

@@ -38,6 +38,7 @@ class Reduced(NamedTuple):
     largest_parameter: int = 0
     last_parameter: int = 0
     experts: int = 0  # those that other processes share, which are reduced first
+    last_of_experts: int = 0  # elements of their last parameter
     experts_alone: bool = False  # whether no process shares them
 
 
@@ -127,8 +128,9 @@ class PassGradients:
             yield before + rest + (fresh if keep.reduce == keep.compute else max(fresh, converted)), self.shards
             return
         had_sums = keep.zero_stage < 2 and not self.is_first  # to which fresh gradients are added in place
-        others = unit.elements - unit.experts, not keep.zero_stage
-        for size, alone in [(unit.experts, unit.experts_alone), others] if unit.experts else [others]:
+        others = unit.elements - unit.experts, not keep.zero_stage, unit.last_parameter
+        experts = unit.experts, unit.experts_alone, unit.last_of_experts
+        for size, alone, parameter in [experts, others] if unit.experts else [others]:
             whole, earlier, fresh = keep.reduce * size, self.shards, keep.compute * min(size, produced) * (not had_sums)
             self.retained, self.reduced = whole, self.reduced + size
             yield self.accumulated + rest + fresh + whole, earlier
@@ -139,7 +141,7 @@ class PassGradients:
                 self.accumulated += whole * (not self.has_shards)
                 self.reduced -= size  # which stands for shards
             else:  # FSDP2 still has a reference to the last gradient when it allocates the result
-                last = (keep.reduce if had_sums else keep.compute) * unit.last_parameter
+                last = (keep.reduce if had_sums else keep.compute) * parameter
                 yield self.accumulated + rest + last + whole, earlier + size
         self.reduced += unit.elements * repeats
         if keep.zero_stage == 0:

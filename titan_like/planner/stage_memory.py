@@ -309,5 +309,6 @@ def _unit(layers: tuple[Segment, ...], single: tuple[str, ...], others: str) -> 
     is_alone = all(sharers in single for sharers in sizes if sharers != others)
     largest = max(segment.largest_parameter for segment in layers)
     last = layers[-1].parameters[-1].elements
+    last_of_experts = next((one.elements for one in layers[-1].parameters[::-1] if one.sharers != others), 0)
     buffered = max((size for sharers, size in sizes.items() if sharers not in single), default=0)
-    return Reduced(sum(sizes.values()), largest, last, experts, is_alone), buffered
+    return Reduced(sum(sizes.values()), largest, last, experts, last_of_experts, is_alone), buffered
