@@ -186,7 +186,8 @@ class StageMemory:
                 yield held + part.segment.kept, gradients.during(part, 0), arriving, shards
             for moment in part.segment.backward.moments:
                 during = gradients.during(part, moment.gradients)
-                gone = self.keeping.compute * part.experts * (frees and moment.gradients > part.experts)
+                is_freed = frees and not part.segment.repeats_forward and moment.gradients > part.experts
+                gone = self.keeping.compute * part.experts * is_freed
                 yield held + moment.activations, during, weights - gone, shards
             gradients.produce(part)
             if part.begins_unit:  # which frees the unit's weights first
@@ -277,6 +278,8 @@ def _placed(stage: StageProgram, single: tuple[str, ...]) -> list[Placed]:
         unit, buffered = _unit(stage.layers[first : first + count], single, stage.sharers)
         units += [(unit, buffered, below)] * count
         first, below = first + count, (unit.elements - unit.experts) * (stage.sharers not in single)
+        if stage.layers[first - 1].repeats_forward:  # which gathers experts once more
+            below = buffered
     firsts = set(accumulate(stage.layers_per_unit, initial=0))
     segments = stage.segments
     before = list(accumulate([segment.kept for segment in segments], initial=0))

@@ -118,6 +118,11 @@ class Segment:
         return self.forward, self.backward, self.weights
 
     @cached_property
+    def repeats_forward(self) -> bool:
+        """Whether the backward pass repeats operators of the forward pass, because of activation checkpointing."""
+        return self.backward.eager_bytes[1] > 0
+
+    @cached_property
     def produced(self) -> int:
         """Elements of the gradients that the backward pass completes."""
         return max((moment.gradients for moment in self.backward.moments), default=0)
