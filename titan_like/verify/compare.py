@@ -80,7 +80,7 @@ def distance(value: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 class Key(NamedTuple):
-    """What is compared."""
+    """Identifies one compared number or tensor: its step, its row, and its parameter, module or sample."""
 
     step: int  # from 1; 0 is before the first
     row: Row
@@ -102,7 +102,7 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs. NaN differs."""
+        """Whether the worst difference is within the tolerance. NaN never is."""
         return self.worst <= self.allowed
 
     @property
@@ -192,9 +192,9 @@ class Report:
             value = torch.tensor(value, dtype=torch.float64)
         part, expected = reference.part(key, value)
         if part.numel():
-            told = "" if part.ndim else f"{part.item():.9g}, not {expected.item():.9g}"
+            message = "" if part.ndim else f"{part.item():.9g}, not {expected.item():.9g}"
             difference = distance(part, expected) / reference.sizes[key]
-            self.add(key, difference, allowed[key], told)
+            self.add(key, difference, allowed[key], message)
 
 
 def combine(reference: Reference, groups: list[list[Report]]) -> list[Check]:
@@ -238,12 +238,12 @@ def _of_all_ranks(reference: Reference, groups: list[list[Report]], reported: se
         for report in group:
             for key, value in report.shared.items():
                 other, rank = known.setdefault(key, (value, report.rank))
-                told = f"{other} on rank {rank} and {value} on rank {report.rank}"
-                yield Check(kind, key.step, key.row, key.name.split(" @ ")[0], float(value != other), detail=told)
+                message = f"{other} on rank {rank} and {value} on rank {report.rank}"
+                yield Check(kind, key.step, key.row, key.name.split(" @ ")[0], float(value != other), detail=message)
         due = batches(reference.small.config, reference.small.num_steps)
         for step in group[0].samples:
             drawn = {report.data_rank: report.samples.get(step, []) for report in group}  # the same on all of a rank
             taken, wanted = Counter(index for indices in drawn.values() for index in indices), Counter(due[step])
             missing, surplus = (sorted(some.elements())[:4] for some in (wanted - taken, taken - wanted))
-            told = f"samples {missing} are not taken, and {surplus} (-1: of no step) are taken twice or out of turn"
-            yield Check(kind, step, Row.SAMPLES, "", float(taken != wanted), detail=told)
+            message = f"samples {missing} are not taken, and {surplus} (-1: of no step) are taken twice or out of turn"
+            yield Check(kind, step, Row.SAMPLES, "", float(taken != wanted), detail=message)

@@ -137,8 +137,8 @@ def check_draws(report: Report, draws: list[Draw], layout: Layout, rate: float) 
     known = {_mask_of(draw) for draw in forward}
     for draw in draws:
         if draw.is_recomputed:  # in any order of microbatches
-            told = None if _mask_of(draw) in known else "a mask that no forward pass drew"
-            report.exact(Key(1, Row.MASKS_AGAIN, draw.where.site), told)
+            message = None if _mask_of(draw) in known else "a mask that no forward pass drew"
+            report.exact(Key(1, Row.MASKS_AGAIN, draw.where.site), message)
     _check_kept(report, forward, rate)
     for draw in forward:
         # Tensor-parallel ranks hold different activations if the sequence or the heads are split, else the same ones.
@@ -174,7 +174,7 @@ def _check_kept(report: Report, draws: list[Draw], rate: float) -> None:
         total, wanted = sum(draw.kept.numel() for draw in here), 1 - rate
         found = sum(int(draw.kept.sum()) for draw in here) / total
         allowed = _DEVIATIONS * math.sqrt(rate * wanted / total) + 1 / total
-        told = f"{found:.1%} of {'probabilities' if is_attention else 'elements'} are kept, not {wanted:.1%}"
-        report.add(Key(1, Row.KEPT, site), abs(found - wanted), allowed, told)
+        message = f"{found:.1%} of {'probabilities' if is_attention else 'elements'} are kept, not {wanted:.1%}"
+        report.add(Key(1, Row.KEPT, site), abs(found - wanted), allowed, message)
         off = max(abs(draw.scale * wanted - 1) for draw in here)
         report.add(Key(1, Row.KEPT, site), off, _SCALE, "what is kept is not scaled by 1/(1 - rate)")

@@ -116,7 +116,7 @@ def check_resumed(report: Report, watch: Watch) -> None:
     """Resume from the run's last save, and compare the states bit for bit. Only a run that is right so far is resumed.
 
     Then both trainers take a step. The new one knows nothing of earlier weights. So gradients
-    that differ in one bit tell of old ones in the first, which may be too near the new ones to be told by a tolerance.
+    that differ in one bit tell of old ones in the first, which may be too near the new ones to be found by a tolerance.
     Some kernels of GPUs add in any order.
     """
     trainer = watch.trainer
@@ -128,12 +128,12 @@ def check_resumed(report: Report, watch: Watch) -> None:
     again, kept = Watch(), list[list[torch.Tensor]]()
     resumed = Trainer(trainer.run, observer=again)
     scales = [state_of(one.scaler) for one in (resumed, trainer) if one.scaler is not None]
-    told = None if scales[:1] == scales[1:] else f"{scales[0]}, not {scales[1]}"
-    report.exact(Key(trainer.step, Row.RESUMED, "loss scale"), told)
+    message = None if scales[:1] == scales[1:] else f"{scales[0]}, not {scales[1]}"
+    report.exact(Key(trainer.step, Row.RESUMED, "loss scale"), message)
     for (name, parameter), other in zip(trainer.model.named_parameters(), resumed.model.parameters(), strict=True):
         same = _bits(trainer, parameter) == _bits(resumed, other)
-        told = None if same else "its weights or its optimizer's state are others, or of another type"
-        report.exact(Key(trainer.step, Row.RESUMED, name), told)
+        message = None if same else "its weights or its optimizer's state are others, or of another type"
+        report.exact(Key(trainer.step, Row.RESUMED, name), message)
     step = trainer.step
     for one in (watch, again):
         steps_alone(one.trainer, 1)

@@ -82,10 +82,10 @@ class LayoutWatch(StepWatch):
             return
         of_weights = self.is_in_passes and name not in (TRAVELLING, MERGED)
         allowed = {self.trainer.config.training.reduce_dtype} if of_weights else set()
-        told = str(dtype).removeprefix("torch.")
-        self.types_of_sums |= {told} if of_weights else set()
-        is_wrong = told in HALF and told not in allowed
-        self.report.exact(Key(self.at_step or 1, Row.SUMS, name), f"it is in {told}" if is_wrong else None)
+        dtype_name = str(dtype).removeprefix("torch.")
+        self.types_of_sums |= {dtype_name} if of_weights else set()
+        is_wrong = dtype_name in HALF and dtype_name not in allowed
+        self.report.exact(Key(self.at_step or 1, Row.SUMS, name), f"it is in {dtype_name}" if is_wrong else None)
 
     def check_loss(self, original: Callable[..., torch.Tensor], *chunk: Any) -> torch.Tensor:
         """The loss of a chunk, in place of ``original``."""
@@ -109,8 +109,8 @@ class LayoutWatch(StepWatch):
             parts = [(name, local_part(gradient)[0]) for name, gradient in self.gradients]
             parts = [(name, part) for name, part in parts if int((part != 0).sum()) >= FEW]
             rounded = [name for name, part in parts if not finer(part, self.dtype)]
-            told = f"it is rounded to {self.dtype}" if 2 * len(rounded) > len(parts) else None
-            self.report.exact(Key(1, Row.SUMS, rounded[0] if rounded else ""), told)
+            message = f"it is rounded to {self.dtype}" if 2 * len(rounded) > len(parts) else None
+            self.report.exact(Key(1, Row.SUMS, rounded[0] if rounded else ""), message)
 
     def end_step(self, issued: PendingStep) -> None:
         """Check the update."""
@@ -137,8 +137,8 @@ class LayoutWatch(StepWatch):
             self.report.exact(Key(1, Row.SUMS, name), None if steps else f"it is rounded to {self.dtype}")
         wanted = self.trainer.config.training.reduce_dtype
         is_missing = self.trainer.token_group.size() > 1 and wanted in HALF and wanted not in self.types_of_sums
-        told = f"they are in {', '.join(sorted(self.types_of_sums))}, not {wanted}" if is_missing else None
-        self.report.exact(Key(1, Row.SUMS, "gradients"), told)
+        message = f"they are in {', '.join(sorted(self.types_of_sums))}, not {wanted}" if is_missing else None
+        self.report.exact(Key(1, Row.SUMS, "gradients"), message)
 
 
 def observe(member: Member, reference: Reference, config: JobConfig, kind: str) -> Report:
@@ -236,8 +236,8 @@ def observe_leg(
     if start and load_step is None and small.dropout is not None:  # the last leg
         check_resumed_dropout(member, report, small, changed, folder)
     trainer = Trainer(run, observer=LayoutWatch(reference, report, last_step))
-    told = f"resumed from step {trainer.step}, not {start}"
-    report.exact(Key(0, Row.CHECKPOINTS), None if trainer.step == start else told)
+    message = f"resumed from step {trainer.step}, not {start}"
+    report.exact(Key(0, Row.CHECKPOINTS), None if trainer.step == start else message)
     trainer.train()
     if member.rank == 0:  # after a skipped step nothing is saved, except at the end, and nothing removed
         saved = [step for step in range(start + 1, last_step + 1) if step == last_step or step not in small.bad_steps]

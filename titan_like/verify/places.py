@@ -33,7 +33,7 @@ Place = tuple[str, str]
 
 
 def key_of(step: int, place: Place) -> Key:
-    """What is compared at a place."""
+    """The key under which a module's outputs or gradients at this place are compared."""
     return Key(step, Row.PLACE, "/".join(place))
 
 
@@ -159,20 +159,20 @@ def first_place(outputs: Outputs, reports: list[Report], where: str) -> str | No
                 wrong[phase, name] = max((check.worst, report.rank), wrong.get((phase, name), (0.0, 0)))
     inputs = sorted({phase for phase, _ in wrong if phase.startswith(INPUT)})
 
-    def told(phase: str, name: str) -> str | None:
+    def how_wrong(phase: str, name: str) -> str | None:
         worst, rank = wrong.get((phase, name), (0.0, 0))
         return f"by {worst:.3g} on rank {rank}, in {where}" if (phase, name) in wrong else None
 
     for phase, name in outputs.order:
-        if phase == FORWARD and (how := told(FORWARD, name)):
+        if phase == FORWARD and (how := how_wrong(FORWARD, name)):
             return f"{name}: its output is the first of the forward pass that differs, {how}"
     later = "the loss"
     for phase, name in reversed(outputs.order):
         if phase == INPUT:
-            if how := next(filter(None, (told(number, name) for number in inputs)), None):
+            if how := next(filter(None, (how_wrong(number, name) for number in inputs)), None):
                 return f"{name}: what it passes back to its input is the first gradient that differs, {how}"
             continue
-        if how := told(BACKWARD, name):  # though right gradients come from the modules that take this output
+        if how := how_wrong(BACKWARD, name):  # though right gradients come from the modules that take this output
             taker = "the loss" if name in outputs.predictions else later
             return f"{taker}: what it passes back to {name} is the first gradient that differs, {how}"
         later = name

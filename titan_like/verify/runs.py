@@ -35,7 +35,7 @@ _ELEMENTS = 64  # of initial weights that one generator draws, so that some shar
 
 @dataclass
 class Trace:
-    """What one run computed."""
+    """The numbers and tensors of one run on one process, which serve as the reference for others."""
 
     names: list[str] = field(default_factory=list)  # of parameters
     values: dict[Key, torch.Tensor] = field(default_factory=dict)  # float64; a number has no dimensions

@@ -87,8 +87,8 @@ class UpdateCheck:
         state = self.trainer.optimizer.state[parameter].values()
         types = {parameter.dtype, of_gradient} | {value.dtype for value in state if value.ndim}
         types |= {value.dtype for value in state if value.dtype in (torch.bfloat16, torch.float16)}  # a count of steps
-        told = f"{' and '.join(sorted(map(str, types)))}, not torch.float32"
-        self.report.exact(key, None if types == {torch.float32} else told)
+        message = f"{' and '.join(sorted(map(str, types)))}, not torch.float32"
+        self.report.exact(key, None if types == {torch.float32} else message)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,7 @@ class UndecidedError(Exception):
 
 @dataclass
 class Verdict:
-    """What a verification found."""
+    """The result of a verification: its checks, and the place and the axis of the first difference."""
 
     outcome: str  # same, different or undecided
     layout: Layout

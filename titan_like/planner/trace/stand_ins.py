@@ -161,7 +161,7 @@ class Recomputation:
         return checkpoint(run, *args, **options)
 
 
-class EqualLoads(experts.SplitExperts):
+class KnownLoads(experts.SplitExperts):
     """Stands in for `SplitExperts`: this rank gets ``load`` times as many rows as it sends, from all ranks alike."""
 
     load = 1.0
@@ -218,8 +218,8 @@ def as_on_gpu(mode: Any, dtype: torch.dtype | None = None, expert_load: float = 
     replacements: list[tuple[Any, str, Any]] = [
         (activation_checkpoint, "checkpoint", recomputation.checkpoint),
         (nn.Module, "to_empty", _empty_on(mode, dtype)),
-        (experts, "SplitExperts", EqualLoads),
-        (EqualLoads, "load", expert_load),
+        (experts, "SplitExperts", KnownLoads),
+        (KnownLoads, "load", expert_load),
         (tensor_styles.SplitHeads, "forward", _without_seed),
         (cp_attention, "_attention", _SliceAttention.apply),
         (F, "scaled_dot_product_attention", _scaled_dot_product_attention),
