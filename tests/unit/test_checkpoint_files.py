@@ -32,7 +32,12 @@ def test_files_are_on_disk_when_closed(tmp_path, monkeypatch):
 
 def tensors():
     torch.manual_seed(0)
-    return {"matrix": torch.randn(16, 9), "half": torch.randn(5).bfloat16(), "count": torch.tensor(3)}
+    return {
+        "matrix": torch.randn(16, 9),
+        "half": torch.randn(5).bfloat16(),
+        "count": torch.tensor(3),
+        "empty": torch.empty(0),
+    }
 
 
 def save(folder, state):

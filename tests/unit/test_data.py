@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.e2e.scripts import install
 from titan_like.config import ConfigError
 from titan_like.config.errors import RunError
 from titan_like.config.schema import Data
@@ -227,51 +228,28 @@ class BareOnes(Ones):
         return super().sample(position).tokens
 
 
-@pytest.fixture
-def packages(tmp_path, monkeypatch):
-    """Installs packages with datasets: `packages(name, entry="module:Class")`."""
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def install(name, **entries):
-        folder = tmp_path / f"{name}-1.0.dist-info"
-        folder.mkdir()
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        lines = [f"{entry} = {place}" for entry, place in entries.items()]
-        (folder / "entry_points.txt").write_text("\n".join(["[titan_like.datasets]", *lines]))
-
-    return install
-
-
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        ("no_such_module:Ones", ["no_such_module:Ones, cannot be imported", "No module named"]),
         (f"{__name__}:request_of", ["is not a subclass of titan_like.data.source.Source"]),
         (f"{__name__}:ShortOnes", ["torch.int64 [4], not torch.int64 [5]"]),
         (f"{__name__}:BareOnes", ["Tensor; return titan_like.data.batch.Batch(tokens, labels)"]),
         (f"{__name__}:LargeOnes", ["from 257 to 257", "from 0 to 256"]),
     ],
 )
-def test_what_is_no_dataset_is_refused(packages, tmp_path, place, words):
-    packages("toys", ones=place)
+def test_what_is_no_dataset_is_refused(tmp_path, monkeypatch, place, words):
+    monkeypatch.syspath_prepend(tmp_path)
+    install(tmp_path, "toys", "titan_like.datasets", f"ones = {place}")
     with pytest.raises(ConfigError, match=r'data\.dataset = "ones"') as error:
         open_source(request_of(tmp_path, dataset="ones"))
     for word in words:
         assert word in str(error.value)
 
 
-def test_an_unknown_dataset_is_told_what_there_is(packages):
-    packages("toys", ones=f"{__name__}:Ones")
-    with pytest.raises(
-        ConfigError,
-        match=r"unknown name; did you mean ones\?$",
-    ):
-        find_dataset(Data(dataset="one"))
-
-
-def test_two_packages_with_one_name_are_refused(packages):
-    packages("toys", ones="a:Ones")
-    packages("games", ones="b:Ones")
+def test_two_packages_with_one_name_are_refused(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    install(tmp_path, "toys", "titan_like.datasets", "ones = a:Ones")
+    install(tmp_path, "games", "titan_like.datasets", "ones = b:Ones")
     with pytest.raises(ConfigError, match="is defined by a:Ones and b:Ones; uninstall"):
         find_dataset(Data(dataset="ones"))
 
@@ -287,23 +265,8 @@ def test_built_in_datasets_are_found_and_have_no_options(name):
 
 
 class Numbers(torch.utils.data.Dataset):
-    def __init__(self, bad=None):
-        self.bad = bad
-
     def __getitem__(self, index):
-        if index == self.bad:
-            raise RuntimeError(f"sample {index} cannot be read")
         return Batch(torch.tensor(index))
-
-
-def test_loader_raises_a_worker_s_error_after_the_batches_before_it():
-    loader = BackgroundLoader(Numbers(bad=5), GlobalSampler(0, 2, 0, 1), num_workers=0, device=torch.device("cpu"))
-    assert next(loader).tokens.tolist() == [0, 1]
-    assert next(loader).tokens.tolist() == [2, 3]
-    for _ in range(2):  # asked again, it fails again instead of waiting for ever
-        with pytest.raises(RuntimeError, match="sample 5 cannot be read"):
-            next(loader)
-    loader.close()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -8,12 +8,9 @@ in a million. Where draws exclude one another, as the chosen tokens of a sample 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
-from itertools import groupby
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,7 +19,6 @@ from tests.reference.objectives import sample_of
 from titan_like.config import load_config
 from titan_like.config.schema import Data
 from titan_like.data.batch import Batch, collate
-from titan_like.data.lengths import raw_length, span_counts
 from titan_like.data.masked_tokens import MaskedTokens, masked_tokens_of
 from titan_like.data.masks import prefix_ends
 from titan_like.data.source import IGNORED_LABEL
@@ -149,37 +145,3 @@ def test_draws_depend_on_the_seed_and_the_sample_s_number_and_so_on_the_epoch(dr
     found = {draw(seed, index) for seed in range(20) for index in (0, 1, 7, 7 + 50, 7 + 100, 2**33, 2**33 + 7)}
     assert len(found) == 20 * 7
     assert draw(3, 7) == draw(3, 7)
-
-
-def runs_of(mask: np.ndarray) -> tuple[list[int], list[int]]:
-    """Lengths of the texts, and of the spans, of which the first is a text."""
-    runs = [(bool(taken), len(list(run))) for taken, run in groupby(mask.tolist())]
-    return [length for taken, length in runs if not taken], [length for taken, length in runs if taken]
-
-
-@pytest.mark.parametrize("seq_len", [30, 114, 512])
-def test_spans_have_the_paper_s_noise_density_and_mean_length(seq_len: int) -> None:
-    """arXiv 1910.10683, section 3.1.4: 15 % of the tokens, in spans of 3 on average; both hold in every sample."""
-    section = Data()
-    raw = raw_length(seq_len, section)
-    noise, spans = span_counts(raw, section)
-    assert abs(noise - 0.15 * raw) <= 0.5 and abs(spans - noise / 3) <= 0.5
-    drawn = [runs_of(noise_mask(raw, noise, spans, 3, index)) for index in range(SAMPLES)]
-    for texts, lengths in drawn:
-        assert len(texts) == len(lengths) == spans and sum(lengths) == noise and sum(texts) == raw - noise
-    # All ways to cut k tokens into s pieces are equally likely: in C(k-n-1, s-2) of C(k-1, s-1) a piece has n tokens.
-    for total, place in ((noise, 1), (raw - noise, 0)):
-        ways = math.comb(total - 1, spans - 1)
-        for piece in range(spans):
-            counts = Counter(run[place][piece] for run in drawn)
-            for length in range(1, total - spans + 2):
-                assert near(counts[length], math.comb(total - length - 1, spans - 2) / ways, SAMPLES), (piece, length)
-
-
-@pytest.mark.parametrize("size", [1, 2, 10])
-def test_prefixes_are_uniform_from_none_to_all_tokens_but_one(size: int) -> None:
-    first = torch.tensor([0] * size + [size] * size)  # two documents, which do not agree
-    ends = [prefix_ends(first, 3, index).tolist() for index in range(SAMPLES)]
-    counts = Counter((one[0], one[-1] - size) for one in ends)
-    assert len(counts) == size**2 and all(near(count, 1 / size**2, SAMPLES) for count in counts.values())
-    assert all(one == [one[0]] * size + [one[-1]] * size and one[0] < size <= one[-1] < 2 * size for one in ends)

@@ -2,7 +2,6 @@
 
 import bz2
 import gzip
-import itertools
 import json
 import os
 import random
@@ -91,6 +90,7 @@ def test_pieces_go_on_after_any_of_them(ending: str, tmp_path: Path, monkeypatch
     for name, size in (("_PIECE", 1 << 12), ("_CHUNK", 1 << 10)):
         monkeypatch.setattr(raw_text, name, size)
     texts, path = [text_of(30, number) for number in range(600)], tmp_path / f"a{ending}"
+    texts[200] = text_of(5000)  # longer than a piece
     write_records(path, texts)
     pieces = [piece for piece, _ in read_pieces(path, "text")]
     assert len(pieces) >= 2
@@ -101,18 +101,6 @@ def test_pieces_go_on_after_any_of_them(ending: str, tmp_path: Path, monkeypatch
         assert rest[-1].end == pieces[-1].end
     assert ending.endswith(".arrow") or list(read_pieces(path, "text"))[-1][1] == 1.0
     assert list(read_pieces(path, "text", pieces[-1].end, 99)) == []  # else an interruption there adds a document
-
-
-def test_a_line_may_be_longer_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raw_text, "_PIECE", 1 << 10)
-    content = b"x\n" + b"long" * (1 << 14) + b"\n" + b"short\n" * 300 + b"end"
-    chunks = [content[at : at + 100] for at in range(0, len(content), 100)]
-    pieces = list(raw_text._lines(chunks, 0, 1))
-    assert joined(pieces) == content and len(pieces) > 2
-    ends = list(itertools.accumulate(len(piece.content) for piece in pieces))
-    assert [piece.end for piece in pieces] == ends
-    assert all(content[end - 1 : end] == b"\n" for end in ends[:-1])
-    assert [piece.first_record for piece in pieces] == [1 + content[:end].count(b"\n") for end in (0, *ends[:-1])]
 
 
 def joined(pieces: list[raw_text.Piece]) -> object:

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.reference.sources import define
 from tests.unit.hugging_face_cases import bert_config, random_model, reference_of, save_checkpoint
 from tests.unit.race_cases import VOCABULARY, scores_of_transformers, write_race
 from titan_like.commands import evaluate
 from titan_like.config import ConfigError, load_config
-from titan_like.config.schema import Data
+from titan_like.config.schema import Data, JobConfig
 from titan_like.data.open_source import open_source
 from titan_like.data.race import read_questions
 from titan_like.data.raw_text import UnreadableError
@@ -54,30 +55,21 @@ def test_splits_have_fingerprints_of_their_own(race: Path, tmp_path: Path) -> No
     assert one.fingerprint != other.fingerprint
 
 
-def test_samples_are_those_of_megatron_lm(tmp_path: Path) -> None:
-    """The rules of its tasks/race and tasks/data_utils.py, written here over lists of tokens, for samples of 512."""
+def test_long_questions_and_passages_are_cut_as_megatron_lm_cuts_them(tmp_path: Path) -> None:
     record = {
         "article": "  a long\n\npassage .\t" * 200,
         "questions": ["which is _ , or _ ?", "why ?"],
         "options": [["one", "two " * 60, " three", ""], ["x " * 300, "y", "z\n", "."]],
         "answers": ["B", "A"],
     }
-    (tmp_path / "one.txt").write_text(json.dumps(record))
-    tokenizer, size, cut = ByteTokenizer(), 512, 0
-    for question, text, options in zip(
-        read_questions(tmp_path, tokenizer), record["questions"], record["options"], strict=True
-    ):
-        for number, option in enumerate(options):
-            merged = text.replace("_", option) if "_" in text else f"{text} {option}"
-            first, second = (" ".join(part.split()).encode() for part in (merged, record["article"]))
-            ids = [258, *first[:128], 259, *second]
-            types = [0] * (len(first[:128]) + 2) + [1] * len(second)
-            ids, types = [*ids[: size - 1], 259], [*types[: size - 1], 1]
-            cut += len(first) > 128
-            inputs = torch.from_numpy(question.inputs(number, BYTES, size))
-            assert inputs.tolist() == ids
-            assert BYTES.batch(inputs).token_types.tolist() == types
-    assert cut == 2 and len(question.passage) == len(second) > size
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "one.txt").write_text(json.dumps(record))
+    section = Data(dataset="race", paths=[str(tmp_path)])
+    source = open_source(DataRequest(section, "train", 512, 0, 261, tmp_path))
+    job = {"job": {"seed": 0}, "training": {"seq_len": 512}, "model": {"family": "bert"}, "data": section}
+    defined = define(JobConfig.model_validate(job), "train")
+    assert all(torch.equal(source[index].tokens, defined[index].tokens) for index in range(8))
+    assert sum(int(source[index].tokens[129]) == 259 for index in range(8)) == 2  # whose questions are cut
 
 
 def test_what_is_not_race_is_one_sentence(race: Path, tmp_path: Path) -> None:

@@ -354,11 +354,3 @@ def test_rows_are_read_by_calibrate_and_the_best_file_trains(tmp_path: Path) -> 
     best.write_text(run_as_toml(runs[2][0], 2, best, ["best"]))
     run = resolve_settings(load_config(["--job.config_file", str(best)]), 2)
     assert (run.layout.tensor, run.config.training.steps, run.config.checkpoint.enable) == (2, 800, True)
-
-
-def test_the_picture_has_a_line_for_each_tensor_and_pipeline_degree(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(results, "can_draw", lambda: False)
-    assert "needs matplotlib" in (results.draw([], tmp_path / "a.png") or "")
-    assert not (tmp_path / "a.png").exists()

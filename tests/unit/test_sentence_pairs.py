@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models
@@ -43,48 +42,6 @@ class Windows:
 
 def pairs(objective: str) -> SentencePairs:
     return SentencePairs(objective, PairTokens(FIRST, SEPARATOR, PADDING), END)
-
-
-def parts(sample: Batch) -> tuple[list[int], list[int]]:
-    """The two sentences. All else must be as it should."""
-    inputs, labels = sample.tokens.tolist(), sample.labels.tolist()
-    first, second = (at for at in range(SEQ) if inputs[at] == SEPARATOR)
-    assert inputs[0] == FIRST and set(inputs[second + 1 :]) <= {PADDING}
-    one, two = inputs[1:first], inputs[first + 1 : second]
-    assert labels == [token if token >= 2000 else IGNORED_LABEL for token in inputs]
-    for text in (one, two):
-        assert text == list(range(text[0], text[0] + len(text)))  # contiguous, and of one document
-    return one, two
-
-
-@pytest.mark.parametrize("objective", ["sentence_order", "next_sentence"])
-def test_pairs_are_two_parts_of_a_document_in_half_of_the_cases(objective: str) -> None:
-    made, samples = pairs(objective), Windows()
-    classes, cuts, documents, lengths, sizes = [], [], [], [], ([], [])
-    for index in range(2000):
-        sample = made.make(samples, index % 50, 3 + index // 50)
-        (one, two), label = parts(sample), int(sample.sample_labels)
-        if label == 1 and objective == "sentence_order":
-            one, two = two, one
-        if label == 0 or objective == "sentence_order":
-            assert two[0] == one[-1] + 1
-            cuts.append(len(one) / (len(one) + len(two)))
-            lengths.append(len(one) + len(two))
-        else:
-            assert one[0] // 2000 == index % 50 + 1 != two[0] // 2000  # another sample
-            assert len(one) + len(two) <= SEQ - 3
-        # In both classes B has the end of its document and not its beginning, so that alone it does not tell the class.
-        if label == 0 or objective == "next_sentence":
-            assert two[-1] % 2000 in (24, 59) and two[0] % 2000 not in (0, 26)
-            sizes[label].append(len(two))
-        classes.append(label)
-        documents.append(one[0] % 2000 < 25)
-    assert abs(np.mean(classes) - 0.5) < 0.06  # five standard deviations
-    if objective == "next_sentence":
-        # B has 1 to 24 or 1 to 33 tokens, and at most 24 of a document of 25: 0.33 fewer in the mean. Five deviations.
-        assert abs(np.mean(sizes[0]) - np.mean(sizes[1]) - 0.33) < 2
-    assert abs(np.mean(cuts) - 0.5) < 0.04 and min(cuts) < 0.1 and max(cuts) > 0.9
-    assert abs(np.mean(documents) - 25 / 59) < 0.06 and set(lengths) == {25, 34}  # a document by its share of tokens
 
 
 def test_what_is_drawn_stays_the_same_in_every_process_and_version() -> None:
