@@ -44,12 +44,10 @@ STEPS = "--training.steps=5"
 # Environment and settings => words of the sentence; {tmp} is the test's folder
 CASES = (
     """
---training.step=5 => training.step = 5 ; did you mean training.steps?
 --job.config_file a.toml b.toml => job.config_file ; a.toml ; path of one TOML file
 --training.steps=none => training.steps | samples | tokens = (not set) ; set exactly one
 --training.tokens=999 => 'steps': 5, 'tokens': 999 ; set exactly one
 --training.global_batch_size=5 => training.global_batch_size = 5 ; 2 × 1 = 2 ; use a multiple such as 4 or 6
---training.seq_len=1025 => training.seq_len = 1025 ; max_seq_len is 1024 ; model.overrides.max_seq_len
 --training.reduce_dtype=bfloat16 => training.reduce_dtype ; "bfloat16" ; set it to "float32"
 --data.split=1,0,0 --evaluation.interval=1 => data.split ; "1,0,0" ; more weight or set evaluation.interval to 0
 --evaluation.datasets text={tmp}/latin.txt => evaluation.datasets ; set evaluation.interval
@@ -65,13 +63,8 @@ CASES = (
 => checkpoint.load_step = 7 ; no such checkpoint in {tmp}/out ; there are none
 --checkpoint.initial_load_path={tmp} \
 => checkpoint.initial_load_path ; {tmp} ; neither a checkpoint's ; name one with run.json
---job.config_file={tmp}/no.toml => job.config_file ; {tmp}/no.toml ; no such file
---job.config_file={tmp}/folder.x => {tmp}/folder.x ; is a folder, not a file
---job.config_file={tmp}/cut.toml => job.config_file ; cut.toml ; not valid TOML ; line 2
 --job.config_file={tmp}/latin.toml => job.config_file ; latin.toml ; byte 21 ; save the file as UTF-8
 --data.tokenizer={tmp}/folder.x => {tmp}/folder.x ; no such file as
---model.overrides.num_layers=1000000000 => num_layers = 1000000000 ; equal to 2048
---job.dump_folder=${}/x => ${}/x ; names no environment variable
 --training.micro_batch_size=1 --training.global_batch_size=1048576 \
 => 1,048,576 microbatches of 1 × 1 ; raise micro_batch_size
 --cluster.nodes=32768 --cluster.gpus_per_node=512 --job.dry_run \
@@ -107,7 +100,6 @@ WORLD_SIZE=two => WORLD_SIZE = "two" ; whole number
 def folder(tmp_path):
     (tmp_path / "text.txt").write_text("some text to learn from, " * 20)
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    (tmp_path / "cut.toml").write_text("[training]\nsteps = \n")
     (tmp_path / "latin.toml").write_bytes(b'[job]\ndescription = "\xe9"\n')
     (tmp_path / "run.toml").write_text(TOML.format(tmp=tmp_path, length=""))
     (tmp_path / "folder.x").mkdir()
@@ -165,7 +157,6 @@ SLURM_STEP = SLURM_JOB | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SL
     ("variables", "words"),
     [
         (SLURM_STEP, ['SLURM_STEP_NUM_TASKS = "2": srun has started', "one torchrun a machine", "SLURM_PROCID"]),
-        (SLURM_JOB | {"SLURM_PROCID": "1"}, ['SLURM_NTASKS = "4": srun has started']),
         (
             {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
             ['OMPI_COMM_WORLD_SIZE = "2": mpirun has started'],
@@ -211,11 +202,7 @@ def test_lock_that_cannot_be_opened_says_so(monkeypatch, tmp_path):
 LOCKED = """
 --data.paths={tmp}/locked/a.txt => data.paths ; a.txt ; cannot be read
 --data.paths={tmp}/locked/*.txt => data.paths ; *.txt ; cannot be read
---data.dataset=hf --data.paths={tmp}/locked/a.jsonl => data.paths ; a.jsonl ; cannot be read
---data.dataset=indexed --data.paths={tmp}/locked/a => data.paths ; a.idx ; cannot be read
 --data.tokenizer={tmp}/locked/a.json => data.tokenizer ; a.json cannot be read
---data.tokenizer=locked/a => data.tokenizer ; locked/a cannot be read
---data.tokenizer=gpt2:{tmp}/locked/a,{tmp}/locked/b => data.tokenizer ; a cannot be read
 --cluster.profile={tmp}/locked/a.toml => cluster.profile ; a.toml ; cannot be read
 --checkpoint.initial_load_path={tmp}/locked/step-1 => checkpoint.initial_load_path ; step-1/run.json cannot be read
 """.strip().splitlines()
@@ -243,10 +230,7 @@ def test_what_is_in_a_folder_without_permission(monkeypatch, capfd, folder, case
     ("option", "words"),
     [
         ("--seed=18446744073709551616", "--seed = 18446744073709551616: must be at most 9.22"),
-        ("--seed=x", "\"--seed\": invalid int value: 'x'"),
-        ("--temperature=inf", "--temperature = inf"),
         ("--temperature=-1", "--temperature = -1.0: must be at least 0"),
-        ("--max_new_tokens=0", "--max_new_tokens = 0: must be at least 1"),
         ("--top_kk=3", "top_kk"),
     ],
 )

@@ -8,34 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import records, steps, train_on
+from tests.e2e.jobs import records, short, steps, train_on
 from tests.e2e.scripts import REPO, Script, install
 
 PAGE = (REPO / "docs" / "data.md").read_text(encoding="utf-8")
 SHOWN_CLASS, SHOWN_PROJECT, SHOWN_RUN = re.findall(
     r"^```\w+\n(.*?)^```", PAGE.split("## Adding a dataset")[1], re.DOTALL | re.MULTILINE
 )
-RUN = """
-[model.overrides]
-num_layers = 2
-hidden_size = 32
-[training]
-seq_len = 16
-micro_batch_size = 2
-global_batch_size = 8
-steps = 6
-[optimizer]
-lr = 1e-2
-[lr_scheduler]
-warmup_steps = 0
-decay = "constant"
-[evaluation]
-interval = 3
-steps = 3
-[checkpoint]
-enable = true
-interval = 3
-"""
+SETTINGS = [
+    *short(6, warmup=0), "--model.overrides.num_layers=2", "--model.overrides.hidden_size=32", "--optimizer.lr=1e-2",
+    "--lr_scheduler.decay=constant", "--evaluation.interval=3", "--evaluation.steps=3", "--checkpoint.enable=true",
+    "--checkpoint.interval=3",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +28,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sums")
     (folder / "sums.py").write_text(SHOWN_CLASS)
     install(folder, "sums", "titan_like.datasets", SHOWN_PROJECT.split('"titan_like.datasets"]\n')[1])
-    (folder / "run.toml").write_text(SHOWN_RUN + RUN)
+    (folder / "run.toml").write_text(SHOWN_RUN)
     return folder
 
 
 def arguments_of(folder: Path, dump: str, *settings: str) -> list[str]:
-    return [f"--job.config_file={folder}/run.toml", f"--job.dump_folder={folder}/{dump}", *settings]
+    run = [f"--job.config_file={folder}/run.toml", f"--job.dump_folder={folder}/{dump}"]
+    return [*run, *SETTINGS, *settings]
 
 
 def train(folder: Path, dump: str, *settings: str) -> subprocess.CompletedProcess[str]:

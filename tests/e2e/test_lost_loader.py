@@ -9,16 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.e2e.jobs import REPO, ForkedJob, kill, records, steps
+from tests.e2e.jobs import REPO, ForkedJob, kill, records, short, steps
 from tests.e2e.scripts import Script
 from titan_like.data.indexed import DTYPES, IndexedWriter
 
 ENDLESS = 100_000
 SETTINGS = [
-    f"--job.config_file={REPO / 'train_configs/debug_gpt.toml'}", "--data.dataset=indexed", "--training.seq_len=32",
-    "--training.micro_batch_size=1", "--training.global_batch_size=8", f"--training.steps={ENDLESS}",
-    "--lr_scheduler.warmup_steps=2", "--optimizer.lr=0.0005", "--lr_scheduler.decay=constant",
-    "--checkpoint.interval=5", "--metrics.log_interval=1", "--evaluation.interval=0",
+    f"--job.config_file={REPO / 'train_configs/debug_gpt.toml'}", *short(ENDLESS, micro_batch=1),
+    "--data.dataset=indexed", "--optimizer.lr=0.0005", "--lr_scheduler.decay=constant", "--checkpoint.interval=5",
+    "--metrics.log_interval=1",
 ]  # fmt: skip
 
 

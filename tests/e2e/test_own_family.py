@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.scripts import REPO, Script
+from tests.e2e.jobs import short
+from tests.e2e.scripts import REPO, Script, install
 from titan_like.commands import plan, verify
 from titan_like.config.load import load_config
 from titan_like.metrics.flops import model_flops_per_token
@@ -26,14 +27,12 @@ from titan_like.verify import verify as verify_module
 from titan_like.verify.compare import EXACT
 from titan_like.verify.verify import Verifier
 
-ENTRY_POINTS = """[titan_like.models]
-primer = my_models.primer.config:PrimerConfig
+ENTRY_POINTS = """primer = my_models.primer.config:PrimerConfig
 latent = my_models.latent.config:LatentConfig
 absent = my_models.absent.config:AbsentConfig
 function = my_models.primer.model:build
 """
-SMALL = ["--training.steps=4", "--training.seq_len=32", "--training.micro_batch_size=2"]
-SMALL += ["--training.global_batch_size=4", "--lr_scheduler.warmup_steps=2"]
+SMALL = short(4, batch=4)
 LATENT = ["--model.family=latent"]
 DEGREES = ("tensor_parallel_degree=2", "pipeline_parallel_degree=2", "zero_stage=3", "sequence_parallel=true")
 LAYOUT = [f"--parallelism.{degree}" for degree in DEGREES]
@@ -56,10 +55,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.write_text(text, encoding="utf-8")
     (config,) = re.findall(r"```toml\n(\[model\]\n.*?)```", page, re.DOTALL)
     (folder / "primer.toml").write_text(config, encoding="utf-8")
-    installed = folder / "my_models-1.0.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: my_models\nVersion: 1.0\n", encoding="utf-8")
-    (installed / "entry_points.txt").write_text(ENTRY_POINTS, encoding="utf-8")
+    install(folder, "my_models", "titan_like.models", ENTRY_POINTS)
     return folder
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import records, train_on
+from tests.e2e.jobs import records, short, train_on
 from tests.e2e.scripts import REPO, Script, install
 from titan_like.commands import verify
 from titan_like.verify import verify as verify_module
@@ -18,16 +18,9 @@ from titan_like.verify.compare import EXACT
 from titan_like.verify.verify import Verifier
 
 SETTINGS = [
-    f"--job.config_file={REPO}/train_configs/debug_gpt.toml",
-    "--optimizer.name=lion",
-    "--optimizer.lr=1e-3",
-    "--training.dtype=float64",
-    "--training.steps=4",
-    "--training.seq_len=32",
-    "--lr_scheduler.warmup_steps=0",
-    "--evaluation.interval=0",
-    "--metrics.log_interval=1",
-]
+    f"--job.config_file={REPO}/train_configs/debug_gpt.toml", *short(4, warmup=0), "--optimizer.name=lion",
+    "--optimizer.lr=1e-3", "--training.dtype=float64", "--metrics.log_interval=1",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -189,9 +189,9 @@ def test_training_outlives_its_output(tmp_path: Path) -> None:
     assert process.stdout is not None and process.stderr is not None
     assert process.stdout.readline().startswith(" gpt debug: ")
     process.stdout.close()
-    errors = [line for line in process.stderr if not line.startswith("tokeniz")]
+    told = [line for line in process.stderr if re.search("stdout|pipe|Traceback", line)]  # libraries say more at exit
     assert process.wait(90) == 0
-    assert errors == ["stdout cannot be written (Broken pipe); training goes on without it\n"]
+    assert told == ["stdout cannot be written (Broken pipe); training goes on without it\n"]
     assert steps(dump) == list(range(1, 13))
 
 

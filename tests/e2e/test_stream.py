@@ -9,36 +9,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.e2e.jobs import records, steps, train_on
+from tests.e2e.jobs import records, short, steps, train_on
 from tests.e2e.scripts import REPO, Script
 
-RUN = """
-[model.overrides]
-num_layers = 2
-hidden_size = 32
-[data]
-dataset = "hf"
-text_key = "content"
-num_readers = 4
-split = "9,1,0"
-[training]
-seq_len = 16
-micro_batch_size = 2
-global_batch_size = 8
-steps = 100
-[optimizer]
-lr = 1e-4  # so small that the rounding of another layout does not grow
-[lr_scheduler]
-decay = "constant"
-[evaluation]
-interval = 100
-steps = 2
-[checkpoint]
-enable = true
-interval = 20
-[metrics]
-log_interval = 1
-"""
+SETTINGS = [
+    *short(100, warmup=0), "--model.overrides.num_layers=2", "--model.overrides.hidden_size=32", "--data.dataset=hf",
+    "--data.text_key=content", "--data.num_readers=4", "--data.split=9,1,0", "--training.seq_len=16",
+    "--optimizer.lr=1e-4",  # so small that the rounding of another layout does not grow
+    "--lr_scheduler.decay=constant", "--evaluation.interval=100", "--evaluation.steps=2", "--checkpoint.enable=true",
+    "--checkpoint.interval=20", "--metrics.log_interval=1",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +28,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "corpus").mkdir()
     for number in range(3):
         pq.write_table(pa.table({"content": texts[number::3] * 2}), folder / "corpus" / f"{number}.parquet")
-    (folder / "run.toml").write_text(RUN)
     return folder
 
 
 def arguments_of(folder: Path, dump: str, *settings: str) -> list[str]:
-    arguments = [f"--job.config_file={folder}/run.toml", f"--job.dump_folder={folder}/{dump}"]
-    return [*arguments, f"--data.paths={folder}/corpus", *settings]
+    return [*SETTINGS, f"--job.dump_folder={folder}/{dump}", f"--data.paths={folder}/corpus", *settings]
 
 
 def start(folder: Path, dump: str, *settings: str) -> Script:

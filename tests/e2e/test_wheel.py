@@ -14,21 +14,18 @@ from pathlib import Path
 
 import pytest
 
-REPO = Path(__file__).parents[2]
-SMALL = [
-    "--training.steps=3", "--lr_scheduler.warmup_steps=1", "--training.global_batch_size=4",
-    "--training.micro_batch_size=2", "--training.seq_len=32", "--metrics.log_interval=1", "--evaluation.interval=0",
-]  # fmt: skip
+from tests.e2e.jobs import short
+from tests.e2e.scripts import REPO
+
+SMALL = [*short(3, batch=4, warmup=1), "--metrics.log_interval=1"]
 COMMANDS = {
     *("titan-train", "titan-plan", "titan-verify", "titan-evaluate", "titan-generate", "titan-convert"),
     *("titan-preprocess", "titan-plot-loss", "titan-search", "titan-bench-comm"),
 }
 # A checkout compiles and converts as well.
 TINY = [
-    "--job.config_file=train_configs/debug_gpt.toml", "--job.dump_folder=out", "--training.steps=1",
-    "--training.seq_len=16", "--training.micro_batch_size=1", "--training.global_batch_size=1",
-    "--lr_scheduler.warmup_steps=0", '--model.overrides={num_layers = 1, hidden_size = 32}',
-    "--evaluation.interval=0", "--compile.enable=true",
+    "--job.config_file=train_configs/debug_gpt.toml", "--job.dump_folder=out", *short(1, 1, 1, 0),
+    "--model.overrides={num_layers = 1, hidden_size = 32}", "--compile.enable=true",
 ]  # fmt: skip
 RUNS = {
     "train": ["train.py", *TINY, "--checkpoint.enable=true"],
