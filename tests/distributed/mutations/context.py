@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,58 +20,43 @@ from titan_like.parallel.context import CPShard
 from titan_like.parallel.data import DataParallel, sharded_modules
 from titan_like.parallel.gradients import GradientAllReduce
 from titan_like.train.trainer import Trainer
+from titan_like.verify.processes import Prepare
 
-_shard = CPShard.shard
 
-
-def _changed(change: Callable[[CPShard, Batch, int], Batch]) -> AbstractContextManager[Any]:
+def _changed(change: Callable[[CPShard, Batch, int], Batch]) -> Prepare:
     """Change the CP shard of a batch, given that and the length of the whole sequence."""
 
-    def shard(self: CPShard, batch: Batch) -> Batch:
-        cut = _shard(self, batch)
+    @wraps(change)
+    def shard(original: Any, self: CPShard, batch: Batch) -> Batch:
+        cut = original(self, batch)
         return change(self, cut, batch.tokens.shape[1]) if self.size > 1 else cut
 
-    return patch.object(CPShard, "shard", shard)
+    return bug(CPShard, "shard")(shard)
 
 
-@contextmanager
-def positions_by_rank() -> Iterator[None]:
+@_changed
+def positions_by_rank(cp_shard: CPShard, batch: Batch, length: int) -> Batch:
     """Positions are those of a contiguous part of the sequence."""
-
-    def change(cp_shard: CPShard, batch: Batch, length: int) -> Batch:
-        part = length // cp_shard.size
-        return batch._replace(positions=torch.arange(cp_shard.rank * part, (cp_shard.rank + 1) * part))
-
-    with _changed(change):
-        yield
+    part = length // cp_shard.size
+    return batch._replace(positions=torch.arange(cp_shard.rank * part, (cp_shard.rank + 1) * part))
 
 
-@contextmanager
-def mask_by_local_position() -> Iterator[None]:
+@_changed
+def mask_by_local_position(cp_shard: CPShard, batch: Batch, length: int) -> Batch:
     """A query sees as many keys as its number in the CP shard says."""
-
-    def change(cp_shard: CPShard, batch: Batch, length: int) -> Batch:
-        if batch.document_mask is None:
-            return batch
-        first, end, _ = batch.document_mask
-        return batch._replace(document_mask=KeyRanges(first, torch.arange(1, end.shape[1] + 1).expand_as(end)))
-
-    with _changed(change):
-        yield
+    if batch.document_mask is None:
+        return batch
+    first, end, _ = batch.document_mask
+    return batch._replace(document_mask=KeyRanges(first, torch.arange(1, end.shape[1] + 1).expand_as(end)))
 
 
-@contextmanager
-def labels_of_the_shard_shifted() -> Iterator[None]:
+@_changed
+def labels_of_the_shard_shifted(cp_shard: CPShard, batch: Batch, length: int) -> Batch:
     """Labels are the next tokens of the CP shard, which are wrong at the edges of chunks."""
-
-    def change(cp_shard: CPShard, batch: Batch, length: int) -> Batch:
-        assert batch.labels is not None
-        half, shifted = batch.labels.shape[1] // 2, batch.labels.clone()
-        shifted[:, half - 1] = batch.tokens[:, half]
-        return batch._replace(labels=shifted)
-
-    with _changed(change):
-        yield
+    assert batch.labels is not None
+    half, shifted = batch.labels.shape[1] // 2, batch.labels.clone()
+    shifted[:, half - 1] = batch.tokens[:, half]
+    return batch._replace(labels=shifted)
 
 
 @bug(context, "unshard")
@@ -80,9 +67,7 @@ def chunks_swapped(original: Any, shards: torch.Tensor) -> torch.Tensor:
 
 
 @bug(collectives._Gathered, "backward")
-def keys_gradient_of_the_last_rank_dropped(
-    original: Any, ctx: Any, gradient: torch.Tensor
-) -> tuple[torch.Tensor, None]:
+def keys_gradient_of_the_last_rank_dropped(original: Any, ctx: Any, gradient: torch.Tensor) -> Any:
     """What the last process's queries make of the gradients of keys and values is lost."""
     return original(ctx, gradient if ctx.group.rank < ctx.group.size - 1 else torch.zeros_like(gradient))
 
@@ -108,19 +93,10 @@ def losses_counted_by_each(original: Any, self: Trainer, value: torch.Tensor) ->
         value.mul_(self.cp_shard.size)
 
 
-@contextmanager
-def gradients_summed_over_data_alone() -> Iterator[None]:
+@bug(GradientAllReduce, "_start")
+def gradients_summed_over_data_alone(_: Any, self: GradientAllReduce, number: int) -> None:
     """The ranks of a CP group do not reduce their gradients; here that leaves no rank to reduce with."""
-
-    class Done:
-        def wait(self) -> None:
-            """Return at once."""
-
-    def start(self: GradientAllReduce, number: int) -> None:
-        self._in_flight.append(Done())  # type: ignore[arg-type]
-
-    with patch.object(GradientAllReduce, "_start", start):
-        yield
+    self._in_flight.append(SimpleNamespace(wait=lambda: None))
 
 
 @bug(DataParallel, "before_backward")
@@ -156,17 +132,14 @@ def last_step_of_the_ring_skipped(original: Any, *args: Any) -> Iterator[Any]:
 
 
 @bug(cp_attention, "_merge")
-def denominators_merged_in_bfloat16(
-    original: Any, output: torch.Tensor, denominator: torch.Tensor, found: torch.Tensor, total: torch.Tensor
-) -> None:
+def denominators_merged_in_bfloat16(original: Any, *arguments: torch.Tensor) -> None:
     """The logarithms of the softmax's denominators are rounded before they are merged."""
-    original(output, denominator, found, total.bfloat16().to(total.dtype))
+    *others, total = arguments
+    original(*others, total.bfloat16().to(total.dtype))
 
 
 @bug(cp_attention, "_blocks")
-def bidirectional_ring_skips_later_chunks(
-    original: Any, length: int, ranges: Any, how: Any, source: Any
-) -> Iterator[Any]:
+def bidirectional_ring_skips_later_chunks(original: Any, length: int, ranges: Any, how: Any, source: Any) -> Any:
     """Without a mask, queries still see no chunk after their own, as balanced causal attention has it."""
     for block in original(length, ranges, how._replace(is_causal=True), source):
         yield block._replace(is_causal=False)

@@ -8,10 +8,9 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 
-from tests.distributed.mutations import bug
+from tests.distributed.mutations import bug, under
 from titan_like.data import conversations, open_source, packed, race, source, stream, stream_reader
 from titan_like.data.batch import Batch
 from titan_like.data.blend import Blend, BlendedSource, Share
@@ -20,7 +19,6 @@ from titan_like.data.indexed import IndexedDataset
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.packed import PackedDataset
 from titan_like.data.permutation import Permutation
-from titan_like.data.sentence_pairs import PairTokens
 from titan_like.data.stream_reader import Documents, Place, Reader, ReaderState
 from titan_like.data.tokenizer import ByteTokenizer
 
@@ -31,11 +29,9 @@ def states_with(change: Callable[[ReaderState], ReaderState]) -> Any:
     return patch.object(Reader, "state", property(lambda self: change(original(self))))
 
 
-@contextmanager
-def a_sample_is_skipped_at_each_state() -> Iterator[None]:
+@under(lambda: states_with(lambda mark: mark._replace(sample=max(0, mark.sample - 1))))
+def a_sample_is_skipped_at_each_state() -> None:
     """A reader that begins at a state gives the sample there for the one before it."""
-    with states_with(lambda mark: mark._replace(sample=max(0, mark.sample - 1))):
-        yield
 
 
 @bug(stream_reader, "texts_of")
@@ -53,18 +49,15 @@ def states_are_a_document_late(original: Any, self: Documents, place: Place) -> 
     return documents
 
 
-@contextmanager
-def states_forget_the_tokens_before() -> Iterator[None]:
+@under(lambda: states_with(lambda mark: mark._replace(offset=0)))
+def states_forget_the_tokens_before() -> None:
     """A reader that begins at a state begins with the first token of the document there."""
-    with states_with(lambda mark: mark._replace(offset=0)):
-        yield
 
 
-@contextmanager
-def a_blend_restarts_its_sources_in_each_block() -> Iterator[None]:
+@bug(Blend, "_places")
+def a_blend_restarts_its_sources_in_each_block(_: Any, self: Any, reader: Any, end: Any, k: Any) -> Any:
     """Each block begins with the first sample of every source."""
-    with patch.object(Blend, "_places", lambda self, reader, end, k: 0):
-        yield
+    return 0
 
 
 @contextmanager
@@ -78,12 +71,10 @@ def epochs_have_the_first_one_s_order() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def an_epoch_lacks_its_last_sample() -> Iterator[None]:
+@bug(PackedDataset, "__len__")
+def an_epoch_lacks_its_last_sample(original: Any, self: Any) -> Any:
     """The last whole window of a split is never read."""
-    original = PackedDataset.__len__
-    with patch.object(PackedDataset, "__len__", lambda self: original(self) - 1):
-        yield
+    return original(self) - 1
 
 
 @bug(PackedDataset, "sample")
@@ -107,24 +98,21 @@ def a_resumed_run_repeats_a_sample(original: Any, self: GlobalSampler) -> Iterat
         yield [index - (self.first_sample > 0) for index in mine]
 
 
-@contextmanager
-def workers_change_the_order() -> Iterator[None]:
+class Swapped(GlobalSampler):
+    """Two by two in the wrong order."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = super().__iter__()
+        for first, second in zip(batches, batches, strict=False):
+            yield from (second, first)
+
+
+@bug(BackgroundLoader, "__init__")
+def workers_change_the_order(original: Any, self: Any, dataset: Any, sampler: Any, workers: int, *others: Any) -> None:
     """Two workers hand over their microbatches in the wrong order."""
-    original = BackgroundLoader.__init__
-
-    class Swapped(GlobalSampler):
-        def __iter__(self) -> Iterator[list[int]]:
-            batches = super().__iter__()
-            for first, second in zip(batches, batches, strict=False):
-                yield from (second, first)
-
-    def init(self: BackgroundLoader, dataset: Any, sampler: GlobalSampler, num_workers: int, *others: Any) -> None:
-        if num_workers > 1:
-            sampler.__class__ = Swapped
-        original(self, dataset, sampler, num_workers, *others)
-
-    with patch.object(BackgroundLoader, "__init__", init):
-        yield
+    if workers > 1:
+        sampler.__class__ = Swapped
+    original(self, dataset, sampler, workers, *others)
 
 
 def requests_with(**changed: Any) -> Any:
@@ -137,25 +125,19 @@ def requests_with(**changed: Any) -> Any:
     return patch.object(open_source, "open_source", opened)
 
 
-@contextmanager
-def held_out_samples_are_those_of_training() -> Iterator[None]:
+@under(lambda: requests_with(split="train"))
+def held_out_samples_are_those_of_training() -> None:
     """Validation reads the training split."""
-    with requests_with(split="train"):
-        yield
 
 
-@contextmanager
-def the_run_has_another_seed() -> Iterator[None]:
+@under(lambda: requests_with(seed=12345))
+def the_run_has_another_seed() -> None:
     """Data is opened with a seed that is not the run's."""
-    with requests_with(seed=12345):
-        yield
 
 
-@contextmanager
-def samples_are_a_token_shorter() -> Iterator[None]:
+@under(lambda: requests_with(seq_len=15))
+def samples_are_a_token_shorter() -> None:
     """Data is opened with another length than the run's."""
-    with requests_with(seq_len=15):
-        yield
 
 
 @bug(open_source, "replace")
@@ -172,9 +154,7 @@ def a_blend_swaps_its_weights(original: Any, *arguments: Any, **named: Any) -> l
 
 
 @bug(BlendedSource, "__init__")
-def sources_without_weights_count_alike(
-    original: Any, self: BlendedSource, request: source.DataRequest, sources: Any, weights: Any
-) -> None:
+def sources_without_weights_count_alike(original: Any, self: Any, request: Any, sources: Any, weights: Any) -> None:
     """Each has the same share of a blend, whatever its size."""
     original(self, request, sources, [weight or 1.0 for weight in weights])
 
@@ -187,11 +167,10 @@ def a_held_out_blend_ends_early() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def splits_cut_documents() -> Iterator[None]:
+@bug(IndexedDataset, "nearest_document_end")
+def splits_cut_documents(_: Any, self: Any, token: Any) -> Any:
     """Splits end at their exact share of the tokens, inside of documents."""
-    with patch.object(IndexedDataset, "nearest_document_end", lambda self, token: token):
-        yield
+    return token
 
 
 @bug(packed, "split_weights")
@@ -210,30 +189,20 @@ def answers_are_those_of_other_questions(original: Any, *arguments: Any) -> list
     ]
 
 
-@contextmanager
-def passages_come_first() -> Iterator[None]:
+@bug(race.PairTokens, "join")
+def passages_come_first(original: Any, self: Any, one: Any, two: Any, seq_len: int) -> Any:
     """The samples of RACE have the passage before the question."""
-    original = PairTokens.join
-
-    def join(self: PairTokens, one: np.ndarray, two: np.ndarray, seq_len: int) -> np.ndarray:
-        return original(self, two, one, seq_len)
-
-    with patch.object(race.PairTokens, "join", join):
-        yield
+    return original(self, two, one, seq_len)
 
 
-@contextmanager
-def sentinels_are_in_reverse() -> Iterator[None]:
+@under(lambda: patch.object(ByteTokenizer, "sentinel_ids", ByteTokenizer.sentinel_ids[::-1]))
+def sentinels_are_in_reverse() -> None:
     """The first span gets the last sentinel."""
-    with patch.object(ByteTokenizer, "sentinel_ids", ByteTokenizer.sentinel_ids[::-1]):
-        yield
 
 
-@contextmanager
-def the_end_hides_tokens() -> Iterator[None]:
+@under(lambda: patch.object(ByteTokenizer, "mask_id", ByteTokenizer.eod_id))
+def the_end_hides_tokens() -> None:
     """The end of a document stands in the place of masked tokens."""
-    with patch.object(ByteTokenizer, "mask_id", ByteTokenizer.eod_id):
-        yield
 
 
 @bug(ConversationSource, "_read")

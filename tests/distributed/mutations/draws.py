@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from tests.distributed.mutations import bug
+from tests.distributed.mutations import bug, under
 from titan_like.data import masked_tokens, masks, sentence_pairs, span_corruption
 from titan_like.data.batch import Batch
 from titan_like.data.masked_tokens import MaskedTokens
@@ -42,51 +42,42 @@ def loss_on_replaced_tokens_alone(original: Any, self: MaskedTokens, sample: Bat
     return made._replace(labels=made.labels.masked_fill(made.tokens == sample.tokens, IGNORED_LABEL))
 
 
-@contextmanager
-def every_chosen_token_is_masked() -> Iterator[None]:
+@under(lambda: patch.object(masked_tokens, "_MASKED", 1.0))
+def every_chosen_token_is_masked() -> None:
     """None stays, and none becomes a random one."""
-    with patch.object(masked_tokens, "_MASKED", 1.0):
-        yield
 
 
-@contextmanager
-def random_tokens_never_come() -> Iterator[None]:
+@under(lambda: patch.object(masked_tokens, "_RANDOM", 0.0))
+def random_tokens_never_come() -> None:
     """Those that would become a random token stay."""
-    with patch.object(masked_tokens, "_RANDOM", 0.0):
-        yield
 
 
-@contextmanager
-def the_first_tokens_are_masked() -> Iterator[None]:
+class Sorted:
+    """What it draws first is sorted."""
+
+    def __init__(self, generator: np.random.Generator) -> None:
+        self.generator, self.is_first = generator, True
+
+    def random(self, size: int) -> np.ndarray:
+        drawn, is_first = self.generator.random(size), self.is_first
+        self.is_first = False
+        return np.sort(drawn) if is_first else drawn
+
+
+@bug(masked_tokens, "sample_generator")
+def the_first_tokens_are_masked(original: Any, *arguments: Any) -> Sorted:
     """Words are tried in the order in which they come."""
-
-    class Sorted:
-        def __init__(self, generator: np.random.Generator) -> None:
-            self.generator, self.is_first = generator, True
-
-        def random(self, size: int) -> np.ndarray:
-            drawn, is_first = self.generator.random(size), self.is_first
-            self.is_first = False
-            return np.sort(drawn) if is_first else drawn
-
-    def generator(*arguments: Any) -> Sorted:
-        return Sorted(sample_generator(*arguments))
-
-    with patch.object(masked_tokens, "sample_generator", generator):
-        yield
+    return Sorted(original(*arguments))
 
 
-@contextmanager
-def special_tokens_are_masked() -> Iterator[None]:
+@bug(np, "isin")
+def special_tokens_are_masked(_: Any, tokens: Any, known: Any) -> Any:
     """Any token with a label can be chosen."""
-    with patch.object(np, "isin", lambda tokens, known: np.ones(np.shape(tokens), dtype=bool)):
-        yield
+    return np.ones(np.shape(tokens), dtype=bool)
 
 
 @bug(span_corruption, "noise_mask")
-def spans_are_all_of_one_length(
-    original: Any, raw: int, num_noise: int, num_spans: int, seed: int, index: int
-) -> np.ndarray:
+def spans_are_all_of_one_length(original: Any, raw: int, num_noise: int, num_spans: int, *draw: int) -> np.ndarray:
     """Spans and the texts between them are cut evenly."""
 
     class Even:
@@ -97,20 +88,16 @@ def spans_are_all_of_one_length(
             return drawn
 
     with patch.object(span_corruption, "sample_generator", lambda *_: Even()):
-        return original(raw, num_noise, num_spans, seed, index)
+        return original(raw, num_noise, num_spans, *draw)
 
 
-@contextmanager
-def spans_begin_a_token_early() -> Iterator[None]:
+@bug(span_corruption, "noise_mask")
+def spans_begin_a_token_early(original: Any, *arguments: Any) -> Any:
     """The first token can be taken out, and the last one stays."""
-    original = span_corruption.noise_mask
-    with patch.object(span_corruption, "noise_mask", lambda *arguments: np.roll(original(*arguments), -1)):
-        yield
+    return np.roll(original(*arguments), -1)
 
 
-@contextmanager
-def prefixes_take_half_at_most() -> Iterator[None]:
+@bug(masks, "prefix_ends")
+def prefixes_take_half_at_most(original: Any, first: Any, *others: Any) -> Any:
     """A prefix ends in the first half of its document."""
-    original = masks.prefix_ends
-    with patch.object(masks, "prefix_ends", lambda first, *others: (first + original(first, *others)) // 2):
-        yield
+    return (first + original(first, *others)) // 2

@@ -11,7 +11,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh
 
 from tests.distributed.mutations import bug
 from titan_like.models.transformer import Transformer
@@ -24,11 +23,10 @@ from titan_like.train.training_state import dropout_stream
 _DROPOUT = F.dropout
 
 
-@contextmanager
-def same_dropout_everywhere() -> Iterator[None]:
+@bug(training_state, "dropout_stream")
+def same_dropout_everywhere(*_: Any) -> Any:
     """All processes draw dropout from one stream."""
-    with patch.object(training_state, "dropout_stream", lambda *_: 0):
-        yield
+    return 0
 
 
 @bug(tensor_styles.SplitHeads, "forward")
@@ -43,27 +41,19 @@ def dropout_drawn_anew_in_recomputation(original: Any, *args: Any, **options: An
     return original(*args, **options | {"preserve_rng_state": False})
 
 
-@contextmanager
-def dropout_halved_in_split_attention() -> Iterator[None]:
+@bug(tensor_styles.SplitHeads, "split")
+def dropout_halved_in_split_attention(original: Any, module: Any, *mesh: Any) -> None:
     """Under tensor parallelism attention drops half as much."""
-    split = tensor_styles.SplitHeads.split
-
-    def halve(module: Any, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-        module.dropout /= 2
-        split(module, mesh, sequence_parallel)
-
-    with patch.object(tensor_styles.SplitHeads, "split", halve):
-        yield
+    module.dropout /= 2
+    original(module, *mesh)
 
 
 @bug(Transformer, "keep_stage")
-def dropout_halved_in_later_stages(
-    original: Any, self: Transformer, layers: range, is_first: bool, is_last: bool
-) -> None:
+def dropout_halved_in_later_stages(original: Any, self: Any, layers: range, is_first: bool, is_last: bool) -> None:
     """Stages after the first drop half as much."""
     original(self, layers, is_first, is_last)
     for layer in self.layers.values():
-        layer.dropout = layer.dropout / (1 if is_first else 2)  # type: ignore[assignment, operator]
+        layer.dropout = layer.dropout / (1 if is_first else 2)
 
 
 @contextmanager
@@ -85,10 +75,10 @@ def dropout_scale_lost_in_split_sequences() -> Iterator[None]:
 
 @bug(F, "dropout")
 def dropout_scale_lost_in_a_half_type(
-    original: Any, x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> torch.Tensor:
+    original: Any, x: Any, p: float = 0.5, training: bool = True, *inplace: Any
+) -> Any:
     """What dropout keeps of numbers in bfloat16 is not scaled up."""
-    kept = original(x, p, training, inplace)
+    kept = original(x, p, training, *inplace)
     return kept * (1 - p) if training and x.dtype == torch.bfloat16 else kept
 
 
@@ -180,9 +170,7 @@ def seed_of_each_trainer() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def validation_in_training_mode() -> Iterator[None]:
+@bug(ParallelModel, "train")
+def validation_in_training_mode(original: Any, self: Any, mode: Any = True) -> Any:
     """Validation drops activations."""
-    original = ParallelModel.train
-    with patch.object(ParallelModel, "train", lambda self, mode=True: original(self, True)):
-        yield
+    return original(self, True)

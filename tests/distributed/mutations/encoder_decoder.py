@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from tests.distributed.mutations import bug
+from tests.distributed.mutations import bug, under
 from titan_like.models.layers import positions
 from titan_like.models.layers.positions import RelativeBias
 from titan_like.models.t5.model import T5, EncoderLayer, LayerInputs
@@ -18,11 +18,9 @@ from titan_like.parallel import tensor_styles
 
 
 @bug(positions, "bucket_of")
-def causal_buckets_in_the_encoder(
-    original: Any, distance: torch.Tensor, num_buckets: int, max_distance: int, is_causal: bool
-) -> torch.Tensor:
+def causal_buckets_in_the_encoder(original: Any, distance: torch.Tensor, num: int, most: int, is_causal: bool) -> Any:
     """Keys after a query share the bucket of the query itself."""
-    return original(distance, num_buckets, max_distance, True)
+    return original(distance, num, most, True)
 
 
 @bug(RelativeBias, "forward")
@@ -54,35 +52,28 @@ def _last_encoder_layer(end: Callable[[torch.Tensor, nn.Module, int], torch.Tens
         yield
 
 
-@contextmanager
-def encoder_s_norm_touches_the_decoder() -> Iterator[None]:
+@under(lambda: _last_encoder_layer(lambda x, norm, part: norm(x)))
+def encoder_s_norm_touches_the_decoder() -> None:
     """The norm at the encoder's end also normalises the decoder's positions."""
-    with _last_encoder_layer(lambda x, norm, part: norm(x)):
-        yield
 
 
-@contextmanager
-def cross_attention_reads_what_is_not_normalised() -> Iterator[None]:
+@under(
+    lambda: _last_encoder_layer(lambda x, norm, part: torch.cat((x[:, :part] + 0 * norm(x[:, :part]), x[:, part:]), 1))
+)
+def cross_attention_reads_what_is_not_normalised() -> None:
     """The encoder's output is what its norm takes. The norm keeps a gradient, which is 0."""
-    with _last_encoder_layer(lambda x, norm, part: torch.cat((x[:, :part] + 0 * norm(x[:, :part]), x[:, part:]), 1)):
-        yield
 
 
 @bug(T5, "embed")
-def parts_not_shared_out_alike(
-    original: Any, self: T5, tokens: torch.Tensor, positions: torch.Tensor, encoder_len: int
-) -> torch.Tensor:
+def parts_not_shared_out_alike(original: Any, self: T5, *inputs: Any) -> torch.Tensor:
     """Under sequence parallelism a process takes a contiguous piece of both parts together."""
     with patch.object(self, "sequence_shards", 1):
-        return original(self, tokens, positions, encoder_len)
+        return original(self, *inputs)
 
 
-@contextmanager
-def gradient_of_the_encoder_s_output_not_summed() -> Iterator[None]:
+@under(lambda: patch.object(tensor_styles.CrossRegion, "forward", tensor_styles.Region.forward))
+def gradient_of_the_encoder_s_output_not_summed() -> None:
     """Each tensor-parallel process passes the gradient of its own heads' keys and values to the encoder."""
-
-    with patch.object(tensor_styles.CrossRegion, "forward", tensor_styles.Region.forward):
-        yield
 
 
 @bug(tensor_styles.HeadTable, "forward")
@@ -92,9 +83,7 @@ def biases_of_other_heads(original: Any, self: Any, rows: torch.Tensor) -> torch
 
 
 @bug(T5, "layer_inputs")
-def encoder_s_bias_in_the_first_stage_alone(
-    original: Any, self: T5, positions: torch.Tensor, encoder_len: int
-) -> tuple[LayerInputs]:
+def encoder_s_bias_in_the_first_stage_alone(original: Any, self: T5, *positions: Any) -> tuple[LayerInputs]:
     """Encoder layers of later stages get no relative positions."""
-    (inputs,) = original(self, positions, encoder_len)
+    (inputs,) = original(self, *positions)
     return (inputs if self.is_first else inputs._replace(encoder_bias=None),)

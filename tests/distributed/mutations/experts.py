@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from tests.distributed.mutations import bug
+from tests.distributed.mutations import bug, under
 from titan_like.checkpoint import loader
 from titan_like.models.layers import experts
 from titan_like.models.layers.experts import ExpertLinear, Router, Routing, SparseMLP
@@ -24,11 +24,10 @@ from titan_like.parallel.model import WholeModel
 from titan_like.train.trainer import Trainer
 
 
-@contextmanager
-def weights_not_renormalised() -> Iterator[None]:
+@bug(experts.F, "normalize")
+def weights_not_renormalised(_: Any, weights: Any, **_options: Any) -> Any:
     """The weights of a token's experts do not sum to 1."""
-    with patch.object(experts.F, "normalize", lambda weights, **_: weights):
-        yield
+    return weights
 
 
 @bug(Router, "forward")
@@ -90,12 +89,10 @@ def first_weights_in_half_types(original: Any, self: ExpertLinear) -> torch.Tens
     return first + (found - found.detach())
 
 
-@contextmanager
-def loads_of_skipped_steps() -> Iterator[None]:
+@bug(ExpertBalance, "finish")
+def loads_of_skipped_steps(original: Any, self: Any, skip: Any) -> Any:
     """A step whose update is skipped leaves its loads behind."""
-    original = ExpertBalance.finish
-    with patch.object(ExpertBalance, "finish", lambda self, skip: original(self, torch.zeros_like(skip))):
-        yield
+    return original(self, torch.zeros_like(skip))
 
 
 @bug(loader, "model_tensors")
@@ -111,11 +108,10 @@ def shared_experts_twice(original: Any, self: SparseMLP, x: torch.Tensor, **name
     return original(self, x, **named) + self.shared(x)
 
 
-@contextmanager
-def results_in_another_order() -> Iterator[None]:
+@bug(experts, "permuted")
+def results_in_another_order(_: Any, rows: Any, order: Any, inverse: Any) -> Any:
     """Results go back to tokens by the order that sorted them, not by its inverse."""
-    with patch.object(experts, "permuted", lambda rows, order, inverse: rows[inverse]):
-        yield
+    return rows[inverse]
 
 
 @bug(WholeModel, "forward_backward")
@@ -152,25 +148,19 @@ def _scaled(factor: Callable[[Any], float]) -> Any:
     return patch.object(shared_experts.SplitExpertLinear, "matrices", matrices)
 
 
-@contextmanager
-def experts_averaged_over_their_group() -> Iterator[None]:
+@under(lambda: _scaled(lambda size: 1 / size))
+def experts_averaged_over_their_group() -> None:
     """The gradients of experts are divided by the size of the EP group."""
-    with _scaled(lambda size: 1 / size):
-        yield
 
 
-@contextmanager
-def experts_gradients_doubled() -> Iterator[None]:
+@under(lambda: _scaled(float))
+def experts_gradients_doubled() -> None:
     """The gradients of experts are as many times too large."""
-    with _scaled(float):
-        yield
 
 
-@contextmanager
-def routers_not_summed_over_tensor_ranks() -> Iterator[None]:
+@under(lambda: patch.object(tensor_styles.ReplicatedRouter, "partial_gradients", ()))
+def routers_not_summed_over_tensor_ranks() -> None:
     """A tensor-parallel rank's router learns from its own part of the sequence alone."""
-    with patch.object(tensor_styles.ReplicatedRouter, "partial_gradients", ()):
-        yield
 
 
 @bug(tensor_styles.ReplicatedRouter, "forward")
@@ -187,14 +177,9 @@ def experts_not_summed(original: Any, self: DataParallel, *arguments: Any) -> No
     del self._all_reduces[1:]
 
 
-@contextmanager
-def rows_returned_as_they_were_sorted() -> Iterator[None]:
+@bug(shared_experts, "permuted")
+def rows_returned_as_they_were_sorted(_: Any, rows: Any, order: torch.Tensor, inverse: torch.Tensor) -> Any:
     """Results go back to the ranks that sent the rows in the order of the experts."""
-    with patch.object(shared_experts, "permuted", _sorts_only):
-        yield
-
-
-def _sorts_only(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     is_sorting = bool((order.diff() > 0).float().mean() >= (inverse.diff() > 0).float().mean())
     return rows[order] if is_sorting else rows
 
@@ -228,9 +213,7 @@ def balance_times_expert_ranks() -> Iterator[None]:
 
 
 @bug(shared_experts, "all_to_all_rows")
-def experts_of_the_wrong_rank(
-    original: Any, x: torch.Tensor, input_splits: list[int], output_splits: list[int], group: Any
-) -> torch.Tensor:
+def experts_of_the_wrong_rank(original: Any, x: Any, input_splits: Any, output_splits: Any, group: Any) -> Any:
     """Rows are sent to the ranks in reverse."""
     parts = original(x, input_splits, output_splits, group).split(output_splits)
     return torch.cat(parts[::-1]) if group.rank else torch.cat(parts)

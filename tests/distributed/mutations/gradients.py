@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.distributed.mutations import bug
+from tests.distributed.mutations import bug, under
 from titan_like.data.batch import Batch
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.models.layers import cross_entropy
@@ -26,11 +26,9 @@ from titan_like.train import trainer
 from titan_like.train.trainer import Trainer
 
 
-@contextmanager
-def tied_tables_not_summed() -> Iterator[None]:
+@bug(trainer, "sum_gradients_of_copies")
+def tied_tables_not_summed(*_: Any) -> None:
     """Each end of the pipeline keeps its own part of the table's gradient."""
-    with patch.object(trainer, "sum_gradients_of_copies", lambda *_: None):
-        yield
 
 
 @bug(Gradients, "norm")
@@ -86,20 +84,16 @@ def loss_times_microbatches(original: Any, self: WholeModel, inputs: list[torch.
 
 
 @bug(Trainer, "_update")
-def last_stage_not_updated(
-    original: Any, self: Trainer, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor
-) -> None:
+def last_stage_not_updated(original: Any, self: Trainer, *update: Any, **skip: Any) -> None:
     """The last stage's optimizer does nothing."""
     stage = self.mesh["pp"]
     if stage.size() == 1 or stage.get_local_rank() < stage.size() - 1:
-        original(self, grad_norm, lr, skip)
+        original(self, *update, **skip)
 
 
-@contextmanager
-def partial_gradients_not_summed() -> Iterator[None]:
+@bug(trainer, "sum_partial_gradients")
+def partial_gradients_not_summed(_original: Any, _: Any) -> None:
     """Sequence parallelism leaves the gradients of norms partial."""
-    with patch.object(trainer, "sum_partial_gradients", lambda _: None):
-        yield
 
 
 @bug(Trainer, "_complete_gradients")
@@ -147,12 +141,10 @@ def all_gathers_gradient_not_summed(original: Any, ctx: Any, gradient: torch.Ten
     return gradient.chunk(ctx.group.size, 1)[ctx.group.rank], None, None
 
 
-@contextmanager
-def last_unit_not_all_reduced() -> Iterator[None]:
+@bug(data, "GradientAllReduce")
+def last_unit_not_all_reduced(original: Any, units: Any, group: Any) -> Any:
     """Without ZeRO the gradients outside the layers stay those of each process."""
-    original = data.GradientAllReduce
-    with patch.object(data, "GradientAllReduce", lambda units, group: original(units[:-1], group)):
-        yield
+    return original(units[:-1], group)
 
 
 @bug(Gradients, "norm")
@@ -162,11 +154,9 @@ def norm_of_one_shard(original: Any, self: Gradients) -> torch.Tensor:
         return original(self)
 
 
-@contextmanager
-def tied_table_counted_twice() -> Iterator[None]:
+@under(lambda: patch.object(ParallelModel, "counted_parameters", ParallelModel.parameters))
+def tied_table_counted_twice() -> None:
     """The gradient norm has both copies of a tied table."""
-    with patch.object(ParallelModel, "counted_parameters", ParallelModel.parameters):
-        yield
 
 
 @bug(activation_checkpoint, "checkpoint")
@@ -220,10 +210,10 @@ def gradients_of_complete_units_lost(_: Any, self: gradients.ComputeCopies, numb
 
 @bug(cross_entropy, "_add_product")
 def table_gets_the_last_chunk_s_gradient(
-    original: Any, total: Any, gradient: torch.Tensor, x: torch.Tensor, several: bool
-) -> torch.Tensor:
+    original: Any, total: Any, gradient: Any, x: torch.Tensor, *several: Any
+) -> Any:
     """In a half type, each chunk of the loss overwrites the gradient of the output matrix."""
-    return original(total if x.dtype.itemsize > 2 else None, gradient, x, several)
+    return original(total if x.dtype.itemsize > 2 else None, gradient, x, *several)
 
 
 @bug(data, "MixedPrecisionPolicy")
@@ -240,12 +230,10 @@ def losses_summed_in_bfloat16(original: Any, self: Trainer, value: torch.Tensor)
     value.copy_(rounded)
 
 
-@contextmanager
-def norm_in_float16() -> Iterator[None]:
+@bug(Gradients, "norm")
+def norm_in_float16(original: Any, self: Any) -> Any:
     """The gradient norm is rounded to float16."""
-    original = Gradients.norm
-    with patch.object(Gradients, "norm", lambda self: original(self).half().float()):
-        yield
+    return original(self).half().float()
 
 
 @bug(WholeModel, "forward_backward")

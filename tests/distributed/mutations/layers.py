@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from tests.distributed.mutations import bug
 from titan_like.models import transformer
@@ -44,25 +41,19 @@ def attention_fails(*_: Any, **__: Any) -> torch.Tensor:
     raise ValueError("\nno kernel takes this:\n  heads of 8 dimensions\n\nSet VERBOSE=1 for the internal stack")
 
 
-@contextmanager
-def same_start_on_every_stage() -> Iterator[None]:
+@bug(Transformer, "init_weights")
+def same_start_on_every_stage(original: Any, self: Transformer, seed: int) -> None:
     """Each stage numbers its layers from 0 when it draws their weights."""
-    original_init, original_fill = Transformer.init_weights, transformer.fill_normal
+    original_fill, first = transformer.fill_normal, min(map(int, self.layers))
 
-    def init_weights(self: Transformer, seed: int) -> None:
-        first = min(map(int, self.layers))
+    def fill(parameter: nn.Parameter, seed: int, name: str, std: float, block: int) -> None:
+        parts = name.split(".")
+        if parts[0] == "layers":
+            parts[1] = str(int(parts[1]) - first)
+        original_fill(parameter, seed, ".".join(parts), std, block)
 
-        def fill(parameter: nn.Parameter, seed: int, name: str, std: float, block: int) -> None:
-            parts = name.split(".")
-            if parts[0] == "layers":
-                parts[1] = str(int(parts[1]) - first)
-            original_fill(parameter, seed, ".".join(parts), std, block)
-
-        with patch.object(transformer, "fill_normal", fill):
-            original_init(self, seed)
-
-    with patch.object(Transformer, "init_weights", init_weights):
-        yield
+    with patch.object(transformer, "fill_normal", fill):
+        original(self, seed)
 
 
 @bug(tensor_styles, "combine")
@@ -86,18 +77,12 @@ def softmax_of_own_vocabulary(original: Any, x: torch.Tensor, dim: int, group: G
     return gathered
 
 
-@contextmanager
-def key_heads_of_the_next_group() -> Iterator[None]:
+@bug(tensor_styles.SplitHeads, "split")
+def key_heads_of_the_next_group(original: Any, module: nn.Module, *mesh: Any) -> None:
     """Under tensor parallelism queries meet the keys and values of another group of heads."""
-    split = tensor_styles.SplitHeads.split
-
-    def roll(module: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-        split(module, mesh, sequence_parallel)
-        forward = module.forward
-        module.forward = lambda q, k, v, *mask: forward(q, k.roll(1, 1), v.roll(1, 1), *mask)
-
-    with patch.object(tensor_styles.SplitHeads, "split", roll):
-        yield
+    original(module, *mesh)
+    forward = module.forward
+    module.forward = lambda q, k, v, *mask: forward(q, k.roll(1, 1), v.roll(1, 1), *mask)
 
 
 @bug(tensor_styles, "all_gather")
@@ -125,9 +110,7 @@ def softmax_without_maximum(original: Any, *args: Any) -> torch.Tensor:
 
 
 @bug(GPT, "embed")
-def positions_of_a_dimension_that_tokens_lack(
-    original: Any, self: GPT, tokens: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
+def positions_of_a_dimension_that_tokens_lack(original: Any, self: GPT, tokens: Any, positions: torch.Tensor) -> Any:
     """The embedding of positions fails, on one process too."""
     return original(self, tokens, positions[: tokens.shape[2]])
 
@@ -139,25 +122,19 @@ def stages_after_the_fourth_in_reverse(original: Any, counts: list[int]) -> list
     return stages if len(stages) < 5 else [*stages[:3], stages[4], stages[3], *stages[5:]]
 
 
-@contextmanager
-def rotary_table_ends_at_128() -> Iterator[None]:
+@bug(llama_model, "rope_cos_sin")
+def rotary_table_ends_at_128(original: Any, positions: Any, *rest: Any) -> Any:
     """All later positions are turned as the 128th is."""
-    original = llama_model.rope_cos_sin
-    with patch.object(llama_model, "rope_cos_sin", lambda positions, *rest: original(positions.clamp(max=127), *rest)):
-        yield
+    return original(positions.clamp(max=127), *rest)
 
 
 @bug(Llama, "layer_inputs")
-def rotary_table_of_later_stages_ends_at_128(
-    original: Any, self: Llama, positions: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+def rotary_table_of_later_stages_ends_at_128(original: Any, self: Llama, positions: torch.Tensor) -> Any:
     """Pipeline stages after the first turn all later positions as the 128th."""
     return original(self, positions if self.is_first else positions.clamp(max=127))
 
 
 @bug(GPT, "embed")
-def learned_positions_end_at_128(
-    original: Any, self: GPT, tokens: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
+def learned_positions_end_at_128(original: Any, self: GPT, tokens: Any, positions: torch.Tensor) -> torch.Tensor:
     """All later positions take the 128th row."""
     return original(self, tokens, positions.clamp(max=127))

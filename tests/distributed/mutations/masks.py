@@ -28,30 +28,25 @@ _get_sample = Masks.__getitem__
 
 
 @bug(Transformer, "forward")
-def later_stages_attend_causally(
-    original: Any, self: Transformer, x: torch.Tensor, document_mask: Any = None, **others: Any
-) -> Any:
+def later_stages_attend_causally(original: Any, self: Any, x: Any, document_mask: Any = None, **others: Any) -> Any:
     """Pipeline stages after the first get no mask."""
     return original(self, x, document_mask=document_mask if self.is_first else None, **others)
 
 
 @bug(Transformer, "forward")
-def later_stages_count_positions_through(
-    original: Any, self: Transformer, x: torch.Tensor, positions: Any = None, **others: Any
-) -> Any:
+def later_stages_count_positions_through(original: Any, self: Any, x: Any, positions: Any = None, **others: Any) -> Any:
     """Pipeline stages after the first get no positions."""
     return original(self, x, positions=positions if self.is_first else None, **others)
 
 
 @bug(AttentionCore, "forward")
 def recomputation_attends_causally(
-    original: Any, self: AttentionCore, q: Any, k: Any, v: Any, document_mask: KeyRanges | None = None, bias: Any = None
-) -> torch.Tensor:
+    original: Any, self: Any, q: Any, k: Any, v: Any, mask: Any = None, *bias: Any
+) -> Any:
     """What is recomputed has no mask."""
-    if document_mask is not None and is_in_backward_pass():
-        end = torch.arange(1, q.shape[2] + 1).expand_as(document_mask.end)
-        document_mask = document_mask._replace(end=end)
-    return original(self, q, k, v, document_mask, bias)
+    if mask is not None and is_in_backward_pass():
+        mask = mask._replace(end=torch.arange(1, q.shape[2] + 1).expand_as(mask.end))
+    return original(self, q, k, v, mask, *bias)
 
 
 @bug(PositionEmbedding, "forward")
@@ -63,13 +58,12 @@ def first_part_of_positions_everywhere(original: Any, self: PositionEmbedding, p
 
 
 @bug(AttentionCore, "forward")
-def second_half_of_heads_sees_all_documents(
-    original: Any, self: AttentionCore, q: Any, k: Any, v: Any, document_mask: KeyRanges | None = None, bias: Any = None
-) -> torch.Tensor:
+def second_half_of_heads_sees_all_documents(original: Any, self: Any, q: Any, k: Any, v: Any, *masks: Any) -> Any:
     """Tensor-parallel processes but the first let tokens see other documents."""
-    if document_mask is not None and dist.get_rank() % 2:
-        document_mask = document_mask._replace(first=torch.zeros_like(document_mask.first))
-    return original(self, q, k, v, document_mask, bias)
+    mask, *bias = masks or (None,)
+    if mask is not None and dist.get_rank() % 2:
+        mask = mask._replace(first=torch.zeros_like(mask.first))
+    return original(self, q, k, v, mask, *bias)
 
 
 @bug(CPShard, "shard")
@@ -127,18 +121,14 @@ def prefixes_drawn_from_the_start_when_resumed(original: Any, self: Trainer) -> 
 
 
 @bug(MaskedTokens, "apply")
-def replaced_tokens_are_their_own_labels(
-    original: Any, self: MaskedTokens, sample: Batch, seed: int, index: int
-) -> Batch:
+def replaced_tokens_are_their_own_labels(original: Any, self: MaskedTokens, *drawn: Any) -> Batch:
     """A masked token is to be predicted as the mask."""
-    made = original(self, sample, seed, index)
+    made = original(self, *drawn)
     return made._replace(labels=torch.where(made.labels == IGNORED_LABEL, made.labels, made.tokens))
 
 
 @bug(interval_attention, "_blocks")
-def later_blocks_of_documents_miss_a_key(
-    original: Any, *inputs: torch.Tensor
-) -> Iterator[tuple[int, slice, slice, torch.Tensor]]:
+def later_blocks_of_documents_miss_a_key(original: Any, *inputs: torch.Tensor) -> Iterator[tuple[Any, ...]]:
     """On a CPU, blocks of queries after the first of a document do not see its first token."""
     for row, queries, keys, visible in original(*inputs):
         if queries.start > keys.start:

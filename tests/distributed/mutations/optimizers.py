@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from tests.distributed.mutations import bug
+from tests.distributed.mutations import bug, under
 from tests.distributed.mutations.updates import after_init
 from titan_like.optim import adafactor, muon
 from titan_like.optim.muon import MatrixExchange
@@ -26,18 +24,14 @@ def _not_summed_along(dim: int) -> Any:
     return patch.object(adafactor, "shard_groups", shard_groups)
 
 
-@contextmanager
-def row_means_of_own_columns() -> Iterator[None]:
+@under(lambda: _not_summed_along(1))
+def row_means_of_own_columns() -> None:
     """Adafactor's mean of a row is over the columns that a process holds."""
-    with _not_summed_along(1):
-        yield
 
 
-@contextmanager
-def column_means_of_own_rows() -> Iterator[None]:
+@under(lambda: _not_summed_along(0))
+def column_means_of_own_rows() -> None:
     """Adafactor's mean of a column is over the rows that a process holds."""
-    with _not_summed_along(0):
-        yield
 
 
 @bug(adafactor._Update, "divide")
@@ -47,9 +41,7 @@ def clipped_by_the_norm_of_a_shard(original: Any, self: Any) -> Partial:
 
 
 @bug(ShardedOptimizer, "assign")
-def skipped_steps_counted_as_updates(
-    original: Any, self: ShardedOptimizer, old: torch.Tensor, new: torch.Tensor
-) -> None:
+def skipped_steps_counted_as_updates(original: Any, self: Any, old: torch.Tensor, new: torch.Tensor) -> None:
     """Adafactor's decay rate goes on in a skipped step."""
     if old.dtype == torch.float32 and old.ndim == 0:
         old.copy_(new)
@@ -57,11 +49,10 @@ def skipped_steps_counted_as_updates(
         original(self, old, new)
 
 
-@contextmanager
-def shards_orthogonalised_alone() -> Iterator[None]:
+@bug(muon, "sharded_dimensions")
+def shards_orthogonalised_alone(_original: Any, _: Any) -> Any:
     """Muon takes a process's part of a matrix for the whole."""
-    with patch.object(muon, "sharded_dimensions", lambda _: ()):
-        yield
+    return ()
 
 
 @bug(MatrixExchange, "gather")

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from tests.distributed.mutations import bug
+from tests.distributed.mutations import bug, under
 from titan_like.data.batch import Batch
 from titan_like.data.sentence_pairs import SentencePairs
 from titan_like.models.bert.model import Bert
@@ -27,18 +27,14 @@ def _changed_inputs(**values: Any) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def types_dropped() -> Iterator[None]:
+@under(lambda: _changed_inputs(token_types=None))
+def types_dropped() -> None:
     """All tokens are of the first type."""
-    with _changed_inputs(token_types=None):
-        yield
 
 
-@contextmanager
-def padding_is_seen() -> Iterator[None]:
+@under(lambda: _changed_inputs(document_mask=None))
+def padding_is_seen() -> None:
     """Attention sees the padding."""
-    with _changed_inputs(document_mask=None):
-        yield
 
 
 @bug(SentencePairs, "make")
@@ -54,12 +50,10 @@ def pairs_drawn_by_each_process(original: Any, self: SentencePairs, samples: Any
     return original(self, samples, index, seed + dist.get_rank())
 
 
-@contextmanager
-def pairs_divided_by_tokens() -> Iterator[None]:
+@bug(trainer, "num_labels")
+def pairs_divided_by_tokens(original: Any, *arguments: Any) -> Any:
     """The loss of pairs is divided by the number of masked tokens."""
-    original = trainer.num_labels
-    with patch.object(trainer, "num_labels", lambda *arguments: original(*arguments)[:1].expand(2)):
-        yield
+    return original(*arguments)[:1].expand(2)
 
 
 @bug(Bert, "loss")
@@ -76,11 +70,10 @@ def losses_under_each_other_s_names(original: Any, predictions: Any, losses: Any
     return original(predictions, losses[::-1])
 
 
-@contextmanager
-def each_rank_takes_its_own_first_token() -> Iterator[None]:
+@bug(FirstTokenOfAll, "forward")
+def each_rank_takes_its_own_first_token(_: Any, self: Any, x: Any) -> Any:
     """Under sequence parallelism each rank takes the first token of its part of the sequence."""
-    with patch.object(FirstTokenOfAll, "forward", lambda self, x: x[:, :1]):
-        yield
+    return x[:, :1]
 
 
 @bug(CopyFromFirstRank, "backward")
@@ -89,8 +82,6 @@ def first_token_gets_no_gradient(_: Any, ctx: Any, gradient: torch.Tensor) -> tu
     return torch.zeros_like(gradient), None
 
 
-@contextmanager
-def gradients_of_the_pooler_summed() -> Iterator[None]:
+@under(lambda: patch.object(PooledLinear, "partial_gradients", ("weight", "bias")))
+def gradients_of_the_pooler_summed() -> None:
     """Gradients that every rank has in full are summed as if they were partial."""
-    with patch.object(PooledLinear, "partial_gradients", ("weight", "bias")):
-        yield

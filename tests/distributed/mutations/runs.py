@@ -36,9 +36,7 @@ def data_of_one_process_shifted(original: Any, self: Trainer) -> Any:
 
 
 @bug(Pipeline, "forward")
-def validation_without_last_microbatch(
-    original: Any, self: Pipeline, inputs: list[torch.Tensor], add_loss: Any
-) -> None:
+def validation_without_last_microbatch(original: Any, self: Pipeline, inputs: Any, add_loss: Any) -> None:
     """A pipeline validates on all microbatches of a batch but the last."""
     last = len(inputs) - 1
 
@@ -86,9 +84,7 @@ def validation_on_everything(original: Any, self: Trainer) -> float:
 
 
 @bug(training_state, "resume")
-def resumed_without_moments(
-    original: Any, folder: Any, is_usable: Any, model: Any, optimizer: torch.optim.Optimizer
-) -> Any:
+def resumed_without_moments(original: Any, folder: Any, is_usable: Any, model: Any, optimizer: Any) -> Any:
     """A resumed run begins with an optimizer that remembers nothing."""
     state = original(folder, is_usable, model, optimizer)
     for values in optimizer.state.values():
@@ -97,11 +93,9 @@ def resumed_without_moments(
 
 
 @bug(training_state, "resume")
-def resumed_without_moments_where_the_layout_stays(
-    original: Any, folder: Any, is_usable: Any, model: Any, optimizer: torch.optim.Optimizer
-) -> Any:
+def resumed_without_moments_where_the_layout_stays(original: Any, *given: Any) -> Any:
     """A run that resumes with as many shards as it was saved with begins with an optimizer that remembers nothing."""
-    state = original(folder, is_usable, model, optimizer)
+    state, optimizer = original(*given), given[-1]
     shards = state.config["parallelism"]["data_parallel_shard_degree"] if state is not None else 0
     for values in optimizer.state.values() if shards == dist.get_world_size() else ():
         values["exp_avg"].zero_()
@@ -118,12 +112,10 @@ def resumed_shards_without_moments(original: Any, self: Trainer, is_usable: Any)
     return resumed
 
 
-@contextmanager
-def loss_scale_lost_when_resumed() -> Iterator[None]:
+@bug(training_state, "LossScaler")
+def loss_scale_lost_when_resumed(original: Any, device: Any, *_: Any, **__: Any) -> Any:
     """A resumed run begins with the loss scale of a new one."""
-    original = training_state.LossScaler
-    with patch.object(training_state, "LossScaler", lambda device, *_, **__: original(device)):
-        yield
+    return original(device)
 
 
 @bug(Trainer, "train_step")
@@ -136,11 +128,10 @@ def computes_for_ever(_: Any, self: Trainer, data: Any) -> Any:
         time.sleep(0.1)
 
 
-@contextmanager
-def ends_before_its_first_step() -> Iterator[None]:
+@bug(Trainer, "train")
+def ends_before_its_first_step(_: Any, self: Any) -> Any:
     """The process ends as if all were well."""
-    with patch.object(Trainer, "train", lambda self: sys.exit(0)):
-        yield
+    return sys.exit(0)
 
 
 @bug(Trainer, "_resume")
@@ -187,35 +178,27 @@ def cursor_of_full_batches(original: Any, self: Trainer) -> Any:
     return data
 
 
-@contextmanager
-def resumed_from_the_oldest() -> Iterator[None]:
+@bug(loader, "complete_steps")
+def resumed_from_the_oldest(original: Any, folder: Any) -> Any:
     """A run that may choose its checkpoint resumes from the oldest."""
-    original = loader.complete_steps
-    with patch.object(loader, "complete_steps", lambda folder: original(folder)[::-1]):
-        yield
+    return original(folder)[::-1]
 
 
 @bug(saver, "complete_checkpoint")
-def oldest_checkpoints_kept(
-    original: Any, folder: Path, run: RunState, keep_latest: int, files: dict[str, bytes]
-) -> None:
+def oldest_checkpoints_kept(original: Any, folder: Path, run: RunState, keep_latest: int, files: Any) -> None:
     """A save removes the newest checkpoints, not the oldest."""
     original(folder, run, 0, files)
     for step in complete_steps(folder)[keep_latest:] if keep_latest else []:
         shutil.rmtree(checkpoint_path(folder, step))
 
 
-@contextmanager
-def updates_do_not_wait_for_copies() -> Iterator[None]:
+@bug(Saver, "before_update")
+def updates_do_not_wait_for_copies(_: Any, self: Any) -> None:
     """The next update does not wait until an asynchronous save has copied the weights."""
-    with patch.object(Saver, "before_update", lambda self: None):
-        yield
 
 
 @bug(Saver, "_copy_one")
-def later_saves_hold_the_first_one_s_values(
-    original: Any, self: Saver, name: str, tensor: torch.Tensor
-) -> torch.Tensor:
+def later_saves_hold_the_first_one_s_values(original: Any, self: Saver, name: str, tensor: torch.Tensor) -> Any:
     """Asynchronous saves after a process's first do not copy tensors into their buffers again."""
     if tensor.ndim == 0 or name not in self._copies:
         return original(self, name, tensor)

@@ -76,12 +76,10 @@ def end_of_decay_forgotten(original: Any, section: Any, step: int, total: int) -
 
 
 @bug(Trainer, "_update")
-def gradients_not_unscaled(
-    original: Any, self: Trainer, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor
-) -> None:
+def gradients_not_unscaled(original: Any, self: Trainer, *update: Any, **skip: Any) -> None:
     """float16's loss scale stays in the gradients."""
     self.gradients_held.multiply(torch.as_tensor(self.loss_scale))
-    original(self, grad_norm, lr, skip)
+    original(self, *update, **skip)
 
 
 @after_init
@@ -92,20 +90,15 @@ def vectors_decay(self: Trainer) -> None:
 
 
 @bug(Trainer, "_update")
-def clipped_by_another_norm_in_half_types(
-    original: Any, self: Trainer, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor
-) -> None:
+def clipped_by_another_norm_in_half_types(original: Any, self: Any, grad_norm: Any, lr: float, **skip: Any) -> None:
     """In half types gradients are clipped by their norm times the number of data-parallel processes."""
-    original(self, grad_norm * (self.dp_size if self.config.training.dtype in HALF else 1), lr, skip)
+    original(self, grad_norm * (self.dp_size if self.config.training.dtype in HALF else 1), lr, **skip)
 
 
-@contextmanager
-def loss_scale_begins_at_1() -> Iterator[None]:
+@bug(training_state, "LossScaler")
+def loss_scale_begins_at_1(_: Any, device: Any, scale: Any = 1.0, **rest: Any) -> Any:
     """float16 begins without a loss scale."""
-    with patch.object(
-        training_state, "LossScaler", lambda device, scale=1.0, **rest: LossScaler(device, scale, **rest)
-    ):
-        yield
+    return LossScaler(device, scale, **rest)
 
 
 @bug(LossScaler, "update")
