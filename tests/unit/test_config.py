@@ -44,32 +44,23 @@ def test_command_line_beats_toml_beats_default(tmp_path):
 # Arguments => the value of a key
 OVERRIDES = """
 --training.steps 5 => training.steps = 5
---training.steps=5 => training.steps = 5
 --training.steps 1_000 => training.steps = 1000
---training.steps 5 --training.steps 6 => training.steps = 6
---optimizer.lr 3 => optimizer.lr = 3.0
 --optimizer.lr=1e-3 => optimizer.lr = 1e-3
 --parallelism.data_parallel_shard_degree -1 => parallelism.data_parallel_shard_degree = -1
 --checkpoint.enable => checkpoint.enable = True
---checkpoint.enable false => checkpoint.enable = False
 --training.batch_size_rampup 2 2 64 => training.batch_size_rampup = [2, 2, 64]
-'--training.batch_size_rampup=[2, 2, 64]' => training.batch_size_rampup = [2, 2, 64]
 --optimizer.betas 0.8 0.9 => optimizer.betas = (0.8, 0.9)
 --data.paths a.txt 'b c.txt' => data.paths = ["a.txt", "b c.txt"]
---data.paths=a.txt => data.paths = ["a.txt"]
 --data.paths '["a.txt", "b.txt"]' => data.paths = ["a.txt", "b.txt"]
 --data.paths 2023 2024 => data.paths = ["2023", "2024"]
 --data.paths 0.7 web 0.3 books => data.paths = [0.7, "web", 0.3, "books"]
 --data.paths 3 a b c => data.paths = ["3", "a", "b", "c"]
---data.paths 2023 a => data.paths = ["2023", "a"]
 --data.paths '[2023,"2024"]' => data.paths = [2023.0, "2024"]
---data.split 8,1,1 => data.split = "8,1,1"
 --job.description 42 => job.description = "42"
 --job.dump_folder=a=b => job.dump_folder = "a=b"
 --model.flavor 1.7b => model.flavor = "1.7b"
 --model.overrides.num_layers 2 => model.overrides = {"num_layers": 2}
 --model.overrides.tied_embeddings=false => model.overrides = {"tied_embeddings": False}
---model.overrides '{num_layers = 2}' => model.overrides = {"num_layers": 2}
 --model.flavors.a.num_layers=2 => model.flavors = {"a": {"num_layers": 2}}
 --model.overrides.rope_scaling.factor 8.0 => model.overrides = {"rope_scaling": {"factor": 8.0}}
 --training.steps=3 --training.steps none => training.steps = None
@@ -93,39 +84,26 @@ def test_override_of_one_model_field_keeps_the_toml_s_others(tmp_path):
 
 # Arguments => words of the message
 BAD = """
---training.step 5 => training.step = 5: ; did you mean training.steps?
 --trainin.seq_len 5 => trainin = "[table]": unknown section; did you mean training?
 --seq_len 5 => did you mean training.seq_len?
 --zzz.qqq 5 => unknown section; there are job, model
 --data.qqqqqqqqqqq 5 => --help lists them
 5 => command line ; --section.key value
 --training.steps -3 => training.steps = -3 ; greater than 0 ; optimizer steps
---training.steps x => training.steps = "x" ; valid integer
 --training.steps 1.5 => training.steps = 1.5 ; integer
---training.steps true => training.steps = true ; integer
 --optimizer.lr inf => optimizer.lr = inf ; finite
---training.batch_size_rampup 1 2 x => training.batch_size_rampup ; integer
 --parallelism.zero_stage 4 => parallelism.zero_stage = 4 ; less than or equal to 3
---model.overrides 3 => model.overrides = 3 ; dictionary
 --checkpoint.enable yes => checkpoint.enable = "yes" ; write true
---checkpoint.enable=Off => checkpoint.enable = "Off" ; write false
 --checkpoint.enable=1 => checkpoint.enable = 1 ; write true
 training.steps=5 => command line = "training.steps=5" ; two dashes; write --training.steps=5
 --job.seed=1 -training.steps 5 => "-training.steps" ; write --training.steps VALUE
 --job.seed=18446744073709551616 => job.seed = 18446744073709551616 ; less than or equal to 9223372036854
---health.hang_timeout_seconds=1e308 => hang_timeout_seconds = 1e+308 ; less than or equal to 1000000
---cluster.nodes=1000000000 => cluster.nodes = 1000000000 ; less than or equal to 32768
 """.strip().splitlines()
 BAD_TOML = r"""
-[training]\nstep = 5 => training.step = 5 ; did you mean training.steps?
-[optimiser]\nlr = 1.0 => optimiser ; unknown section; did you mean optimizer?
 [zzzzzzz] => unknown section; there are job, model
 training = 5 => training = 5 ; valid dictionary
-[[training]]\nsteps = 5 => training ; valid dictionary
 [training]\nsteps = "5" => training.steps = "5" ; integer
-[optimizer]\nlr = true => optimizer.lr = true ; number
 [model]\noverrides = 3 => model.overrides = 3 ; dictionary
-[checkpoint]\nenable = True => line 2 ; write true instead of True
 [checkpoint]\nenable = yes # please => line 2 ; write true instead of yes
 [training]\nsteps = 2026-02-30 => not valid TOML ; correct that
 """.strip().splitlines()
@@ -216,9 +194,6 @@ steps = 3
 [training]
 stepz = 5
 seq_len = "long"
-micro_batch_size = 0
-[optimiser]
-lr = 1.0
 [optimizer]
 lr = true
 """
@@ -227,8 +202,6 @@ WRONG_KEYS = [
     "steps = 3: unknown key; did you mean training.steps?",
     "training.stepz = 5: unknown key; did you mean training.steps?",
     'training.seq_len = "long": should be a valid integer',
-    "training.micro_batch_size = 0: should be greater than 0",
-    'optimiser = "[table]": unknown section; did you mean optimizer?',
     "optimizer.lr = true: should be a valid number",
     'checkpoint.enable = "yes": should be a valid boolean; write true',
     "job.sed = 1: unknown key; did you mean job.seed?",

@@ -58,12 +58,9 @@ def test_records_are_known_by_their_content(name: str, tmp_path: Path, monkeypat
 
 UNFIT = {
     "a.pdf": (b"%PDF-1.4\nabc", "holds no text, JSON, parquet or arrow; convert it"),
-    "a.png": (b"\x89PNG\r\n\x1a\n\x00\x00", "holds no text"),
     "a.CSV": (b"text,id\na,1\n", r"is a table \(.csv\); write it as .jsonl or .parquet, or name it .txt"),
-    "a.tsv.gz": (gzip.compress(b"a\tb\n"), r"is a table \(.tsv\)"),
     "a.json": (b'{\n "data": []\n}', "holds neither a JSON array nor a JSON object on each line"),
     "utf-16.jsonl": (LINES.decode().encode("utf-16"), "holds no text, .*; convert it to UTF-8 text"),
-    "utf-16.txt": ("hello".encode("utf-16"), ".*; convert it to UTF-8 text"),
 }
 
 

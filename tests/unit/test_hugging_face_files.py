@@ -378,8 +378,6 @@ def test_new_checkpoint_is_not_written_over_and_options_are_checked(tmp_path, mo
         ([*to_hf, "--output", f"{tmp_path}/full"], ["--output", f"{tmp_path}/full", "already exists"]),
         ([*to_hf, "--output", f"{tmp_path}/full/file/x"], ["--output", "name one that you may write to"]),
         ([*to_hf, "--output", f"{tmp_path}/new", "--max_shard_size", "0"], ["--max_shard_size = 0.0", "at least"]),
-        ([*to_hf, "--output", f"{tmp_path}/new", "--max_shard_size", "nan"], ["--max_shard_size", "at least"]),
-        ([*to_hf, "--output", f"{tmp_path}/new", "--max_shard_size", "1e308"], ["--max_shard_size", "at most 1,000"]),
         (
             [*to_hf, "--output", f"{tmp_path}/new", "--tokenizer", "no.json"],
             ['--tokenizer = "no.json"', "no such file"],
@@ -387,7 +385,6 @@ def test_new_checkpoint_is_not_written_over_and_options_are_checked(tmp_path, mo
         ([*to_hf, "--output", f"{tmp_path}/new", "--tokenizer", "byte"], ['--tokenizer = "byte"', "257 tokens"]),
         (["to-hf", "--checkpoint", f"{tmp_path}/empty", "--output", "x"], ["--checkpoint", "neither a checkpoint"]),
         (["from-hf", "--input", f"{tmp_path}/empty", "--output", "x"], ["--input", "has no config.json"]),
-        (["from-hf", "--input", f"{tmp_path}/none", "--output", "x"], ["--input", "has no config.json"]),
     ]:
         code, (line,) = run_here("scripts/convert.py", *argv), capsys.readouterr().err.splitlines()
         assert code == 2 and line.startswith("error: ")

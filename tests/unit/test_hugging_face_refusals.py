@@ -20,6 +20,7 @@ from tests.unit.hugging_face_cases import (
     bert_config,
     gpt_config,
     llama_config,
+    moe_config,
     random_model,
     save_checkpoint,
 )
@@ -106,10 +107,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "quantization_config": {"quant_method": "gptq", "bits": 4},
         "architectures": ["LlamaForSequenceClassification"],
         "model_type": "mistral",
-        "hidden_size": "64",
-        "vocab_size": -1,
         "rms_norm_eps": float("nan"),
-        "tie_word_embeddings": 1,
     },
     "gpt": {
         "activation_function": "gelu",
@@ -118,12 +116,8 @@ FIELDS: dict[str, dict[str, Any]] = {
         "add_cross_attention": True,
         "embd_pdrop": 0.5,
         "resid_pdrop": 2,
-        "n_layer": None,
-        "n_embd": True,
         "n_head": 5,
-        "layer_norm_epsilon": True,
         "architectures": "GPT2LMHeadModel",
-        "model_type": ["gpt2"],
     },
     "bert": {
         "hidden_act": "gelu_new",
@@ -241,6 +235,11 @@ def test_two_tables_that_should_be_one_are_refused(gpt: Path, tmp_path: Path) ->
         (gpt_config(num_kv_heads=2), "2 key and value heads for 4 query heads, but GPT2LMHeadModel has one"),
         (bert_config(num_kv_heads=2), "2 key and value heads"),
         (bert_config(tied_embeddings=False), "tied_embeddings = false"),
+        (moe_config(num_shared_experts=1), "num_shared_experts = 1, which MixtralForCausalLM cannot represent"),
+        (moe_config(router_score="sigmoid"), "router_score = sigmoid"),
+        (moe_config(balance="bias"), "balance = bias"),
+        (moe_config(renormalize=False), "renormalize = False"),
+        (moe_config(num_dense_layers=1), "num_dense_layers = 1"),
     ],
 )
 def test_shapes_that_a_class_lacks_are_not_exported(tmp_path: Path, shape: Any, told: str) -> None:

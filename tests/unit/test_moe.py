@@ -15,11 +15,9 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from tests.reference.experts import PlainExperts
 from tests.unit.hugging_face_cases import MOE, moe_config, random_model, save_checkpoint
-from titan_like.checkpoint.loader import CheckpointWeights, load_checkpoint, model_tensors
-from titan_like.config.errors import ConfigError
+from titan_like.checkpoint.loader import load_checkpoint, model_tensors
 from titan_like.config.load import load_config
 from titan_like.config.schema import Model
-from titan_like.hugging_face.convert import to_hugging_face
 from titan_like.models import hugging_face
 from titan_like.models.layers import experts
 from titan_like.models.layers.experts import Router, SparseMLP, expert_product
@@ -205,22 +203,6 @@ def test_initial_weights():
         assert weight.std().item() == pytest.approx(std, rel=0.05)  # of 7680 numbers
         assert getattr(mlp.shared, name).weight.std().item() == pytest.approx(std, rel=0.1)
     assert mlp.router.load.tolist() == pytest.approx([0.2] * 5)
-
-
-@pytest.mark.parametrize(
-    ("values", "told"),
-    [
-        ({"num_shared_experts": 1}, "num_shared_experts = 1, which MixtralForCausalLM cannot represent"),
-        ({"router_score": "sigmoid"}, "router_score = sigmoid"),
-        ({"balance": "bias"}, "balance = bias"),
-        ({"renormalize": False}, "renormalize = False"),
-        ({"num_dense_layers": 1}, "num_dense_layers = 1"),
-    ],
-)
-def test_what_transformers_lacks_is_not_exported(tmp_path, values, told):
-    path = save_checkpoint(tmp_path, random_model(moe_config(**values)).float())
-    with pytest.raises(ConfigError, match=told):
-        to_hugging_face(CheckpointWeights(path), tmp_path / "hf", None, 10**9, None)
 
 
 def test_a_dry_run_counts_what_a_token_uses():
