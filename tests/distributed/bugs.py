@@ -92,6 +92,11 @@ FLOAT8_ROWS = [*FLOAT8, "--float8.recipe", "rowwise"]
 
 ADAFACTOR, MUON = (["--optimizer.name", name] for name in ("adafactor", "muon"))
 
+LLAMA_ONE, LLAMA_STAGES = (["--job.config_file", LLAMA, *layout] for layout in (ONE, PIPELINE))
+REDUCED_IN_BFLOAT16 = [*ZERO_1, *BFLOAT16[:2], "--training.reduce_dtype", "bfloat16"]
+MANY_MASKED = [*PAIRS, "--data.mlm_probability", "0.5", *ONE]
+PP, TP, CP, CORE = "pipeline_parallel", "tensor_parallel", "context_parallel", "layers.0.attention.core"
+
 # Each bug with a layout that shows it, the axis at fault, the row of the first difference, and how the name of the
 # parameter or module at fault begins. `verify` finds those of an axis. Those of one_process are found by
 # tests/reference/test_training.py, which lists a few more in `BY_TESTS`. Those of data are in
@@ -110,20 +115,8 @@ BUGS = [
     (layers.stages_after_the_fourth_in_reverse, THREE_VIRTUAL, "pipeline_schedule", Row.LOSS, "layers."),
     (gradients.weight_products_of_one_microbatch_lost, ZERO_BUBBLE, "pipeline_schedule", Row.GRADIENT, "layers."),
     (gradients.third_samples_of_microbatches_lost, DATA, "one_process", Row.LOSS, "the loss"),
-    (
-        layers.rotary_table_ends_at_128,
-        ["--job.config_file", LLAMA, *ONE],
-        "one_process",
-        Row.LARGE_LOSS,
-        "layers.0.attention.core",
-    ),
-    (
-        layers.rotary_table_of_later_stages_ends_at_128,
-        ["--job.config_file", LLAMA, *PIPELINE],
-        "pipeline_parallel",
-        Row.LARGE_LOSS,
-        "layers.2.attention.core",
-    ),
+    (layers.rotary_table_ends_at_128, LLAMA_ONE, "one_process", Row.LARGE_LOSS, CORE),
+    (layers.rotary_table_of_later_stages_ends_at_128, LLAMA_STAGES, PP, Row.LARGE_LOSS, "layers.2.attention.core"),
     (layers.learned_positions_end_at_128, DATA, "one_process", Row.LARGE_LOSS, "position"),
     (gradients.tokens_of_one_process, DATA, "data_parallel", Row.LOSS, "the loss"),
     (gradients.gradients_averaged_over_data, DATA, "data_parallel", Row.GRADIENT, "norm.bias"),
@@ -149,13 +142,7 @@ BUGS = [
     (context.backward_ring_stands_still, RING, "context_parallel", Row.GRADIENT, "layers."),
     (context.last_step_of_the_ring_skipped, RING, "context_parallel", Row.LOSS, "layers.0.attention.core"),
     (context.denominators_merged_in_bfloat16, RING, "context_parallel", Row.LOSS, "layers.0.attention.core"),
-    (
-        context.bidirectional_ring_skips_later_chunks,
-        [*BERT, *RING[2:], "--model.overrides.dropout", "0"],
-        "context_parallel",
-        Row.LOSS,
-        "layers.0.attention.core",
-    ),
+    (context.bidirectional_ring_skips_later_chunks, [*BERT, *RING[2:], *NO_DROPOUT], CP, Row.LOSS, CORE),
     (layers.row_bias_added_by_each, TENSOR, "tensor_parallel", Row.GRADIENT, "layers."),
     (layers.softmax_of_own_vocabulary, TENSOR, "tensor_parallel", Row.LOSS, "the loss"),
     (layers.key_heads_of_the_next_group, LLAMA_TENSOR, "tensor_parallel", Row.LOSS, "layers.0.attention.core"),
@@ -211,29 +198,11 @@ BUGS = [
     (gradients.gradients_kept_in_bfloat16, [*TENSOR, *BFLOAT16[:2]], "accumulation", Row.SUMS, ""),
     (gradients.gradients_of_complete_units_lost, THREE_MICROBATCHES, "accumulation", Row.GRADIENT, ""),
     (gradients.table_gets_the_last_chunk_s_gradient, BFLOAT16, "one_process", Row.GRADIENT, "embedding.weight"),
-    (
-        gradients.gradients_reduced_in_float32,
-        [*ZERO_1, *BFLOAT16[:2], "--training.reduce_dtype", "bfloat16"],
-        "data_parallel",
-        Row.SUMS,
-        "gradients",
-    ),
+    (gradients.gradients_reduced_in_float32, REDUCED_IN_BFLOAT16, "data_parallel", Row.SUMS, "gradients"),
     (gradients.losses_summed_in_bfloat16, BFLOAT16, "one_process", Row.SUMS, "loss"),
     (gradients.norm_in_float16, FLOAT16, "one_process", Row.SUMS, "gradient norm"),
-    (
-        layers.row_sum_too_large_in_half_types,
-        [*TENSOR, *BFLOAT16[:2]],
-        "tensor_parallel",
-        Row.GRADIENT,
-        "layers.0.attention.proj",
-    ),
-    (
-        layers.softmax_combined_in_bfloat16,
-        [*TENSOR, *BFLOAT16[:2]],
-        "tensor_parallel",
-        Row.SUMS,
-        "loss of these logits",
-    ),
+    (layers.row_sum_too_large_in_half_types, [*TENSOR, *BFLOAT16[:2]], TP, Row.GRADIENT, "layers.0.attention.proj"),
+    (layers.softmax_combined_in_bfloat16, [*TENSOR, *BFLOAT16[:2]], TP, Row.SUMS, "loss of these logits"),
     (runs.loss_scale_lost_when_resumed, FLOAT16, "resume", Row.RESUMED, ""),
     (updates.weights_rounded_to_bfloat16, BFLOAT16, "one_process", Row.UPDATE, "embedding.weight"),
     (updates.betas_swapped, ONE, "one_process", Row.WEIGHT, "embedding.weight"),
@@ -251,32 +220,14 @@ BUGS = [
     (encoder_decoder.causal_buckets_in_the_encoder, [*T5, *ONE], "one_process", Row.LOSS, "encoder_bias"),
     (encoder_decoder.decoder_sees_the_future, [*T5, *ONE], "one_process", Row.LOSS, "layers.2.attention"),
     (encoder_decoder.encoder_s_norm_touches_the_decoder, [*T5, *PIPELINE], "pipeline_parallel", Row.LOSS, "layers.1"),
-    (
-        encoder_decoder.cross_attention_reads_what_is_not_normalised,
-        [*T5, *PIPELINE],
-        "pipeline_parallel",
-        Row.LOSS,
-        "layers.1",
-    ),
+    (encoder_decoder.cross_attention_reads_what_is_not_normalised, [*T5, *PIPELINE], PP, Row.LOSS, "layers.1"),
     (encoder_decoder.parts_not_shared_out_alike, [*T5, *SEQUENCE], "sequence_parallel", Row.LOSS, "embedding"),
-    (
-        encoder_decoder.gradient_of_the_encoder_s_output_not_summed,
-        [*T5, *TENSOR],
-        "tensor_parallel",
-        Row.GRADIENT,
-        "layers.3.cross_attention:",
-    ),
+    (encoder_decoder.gradient_of_the_encoder_s_output_not_summed, [*T5, *TENSOR], TP, Row.GRADIENT, "layers.3.cross"),
     (encoder_decoder.biases_of_other_heads, [*T5, *TENSOR], "tensor_parallel", Row.LOSS, "encoder_bias"),
     (pairs.types_dropped, [*PAIRS, *ONE], "one_process", Row.LOSS, "embedding_norm"),
     (pairs.padding_is_seen, [*PAIRS, *ONE], "one_process", Row.LOSS, "layers.0.attention"),
     (pairs.pairs_drawn_by_each_process, [*NEXT, *ZERO_3], "data_parallel", Row.SAMPLES, ""),
-    (
-        pairs.pairs_divided_by_tokens,
-        [*PAIRS, "--data.mlm_probability", "0.5", *ONE],
-        "one_process",
-        Row.LOSS,
-        "the loss",
-    ),
+    (pairs.pairs_divided_by_tokens, MANY_MASKED, "one_process", Row.LOSS, "the loss"),
     (pairs.pairs_weigh_as_much_as_tokens, [*PAIRS, *ONE], "one_process", Row.GRADIENT, "the loss"),
     (pairs.losses_under_each_other_s_names, [*PAIRS, *ONE], "one_process", Row.LOSS, "the loss"),
     (pairs.each_rank_takes_its_own_first_token, [*PAIRS, *SEQUENCE], "sequence_parallel", Row.LOSS, "first_token"),

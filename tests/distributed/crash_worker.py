@@ -20,18 +20,15 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.launch import base_config, full
+from tests.distributed.layouts import sizes
 from titan_like.checkpoint.loader import model_tensors, optimizer_tensors
 from titan_like.config.errors import RunError
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
 
-SETTINGS: dict[str, Any] = {
+SETTINGS: dict[str, Any] = sizes(32, 1, 4, 3) | {
     "model.overrides": {"num_layers": 1, "hidden_size": 30, "num_attention_heads": 2},  # shards are uneven
-    "training.seq_len": 32,
-    "training.micro_batch_size": 1,
-    "training.global_batch_size": 4,
-    "training.steps": 3,
     "checkpoint.enable": True,
     "checkpoint.interval": 1,
     "metrics.log_interval": 1000,

@@ -23,6 +23,12 @@ SCHEDULES = {  # virtual stages per rank, for the debug model's 4 layers on 2 pi
 }
 
 
+def sizes(seq: int, micro_batch: int, batch: int, steps: int = 1) -> dict[str, int]:
+    """Settings of the lengths of samples, batches and a run."""
+    values = {"seq_len": seq, "micro_batch_size": micro_batch, "global_batch_size": batch, "steps": steps}
+    return {f"training.{key}": value for key, value in values.items()}
+
+
 def pipeline(stages: int = 2, schedule: str = "1f1b", virtual: int | None = None) -> dict[str, Any]:
     """Settings of a pipeline; ``virtual``: stages per rank, if they are not those of `SCHEDULES`."""
     return {

@@ -7,20 +7,12 @@ import torch
 import torch._dynamo
 
 from tests.distributed.launch import launch, trainer_of
+from tests.distributed.layouts import sizes
 from titan_like.verify.watch import steps_alone
 
-SETTINGS = {
-    "model.overrides": {"num_layers": 2},
-    "training.seq_len": 32,
-    "training.micro_batch_size": 2,
-    "training.global_batch_size": 8,
-    "training.steps": 6,
-    "training.dtype": "bfloat16",
-    "data.reset_position_ids": True,
-    "data.reset_attention_mask": True,
-    "compile.enable": True,
-    "checkpoint.enable": False,
-}
+SETTINGS = sizes(32, 2, 8, 6) | {"model.overrides": {"num_layers": 2}, "training.dtype": "bfloat16"}
+SETTINGS |= {"data.reset_position_ids": True, "data.reset_attention_mask": True}
+SETTINGS |= {"compile.enable": True, "checkpoint.enable": False}
 
 
 def train_steadily(rank, folder, family):

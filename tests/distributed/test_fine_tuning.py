@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.distributed.launch import Case, assert_same, base_config, collect, losses_of_layouts, run_cases
-from tests.distributed.layouts import pipeline, recompute, tensor, zero
+from tests.distributed.layouts import pipeline, recompute, sizes, tensor, zero
 from tests.unit.chat_cases import CHATML, VOCAB_SIZE, conversations, save_tokenizer, write_lines
 from tests.unit.hugging_face_cases import gpt_config, llama_config, moe_config, reference_model
 from tests.unit.plain_loop import plain_adamw
@@ -44,16 +44,13 @@ def chat_settings(folder: Path, chats: list[list[dict[str, str]]]) -> dict[str, 
     """Settings of a run on conversations, with the tokenizer that is beside a model of transformers."""
     spec = save_tokenizer(folder / "hf", CHATML)
     write_lines(folder / "chats.jsonl", [{"messages": messages} for messages in chats])
-    return {
+    return sizes(SEQ, 1, BATCH) | {
         "data.dataset": "conversations",
         "data.paths": [str(folder / "chats.jsonl")],
         "data.tokenizer": str(spec),
         "data.split": "1,0,0",
         "data.reset_attention_mask": True,
         "data.reset_position_ids": True,
-        "training.seq_len": SEQ,
-        "training.micro_batch_size": 1,
-        "training.global_batch_size": BATCH,
         "training.max_norm": 0.0,
     }
 

@@ -22,20 +22,14 @@ from tests.distributed.launch import (
     trainer_of,
     worst,
 )
+from tests.distributed.layouts import sizes
 from titan_like.config.errors import ConfigError
 from titan_like.parallel.data import sharded_modules
 from titan_like.parallel.float8 import Float8Gathers
 
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "max_seq_len": 16}
-TINY = {
-    "model.overrides": SHAPE,
-    "training.seq_len": 16,
-    "training.micro_batch_size": 2,
-    "training.global_batch_size": 12,
-    "training.steps": 2,
-    "training.dtype": "bfloat16",
-    "float8.enable": True,
-}
+TINY: dict[str, Any] = sizes(16, 2, 12, 2)
+TINY |= {"model.overrides": SHAPE, "training.dtype": "bfloat16", "float8.enable": True}
 ONE = Case("one process", TINY)
 STAGES = [Case(f"zero {stage}", TINY | {"parallelism.zero_stage": stage}) for stage in (0, 1, 2, 3)]
 RECOMPUTED = Case("recomputed", TINY | {"parallelism.zero_stage": 3, "activation_checkpoint.mode": "full"})

@@ -9,18 +9,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.launch import collect, trainer_of
-from tests.distributed.layouts import pipeline, tensor, zero
+from tests.distributed.layouts import pipeline, sizes, tensor, zero
 from titan_like.metrics.record import StepRecord
 
-QUIET = {
-    "metrics.log_interval": 100,
-    "training.steps": 7,
-    "training.seq_len": 16,
-    "training.micro_batch_size": 2,
-    "training.global_batch_size": 8,
-    "checkpoint.enable": False,
-    "model.overrides": {"num_layers": 2, "hidden_size": 32},
-}
+QUIET = sizes(16, 2, 8, 7) | {"metrics.log_interval": 100, "checkpoint.enable": False}
+QUIET |= {"model.overrides": {"num_layers": 2, "hidden_size": 32}}
 EXPERTS = {
     "model.family": "moe",
     "training.dtype": "bfloat16",

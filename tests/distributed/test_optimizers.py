@@ -13,7 +13,7 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.launch import collect, trainer_of
-from tests.distributed.layouts import tensor, with_rule, zero
+from tests.distributed.layouts import sizes, tensor, with_rule, zero
 from tests.distributed.test_host_reads import CountReads
 from titan_like.checkpoint.loader import optimizer_tensors
 from titan_like.optim.shards import local
@@ -32,13 +32,7 @@ CALLS = {
     "adafactor zero 1, tensor with SP": {"allreduce_": 2 * (1 + TABLES) + 2 * 2},
     **{f"muon {name}": {"alltoall_base_": 2} for name in LAYOUTS},
 }
-RUN = {
-    "training.seq_len": 16,
-    "training.micro_batch_size": 2,
-    "training.global_batch_size": 8,
-    "training.steps": 12,
-    "metrics.log_interval": 100,
-}
+RUN = sizes(16, 2, 8, 12) | {"metrics.log_interval": 100}
 
 
 class CountUpdates(TorchDispatchMode):

@@ -10,16 +10,11 @@ import pytest
 import torch
 
 from tests.distributed.launch import Case, collect, full, relative, train_case, trainer_of
-from tests.distributed.layouts import pipeline, tensor, zero
+from tests.distributed.layouts import pipeline, sizes, tensor, zero
 from titan_like.train.trainer import Trainer
 
-TINY = {
-    "model.overrides": {"num_layers": 2, "hidden_size": 32, "max_seq_len": 16},
-    "training.seq_len": 16,
-    "training.micro_batch_size": 2,
-    "training.global_batch_size": 8,
-    "training.steps": 1,
-}
+TINY: dict[str, Any] = sizes(16, 2, 8)
+TINY |= {"model.overrides": {"num_layers": 2, "hidden_size": 32, "max_seq_len": 16}}
 FOUR_LAYERS = TINY["model.overrides"] | {"num_layers": 4}
 EXACT = Case("float32", TINY)
 EXACT_OF_FOUR = Case("float32 of four layers", TINY | {"model.overrides": FOUR_LAYERS})

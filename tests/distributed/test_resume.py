@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.distributed.launch import all_stages, base_config, by_name, collect, launch, trainer_of
-from tests.distributed.layouts import pipeline, recompute, tensor, zero
+from tests.distributed.layouts import pipeline, recompute, sizes, tensor, zero
 from tests.e2e.jobs import records
 from titan_like.checkpoint.step_folders import complete_steps
 from titan_like.train.trainer import Trainer
@@ -18,11 +18,7 @@ from titan_like.verify.dropout import Recorder
 from titan_like.verify.watch import digest, steps_alone
 
 TIMES = {"step_time_s", "data_time_s", "tokens_per_second", "tflops_per_device", "peak_memory_bytes"}
-SETTINGS = {
-    "training.seq_len": 32,
-    "training.micro_batch_size": 2,
-    "training.global_batch_size": 8,
-    "training.steps": 6,
+SETTINGS: dict[str, Any] = sizes(32, 2, 8, 6) | {
     "lr_scheduler.decay": "cosine",
     "lr_scheduler.warmup_steps": 2,
     "checkpoint.enable": True,

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.launch import Case, base_config, collect, trainer_of
-from tests.distributed.layouts import pipeline, recompute, tensor, zero
+from tests.distributed.layouts import pipeline, recompute, sizes, tensor, zero
 from tests.traces import fresh_stages
 from titan_like.models.registry import model_config
 from titan_like.optim.shards import local
@@ -45,13 +45,7 @@ def case(name: str, layout: dict[str, Any], unit_bytes: int = 0, microbatches: i
     size |= {"num_layers": 2} if has_few_stages and family != "t5" else {}
     size |= {"num_experts": 4, "expert_ffn_hidden_size": 48} if family == "moe" else {}
     batch = 2 * (microbatches or (3 if pipeline == 1 else 4)) * RANKS // (tensor * pipeline * context)
-    settings = {
-        "model.family": family,
-        "model.overrides": size | shape,
-        "training.seq_len": 16,
-        "training.micro_batch_size": 2,
-        "training.global_batch_size": batch,
-    }
+    settings = sizes(16, 2, batch) | {"model.family": family, "model.overrides": size | shape}
     return Case(name, settings | ({"training.decoder_seq_len": 8} if family == "t5" else {}) | layout, unit_bytes)
 
 

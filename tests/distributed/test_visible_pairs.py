@@ -4,21 +4,13 @@ import pytest
 import torch
 
 from tests.distributed.launch import collect, trainer_of
-from tests.distributed.layouts import pipeline, tensor
+from tests.distributed.layouts import pipeline, sizes, tensor
 from titan_like.verify.watch import steps_alone
 
 PEAK = 989.4e12  # the data sheet of the H100, in bfloat16
 HIDDEN, LAYERS, SEQ = 32, 4, 64
-RUN = {
-    "cluster.gpu": "H100",
-    "training.dtype": "bfloat16",
-    "training.steps": 2,
-    "training.seq_len": SEQ,
-    "training.micro_batch_size": 2,
-    "training.global_batch_size": 8,
-    "checkpoint.enable": False,
-    "model.overrides": {"num_layers": LAYERS, "hidden_size": HIDDEN},
-}
+RUN = sizes(SEQ, 2, 8, 2) | {"cluster.gpu": "H100", "training.dtype": "bfloat16", "checkpoint.enable": False}
+RUN |= {"model.overrides": {"num_layers": LAYERS, "hidden_size": HIDDEN}}
 DOCUMENTS = {"data.reset_attention_mask": True}
 
 

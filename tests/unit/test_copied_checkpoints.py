@@ -4,21 +4,14 @@ import json
 import shutil
 from pathlib import Path
 
-from titan_like.config import load_config
+from tests.unit.plain_loop import prepared, run_settings
 from titan_like.train.job import run_job
-from titan_like.train.rules import resolve_settings
-from titan_like.train.setup import prepare_run
 
 
 def train(dump: Path, steps: int, folder: Path | None = None) -> None:
-    text = dump.parent / "text.txt"
-    text.write_text("to be or not to be " * 200)
-    arguments = [f"--job.dump_folder={dump}", f"--training.steps={steps}", "--training.seq_len=16"]
-    arguments += ["--training.global_batch_size=2", "--training.micro_batch_size=2", "--evaluation.interval=0"]
-    arguments += ["--data.dataset=text", f"--data.paths={text}", "--checkpoint.enable", "--checkpoint.interval=2"]
-    arguments += ["--checkpoint.keep_latest=0", "--model.overrides.num_layers=1", "--model.overrides.hidden_size=8"]
-    arguments += [f"--checkpoint.folder={folder}"] if folder is not None else []
-    run_job(prepare_run(resolve_settings(load_config(arguments))))
+    settings = {"job.dump_folder": dump, "training.steps": steps, "checkpoint.enable": "true", "checkpoint.interval": 2}
+    settings |= {"checkpoint.keep_latest": 0} | ({"checkpoint.folder": folder} if folder is not None else {})
+    run_job(prepared(run_settings(dump.parent) | settings))
 
 
 def steps(path: Path) -> list[int]:
