@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import pre_tokenizers
 
 from tests.e2e.scripts import run_here
 from tests.unit.hugging_face_cases import (
@@ -306,33 +306,18 @@ def test_import_of_a_folder_without_tokenizer_json(tmp_path, capsys):
     assert (tmp_path / "back" / "vocab.json").is_file()
 
 
-@pytest.mark.parametrize("kind", ["tokenizer.json", "gpt2"])
-def test_tokenizer_files_come_along(tmp_path, kind):
-    if kind == "gpt2":
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        (tmp_path / "v.json").write_text(json.dumps({t: i for i, t in enumerate([*alphabet, "he", "<|endoftext|>"])}))
-        (tmp_path / "m.txt").write_text("#version: 0.2\nh e\n")
-        spec, texts = f"gpt2:{tmp_path}/v.json,{tmp_path}/m.txt", TEXTS
-    else:
-        words = Tokenizer(models.WordLevel({"?": 0, "to": 1, "be": 2, "or": 3, "</s>": 4}, unk_token="?"))
-        words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        words.save(str(tmp_path / "tokenizer.json"))
-        spec, texts = f"{tmp_path}/tokenizer.json", ["to be or not to be"]
+def test_gpt2_files_come_along(tmp_path):
+    """test_special_tokens.py has those of a tokenizer.json."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    (tmp_path / "v.json").write_text(json.dumps({t: i for i, t in enumerate([*alphabet, "he", "<|endoftext|>"])}))
+    (tmp_path / "m.txt").write_text("#version: 0.2\nh e\n")
+    spec = f"gpt2:{tmp_path}/v.json,{tmp_path}/m.txt"
     save_checkpoint(tmp_path / "run", random_model(MODELS["llama"]).float(), data={"tokenizer": spec})
     convert("to-hf", "--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)
-    ours = build_tokenizer(spec)
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"), build_tokenizer(spec)
     assert theirs.eos_token_id == theirs.bos_token_id == ours.eod_id
-    for text in texts:
+    for text in TEXTS:
         assert theirs(text)["input_ids"] == ours.encode(text).tolist()
-    # A run that trains on with the tokenizer of such a folder keeps what the folder says of it.
-    about = tmp_path / "hf" / "tokenizer_config.json"
-    about.write_text(about.read_text().replace("bos_token", "pad_token"))
-    (tmp_path / "hf" / "chat_template.jinja").write_text("{{ messages }}")
-    spec = f"{tmp_path}/hf/tokenizer.json"
-    convert("to-hf", "--checkpoint", tmp_path / "run", "--output", tmp_path / "more", "--tokenizer", spec)
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        assert (tmp_path / "more" / file).read_bytes() == (tmp_path / "hf" / file).read_bytes()
 
 
 def settings_for(config, path: Path, **checkpoint: object) -> JobConfig:

@@ -107,6 +107,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "quantization_config": {"quant_method": "gptq", "bits": 4},
         "architectures": ["LlamaForSequenceClassification"],
         "model_type": "mistral",
+        "hidden_size": "64",
         "rms_norm_eps": float("nan"),
     },
     "gpt": {

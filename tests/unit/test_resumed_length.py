@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.mutations import runs
+from tests.unit.plain_loop import run_settings
 from titan_like.checkpoint.step_folders import is_resumable
 from titan_like.config import load_config
 from titan_like.config.schema import JobConfig
@@ -26,23 +27,10 @@ SCHEDULES: dict[str, dict[str, object]] = {
 
 
 def config_of(dump: Path, settings: dict[str, object]) -> JobConfig:
-    text = dump.parent / "text.txt"
-    text.write_text("to be or not to be " * 200)
-    known: dict[str, object] = {
-        "job.dump_folder": dump,
-        "training.seq_len": SEQ_LEN,
-        "training.micro_batch_size": 4,
-        "training.global_batch_size": BATCH,
-        "evaluation.interval": 0,
-        "data.dataset": "text",
-        "data.paths": text,
-        "checkpoint.enable": "true",
-        "checkpoint.interval": 1,
-        "checkpoint.keep_latest": 0,
-        "model.overrides.num_layers": 1,
-        "model.overrides.hidden_size": 8,
-        "optimizer.lr": 1,
-    }
+    known = run_settings(dump.parent) | {"job.dump_folder": dump, "training.seq_len": SEQ_LEN, "optimizer.lr": 1}
+    known |= {"training.micro_batch_size": 4, "training.global_batch_size": BATCH, "training.steps": "none"}
+    known |= {"checkpoint.enable": "true", "checkpoint.interval": 1, "checkpoint.keep_latest": 0}
+    known |= {"model.overrides.num_layers": 1, "model.overrides.hidden_size": 8, "lr_scheduler.decay": "cosine"}
     return load_config([f"--{key}={value}" for key, value in (known | settings).items()])
 
 

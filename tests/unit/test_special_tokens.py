@@ -174,6 +174,9 @@ def test_what_a_source_says_survives_saves(tmp_path: Path) -> None:
         assert ends.items() <= json.loads((out / "config.json").read_text()).items()
         for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             assert (out / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+    to_hugging_face(CheckpointWeights(tmp_path / "run" / "step-1"), tmp_path / "given", None, 10**9, str(spec))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / "given" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
 
 
 @pytest.mark.parametrize(
