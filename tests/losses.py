@@ -1,7 +1,5 @@
 """The loss that a model computes, for tests that are not about the loss."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Layouts, and the planted bugs with what shows them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.distributed.mutations import (

@@ -1,7 +1,5 @@
 """What the processes of the tests of checkpoints do, and how they die."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

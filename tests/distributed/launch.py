@@ -3,8 +3,6 @@
 Groups and models take time to make, so one launch runs many cases one after the other.
 """
 
-from __future__ import annotations
-
 import gc
 import io
 import os

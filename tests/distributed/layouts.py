@@ -1,7 +1,5 @@
 """Layouts to hold against one process: the whole product, and small sets in which every pair of choices occurs."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace

@@ -1,7 +1,5 @@
 """A checkpoint of any layout holds the same bits when it is loaded in another; keep_latest and load_step."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention over CP shards is exact by every method, with as many bytes as the formulas say."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 from unittest.mock import patch

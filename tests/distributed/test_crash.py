@@ -1,7 +1,5 @@
 """A process killed at any instant leaves the last complete checkpoint, which loads and goes on bit for bit."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

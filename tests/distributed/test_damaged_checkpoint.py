@@ -1,7 +1,5 @@
 """A damaged newest checkpoint is named and the one before is used; a run with none that loads does not start."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """In every layout a checkpoint's scores are those of transformers on the same weights."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Fine-tuning from a folder of transformers is its own plain loop over single conversations, in every layout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Weights that ZeRO gathers in float8, and float8 products in compiled layers. test_verify.py has other layouts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch

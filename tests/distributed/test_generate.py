@@ -1,7 +1,5 @@
 """A checkpoint's model over several processes says what it says in one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Bad steps are left out on all ranks alike, and a run that has too many of them ends with a sentence."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

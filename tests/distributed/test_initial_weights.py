@@ -1,7 +1,5 @@
 """A new run begins with the weights of a Hugging Face folder or of a checkpoint, bit for bit in every layout."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from pathlib import Path

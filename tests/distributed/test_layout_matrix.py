@@ -13,8 +13,6 @@ steps, and all combinations with two data-parallel ranks for two steps of SGD (a
 benchmarks/results/layout_matrix_cpu.json.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 import shutil

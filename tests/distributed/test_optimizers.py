@@ -3,8 +3,6 @@
 `test_layout_matrix` has their training, and `test_checkpoint_layouts` their checkpoints.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

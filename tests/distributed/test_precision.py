@@ -1,7 +1,5 @@
 """Training in float16 and bfloat16, and steps that overflow. Verified runs all have a step that is not finite."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A model that chooses gives transformers' scores and the same training in every layout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

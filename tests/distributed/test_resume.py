@@ -1,7 +1,5 @@
 """A run that stops and goes on is the run that never stopped."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

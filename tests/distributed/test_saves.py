@@ -1,7 +1,5 @@
 """Saves in the background hold exactly the step that they are of; a save that fails leaves everything else whole."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import resource

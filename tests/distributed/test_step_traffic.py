@@ -1,7 +1,5 @@
 """What `step_traffic` and `rank_memory` say of a step, against what four processes really send and hold."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from pathlib import Path

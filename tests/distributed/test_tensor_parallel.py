@@ -3,8 +3,6 @@
 `test_layout_matrix` has parity, and `test_step_traffic` what is sent.
 """
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 

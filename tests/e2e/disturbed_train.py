@@ -1,8 +1,6 @@
 """train.py on whose rank 1 something goes wrong after step 3: --disturb=sleep or fail; or that does not wait long for
 another run to end: --disturb=impatient; or that leaves the processor to others: --disturb=slow."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

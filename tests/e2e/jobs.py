@@ -1,7 +1,5 @@
 """Jobs that can be looked at and disturbed while they run."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """The product's scripts as a user runs them, but in processes forked from one that has imported what they import."""
 
-from __future__ import annotations
-
 import importlib
 import multiprocessing
 import os

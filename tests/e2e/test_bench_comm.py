@@ -1,7 +1,5 @@
 """torchrun scripts/bench_comm.py, and a plan with what it measured."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """From text to a blend, by the commands of docs/data.md in their order, on one process and on two."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

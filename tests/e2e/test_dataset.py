@@ -1,7 +1,5 @@
 """The dataset that docs/data.md adds, from a folder on PYTHONPATH: trained by train.py, on one process and on two."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A job that loses a rank or a node goes on by itself, with the same samples and the same losses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """scripts/k8s: the manifest, and what its pods run, as two process groups of this machine."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A data loader process dies: the job ends with one sentence, and resumes with the next sample on another number."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The families that docs/families.md writes, in a package of their own: trained, verified, planned, converted."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

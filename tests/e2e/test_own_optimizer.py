@@ -1,7 +1,5 @@
 """An optimizer of another package, exactly as docs/optimizers.md has it, is chosen by its name in the TOML."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """scripts/search.py as a user runs it: killed and started again, interrupted, and with trials that do not end well."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

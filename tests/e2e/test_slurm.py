@@ -3,8 +3,6 @@
 Its slurmctld and two slurmd are on loopback, in a folder of its own.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -14,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -71,7 +70,7 @@ class SlurmCluster:
         path = os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin"
         self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": path}
 
-    def __enter__(self) -> SlurmCluster:
+    def __enter__(self) -> Self:
         (self.folder / "state").mkdir()
         settings = _SETTINGS.format(
             folder=self.folder,

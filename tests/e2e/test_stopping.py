@@ -1,7 +1,5 @@
 """A job that is asked to stop saves within the step and goes on from there; one that loses a rank says which."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The debug configuration from start to end, as a user runs it."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

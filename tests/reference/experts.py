@@ -1,7 +1,5 @@
 """Experts, their balance and its losses by definition: no sorting, no grouping, no common buffers."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

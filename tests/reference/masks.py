@@ -1,7 +1,5 @@
 """Attention masks, relative biases and positions by definition, one pair of tokens or one position at a time."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -3,8 +3,6 @@
 The random numbers are the product's; the code that uses them shares nothing with it.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from itertools import accumulate, pairwise

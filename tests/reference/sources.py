@@ -4,8 +4,6 @@ Shared with the product are the keyed permutation, the division of weights into 
 lists of files, and what reads an index, parquet or arrow. A dataset of the user's own defines its samples itself.
 """
 
-from __future__ import annotations
-
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterator

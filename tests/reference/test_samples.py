@@ -1,7 +1,5 @@
 """Every kind of data, read on several ranks with data workers and resumed on others, against its definition."""
 
-from __future__ import annotations
-
 import pickle
 import random
 from collections.abc import Callable

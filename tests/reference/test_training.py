@@ -1,7 +1,5 @@
 """The product on one process trains as its definition says, and every planted bug of one process shows here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import cache, partial

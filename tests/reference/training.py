@@ -4,8 +4,6 @@ It shares no code with the trainer, its loss, its schedule, its attention masks,
 bad: their gradients are not finite, so they consume samples and update nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

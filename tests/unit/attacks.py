@@ -1,7 +1,5 @@
 """What an attacker writes into a checkpoint."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from collections.abc import Callable

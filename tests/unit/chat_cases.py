@@ -1,7 +1,5 @@
 """Small chat models' tokenizers and conversations."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

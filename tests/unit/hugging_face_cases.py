@@ -1,7 +1,5 @@
 """Random models, and the same models computed by transformers, an independent implementation."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from dataclasses import asdict

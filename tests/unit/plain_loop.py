@@ -1,7 +1,5 @@
 """A short run from its settings to its log, and the optimizer of a plain loop beside it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A small data set in the form of RACE, whose right options are words of the passage."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files of records, of the kind that the name says."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Fields of a batch reach the model, whatever they are."""
 
-from __future__ import annotations
-
 from collections import namedtuple
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What of a checkpoint's run has to stay as it was."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

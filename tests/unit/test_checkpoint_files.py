@@ -1,7 +1,5 @@
 """Files of a checkpoint: what is written is what is on disk, and no flipped bit is loaded in silence."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """The metadata of a checkpoint is a pickle: nothing but descriptions of tensors may come out of it."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from pathlib import Path

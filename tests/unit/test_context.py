@@ -1,7 +1,5 @@
 """CP shards of sequences, as numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

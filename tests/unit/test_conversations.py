@@ -1,7 +1,5 @@
 """Conversations: what is learned of them, how they are packed, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -5,8 +5,6 @@ Counts may be as far from their expectation as Bernstein's inequality allows ind
 in a million. Where draws exclude one another, as the chosen tokens of a sample do, they deviate less.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

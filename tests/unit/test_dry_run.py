@@ -1,7 +1,5 @@
 """The dry run's numbers against hand arithmetic, and its refusals."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What is shown of the traceback of a process that failed."""
 
-from __future__ import annotations
-
 import re
 import traceback
 from pathlib import Path

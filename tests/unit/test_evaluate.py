@@ -1,7 +1,5 @@
 """Windows, tasks and detokenization, and that they give transformers' numbers."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Float8 products: what they compute, which modules have them, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib import util
 from typing import Any

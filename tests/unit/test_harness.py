@@ -1,7 +1,5 @@
 """A checkpoint gives the harness, token for token, what its export gives the harness's class for transformers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from types import SimpleNamespace

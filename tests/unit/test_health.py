@@ -1,7 +1,5 @@
 """Loss spikes and steps without an update."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

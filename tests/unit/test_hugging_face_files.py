@@ -1,7 +1,5 @@
 """Checkpoints become folders that transformers loads and computes the same from, and the other way round."""
 
-from __future__ import annotations
-
 import json
 import logging
 import tomllib

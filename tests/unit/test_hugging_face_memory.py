@@ -1,7 +1,5 @@
 """Conversion holds about two files in memory, however large the model is."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Folders that are damaged, malicious or of models that cannot be held: one sentence, nothing executed or written."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """What commands that read a checkpoint accept: layouts, folders, and files for their results."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

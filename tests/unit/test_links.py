@@ -1,7 +1,5 @@
 """Bandwidths as nccl-tests defines them, and profiles with measured links."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

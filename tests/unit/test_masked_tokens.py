@@ -1,7 +1,5 @@
 """Masked language modelling: words, tokenizers, and what cannot be masked. Its distribution is in test_draws.py."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

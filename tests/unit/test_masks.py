@@ -1,7 +1,5 @@
 """Masks of packed documents and prefixes, and attention over intervals, against definitions pair by pair in float64."""
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

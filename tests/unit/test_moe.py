@@ -1,7 +1,5 @@
 """Experts and their router, against their definitions. `tests/reference` has their balance over steps."""
 
-from __future__ import annotations
-
 import math
 from copy import deepcopy
 from itertools import product

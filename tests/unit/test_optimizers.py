@@ -1,7 +1,5 @@
 """Adafactor and Muon on one process: they are those of transformers and torch, learn, and skip on the device."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which layers a stage holds."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pytest

@@ -1,7 +1,5 @@
 """What [profiling] writes, and at which steps."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

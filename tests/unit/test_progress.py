@@ -1,7 +1,5 @@
 """Whether a run that has ended can go on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

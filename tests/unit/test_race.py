@@ -1,7 +1,5 @@
 """RACE: what is read, that a model learns to choose from it, and that its accuracy is that of transformers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

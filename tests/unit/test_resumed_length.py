@@ -1,7 +1,5 @@
 """The length and the schedule of a run that goes on with another batch size follow from what it has consumed."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """The measured search without processes: which layouts a grid stands for, what is tried next, and what is told."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Pairs of sentences: where they come from, their classes and labels, and that every layout draws the same."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tokenizers import Tokenizer, models

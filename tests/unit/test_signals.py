@@ -1,7 +1,5 @@
 """Requests to stop: what is noted, what ends the process, and what forked children do with them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Span corruption: T5's definition by brute force, lengths, and what cannot be corrupted."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A tokenizer is what its folder says: begin, end, padding, added tokens and text that looks like a special token."""
 
-from __future__ import annotations
-
 import json
 import os
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """T5's initial weights, its sizes and what it cannot do."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

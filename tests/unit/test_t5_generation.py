@@ -1,7 +1,5 @@
 """T5 writes what transformers' T5 writes with the same weights and tokenizer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The planner's time of an update follows what the optimizer does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

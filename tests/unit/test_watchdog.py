@@ -1,7 +1,5 @@
 """Whom the watchdog names, from what the ranks say of themselves, and that nothing ends its thread."""
 
-from __future__ import annotations
-
 import json
 import queue
 import re

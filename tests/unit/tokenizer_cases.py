@@ -1,7 +1,5 @@
 """Small tokenizers of the three kinds that most models have, with all that their folders say."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

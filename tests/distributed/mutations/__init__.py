@@ -3,8 +3,6 @@
 The verifier's processes enter them by name, so they can be pickled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps

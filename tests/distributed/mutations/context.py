@@ -1,7 +1,5 @@
 """Bugs in what the ranks of a CP group compute, most of which other frameworks have had."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps

@@ -1,7 +1,5 @@
 """Bugs in the order of samples and in the reading of data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace

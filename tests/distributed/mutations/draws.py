@@ -1,7 +1,5 @@
 """Bugs in what is drawn for a sample: masked tokens, spans, prefixes and pairs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any

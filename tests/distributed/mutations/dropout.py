@@ -1,7 +1,5 @@
 """Bugs in dropout: masks that are equal or differ where they must not, rates, scales."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Bugs in models with an encoder and a decoder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Bugs in the choice of experts, their results and their balance."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Bugs in the scales of float8 numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.distributed.mutations import bug

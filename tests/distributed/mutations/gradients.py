@@ -1,7 +1,5 @@
 """Bugs in how losses and gradients of microbatches, stages and processes become those of the step."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Bugs in what split layers compute, and in the weights that they begin with."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """Bugs in masks, prefixes, positions and labels of packed documents."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch

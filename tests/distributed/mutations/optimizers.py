@@ -1,7 +1,5 @@
 """Bugs in optimizers that look at whole matrices."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 

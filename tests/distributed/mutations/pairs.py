@@ -1,7 +1,5 @@
 """Bugs in the objective over pairs of sentences and in the head of the first token."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Bugs in a run besides its steps: samples, validation, resuming, its end."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import time

@@ -1,7 +1,5 @@
 """Bugs in span corruption."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """Bugs in the update: clipping, scales, skipped steps, rates, decay."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
