@@ -12,7 +12,7 @@ import pytest
 from tests.distributed import crash_worker
 from tests.distributed.crash_worker import Death
 from tests.distributed.launch import base_config, collect, died, launch, start_group
-from tests.e2e.jobs import steps
+from tests.e2e.jobs import steps, wait_until
 from titan_like.checkpoint.step_folders import complete_steps
 
 # Two ranks write their checkpoints in the background.
@@ -70,13 +70,6 @@ class Straight:
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
 def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Straight:
     return Straight(tmp_path_factory.mktemp("crash"), request.param)
-
-
-def await_step(metrics: Path, step: int) -> None:
-    deadline = time.monotonic() + 60
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
-        assert time.monotonic() < deadline, f"step {step} does not come"
-        time.sleep(0.01)
 
 
 def names(folder: Path) -> list[str]:
@@ -177,7 +170,7 @@ def test_kills_at_random_times_while_saving_after_every_step(straight: Straight)
     settings = straight.settings | LONG
     for step in (2, 6, 10, 14):
         job = start_group(crash_worker.train, straight.ranks, straight.root, dump, settings)
-        await_step(dump / "metrics.jsonl", step)
+        wait_until(lambda step=step: len(steps(dump)) >= step)
         time.sleep(moments.uniform(0, 0.06))  # a step and its save take about that long
         job.kill()
         assert died(job.wait(120))

@@ -91,10 +91,6 @@ def config_of(folder: Path, name: str, layout: dict[str, Any]) -> JobConfig:
     )
 
 
-def random_text() -> np.ndarray:
-    return np.random.default_rng(0).integers(101, size=160)
-
-
 @cache
 def continued(name: str) -> list[Window]:
     """Windows of several lengths, whose targets are what transformers' model finds most probable, except some."""
@@ -111,7 +107,7 @@ def continued(name: str) -> list[Window]:
 
 
 def windows_of(family: str) -> list[Window]:
-    return sliding_windows(random_text(), SEQ_LEN, STRIDE) + continued(family)
+    return sliding_windows(np.random.default_rng(0).integers(101, size=160), SEQ_LEN, STRIDE) + continued(family)
 
 
 def scores_of(config: JobConfig, windows: list[Window], mesh: Any) -> torch.Tensor:
@@ -128,7 +124,7 @@ def scores_of(config: JobConfig, windows: list[Window], mesh: Any) -> torch.Tens
 Chosen = list[tuple[str, str, list[Window]]]  # model, layout and what is scored: transformers takes long to import
 
 
-def score_in_layouts(rank: int, folder: Path, chosen: Chosen) -> None:
+def score_train_and_evaluate(rank: int, folder: Path, chosen: Chosen) -> None:
     found = {}
     for family, name, windows in chosen:
         config = config_of(folder, family, LAYOUTS[name])
@@ -140,6 +136,8 @@ def score_in_layouts(rank: int, folder: Path, chosen: Chosen) -> None:
         found[f"{family} {name}"] = scores
     if rank == 0:
         torch.save(found, folder / "scores.pt")
+    for name, tasks in itertools.product(("pipeline, tensor", "data, tensor, zero 3"), (TASKS, [])):
+        Trainer(prepare_run(resolve_settings(training_config(folder, name, tasks)))).train()
 
 
 FILES = {
@@ -169,11 +167,6 @@ def training_config(folder: Path, layout: str, tasks: list[str]) -> JobConfig:
         "job.dump_folder": str(folder / "runs" / f"{layout} {len(tasks)}"),
     }
     return base_config(folder, settings)
-
-
-def train_and_evaluate(rank: int, folder: Path) -> None:
-    for name, tasks in itertools.product(("pipeline, tensor", "data, tensor, zero 3"), (TASKS, [])):
-        Trainer(prepare_run(resolve_settings(training_config(folder, name, tasks)))).train()
 
 
 def evaluate_on_harness(rank: int, folder: Path) -> None:
@@ -228,11 +221,6 @@ def write_harness_tasks(folder: Path) -> None:
         (folder / "tasks" / f"{name}.yaml").write_text(json.dumps(source | task))  # JSON is YAML
 
 
-def do_everything(rank: int, folder: Path, chosen: Chosen) -> None:
-    score_in_layouts(rank, folder, chosen)
-    train_and_evaluate(rank, folder)
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
     """The folder in which all processes did everything, and what they printed."""
@@ -247,7 +235,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, st
             patch.setenv(key, f"{folder}/hf{value}")
         patch.setenv("HF_HUB_OFFLINE", "1")
         chosen = [(model, layout, windows_of(model)) for model, layout in CHOSEN]
-        yield folder, launch(do_everything, 4, folder, chosen)[0].printed
+        yield folder, launch(score_train_and_evaluate, 4, folder, chosen)[0].printed
 
 
 def test_the_harness_finds_the_same_on_a_checkpoint_and_on_its_export(trained: tuple[Path, str]) -> None:

@@ -75,18 +75,14 @@ def load_each(rank: int, folder: Path, ranks: int) -> dict[str, bool]:
             assert (trainer.step, len(trainer.optimizer.state)) == (0, 0)
             for source, path in SOURCES.items():
                 if source != "hugging face":  # that is what the run began with
-                    spoil(trainer)
+                    with torch.no_grad():
+                        for parameter in trainer.model.parameters():
+                            local_part(parameter)[0].fill_(math.nan)
                     load_initial_weights(str(folder / model / path), trainer.model)
                 weights = all_stages(trainer, by_name(trainer.model.named_parameters()))
                 assert weights.keys() == expected.keys()
                 same[f"{model} | {layout} | {source}"] = all(torch.equal(weights[n], expected[n]) for n in expected)
     return same
-
-
-def spoil(trainer: Trainer) -> None:
-    with torch.no_grad():
-        for parameter in trainer.model.parameters():
-            local_part(parameter)[0].fill_(math.nan)
 
 
 def refuse_damaged(rank: int, folder: Path, source: Path, out: Path) -> None:

@@ -179,14 +179,11 @@ def reference(choices: dict[str, Any], run: str, steps: int) -> Case:
     return Case(label, settings(model, run, steps) | {"training.micro_batch_size": GLOBAL_BATCH})
 
 
-def small(layout: ParallelLayout) -> dict[str, Any]:
-    """The layout with a narrow model that has a layer for each stage."""
-    has_one_stage = SCHEDULES[layout.schedule] == 1
-    return layout.settings() | {"model.overrides": {"hidden_size": 64, "num_layers": 2 if has_one_stage else 4}}
-
-
 def named(layouts: list[ParallelLayout]) -> dict[str, tuple[int, dict[str, Any]]]:
-    return {layout.name: (layout.ranks, small(layout)) for layout in layouts}
+    """The layouts with narrow models that have a layer for each stage."""
+    layers = {layout: 2 if SCHEDULES[layout.schedule] == 1 else 4 for layout in layouts}
+    overrides = {layout: {"model.overrides": {"hidden_size": 64, "num_layers": layers[layout]}} for layout in layouts}
+    return {layout.name: (layout.ranks, layout.settings() | overrides[layout]) for layout in layouts}
 
 
 NORMAL = named(COVERING) | MORE

@@ -29,16 +29,10 @@ from titan_like.train.environment import dry_run_world
 from titan_like.train.rules import resolve_settings
 
 REPO = Path(__file__).parents[2]
-FILE_OF = {  # the installed commands, by the file that is the same in a checkout
-    "titan-train": "train.py",
-    "titan-preprocess": "scripts/preprocess_data.py",
-    "titan-plot-loss": "scripts/plot_loss.py",
-    "titan-bench-comm": "scripts/bench_comm.py",
-    **{
-        f"titan-{name}": f"scripts/{name}.py"
-        for name in ("plan", "verify", "search", "evaluate", "generate", "convert")
-    },
-}
+# The installed commands, by the file that is the same in a checkout.
+FILE_OF = {"titan-train": "train.py", "titan-preprocess": "scripts/preprocess_data.py"}
+for _name in ("plan", "verify", "search", "evaluate", "generate", "convert", "plot-loss", "bench-comm"):
+    FILE_OF[f"titan-{_name}"] = f"scripts/{_name.replace('-', '_')}.py"
 PROGRAMS = ("python", "torchrun", "sbatch", "kubectl", "pip", "docker", *FILE_OF)
 # What stands for a file of the reader's, and is made here.
 FILES = {

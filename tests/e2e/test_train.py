@@ -1,6 +1,5 @@
 """The debug configuration from start to end, as a user runs it."""
 
-import os
 import re
 import signal
 import subprocess
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.e2e.jobs import records, short, train_on
-from tests.e2e.scripts import REPO, TORCHRUN, Script, run_here
+from tests.e2e.scripts import PLAIN, REPO, TORCHRUN, Script, run_here
 from titan_like.train.signals import STOP_SIGNALS
 
 SHORT = [
@@ -21,12 +20,6 @@ SHORT = [
     "--metrics.tensorboard=true", "--metrics.wandb=true", "--evaluation.interval=4", "--evaluation.steps=1",
     "--checkpoint.interval=4", "--parallelism.zero_stage=3",
 ]  # fmt: skip
-
-
-def environment(home: Path) -> dict[str, str]:
-    """Nobody's keys, and no more threads than cores."""
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
-    return inherited | {"HOME": str(home), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +32,8 @@ def first(home: Path) -> subprocess.CompletedProcess[str]:
     """Six steps on two ranks under torchrun."""
     settings = [*SHORT, f"--job.dump_folder={home}/out", "--training.steps=6"]
     words = ["--standalone", "--nproc_per_node=2", "train.py", *settings]
-    return Script(TORCHRUN, words, environment=environment(home)).wait()
+    plain = {key: value for key, value in PLAIN.items() if not key.startswith("WANDB_")}  # nobody's keys
+    return Script(TORCHRUN, words, environment=plain | {"HOME": str(home)}).wait()
 
 
 @pytest.fixture

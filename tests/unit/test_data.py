@@ -203,9 +203,6 @@ def test_too_little_text_for_one_sample_is_refused(tmp_path):
         open_source(request)
 
 
-# ---- the registry
-
-
 class Ones(Source):
     """Samples of the number 1; a subclass is wrong in one way."""
 
@@ -259,9 +256,6 @@ def test_built_in_datasets_are_found_and_have_no_options(name):
     assert issubclass(find_dataset(Data(dataset=name)).load(), Source)
     with pytest.raises(ConfigError, match=r"data\.options = .*has no options"):
         find_dataset(Data(dataset=name, options={"size": 3}))
-
-
-# ---- order
 
 
 class Numbers(torch.utils.data.Dataset):

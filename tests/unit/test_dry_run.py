@@ -69,9 +69,6 @@ def layer_on_two(number: int) -> dict[str, tuple[int, ...]]:
     return {f"layers.{number}.{name}": shape for name, shape in local.items()}
 
 
-# ---- places, parameters, bytes
-
-
 def test_both_stages_of_two_by_two() -> None:
     first = {"embedding.weight": (192, 128), "position_embedding.weight": (1024, 128)}
     last = {"embedding.weight": (192, 128), "norm.weight": (128,), "norm.bias": (128,)}
@@ -153,9 +150,6 @@ def test_parts_of_all_ranks_make_the_whole(settings: list[str], optimizer: str) 
     assert sum(whole.values()) == run.num_parameters + table_twice * TABLE
 
 
-# ---- what happens in a step
-
-
 def test_1f1b_in_the_published_order() -> None:
     """Rank 1 of 4: two warm-up passes, then one forward and one backward pass in turn (arXiv 2104.04473, figure 4)."""
     pipe = ["--parallelism.pipeline_parallel_degree=4", "--training.micro_batch_size=2"]
@@ -228,9 +222,6 @@ def test_page() -> None:
     assert "memory: parameters 874.5 KiB, optimizer 1.708 MiB; 2.562 MiB between steps" in page
     assert "order: F0 B0 F1 B1 F2 B2 F3 B3" in page
     assert "tp (2)        all_reduce  activations                    36     18 MiB" in page
-
-
-# ---- refusals, and what is only noted
 
 
 def train(capfd: pytest.CaptureFixture[str], *settings: str) -> tuple[Any, str, str]:
@@ -326,9 +317,6 @@ def test_number_of_processes(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
     monkeypatch.setenv("WORLD_SIZE", "16")
     _, out, _ = train(capfd, *PP2_TP2, "--training.global_batch_size=64", *NO_DATA)
     assert "rank 0 of 16 processes: " in out
-
-
-# ---- the largest
 
 
 # A child's ru_maxrss is never below what its parent had when it started it; this is of the program alone.

@@ -4,7 +4,6 @@ import math
 import random
 import statistics
 from collections import deque
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +21,6 @@ from titan_like.train.health import LossWatch, robust_z
 from titan_like.train.job import run_job
 
 
-def z(value: float, others: Iterable[float]) -> float:
-    of = [torch.tensor(numbers, dtype=torch.float64) for numbers in (value, list(others))]
-    return robust_z(*of).item()
-
-
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 63, 64])
 def test_robust_z_is_to_the_bit_what_python_says(count: int) -> None:
     numbers = random.Random(count)
@@ -34,7 +28,8 @@ def test_robust_z_is_to_the_bit_what_python_says(count: int) -> None:
     middle = statistics.median(others)
     deviation = 1.4826 * statistics.median(abs(other - middle) for other in others)
     expected = (4.0 - middle) / max(deviation, 0.01 * abs(middle), 1e-30)
-    assert z(4.0, [math.nan] * (64 - count) + others) == expected
+    losses = torch.tensor([math.nan] * (64 - count) + others, dtype=torch.float64)
+    assert robust_z(torch.tensor(4.0, dtype=torch.float64), losses).item() == expected
 
 
 def watch(**settings: object) -> LossWatch:

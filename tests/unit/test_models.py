@@ -31,10 +31,6 @@ def tiny_model(family, seed=1):
     return model
 
 
-def model_from(*argv):
-    return model_config(load_config(list(argv)).model)
-
-
 PUBLISHED = {
     "gpt": {"gpt2_124m": 124_439_808, "gpt2_355m": 354_823_168, "gpt2_774m": 774_030_080, "gpt2_1558m": 1_557_611_200},
     "bert": {"110m": 109_514_298},
@@ -94,7 +90,7 @@ def test_flavor_of_the_run_s_own_toml(tmp_path):
         "[model.flavors.mine]\nnum_layers = 2\nhidden_size = 64\nnum_attention_heads = 8\nnum_kv_heads = 4\n"
         "vocab_size = 300\nmax_seq_len = 32\n"
     )
-    model = model_from(f"--job.config_file={file}")
+    model = model_config(load_config([f"--job.config_file={file}"]).model)
     assert (model.num_layers, model.hidden_size, model.num_kv_heads, model.head_dim) == (3, 64, 4, 8)
     assert model.ffn_hidden_size == 256  # not set: 4 × hidden_size
 

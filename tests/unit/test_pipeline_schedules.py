@@ -30,13 +30,6 @@ from titan_like.parallel.schedules.tables import (
 )
 
 
-def peak(schedule, degree, virtual, microbatches):
-    return max_in_flight(unit_run(schedule, degree, virtual, microbatches)[0])
-
-
-# ---- tables
-
-
 def test_nothing_of_torch_is_needed():
     code = "import sys, titan_like.parallel.schedules; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
@@ -103,9 +96,6 @@ def test_what_can_not_run_is_said_with_what_can():
     assert "1f1b, interleaved_1f1b" in check_schedule("1b1f", 4, 2, 8)
     with pytest.raises(ValueError, match="multiples"):
         schedule_table("interleaved_1f1b", 4, 2, 6)
-
-
-# ---- time
 
 
 def relaxed_starts(table, ranks, duration, transfer):
@@ -193,9 +183,6 @@ def test_zero_bubble_schedules_idle_only_until_the_last_rank_starts(schedule):
     assert above_bound == ({} if schedule == "interleaved_zero_bubble" else expected)
 
 
-# ---- memory
-
-
 def most_held(schedule, degree, virtual, microbatches, rank):
     everything = stages_per_rank(schedule, virtual) * microbatches
     one_stage = degree - rank
@@ -214,4 +201,5 @@ def most_held(schedule, degree, virtual, microbatches, rank):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_chunks_in_flight(schedule):
     for case in cases(schedule):
-        assert peak(schedule, *case) == [most_held(schedule, *case, rank) for rank in range(case[0])], case
+        held = max_in_flight(unit_run(schedule, *case)[0])
+        assert held == [most_held(schedule, *case, rank) for rank in range(case[0])], case

@@ -12,7 +12,6 @@ from titan_like.config.schema import Data, JobConfig
 from titan_like.data.batch import Batch
 from titan_like.data.lengths import SampleLength, raw_length, sample_length, span_counts, targets_length
 from titan_like.data.masks import masks_of
-from titan_like.data.span_corruption import SpanCorruption
 from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer
 from titan_like.models.config import TransformerConfig
 from titan_like.train.rules import resolve_settings
@@ -25,18 +24,6 @@ class EncoderDecoder(TransformerConfig):
 
 
 MODEL = EncoderDecoder(num_layers=2, hidden_size=8, num_attention_heads=1, vocab_size=359, max_seq_len=2048)
-
-
-def corruption(**settings: object) -> SpanCorruption:
-    config = JobConfig.model_validate({"training": {"seq_len": settings.pop("seq_len", 256), **settings}})
-    found = masks_of(config, MODEL, ByteTokenizer()).objective
-    assert isinstance(found, SpanCorruption)
-    return found
-
-
-def window(number: int, raw: int) -> Batch:
-    tokens = torch.randint(256, (raw + 1,), generator=torch.Generator().manual_seed(number))
-    return Batch(tokens[:-1], tokens[1:].clone())
 
 
 def lengths_of_t5(inputs_length: int, density: float, mean: float) -> tuple[int, int]:
@@ -74,8 +61,9 @@ def test_lengths_of_the_paper_s_run() -> None:
 
 def test_what_is_drawn_stays_the_same_in_every_process_and_version() -> None:
     """A change breaks the resuming of runs."""
-    objective = corruption(seq_len=64)
-    inputs = objective.apply(window(1, objective.length.raw), 3, 10).tokens
+    objective = masks_of(JobConfig.model_validate({"training": {"seq_len": 64}}), MODEL, ByteTokenizer()).objective
+    tokens = torch.randint(256, (objective.length.raw + 1,), generator=torch.Generator().manual_seed(1))
+    inputs = objective.apply(Batch(tokens[:-1], tokens[1:].clone()), 3, 10).tokens
     assert (inputs[:64] >= FIRST).nonzero().flatten().tolist() == [20, 26, 62]
 
 

@@ -49,12 +49,6 @@ def source_of(folder, of="train", cache="cache", **section):
     return StreamSource(DataRequest(Data(**section), of, SEQ, 0, 257, folder / cache))
 
 
-def defined_of(source):
-    """The samples of a source of `source_of` by definition."""
-    request, settings = source.request, {"job": {"seed": 0}, "training": {"seq_len": SEQ}}
-    return define(JobConfig(data=request.section, **settings), request.split)
-
-
 def samples_of(source, indices):
     return {index: digest(source[index]) for index in indices}
 
@@ -184,9 +178,6 @@ def test_fingerprint_tells_what_decides_the_samples(folder):
     (folder / "moved" / "0.jsonl").write_bytes(content.replace(b"a", b"b", 1))
     fingerprints.add(source_of(folder, paths=[str(folder / "moved")]).fingerprint)
     assert len({known, *fingerprints}) == 8
-
-
-# ---- what goes wrong
 
 
 @pytest.fixture
@@ -325,7 +316,8 @@ def test_skipped_records_are_no_documents(folder, capfd, waits):
     skipping = {"bad_lines": "skip", "split": "1,0,0"}
     source = source_of(folder, **skipping)
     indices = range(3 * 256)
-    expected = {n: digest(sample) for n, sample in enumerate(map(defined_of(source).__getitem__, indices))}
+    config = JobConfig(data=source.request.section, job={"seed": 0}, training={"seq_len": SEQ})
+    expected = samples_of(define(config, "train"), indices)
     assert samples_of(source, indices) == expected
     told = capfd.readouterr().err
     assert f"skipped {folder}/data/0.jsonl:8: the line is not JSON" in told

@@ -40,9 +40,6 @@ def seen_by_ranks(step, offsets):
     ]
 
 
-# ---- figures
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("microbatches", [4, 8])
 def test_bubble_fraction_is_that_of_the_simulated_schedule(schedule, microbatches):
@@ -85,9 +82,6 @@ def test_wait_is_bubble_until_the_message_is_made_and_exposed_from_there():
     assert second.other == pytest.approx(0.1)  # between its passes, without a wait
 
 
-# ---- clocks
-
-
 def test_ranks_with_different_clocks_come_onto_one():
     step = unit_step()
     found = measured("1f1b", 4, 1, seen_by_ranks(step, [5.0, 1000.0, -40.0, 7.5]))
@@ -123,9 +117,6 @@ def test_timeline_notes_passes_waits_and_phases(tmp_path):
     assert times.error == 0
 
 
-# ---- report
-
-
 def test_report_says_what_the_figures_are():
     step = measured("1f1b", 4, 1, seen_by_ranks(unit_step(), [0.0] * 4))
     lines = report(step, "timeline of step 7").splitlines()
@@ -138,9 +129,6 @@ def test_report_says_what_the_figures_are():
     assert all(len(line) <= 110 for line in lines)
     alone = report(simulated("1f1b", 1, 1, 1, unit_time), "timeline")
     assert "1 rank, 1 microbatch;" in alone and "compare within" not in alone
-
-
-# ---- trace
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv_zero_bubble"])
