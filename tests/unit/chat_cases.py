@@ -5,8 +5,10 @@ import random
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from tests.unit.tokenizer_cases import ALPHABET, BYTES, trained
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>"]
 VOCAB_SIZE = 320
@@ -46,24 +48,20 @@ HEADLESS = (
     "({{ m.content }}){% elif m.tool_calls is defined %}<|im_start|>{{ m.tool_calls | tojson }}{% else %} "
     "{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
 )
-HEADER = "{% for m in messages %}[{{ m.role }}]\n\n{{ m.content }}<|eot|>{% endfor %}"
+HEADER = "{% for m in messages %}[{{ m.role }}]\n\n{{ m.content }}<|im_end|>{% endfor %}"
 HEADER += "{% if add_generation_prompt %}[assistant]\n\n{% endif %}"
 TURNS = "{% for m in messages %}{% if m.role == 'user' %}USER{% else %}ANSWER{% endif %}{% endfor %}"
 ALPACA = TURNS.replace("USER", "Q:{{ m.content }}\n\nA:").replace("ANSWER", "{{ m.content }}\n\n")
 GENERATION = TURNS.replace("USER", "{{ m.content }}")
-GENERATION = GENERATION.replace("ANSWER", "{% generation %}{{ m.content }}<|eot|>{% endgeneration %};")
+GENERATION = GENERATION.replace("ANSWER", "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %};")
 TEMPLATES = {"chatml": CHATML, "llama": LLAMA, "plain": PLAIN, "marked": MARKED, "dated": DATED}
 WORDS = "the sum of two numbers is what you get when they are added 0 1 2 3 4 5 6 7 8 9".split()  # noqa: SIM905
 
 
-def save_tokenizer(folder: Path, template: str | None) -> Path:
+def save_tokenizer(folder: Path, template: str | None, text: str = " ".join(WORDS), **parts: Any) -> Path:
     """A byte-level BPE with special tokens, as transformers saves it; the path of its tokenizer.json."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=SPECIAL, initial_alphabet=letters)
-    tokenizer.train_from_iterator([" ".join(WORDS)] * 20, trainer)
+    parts |= {"pre_tokenizer": BYTES, "decoder": decoders.ByteLevel(), "initial_alphabet": ALPHABET}
+    tokenizer = trained(models.BPE(), [text] * 20, VOCAB_SIZE, SPECIAL, **parts)
     saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
     saved.chat_template = template
     saved.save_pretrained(folder)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
 from tests.unit.chat_cases import (
@@ -101,26 +101,17 @@ def test_an_answer_goes_on_after_special_tokens_in_it(tmp_path: Path) -> None:
     [
         # "\n\n" is one token at the end of the text, and two before a letter.
         (ALPACA, ["4", "5"], [["4", "Ċ", "Ċ"], ["5", "ĊĊ"]]),
-        (HEADER, ["4", "5"], [["4", "<|eot|>"], ["5", "<|eot|>"]]),
+        (HEADER, ["4", "5"], [["4", "<|im_end|>"], ["5", "<|im_end|>"]]),
         # No token has the space before the second answer among its characters.
-        (GENERATION, ["4", " 5", "6"], [["4", "<|eot|>"], ["Ġ", "5", "<|eot|>"], ["6", "<|eot|>"]]),
+        (GENERATION, ["4", " 5", "6"], [["4", "<|im_end|>"], ["Ġ", "5", "<|im_end|>"], ["6", "<|im_end|>"]]),
     ],
 )
 def test_tokens_at_the_borders_of_answers(
     tmp_path: Path, template: str, answers: list[str], expected: list[list[str]]
 ) -> None:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    letters, special = pre_tokenizers.ByteLevel.alphabet(), ["<|endoftext|>", "<|eot|>"]
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=letters)
-    tokenizer.train_from_iterator(["\n\n"] * 9, trainer)
-    saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
-    saved.chat_template = template
-    saved.save_pretrained(tmp_path)
-    tokens, is_answer = Chat(str(tmp_path / "tokenizer.json")).encode(
-        {"messages": [m for answer in answers for m in (USER, {"role": "assistant", "content": answer})]}
-    )
+    spec = save_tokenizer(tmp_path, template, "\n\n", post_processor=processors.ByteLevel(trim_offsets=True))
+    messages = [m for answer in answers for m in (USER, {"role": "assistant", "content": answer})]
+    tokenizer, (tokens, is_answer) = Tokenizer.from_file(str(spec)), Chat(str(spec)).encode({"messages": messages})
     runs = [list(run) for learns, run in groupby(zip(tokens, is_answer, strict=True), key=lambda x: x[1]) if learns]
     assert [[tokenizer.id_to_token(token) for token, _ in run] for run in runs] == expected
 

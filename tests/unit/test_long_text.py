@@ -5,8 +5,9 @@ import random
 from pathlib import Path
 
 import pytest
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
+from tests.unit.tokenizer_cases import ALPHABET, BYTES, trained
 from titan_like.data import long_text, preprocess, raw_text
 from titan_like.data.indexed import IndexedDataset
 from titan_like.data.long_text import encode_piece, encode_texts, find_cut
@@ -39,59 +40,40 @@ def text_of(size: int, seed: int) -> str:
     return "".join(parts)
 
 
-def trained(model: models.Model, trainer: trainers.Trainer, **parts: object) -> Tokenizer:
-    tokenizer = Tokenizer(model)
-    for name, part in parts.items():
-        setattr(tokenizer, name, part)
+def learned(model: models.Model, size: int, special: list[str], **given: object) -> Tokenizer:
     text = text_of(40_000, 1)
-    tokenizer.train_from_iterator([text[at : at + 1000] for at in range(0, len(text), 1000)], trainer)
-    return tokenizer
+    return trained(model, [text[at : at + 1000] for at in range(0, len(text), 1000)], size, special, **given)
 
 
-def bpe(unknown: str | None = None, **parts: object) -> Tokenizer:
-    trainer = trainers.BpeTrainer(
-        vocab_size=700,
-        show_progress=False,
-        special_tokens=["<unk>", "<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet() if unknown is None else [],
-        limit_alphabet=1000 if unknown is None else 200,  # others are unknown
-        max_token_length=16,
-    )
-    return trained(models.BPE(unk_token=unknown, fuse_unk=unknown is not None), trainer, **parts)
-
-
-def byte_level(post_processor: object = None, pre_tokenizer: object = None) -> Tokenizer:
-    split = pre_tokenizer or pre_tokenizers.ByteLevel(add_prefix_space=post_processor is not None)
-    return bpe(pre_tokenizer=split, **({"post_processor": post_processor} if post_processor else {}))
+def bpe(unknown: str | None = None, **given: object) -> Tokenizer:
+    model, known = models.BPE(unk_token=unknown, fuse_unk=unknown is not None), ALPHABET if unknown is None else []
+    given |= {"initial_alphabet": known, "limit_alphabet": 1000 if unknown is None else 200}  # others are unknown
+    return learned(model, 700, ["<unk>", "<s>", "</s>"], max_token_length=16, **given)
 
 
 def word_piece() -> Tokenizer:
-    trainer = trainers.WordPieceTrainer(vocab_size=600, show_progress=False, special_tokens=["[UNK]", "[SEP]"])
     parts = {"normalizer": normalizers.BertNormalizer(), "pre_tokenizer": pre_tokenizers.BertPreTokenizer()}
-    return trained(models.WordPiece(unk_token="[UNK]"), trainer, **parts)
+    return learned(models.WordPiece(unk_token="[UNK]"), 600, ["[UNK]", "[SEP]"], **parts)
 
 
 def unigram() -> Tokenizer:
-    trainer = trainers.UnigramTrainer(
-        vocab_size=500, show_progress=False, special_tokens=["<unk>", "</s>"], unk_token="<unk>", max_piece_length=8
-    )
     clean = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
-    return trained(models.Unigram(), trainer, normalizer=clean, pre_tokenizer=pre_tokenizers.Metaspace())
+    parts = {"normalizer": clean, "pre_tokenizer": pre_tokenizers.Metaspace()}
+    return learned(models.Unigram(), 500, ["<unk>", "</s>"], unk_token="<unk>", max_piece_length=8, **parts)
 
 
+NO_REGEX = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+THREES = pre_tokenizers.Sequence([pre_tokenizers.Split(DIGITS, "isolated"), NO_REGEX])
+ROBERTA = processors.RobertaProcessing(("</s>", 2), ("<s>", 1), trim_offsets=True)
 LLAMA_2 = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
 STRIPPED = normalizers.Sequence([normalizers.Strip(), LLAMA_2])
 TOKENIZERS = {
     "Llama 2": lambda: bpe("<unk>", normalizer=LLAMA_2),
     "stripped": lambda: bpe("<unk>", normalizer=STRIPPED),
     "Metaspace": lambda: bpe("<unk>", pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first", split=False)),
-    "GPT-2": byte_level,
-    "RoBERTa": lambda: byte_level(processors.RobertaProcessing(("</s>", 2), ("<s>", 1), trim_offsets=True)),
-    "Llama 3": lambda: byte_level(
-        pre_tokenizer=pre_tokenizers.Sequence(
-            [pre_tokenizers.Split(DIGITS, "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
-        )
-    ),
+    "GPT-2": lambda: bpe(pre_tokenizer=BYTES),
+    "RoBERTa": lambda: bpe(pre_tokenizer=pre_tokenizers.ByteLevel(), post_processor=ROBERTA),
+    "Llama 3": lambda: bpe(pre_tokenizer=THREES),
     "BERT": word_piece,
     "T5": unigram,
 }
@@ -165,15 +147,8 @@ def test_no_cut_where_tokens_depend_on_the_beginning(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("short_pieces")
 def test_digits_in_groups_of_three_keep_their_groups(tmp_path: Path) -> None:
     """Where most groups are single digits, many tokens in a row are the same in other groups too."""
-    tokenizer, draw = Tokenizer(models.BPE()), random.Random(0)
-    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(DIGITS, "isolated"), bytes_])
-    digits = "".join(draw.choices("0123456789", k=120_000))
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=280, show_progress=False, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"]
-    )
-    tokenizer.train_from_iterator([digits[:3000]], trainer)
+    digits, parts = "".join(random.Random(0).choices("0123456789", k=120_000)), {"pre_tokenizer": THREES}
+    tokenizer = trained(models.BPE(), [digits[:3000]], 280, ["<|endoftext|>"], initial_alphabet=ALPHABET, **parts)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     ours = build_tokenizer(str(tmp_path))
     assert encode_texts(ours, [digits])[0].tolist() == ours.encode(digits).tolist()

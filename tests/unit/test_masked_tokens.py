@@ -1,6 +1,5 @@
 """Masked language modelling: words, tokenizers, and what cannot be masked. Its distribution is in test_draws.py."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
+from tests.unit.tokenizer_cases import llama_2, trained
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data.batch import Batch
@@ -57,54 +57,27 @@ LANGUAGES = {
 SPECIAL = ["[UNK]", "</s>", "[MASK]"]
 LLAMA_3 = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-AS_LLAMA_2 = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
 SPACES = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
+TEXTS = [text for text in LANGUAGES.values() for _ in range(3)]
 
 
-def trained(model: Any, trainer: Any, pre_tokenizer: Any, normalizer: Any = None, **settings: Any) -> Tokenizer:
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizer
-    if normalizer is not None:
-        tokenizer.normalizer = normalizer
-    learns = trainer(vocab_size=350, special_tokens=SPECIAL, show_progress=False, **settings)
-    tokenizer.train_from_iterator([text for text in LANGUAGES.values() for _ in range(3)], learns)
-    return tokenizer
-
-
-def as_llama_2() -> Tokenizer:
-    """Normalization marks spaces, nothing divides the text, and bytes stand for characters that are not known."""
-    by_words = json.loads(trained(models.BPE(), trainers.BpeTrainer, pre_tokenizers.Metaspace()).to_str())["model"]
-    vocab = {token: number for number, token in enumerate([*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))])}
-    for token in by_words["vocab"]:
-        if "公" not in token:
-            vocab.setdefault(token, len(vocab))
-    merges = [tuple(pair) for pair in by_words["merges"] if "公" not in "".join(pair)]
-    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="[UNK]", fuse_unk=True, byte_fallback=True))
-    tokenizer.normalizer = AS_LLAMA_2
-    tokenizer.add_special_tokens(SPECIAL)
-    return tokenizer
-
-
-def word_piece() -> Tokenizer:
-    model = models.WordPiece(unk_token="[UNK]")
-    return trained(model, trainers.WordPieceTrainer, pre_tokenizers.BertPreTokenizer())
+def learned(model: Any, pre_tokenizer: Any, **settings: Any) -> Tokenizer:
+    return trained(model, TEXTS, 350, SPECIAL, pre_tokenizer=pre_tokenizer, **settings)
 
 
 def bpe(pre_tokenizer: Any, **settings: Any) -> Tokenizer:
-    return trained(models.BPE(**settings), trainers.BpeTrainer, pre_tokenizer, **settings)
+    return learned(models.BPE(**settings), pre_tokenizer, **settings)
 
 
 KINDS: dict[str, Callable[[], Tokenizer]] = {
     "GPT-2": lambda: bpe(pre_tokenizers.ByteLevel(add_prefix_space=False)),
     "Llama 3": lambda: bpe(pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA_3), "isolated"), BYTES])),
-    "Llama 2": as_llama_2,
+    "Llama 2": lambda: llama_2([text.replace("公", "") for text in TEXTS], 350, SPECIAL),
     "Metaspace": lambda: bpe(pre_tokenizers.Metaspace()),
-    "Unigram": lambda: trained(models.Unigram(), trainers.UnigramTrainer, SPACES, unk_token="[UNK]"),
+    "Unigram": lambda: learned(models.Unigram(), SPACES, unk_token="[UNK]"),
     "CLIP": lambda: bpe(pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), BYTES]), end_of_word_suffix="</w>"),
-    "WordPiece": word_piece,
-    "WordLevel": lambda: trained(
-        models.WordLevel(unk_token="[UNK]"), trainers.WordLevelTrainer, pre_tokenizers.Whitespace()
-    ),
+    "WordPiece": lambda: learned(models.WordPiece(unk_token="[UNK]"), pre_tokenizers.BertPreTokenizer()),
+    "WordLevel": lambda: learned(models.WordLevel(unk_token="[UNK]"), pre_tokenizers.Whitespace()),
 }
 
 

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 import zstandard
 from filelock import FileLock
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models
 
 from tests.e2e.scripts import Script
 from tests.unit.record_cases import jsonl, write_records
+from tests.unit.tokenizer_cases import ALPHABET, BYTES, trained
 from titan_like.commands.preprocess_data import main
 from titan_like.config import ConfigError
 from titan_like.data import long_text, preprocess, raw_text
@@ -47,11 +48,8 @@ def tokenized(texts: list[str]) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def byte_pairs(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A byte-pair tokenizer of GPT-2's kind."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"])
-    tokenizer.train_from_iterator([text_of(2000)], trainer)
+    special = ["<|endoftext|>"]
+    tokenizer = trained(models.BPE(), [text_of(2000)], 400, special, pre_tokenizer=BYTES, initial_alphabet=ALPHABET)
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     tokenizer.save(str(path))
     return str(path)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from tests.unit.hugging_face_cases import llama_config, random_model, save_checkpoint
-from tests.unit.tokenizer_cases import save_kind
+from tests.unit.tokenizer_cases import save_kind, trained
 from titan_like.checkpoint.checks import OtherRunError, check_same_run
 from titan_like.checkpoint.loader import CheckpointWeights
 from titan_like.checkpoint.step_folders import RunState, complete_checkpoint, read_run_state, unfinished_path
@@ -96,11 +96,8 @@ def test_several_ends_of_text_are_all_kept(tmp_path: Path) -> None:
 
 
 def test_a_unigram_vocabulary_does_not_find_special_tokens_in_text(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    names = ["<pad>", "</s>", "<unk>"]
-    trainer = trainers.UnigramTrainer(vocab_size=60, special_tokens=names, unk_token="<unk>", show_progress=False)
-    tokenizer.train_from_iterator(["the cat sat on the mat </s> hello"] * 50, trainer)
+    texts, parts = ["the cat sat on the mat </s> hello"] * 50, {"pre_tokenizer": pre_tokenizers.Metaspace()}
+    tokenizer = trained(models.Unigram(), texts, 60, ["<pad>", "</s>", "<unk>"], unk_token="<unk>", **parts)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     ours = build_tokenizer(str(tmp_path))
     ids, begins, ends = ours.encode_with_places("the cat</s> sat")

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, T5ForConditionalGeneration
 
 from tests.unit.hugging_face_cases import random_model, reference_of, save_checkpoint, t5_config
+from tests.unit.tokenizer_cases import trained
 from titan_like.checkpoint.loader import CheckpointWeights
 from titan_like.commands.generate import main
 from titan_like.data.span_corruption import decode_with_sentinels, encode_with_sentinels
@@ -78,16 +79,11 @@ def test_sentinels_in_text() -> None:
 def test_spans_keep_their_spaces(tmp_path: Path) -> None:
     """As transformers decodes the whole, where it does not leave out the sentinels."""
     special = ["<pad>", "</s>", "<unk>", *(f"<extra_id_{number}>" for number in range(3))]
-    t5, llama = Tokenizer(models.Unigram()), Tokenizer(models.BPE(unk_token="<unk>"))
-    t5.pre_tokenizer, t5.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    learns = trainers.UnigramTrainer(vocab_size=40, special_tokens=special, unk_token="<unk>", show_progress=False)
-    t5.train_from_iterator(["the cat sat on the mat"] * 3, learns)
-    llama.pre_tokenizer = pre_tokenizers.Metaspace()
-    strip = decoders.Strip(" ", 1, 0)
-    llama.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), strip])
-    llama.train_from_iterator(
-        ["the cat sat on the mat"] * 3, trainers.BpeTrainer(vocab_size=60, special_tokens=special, show_progress=False)
-    )
+    texts, spaces = ["the cat sat on the mat"] * 3, {"pre_tokenizer": pre_tokenizers.Metaspace()}
+    joined = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    settings = {"unk_token": "<unk>", "decoder": decoders.Metaspace()}
+    t5 = trained(models.Unigram(), texts, 40, special, **settings, **spaces)
+    llama = trained(models.BPE(unk_token="<unk>"), texts, 60, special, decoder=joined, **spaces)
     for number, made in enumerate((t5, llama)):
         made.save(str(tmp_path / f"{number}.json"))
         tokenizer = build_tokenizer(str(tmp_path / f"{number}.json"))

@@ -1,6 +1,7 @@
 """Small tokenizers of the three kinds that most models have, with all that their folders say."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +24,38 @@ def save_kind(folder: Path, kind: str, **about: Any) -> Path:
     return folder / "tokenizer.json"
 
 
-def _spm() -> tuple[Tokenizer, dict[str, Any]]:
-    learned = Tokenizer(models.BPE())
-    learned.pre_tokenizer = pre_tokenizers.Metaspace()
-    learned.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=120, show_progress=False))
-    model = json.loads(learned.to_str())["model"]
-    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)}}
-    for piece in sorted(model["vocab"], key=model["vocab"].get):
-        vocab.setdefault(piece, len(vocab))
+ALPHABET = pre_tokenizers.ByteLevel.alphabet()
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+
+def trained(model: Any, texts: Sequence[str], size: int, special: Sequence[str] = (), **given: Any) -> Tokenizer:
+    """A tokenizer that has learned up to ``size`` tokens of texts; ``given``: its parts, and settings of its trainer."""
+    tokenizer = Tokenizer(model)
+    for name in {"normalizer", "pre_tokenizer", "decoder", "post_processor"} & given.keys():
+        setattr(tokenizer, name, given.pop(name))
+    trainer = getattr(trainers, type(model).__name__.replace("BPE", "Bpe") + "Trainer")
+    learns = trainer(vocab_size=size, special_tokens=list(special), show_progress=False, **given)
+    tokenizer.train_from_iterator(texts, learns)
+    return tokenizer
+
+
+def llama_2(texts: Sequence[str], size: int, special: Sequence[str] = ("<unk>", "<s>", "</s>")) -> Tokenizer:
+    """Normalization marks spaces, nothing divides the text, and bytes stand for characters that are not known."""
+    model = json.loads(trained(models.BPE(), texts, size, pre_tokenizer=pre_tokenizers.Metaspace()).to_str())["model"]
+    pieces = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *sorted(model["vocab"], key=model["vocab"].get)]
+    vocab = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
     merges = [tuple(pair) for pair in model["merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token=special[0], fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.add_special_tokens([_special(name) for name in special])
+    return tokenizer
+
+
+def _spm() -> tuple[Tokenizer, dict[str, Any]]:
+    tokenizer = llama_2(CORPUS, 120)
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(parts)
     tokenizer.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", [("<s>", 1)])
-    tokenizer.add_special_tokens([_special(name) for name in ("<unk>", "<s>", "</s>")])
     eos = {"__type": "AddedToken", "content": "</s>", "normalized": False, "lstrip": False, "rstrip": False}
     return tokenizer, {"bos_token": "<s>", "eos_token": eos | {"single_word": False}, "unk_token": "<unk>"}
 
@@ -57,10 +75,8 @@ def _chatml() -> tuple[Tokenizer, dict[str, Any]]:
 
 
 def _byte_level(names: tuple[str, ...]) -> Tokenizer:
-    tokenizer, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=300, show_progress=False, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    parts = {"pre_tokenizer": BYTES, "decoder": decoders.ByteLevel(), "initial_alphabet": ALPHABET}
+    tokenizer = trained(models.BPE(), CORPUS, 300, **parts)
     tokenizer.add_special_tokens([_special(name) for name in names])
     return tokenizer
 
