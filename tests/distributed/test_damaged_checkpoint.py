@@ -61,9 +61,7 @@ ON_TWO_RANKS = ["tensor file cut", "garbage .metadata", "run.json cut", "pickle 
     ],
     ids=["1", "2", "2, more"],
 )
-def test_damaged_newest_is_reported_by_name_and_the_one_before_is_used(
-    tmp_path: Path, ranks: int, damaged: list[str]
-) -> None:
+def test_damaged_newest_is_named_and_the_one_before_used(tmp_path: Path, ranks: int, damaged: list[str]) -> None:
     settings = LAYOUTS[ranks]
     base_config(tmp_path, {})
     launch(crash_worker.train, ranks, tmp_path, tmp_path / "start", settings)

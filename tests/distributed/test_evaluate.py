@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.launch import base_config, launch
+from tests.distributed.layouts import pipeline, sizes, tensor, zero
 from tests.e2e.jobs import records
 from tests.unit.hugging_face_cases import gpt_config, llama_config, random_model, reference_of, save_checkpoint
 from titan_like.checkpoint.inference import find_checkpoint, load_parallel_model
@@ -30,19 +31,11 @@ from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
 
 SEQ_LEN, STRIDE, TARGETS = 24, 9, 3
-PIPELINE = {"pipeline_parallel_degree": 2}
-TENSOR = {"tensor_parallel_degree": 2}
-SEQUENCE = TENSOR | {"sequence_parallel": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "pipeline, tensor": PIPELINE | TENSOR,
-    "data, tensor, zero 3": SEQUENCE | {"zero_stage": 3},
-    "replicas, interleaved": PIPELINE
-    | {
-        "data_parallel_replicate_degree": 2,
-        "pipeline_schedule": "interleaved_1f1b",
-        "virtual_stages_per_rank": 2,
-    },
-    "data": {"zero_stage": 0},
+    "pipeline, tensor": pipeline() | tensor(),
+    "data, tensor, zero 3": tensor(2, True) | zero(3),
+    "replicas, interleaved": pipeline(2, "interleaved_1f1b") | {"parallelism.data_parallel_replicate_degree": 2},
+    "data": zero(0),
 }
 FAMILIES = ("gpt", "llama")
 MODELS = (*FAMILIES, "gpt prefix")  # the last with data.prefix_lm
@@ -80,15 +73,9 @@ def log_probabilities(name: str, tokens: torch.Tensor, prefix: int) -> torch.Ten
 def config_of(folder: Path, name: str, layout: dict[str, Any]) -> JobConfig:
     family, _, masked = name.partition(" ")
     shape = model_of(family).config.model_dump(mode="json", exclude_none=True)
-    return JobConfig.model_validate(
-        {
-            "job": {"dump_folder": str(folder / family)},
-            "model": {"family": family, "flavor": "own", "flavors": {"own": shape}},
-            "training": {"seq_len": SEQ_LEN, "micro_batch_size": 3, "global_batch_size": 12, "steps": 1},
-            "parallelism": layout,
-            "data": {"prefix_lm": bool(masked)},
-        }
-    )
+    model = {"model.family": family, "model.flavor": "own", "model.flavors": {"own": shape}}
+    run = {"job.dump_folder": str(folder / family), "data.prefix_lm": bool(masked)}
+    return base_config(folder, sizes(SEQ_LEN, 3, 12) | model | layout | run)
 
 
 @cache
@@ -154,8 +141,7 @@ FIGURES = {
 
 def training_config(folder: Path, layout: str, tasks: list[str]) -> JobConfig:
     (folder / "runs").mkdir(exist_ok=True)
-    settings = {f"parallelism.{key}": value for key, value in LAYOUTS[layout].items()}
-    settings |= {
+    settings = LAYOUTS[layout] | {
         "training.steps": 4,
         "training.seq_len": 32,
         "checkpoint.enable": True,

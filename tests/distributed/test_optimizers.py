@@ -85,9 +85,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_an_update_waits_for_nothing_and_sends_and_keeps_what_is_planned(
-    watched: list[dict[str, dict[str, Any]]], name: str
-) -> None:
+def test_an_update_sends_and_keeps_what_is_planned(watched: list[dict[str, dict[str, Any]]], name: str) -> None:
     ranks = [of_rank[name] for of_rank in watched]
     for one in ranks:
         assert one["reads"] == {} and one["calls"] == CALLS[name]

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.launch import Case, collect, train_case
+from tests.distributed.launch import Case, base_config, collect, train_case
+from tests.distributed.layouts import pipeline, sizes, tensor, zero
 from tests.unit.hugging_face_cases import bert_config, random_model, reference_of, save_checkpoint
 from tests.unit.race_cases import VOCABULARY, scores_of_transformers, write_race
 from titan_like.checkpoint.inference import find_checkpoint, load_parallel_model
-from titan_like.config.schema import JobConfig
 from titan_like.data.race import read_questions
 from titan_like.data.tokenizer import build_tokenizer
 from titan_like.evaluate.scoring import Scorer
@@ -22,20 +22,13 @@ from titan_like.train.rules import resolve_settings
 
 SEQ = 20
 SHAPE = bert_config(num_layers=4, sentence_head="choice", vocab_size=len(VOCABULARY))
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "pipeline, tensor": {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2},
-    "data, sequence, zero 3": {"tensor_parallel_degree": 2, "sequence_parallel": True, "zero_stage": 3},
-}
+LAYOUTS = {"pipeline, tensor": pipeline() | tensor(), "data, sequence, zero 3": tensor(2, True) | zero(3)}
 
 
-def sections(race: Path) -> dict[str, dict[str, Any]]:
-    flavor = {"own": SHAPE.model_dump(mode="json")}
-    return {
-        "job": {"dump_folder": str(race)},
-        "model": {"family": "bert", "flavor": "own", "flavors": flavor},
-        "data": {"dataset": "race", "paths": [str(race)], "tokenizer": str(race / "tokenizer.json")},
-        "training": {"seq_len": SEQ, "micro_batch_size": 4, "global_batch_size": 16, "steps": 6},
-    }
+def settings_of(race: Path) -> dict[str, Any]:
+    flavor, files = {"own": SHAPE.model_dump(mode="json")}, {"data.paths": [str(race)], "data.dataset": "race"}
+    model = {"model.family": "bert", "model.flavor": "own", "model.flavors": flavor}
+    return sizes(SEQ, 4, 16, 6) | model | files | {"data.tokenizer": str(race / "tokenizer.json")}
 
 
 def score_and_train(rank: int, race: Path) -> dict[str, list[float]]:
@@ -43,7 +36,7 @@ def score_and_train(rank: int, race: Path) -> dict[str, list[float]]:
     task = race_task("race", race / "test", tokenizer, TextSettings.of(SEQ))
     found = {}
     for name, layout in LAYOUTS.items():
-        config = JobConfig.model_validate(sections(race) | {"parallelism": layout})
+        config = base_config(race, settings_of(race) | layout)
         degrees = resolve_settings(config, dist.get_world_size()).layout
         mesh, device = build_mesh(degrees, "cpu"), torch.device("cpu")
         scores = Scorer(config, load_parallel_model(config, find_checkpoint(config), mesh, device), mesh, device)
@@ -53,9 +46,7 @@ def score_and_train(rank: int, race: Path) -> dict[str, list[float]]:
 
 
 def losses_of(race: Path, layout: dict[str, Any]) -> list[float]:
-    settings = {f"{section}.{key}": value for section, keys in sections(race).items() for key, value in keys.items()}
-    settings |= {f"parallelism.{key}": value for key, value in layout.items()}
-    return train_case(Case("", settings | {"job.dump_folder": str(race / "out")}), race).losses
+    return train_case(Case("", settings_of(race) | layout | {"job.dump_folder": str(race / "out")}), race).losses
 
 
 def train_alone(rank: int, race: Path) -> list[float]:

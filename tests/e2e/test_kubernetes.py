@@ -47,9 +47,7 @@ def pods(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the pods are Linux")
-def test_all_pods_save_when_one_is_to_go_and_want_to_be_started_again(
-    pods: list[subprocess.Popen[bytes]], tmp_path: Path
-) -> None:
+def test_all_pods_save_when_one_is_to_go(pods: list[subprocess.Popen[bytes]], tmp_path: Path) -> None:
     wait_until(lambda: len(steps(tmp_path)) >= 5, 180, (tmp_path / "log").read_text)
     pods[1].send_signal(signal.SIGTERM)
     assert [pod.wait(timeout=120) for pod in pods] == [143, 143]  # torchrun alone would wait 5 minutes for the other

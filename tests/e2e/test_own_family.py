@@ -87,7 +87,7 @@ def test_it_trains_and_converts_to_hugging_face_and_back(home: Path) -> None:
 @pytest.mark.parametrize(
     ("processes", "kinds"), [(4, [EXACT]), pytest.param(8, [], marks=pytest.mark.exhaustive)], ids=["4", "8"]
 )
-def test_it_is_verified_in_tensor_times_pipeline_times_zero_3(
+def test_it_is_verified_in_three_axes(
     home: Path, processes: int, kinds: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On four processes each shard is a whole."""

@@ -110,9 +110,7 @@ def test_a_killed_search_goes_on_where_it_was(tmp_path: Path) -> None:
     assert results.can_draw() == (out / "throughput.png").exists()
 
 
-def test_interrupts_and_trials_that_do_not_end_well(
-    stub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trials_that_do_not_end_well(stub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grid, out = tmp_path / "grid.toml", tmp_path / "out"
     grid.write_text(
         "processes = 2\n[training]\nmicro_batch_size = 'largest'\n"

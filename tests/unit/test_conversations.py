@@ -217,9 +217,7 @@ END = "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
         (TEMPLATES["llama"].replace(" </s>", "") + "</s>", " b", "</s>"),
     ],
 )
-def test_what_a_template_writes_at_the_end_of_every_text_hides_no_answer(
-    tmp_path: Path, template: str, answer: str, end: str
-) -> None:
+def test_what_ends_every_text_hides_no_answer(tmp_path: Path, template: str, answer: str, end: str) -> None:
     chat = Chat(str(save_tokenizer(tmp_path, template)))
     for turns in ([USER, ANSWER, USER, ANSWER], [ANSWER, USER, ANSWER]):
         expected = chat.template.apply_chat_template(turns, return_dict=False)

@@ -1,5 +1,5 @@
 """What is drawn for a sample: masked tokens, spans and prefixes are as their definition says, one by one as
-`tests/reference` writes them, and in their distribution by the papers'.
+`tests/reference` writes them, and masked tokens in their distribution by BERT's paper.
 
 Counts may be as far from their expectation as Bernstein's inequality allows independent draws with a probability of one
 in a million. Where draws exclude one another, as the chosen tokens of a sample do, they deviate less.

@@ -35,9 +35,7 @@ GPT = gpt_config()
 
 @pytest.mark.parametrize(("seq_len", "stride"), [(1, 1), (4, 1), (4, 3), (4, 4), (7, 2), (7, 5), (7, 7)])
 @pytest.mark.parametrize("length", [2, 3, 5, 8, 9, 23])
-def test_sliding_windows_score_every_token_once_after_the_longest_context(
-    seq_len: int, stride: int, length: int
-) -> None:
+def test_windows_score_every_token_once_after_the_longest_context(seq_len: int, stride: int, length: int) -> None:
     scored = []
     for number, window in enumerate(sliding_windows(np.arange(length), seq_len, stride)):
         tokens = window.tokens.tolist()
@@ -209,14 +207,7 @@ BAD: dict[str, tuple[str | bytes | None, str]] = {
     "lambada=FILE": ("a bcdefghijklmnop", "raise training.seq_len"),
     "text=.//FILE": ("ab".encode("utf-16"), "FILE holds no text, JSON, parquet or arrow; convert it to UTF-8 text"),
     "lambada=array.json": ('[{"text": "a b"},\n {"text": "c d"', r"array.json is damaged \("),
-    "lambada=.//FILE": (
-        '{"text": "a b"}\n{"text": "\\ud800 c"}',
-        r"because of record 2 \(.* half a surrogate pair\); correct",
-    ),
-    "lambada=.///FILE": (
-        '{"text": "a b"}\n{"text": 3}',
-        r'because of record 2 \(the record has no text under "text"\)',
-    ),
+    "lambada=.//FILE": ('{"text": "a b"}\n{"text": 3}', r'because of record 2 \(the record has no text under "text"\)'),
     "text=./array.json": ('[{"text": "a b"}]', "array.json holds records, not text; write the text alone"),
     "wikitext103=./FILE": ('{"txt": "a b"}', "because of record 1"),
 }

@@ -141,7 +141,7 @@ def rows_of(paths: list[Path]) -> list[object]:
 
 
 @pytest.mark.parametrize("names", FOLDERS.values(), ids=FOLDERS)
-def test_a_folder_means_what_load_dataset_reads(
+def test_a_folder_is_what_load_dataset_reads(
     names: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write(tmp_path / "corpus", *names)

@@ -84,9 +84,7 @@ def test_what_to_do_about_a_damaged_checkpoint_is_possible(steps: tuple[int, ...
 
 
 @pytest.mark.parametrize("module", [evaluate, generate])
-def test_a_file_for_results_is_checked_before_anything_is_computed(
-    module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_for_results_is_checked_first(module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("RESULTS", f"{tmp_path}/results")
     (tmp_path / "results").mkdir()

@@ -99,9 +99,7 @@ def word_numbers(tokenizer: Tokenizer, text: str) -> tuple[np.ndarray, np.ndarra
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_words_are_those_of_the_pre_tokenizer_and_their_share_holds(
-    tokenizer: HuggingFaceTokenizer, language: str
-) -> None:
+def test_words_are_those_of_the_pre_tokenizer(tokenizer: HuggingFaceTokenizer, language: str) -> None:
     ids, number = word_numbers(tokenizer.tokenizer, LANGUAGES[language] * 8)
     begins = np.diff(number, prepend=-1) != 0
     assert np.array_equal(tokenizer.words(ids)[0], begins)

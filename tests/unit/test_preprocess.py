@@ -260,9 +260,7 @@ def test_parquet_without_the_column_says_which_there_are(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("place", ["piece 1", "piece 3", "a rename", "the end"])
-def test_an_interruption_at_any_place_loses_and_repeats_nothing(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interruption_loses_and_repeats_nothing(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where more had been written than the progress says."""
     for name, size in (("_PIECE", 1 << 12), ("_CHUNK", 1 << 10)):
         monkeypatch.setattr(raw_text, name, size)

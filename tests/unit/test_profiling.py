@@ -58,9 +58,7 @@ def names(folder: Path, suffix: str) -> list[str]:
     return sorted(path.name for path in folder.glob(f"*{suffix}"))
 
 
-def test_timelines_of_named_steps_and_of_every_third(
-    mesh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_timelines_of_steps(mesh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "can_draw", lambda: False)
     run = Run(mesh, tmp_path, {"timeline_steps": [2, 3], "timeline_interval": 3})
     looked_into = [number for number in range(1, 8) if run.step(number).profile is not None]
@@ -112,9 +110,7 @@ def step_of_two() -> StepTimeline:
 
 
 @pytest.mark.parametrize("draws", [True, False])
-def test_a_picture_is_beside_the_trace_where_matplotlib_is(
-    draws: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_picture_is_drawn_where_matplotlib_is(draws: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if draws:
         pytest.importorskip("matplotlib")
     monkeypatch.setattr(profiling, "can_draw", lambda: draws)

@@ -27,9 +27,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_during_training_is_noted_while_the_main_thread_is_in_c_code(
-    number: signal.Signals, ended: list[str]
-) -> None:
+def test_a_signal_is_noted_while_the_main_thread_is_in_c_code(number: signal.Signals, ended: list[str]) -> None:
     before = signal.getsignal(number)
     with StopSignals() as stop:
         stop.can_save = True

@@ -53,24 +53,14 @@ def test_begin_end_and_padding_are_those_of_transformers(tmp_path: Path, kind: s
     [
         ({"tokenizer_config.json": {"eos_token": DEEPSEEK, "bos_token": None}}, [DEEPSEEK]),
         ({"tokenizer_config.json": {}, "special_tokens_map.json": {"eos_token": {"content": "</s>"}}}, ["</s>"]),
-        (
-            {
-                "tokenizer_config.json": {
-                    "eos_token": "<turn>",
-                    "added_tokens_decoder": {"4": {"content": "<turn>", "special": True}},
-                }
-            },
-            ["<turn>"],
-        ),
+        ({"tokenizer_config.json": {"eos_token": "<turn>", "added_tokens_decoder": TURN}}, ["<turn>"]),
         ({"tokenizer_config.json": {"eos_token": "<new>"}}, ["<new>"]),  # which transformers adds at the end
         ({"tokenizer_config.json": {"eos_token": "</s>", "additional_special_tokens": ["b"]}}, ["</s>", "b"]),
         ({"tokenizer_config.json": {"mask_token": "b", "eos_token": "<n>", "pad_token": "<m>"}}, ["<n>", "<m>", "b"]),
         ({"tokenizer_config.json": {"eos_token": "<n>"}, "added_tokens.json": {"<m>": 4, "<n>": 5}}, ["<n>", "<m>"]),
     ],
 )
-def test_tokens_that_the_folder_names_are_those_of_transformers(
-    tmp_path: Path, files: dict[str, Any], names: list[str]
-) -> None:
+def test_tokens_of_a_folder_are_those_of_transformers(tmp_path: Path, files: dict[str, Any], names: list[str]) -> None:
     _save_words(tmp_path, ["a", "</s>", DEEPSEEK, "b"])
     _save_json(tmp_path, files | {"tokenizer_config.json": FAST | files["tokenizer_config.json"]})
     ours, theirs = build_tokenizer(str(tmp_path)), _theirs(tmp_path)

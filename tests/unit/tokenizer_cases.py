@@ -29,7 +29,7 @@ BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
 
 
 def trained(model: Any, texts: Sequence[str], size: int, special: Sequence[str] = (), **given: Any) -> Tokenizer:
-    """A tokenizer that has learned up to ``size`` tokens of texts; ``given``: its parts, and settings of its trainer."""
+    """A tokenizer that has learned up to ``size`` tokens of texts; ``given``: its parts and settings of its trainer."""
     tokenizer = Tokenizer(model)
     for name in {"normalizer", "pre_tokenizer", "decoder", "post_processor"} & given.keys():
         setattr(tokenizer, name, given.pop(name))
