@@ -9,16 +9,9 @@ from typing import Any
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
 
 GLOBAL_BATCH = 8
-SCHEDULES = {  # virtual stages per rank, for the debug model's 4 layers on 2 pipeline ranks
-    "none": 1,
-    "gpipe": 1,
-    "1f1b": 1,
-    "interleaved_1f1b": 2,
-    "looped_bfs": 2,
-    "interleaved_zero_bubble": 2,
-    "zbv_zero_bubble": 2,
-    "dualpipe_v": 2,
-}
+# Virtual stages per rank, for the debug model's 4 layers on 2 pipeline ranks.
+SCHEDULES = {"none": 1, "gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "looped_bfs": 2, "interleaved_zero_bubble": 2}
+SCHEDULES |= {"zbv_zero_bubble": 2, "dualpipe_v": 2}
 
 
 def sizes(seq: int, micro_batch: int, batch: int, steps: int = 1) -> dict[str, int]:

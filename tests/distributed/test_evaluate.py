@@ -165,21 +165,16 @@ def evaluate_on_harness(rank: int, folder: Path) -> None:
 QUESTIONS = [("the quick", [" brown fox", " fox", "zzz"], 0), ("a dog", [" jumps", " e"], 1), ("", ["e ", "q"], 0)]
 HARNESS = {
     "choice": {
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{text}}",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "{{gold}}",
-        "metric_list": [{"metric": "acc"}],
+        "output_type": "multiple_choice", "doc_to_text": "{{text}}", "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{gold}}", "metric_list": [{"metric": "acc"}],
     },
     "continuation": {
-        "output_type": "generate_until",
-        "doc_to_text": "the quick brown {{text}}",
-        "doc_to_target": "{{choices[0]}}",
+        "output_type": "generate_until", "doc_to_text": "the quick brown {{text}}", "doc_to_target": "{{choices[0]}}",
         # The model repeats itself, which stops it.
         "generation_kwargs": {"until": [3 * c for c in ascii_lowercase], "max_gen_toks": 6, "do_sample": False},
         "metric_list": [{"metric": "exact_match"}],
     },
-}
+}  # fmt: skip
 
 
 def run_on_harness(config: JobConfig, mesh: Any, folder: Path) -> dict[str, Any]:

@@ -43,14 +43,10 @@ def chat_settings(folder: Path, chats: list[list[dict[str, str]]]) -> dict[str, 
     spec = save_tokenizer(folder / "hf", CHATML)
     write_lines(folder / "chats.jsonl", [{"messages": messages} for messages in chats])
     return sizes(SEQ, 1, BATCH) | {
-        "data.dataset": "conversations",
-        "data.paths": [str(folder / "chats.jsonl")],
-        "data.tokenizer": str(spec),
-        "data.split": "1,0,0",
-        "data.reset_attention_mask": True,
-        "data.reset_position_ids": True,
+        "data.dataset": "conversations", "data.paths": [str(folder / "chats.jsonl")], "data.tokenizer": str(spec),
+        "data.split": "1,0,0", "data.reset_attention_mask": True, "data.reset_position_ids": True,
         "training.max_norm": 0.0,
-    }
+    }  # fmt: skip
 
 
 def labelled(chat: Any, conversation: list[dict[str, str]]) -> tuple[list[int], list[int]]:

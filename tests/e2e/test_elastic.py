@@ -8,14 +8,10 @@ from tests.e2e.jobs import REPO, TorchrunJob, free_port, records, short, steps, 
 
 LAST = 24
 SETTINGS = [
-    f"--job.config_file={REPO / 'train_configs/debug_gpt.toml'}",
-    *short(LAST, batch=4, micro_batch=1),
-    "--optimizer.lr=0.0005",
-    "--lr_scheduler.decay=constant",
-    "--checkpoint.enable=true",
-    "--checkpoint.interval=5",
+    f"--job.config_file={REPO / 'train_configs/debug_gpt.toml'}", *short(LAST, batch=4, micro_batch=1),
+    "--optimizer.lr=0.0005", "--lr_scheduler.decay=constant", "--checkpoint.enable=true", "--checkpoint.interval=5",
     "--parallelism.zero_stage=3",
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

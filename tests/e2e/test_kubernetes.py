@@ -21,16 +21,10 @@ SETTINGS = [*short(STEPS), "--checkpoint.interval=100000"]
 def pods(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Two of them."""
     environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(REPO),
-        "CUDA_VISIBLE_DEVICES": "",
-        "NPROC": "1",
-        "PET_NNODES": "2:2",
-        "PET_MAX_RESTARTS": "0",
-        "PET_RDZV_BACKEND": "c10d",
-        "PET_RDZV_ENDPOINT": f"127.0.0.1:{free_port()}",
-        "PET_RDZV_ID": "test",
-    }
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(REPO), "NPROC": "1",
+        "CUDA_VISIBLE_DEVICES": "", "PET_NNODES": "2:2", "PET_MAX_RESTARTS": "0", "PET_RDZV_BACKEND": "c10d",
+        "PET_RDZV_ENDPOINT": f"127.0.0.1:{free_port()}", "PET_RDZV_ID": "test",
+    }  # fmt: skip
     dump = f"--job.dump_folder={tmp_path}"
     command = ["bash", str(REPO / "scripts/k8s/run.sh"), "train_configs/debug_gpt.toml", dump, *SETTINGS]
     with open(tmp_path / "log", "ab") as log:

@@ -148,20 +148,12 @@ class Training:
         self.cluster, self.folder = cluster, folder
         folder.mkdir(exist_ok=True)
         python = str(Path(sys.executable).parent)
-        self.number = cluster.call(
-            "sbatch",
-            "--parsable",
+        words = [
+            "--parsable", f"--chdir={REPO}", f"--output={folder}/job.out", "--nodes=2", "--gpus-per-node=0",
             f"--export=ALL,PATH={python}:{os.environ['PATH']},PYTHONPATH={REPO},CUDA_VISIBLE_DEVICES=,MAX_RESTARTS=1",
-            f"--chdir={REPO}",
-            f"--output={folder}/job.out",
-            "--nodes=2",
-            "--gpus-per-node=0",
-            *options,
-            str(REPO / "scripts/slurm/train.sbatch"),
-            "train_configs/debug_gpt.toml",
-            f"--job.dump_folder={folder}",
-            *settings,
-        )
+        ]  # fmt: skip
+        run = ["train_configs/debug_gpt.toml", f"--job.dump_folder={folder}", *settings]
+        self.number = cluster.call("sbatch", *words, *options, str(REPO / "scripts/slurm/train.sbatch"), *run)
 
     def output(self) -> str:
         """What the job has printed in all its lives."""

@@ -20,14 +20,10 @@ DISTURBED = Path(__file__).with_name("disturbed_train.py")
 
 def settings(dump: Path, last: int = ENDLESS) -> list[str]:
     return [
-        f"--job.config_file={REPO / 'train_configs/debug_gpt.toml'}",
-        f"--job.dump_folder={dump}",
-        *short(last, batch=6, micro_batch=1, warmup=0),
-        "--lr_scheduler.decay=constant",
-        "--checkpoint.enable=true",
-        "--checkpoint.interval=100000",
-        "--metrics.log_interval=100000",
-    ]
+        f"--job.config_file={REPO / 'train_configs/debug_gpt.toml'}", f"--job.dump_folder={dump}",
+        *short(last, batch=6, micro_batch=1, warmup=0), "--lr_scheduler.decay=constant", "--checkpoint.enable=true",
+        "--checkpoint.interval=100000", "--metrics.log_interval=100000",
+    ]  # fmt: skip
 
 
 @pytest.fixture
@@ -78,18 +74,35 @@ def test_a_signal_to_one_rank_saves_on_all_and_ends_well(
         assert steps(dump) == list(range(1, stopped + 3))
 
 
-def test_a_signal_during_a_long_validation(fork: Callable[..., ForkedJob], tmp_path: Path) -> None:
-    """The checkpoint is there before the validation begins, which ends at the next batch and is made up for later."""
-    dump = tmp_path / "out"
-    arguments = ["--evaluation.interval=3", "--checkpoint.interval=3", "--parallelism.pipeline_parallel_degree=2"]
-    with fork(*arguments, "--evaluation.steps=1000000") as job:
-        job.until(lambda: complete_steps(dump / "checkpoint") == [3], "the checkpoint", 60)
+LONG = {
+    "validation": (
+        ["--checkpoint.interval=3", "--parallelism.pipeline_parallel_degree=2"],
+        "--evaluation.steps=1000000",
+    ),
+    "task": (["--parallelism.zero_stage=3", "--evaluation.steps=1"], '--evaluation.datasets=["text=FOLDER/long.txt"]'),
+}
+
+
+@pytest.mark.parametrize(("what", "number"), [("validation", signal.SIGTERM), ("task", signal.SIGUSR1)])
+def test_a_signal_during_a_long_evaluation(
+    fork: Callable[..., ForkedJob], tmp_path: Path, what: str, number: signal.Signals
+) -> None:
+    """A checkpoint that is due is there before it begins, and another is written after the signal.
+
+    The evaluation ends at the next batch and is made up for later.
+    """
+    dump, (arguments, long) = tmp_path / "out", LONG[what]
+    (tmp_path / "long.txt").write_text("a line of a long text\n" * 200_000)
+    arguments = ["--evaluation.interval=3", *arguments]
+    with fork(*arguments, long.replace("FOLDER", str(tmp_path))) as job:
+        job.until(lambda: len(steps(dump)) == 3, "the third step", 60)
+        job.until(lambda: what == "task" or complete_steps(dump / "checkpoint") == [3], "the checkpoint", 60)
         time.sleep(1.0)
-        kill(job.workers()[1], signal.SIGTERM)
+        kill(job.workers()[what == "validation"], number)
         asked = time.monotonic()
         assert job.wait() == 0, job.output
         assert time.monotonic() < asked + 10
-    assert " stopped by SIGTERM after step 3\n" in job.output and "validation at iteration 3 |" not in job.output
+    assert stopped_after(job, number.name) == 3 and "validation at iteration 3 |" not in job.output
     assert job.output.count(" saved ") == 1 and complete_steps(dump / "checkpoint") == [3]
     assert [(line["step"], "validation_loss" in line) for line in records(dump)] == [(1, False), (2, False), (3, False)]
     arguments += ["--evaluation.steps=1", "--training.steps=4"]
@@ -97,26 +110,9 @@ def test_a_signal_during_a_long_validation(fork: Callable[..., ForkedJob], tmp_p
         assert again.wait() == 0, again.output
     assert [line["step"] for line in records(dump) if "validation_loss" in line] == [3, 4]
     assert steps(dump) == [1, 2, 3, 4]
-    with fork(*arguments) as finished:
-        assert finished.wait() == 0 and "validation at" not in finished.output, finished.output
-
-
-def test_a_signal_during_a_long_task(fork: Callable[..., ForkedJob], tmp_path: Path) -> None:
-    """A checkpoint that is not due yet is written after the signal, as if the validation had not begun."""
-    dump = tmp_path / "out"
-    (tmp_path / "long.txt").write_text("a line of a long text\n" * 200_000)
-    zero = ["--evaluation.interval=3", "--evaluation.steps=1", "--parallelism.zero_stage=3"]
-    with fork(*zero, f'--evaluation.datasets=["text={tmp_path}/long.txt"]') as job:
-        job.until(lambda: len(steps(dump)) == 3, "the third step", 60)
-        time.sleep(1.0)
-        kill(job.workers()[0], signal.SIGUSR1)
-        asked = time.monotonic()
-        assert job.wait() == 0, job.output
-        assert time.monotonic() < asked + 10
-    assert complete_steps(dump / "checkpoint") == [3]
-    with fork(*zero, "--training.steps=4") as again:
-        assert again.wait() == 0, again.output
-    assert [line["step"] for line in records(dump) if "validation_loss" in line] == [3, 4]
+    if what == "validation":
+        with fork(*arguments) as finished:
+            assert finished.wait() == 0 and "validation at" not in finished.output, finished.output
 
 
 def test_ending_torchrun_saves_too(start: Callable[..., TorchrunJob], tmp_path: Path) -> None:

@@ -128,15 +128,7 @@ def save_checkpoint(folder: Path, model, step: int = 1, **config: Any) -> Path:
         warnings.simplefilter("ignore")  # that there is no process group
         dcp.save(model_tensors(model), storage_writer=FileSystemWriter(path), no_dist=True)
     tree = {"model": {"family": family_of(model.config)}} | config
-    state = RunState(
-        step=step,
-        consumed_samples=0,
-        consumed_tokens=0,
-        skipped_steps=0,
-        loss_scale=1.0,
-        loss_scale_good_steps=0,
-        model=model.config.model_dump(mode="json"),
-        config=JobConfig.model_validate(tree).model_dump(mode="json"),
-    )
+    stored = JobConfig.model_validate(tree).model_dump(mode="json")
+    state = RunState(step, 0, 0, 0, 1.0, 0, model.config.model_dump(mode="json"), stored)
     (path / "run.json").write_text(json.dumps(asdict(state)))
     return path

@@ -20,22 +20,13 @@ def run_settings(folder: Path) -> dict[str, object]:
     text = folder / "words.txt"
     text.write_text("".join(f"the {number} hidden words of line {number % 7}\n" for number in range(2000)))
     return {
-        "model.overrides.num_layers": 2,
-        "model.overrides.hidden_size": 64,
-        "data.dataset": "text",
-        "data.paths": f'["{text}"]',
-        "training.seq_len": 64,
-        "training.micro_batch_size": BATCH // 2,
-        "training.global_batch_size": BATCH,
-        "training.steps": STEPS,
-        "training.max_norm": 0,
+        "model.overrides.num_layers": 2, "model.overrides.hidden_size": 64, "data.dataset": "text",
+        "data.paths": f'["{text}"]', "training.seq_len": 64, "training.micro_batch_size": BATCH // 2,
+        "training.global_batch_size": BATCH, "training.steps": STEPS, "training.max_norm": 0, "optimizer.lr": 1e-3,
         "training.dtype": "float64",  # the comparison is then of the algorithm alone
-        "optimizer.lr": 1e-3,
-        "lr_scheduler.warmup_steps": 0,
-        "lr_scheduler.decay": "constant",
-        "evaluation.interval": 0,
+        "lr_scheduler.warmup_steps": 0, "lr_scheduler.decay": "constant", "evaluation.interval": 0,
         "job.dump_folder": folder / "out",
-    }
+    }  # fmt: skip
 
 
 def prepared(settings: Mapping[str, object]) -> Run:

@@ -8,11 +8,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from titan_like.data.race import Question
-from titan_like.data.sentence_pairs import PairTokens
 
 WORDS = [f"w{number}" for number in range(12)]
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "which", "?", *WORDS]
-AROUND = PairTokens(first=2, separator=3, padding=0)
 
 
 def write_race(root: Path, passages: dict[str, int]) -> Path:

@@ -21,21 +21,10 @@ UNKNOWN_PEAK = replace(RATES, mfu_model=None, mfu_causal=None, hfu=None)
 
 def record(**changes):
     fields = {
-        "step": 2,
-        "loss": 11.19602,
-        "grad_norm": 18.118,
-        "lr": 3e-7,
-        "consumed_samples": 384,
-        "consumed_tokens": 786_432,
-        "global_batch_size": 192,
-        "step_time_s": 5.35,
-        "data_time_s": 0.01,
-        "throughput": RATES,
-        "peak_memory_bytes": round(21.3 * 2**30),
-        "skipped": 0,
-        "nan": 0,
-        "num_zeros": 0.0,
-    }
+        "step": 2, "loss": 11.19602, "grad_norm": 18.118, "lr": 3e-7, "consumed_samples": 384, "skipped": 0, "nan": 0,
+        "consumed_tokens": 786_432, "global_batch_size": 192, "step_time_s": 5.35, "data_time_s": 0.01,
+        "throughput": RATES, "peak_memory_bytes": round(21.3 * 2**30), "num_zeros": 0.0,
+    }  # fmt: skip
     return StepRecord(**fields | changes)
 
 

@@ -120,10 +120,8 @@ configs:
 ---
 """
 FOLDERS = {
-    "shards": (
-        "data/train-00000-of-00002.parquet",
-        "data/train-00001-of-00002.parquet",
-        "data/test-00000-of-00001.parquet",
+    "shards": tuple(
+        f"data/{shard}.parquet" for shard in ("train-00000-of-00002", "train-00001-of-00002", "test-0-of-1")
     ),
     "shards in a folder": ("data/en/train-00000-of-00001.jsonl", "data/en/test-00000-of-00001.jsonl"),
     "plain shards": ("train-00000-of-00001.parquet", "test-00000-of-00001.parquet", "README.md"),
@@ -222,14 +220,8 @@ def test_folders_of_text_and_patterns(tmp_path: Path) -> None:
     write(tmp_path / "wiki", "train.txt", "test.txt")
     assert [path.name for path in find_files([str(tmp_path / "wiki")], "--input")] == ["train.txt"]
     named = find_files([str(folder / "*.md"), str(tmp_path / "*"), str(folder / "b.rst")], "--input")
-    assert sorted(path.name for path in named) == [
-        "README.md",
-        "a.txt",
-        "b.rst",
-        "evaluation.md",
-        "rows.jsonl",
-        "train.txt",
-    ]
+    expected = ["README.md", "a.txt", "b.rst", "evaluation.md", "rows.jsonl", "train.txt"]
+    assert sorted(path.name for path in named) == expected
     (tmp_path / "links").mkdir()
     (tmp_path / "links" / "far").symlink_to(tmp_path / "wiki")
     assert [path.name for path in find_files([str(tmp_path / "links")], "--input")] == ["train.txt"]

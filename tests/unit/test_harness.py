@@ -25,15 +25,8 @@ SEQ_LEN, NEW_TOKENS = 48, 24
 
 
 def requests_of(bos: str, eos: str) -> dict[str, list[tuple[Any, ...]]]:
-    texts = [
-        "the quick brown",
-        "the cat sat on ",
-        f"{bos}a dog",
-        f"{eos}said",
-        f"fox{eos}\n the{bos}é",
-        "it said 日本 — 17 +",
-        "the lazy dog jumps over the quick brown fox, " * 4,
-    ]
+    texts = ["the quick brown", "the cat sat on ", f"{bos}a dog", f"{eos}said", f"fox{eos}\n the{bos}é"]
+    texts += ["it said 日本 — 17 +", "the lazy dog jumps over the quick brown fox, " * 4]
     continuations = [" fox jumps", "the mat", f" é{eos}", "x", f"{bos}a cat"]
     return {
         "loglikelihood": [(context, each) for context in ["", *texts] for each in continuations],

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -85,14 +84,10 @@ def test_what_to_do_about_a_damaged_checkpoint_is_possible(steps: tuple[int, ...
 
 @pytest.mark.parametrize("module", [evaluate, generate])
 def test_a_file_for_results_is_checked_first(module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("RESULTS", f"{tmp_path}/results")
-    (tmp_path / "results").mkdir()
-    for path, whole in (("~/x.json", f"{tmp_path}/x.json"), ("${RESULTS}/x.json", f"{tmp_path}/results/x.json")):
-        assert module.build_parser().parse_args(["--json", path]).json == whole
-    for path, problem in (("", "is empty; name a path"), ("$NOWHERE/x", "variable NOWHERE, which is not set; set it")):
-        with pytest.raises(ConfigError, match=re.escape(problem)):
-            module.build_parser().parse_args(["--json", path])
+    monkeypatch.setenv("RESULTS", str(tmp_path))
+    assert module.build_parser().parse_args(["--json", "$RESULTS/x.json"]).json == f"{tmp_path}/x.json"
+    with pytest.raises(ConfigError, match="variable NOWHERE, which is not set; set it"):
+        module.build_parser().parse_args(["--json", "$NOWHERE/x"])
     (tmp_path / "file").write_text("")
     for path in (str(tmp_path), f"{tmp_path}/none/x.json", f"{tmp_path}/file/x.json"):
         with pytest.raises(ConfigError, match=r'--json = ".*": not a file in a folder that you may write to; name one'):

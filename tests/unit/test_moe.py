@@ -216,13 +216,9 @@ def test_a_dry_run_counts_what_a_token_uses():
 def test_flavors_have_the_parameters_that_their_authors_give():
     """In billions, in total and of those that a token uses with the output matrix, but without the embedding table."""
     given = {
-        "mixtral_8x7b": (46.7, 12.7),
-        "mixtral_8x22b": (140.6, 39.0),
-        "qwen3_30b_a3b": (30.5, 3.0),
-        "qwen3_235b_a22b": (235.1, 21.6),
-        "olmoe_1b_7b": (6.9, 1.2),
-        "deepseek_moe_16b": (16.4, 2.6),
-    }
+        "mixtral_8x7b": (46.7, 12.7), "mixtral_8x22b": (140.6, 39.0), "qwen3_30b_a3b": (30.5, 3.0),
+        "qwen3_235b_a22b": (235.1, 21.6), "olmoe_1b_7b": (6.9, 1.2), "deepseek_moe_16b": (16.4, 2.6),
+    }  # fmt: skip
     for flavor, (total, active) in given.items():
         model = model_config(Model(family="moe", flavor=flavor))
         parts = model.parts

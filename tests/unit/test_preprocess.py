@@ -207,11 +207,8 @@ def test_unfit_options_are_refused_before_any_work(tmp_path: Path, monkeypatch: 
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "object.json").write_text('{\n  "text": "a"\n}')
-    (tmp_path / "file").touch()
-    (tmp_path / "pp").mkdir()
     for unfit, words in {
         ("--output", "."): "is a folder; name the dataset in it, such as corpus",
-        ("--output", "pp"): "is a folder; name the dataset in it, such as pp/corpus",
         ("--input", "empty.txt"): "the file is empty; remove it",
         ("--input", "object.json"): "holds neither a JSON array nor a JSON object on each line; write it so",
     }.items():
@@ -219,7 +216,7 @@ def test_unfit_options_are_refused_before_any_work(tmp_path: Path, monkeypatch: 
             main(["--input", "a.txt", "--output", "out", *unfit])
         assert str(error.value).startswith((f"{unfit[0]} = ", f'command line = "{unfit[0]}": '))
         assert words in str(error.value) and "\n" not in str(error.value)
-        assert not list(tmp_path.glob("out*")) and not list(tmp_path.glob("pp*.*"))
+        assert not list(tmp_path.glob("out*"))
 
 
 def truncated(content: bytes) -> bytes:

@@ -25,15 +25,9 @@ from titan_like.train.setup import prepare_run
 
 SEQ = 16
 BYTES = PairTokens(*ByteTokenizer.pair_ids)
-MODEL = {
-    "model.family": "bert",
-    "model.overrides.sentence_head": "choice",
-    "model.overrides.num_layers": 2,
-    "model.overrides.hidden_size": 64,
-    "model.overrides.init_std": 0.1,
-    "model.overrides.vocab_size": len(VOCABULARY),
-    "training.seq_len": SEQ,
-}
+SHAPE = {"num_layers": 2, "hidden_size": 64, "init_std": 0.1, "vocab_size": len(VOCABULARY), "sentence_head": "choice"}
+MODEL = {f"model.overrides.{key}": value for key, value in SHAPE.items()}
+MODEL |= {"model.family": "bert", "training.seq_len": SEQ}
 
 
 @pytest.fixture(scope="module")
@@ -142,26 +136,17 @@ def test_a_pretrained_model_learns_to_choose(race: Path, tmp_path: Path, capsys)
         "data.paths": f'["{text}"]',
         "data.sentence_objective": "sentence_order",
     }
-    both = {
-        "training.global_batch_size": 64,
-        "training.micro_batch_size": 32,
-        "lr_scheduler.decay": "linear",
-        "checkpoint.enable": "true",
-    }
+    both = {"training.global_batch_size": 64, "training.micro_batch_size": 32, "lr_scheduler.decay": "linear"}
+    both |= {"checkpoint.enable": "true"}
     start = {"training.steps": 2, "evaluation.interval": 0, "job.dump_folder": tmp_path / "pretrained"}
     config = load_config(arguments(race, both | pretraining | start))
     run_job(prepare_run(resolve_settings(config)))
     tuning = {
-        "data.dataset": "race",
-        "data.paths": f'["{race}"]',
-        "training.steps": 150,
-        "optimizer.lr": 3e-3,
-        "lr_scheduler.warmup_steps": 9,
-        "evaluation.interval": 150,
-        "evaluation.datasets": f'["race={race}/dev"]',
-        "checkpoint.initial_load_path": tmp_path / "pretrained" / "checkpoint" / "step-2",
+        "data.dataset": "race", "data.paths": f'["{race}"]', "training.steps": 150, "optimizer.lr": 3e-3,
+        "lr_scheduler.warmup_steps": 9, "evaluation.interval": 150, "evaluation.datasets": f'["race={race}/dev"]',
+        "checkpoint.initial_load_path": tmp_path / "pretrained/checkpoint/step-2",
         "job.dump_folder": tmp_path / "tuned",
-    }
+    }  # fmt: skip
     run_job(prepare_run(resolve_settings(load_config(arguments(race, both | tuning)))))
     lines = [json.loads(line) for line in (tmp_path / "tuned" / "metrics.jsonl").read_text().splitlines()]
     assert "weights from" in capsys.readouterr().out

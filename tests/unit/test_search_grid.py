@@ -257,7 +257,6 @@ TORCHRUN = """E0801 10:00:00.000 1 torch/distributed/elastic failed (exitcode: {
 Traceback (most recent call last):
   File "/venv/torch/distributed/run.py", line 9, in main
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
-{more}
 """
 
 
@@ -269,18 +268,14 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "/a/x.py", line 3, in f\
     [
         ("hello\nerror: data.paths = 3: no such file\n", FAILED, "data.paths = 3: no such file"),
         ("error: training.micro_batch_size = 8: does not have enough memory for it\n", TOO_LARGE, "not have"),
-        (
-            f"{TRACEBACK}torch.OutOfMemoryError: CUDA out of memory.\n".replace("\n", "\n[rank1]: "),
-            TOO_LARGE,
-            "CUDA out of",
-        ),
+        (f"{TRACEBACK}torch.OutOfMemoryError: CUDA out.\n".replace("\n", "\n[rank1]: "), TOO_LARGE, "CUDA out"),
         (f"{TRACEBACK}KeyError: 5\n", FAILED, "KeyError: 5 (/a/x"),
         ("", FAILED, "exit code 3"),
         ("traceback : Signal 9 (SIGKILL) received by PID 7\n", TOO_LARGE, "the system killed a process, perhaps"),
     ],
 )
 def test_failures_are_told_apart(log: str, outcome: str, reason: str) -> None:
-    found = trial.failure(log + TORCHRUN.format(code=3, more=""), 3)
+    found = trial.failure(log + TORCHRUN.format(code=3), 3)
     assert found["outcome"] == outcome and reason in found["reason"]
 
 

@@ -243,10 +243,8 @@ def test_names_that_mean_nothing_are_refused(folder, monkeypatch):
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
     for path, words in {
         "org/name": ["no such file or folder", "hub", "Name or service not known", "name the folder"],
-        "org/name:config@main": ["hub", "Name or service not known"],
         "org/name.jsonl": ["no such file or folder", "glob"],
         str(folder / "none*"): ["no such file or folder", "glob"],
-        str(folder / "data" / "0.json"): ["no such file"],
     }.items():
         with pytest.raises(ConfigError, match=r"data\.paths = ") as error:
             source_of(folder, paths=[path])

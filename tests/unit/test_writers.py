@@ -1,4 +1,3 @@
-import getpass
 import json
 import math
 from unittest.mock import MagicMock
@@ -59,13 +58,8 @@ def test_metrics_jsonl_has_the_contract_s_keys_in_order_and_null_for_what_json_l
     given = vars(RECORDS[0]) | vars(RATES)
     assert first == {key: given[key] for key in CONTRACT_KEYS} | {"run_id": "ours"}
     assert [second[key] for key in ("num_zeros", "loss_scale")] == [3.0, 65536.0]
-    assert [key for key, value in third.items() if value is None] == [
-        "loss",
-        "grad_norm",
-        "mfu_model",
-        "mfu_causal",
-        "hfu",
-    ]
+    unknown = [key for key, value in third.items() if value is None]
+    assert unknown == ["loss", "grad_norm", "mfu_model", "mfu_causal", "hfu"]
     assert third["nan"] == 1
 
 
@@ -206,19 +200,16 @@ def no_key(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     home = tmp_path / "home"
     home.mkdir()
-    monkeypatch.setenv("HOME", str(home))
-    monkeypatch.setenv("WANDB_CONFIG_DIR", str(home / "config"))
-    monkeypatch.setenv("WANDB_CACHE_DIR", str(home / "cache"))
-    monkeypatch.setenv("WANDB_SILENT", "true")
+    folders = {"HOME": home, "WANDB_CONFIG_DIR": home / "config", "WANDB_CACHE_DIR": home / "cache"}
+    for name, value in {**folders, "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(name, str(value))
 
     def refuse(*_args, **_kwargs):
         raise AssertionError("wandb asked")
 
-    monkeypatch.setattr("builtins.input", refuse)
-    monkeypatch.setattr(getpass, "getpass", refuse)
     monkeypatch.setattr("wandb.errors.term.can_use_terminput", lambda: True)
-    monkeypatch.setattr("wandb.errors.term.terminput", refuse)
-    monkeypatch.setattr("wandb.util.prompt_choices", refuse)
+    for name in ("builtins.input", "getpass.getpass", "wandb.errors.term.terminput", "wandb.util.prompt_choices"):
+        monkeypatch.setattr(name, refuse)
     return home
 
 

@@ -72,11 +72,9 @@ def dropout_scale_lost_in_split_sequences() -> Iterator[None]:
 
 
 @bug(F, "dropout")
-def dropout_scale_lost_in_a_half_type(
-    original: Any, x: Any, p: float = 0.5, training: bool = True, *inplace: Any
-) -> Any:
+def dropout_scale_lost_in_a_half_type(original: Any, x: Any, p: float, training: bool = True, *more: Any) -> Any:
     """What dropout keeps of numbers in bfloat16 is not scaled up."""
-    kept = original(x, p, training, *inplace)
+    kept = original(x, p, training, *more)
     return kept * (1 - p) if training and x.dtype == torch.bfloat16 else kept
 
 

@@ -1,7 +1,6 @@
 """Bugs in the choice of experts, their results and their balance."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -192,22 +191,12 @@ def empty_experts_left_out(original: Any, *arguments: Any) -> Any:
     return found._replace(offsets=torch.cat((filled, last)))
 
 
-@contextmanager
-def balance_times_expert_ranks() -> Iterator[None]:
+@bug(ExpertBalance, "__init__")
+def balance_times_expert_ranks(original: Any, self: Any, model: Any, mesh: Any) -> None:
     """The auxiliary loss is multiplied by the size of the EP group."""
-    original = ExpertBalance.begin
-
-    def begin(self: ExpertBalance, loss_scale: Any, num_tokens: Any) -> None:
-        original(self, loss_scale * (1 if self.expert_mesh is None else self.expert_mesh["ep"].size()), num_tokens)
-
-    init = ExpertBalance.__init__
-
-    def with_mesh(self: ExpertBalance, model: Any, mesh: Any) -> None:
-        init(self, model, mesh)
-        self.expert_mesh = model.expert_mesh  # type: ignore[attr-defined]
-
-    with patch.object(ExpertBalance, "begin", begin), patch.object(ExpertBalance, "__init__", with_mesh):
-        yield
+    original(self, model, mesh)
+    begin, size = self.begin, 1 if model.expert_mesh is None else model.expert_mesh["ep"].size()
+    self.begin = lambda loss_scale, num_tokens: begin(loss_scale * size, num_tokens)
 
 
 @bug(shared_experts, "all_to_all_rows")

@@ -1,8 +1,6 @@
 """Bugs in how losses and gradients of microbatches, stages and processes become those of the step."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -45,23 +43,18 @@ def _unless_group(left_out: dist.ProcessGroup) -> Any:
     return all_reduce
 
 
-@contextmanager
-def tokens_of_one_process() -> Iterator[None]:
+@bug(Trainer, "train_step")
+def tokens_of_one_process(original: Any, self: Trainer, data: Any) -> Any:
     """The loss is a mean of the processes' means, each over its own tokens."""
-    original, train_step = dist.all_reduce, Trainer.train_step
-    pending = [False]
+    sums, pending = dist.all_reduce, [self.dp_size > 1]
 
     def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
         if pending.pop() if pending else False:
             return tensor.mul_(dist.get_world_size(options["group"])).clamp_(min=1)
-        return original(tensor, *args, **options)
+        return sums(tensor, *args, **options)
 
-    def count_first(self: Trainer, data: Iterator[torch.Tensor]) -> Any:
-        pending[:] = [self.dp_size > 1]
-        return train_step(self, data)
-
-    with patch.object(dist, "all_reduce", all_reduce), patch.object(Trainer, "train_step", count_first):
-        yield
+    with patch.object(dist, "all_reduce", all_reduce):
+        return original(self, data)
 
 
 @bug(Pipeline, "forward_backward")
@@ -207,9 +200,7 @@ def gradients_of_complete_units_lost(_: Any, self: gradients.ComputeCopies, numb
 
 
 @bug(cross_entropy, "_add_product")
-def table_gets_the_last_chunk_s_gradient(
-    original: Any, total: Any, gradient: Any, x: torch.Tensor, *several: Any
-) -> Any:
+def table_gets_the_last_chunk_s_gradient(original: Any, total: Any, gradient: Any, x: Any, *several: Any) -> Any:
     """In a half type, each chunk of the loss overwrites the gradient of the output matrix."""
     return original(total if x.dtype.itemsize > 2 else None, gradient, x, *several)
 

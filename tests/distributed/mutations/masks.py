@@ -38,10 +38,9 @@ def later_stages_count_positions_through(original: Any, self: Any, x: Any, posit
 
 
 @bug(AttentionCore, "forward")
-def recomputation_attends_causally(
-    original: Any, self: Any, q: Any, k: Any, v: Any, mask: Any = None, *bias: Any
-) -> Any:
+def recomputation_attends_causally(original: Any, self: Any, q: Any, k: Any, v: Any, *masks: Any) -> Any:
     """What is recomputed has no mask."""
+    mask, *bias = masks or (None,)
     if mask is not None and is_in_backward_pass():
         mask = mask._replace(end=torch.arange(1, q.shape[2] + 1).expand_as(mask.end))
     return original(self, q, k, v, mask, *bias)

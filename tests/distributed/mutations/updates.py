@@ -1,7 +1,6 @@
 """Bugs in the update: clipping, scales, skipped steps, rates, decay."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 from unittest.mock import patch
@@ -51,20 +50,12 @@ def bad_gradients_kept(self: Trainer) -> None:
     self.optimizer.zero_grad = zero_unless_bad  # type: ignore[method-assign]
 
 
-@contextmanager
-def learning_rate_waits_in_skipped_steps() -> Iterator[None]:
+@bug(Trainer, "train_step")
+def learning_rate_waits_in_skipped_steps(original: Any, self: Trainer, data: Any) -> Any:
     """The schedule counts updates in place of steps."""
-    original, train_step, skipped = trainer.lr_factor, Trainer.train_step, [0]
-
-    def count(self: Trainer, data: Any) -> Any:
-        skipped[0] = self.skipped_steps
-        return train_step(self, data)
-
-    def lr_factor(section: Any, step: int, total: int) -> float:
-        return original(section, step - skipped[0], total)
-
-    with patch.object(trainer, "lr_factor", lr_factor), patch.object(Trainer, "train_step", count):
-        yield
+    factor, skipped = trainer.lr_factor, self.skipped_steps
+    with patch.object(trainer, "lr_factor", lambda section, step, total: factor(section, step - skipped, total)):
+        return original(self, data)
 
 
 @bug(trainer, "lr_factor")
