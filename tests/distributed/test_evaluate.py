@@ -141,17 +141,19 @@ FIGURES = {
 
 def training_config(folder: Path, layout: str, tasks: list[str]) -> JobConfig:
     (folder / "runs").mkdir(exist_ok=True)
-    settings = LAYOUTS[layout] | {
-        "training.steps": 4,
-        "training.seq_len": 32,
-        "checkpoint.enable": True,
-        "metrics.log_interval": 2,
-        "evaluation.interval": 2,
-        "evaluation.steps": 1,
-        "evaluation.datasets": [f"{spec.partition('=')[0]}={folder / spec.partition('=')[2]}" for spec in tasks],
-        "model.overrides": {"dropout": 0.2, "num_layers": 2},
-        "job.dump_folder": str(folder / "runs" / f"{layout} {len(tasks)}"),
-    }
+    settings = (
+        LAYOUTS[layout]
+        | sizes(32, 4, 16, 4)
+        | {
+            "checkpoint.enable": True,
+            "metrics.log_interval": 2,
+            "evaluation.interval": 2,
+            "evaluation.steps": 1,
+            "evaluation.datasets": [f"{spec.partition('=')[0]}={folder / spec.partition('=')[2]}" for spec in tasks],
+            "model.overrides": {"dropout": 0.2, "num_layers": 2},
+            "job.dump_folder": str(folder / "runs" / f"{layout} {len(tasks)}"),
+        }
+    )
     return base_config(folder, settings)
 
 

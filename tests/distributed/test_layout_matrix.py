@@ -42,16 +42,12 @@ from tests.distributed.layouts import (
 )
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "layout_matrix_cpu.json"
+FLOAT64 = {"training.dtype": "float64"}
 RUNS: dict[str, dict[str, Any]] = {
-    "adamw": {"optimizer.name": "adamw", "optimizer.lr": 1e-3, "training.dtype": "float64"},
+    "adamw": {"optimizer.name": "adamw", "optimizer.lr": 1e-3} | FLOAT64,
     # On DTensors, PyTorch's foreach SGD works out a placement for whole lists of tensors, once a layout: a quarter of
     # the time of this file.
-    "sgd": {
-        "optimizer.name": "sgd",
-        "optimizer.lr": 0.1,
-        "optimizer.implementation": "for-loop",
-        "training.dtype": "float64",
-    },
+    "sgd": {"optimizer.name": "sgd", "optimizer.lr": 0.1, "optimizer.implementation": "for-loop"} | FLOAT64,
 }
 FLOAT64_TOLERANCE = 1e-10
 COVERING = covering_set(full_product(), pairs_of_kinds)

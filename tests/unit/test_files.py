@@ -119,10 +119,9 @@ configs:
     path: b*
 ---
 """
+SHARDS = ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001")
 FOLDERS = {
-    "shards": tuple(
-        f"data/{shard}.parquet" for shard in ("train-00000-of-00002", "train-00001-of-00002", "test-0-of-1")
-    ),
+    "shards": tuple(f"data/{shard}.parquet" for shard in SHARDS),
     "shards in a folder": ("data/en/train-00000-of-00001.jsonl", "data/en/test-00000-of-00001.jsonl"),
     "plain shards": ("train-00000-of-00001.parquet", "test-00000-of-00001.parquet", "README.md"),
     "a folder a split": ("train/a.jsonl", "train/deep/b.jsonl", "validation/c.jsonl", "extra.jsonl"),

@@ -126,14 +126,9 @@ def test_rotary_frequencies_equal_hugging_face(name):
         scaling = config.rope_scaling.model_dump()
         rope |= {**scaling, "rope_type": "llama3", "original_max_position_embeddings": 8192}
         rope.pop("original_max_seq_len")
-    theirs = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(
-        transformers.LlamaConfig(
-            hidden_size=config.hidden_size,
-            num_attention_heads=config.num_attention_heads,
-            max_position_embeddings=config.max_seq_len,
-            rope_parameters=rope,
-        )
-    )
+    shape = {"hidden_size": config.hidden_size, "num_attention_heads": config.num_attention_heads}
+    shape |= {"max_position_embeddings": config.max_seq_len, "rope_parameters": rope}
+    theirs = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(transformers.LlamaConfig(**shape))
     ours = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling, torch.device("cpu"))
     # A power, a division and the blend of two: a few float32 roundings.
     torch.testing.assert_close(ours, theirs.inv_freq, rtol=8 * EPS32, atol=0)

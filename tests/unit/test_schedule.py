@@ -36,14 +36,11 @@ def test_warmup_is_linear_and_reaches_the_peak_at_its_last_step(decay):
         (
             20,
             {"warmup_steps": 10, "decay": "linear", "min_lr_ratio": 0.2},
-            {10 + step: 1 - 0.08 * step for step in range(1, 11)},
+            {10 + n: 1 - 0.08 * n for n in range(1, 11)},
         ),
         (10, {"decay": "constant"}, dict.fromkeys(range(1, 11), 1)),
-        (
-            1600,
-            {"warmup_steps": 100, "decay": "inverse_sqrt", "min_lr_ratio": 0.3},
-            {400: 0.5, 900: 1 / 3, 1600: 0.3},  # 1/4 without the floor
-        ),
+        # 1/4 without the floor.
+        (1600, {"warmup_steps": 100, "decay": "inverse_sqrt", "min_lr_ratio": 0.3}, {400: 0.5, 900: 1 / 3, 1600: 0.3}),
         (4, {"decay": "inverse_sqrt"}, {1: 1, 2: 2**-0.5, 3: 3**-0.5, 4: 0.5}),
         (
             20,
