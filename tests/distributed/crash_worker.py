@@ -75,7 +75,8 @@ def die_in(folder: Path, death: Death) -> list[str]:
     copying = threading.Lock()  # held while this function's own operations are not to be listed
 
     def before(event: str, args: tuple[Any, ...]) -> None:
-        if threading.current_thread() not in (threading.main_thread(), *background_saves()):
+        thread = threading.current_thread()
+        if thread is not threading.main_thread() and thread.name != "checkpoint":  # which writes in the background
             return
         is_open = event == "open" and str(args[0]).startswith(str(folder))
         if (not is_open and event not in CHANGES) or copying.locked():
@@ -93,11 +94,6 @@ def die_in(folder: Path, death: Death) -> list[str]:
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # the kernel kills the process that writes further
     sys.addaudithook(before)
     return operations
-
-
-def background_saves() -> list[threading.Thread]:
-    """Threads that write checkpoints."""
-    return [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
 
 
 def survived(dump: Path, operations: list[str]) -> None:

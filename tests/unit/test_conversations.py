@@ -285,33 +285,37 @@ USER, SYSTEM = {"role": "user", "content": "a"}, {"role": "system", "content": "
 ANSWER = {"role": "assistant", "content": "b"}
 
 
+def of(*messages: object) -> str:
+    return json.dumps({"messages": messages})
+
+
+UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+# As Qwen3's: thoughts before the last answer alone.
+THINKS = CHATML.replace("\n{{", "\n{{ '<think></think>' if loop.last and message.role == 'assistant' }}{{")
+
+
 @pytest.mark.parametrize(
     ("template", "line", "words"),
     [
         (CHATML, '{"messages": [', "the line is not JSON"),
         (CHATML, '"a"', 'has no "messages", "conversations"'),
-        (CHATML, json.dumps({"messages": []}), 'no "assistant" that answers'),
-        (CHATML, json.dumps({"messages": [{"content": "a"}]}), 'message 1 has neither a "role" nor "value" and "from"'),
-        (CHATML, json.dumps({"messages": [USER, {"role": "assistant", "content": 3}]}), '"content" of message 2 is'),
+        (CHATML, of(), 'no "assistant" that answers'),
+        (CHATML, of({"content": "a"}), 'message 1 has neither a "role" nor "value" and "from"'),
+        (CHATML, of(USER, {"role": "assistant", "content": 3}), '"content" of message 2 is'),
         (CHATML, json.dumps({"conversations": [{"from": "bard", "value": "a"}]}), '"from", which is one of system'),
-        (CHATML, json.dumps({"messages": [USER, {"role": "assistant", "content": [{}]}]}), "a list of parts"),
+        (CHATML, of(USER, {"role": "assistant", "content": [{}]}), "a list of parts"),
         (CHATML, json.dumps({"prompt": "a", "answer": 3}), 'or "prompt" with "answer" or "completion"'),
         (CHATML, json.dumps({"prompt": [USER, ANSWER], "completion": [USER]}), 'no "assistant" that answers'),
         (CHATML, '{"prompt": "\\ud800", "answer": "b"}', "half a surrogate pair"),
-        (None, json.dumps({"messages": [USER, ANSWER]}), "the tokenizer's folder has no chat template"),
-        (TEMPLATES["llama"], json.dumps({"messages": [SYSTEM, USER, ANSWER]}), "refuses the record (no system here)"),
-        ("{{ ''.__class__.mro() }}", json.dumps({"messages": [USER, ANSWER]}), "refuses the record (access to attr"),
+        (None, of(USER, ANSWER), "the tokenizer's folder has no chat template"),
+        (TEMPLATES["llama"], of(SYSTEM, USER, ANSWER), "refuses the record (no system here)"),
+        ("{{ ''.__class__.mro() }}", of(USER, ANSWER), "refuses the record (access to attr"),
         (
-            MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", ""),
-            json.dumps({"messages": [USER, ANSWER, USER, ANSWER]}),
-            "does not begin with what the chat template gives the model to begin it",
+            UNMARKED,
+            of(USER, ANSWER, USER, ANSWER),
+            "does not begin with what the chat template gives the model to begin",
         ),
-        # As Qwen3's: thoughts before the last answer alone.
-        (
-            CHATML.replace("\n{{", "\n{{ '<think></think>' if loop.last and message.role == 'assistant' }}{{"),
-            json.dumps({"messages": [USER, ANSWER, USER, ANSWER]}),
-            "writes the beginning of the conversation in another way once more follows",
-        ),
+        (THINKS, of(USER, ANSWER, USER, ANSWER), "writes the beginning of the conversation in another way once more"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, template: str | None, line: str, words: str) -> None:

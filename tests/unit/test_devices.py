@@ -8,31 +8,16 @@ from titan_like.metrics.hardware import peak_tflops
 
 # What torch.cuda.get_device_name() returns, or what a user writes as cluster.gpu.
 NAMES = {
-    "V100": "V100-32GB",
-    "Tesla V100-SXM2-16GB": "V100-16GB",
-    "Tesla V100-PCIE-32GB": "V100-PCIe",
-    "A100": "A100-80GB",
-    "NVIDIA A100-SXM4-40GB": "A100-40GB",
-    "NVIDIA A100-SXM4-80GB": "A100-80GB",
-    "NVIDIA A100 80GB PCIe": "A100-80GB-PCIe",
-    "NVIDIA A800-SXM4-80GB": "A800-80GB",
-    "NVIDIA RTX A6000": "RTX-A6000",
-    "NVIDIA GeForce RTX 3090 Ti": "RTX-3090-Ti",
-    "rtx 4090": "RTX-4090",
-    "NVIDIA RTX 6000 Ada Generation": "RTX-6000-Ada",
-    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "RTX-PRO-6000",
-    "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition": "RTX-PRO-6000-Max-Q",
-    "NVIDIA H100 80GB HBM3": "H100-80GB",
-    "h100": "H100-80GB",
-    "H100-96GB-HBM2e-500W": "H100-96GB",
-    "NVIDIA H100 PCIe": "H100-PCIe",
-    "NVIDIA H100 NVL": "H100-NVL",
-    "NVIDIA H200 NVL": "H200-NVL",
-    "NVIDIA GH200 480GB": "GH200",
-    "NVIDIA GH200 144G HBM3e": "GH200-144GB",
-    "NVIDIA B300 SXM6 AC": "B300",
-    "AMD Instinct MI250X": "MI250X",
-}
+    "V100": "V100-32GB", "Tesla V100-SXM2-16GB": "V100-16GB", "Tesla V100-PCIE-32GB": "V100-PCIe", "A100": "A100-80GB",
+    "NVIDIA A100-SXM4-40GB": "A100-40GB", "NVIDIA A100-SXM4-80GB": "A100-80GB", "rtx 4090": "RTX-4090",
+    "NVIDIA A100 80GB PCIe": "A100-80GB-PCIe", "NVIDIA A800-SXM4-80GB": "A800-80GB", "NVIDIA RTX A6000": "RTX-A6000",
+    "NVIDIA GeForce RTX 3090 Ti": "RTX-3090-Ti", "NVIDIA RTX 6000 Ada Generation": "RTX-6000-Ada",
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "RTX-PRO-6000", "NVIDIA H100 80GB HBM3": "H100-80GB",
+    "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition": "RTX-PRO-6000-Max-Q", "h100": "H100-80GB",
+    "H100-96GB-HBM2e-500W": "H100-96GB", "NVIDIA H100 PCIe": "H100-PCIe", "NVIDIA H100 NVL": "H100-NVL",
+    "NVIDIA H200 NVL": "H200-NVL", "NVIDIA GH200 480GB": "GH200", "NVIDIA GH200 144G HBM3e": "GH200-144GB",
+    "NVIDIA B300 SXM6 AC": "B300", "AMD Instinct MI250X": "MI250X",
+}  # fmt: skip
 # Slices, notebooks, cut-down and unlisted products, names of several products, and what is no GPU.
 UNKNOWN = [
     "", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A100-SXM4-40GB MIG 3g.20gb", "GRID V100D-8Q", "NVIDIA A10-24Q",
