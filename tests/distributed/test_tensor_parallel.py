@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.checkpoint import checkpoint
@@ -93,33 +92,25 @@ def largest_difference_with_torch_s_styles(mesh: DeviceMesh) -> float:
 
 
 def dropout_draws(mesh: DeviceMesh) -> dict[str, list[float]]:
-    """What one layer's dropouts give on this rank, for the same input and seed on all ranks."""
+    """What one layer's attention gives with dropout. `test_resume` compares what ranks draw."""
     layer = build("gpt", mesh, dropout=0.5).layers["0"]
     core = layer.attention.core
     inputs = [torch.randn(1, 8, 2, 4, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in range(3)]
     torch.manual_seed(5)
     attention = core(*inputs)
-    residual = F.dropout(torch.ones(64), 0.5)
     torch.manual_seed(5)
     recomputed = checkpoint(core, *inputs, use_reentrant=False)
     kept = recomputed.detach().clone()
     torch.manual_seed(6)
     gradient = torch.autograd.grad(recomputed.sum(), inputs[2])[0]
     expected = torch.autograd.grad(attention.sum(), inputs[2])[0]
-    draws = {"attention": attention, "residual": residual, "again": kept, "gradient": gradient, "expected": expected}
+    draws = {"attention": attention, "again": kept, "gradient": gradient, "expected": expected}
     return {name: value.flatten().tolist() for name, value in draws.items()}
 
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
     return collect(measure, 2)
-
-
-def test_attention_dropout_differs_between_ranks_and_residual_dropout_does_not(found: list[dict[str, Any]]) -> None:
-    first, second = (rank["dropout"] for rank in found)
-    assert first["attention"] != second["attention"]
-    assert first["residual"] == second["residual"]
-    assert 0 < sum(first["residual"]) < 128
 
 
 def test_recomputation_draws_the_same_dropout(found: list[dict[str, Any]]) -> None:

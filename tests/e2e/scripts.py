@@ -16,11 +16,7 @@ from unittest.mock import patch
 from titan_like.verify.processes import start_fork_server
 
 REPO = Path(__file__).parents[2]
-PLAIN = os.environ | {
-    "OMP_NUM_THREADS": "1",
-    "CUDA_VISIBLE_DEVICES": "",
-    "PYTHONPATH": str(REPO),
-}  # of interpreters
+PLAIN = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPO)}  # of interpreters
 TORCHRUN = str(Path(sysconfig.get_path("scripts"), "torchrun"))  # its ranks begin as new interpreters
 
 

@@ -24,20 +24,10 @@ from titan_like.train.job import meeting_place
 from titan_like.train.setup import out_of_memory_names
 
 TOML = """
-[job]
-dump_folder = "{tmp}/out"
-[model.overrides]
-num_layers = 1
-hidden_size = 32
-[data]
-dataset = "text"
-paths = ["{tmp}/text.txt"]
-split = "8,2,0"
-[training]
-seq_len = 16
-micro_batch_size = 2
-global_batch_size = 4
-{length}
+job.dump_folder = "{tmp}/out"
+model.overrides = {{num_layers = 1, hidden_size = 32}}
+data = {{dataset = "text", paths = ["{tmp}/text.txt"], split = "8,2,0"}}
+training = {{seq_len = 16, micro_batch_size = 2, global_batch_size = 4}}
 """
 STEPS = "--training.steps=5"
 
@@ -101,7 +91,7 @@ def folder(tmp_path):
     (tmp_path / "text.txt").write_text("some text to learn from, " * 20)
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "latin.toml").write_bytes(b'[job]\ndescription = "\xe9"\n')
-    (tmp_path / "run.toml").write_text(TOML.format(tmp=tmp_path, length=""))
+    (tmp_path / "run.toml").write_text(TOML.format(tmp=tmp_path))
     (tmp_path / "folder.x").mkdir()
     return tmp_path
 

@@ -47,9 +47,7 @@ def test_both_sources_are_drawn_and_told(folder: Path) -> None:
             arguments = shlex.split(command)[2:]
             printed = train_on(processes, folder / "log.txt", arguments, cwd=folder)
         lines = re.findall(
-            r"^ sources \| code: (\d+) samples \(([\d.]+)%\), ([\d.]+) epochs \| prose: (\d+) samples",
-            printed,
-            re.M,
+            r"^ sources \| code: (\d+) samples \(([\d.]+)%\), ([\d.]+) epochs \| prose: (\d+) samples", printed, re.M
         )
         written = [record for record in records(folder / f"out{processes}") if "samples/code" in record]
         assert [record["step"] for record in written] == [2, 4]

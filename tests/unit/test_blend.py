@@ -7,14 +7,8 @@ import pytest
 from titan_like.data.blend import BLOCK, Blend
 
 PERIOD = 4096 * BLOCK
-WEIGHTS = {
-    "halves": [1, 1],
-    "thirds": [1, 1, 1],
-    "uneven": [0.5, 0.3, 0.2],
-    "tiny": [1.0, 1e-5, 3e-7],
-    "many": [1 / number for number in range(1, 30)],
-    "one": [2.5],
-}
+WEIGHTS = {"halves": [1, 1], "thirds": [1, 1, 1], "uneven": [0.5, 0.3, 0.2], "tiny": [1.0, 1e-5, 3e-7], "one": [2.5]}
+WEIGHTS |= {"many": [1 / number for number in range(1, 30)]}
 
 
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)

@@ -239,8 +239,7 @@ for arguments in {[[file, *WRONG_ARGUMENTS], rules, ["--help"]]!r}:
 
 
 @pytest.mark.parametrize(
-    "key",
-    ["job.dump_folder", "checkpoint.folder", "checkpoint.initial_load_path", "cluster.profile", "data.tokenizer"],
+    "key", ["job.dump_folder", "checkpoint.folder", "checkpoint.initial_load_path", "cluster.profile", "data.tokenizer"]
 )
 def test_paths_are_expanded(key, monkeypatch):
     monkeypatch.setenv("HOME", "/home/ada")

@@ -153,10 +153,7 @@ def test_full_disk_is_one_sentence_and_leaves_nothing_behind(tmp_path, monkeypat
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(ConfigError, match=r"dump_folder.*No space left.*make room"),
-    ):
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"dump_folder.*No space left.*make room"):
         patch.setattr(preprocess, "write_index", full)
         open_corpus(section, tmp_path / "cache")
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]

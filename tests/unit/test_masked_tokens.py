@@ -155,11 +155,7 @@ def test_what_cannot_be_masked_is_one_sentence(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"its mask token is 257.*vocab_size is 257.*vocab_size to 258"):
         masks_of(JobConfig(), BERT.model_copy(update={"vocab_size": 257}))
     for family, setting, words in (
-        (
-            "gpt",
-            "mlm_whole_words",
-            "gpt predicts the next token, which this does not change",
-        ),
+        ("gpt", "mlm_whole_words", "gpt predicts the next token, which this does not change"),
         ("bert", "prefix_lm", "bert has only bidirectional attention over whole samples"),
         ("bert", "eod_mask_loss", "bert predicts masked tokens, never the first token of the next doc"),
     ):

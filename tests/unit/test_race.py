@@ -89,8 +89,7 @@ def test_what_is_not_race_is_one_sentence(race: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "values",
-    [{"questions": "b"}, {"options": [["a", "b", "c"]]}, {"answers": ["E"]}, {"answers": ["A", "B"]}],
+    "values", [{"questions": "b"}, {"options": [["a", "b", "c"]]}, {"answers": ["E"]}, {"answers": ["A", "B"]}]
 )
 def test_a_damaged_file_is_one_sentence(tmp_path: Path, values: dict[str, object]) -> None:
     whole = {"article": "a", "questions": ["b"], "options": [["a", "b", "c", "d"]], "answers": ["A"]}
