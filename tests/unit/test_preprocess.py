@@ -24,7 +24,7 @@ from titan_like.config import ConfigError
 from titan_like.data import long_text, preprocess, raw_text
 from titan_like.data.indexed import IndexedDataset
 from titan_like.data.preprocess import Job, tokenize_files
-from titan_like.data.raw_text import UnreadableError, read_pieces
+from titan_like.data.raw_text import UnreadableError, read_pieces, texts_of
 
 ROOT = Path(__file__).resolve().parents[2]
 EOD = 256
@@ -91,7 +91,7 @@ def test_pieces_go_on_after_any_of_them(ending: str, tmp_path: Path, monkeypatch
     texts[200] = text_of(5000)  # longer than a piece
     write_records(path, texts)
     pieces = [piece for piece, _ in read_pieces(path, "text")]
-    assert len(pieces) >= 2
+    assert len(pieces) >= 2 and [text for piece in pieces for _, text in texts_of(piece, "text")] == texts
     for number, piece in enumerate(pieces[:-1]):
         rest = [found for found, _ in read_pieces(path, "text", piece.end, piece.first_record + piece.num_records)]
         assert rest[0].first_record == pieces[number + 1].first_record

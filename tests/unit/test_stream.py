@@ -224,6 +224,14 @@ def test_reading_is_tried_again_and_then_the_reader_is_named(tmp_path, monkeypat
     assert "\n" not in str(error.value) and waits == [1, 2, 4, 8] * 2
 
 
+def test_a_damaged_file_is_not_read_again(tmp_path, waits):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.arrow").write_bytes(b"ARROW1\0\0")
+    with pytest.raises(ConfigError, match=r"a\.arrow.* is damaged"):
+        source_of(tmp_path, num_readers=1, split="1,0,0")[0]
+    assert waits == []
+
+
 def test_readers_without_text_in_an_epoch_go_on_to_the_next(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.jsonl").write_bytes(b'{"text": "x"}\n\n' * 3)  # empty lines count as records
@@ -304,7 +312,7 @@ def test_validation_on_readers_without_samples_is_refused_at_the_start(tmp_path)
     assert len(open_data(config, model_config(config.model))["validation"]) == UNKNOWN_LENGTH
 
 
-def test_skipped_records_are_no_documents(folder, capfd, waits):
+def test_skipped_records_are_no_documents(folder, capfd):
     """So the samples are a function of the data alone, also where another process goes on from a state."""
     lines = (folder / "data" / "0.jsonl").read_bytes().splitlines()
     for bad in (b"{", b'{"id": 1}', b'{"text": "\xff"}', b'{"text": "\\ud800"}', b"[1]"):
@@ -326,4 +334,3 @@ def test_skipped_records_are_no_documents(folder, capfd, waits):
     stopping.load_state_dict(source.state_dict())  # whose states do not lead past bad records
     with pytest.raises(ConfigError, match=r'set data.bad_lines to "skip"'):
         stopping[3 * 512]
-    assert waits == []  # what is damaged is not read again
