@@ -93,7 +93,8 @@ ADAFACTOR, MUON = (["--optimizer.name", name] for name in ("adafactor", "muon"))
 LLAMA_ONE, LLAMA_STAGES = (["--job.config_file", LLAMA, *layout] for layout in (ONE, PIPELINE))
 REDUCED_IN_BFLOAT16 = [*ZERO_1, *BFLOAT16[:2], "--training.reduce_dtype", "bfloat16"]
 MANY_MASKED = [*PAIRS, "--data.mlm_probability", "0.5", *ONE]
-PP, TP, CP, CORE = "pipeline_parallel", "tensor_parallel", "context_parallel", "layers.0.attention.core"
+PP, TP, CP = "pipeline_parallel", "tensor_parallel", "context_parallel"
+CORE, CROSS = "layers.0.attention.core", "layers.3.cross_attention:"
 
 # Each bug with a layout that shows it, the axis at fault, the row of the first difference, and how the name of the
 # parameter or module at fault begins. `verify` finds those of an axis. Those of one_process are found by
@@ -220,7 +221,7 @@ BUGS = [
     (encoder_decoder.encoder_s_norm_touches_the_decoder, [*T5, *PIPELINE], "pipeline_parallel", Row.LOSS, "layers.1"),
     (encoder_decoder.cross_attention_reads_what_is_not_normalised, [*T5, *PIPELINE], PP, Row.LOSS, "layers.1"),
     (encoder_decoder.parts_not_shared_out_alike, [*T5, *SEQUENCE], "sequence_parallel", Row.LOSS, "embedding"),
-    (encoder_decoder.gradient_of_the_encoder_s_output_not_summed, [*T5, *TENSOR], TP, Row.GRADIENT, "layers.3.cross"),
+    (encoder_decoder.gradient_of_the_encoder_s_output_not_summed, [*T5, *TENSOR], TP, Row.GRADIENT, CROSS),
     (encoder_decoder.biases_of_other_heads, [*T5, *TENSOR], "tensor_parallel", Row.LOSS, "encoder_bias"),
     (pairs.types_dropped, [*PAIRS, *ONE], "one_process", Row.LOSS, "embedding_norm"),
     (pairs.padding_is_seen, [*PAIRS, *ONE], "one_process", Row.LOSS, "layers.0.attention"),
