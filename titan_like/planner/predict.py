@@ -53,6 +53,19 @@ class Forecast:
         """Whether the GPU waits for the host. A CPU does its own launching."""
         return self.host_seconds > self.device_seconds and not self.profile.device.is_cpu
 
+    @property
+    def taken(self) -> str:
+        """The memory of the fullest GPU."""
+        return f"{self.memory.largest / 2**30:.1f} of {self.memory.capacity / 2**30:.0f} GiB"
+
+    def __str__(self) -> str:
+        """The step time with its band, a GPU's rate and the memory of the fullest GPU, on one line."""
+        return (
+            f"{self.time.total:.3f} s a step (between {self.seconds_low:.3f} and {self.seconds_high:.3f} in nine of "
+            f"ten cases), {per_gpu(self.rates.tflops_per_device)} per GPU, {self.taken}; profile {self.profile.name} "
+            f"on {self.profile.device.name}"
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """The forecast for JSON."""
         return {
@@ -69,6 +82,11 @@ class Forecast:
             "fits": self.memory.fits,
             **asdict(self.rates),
         }
+
+
+def per_gpu(rate: float) -> str:
+    """A GPU's rate in words, with one decimal, or with three digits if it is slow."""
+    return f"{rate:.1f} TFLOP/s" if rate >= 10 else f"{rate:.3g} TFLOP/s"
 
 
 def predict(config: JobConfig, profile: Profile | None = None, expert_load: float = 1.0) -> Forecast:

@@ -24,13 +24,9 @@ from titan_like.planner.commands.outcome import (
     Progress,
     add_price,
     add_profile,
-    as_days,
-    chosen_profile,
-    days_of,
-    loaded,
-    per_gpu,
+    length,
+    read_run,
     sized,
-    tokens_of,
 )
 from titan_like.planner.memory import largest_memory, usable_bytes
 from titan_like.planner.predict import Forecast, checked_profile, forecast, profile_and_device
@@ -85,9 +81,9 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     Raises:
         ConfigError: the run does not say which GPUs its nodes have, or no layout is valid.
     """
-    config, profile, show = loaded(settings), chosen_profile(options), Progress()
+    config, profile, tokens = read_run(options, settings)
     fixed = frozenset(parse_overrides(settings)) & {*SEARCHED, STAGE_SIZES}
-    tokens, per_node = tokens_of(options, config), config.cluster.gpus_per_node
+    show, per_node = Progress(), config.cluster.gpus_per_node
     if per_node is None:
         known = profile is not None or config.cluster.profile is not None
         require(known, "cluster.gpus_per_node", None, "say how many GPUs a node has")
@@ -101,9 +97,10 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         if found is None:
             lines.append(f"  {otherwise}")
             return None
+        told, days = length(found.forecast, tokens, options.price)
         lines.append(f"  {found.nodes} × {on}: {sized(found.model)}")
-        lines.extend(f"    {line}" for line in described_run(found.forecast, tokens, options.price))
-        return as_dict(found) | days_of(found.forecast, tokens, options.price)
+        lines.extend((f"    {described(found.forecast.work)}", f"    predicted: {found.forecast}{told}"))
+        return as_dict(found) | days
 
     for nodes in dict.fromkeys((1, config.cluster.nodes or 1)):
         told = tell(largest_model(config, profile, nodes, fixed, show), f"{nodes} × {on}: none fits")
@@ -193,16 +190,6 @@ def fastest(config: JobConfig, profile: Profile | None, nodes: int, fixed: froze
     gpus = nodes * (config.cluster.gpus_per_node or 1)
     found = search(edit(config, plain), gpus, profile, fixed | plain.keys(), kinds=1)
     return Capacity(nodes, found.config, forecast(found.best.work, found.profile))
-
-
-def described_run(ahead: Forecast, tokens: float | None, price: float | None) -> list[str]:
-    """A model's layout and speed in words."""
-    memory, rates = ahead.memory, ahead.rates
-    rate = f"{rates.tokens_per_second:,.0f} tokens/s, {per_gpu(rates.tflops_per_device)} per GPU"
-    return [
-        f"{described(ahead.work)}: {memory.largest / 2**30:.1f} of {memory.capacity / 2**30:.0f} GiB",
-        f"{rate} (profile {ahead.profile.name}){as_days(ahead, tokens, price)}",
-    ]
 
 
 def as_dict(found: Capacity) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from titan_like.config import ConfigError
-from titan_like.planner.commands.outcome import Outcome, add_profile, chosen_profile, gpus, loaded, per_gpu
+from titan_like.planner.commands.outcome import Outcome, add_profile, gpus, read_run
 from titan_like.planner.memory import MEMORY_MARGIN, usable_bytes
-from titan_like.planner.predict import Forecast, predict
+from titan_like.planner.predict import Forecast, per_gpu, predict
 
 _LARGEST_LOAD = 2**14  # of as many experts, one gets all
 
@@ -27,8 +27,8 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     """
     if not 1 <= options.expert_load <= _LARGEST_LOAD:
         raise ConfigError("--expert_load", options.expert_load, f"must be from 1 to {_LARGEST_LOAD:,}")
-    profile = chosen_profile(options)
-    forecast = predict(loaded(settings), profile, options.expert_load)
+    config, profile, _ = read_run(options, settings)
+    forecast = predict(config, profile, options.expert_load)
     return Outcome(describe(forecast), {"predict": forecast.as_dict()}, 0 if forecast.memory.fits else 1)
 
 
@@ -59,7 +59,7 @@ def describe(forecast: Forecast) -> str:
     verdict = "fits" if memory.fits else "DOES NOT FIT"
     if memory.fits and memory.largest > usable_bytes(profile.device):
         verdict += f", but leaves less than the {100 * MEMORY_MARGIN:.0f} % free that a search keeps"
-    lines.append(f"memory     {memory.largest / 2**30:.1f} of {memory.capacity / 2**30:.0f} GiB on a GPU: {verdict}")
+    lines.append(f"memory     {forecast.taken} on a GPU: {verdict}")
     names = list(memory.ranks[0]._fields)
     lines.append("  GiB by pipeline rank: " + " ".join(f"{name:>12s}" for name in names))
     shown = range(len(memory.ranks)) if len(memory.ranks) <= 8 else (0, 1, len(memory.ranks) - 2, len(memory.ranks) - 1)

@@ -21,7 +21,7 @@ from titan_like.metrics.timeline_report import (
     parts_of,
     sentences,
 )
-from titan_like.planner.commands.outcome import Outcome, add_profile, chosen_profile, does_not_fit, loaded
+from titan_like.planner.commands.outcome import Outcome, add_profile, does_not_fit, read_run
 from titan_like.planner.predict import predict
 from titan_like.planner.profile import Profile
 from titan_like.planner.step_time import timeline
@@ -57,8 +57,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     if not 10 <= options.width <= 10000:
         raise ConfigError("--width", options.width, "must be from 10 to 10000 columns")
     check_picture("--picture", options.picture)
-    profile = chosen_profile(options)
-    forecast = predict(loaded(settings), profile)
+    forecast = predict(*read_run(options, settings)[:2])
     predicted = timeline(forecast.work, forecast.profile)
     drawn_step, note = predicted, ""
     if not (options.whole or options.measured):
@@ -83,7 +82,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     ]
     if found:
         lines += table(found)
-    lines += does_not_fit(forecast.memory)
+    lines += does_not_fit(forecast)
     result = {
         "seconds": predicted.seconds,
         "bubble_fraction": summary.bubble_fraction,
