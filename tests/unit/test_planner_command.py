@@ -94,8 +94,9 @@ def test_search_tells_why_others_lose_and_what_the_run_costs(tmp_path):
     assert written.num_parameters() == pytest.approx(6e9, rel=0.02)
 
 
-RUN = ["--training.seq_len=512", "--training.steps=1", "--training.global_batch_size=64", "--training.dtype=bfloat16",
-       "--training.micro_batch_size=1", "--cluster.gpu=H100", "--cluster.nodes=8", "--cluster.gpus_per_node=8"]  # fmt: skip
+RUN = ["--training.seq_len=512", "--training.steps=1", "--training.global_batch_size=64", "--cluster.gpu=H100",
+       "--training.dtype=bfloat16", "--training.micro_batch_size=1", "--cluster.nodes=8",
+       "--cluster.gpus_per_node=8"]  # fmt: skip
 
 
 @pytest.mark.parametrize(
