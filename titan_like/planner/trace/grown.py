@@ -12,8 +12,7 @@ def grown(one: Program, two: Program, samples: int) -> Program:
 
     A head may differ in the number of chunks of its loss, and a pass in the moments that may be the fullest.
     """
-    first, second = (program.tree["segments"] for program in (one, two))
-    return Program.from_json({"groups": one.groups, "segments": _grown(first, second, samples)})
+    return Program.from_json(_grown(one.tree, two.tree, samples))
 
 
 class _DifferError(Exception):
@@ -34,11 +33,10 @@ def _grown(one: Any, two: Any, samples: int, name: str = "") -> Any:
             raise _DifferError
         return [_grown(a, b, samples) for a, b in zip(one, two, strict=True)]
     except _DifferError:
-        if name in _COUNTED:  # rows whose last numbers count, as many as said
-            return [[*row[: -_COUNTED[name]], *(samples * n for n in row[-_COUNTED[name] :])] for row in one]
+        if name in ("gemms", "attention"):
+            return [[operator, samples * count] for operator, count in one]
+        if name == "collectives":
+            return [[kind, [samples * calls, samples * size]] for kind, (calls, size) in one]
         if name == "moments":
             return [[samples * activations, gradients] for activations, gradients in one]
         raise
-
-
-_COUNTED = {"gemms": 1, "attention": 1, "collectives": 2}
