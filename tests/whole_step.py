@@ -24,6 +24,7 @@ from titan_like.planner.dry_run import built_optimizer, built_state
 from titan_like.planner.predict import workload_of
 from titan_like.planner.trace.fake import fake_process_group
 from titan_like.planner.trace.key import TraceKey
+from titan_like.planner.trace.levels import Event
 from titan_like.planner.trace.program import Collective, Segment
 from titan_like.planner.trace.recorder import Recorder
 from titan_like.planner.trace.run import microbatch
@@ -69,7 +70,10 @@ def _resizes_recorded(recorder: Recorder) -> Iterator[None]:
     original = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-        recorder.resize(storage, size)
+        if id(storage) in recorder._alive:
+            number, before = recorder._alive[id(storage)]
+            recorder._alive[id(storage)] = number, size
+            recorder.events.append(Event(recorder.segment, recorder.which, number, size - before))
         return original(storage, size)
 
     with mock.patch.object(torch.UntypedStorage, "resize_", resize):

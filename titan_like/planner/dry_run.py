@@ -48,7 +48,7 @@ from titan_like.planner.memory import StepMemory, rank_memory
 from titan_like.planner.predict import workload_of
 from titan_like.planner.stages import sharding_of, stages_of
 from titan_like.planner.trace.fake import fake_process_group
-from titan_like.planner.traffic import Amount, Coordinates, Message, stage_flops, step_traffic
+from titan_like.planner.traffic import Amount, Coordinates, Message, step_traffic
 from titan_like.planner.workload import BYTES, Workload
 from titan_like.train.environment import dry_run_world
 from titan_like.train.rules import resolve_settings
@@ -225,7 +225,8 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 def schedule_of(work: Workload, layout: Layout, rank: int) -> Schedule:
     """What a pipeline rank computes in a step."""
     table = schedule_table(layout.schedule, layout.pipeline, layout.virtual_stages, work.microbatches)
-    flops = [stage_flops(stage, recomputed=True) for stage in stages_of(work)]
+    passes = (zip(*(segment.passes for segment in stage.segments), strict=True) for stage in stages_of(work))
+    flops = [[sum(one.flops(recomputed=True) for one in alike) for alike in of_stage] for of_stage in passes]
     parts = {"F": (0,), "B": (1, 2), "I": (1,), "W": (2,)}  # of `PASSES`
 
     def by_flops(action: Action) -> float:

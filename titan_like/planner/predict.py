@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import ConfigError, require
 from titan_like.config.schema import JobConfig
 from titan_like.data.lengths import sample_length
 from titan_like.metrics.devices import Device, find_device
@@ -104,34 +104,42 @@ def predict(config: JobConfig, profile: Profile | None = None, expert_load: floa
     profile, device = profile_and_device(config, profile)
     layout = resolve_layout(config.parallelism, cluster_size(config))
     check_rules(config, model, layout)
-    work = workload_of(config, model, layout)._replace(expert_load=expert_load)
-    return forecast(work, checked_profile(config, layout.num_processes, profile, device))
+    return predict_layout(config, model, layout, profile, device, expert_load)
 
 
 def predict_layout(
-    config: JobConfig, model: TransformerConfig, layout: Layout, profile: Profile, device: Device
+    config: JobConfig,
+    model: TransformerConfig,
+    layout: Layout,
+    profile: Profile,
+    device: Device,
+    expert_load: float = 1.0,
 ) -> Forecast:
     """Forecast the step of a run in a layout that its cluster holds.
 
     Raises:
         ConfigError: the device lacks the data type, or the profile knows nothing of links between processes.
     """
-    work = workload_of(config, model, layout)
+    work = workload_of(config, model, layout)._replace(expert_load=expert_load)
     return forecast(work, checked_profile(config, layout.num_processes, profile, device))
 
 
 def checked_profile(config: JobConfig, num_processes: int, profile: Profile, device: Device) -> Profile:
-    """The stack's constants for this run: `for_run`, checked.
+    """A stack's constants, with those of our own trainer and of the run's cluster in their place.
 
     Raises:
         ConfigError: the device lacks the data type, or the profile knows nothing of links between processes.
     """
-    profile = for_run(profile, config, device)
-    if num_processes > 1 and not profile.node_bandwidth:
-        problem = f"{profile.name} was measured with one process; measure it with several (torchrun), or set this"
-        raise ConfigError("cluster.node_bandwidth", None, problem)
+    training, cluster, bandwidth = config.training, config.cluster, profile.node_bandwidth
+    if cluster.node_bandwidth and not profile.own_links:
+        bandwidth = cluster.node_bandwidth * 1e9
+    problem = f"{profile.name} was measured with one process; measure it with several (torchrun), or set this"
+    require(num_processes == 1 or bandwidth, "cluster.node_bandwidth", None, problem)
     device.peak_flops(compute_type(config))  # raises ConfigError
-    return profile.changed(one_node=num_processes <= profile.gpus_per_node)
+    per_node = cluster.gpus_per_node or profile.gpus_per_node
+    return of_own_trainer(profile, training.dtype, training.reduce_dtype).changed(
+        device=device, gpus_per_node=per_node, node_bandwidth=bandwidth, one_node=num_processes <= per_node
+    )
 
 
 def profile_and_device(config: JobConfig, profile: Profile | None) -> tuple[Profile, Device]:
@@ -176,18 +184,6 @@ def default_profile(device: Device) -> Profile:
     """The default constants for our own trainer on a device."""
     name = _NEAREST.get(device.name.split("-")[0], _NEWEST)
     return builtin_profiles()[name].changed(device=device)
-
-
-def for_run(profile: Profile, config: JobConfig, device: Device) -> Profile:
-    """A stack's constants, with those of our own trainer and of the run's cluster in their place."""
-    training, cluster = config.training, config.cluster
-    return of_own_trainer(profile, training.dtype, training.reduce_dtype).changed(
-        device=device,
-        gpus_per_node=cluster.gpus_per_node or profile.gpus_per_node,
-        node_bandwidth=cluster.node_bandwidth * 1e9
-        if cluster.node_bandwidth and not profile.own_links
-        else profile.node_bandwidth,
-    )
 
 
 def of_own_trainer(profile: Profile, dtype: str, reduce_dtype: str = "float32") -> Profile:

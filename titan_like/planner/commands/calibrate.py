@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from titan_like.config import ConfigError
+from titan_like.config.errors import require
 from titan_like.config.options import path_option
 from titan_like.metrics.devices import find_device
 from titan_like.planner.commands.outcome import Outcome, check_toml
@@ -47,17 +48,14 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     Raises:
         ConfigError: there are no rows to fit to.
     """
-    if settings:
-        raise ConfigError("command line", settings[0], "calibrate takes no settings of a run")
+    require(not settings, "command line", " ".join(settings), "calibrate takes no settings of a run")
     check_toml(options.out)
     check_scipy()
     start = load_profile(options.profile)
     read, left_out = read_rows(options.points, start.dtype)
     rows, useless = usable(read, start)
     left_out += useless
-    if not rows:
-        reason = f"; {left_out[0]}" if left_out else ""
-        raise ConfigError("--points", options.points, f"has no row to fit to{reason}")
+    require(rows, "--points", options.points, "; ".join(["has no row to fit to", *left_out[:1]]))
     found = calibrated(rows, start, name=Path(options.out).stem if options.out else start.name)
     lines = [
         f"{len(rows)} rows of {options.points}; lines and columns left out: {len(left_out)}",
@@ -66,11 +64,11 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         f"step time of the fitted rows: {found.inside}",
     ]
     lines += [f"  without {group:20s} {errors}" for group, errors in found.left_out.items()]
-    lines += [f"  {name:22s} {before:10.4g} → {after:10.4g}" for name, (before, after) in found.constants.items()]
+    lines += [f"  {name:22s} {one['before']:10.4g} → {one['after']:10.4g}" for name, one in found.constants.items()]
     result = {
         "inside": found.inside._asdict(),
         "left_out": {group: errors._asdict() for group, errors in found.left_out.items()},
-        "constants": {name: {"before": before, "after": after} for name, (before, after) in found.constants.items()},
+        "constants": found.constants,
     }
     files = {Path(options.out): profile_to_toml(found.profile)} if options.out else {}
     return Outcome("\n".join(lines), result, files=files)
@@ -82,8 +80,8 @@ def check_scipy() -> None:
     Raises:
         ConfigError: it is not installed.
     """
-    if find_spec("scipy") is None:
-        raise ConfigError("command line", "calibrate", 'needs scipy; pip install "titan_like[calibrate]"')
+    cure = 'needs scipy; pip install "titan_like[calibrate]"'
+    require(find_spec("scipy") is not None, "command line", "calibrate", cure)
 
 
 def log_errors(rows: Sequence[Row], profile: Profile) -> np.ndarray:
@@ -162,7 +160,7 @@ class Calibration(NamedTuple):
     profile: Profile
     inside: Errors
     left_out: dict[str, Errors]
-    constants: dict[str, tuple[float, float]]  # before and after the fit
+    constants: dict[str, dict[str, float]]  # "before" and "after" the fit
 
 
 def usable(rows: Sequence[Row], profile: Profile) -> tuple[list[Row], list[str]]:
@@ -209,7 +207,7 @@ def calibrated(rows: Sequence[Row], start: Profile, name: str) -> Calibration:
         profile,
         _summary(log_errors(rows, profile)),
         {group: _summary(errors) for group, errors in left_out.items()},
-        {constant: (getattr(start, constant), getattr(profile, constant)) for constant in names},
+        {constant: {"before": getattr(start, constant), "after": getattr(profile, constant)} for constant in names},
     )
 
 

@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from titan_like.config import ConfigError, JobConfig
+from titan_like.config import JobConfig
+from titan_like.config.errors import require
 from titan_like.config.options import as_installed, path_option
 from titan_like.metrics.devices import Device, known_device
 from titan_like.metrics.hardware import peak_memory_bytes
@@ -74,8 +75,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     """Measure this machine and write the profile."""
-    if settings:
-        raise ConfigError("command line", settings[0], "microbenchmark takes no settings of a run")
+    require(not settings, "command line", " ".join(settings), "microbenchmark takes no settings of a run")
     check_toml(options.out)
     device = select_device("float32")
     if device.type == "cpu":

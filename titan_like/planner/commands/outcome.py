@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from titan_like.config import ConfigError, JobConfig, load_config
+from titan_like.config import JobConfig, load_config
+from titan_like.config.errors import require
 from titan_like.config.options import path_option
 from titan_like.data.batch_size import check_rampup, total_samples
 from titan_like.models.config import TransformerConfig
@@ -76,8 +77,8 @@ def read_run(options: argparse.Namespace, settings: list[str]) -> tuple[JobConfi
 
 
 def _profile(options: argparse.Namespace) -> Profile | None:
-    if options.links and not options.profile:
-        raise ConfigError("--links", options.links, "changes a profile; name that with --profile too")
+    problem = "changes a profile; name that with --profile too"
+    require(options.profile or not options.links, "--links", options.links, problem)
     profile = load_profile(options.profile) if options.profile else None
     if profile is None or not options.links:
         return profile
@@ -87,8 +88,8 @@ def _profile(options: argparse.Namespace) -> Profile | None:
 
 def _tokens(options: argparse.Namespace, config: JobConfig) -> float | None:
     above_zero(options, "tokens")
-    if options.price is not None and not 0 <= options.price <= 1e9:
-        raise ConfigError("--price", options.price, "must be at least 0 and at most 1e9")
+    is_price = options.price is None or 0 <= options.price <= 1e9
+    require(is_price, "--price", options.price, "must be at least 0 and at most 1e9")
     training = config.training
     if options.tokens is not None or training.steps is training.samples is training.tokens is None:
         return options.tokens
@@ -121,8 +122,8 @@ def above_zero(options: argparse.Namespace, *names: str) -> None:
     """
     for name in names:
         value = getattr(options, name)
-        if value is not None and not 0 < value <= _LARGEST:
-            raise ConfigError(f"--{name}", value, f"must be above 0 and at most {_LARGEST:.0e}")
+        is_valid = value is None or 0 < value <= _LARGEST
+        require(is_valid, f"--{name}", value, f"must be above 0 and at most {_LARGEST:.0e}")
 
 
 def check_toml(path: str | None) -> None:
@@ -131,8 +132,8 @@ def check_toml(path: str | None) -> None:
     Raises:
         ConfigError: it does not end in .toml, which tells profiles in files from shipped ones.
     """
-    if path is not None and Path(path).suffix != ".toml":
-        raise ConfigError("--out", path, "must be a TOML file; give it a name that ends with .toml")
+    problem = "must be a TOML file; give it a name that ends with .toml"
+    require(path is None or Path(path).suffix == ".toml", "--out", path, problem)
 
 
 def does_not_fit(ahead: Forecast) -> list[str]:

@@ -96,6 +96,17 @@ class Pass:
     fused_launches: int = 0
     moments: list[Moment] = field(default_factory=list)  # those that may be the fullest
 
+    def flops(self, recomputed: bool = False, causal: bool = False) -> int:
+        """FLOPs of GEMMs and attention.
+
+        Args:
+            recomputed: count what activation checkpointing repeats.
+            causal: count half of an attention matrix with a causal mask.
+        """
+        amounts = [(gemm.recomputed, gemm.flops, count) for gemm, count in self.gemms.items()]
+        amounts += [(core.recomputed, core.flops(causal), count) for core, count in self.attention.items()]
+        return sum(count * flops for again, flops, count in amounts if recomputed or not again)
+
 
 class Parameter(NamedTuple):
     """A parameter on one process, before ZeRO shards it."""

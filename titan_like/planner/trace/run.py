@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch, model_fields
 from titan_like.models import parts
@@ -84,20 +85,15 @@ def run_trace(key: TraceKey) -> Program:
 
 
 def _config(key: TraceKey, layout: Layout) -> JobConfig:
-    tree: dict[str, Any] = {
-        "training": {
-            "dtype": key.dtype,
-            "seq_len": key.seq_len,
-            "micro_batch_size": key.micro_batch_size,
-            "global_batch_size": key.micro_batch_size * layout.data_parallel,
-        },
-        "parallelism": {"context_parallel_method": key.context_method},
-        "activation_checkpoint": {"mode": key.recompute},
+    values = {
+        "training.dtype": key.dtype,
+        "training.seq_len": key.seq_len,
+        "training.micro_batch_size": key.micro_batch_size,
+        "training.global_batch_size": key.micro_batch_size * layout.data_parallel,
+        "parallelism.context_parallel_method": key.context_method,
+        "activation_checkpoint.mode": key.recompute,
     }
-    for name, value in layout.settings().items():
-        section, setting = name.split(".")
-        tree[section][setting] = value
-    return JobConfig.model_validate(tree)
+    return edit(JobConfig(), values | layout.settings())
 
 
 def microbatch(key: TraceKey) -> Batch:
