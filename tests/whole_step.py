@@ -22,12 +22,11 @@ from titan_like.parallel.layout import Layout
 from titan_like.parallel.mesh import build_mesh
 from titan_like.planner.dry_run import built_optimizer, built_state
 from titan_like.planner.predict import workload_of
-from titan_like.planner.trace.fake import fake_process_group
 from titan_like.planner.trace.key import TraceKey
 from titan_like.planner.trace.levels import Event
 from titan_like.planner.trace.program import Collective, Segment
 from titan_like.planner.trace.recorder import Recorder
-from titan_like.planner.trace.run import microbatch
+from titan_like.planner.trace.run import fake_process_group, microbatch
 from titan_like.planner.trace.stand_ins import as_on_gpu
 from titan_like.torch_private import fake_tensor_mode
 

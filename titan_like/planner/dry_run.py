@@ -47,7 +47,7 @@ from titan_like.planner.forecast import check_profile
 from titan_like.planner.memory import StepMemory, rank_memory
 from titan_like.planner.predict import workload_of
 from titan_like.planner.stages import sharding_of, stages_of
-from titan_like.planner.trace.fake import fake_process_group
+from titan_like.planner.trace.run import fake_process_group
 from titan_like.planner.traffic import Amount, Coordinates, Message, step_traffic
 from titan_like.planner.workload import BYTES, Workload
 from titan_like.train.environment import dry_run_world

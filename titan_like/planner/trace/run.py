@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import gcd
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,15 +29,26 @@ from titan_like.parallel.schedules.tables import SCHEDULES
 from titan_like.parallel.split import StageLayers
 from titan_like.parallel.tensor import partial_parameters
 from titan_like.parallel.weight_gradients import Product
-from titan_like.planner.trace.fake import fake_process_group
 from titan_like.planner.trace.key import TraceKey
 from titan_like.planner.trace.levels import BACKWARD, FORWARD, WEIGHTS
 from titan_like.planner.trace.program import Parameter, Program, Segment
 from titan_like.planner.trace.recorder import Recorder, local_part
 from titan_like.planner.trace.stand_ins import as_on_gpu
-from titan_like.torch_private import fake_tensor_mode, tree_leaves
+from titan_like.torch_private import fake_store, fake_tensor_mode, tree_leaves
 
 _ENTRY, _INPUTS, _FIRST_LAYER = range(3)  # segments
+
+
+@contextmanager
+def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
+    """Act as one of many processes that do not exist. Collectives return without doing anything."""
+    hook = sys.excepthook  # which torch wraps with each group, so that every line of a traceback names all ranks
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 class _WithoutDataParallel:
