@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from titan_like.config.errors import ConfigError, require
+from titan_like.config.errors import require
 from titan_like.config.schema import JobConfig
 from titan_like.data.lengths import sample_length
 from titan_like.metrics.devices import Device, find_device
@@ -101,10 +101,10 @@ def predict(config: JobConfig, profile: Profile | None = None, expert_load: floa
 
         config = search(config, None, profile, set_keys(config), kinds=1).config
     model = model_config(config.model)
-    profile, device = profile_and_device(config, profile)
+    profile = profile_of(config, profile)
     layout = resolve_layout(config.parallelism, cluster_size(config))
     check_rules(config, model, layout)
-    return predict_layout(config, model, layout, profile, device, expert_load)
+    return predict_layout(config, model, layout, profile, expert_load)
 
 
 def predict_layout(
@@ -112,7 +112,6 @@ def predict_layout(
     model: TransformerConfig,
     layout: Layout,
     profile: Profile,
-    device: Device,
     expert_load: float = 1.0,
 ) -> Forecast:
     """Forecast the step of a run in a layout that its cluster holds.
@@ -121,10 +120,10 @@ def predict_layout(
         ConfigError: the device lacks the data type, or the profile knows nothing of links between processes.
     """
     work = workload_of(config, model, layout)._replace(expert_load=expert_load)
-    return forecast(work, checked_profile(config, layout.num_processes, profile, device))
+    return forecast(work, checked_profile(config, layout.num_processes, profile))
 
 
-def checked_profile(config: JobConfig, num_processes: int, profile: Profile, device: Device) -> Profile:
+def checked_profile(config: JobConfig, num_processes: int, profile: Profile) -> Profile:
     """A stack's constants, with those of our own trainer and of the run's cluster in their place.
 
     Raises:
@@ -135,15 +134,15 @@ def checked_profile(config: JobConfig, num_processes: int, profile: Profile, dev
         bandwidth = cluster.node_bandwidth * 1e9
     problem = f"{profile.name} was measured with one process; measure it with several (torchrun), or set this"
     require(num_processes == 1 or bandwidth, "cluster.node_bandwidth", None, problem)
-    device.peak_flops(compute_type(config))  # raises ConfigError
+    profile.device.peak_flops(compute_type(config))  # raises ConfigError
     per_node = cluster.gpus_per_node or profile.gpus_per_node
     return of_own_trainer(profile, training.dtype, training.reduce_dtype).changed(
-        device=device, gpus_per_node=per_node, node_bandwidth=bandwidth, one_node=num_processes <= per_node
+        gpus_per_node=per_node, node_bandwidth=bandwidth, one_node=num_processes <= per_node
     )
 
 
-def profile_and_device(config: JobConfig, profile: Profile | None) -> tuple[Profile, Device]:
-    """The stack's profile and its device: the profile's own if it describes one, else the cluster's GPU.
+def profile_of(config: JobConfig, profile: Profile | None) -> Profile:
+    """The stack's profile, on its own device if it describes one, else on the cluster's GPU.
 
     If ``profile`` is None, the configuration names the profile, or the GPU's default is used.
 
@@ -153,11 +152,11 @@ def profile_and_device(config: JobConfig, profile: Profile | None) -> tuple[Prof
     if profile is None and config.cluster.profile is not None:
         profile = load_profile(config.cluster.profile, "cluster.profile")
     if profile is not None and (config.cluster.gpu is None or not is_builtin(profile.device)):
-        return profile, profile.device
-    if config.cluster.gpu is None:
-        raise ConfigError("cluster.gpu", None, 'say which GPU the run is for, such as "A100-80GB" or "H100"')
-    device = find_device(config.cluster.gpu)
-    return profile or default_profile(device), device
+        return profile
+    problem = 'say which GPU the run is for, such as "A100-80GB" or "H100"'
+    require(config.cluster.gpu, "cluster.gpu", None, problem)
+    device = find_device(config.cluster.gpu or "")
+    return profile.changed(device=device) if profile else default_profile(device)
 
 
 def forecast(work: Workload, profile: Profile) -> Forecast:

@@ -29,7 +29,7 @@ from titan_like.planner.commands.outcome import (
     sized,
 )
 from titan_like.planner.memory import largest_memory, usable_bytes
-from titan_like.planner.predict import Forecast, checked_profile, forecast, profile_and_device
+from titan_like.planner.predict import Forecast, checked_profile, forecast, profile_of
 from titan_like.planner.profile import Profile
 from titan_like.planner.search import search
 from titan_like.planner.search_space import SEARCHED, STAGE_SIZES, Space
@@ -87,9 +87,9 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     if per_node is None:
         known = profile is not None or config.cluster.profile is not None
         require(known, "cluster.gpus_per_node", None, "say how many GPUs a node has")
-        per_node = profile_and_device(config, profile)[0].gpus_per_node
+        per_node = profile_of(config, profile).gpus_per_node
         config = edit(config, {"cluster.gpus_per_node": per_node})
-    on, training = f"{per_node} × {profile_and_device(config, profile)[1].name}", config.training
+    on, training = f"{per_node} × {profile_of(config, profile).device.name}", config.training
     batch = f"sequences of {training.seq_len}, batches of {training.global_batch_size}"
     lines, largest = [f"largest {config.model.family} model, {batch}"], []
 
@@ -128,7 +128,7 @@ def largest_model(
         show(f"do {parameters / 1e9:.3g} billion parameters fit on {nodes} node{'s' * (nodes > 1)}?")
         return fits(of_size(parameters), profile, gpus, fixed)
 
-    too_large = gpus * usable_bytes(profile_and_device(config, profile)[1]) / _LEAST_STATE
+    too_large = gpus * usable_bytes(profile_of(config, profile).device) / _LEAST_STATE
     size = too_large / 2
     while size >= _SMALLEST and not fit(size):
         too_large, size = size, size / 2
@@ -147,8 +147,8 @@ def fewest_nodes(config: JobConfig, profile: Profile | None, fixed: frozenset[st
         ConfigError: no layout on any number of nodes is valid for the run.
     """
     model, per_node = model_config(config.model), config.cluster.gpus_per_node or 1
-    stack, device = profile_and_device(config, profile)
-    room = usable_bytes(device) - stack.overhead_bytes
+    stack = profile_of(config, profile)
+    room = usable_bytes(stack.device) - stack.overhead_bytes
     least = model.num_parameters() * _LEAST_STATE / room / per_node if room > 0 else inf
     refusal, is_valid = None, False
     for nodes in range(ceil(min(least, _MOST_NODES + 1)), _MOST_NODES + 1):
@@ -170,7 +170,7 @@ def fits(config: JobConfig, profile: Profile | None, gpus: int, fixed: frozenset
     Raises:
         ConfigError: no layout is valid.
     """
-    stack = checked_profile(config, gpus, *profile_and_device(config, profile))
+    stack = checked_profile(config, gpus, profile_of(config, profile))
     least = {key: value for key, value in _LEAST_MEMORY.items() if key not in fixed}
     usable = usable_bytes(stack.device)
     space = Space(edit(config, least), model_config(config.model), gpus, fixed | least.keys())
