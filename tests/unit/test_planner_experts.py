@@ -6,10 +6,10 @@ import math
 import pytest
 
 from tests.unit.planner_cases import flavor, layer_times
-from titan_like.config import ConfigError, load_config
+from tests.unit.test_planner_command import plan
+from titan_like.config import load_config
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout
-from titan_like.planner.commands import predict as predict_command
 from titan_like.planner.cost import gemm_time
 from titan_like.planner.memory import largest_memory, memory
 from titan_like.planner.predict import predict, workload_of
@@ -191,9 +191,8 @@ def test_predict_knows_the_busiest_process(monkeypatch):
     one = predict(load_config(settings))
     assert one.work.expert == 2
     assert predict(load_config(settings), None, 1.5).time.total > one.time.total
-    options = type("Options", (), {"profile": None, "expert_load": 0.5})
-    with pytest.raises(ConfigError, match=r"--expert_load = 0.5: must be from 1 to"):
-        predict_command.run(options, settings)
+    refused = plan("predict", *settings, "--expert_load", 0.5)
+    assert "--expert_load = 0.5: must be at least 1" in refused.stderr
 
 
 def test_deepseek_v3_s_shape_is_planned_with_ordinary_attention():

@@ -17,9 +17,9 @@ import numpy as np
 
 from titan_like.config import ConfigError
 from titan_like.config.errors import require
-from titan_like.config.options import path_option
+from titan_like.config.options import OptionParser, path_option
 from titan_like.metrics.devices import find_device
-from titan_like.planner.commands.outcome import Outcome, check_toml
+from titan_like.planner.commands.outcome import Outcome, toml_option
 from titan_like.planner.predict import of_own_trainer
 from titan_like.planner.profile import FITTED, Profile, is_builtin, load_profile, profile_to_toml
 from titan_like.planner.rows import Row, read_rows
@@ -32,14 +32,14 @@ _STEP = 1e-3  # of finite differences; kernels' times have steps of their own, w
 _REASONS = 5  # the most reasons shown for rows that are left out
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: OptionParser) -> None:
     """Add the command's options. It takes no settings of a run."""
     start = "stack profile to start from: a shipped one or a TOML file"
     parser.add_argument("--profile", type=path_option, required=True, help=start)
     parser.add_argument(
         "--points", type=path_option, required=True, metavar="FILE.csv", help="rows measured on one stack"
     )
-    parser.add_argument("--out", type=path_option, metavar="FILE.toml", help="where to write the fitted profile")
+    parser.add_argument("--out", type=toml_option, metavar="FILE.toml", help="where to write the fitted profile")
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
@@ -49,7 +49,6 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         ConfigError: there are no rows to fit to.
     """
     require(not settings, "command line", " ".join(settings), "calibrate takes no settings of a run")
-    check_toml(options.out)
     check_scipy()
     start = load_profile(options.profile)
     read, left_out = read_rows(options.points, start.dtype)

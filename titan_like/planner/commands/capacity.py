@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from titan_like.config import ConfigError, JobConfig
 from titan_like.config.errors import require
 from titan_like.config.load import edit, parse_overrides
+from titan_like.config.options import OptionParser
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import model_config
 from titan_like.planner.auto import described
@@ -66,7 +67,7 @@ class Capacity(NamedTuple):
         return self.forecast.work.model
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: OptionParser) -> None:
     """Add the options that are not settings of the run."""
     parser.description = (
         f"{__doc__} The layout in the run's file is chosen anew; any --section.key on this command line stays as it is."

@@ -6,6 +6,7 @@ import argparse
 
 from titan_like.config import ConfigError
 from titan_like.config.errors import require
+from titan_like.config.options import OptionParser
 from titan_like.data.lengths import sample_length
 from titan_like.metrics.flops import hardware_flops_per_token
 from titan_like.planner.commands.outcome import Outcome, add_price, add_profile, days_of, does_not_fit, gpus, read_run
@@ -14,11 +15,11 @@ from titan_like.planner.predict import per_gpu, predict
 _SLOWEST = 1e-6  # TFLOP/s of a GPU; a day's work would take longer than the universe is old
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: OptionParser) -> None:
     """Add the options that are not settings of the run."""
     add_profile(parser)
     add_price(parser)
-    parser.add_argument("--tflops", type=float, help="TFLOP/s per GPU, instead of the predicted rate")
+    parser.add_number("--tflops", float, least=_SLOWEST, help="TFLOP/s per GPU, instead of the predicted rate")
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
@@ -27,8 +28,6 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     Raises:
         ConfigError: neither the command nor the run says how many tokens, or an option is out of range.
     """
-    if options.tflops is not None and not options.tflops >= _SLOWEST:
-        raise ConfigError("--tflops", options.tflops, f"must be at least {_SLOWEST:.0e}")
     config, profile, tokens = read_run(options, settings)
     require(tokens, "--tokens", None, "say how many tokens to train on")
     assert tokens is not None

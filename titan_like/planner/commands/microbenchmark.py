@@ -27,11 +27,11 @@ import torch.nn.functional as F
 
 from titan_like.config import JobConfig
 from titan_like.config.errors import require
-from titan_like.config.options import as_installed, path_option
+from titan_like.config.options import OptionParser, as_installed
 from titan_like.metrics.devices import Device, known_device
 from titan_like.metrics.hardware import peak_memory_bytes
 from titan_like.models.registry import build_model, model_config
-from titan_like.planner.commands.outcome import Outcome, check_toml
+from titan_like.planner.commands.outcome import Outcome, toml_option
 from titan_like.planner.cost import Kernels, pass_times
 from titan_like.planner.links import BETWEEN_NODES, Measurement, latency_of, with_links
 from titan_like.planner.predict import default_profile
@@ -67,16 +67,15 @@ _LARGEST_CPU, _LARGEST_GPU = 1 << 24, 1 << 28
 _FIRST_STEPS, _FRAGMENTATION = 53e6, 0.6
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: OptionParser) -> None:
     """Add the command's options. It takes no settings of a run."""
     told = "where to write the profile"
-    parser.add_argument("--out", type=path_option, required=True, metavar="FILE.toml", help=told)
+    parser.add_argument("--out", type=toml_option, required=True, metavar="FILE.toml", help=told)
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     """Measure this machine and write the profile."""
     require(not settings, "command line", " ".join(settings), "microbenchmark takes no settings of a run")
-    check_toml(options.out)
     device = select_device("float32")
     if device.type == "cpu":
         keep_freed_memory()  # as training does

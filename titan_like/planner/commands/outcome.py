@@ -11,7 +11,7 @@ from typing import Any
 
 from titan_like.config import JobConfig, load_config
 from titan_like.config.errors import require
-from titan_like.config.options import path_option
+from titan_like.config.options import OptionParser, path_option
 from titan_like.data.batch_size import check_rampup, total_samples
 from titan_like.models.config import TransformerConfig
 from titan_like.planner.links import read_measurements, with_links
@@ -19,7 +19,6 @@ from titan_like.planner.predict import FLOAT8_NOTE, Forecast
 from titan_like.planner.profile import Profile, load_profile
 
 SECONDS_PER_DAY = 86400
-_LARGEST = 1e18
 _SECONDS_OF_SILENCE = 2.0
 
 
@@ -47,7 +46,7 @@ class Progress:
             print(what, file=sys.stderr, flush=True)
 
 
-def add_profile(parser: argparse.ArgumentParser) -> None:
+def add_profile(parser: OptionParser) -> None:
     """Add the option for the stack profile."""
     what = "stack profile: a shipped one or a TOML file (default: the GPU's)"
     parser.add_argument("--profile", type=path_option, help=what)
@@ -55,10 +54,10 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--links", type=path_option, metavar="FILE.json", help=links)
 
 
-def add_price(parser: argparse.ArgumentParser) -> None:
+def add_price(parser: OptionParser) -> None:
     """Add the options for the days and the cost of the whole run."""
-    parser.add_argument("--tokens", type=float, help="tokens to train on (default: the run's)")
-    parser.add_argument("--price", type=float, help="price of one GPU for one hour")
+    parser.add_number("--tokens", float, least=1, most=1e18, help="tokens to train on (default: the run's)")
+    parser.add_number("--price", float, least=0, most=1e9, help="price of one GPU for one hour")
 
 
 def read_run(options: argparse.Namespace, settings: list[str]) -> tuple[JobConfig, Profile | None, float | None]:
@@ -87,9 +86,6 @@ def _profile(options: argparse.Namespace) -> Profile | None:
 
 
 def _tokens(options: argparse.Namespace, config: JobConfig) -> float | None:
-    above_zero(options, "tokens")
-    is_price = options.price is None or 0 <= options.price <= 1e9
-    require(is_price, "--price", options.price, "must be at least 0 and at most 1e9")
     training = config.training
     if options.tokens is not None or training.steps is training.samples is training.tokens is None:
         return options.tokens
@@ -114,26 +110,12 @@ def length(ahead: Forecast, tokens: float | None, price: float | None) -> tuple[
     return f", {tokens / 1e9:.4g} billion tokens in {told} days, {found['gpu_hours']:,.0f} GPU hours{cost}", found
 
 
-def above_zero(options: argparse.Namespace, *names: str) -> None:
-    """Check that these options are above 0 and not absurdly large.
-
-    Raises:
-        ConfigError: about the first that is not.
-    """
-    for name in names:
-        value = getattr(options, name)
-        is_valid = value is None or 0 < value <= _LARGEST
-        require(is_valid, f"--{name}", value, f"must be above 0 and at most {_LARGEST:.0e}")
-
-
-def check_toml(path: str | None) -> None:
-    """Check the name of a file that `--out` is to write.
-
-    Raises:
-        ConfigError: it does not end in .toml, which tells profiles in files from shipped ones.
-    """
-    problem = "must be a TOML file; give it a name that ends with .toml"
-    require(path is None or Path(path).suffix == ".toml", "--out", path, problem)
+def toml_option(text: str) -> str:
+    """The path of a TOML file to write. Its ending tells profiles in files from shipped ones."""
+    path = path_option(text)
+    if Path(path).suffix != ".toml":
+        raise argparse.ArgumentTypeError("must be a TOML file; give it a name that ends with .toml")
+    return path
 
 
 def does_not_fit(ahead: Forecast) -> list[str]:

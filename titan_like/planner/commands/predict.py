@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from titan_like.config import ConfigError
+from titan_like.config.options import OptionParser
 from titan_like.planner.commands.outcome import Outcome, add_profile, gpus, read_run
 from titan_like.planner.memory import MEMORY_MARGIN, usable_bytes
 from titan_like.planner.predict import Forecast, per_gpu, predict
@@ -12,11 +12,11 @@ from titan_like.planner.predict import Forecast, per_gpu, predict
 _LARGEST_LOAD = 2**14  # of as many experts, one gets all
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: OptionParser) -> None:
     """Add the options that are not settings of the run."""
     add_profile(parser)
     told = "rows of the process with the most work for its experts, relative to equal loads (default: %(default)s)"
-    parser.add_argument("--expert_load", type=float, default=1.0, help=told)
+    parser.add_number("--expert_load", float, least=1, most=_LARGEST_LOAD, default=1.0, help=told)
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
@@ -25,8 +25,6 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     Raises:
         ConfigError: the user has to change something.
     """
-    if not 1 <= options.expert_load <= _LARGEST_LOAD:
-        raise ConfigError("--expert_load", options.expert_load, f"must be from 1 to {_LARGEST_LOAD:,}")
     config, profile, _ = read_run(options, settings)
     forecast = predict(config, profile, options.expert_load)
     return Outcome(describe(forecast), {"predict": forecast.as_dict()}, 0 if forecast.memory.fits else 1)

@@ -7,22 +7,21 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from titan_like.config import ConfigError, JobConfig
+from titan_like.config import JobConfig
 from titan_like.config.load import edit, parse_overrides
-from titan_like.config.options import as_installed, path_option
+from titan_like.config.options import OptionParser, as_installed
 from titan_like.config.paths import to_toml
 from titan_like.planner.auto import described, differences, why_slower, why_too_large
 from titan_like.planner.commands.outcome import (
     Outcome,
     Progress,
-    above_zero,
     add_price,
     add_profile,
-    check_toml,
     gpus,
     length,
     read_run,
     sized,
+    toml_option,
 )
 from titan_like.planner.memory import MEMORY_MARGIN
 from titan_like.planner.predict import Forecast, forecast
@@ -31,10 +30,9 @@ from titan_like.planner.search_space import SEARCHED, SLICE, STAGE_SIZES, set_ke
 from titan_like.planner.shape import shape_of
 
 _TOO_LARGE_SHOWN = 3
-_MOST_GPUS = 1_000_000
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: OptionParser) -> None:
     """Add the options that are not settings of the run."""
     parser.description = (
         f"{__doc__} The layout in the run's file is chosen anew; any --section.key on this command line stays as it is."
@@ -42,24 +40,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_profile(parser)
     add_price(parser)
     told = "parameters: the run's flavor scaled to about so many, with the depth of its family"
-    parser.add_argument("--params", type=float, metavar="30e9", help=told)
-    parser.add_argument("--gpus", type=int, help="GPUs of the job (default: the run's cluster)")
-    parser.add_argument("--top", type=int, default=10, help="combinations of tensor and pipeline degree to show")
-    parser.add_argument(
-        "--out", type=path_option, metavar="FILE.toml", help="where to write the run in its best layout, to train from"
-    )
+    parser.add_number("--params", float, least=1, most=1e18, metavar="30e9", help=told)
+    told = "GPUs of the job (default: the run's cluster)"
+    parser.add_number("--gpus", int, least=1, most=1_000_000, help=told)
+    parser.add_number("--top", int, least=1, default=10, help="combinations of tensor and pipeline degree to show")
+    told = "where to write the run in its best layout, to train from"
+    parser.add_argument("--out", type=toml_option, metavar="FILE.toml", help=told)
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     """Search and describe the best layouts.
 
     Raises:
-        ConfigError: an option is out of range, no layout is valid, or none fits.
+        ConfigError: no layout is valid, or none fits.
     """
-    above_zero(options, "gpus", "top", "params")
-    if options.gpus is not None and options.gpus > _MOST_GPUS:
-        raise ConfigError("--gpus", options.gpus, f"must be at most {_MOST_GPUS:,}")
-    check_toml(options.out)
     config, profile, tokens = read_run(options, settings)
     fixed = frozenset(parse_overrides(settings)) & {*SEARCHED, STAGE_SIZES}
     if options.params is not None:
