@@ -192,10 +192,10 @@ def measure(device: torch.device, name: str) -> tuple[Profile, list[str]]:
     peaks = {dtype: max(map(_flops_per_second, timed)) for dtype, timed in products.items()}
     if "bfloat16" in peaks:
         peaks["float16"] = peaks["bfloat16"]
-    profile = with_products(_start(machine, name, _device(machine, peaks, bandwidth)), products[main], main)
-    profile = profile.changed(dtype=main)
     machine.show("links")
     links = _links(machine) if machine.processes > 1 else []
+    own = _device(machine, peaks, bandwidth, links[2].bus_bandwidth if links else bandwidth)
+    profile = with_products(_start(machine, name, own).changed(dtype=main), products[main], main)
     profile = with_links(profile, links)
     ideal = profile.changed(attention_efficiency=1.0, memory_efficiency=1.0, fusion=0.0)
     machine.show("attention")
@@ -315,14 +315,14 @@ def _links(machine: Machine) -> list[Measurement]:
     return found
 
 
-def _device(machine: Machine, peaks: dict[str, float], bandwidth: float) -> Device:
-    """This machine's device with its measured figures, except for links."""
+def _device(machine: Machine, peaks: dict[str, float], bandwidth: float, link: float) -> Device:
+    """This machine's device with its measured figures. A known GPU's link is the data sheet's."""
     if machine.is_cpu:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / machine.here
-        return Device("CPU", memory, bandwidth, bandwidth, 1, 1, peaks, is_cpu=True)
+        return Device("CPU", memory, bandwidth, link, 1, 1, peaks, is_cpu=True)
     properties = torch.cuda.get_device_properties(machine.device)
     known = known_device(properties.name)
-    link = known.nvlink_bandwidth if known else bandwidth
+    link = known.nvlink_bandwidth if known else link
     return Device(properties.name, properties.total_memory, bandwidth, link, properties.multi_processor_count, 8, peaks)
 
 
