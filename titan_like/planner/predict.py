@@ -101,34 +101,27 @@ def predict(config: JobConfig, profile: Profile | None = None, expert_load: floa
 
         config = search(config, None, profile, set_keys(config), kinds=1).config
     model = model_config(config.model)
-    profile = profile_of(config, profile)
     layout = resolve_layout(config.parallelism, cluster_size(config))
     check_rules(config, model, layout)
     return predict_layout(config, model, layout, profile, expert_load)
 
 
 def predict_layout(
-    config: JobConfig,
-    model: TransformerConfig,
-    layout: Layout,
-    profile: Profile,
-    expert_load: float = 1.0,
+    config: JobConfig, model: TransformerConfig, layout: Layout, profile: Profile | None, expert_load: float = 1.0
 ) -> Forecast:
-    """Forecast the step of a run in a layout that its cluster holds.
-
-    Raises:
-        ConfigError: the device lacks the data type, or the profile knows nothing of links between processes.
-    """
+    """Forecast the step of a run in a layout that its cluster holds; raises as `checked_profile`."""
     work = workload_of(config, model, layout)._replace(expert_load=expert_load)
     return forecast(work, checked_profile(config, layout.num_processes, profile))
 
 
-def checked_profile(config: JobConfig, num_processes: int, profile: Profile) -> Profile:
-    """A stack's constants, with those of our own trainer and of the run's cluster in their place.
+def checked_profile(config: JobConfig, num_processes: int, profile: Profile | None) -> Profile:
+    """The constants of `profile_of`, with those of our own trainer and of the run's cluster in their place.
 
     Raises:
-        ConfigError: the device lacks the data type, or the profile knows nothing of links between processes.
+        ConfigError: as `profile_of`; or the device lacks the data type, or the profile knows nothing of links between
+            processes.
     """
+    profile = profile_of(config, profile)
     training, cluster, bandwidth = config.training, config.cluster, profile.node_bandwidth
     if cluster.node_bandwidth and not profile.own_links:
         bandwidth = cluster.node_bandwidth * 1e9

@@ -171,7 +171,7 @@ def fits(config: JobConfig, profile: Profile | None, gpus: int, fixed: frozenset
     Raises:
         ConfigError: no layout is valid.
     """
-    stack = checked_profile(config, gpus, profile_of(config, profile))
+    stack = checked_profile(config, gpus, profile)
     least = {key: value for key, value in _LEAST_MEMORY.items() if key not in fixed}
     usable = usable_bytes(stack.device)
     space = Space(edit(config, least), model_config(config.model), gpus, fixed | least.keys())
