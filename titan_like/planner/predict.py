@@ -14,7 +14,6 @@ from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import model_config
 from titan_like.optim.state_size import optimizer_state, update_work
 from titan_like.parallel.layout import Layout, method_of, resolve_layout
-from titan_like.parallel.schedules.tables import stages_per_rank
 from titan_like.parallel.split import layers_per_stage
 from titan_like.planner.bands import band
 from titan_like.planner.memory import Memory, memory
@@ -205,32 +204,22 @@ def compute_type(config: JobConfig) -> str:
 
 def workload_of(config: JobConfig, model: TransformerConfig, layout: Layout) -> Workload:
     """The configuration's sections as a `Workload`."""
-    training, parallelism, recompute = config.training, config.parallelism, config.activation_checkpoint
-    schedule, virtual = parallelism.pipeline_schedule, parallelism.virtual_stages_per_rank
-    stages = layout.pipeline * stages_per_rank(schedule, virtual)
+    training, recompute, num_stages = config.training, config.activation_checkpoint, len(layout.stage_ranks)
     return Workload(
         model=model,
         seq_len=training.seq_len,
         micro_batch_size=training.micro_batch_size,
         global_batch_size=training.global_batch_size,
-        tensor=layout.tensor,
-        pipeline=layout.pipeline,
-        replicate=layout.replicate,
-        shard=layout.shard,
-        context=layout.context,
-        expert=layout.expert,
+        **vars(layout),
         context_method=method_of(config, model).name,
-        schedule=schedule if layout.pipeline > 1 else "1f1b",
-        virtual_stages=virtual if layout.pipeline > 1 else 1,
-        sequence_parallel=parallelism.sequence_parallel,
-        zero_stage=parallelism.zero_stage,
+        zero_stage=config.parallelism.zero_stage,
         recompute=recompute.mode,
         recompute_every=recompute.every_n_layers,
         dtype=compute_type(config),
         dropout=getattr(model, "dropout", 0.0) > 0,
         compiled=config.compile.enable,
         causal=model.is_causal,
-        stage_layers=tuple(layers_per_stage(config, model, stages)) if layout.pipeline > 1 else None,
+        stage_layers=tuple(layers_per_stage(config, model, num_stages)) if layout.pipeline > 1 else None,
         optimizer=optimizer_state(config.optimizer),
         update=update_work(config.optimizer),
         decoder_seq_len=sample_length(config, model).decoder,

@@ -23,6 +23,7 @@ from titan_like.planner.commands.outcome import Outcome, toml_option
 from titan_like.planner.predict import of_own_trainer
 from titan_like.planner.profile import FITTED, Profile, is_builtin, load_profile, profile_to_toml
 from titan_like.planner.rows import Row, read_rows
+from titan_like.planner.search_space import layout_of
 from titan_like.planner.step_time import step_time
 from titan_like.planner.workload import Workload
 
@@ -212,10 +213,8 @@ def calibrated(rows: Sequence[Row], start: Profile, name: str) -> Calibration:
 
 def layout_name(work: Workload) -> str:
     """A short name for what a run's speed depends on besides its model."""
-    return (
-        f"{work.num_gpus} GPUs, tensor {work.tensor}, pipeline {work.pipeline}, ZeRO {work.zero_stage}, "
-        f"{work.microbatches} × {work.micro_batch_size}"
-    )
+    microbatches = f"{work.microbatches} × {work.micro_batch_size}"
+    return f"{layout_of(work).described()}, ZeRO {work.zero_stage}, {microbatches}"
 
 
 def informed(rows: Sequence[Row], profile: Profile) -> list[str]:
