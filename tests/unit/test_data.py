@@ -272,8 +272,14 @@ def test_an_unknown_dataset_is_told_what_there_is(packages):
 def test_two_packages_with_one_name_are_refused(packages):
     packages("toys", ones="a:Ones")
     packages("games", ones="b:Ones")
-    with pytest.raises(ConfigError, match="is defined by a:Ones and b:Ones; uninstall"):
+    with pytest.raises(ConfigError, match="is defined by a:Ones and b:Ones; rename it"):
         find_dataset(Data(dataset="ones"))
+
+
+def test_a_package_with_the_name_of_a_built_in_dataset_is_refused(packages):
+    packages("toys", text="a:Text")
+    with pytest.raises(ConfigError, match=r"is defined by a:Text and titan_like\..*:TextSource; rename it"):
+        find_dataset(Data(dataset="text"))
 
 
 @pytest.mark.parametrize("name", DATASETS)
@@ -344,7 +350,7 @@ def test_a_process_that_dies_between_two_passes_is_named():
     process.kill()
     loader.close()
     loader.start()
-    with pytest.raises(RunError, match=rf"process \(pid {process.pid}\) was killed by signal 9, .* data\.num_workers"):
+    with pytest.raises(RunError, match=rf"\(pid\(s\) {process.pid}\) exited unexpectedly, .* data\.num_workers"):
         next(loader)
     loader.close()
 
