@@ -27,7 +27,7 @@ from titan_like.data.chat import read_template
 from titan_like.data.files import find_files
 from titan_like.data.indexed import IndexedDataset, StoredTokens
 from titan_like.data.preprocess import SKIP, Job, tell, tokenize_files
-from titan_like.data.raw_text import KNOWN_ENDINGS, RECORD_ENDINGS, kind_of
+from titan_like.data.raw_text import RECORD_ENDINGS
 from titan_like.data.source import SPLITS, DataRequest, Source
 from titan_like.data.tokenizer import tokenizer_of
 from titan_like.data.unfinished import removed_unless_renamed
@@ -230,13 +230,9 @@ def corpus_files(section: Data) -> list[Path]:
         files = [path for path in files if path.stat().st_size > 0]
         names = {path: path.relative_to(root).as_posix() for path in files}
     else:
-        require(
-            section.paths, "data.paths", None, f'dataset "{section.dataset}" needs files; give paths or glob patterns'
-        )
-        is_chat = section.dataset == "conversations"
-        files = find_files(section.paths, "data.paths", RECORD_ENDINGS if is_chat else KNOWN_ENDINGS)
-        problem = f"conversations are records of {', '.join(RECORD_ENDINGS[:3])} files; write it as one"
-        for path in files if is_chat else ():
-            require(kind_of(path) != "text", "data.paths", str(path), problem)
+        problem = f'dataset "{section.dataset}" needs files; give paths or glob patterns'
+        require(section.paths, "data.paths", None, problem)
+        no_text = f"conversations are records of {', '.join(RECORD_ENDINGS[:3])} files; write it as one"
+        files = find_files(section.paths, "data.paths", no_text if section.dataset == "conversations" else "")
         names = {path: path.as_posix() for path in files}
     return sorted(files, key=lambda path: hashlib.sha256(os.fsencode(names[path])).digest())

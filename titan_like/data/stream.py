@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 from weakref import finalize
 
 import numpy as np
+from torch.utils.data import get_worker_info
 
 from titan_like.config.schema import Data
 from titan_like.data.batch import Batch, without_labels
@@ -63,19 +63,12 @@ class StreamSource(Source):
         self.shards, self._content = find_shards(section.paths)
         self._states: dict[str, list[int]] = {}  # where each reader that this process has used goes on
         self._given: dict[str, list[int]] = {}  # where those of a run that is resumed go on
-        self._begin()
-
-    def _begin(self) -> None:
-        self._process, self._lock = os.getpid(), threading.Lock()
-        self._readers: dict[int, Reader] = {}
+        # By process and number: a copy in a worker of the loader must not move its parent's open files.
+        self._readers: dict[tuple[int, int], Reader] = {}
         finalize(self, self._readers.clear)  # closes their files before Python takes its modules apart
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_lock", "_readers")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._begin()
+        return vars(self) | {"_readers": {}}
 
     def __len__(self) -> int:
         """Unknown, or 0 if the split has no whole sample."""
@@ -113,18 +106,16 @@ class StreamSource(Source):
         return digest_of(_DEALING, self._content, *decided, tokens)
 
     def _window(self, index: int) -> np.ndarray | None:
-        if self._process != os.getpid():  # a copy in a worker of the loader must not move its parent's open files
-            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # whose threads do not survive a fork
-            self._begin()
         sample, number = divmod(index, self.request.section.num_readers)
-        with self._lock:
-            reader = self._readers.get(number) or self._open(number)
-            window = reader.sample(sample)
-            *before, place = reader.state
-            self._states[f"{self._state_key}/{number}"] = [*before, *place]
-            return window
+        reader = self._readers.get((os.getpid(), number)) or self._open(number)
+        window = reader.sample(sample)
+        *before, place = reader.state
+        self._states[f"{self._state_key}/{number}"] = [*before, *place]
+        return window
 
     def _open(self, number: int) -> Reader:
+        if get_worker_info() is not None:
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # whose threads do not survive a fork
         request, num_shards = self.request, len(self.shards)
         is_train, num_readers = request.split == "train", request.section.num_readers
 
@@ -137,8 +128,9 @@ class StreamSource(Source):
 
         documents = Documents(number, request.section, num_shards, part, None if is_train else 1, self.tokenizer)
         sample, offset, *place = self._given.get(f"{self._state_key}/{number}", [0, 0])
-        self._readers[number] = Reader(documents, request.seq_len, ReaderState(sample, offset, Place(*place)))
-        return self._readers[number]
+        reader = Reader(documents, request.seq_len, ReaderState(sample, offset, Place(*place)))
+        self._readers[os.getpid(), number] = reader
+        return reader
 
     def state_dict(self) -> dict[str, list[int]]:
         """Where readers go on, as far as this process knows."""
@@ -192,10 +184,6 @@ class BlendedStream(BlendedSource):
         number, reader = divmod(index, self.blend.num_readers)
         source, within = self.blend.locate_in_order(number, reader)
         return self.sources[source][within * self.blend.num_readers + reader]
-
-    def described(self, micro_batch_size: int, num_ranks: int) -> str | None:
-        """Describe the readers, which all sources share."""
-        return self.sources[0].described(micro_batch_size, num_ranks)
 
     def state_dict(self) -> dict[str, list[int]]:
         """Where the readers of all sources go on."""
