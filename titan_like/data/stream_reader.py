@@ -17,15 +17,13 @@ import numpy as np
 
 from titan_like.config.errors import ConfigError, RunError, require
 from titan_like.config.schema import Data
-from titan_like.data.long_text import encode_documents
-from titan_like.data.preprocess import SKIP, tell
-from titan_like.data.raw_text import BadRecord, Piece, ReadFailure, UnreadableError, texts_of
+from titan_like.data.preprocess import SKIP, documents_of, tell
+from titan_like.data.raw_text import BadRecord, Piece, ReadFailure, UnreadableError
 from titan_like.data.shards import Shard
 from titan_like.data.tokenizer import Tokenizer
 
 _TRIES = 5
 _MOST_NAMED = 8  # bad records of a reader
-_BATCH = 1 << 16  # characters that are tokenized together
 
 
 class Place(NamedTuple):
@@ -86,25 +84,16 @@ class Documents:
 
     def _of_part(self, part: Part, begin: Place) -> Iterator[tuple[Place, np.ndarray]]:
         for start, piece in self._pieces(part.shard, begin):
-            place = begin._replace(start=start, first_record=piece.first_record)
-            batch: list[tuple[int, str]] = []
-            size = 0
             wanted = part.wanted(max(piece.first_record, begin.record), piece.first_record + piece.num_records)
-            for record, text in texts_of(piece, self.section.text_key, wanted.__contains__):
+            for record, tokens in documents_of(piece, self.section.text_key, self.tokenizer, wanted.__contains__):
                 self._counts["read"] += 1
-                if isinstance(text, BadRecord):
-                    if self.section.bad_lines == "skip":
-                        self._count_bad(f"{part.shard.name}:{record}: {text}")
-                        continue
-                    yield from self._tokenized(batch, place)
-                    problem = f"{text}; correct it, set data.text_key, or {SKIP}"
-                    raise ConfigError("data.paths", f"{part.shard.name}:{record}", problem)
-                batch.append((record, text))
-                size += len(text)
-                if size >= _BATCH:
-                    yield from self._tokenized(batch, place)
-                    batch, size = [], 0
-            yield from self._tokenized(batch, place)
+                name = f"{part.shard.name}:{record}"
+                if not isinstance(tokens, BadRecord):
+                    yield begin._replace(start=start, first_record=piece.first_record, record=record), tokens
+                elif self.section.bad_lines == "skip":
+                    self._count_bad(f"{name}: {tokens}")
+                else:
+                    raise ConfigError("data.paths", name, f"{tokens}; correct it, set data.text_key, or {SKIP}")
 
     def _count_bad(self, problem: str) -> None:
         """Count a bad record. The first ones are named, and then one whenever their number has doubled."""
@@ -113,11 +102,6 @@ class Documents:
         if bad <= _MOST_NAMED or bad.bit_count() == 1:
             who = f"reader {self.reader} of {self.section.num_readers}"
             tell(f"{who} skipped {problem} ({bad:,} of {read:,} records so far)")
-
-    def _tokenized(self, batch: list[tuple[int, str]], place: Place) -> Iterator[tuple[Place, np.ndarray]]:
-        documents = encode_documents(self.tokenizer, [text for _, text in batch])
-        for (record, _), tokens in zip(batch, documents or (), strict=True):
-            yield place._replace(record=record), tokens
 
     def _pieces(self, shard: Shard, place: Place) -> Iterator[tuple[int, Piece]]:
         """The shard's pieces from that of ``place`` on, each with its start. Tries again when reading fails."""
