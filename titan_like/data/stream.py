@@ -27,7 +27,7 @@ from titan_like.data.packed import BY_RECORD, WHOLE, next_tokens, split_range, s
 from titan_like.data.permutation import Permutation
 from titan_like.data.shards import find_shards
 from titan_like.data.source import SPLITS, UNKNOWN_LENGTH, DataRequest, Source, digest_of
-from titan_like.data.stream_reader import Documents, Part, Place, Reader, ReaderState
+from titan_like.data.stream_reader import Documents, Place, Reader, ReaderState
 from titan_like.data.tokenizer import tokenizer_of
 
 # Fractions of 2⁶⁴ by which a record's place among the splits advances with its number and with its shard's. They are
@@ -116,20 +116,9 @@ class StreamSource(Source):
     def _open(self, number: int) -> Reader:
         if get_worker_info() is not None:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # whose threads do not survive a fork
-        request, num_shards = self.request, len(self.shards)
-        is_train, num_readers = request.split == "train", request.section.num_readers
-
-        def part(epoch: int, place: int) -> Part:
-            if is_train:
-                shard = Permutation(num_shards, "stream", request.seed, request.part, number, epoch)(place)
-            else:
-                shard = (place + number * num_shards // num_readers) % num_shards
-            return self._part(shard, number, epoch)
-
-        documents = Documents(number, request.section, num_shards, part, None if is_train else 1, self.tokenizer)
         sample, offset, *place = self._given.get(f"{self._state_key}/{number}", [0, 0])
-        reader = Reader(documents, request.seq_len, ReaderState(sample, offset, Place(*place)))
-        self._readers[os.getpid(), number] = reader
+        start = ReaderState(sample, offset, Place(*place))
+        reader = self._readers[os.getpid(), number] = Reader(Documents(self, number), self.request.seq_len, start)
         return reader
 
     def state_dict(self) -> dict[str, list[int]]:
@@ -146,23 +135,27 @@ class StreamSource(Source):
         request = self.request
         return digest_of(self.fingerprint, request.seed, request.part, request.seq_len, request.section.bad_lines)
 
-    def _part(self, shard: int, reader: int, epoch: int) -> Part:
+    def shard_at(self, reader: int, epoch: int, place: int) -> int:
+        """The number of the shard at a place in a reader's order of an epoch."""
+        request, num_shards = self.request, len(self.shards)
+        if request.split == "train":
+            return Permutation(num_shards, "stream", request.seed, request.part, reader, epoch)(place)
+        return (place + reader * num_shards // request.section.num_readers) % num_shards
+
+    def wanted(self, shard: int, reader: int, epoch: int, first: int, stop: int) -> set[int]:
+        """Which of records ``first`` … ``stop - 1`` of a shard, which count from 1, a reader reads in an epoch."""
         num_readers, split = self.request.section.num_readers, split_range(self._weights, self.request.split)
+        if not split:
+            return set()
         # Blocks of records, and of shards, are turned against each other, so that nothing with a period (long and short
         # documents in turn) and no remainder (shards of few records) falls to the same readers again and again.
         turn = (reader - epoch - shard - int(self._turns(np.array([shard // num_readers], np.uint64))[0])) % num_readers
-
-        def wanted(first: int, stop: int) -> set[int]:
-            if not split:
-                return set()
-            blocks = np.arange((first - 1) // num_readers, (stop - 2) // num_readers + 1, dtype=np.uint64)
-            numbers = blocks * num_readers + (turn + num_readers - self._turns(blocks)) % num_readers  # from 0
-            among_splits = numbers * BY_RECORD + shard * _BY_SHARD % WHOLE
-            chosen = (numbers >= first - 1) & (numbers < stop - 1)
-            chosen &= (among_splits >= split[0]) & (among_splits <= split[-1])
-            return set((numbers[chosen] + 1).tolist())
-
-        return Part(self.shards[shard], wanted)
+        blocks = np.arange((first - 1) // num_readers, (stop - 2) // num_readers + 1, dtype=np.uint64)
+        numbers = blocks * num_readers + (turn + num_readers - self._turns(blocks)) % num_readers  # from 0
+        among_splits = numbers * BY_RECORD + shard * _BY_SHARD % WHOLE
+        chosen = (numbers >= first - 1) & (numbers < stop - 1)
+        chosen &= (among_splits >= split[0]) & (among_splits <= split[-1])
+        return set((numbers[chosen] + 1).tolist())
 
     def _turns(self, blocks: np.ndarray) -> np.ndarray:
         """By how many readers each block is turned, uint64: fractions of R that advance evenly with its number."""
