@@ -61,8 +61,7 @@ class StreamSource(Source):
         self._weights = split_weights(section.split)
         self.tokenizer = tokenizer_of(section, request.vocab_size)
         self.shards, self._content = find_shards(section.paths)
-        self._states: dict[str, list[int]] = {}  # where each reader that this process has used goes on
-        self._given: dict[str, list[int]] = {}  # where those of a run that is resumed go on
+        self._states: dict[str, list[int]] = {}  # where each reader goes on, as far as this process knows
         # By process and number: a copy in a worker of the loader must not move its parent's open files.
         self._readers: dict[tuple[int, int], Reader] = {}
         finalize(self, self._readers.clear)  # closes their files before Python takes its modules apart
@@ -116,7 +115,7 @@ class StreamSource(Source):
     def _open(self, number: int) -> Reader:
         if get_worker_info() is not None:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # whose threads do not survive a fork
-        sample, offset, *place = self._given.get(f"{self._state_key}/{number}", [0, 0])
+        sample, offset, *place = self._states.get(f"{self._state_key}/{number}", [0, 0])
         start = ReaderState(sample, offset, Place(*place))
         reader = self._readers[os.getpid(), number] = Reader(Documents(self, number), self.request.seq_len, start)
         return reader
@@ -127,7 +126,7 @@ class StreamSource(Source):
 
     def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
         """Let readers begin where those of any layout were. What is of other data or of another order is ignored."""
-        self._given = {key: mark for key, mark in state.items() if key.startswith(f"{self._state_key}/")}
+        self._states = {key: mark for key, mark in state.items() if key.startswith(f"{self._state_key}/")}
         self._readers.clear()
 
     @cached_property
