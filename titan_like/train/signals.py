@@ -80,7 +80,7 @@ class StopSignals:
 
     def _receive(self, number: int) -> None:
         name = signal.Signals(number).name
-        if self._ends_at_once(number):
+        if not self.can_save and number not in self._only_noted:
             self._end(number, f"ended by {name} before the first step was done")
         elif not self.received:
             self.received, self._when = number, time.monotonic()
@@ -104,9 +104,6 @@ class StopSignals:
             with suppress(OSError):
                 os.write(2, f"{line}\n".encode())  # not sys.stderr, whose lock the main thread may hold
         os._exit(128 + number)
-
-    def _ends_at_once(self, number: int) -> bool:
-        return not self.can_save and number not in self._only_noted
 
     def _leave_to_parent(self) -> None:
         """Ignore signals in a forked child such as a data worker. It receives them too, but its parent will end it."""
