@@ -66,8 +66,6 @@ def main(argv: list[str]) -> int:
     for ending in ("bin", "idx"):
         is_moved = ending == "bin" and unfinished.exists()  # by a job that was interrupted then
         problem = f"{prefix}.{ending} exists; remove it or name another place"
-        if ending == "idx" and unfinished.exists():
-            problem = f"{prefix}.bin and .idx are complete; remove {unfinished}, which an interruption has left"
         require(is_moved or not os.path.exists(f"{prefix}.{ending}"), "--output", str(prefix), problem)
     tokens = TokenOptions(options.bos, options.eod_token, options.split_special_tokens == "true")
     build_tokenizer(options.tokenizer, "--tokenizer", tokens)
