@@ -200,6 +200,9 @@ def test_a_saved_folder_means_what_load_from_disk_reads(tmp_path: Path, capsys: 
         assert "state.json" in left and "cache-" not in read
     os.rename(tmp_path / "one" / "state.json", tmp_path / "one" / "lost")  # still, a cache is no data
     assert len(find_files([str(tmp_path / "one")], "data.paths", "holds text")) == 2
+    (tmp_path / "one" / "state.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"state.json\": is damaged .* save it again"):
+        find_files([str(tmp_path / "one")], "data.paths")
 
 
 @pytest.mark.parametrize(

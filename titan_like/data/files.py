@@ -1,23 +1,26 @@
 """Which files a path in a setting means: the file, those that a glob pattern matches, or those of a folder.
 
-A folder means what Hugging Face's `datasets` reads of it by ``load_dataset(folder, split="train")``, also if it is one
-that ``save_to_disk`` wrote. If neither names nor README.md tell splits apart, files of all formats are read, and not
-only those of the most frequent one. So are all files of text, if none of them is of train.
+A folder means what Hugging Face's `datasets` reads of it: what ``load_from_disk`` does, if ``save_to_disk`` wrote it,
+else what ``load_dataset(folder, split="train")`` does. If neither names nor README.md tell splits apart, files of all
+formats are read, and not only those of the most frequent one. So are all files of text, if none of them is of train.
 """
 
 from __future__ import annotations
 
 import glob
+import json
 import os
 import re
 import sys
 from collections import Counter
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from yaml import YAMLError
 
-from titan_like.config.errors import ConfigError, require
+from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.config.paths import file_problem
 from titan_like.data.raw_text import JSON_ENDINGS, KNOWN_ENDINGS, RECORD_ENDINGS, UnreadableError, ending_of, kind_of
 
@@ -71,10 +74,33 @@ def _files_of_folder(folder: Path, key: str, endings: tuple[str, ...]) -> list[P
     for path in (folder / path for path in below):
         require(path.exists(), key, str(path), "is a link to what does not exist; remove it")
     names = [str(path) for path in below if (folder / path).is_file() and "__" not in {part[:2] for part in path.parts}]
-    data = {name: ending_of(Path(name)) for name in names if not _METADATA.fullmatch(Path(name).name)}
-    chosen = _of_training(folder, key, {name: ending for name, ending in data.items() if ending in endings})
+    chosen = _saved(folder, key)
+    if chosen is None:
+        data = {name: ending_of(Path(name)) for name in names if not _METADATA.fullmatch(Path(name).name)}
+        chosen = _of_training(folder, key, {name: ending for name, ending in data.items() if ending in endings})
     _report(str(folder), tuple(chosen), tuple(sorted({*names} - {*chosen})))
     return [folder / name for name in chosen]
+
+
+def _saved(folder: Path, key: str) -> list[str] | None:
+    """What ``save_to_disk`` wrote of a dataset, or of the training split of several; None if it did not."""
+    for name, entry in (("dataset_dict.json", "splits"), ("state.json", "_data_files")):
+        if not (folder / name).is_file():
+            continue
+        try:
+            found: Any = json.loads((folder / name).read_bytes())[entry]
+            if entry == "_data_files":
+                return [file["filename"] for file in found]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(key, str(folder / name), f"is damaged ({first_line(error)}); save it again") from None
+        _require_train(folder, key, found)
+        return [f"train/{file}" for file in _saved(folder / "train", key) or ()]
+    return None
+
+
+def _require_train(folder: Path, key: str, splits: Collection[str]) -> None:
+    problem = f"has no split named train, but {', '.join(sorted(splits))}; name the files or the folder of one"
+    require("train" in splits, key, str(folder), problem)
 
 
 def _of_training(folder: Path, key: str, endings: dict[str, str]) -> list[str]:
@@ -84,8 +110,7 @@ def _of_training(folder: Path, key: str, endings: dict[str, str]) -> list[str]:
     by_split = _splits_of_readme(folder, key, names) or _splits_of_names(names)
     if not by_split or (not has_records and "train" not in by_split):
         return names
-    problem = f"has no split named train, but {', '.join(sorted(by_split))}; name the files or the folder of one"
-    require("train" in by_split, key, str(folder), problem)
+    _require_train(folder, key, by_split)
     # Of several formats, which may hold the same rows, the most frequent.
     counts = Counter(endings[name] for name in by_split["train"])
     order = [".parquet", ".arrow", *JSON_ENDINGS, *endings.values()]
