@@ -132,7 +132,7 @@ def format_kind(checks: list[Check], kind: str) -> str:
 def as_json(verdict: Verdict, seconds: float) -> dict[str, Any]:
     """The machine-readable result."""
     checks = [{**asdict(check), "ok": check.ok} for check in verdict.checks]
-    first = next((check for check in checks if not check["ok"]), None)
+    first = verdict.first_difference and {**asdict(verdict.first_difference), "ok": False}
     return {"seconds": round(seconds, 2), **asdict(verdict), "checks": checks, "first_difference": first}
 
 
