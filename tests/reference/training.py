@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from operator import itemgetter
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from tests.reference.experts import PlainExperts
 from tests.reference.masks import take_definitions
 from titan_like.config.schema import JobConfig, Training
-from titan_like.data.batch import Batch, collate, model_fields
+from titan_like.data.batch import Batch, collate, map_tensors, model_fields
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.models.config import NUM_OPTIONS
 from titan_like.models.registry import build_model, model_config
@@ -26,7 +27,7 @@ from titan_like.verify.processes import Member
 from titan_like.verify.reference import Trace, norm, perturb
 from titan_like.verify.samples import Samples, masks_of_run, training_samples, validation_samples
 from titan_like.verify.shrink import Small
-from titan_like.verify.watch import FLOAT16_SCALE, enlarge, part_of
+from titan_like.verify.watch import FLOAT16_SCALE, enlarge
 
 ELEMENTS = 64  # of initial weights that one generator draws
 _TERMS = {"tokens": "lm_loss", "pair": "sentence_loss", "choice": "choice_loss"}
@@ -105,7 +106,8 @@ def train_by_definition(_: Member | None, small: Small, dtype: str, seed: int | 
             break
         keep(step, Row.WEIGHT, parameters.items())
         if step % config.evaluation.interval == 0:
-            first = part_of(held_out, slice(0, config.evaluation.steps * training.global_batch_size))
+            count = config.evaluation.steps * training.global_batch_size
+            first = map_tensors(itemgetter(slice(count)), held_out)
             keep_losses(step, Row.VALIDATION, mean_losses(model, first, compute_type))
         if step == last:
             keep_losses(last, Row.WHOLE_VALIDATION, mean_losses(model, held_out, compute_type))

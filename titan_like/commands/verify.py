@@ -105,8 +105,9 @@ def format_verdict(verdict: Verdict, kinds: list[str], seconds: float) -> str:
         lines.append(f"undecided: {verdict.reason}{cure} ({seconds:.0f} s)")
     first = verdict.first_difference
     if first is not None:
+        step = f" in step {first.step}" if first.step else ""
         where = f"{first.parameter}: " if first.parameter else ""
-        lines.append(f"different: {first.title}: {where}{first.detail} ({seconds:.0f} s)")
+        lines.append(f"different: {first.row}{step} ({first.kind}): {where}{first.detail} ({seconds:.0f} s)")
     if verdict.place is not None:
         lines.append(f"place: {verdict.place}")
     if verdict.blame is not None:

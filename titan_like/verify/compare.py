@@ -113,11 +113,6 @@ class Check:
             return self.worst / self.allowed
         return math.inf if self.worst else 0.0
 
-    @property
-    def title(self) -> str:
-        """The row, the step and the kind of run."""
-        return f"{self.row}{f' in step {self.step}' if self.step else ''} ({self.kind})"
-
 
 @dataclass(frozen=True)
 class Reference:

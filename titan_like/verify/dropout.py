@@ -20,15 +20,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from titan_like.config.load import edit
-from titan_like.config.schema import JobConfig
 from titan_like.models.layers.init import generator_of
 from titan_like.parallel.layout import Layout
 from titan_like.torch_private import is_in_backward_pass
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import Key, Report, Row
 from titan_like.verify.places import local
-from titan_like.verify.shrink import FLAVOR
 from titan_like.verify.watch import digest
 
 RATE = 0.3  # at least: gradients of other masks must differ by much
@@ -36,11 +33,6 @@ NOTHING = 1e-15  # a rate at which no element is dropped, yet layers do what the
 _TELLING = 128  # elements of a mask, for it hardly ever to be drawn twice
 _SCALE = 0.02  # that the factor may be off; 16-bit dtypes round it
 _DEVIATIONS = 6.0  # standard deviations of a binomial distribution by which the kept share may be off
-
-
-def with_dropout(config: JobConfig, rate: float) -> JobConfig:
-    """A small run's configuration with dropout."""
-    return edit(config, {"model.flavors": {FLAVOR: config.model.flavors[FLAVOR] | {"dropout": rate}}})
 
 
 @dataclass(frozen=True)
@@ -51,17 +43,11 @@ class Draw:
     is_attention: bool
     is_recomputed: bool
     step: int
-    microbatch: int  # counted at this site
-    data_rank: int
+    place: str  # where in a run this is, in words; all tensor-parallel ranks share it
     tensor_rank: int
     stream: str  # digest of the random generator before the draw
     kept: torch.Tensor  # bool, this process's part of [batch, seq, hidden] or [batch, heads, seq, seq]
     scale: float  # that multiplies what is kept
-
-    @property
-    def place(self) -> str:
-        """Where in a run it is drawn, in words. All tensor-parallel ranks share it."""
-        return f"after {self.site} in step {self.step}, data rank {self.data_rank}, microbatch {self.microbatch}"
 
     @property
     def mask(self) -> tuple[object, ...]:
@@ -76,7 +62,7 @@ def recorded_draws(trainer: Trainer) -> Iterator[list[Draw]]:
     Replaces torch's two functions that draw dropout by ones that repeat the draw to see what it keeps.
     """
     draws, sites, generator = list[Draw](), [""], generator_of(trainer.run.device)
-    ranks = trainer.run.layout.data_rank(trainer.mesh.get_rank()), trainer.mesh["tp"].get_local_rank()
+    data_rank, tensor_rank = trainer.run.layout.data_rank(trainer.mesh.get_rank()), trainer.mesh["tp"].get_local_rank()
     dropout, attention = F.dropout, F.scaled_dot_product_attention
 
     def record(is_attention: bool, draw: Callable[[], torch.Tensor], again: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -90,10 +76,11 @@ def recorded_draws(trainer: Trainer) -> Iterator[list[Draw]]:
             drawn = local(again()).cpu()
         generator.set_state(after)
         where = sites[-1], is_attention, is_in_backward_pass(), trainer.step + 1
-        microbatch = sum((draw.site, draw.is_attention, draw.is_recomputed, draw.step) == where for draw in draws)
+        number = sum((draw.site, draw.is_attention, draw.is_recomputed, draw.step) == where for draw in draws)
+        place = f"after {where[0]} in step {where[3]}, data rank {data_rank}, microbatch {number}"
         kept, keys = drawn != 0, drawn.shape[-1] if is_attention else 1
         scale = drawn[kept].double().mean().item() * keys
-        draws.append(Draw(*where, microbatch, *ranks, digest(before), kept, scale))
+        draws.append(Draw(*where, place, tensor_rank, digest(before), kept, scale))
         return result
 
     def recorded_dropout(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:

@@ -19,7 +19,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.models.layers.init import local_part
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import DROPOUT, EXACT, HALF, RESUME, SINGLE, Key, Reference, Report, Row, distance
-from titan_like.verify.dropout import NOTHING, RATE, check_draws, recorded_draws, with_dropout
+from titan_like.verify.dropout import NOTHING, RATE, check_draws, recorded_draws
 from titan_like.verify.narrow import HalfWatch, NarrowWatch
 from titan_like.verify.places import Outputs, compare_outputs
 from titan_like.verify.processes import Member
@@ -73,7 +73,7 @@ def observe_dropout(member: Member, reference: Reference, config: JobConfig, _: 
     """
     report, small = Report(DROPOUT, member.rank), replace(reference.small, bad_steps={})
     rate = max(small.dropout or 0.0, RATE)
-    config = with_dropout(config, rate)
+    config = edit(config, {"model.overrides": {"dropout": rate}})
     watch, again = (StepWatch(small, lambda *_: None) for _ in range(2))
     plain = edit(config, {"compile.enable": False})  # functions are watched
     trainer = Trainer(run_of(member, small, plain, member.folder), observer=watch)
@@ -107,7 +107,7 @@ def observe_resumed(
     saves = {"enable": True, "interval": 1, "load_step": load_step, "keep_latest": keep}
     changed = edit(in_type(config, EXACT), {f"checkpoint.{key}": value for key, value in saves.items()})
     if small.dropout:  # kernels for dropout are others
-        changed = with_dropout(changed, NOTHING)
+        changed = edit(changed, {"model.overrides": {"dropout": NOTHING}})
     run = run_of(member, small, changed, folder)
     there = complete_steps(run.checkpoint_folder)
     for step in [*there] if member.rank == 0 and load_step is None else []:
@@ -130,7 +130,7 @@ def observe_resumed(
 
 def check_resumed_dropout(member: Member, report: Report, small: Small, config: JobConfig, folder: Path) -> None:
     """Resume with dropout for a step, from a checkpoint of another layout. A run without a stop must drop the same."""
-    config = edit(with_dropout(config, RATE), {"compile.enable": False})  # functions are watched
+    config = edit(config, {"model.overrides": {"dropout": RATE}, "compile.enable": False})  # functions are watched
     resumed = Trainer(run_of(member, small, config, folder))
     straight = Trainer(run_of(member, small, edit(config, {"checkpoint.enable": False}), folder))
     steps_alone(straight, resumed.step)

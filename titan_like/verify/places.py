@@ -32,11 +32,6 @@ FORWARD, BACKWARD, INPUT = "forward", "backward", "input"
 Place = tuple[str, str]
 
 
-def key_of(step: int, place: Place) -> Key:
-    """The key under which a module's outputs or gradients at this place are compared."""
-    return Key(step, Row.PLACE, "/".join(place))
-
-
 class Outputs:
     """Records every module's output in training, its gradient and the gradients of its inputs, by microbatch."""
 
@@ -98,7 +93,7 @@ def compare_outputs(watch: StepWatch, outputs: Outputs, reference: Reference, re
     step, trainer, allowed = watch.at_step, watch.trainer, reference.allowed_in(report.kind)
     first = batches(watch.small.config, step)[step].start
     for place, by_microbatch in outputs.tensors.items():
-        key = key_of(step, place)
+        key = Key(step, Row.PLACE, "/".join(place))
         if key not in allowed:
             continue
         whole = reference.whole(key)

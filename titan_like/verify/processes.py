@@ -82,19 +82,14 @@ def start_fork_server(on_gpus: bool = False) -> None:
 
 
 class Group:
-    """Runs ``function(member, *arguments)`` on every rank of a new process group, from construction on.
+    """Runs ``function(member, *args)`` on every rank of a new process group, from construction on.
 
     With ``on_gpus`` each process gets a GPU, else all use the CPU. ``prepare`` makes a context manager in which every
     process works.
     """
 
     def __init__(
-        self,
-        function: Callable,
-        world_size: int,
-        *arguments: Any,
-        on_gpus: bool = False,
-        prepare: Prepare | None = None,
+        self, function: Callable, world_size: int, *args: Any, on_gpus: bool = False, prepare: Prepare | None = None
     ) -> None:
         import torch.distributed as dist
 
@@ -107,7 +102,7 @@ class Group:
             device = f"cuda:{rank}" if on_gpus else "cpu"
             member = Member(rank, world_size, Path(self._temporary.name), self._store.port, device)
             reader, writer = _FORK_SERVER.Pipe(duplex=False)
-            work = (writer, member, function, arguments, prepare)
+            work = (writer, member, function, args, prepare)
             process = _FORK_SERVER.Process(target=_work, args=work, daemon=False)
             process.start()
             writer.close()

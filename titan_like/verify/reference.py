@@ -31,8 +31,8 @@ from titan_like.parallel.tuning import Tuning
 from titan_like.train.setup import Run
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import DROPOUT, EPS, EXACT, GRADIENTS, HALF, SINGLE, Key, Reference, Row, distance
-from titan_like.verify.dropout import RATE, recorded_draws, with_dropout
-from titan_like.verify.places import Outputs, key_of
+from titan_like.verify.dropout import RATE, recorded_draws
+from titan_like.verify.places import Outputs
 from titan_like.verify.processes import Member
 from titan_like.verify.samples import masks_of_run, training_samples, validation_samples
 from titan_like.verify.shrink import Small
@@ -73,32 +73,6 @@ class Trace:
         return self.values[Key(step, row)].item()
 
 
-class _Alone(StepWatch):
-    """Watches the product on one process."""
-
-    def __init__(self, small: Small, trace: Trace, seed: int | None) -> None:
-        """``seed`` of the perturbation of the initial weights; None: there is none."""
-        super().__init__(small, trace.keep)
-        self.trace, self.seed, self.outputs = trace, seed, trace.outputs
-
-    def attach(self, trainer: Trainer) -> None:
-        """Perturb the initial weights."""
-        (stage,) = trainer.model.stages
-        names = [name for name, _ in trainer.model.named_parameters()]
-        self.names = self.trace.names = sorted(names, key=lambda name: not name.startswith(stage.module.entry))
-        super().attach(trainer)
-        if self.seed is not None:
-            perturb(trainer.model.parameters(), trainer.config.training.dtype, self.seed)
-
-    def complete_gradients(self) -> None:
-        """Keep what modules have computed, if it is recorded."""
-        super().complete_gradients()
-        if self.outputs is not None and self.outputs.order:
-            for place, value in self.outputs.whole(self.trainer.loss_scale).items():
-                self.note(key_of(self.at_step, place), value)
-            self.outputs.tensors.clear()
-
-
 def perturb(parameters: Iterable[torch.Tensor], dtype: str, seed: int) -> None:
     """Change each weight by the rounding error of a sum over the longer side of its matrix.
 
@@ -113,16 +87,26 @@ def perturb(parameters: Iterable[torch.Tensor], dtype: str, seed: int) -> None:
 
 
 def train_alone(member: Member, small: Small, dtype: str, seed: int | None = None, with_outputs: bool = False) -> Trace:
-    """Train in whole batches. With ``with_outputs``, keep what modules compute in the last step.
+    """Train in whole batches, from initial weights that are perturbed if there is a ``seed`` of that.
 
-    Otherwise float64 ends with the step with large logits, from the same initial weights.
+    With ``with_outputs``, keep what modules compute in the last step. Otherwise float64 ends with the step with large
+    logits, from the same initial weights.
     """
     trace = Trace(outputs=Outputs() if with_outputs else None)
     run = run_of(member, small, alone(small, dtype), member.folder)
-    run = replace(run, tuning=replace(run.tuning, loss_logits=None))
-    watch = _Alone(small, trace, seed)
-    run_through(Trainer(run, observer=watch), watch)
-    if dtype == EXACT and small.num_steps and not with_outputs:
+    watch = StepWatch(small, trace.keep)
+    trainer = Trainer(replace(run, tuning=replace(run.tuning, loss_logits=None)), observer=watch)
+    (stage,), names = trainer.model.stages, [name for name, _ in trainer.model.named_parameters()]
+    trace.names = sorted(names, key=lambda name: not name.startswith(stage.module.entry))
+    watch.names, watch.outputs = trace.names, trace.outputs
+    if seed is not None:
+        perturb(trainer.model.parameters(), dtype, seed)
+    run_through(trainer, watch)
+    if trace.outputs is not None:
+        for place, value in trace.outputs.whole(trainer.loss_scale).items():
+            trace.keep(Key(watch.at_step, Row.PLACE, "/".join(place)), value)
+        trace.outputs.tensors.clear()
+    elif dtype == EXACT and small.num_steps:
         trace.values |= train_alone(member, small.large, dtype, seed).values
     return trace
 
@@ -169,7 +153,7 @@ def run_through(trainer: Trainer, watch: StepWatch) -> None:
 
 def dropout_sites(member: Member, small: Small) -> set[str]:
     """The modules after which one process drops."""
-    config = edit(with_dropout(alone(small, "float32"), RATE), {"compile.enable": False})
+    config = edit(alone(small, "float32"), {"model.overrides": {"dropout": RATE}})
     trainer = Trainer(run_of(member, small, config, member.folder))
     with recorded_draws(trainer) as draws:
         steps_alone(trainer, 1)

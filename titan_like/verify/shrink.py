@@ -137,6 +137,7 @@ def shrink(
     ramps = training.batch_size_rampup is not None
     ramping = num_steps - 1  # steps with half a batch, so that resumed runs still have some before them
     samples = (2 * total - ramping if ramps else total) * batch
+    lengths = {"steps": total, "samples": samples, "tokens": samples * seq_len}
     values: dict[str, Any] = {
         "model.flavor": FLAVOR,
         "model.flavors": {FLAVOR: fields},
@@ -145,9 +146,7 @@ def shrink(
         "training.micro_batch_size": micro_batch,
         "training.global_batch_size": 2 * batch if ramps else batch,
         "training.batch_size_rampup": [batch, batch, ramping * batch] if ramps else None,
-        "training.steps": total if training.steps is not None else None,
-        "training.samples": samples if training.samples is not None else None,
-        "training.tokens": samples * seq_len if training.tokens is not None else None,
+        **{f"training.{unit}": n for unit, n in lengths.items() if getattr(training, unit) is not None},
         "training.max_norm": min(config.training.max_norm, _MAX_NORM),
         "optimizer.lr": _LEARNING_RATE,
         "optimizer.matrix_lr": matrix_lr and matrix_lr * _LEARNING_RATE / config.optimizer.lr,

@@ -41,7 +41,6 @@ from titan_like.verify.shrink import MOST_PROCESSES, Small, check_numbers, resol
 
 SAME, DIFFERENT, FAILS, UNDECIDED = "same", "different", "fails", "undecided"
 ONE_PROCESS = "one_process"
-Progress = Callable[[str], None]
 _COMPILING = 900.0  # seconds that compilation may take
 _LOST = "onnection|remote process exited"  # in what gloo and NCCL say where another process has failed
 _LOCATED = (*LOSSES, *GRADIENTS, *GRADIENTS.values(), Row.ZEROS)
@@ -90,7 +89,7 @@ class Verifier:
     most: int = MOST_PROCESSES  # processes that may run at once
     start: Callable[..., Any] = Group  # what runs a function on every rank, and waits for its end, as `Group` does
     kinds: list[str] = field(default_factory=list)  # of runs; empty: all that apply
-    progress: Progress = lambda _: None
+    progress: Callable[[str], None] = lambda _: None
 
     def __post_init__(self) -> None:
         half = [self.small.config.training.dtype] if self.small.config.training.dtype in HALF else []
@@ -220,31 +219,63 @@ class Verifier:
 
     def blame(self, config: JobConfig, first: Check, symptom: str) -> Blame:
         """Find the axis at fault by runs without some of the axes."""
-
-        def outcome_of(changed: JobConfig, kind: str = first.kind) -> str:
-            checks: list[Check] = []
-            try:
-                self.check(changed, [kind], checks)
-                outcome, rows = _outcome(checks), {check.row for check in checks}
-                if outcome == SAME and first.row not in (Row.RUNS, Row.ENDS, *rows):
-                    outcome = UNDECIDED
-            except UndecidedError:
-                outcome = UNDECIDED
-            layout = Layout.of(changed.parallelism)
-            processes = "1 process" if layout.num_processes == 1 else f"{layout.num_processes} processes"
-            self.progress(f"  {processes} ({layout.described()}): {outcome}")
-            return outcome
-
-        blame = find_fault(config, symptom, outcome_of)
+        blame = self.find_fault(config, first, first.kind, symptom)
         if first.kind != RESUME and first.row != Row.RESUMED:
             return blame
         axis = RESUME if blame.axis == ONE_PROCESS else blame.axis
         if axis == RESUME:  # unless the sequence's other layout, with other microbatches, is wrong by itself
             alone = other_layout(config, self.most)
-            outcome = outcome_of(alone, EXACT)
+            outcome = self.outcome_of(alone, first, EXACT)
             if outcome in (DIFFERENT, FAILS):
-                return find_fault(alone, outcome, partial(outcome_of, kind=EXACT))
+                return self.find_fault(alone, first, EXACT, outcome)
         return Blame(axis, f"only where a run is resumed; {blame.sentence}", blame.trials)
+
+    def outcome_of(self, config: JobConfig, first: Check, kind: str) -> str:
+        """The outcome of a kind of run in a layout. It is undecided if it lacks the row of the ``first`` difference."""
+        checks: list[Check] = []
+        try:
+            self.check(config, [kind], checks)
+            outcome, rows = _outcome(checks), {check.row for check in checks}
+            if outcome == SAME and first.row not in (Row.RUNS, Row.ENDS, *rows):
+                outcome = UNDECIDED
+        except UndecidedError:
+            outcome = UNDECIDED
+        layout = Layout.of(config.parallelism)
+        processes = "1 process" if layout.num_processes == 1 else f"{layout.num_processes} processes"
+        self.progress(f"  {processes} ({layout.described()}): {outcome}")
+        return outcome
+
+    def find_fault(self, config: JobConfig, first: Check, kind: str, symptom: str) -> Blame:
+        """Leave out one axis after the other, for good if the difference stays. At fault are axes that have to stay.
+
+        ``symptom`` is what the whole layout shows: different or fails. A trial that fails where the layout finished
+        has met another problem and says nothing: a bug that drops the last microbatch leaves none at all in a run with
+        one microbatch. An axis without which such trials fail is at fault only if there is no other.
+        """
+        trials, kept = dict[str, str](), list[Axis]()
+        for axis in AXES:
+            rest = axis.drop(config)
+            if rest == config:
+                continue
+            trials[axis.name] = self.outcome_of(rest, first, kind)
+            if trials[axis.name] in (DIFFERENT, symptom):
+                config = rest
+            else:
+                kept.append(axis)
+        vanishes = [axis for axis in kept if trials[axis.name] == SAME]
+        needed = vanishes or [axis for axis in kept if axis is not ACCUMULATION]
+        if not needed:
+            where = "also on one process without any parallelism: the trainer itself, or the model"
+            return Blame(ONE_PROCESS, f"the difference is there {where}", trials)
+        # A part is named instead of its whole, and accumulation only if nothing else is left.
+        wholes = {name for axis in needed for name in axis.within}
+        parts = [axis for axis in needed if axis.name not in wholes]
+        guilty = [axis for axis in parts if axis is not ACCUMULATION] or parts
+        *titles, last = [axis.title for axis in guilty]
+        axes = f"{', '.join(titles)} and {last} together: without any one of them" if titles else f"{last}: without it"
+        consequence = "every difference vanishes" if vanishes else "there is nothing to compare"
+        several = "; it takes several microbatches to show" if len(parts) > len(guilty) else ""
+        return Blame(" + ".join(axis.name for axis in guilty), f"{axes} {consequence}{several}", trials)
 
 
 def verifier_of(
@@ -266,39 +297,6 @@ def verifier_of(
     require(gpus >= needed, "--gpus", needed, problem)
     # A process that waits for its GPU looks idle.
     return Verifier(small, timeout, patience=math.inf, most=gpus, start=partial(Group, on_gpus=True))
-
-
-def find_fault(config: JobConfig, symptom: str, outcome_of: Callable[[JobConfig], str]) -> Blame:
-    """Leave out one axis after the other, for good if the difference stays. At fault are the axes that have to stay.
-
-    ``symptom`` is what the whole layout shows: different or fails. A trial that fails where the layout finished has met
-    another problem and tells nothing: a bug that drops the last microbatch leaves none at all in a run with one
-    microbatch. An axis without which such trials fail is at fault only if there is no other.
-    """
-    trials, kept = dict[str, str](), list[Axis]()
-    for axis in AXES:
-        rest = axis.drop(config)
-        if rest == config:
-            continue
-        trials[axis.name] = outcome_of(rest)
-        if trials[axis.name] in (DIFFERENT, symptom):
-            config = rest
-        else:
-            kept.append(axis)
-    vanishes = [axis for axis in kept if trials[axis.name] == SAME]
-    needed = vanishes or [axis for axis in kept if axis is not ACCUMULATION]
-    if not needed:
-        cause = "the difference is there also on one process without any parallelism: the trainer itself, or the model"
-        return Blame(ONE_PROCESS, cause, trials)
-    # A part is named instead of its whole, and accumulation only if nothing else is left.
-    wholes = {name for axis in needed for name in axis.within}
-    parts = [axis for axis in needed if axis.name not in wholes]
-    guilty = [axis for axis in parts if axis is not ACCUMULATION] or parts
-    *titles, last = [axis.title for axis in guilty]
-    axes = f"{', '.join(titles)} and {last} together: without any one of them" if titles else f"{last}: without it"
-    consequence = "every difference vanishes" if vanishes else "there is nothing to compare"
-    several = "; it takes several microbatches to show" if len(parts) > len(guilty) else ""
-    return Blame(" + ".join(axis.name for axis in guilty), f"{axes} {consequence}{several}", trials)
 
 
 def _outcome(checks: list[Check]) -> str:

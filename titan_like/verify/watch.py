@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -151,7 +152,8 @@ class StepWatch(Watch):
         self.note(Key(step, Row.BATCH, "samples"), record.consumed_samples)
         self.note(Key(step, Row.BATCH, "tokens"), record.consumed_tokens)
         self.note(Key(step, Row.RATE), record.lr)
-        self._note_losses(step, Row.LOSS, record.loss, record.losses)
+        for name, loss in {"": record.loss, **record.losses}.items():
+            self.note(Key(step, Row.LOSS, name), loss)
         self.note(Key(step, Row.SKIPPED), record.skipped + record.nan)
         self.note(Key(step, Row.SKIPPED, "steps so far"), self.trainer.skipped_steps)
         if is_good:
@@ -166,15 +168,12 @@ class StepWatch(Watch):
             self.trainer.stop_signal = signal.SIGTERM
 
     def end_validation(self, loss: float) -> None:
-        """Note the loss."""
+        """Note the loss and its terms."""
         terms = named_losses(self.trainer.run.model.predictions, self.trainer.validation_losses)
-        self._note_losses(self.trainer.step, self.validation, loss, terms)
+        for name, value in {"": loss, **terms}.items():
+            self.note(Key(self.trainer.step, self.validation, name), value)
         if self.trainer.step == self.last_step:
             self.trainer.stop_signal = signal.SIGTERM
-
-    def _note_losses(self, step: int, row: Row, loss: float, terms: dict[str, float]) -> None:
-        for name, value in {"": loss, **terms}.items():
-            self.note(Key(step, row, name), value)
 
 
 class LayoutWatch(StepWatch):
@@ -235,14 +234,9 @@ def steps_alone(trainer: Trainer, steps: int) -> list[StepRecord]:
     return records
 
 
-def part_of(batch: Batch, which: int | slice) -> Batch:
-    """A sample of a batch, or several."""
-    return map_tensors(lambda x: x[which], batch)
-
-
 def samples_of(batch: Batch) -> list[Batch]:
     """The samples that a loader has collated."""
-    return [part_of(batch, number) for number in range(len(batch.tokens))]
+    return [map_tensors(itemgetter(number), batch) for number in range(len(batch.tokens))]
 
 
 def digest(value: Any) -> str:
