@@ -50,7 +50,6 @@ class Row(StrEnum):
     EQUAL = "losses and norms equal on all ranks"
     ZEROS = "gradient elements that are zero"
     CLIPPED = "gradients after clipping"
-    TYPES = "types of weights and optimizer state"
     UPDATE = "updates from these gradients"
     WEIGHT = "weights"
     REPLICAS = "copies equal on all ranks"

@@ -106,17 +106,9 @@ class NarrowWatch(LayoutWatch):
                 size = max(moved, rounding, 1e-30)
                 off = distance(new, copy) / size
                 self.report.add(Key(issued.step, Row.UPDATE, name), off, (rounding + lost) / size)
-                self._check_types(Key(issued.step, Row.TYPES, name), parameter, unclipped[name].dtype)
             copy.copy_(new)  # the next update starts from the trainer's own weights
             copy.grad = None
         self.clipped = {}
-
-    def _check_types(self, key: Key, parameter: nn.Parameter, of_gradient: torch.dtype) -> None:
-        values = parameter, *self.trainer.optimizer.state[parameter].values()
-        counted = torch.bfloat16, torch.float16  # dtypes in which a count of steps is no exception
-        types = {of_gradient} | {value.dtype for value in values if value.ndim or value.dtype in counted}
-        problem = f"{' and '.join(sorted(map(str, types)))}, not torch.float32"
-        self.report.require(types == {torch.float32}, key, problem)
 
 
 class HalfWatch(NarrowWatch):

@@ -172,7 +172,10 @@ def compute_reference(
     if model_config(config.model).num_parameters() > _LARGE_MODEL:  # threads only slow a small model down
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     exact = train(member, small, EXACT)
-    sizes, allowed = sizes_of(exact), dict[str, dict[Key, float]]()
+    sizes, allowed = dict[Key, float](), dict[str, dict[Key, float]]()
+    for key, value in exact.values.items():
+        least = NEGLIGIBLE * exact.number(key.step, GRADIENTS[key.row]) if key.row in GRADIENTS else 0.0
+        sizes[key] = 1.0 if key.row == Row.ZEROS else max(norm(value), least) or 1.0
     for dtype in [EXACT, *(kind for kind in kinds if kind in (SINGLE, *HALF))]:
         # Another run in float64 would round almost exactly as the first does, which a layout does not, so weights are
         # perturbed. All take the whole batch at once, so that no bug of accumulation passes for rounding.
@@ -195,15 +198,6 @@ def compute_reference(
 def is_cancelled(gradient: torch.Tensor, whole: float) -> bool:
     """Whether a gradient may be nothing but rounding, given the norm of all gradients."""
     return norm(gradient) < NEGLIGIBLE * whole
-
-
-def sizes_of(exact: Trace) -> dict[Key, float]:
-    """What the difference of each number or tensor is relative to."""
-    sizes: dict[Key, float] = {}
-    for key, value in exact.values.items():
-        least = NEGLIGIBLE * exact.number(key.step, GRADIENTS[key.row]) if key.row in GRADIENTS else 0.0
-        sizes[key] = 1.0 if key.row == Row.ZEROS else max(norm(value), least) or 1.0
-    return sizes
 
 
 def allowances(small: Small, dtype: str, sizes: dict[Key, float], exact: Trace, draws: list[Trace]) -> dict[Key, float]:
