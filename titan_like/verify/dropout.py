@@ -67,14 +67,12 @@ def recorded_draws(trainer: Trainer) -> Iterator[list[Draw]]:
 
     def record(is_attention: bool, draw: Callable[[], torch.Tensor], again: Callable[[], torch.Tensor]) -> torch.Tensor:
         before = generator.get_state()
-        result = draw()
-        after = generator.get_state()
-        if torch.equal(before, after):  # nothing is drawn in validation
-            return result
-        generator.set_state(before)
         with torch.no_grad():
             drawn = local(again()).cpu()
-        generator.set_state(after)
+        generator.set_state(before)
+        result = draw()
+        if torch.equal(before, generator.get_state()):  # nothing is drawn in validation
+            return result
         where = sites[-1], is_attention, is_in_backward_pass(), trainer.step + 1
         number = sum((draw.site, draw.is_attention, draw.is_recomputed, draw.step) == where for draw in draws)
         place = f"after {where[0]} in step {where[3]}, data rank {data_rank}, microbatch {number}"

@@ -1,8 +1,8 @@
 """What is checked in narrower dtypes than float64, in which weights cannot be compared.
 
 The product's optimizer on one process repeats each update in float64 from the whole gradients that the trainer's
-received. Rounding in the gradients therefore plays no part: a wrong rate, decay or type shows in half precision as
-clearly as in float64, where weights are compared instead.
+received. Rounding in the gradients therefore plays no part: a wrong rate, decay or dtype of state shows as clearly as
+in float64, where weights are compared instead.
 
 In 16-bit dtypes there is more that needs no tolerance: the dtypes of sums, their digits, the state of a resumed run. A
 sum that has been rounded to 16 bits may be within its tolerance, but it has no more digits than that dtype.
