@@ -40,6 +40,12 @@ from titan_like.torch_private import (
 )
 
 
+def summed_in_full(model: Transformer) -> list[nn.Parameter]:
+    """Weights that are used twice, whose gradients of both uses add up in the master weights' type."""
+    is_used_twice = model.config.tied_embeddings and model.is_first and model.is_last
+    return list(model.embedding.parameters()) if SUMS_USES_IN_FULL and is_used_twice else []
+
+
 class DataParallel:
     """Sums the gradients of a model, or of one stage, over data-parallel ranks. Changes the model in place.
 
@@ -63,13 +69,11 @@ class DataParallel:
         self._keeps_flat_sums = zero_stage >= 2 and mesh["dp_replicate"].size() > 1
         self._all_reduces: list[GradientAllReduce] = []
         self._copies: ComputeCopies | None = None
-        self._uses_table_twice = model.config.tied_embeddings and model.is_first and model.is_last
         of_dense, of_experts = groups_of(mesh, expert_mesh)
         full_precision = dtype in (torch.float32, torch.float64)
         if shares_nothing(mesh, expert_mesh):
-            sums_in_full = self._uses_table_twice and SUMS_USES_IN_FULL
-            used_twice = list(model.embedding.parameters()) if sums_in_full else []
-            self._copies = None if full_precision else ComputeCopies(model, dtype, used_twice, tuning.gradient_bytes)
+            twice = summed_in_full(model)
+            self._copies = None if full_precision else ComputeCopies(model, dtype, twice, tuning.gradient_bytes)
         elif not full_precision or zero_stage > 0:
             policy = MixedPrecisionPolicy(
                 param_dtype=None if full_precision else dtype,
@@ -97,7 +101,7 @@ class DataParallel:
         """Set what a microbatch's backward pass will communicate and free. ``is_last``: it is the step's last one."""
         for all_reduce in self._all_reduces:
             all_reduce.enabled = is_last
-        if self._uses_table_twice and isinstance(self.model, FSDPModule):
+        if summed_in_full(self.model) and isinstance(self.model, FSDPModule):
             sum_uses_in_full(self.model, "embedding.weight")
         self._set(is_last=is_last, reduces=is_last or self.zero_stage >= 2, frees=is_last or self.zero_stage == 3)
 

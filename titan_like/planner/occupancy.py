@@ -136,9 +136,7 @@ def _occupancy(layout: Layout, microbatches: int, rank: int, splits: bool, with_
         is_first = weights[n] == NOT_GATHERED if kind == "F" else gradients[n] in (NO_GRADIENTS, FIRST_PARTS)
         one = PassKind(kind, is_first, is_last, gradients[n])
         messages = arrived + min(sent, MAX_PENDING_SENDS) if with_messages else 0
-        others = [(w, g) if i != n else (0, 0) for i, (w, g) in enumerate(zip(weights, gradients, strict=True))]
-        key = n, one, tuple(w for w, _ in others), tuple(g for _, g in others)
-        _keep(moments.setdefault(key, []), (*held, *deferred, messages))
+        _keep(moments.setdefault((n, one, tuple(weights), tuple(gradients)), []), (*held, *deferred, messages))
         gives = stage != (last_stage if kind == "F" else 0) and kind != "W"
         neighbour = stage + (1 if kind == "F" else -1)
         arrived += gives and neighbour in place  # to a stage on the same rank
@@ -170,9 +168,11 @@ def _as_arrays(stages: tuple[int, ...], moments: _Moments) -> Occupancy:
     passes = tuple(tuple({one: None for n, one, *_ in moments if n == stage}) for stage in range(len(stages)))
     number = {one: number for number, one in enumerate((n, one) for n, kinds in enumerate(passes) for one in kinds)}
     rows = [
-        (*held, *weights, *gradients, messages, number[n, one])
+        (*held, *weights, *gradients, messages, number[n, one], n)
         for (n, one, weights, gradients), kept in moments.items()
         for *held, messages in kept
     ]
     parts = np.split(np.array(rows), [len(stages) * part for part in (1, 2, 3, 4)], axis=1)
-    return Occupancy(stages, passes, *parts[:4], *parts[4].T)
+    held, deferred, weights, gradients, (messages, running, here) = *parts[:4], parts[4].T
+    weights[np.arange(len(rows)), here] = gradients[np.arange(len(rows)), here] = 0
+    return Occupancy(stages, passes, held, deferred, weights, gradients, messages, running)

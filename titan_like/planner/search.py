@@ -1,9 +1,10 @@
 """A best-first search for the fastest layout that fits, among all that the trainer accepts, and the best of each kind.
 
 Layouts wait in a heap in the order of a lower bound of their step time: first groups of them, by what their operators
-must take at least; then each pipeline of a group, by what its ranks compute; then each layout, by the shortest way
-through its pipeline. Only a layout that nothing in the heap can beat is followed pass by pass. So layouts come out in
-the exact order of their times, and the many that cannot be among the first are never computed.
+must take at least, then by what the ranks of a pipeline compute; then each pipeline of a group, by the shortest way
+through it; then each layout, with its sums of gradients. Only a layout that nothing in the heap can beat is followed
+pass by pass. So layouts come out in the exact order of their times, and the many that cannot be among the first are
+never computed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from titan_like.planner.cost import Kernels, least_seconds
 from titan_like.planner.memory import MEMORY_MARGIN, largest_memory, usable_bytes
 from titan_like.planner.predict import checked_profile, profile_and_device
 from titan_like.planner.profile import Profile
-from titan_like.planner.search_space import Space
+from titan_like.planner.search_space import Space, Split
 from titan_like.planner.stages import stages_of
 from titan_like.planner.step_time import StepTime, least_step_seconds, step_time, steps_of
 from titan_like.planner.trace import estimate
@@ -48,7 +49,7 @@ class Counts:
 
     valid: int = 0
     too_large: int = 0  # known not to fit; layouts that were passed over may not fit either
-    computed: int = 0  # layouts, and pipelines of a group, for which a bound was computed
+    computed: int = 0  # layouts and pipelines for which a bound was computed
     followed: int = 0  # layouts whose passes were followed
 
 
@@ -122,7 +123,7 @@ class BestFirst:
         self.space, self.profile, self.kinds, self.progress = space, profile, kinds, progress
         self.usable = usable_bytes(profile.device)
         self.counts = Counts()
-        # (bound, depth, order, what). Depth 0 has groups, 1 the pipelines of a group, 2 layouts, 3 followed layouts.
+        # (bound, depth, order, what). Depths 0 and 1 have groups, 2 pipelines, 3 layouts, 4 followed layouts.
         # Orders are unique, so comparisons stop there; among equally fast layouts, plainer settings come first.
         self.heap: list[tuple[float, int, tuple[int, ...], Any]] = []
         self.numbers = itertools.count()
@@ -148,7 +149,7 @@ class BestFirst:
                 self.progress(self.counts)
             # Whatever comes out first is replaced by its parts with closer bounds, until a followed layout comes out.
             _, depth, _, what = heapq.heappop(self.heap)
-            (self._add_pipelines, self._add_layouts, self._follow, self._take)[depth](*what)
+            (self._weigh, self._add_pipelines, self._add_layouts, self._follow, self._take)[depth](*what)
         if not self.ranked:
             raise self._nothing_fits()
         # Layouts that would win if they fitted are worth reporting.
@@ -198,56 +199,69 @@ class BestFirst:
         seconds, kept = self._least[one]
         return group.micro_batch_size * seconds, group.micro_batch_size * kept
 
-    def _add_pipelines(self, group: Workload) -> None:
-        """Put a group's pipelines into the heap, by the mean work of their ranks, which none of them can share better.
-
-        Those that do not split backward passes come with the shortest way through their pipelines.
-        """
-        pipelines, plain = self.space.pipelines(group), ("1f1b", 1)
-        is_plain = plain in pipelines  # unless the schedule or the stages are fixed
+    def _weigh(self, group: Workload) -> None:
+        """Put a group back by the mean work of a pipeline's ranks, which none of its pipelines can share better."""
         if _cell(group) in self.cells:
             return
-        zero = 2 if group.data_parallel * group.context > 1 else 0  # with which microbatches are fastest
-        split = (zero, 1, group.shard)
-        mean = 0.0
-        for choice in pipelines:
-            self.counts.computed += 1
+        pipelines, splits = self.space.pipelines(group), self.space.splits(group)
+        fitting = [one for one in splits if self._least_bytes(self.space.member(group, "1f1b", 1, *one)) <= self.usable]
+        self.counts.too_large += len(pipelines) * (len(splits) - len(fitting))
+        if not fitting:
+            return
+        # Those that gather weights for every pass come last, the fastest of them first.
+        links, layer = self.profile.links, group.model.num_parameters() / group.model.num_layers
+
+        def gathering(split: Split) -> float:
+            return links.all_gather(layer, split[2] * group.context, group.tensor) if split[0] == 3 else 0.0
+
+        fitting.sort(key=gathering)
+        plain = min(pipelines, key=("1f1b", 1).__ne__)  # unless the schedule or the stages are fixed
+        passes = steps_of(self.space.member(group, *plain, *fitting[0]), self.profile, estimate).stages
+        mean = group.microbatches / group.pipeline * sum(one.F + one.B for one in passes)
+        self._push(mean, 1, (group, fitting, mean))
+
+    def _add_pipelines(self, group: Workload, splits: list[Split], mean: float) -> None:
+        """Put a group's pipelines into the heap. Those that split backward passes have no bound of their own."""
+        if _cell(group) in self.cells:
+            return
+        for choice in self.space.pipelines(group):
             if choice[0] in SPLIT_BACKWARD:
-                mean = mean or self._mean_work(self.space.member(group, *(plain if is_plain else choice), *split))
-                self._push(mean, 1, (group, choice))
+                self._push(mean, 2, (group, choice, splits))
             else:
-                # Sums of gradients, which differ between the ways of splitting, are left out.
-                work = self.space.member(group, *choice, *split)
-                self._push(least_step_seconds(work, self.profile, True, estimate), 1, (group, choice))
+                self._push_ways(group, choice, splits)
 
-    def _mean_work(self, work: Workload) -> float:
-        passes = steps_of(work, self.profile, estimate).stages
-        return work.microbatches / work.pipeline * sum(one.F + one.B for one in passes)
+    def _push_ways(self, group: Workload, choice: tuple[str, int], splits: list[Split]) -> None:
+        """Put some ways of splitting a pipeline into the heap, of which the first has the fastest passes."""
+        # Sums of gradients, which differ between them, are left out.
+        work = self.space.member(group, *choice, *splits[0])
+        self.counts.computed += 1
+        self._push(least_step_seconds(work, self.profile, True, estimate), 2, (group, choice, splits))
 
-    def _add_layouts(self, group: Workload, choice: tuple[str, int]) -> None:
-        """Put a pipeline's layouts into the heap by the shortest way through it."""
+    def _add_layouts(self, group: Workload, choice: tuple[str, int], splits: list[Split]) -> None:
+        """Put a pipeline's layouts into the heap by the shortest way through it, those of ZeRO 3 together at first."""
         if _cell(group) in self.cells:
             return
-        for split in self.space.splits(group):  # the most sharded first
+        gathering = [split for split in splits if split[0] == 3]
+        if 1 < len(gathering) < len(splits):
+            self._push_ways(group, choice, gathering)
+            splits = [split for split in splits if split[0] < 3]
+        for split in splits:
             work = self.space.member(group, *choice, *split)
-            if self._least_bytes(work) > self.usable:
-                self.counts.too_large += 1
-                continue
             self.counts.computed += 1
             bound = least_step_seconds(work, self.profile, source=estimate) * _ROUNDING
-            heapq.heappush(self.heap, (bound, 2, _order(work), (work,)))
+            heapq.heappush(self.heap, (bound, 3, _order(work), (work,)))
 
     def _follow(self, work: Workload) -> None:
-        """If a layout fits and may be the first of its kind, find the time that it is ranked by."""
+        """If a layout may fit and may be the first of its kind, find the time that it is ranked by."""
         if _cell(work) in self.cells:
             return
-        used = largest_memory(work, self.profile, limit=self.usable)
+        used = largest_memory(work, self.profile, self.usable, messages=False)
         if used > self.usable:
             self._remember(work, used)
             return
         self.counts.followed += 1
         time = step_time(work, self.profile)
-        heapq.heappush(self.heap, (time.total, 3, _order(work), (work, time, used)))
+        heapq.heappush(self.heap, (time.total, 4, _order(work), (work, time)))
 
     def _remember(self, work: Workload, used: float) -> None:
         """Count a layout that is too large. For every pair of degrees, keep the one nearest to fitting."""
@@ -256,9 +270,14 @@ class BestFirst:
         if key not in self.too_large or used < self.too_large[key][1]:
             self.too_large[key] = work, used
 
-    def _take(self, work: Workload, time: StepTime, used: float) -> None:
-        """Rank the next layout in the order of time, if it is the first of its kind."""
-        if _cell(work) not in self.cells:
+    def _take(self, work: Workload, time: StepTime) -> None:
+        """Rank the next layout in the order of time, if it is the first of its kind that fits."""
+        if _cell(work) in self.cells:
+            return
+        used = largest_memory(work, self.profile, self.usable)
+        if used > self.usable:
+            self._remember(work, used)
+        else:
             self.cells.add(_cell(work))
             self.ranked.append(Candidate(work, time, used))
 

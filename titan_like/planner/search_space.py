@@ -49,6 +49,9 @@ SEARCHED = {
 }
 STAGE_SIZES = "parallelism.pipeline_layers"
 
+Split = tuple[int, int, int]
+"""ZeRO stage, replicas and shards."""
+
 SLICE = 4096  # the fewest tokens of a sequence that a process gets unasked
 _EVERY = (1, 2, 4)  # recompute every n-th layer
 
@@ -76,7 +79,7 @@ class Space:
             recompute="none", recompute_every=1, sequence_parallel=False, zero_stage=0
         )
         self._pipelines: dict[tuple[int, int], list[tuple[str, int]]] = {}
-        self._splits: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
+        self._splits: dict[tuple[int, int, int], list[Split]] = {}
         # Degrees of expert parallelism and kinds of recomputation; models without experts have fewer.
         self._experts, self._modes = [1], ["none", "selective", "full"]
         if number := getattr(model, "num_experts", 0):
@@ -202,7 +205,7 @@ class Space:
             found += [(schedule, n) for n in self._choices("virtual_stages", list(range(fewest, most + 1)))]
         return found
 
-    def splits(self, group: Workload) -> list[tuple[int, int, int]]:
+    def splits(self, group: Workload) -> list[Split]:
         """Triples of ZeRO stage, replicas and shards, most sharded first.
 
         Replicas help only ZeRO 3, which otherwise gathers weights over all nodes. Each is a node, or 2, 4, … of them.
@@ -217,7 +220,7 @@ class Space:
             self._splits[key] = [split for split in found if split[2] % multiple == 0]
         return self._splits[key]
 
-    def _splits_of(self, size: int, innermost: int) -> list[tuple[int, int, int]]:
+    def _splits_of(self, size: int, innermost: int) -> list[Split]:
         stages = sorted(self._choices("zero_stage", [0, 1, 2, 3]), reverse=True)
         node = self.config.cluster.gpus_per_node or self.num_gpus
         sizes = {node << exponent for exponent in range(self.num_gpus.bit_length())}  # of replicas, in GPUs

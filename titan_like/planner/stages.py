@@ -79,43 +79,66 @@ class StageProgram:
         return sum(self.elements_by_sharers.values())
 
 
+class StageKind(NamedTuple):
+    """What pipeline stages have in common that take equally long."""
+
+    counts: tuple[int, ...]  # of layers of each kind
+    before: int  # layers of earlier stages, modulo n where every n-th layer is recomputed
+    is_first: bool
+    is_last: bool
+    sends_back: bool  # to another rank
+    sends_on: bool
+
+
 class RankKind(NamedTuple):
     """Pipeline ranks with equal stages."""
 
     kinds: tuple[int, ...]  # of their stages
     last: int  # the last of these ranks
     first_stage: int  # of that rank
-    elements: dict[str, int]  # of parameters before ZeRO shards them, by the mesh dimension over which it does
 
 
-class PipelineProgram:
-    """The stages of a pipeline, and which ranks have which. Runs with equal pipelines share the object."""
+class PipelineKinds:
+    """Which stages of a pipeline, and which ranks, are equal."""
 
-    def __init__(self, stages: tuple[StageProgram, ...], ranks: tuple[int, ...]) -> None:
-        self.stages, self.ranks = stages, ranks
+    def __init__(self, stages: tuple[tuple[int, ...], ...], ranks: tuple[int, ...], every: int) -> None:
+        """Arguments: layers of each kind by stage, the stages' ranks, and which layers are recomputed."""
+        before = [layers % every for layers in accumulate(map(sum, stages), initial=0)]
         self.crosses = [one != other for one, other in pairwise(ranks)]  # whether a message crosses each boundary
-        # Kinds of stages: the program, and whether a message goes back and on.
-        found = list(zip(stages, [False, *self.crosses], [*self.crosses, False], strict=True))
+        first, last = [n == 0 for n in range(len(stages))], [n == len(stages) - 1 for n in range(len(stages))]
+        sends = [False, *self.crosses], [*self.crosses, False]
+        found = [StageKind(*one) for one in zip(stages, before[:-1], first, last, *sends, strict=True)]
         self.kinds = list(dict.fromkeys(found))
         self.kind_of = [self.kinds.index(one) for one in found]
         of_rank: dict[int, list[int]] = {}
         for stage, rank in enumerate(ranks):
             of_rank.setdefault(rank, []).append(stage)
         alike = {tuple(self.kind_of[stage] for stage in here): rank for rank, here in sorted(of_rank.items())}
-        self.rank_kinds = [
-            RankKind(kinds, rank, of_rank[rank][0], self._elements(kinds)) for kinds, rank in alike.items()
-        ]
-        self.fullest = max(self.rank_kinds, key=lambda one: sum(one.elements.values()))  # the most parameters
+        self.rank_kinds = [RankKind(kinds, rank, of_rank[rank][0]) for kinds, rank in alike.items()]
+        self.ends_on_one_rank = ranks[0] == ranks[-1]
+
+
+class PipelineProgram:
+    """The programs of a pipeline's stages. Runs with equal pipelines share the object."""
+
+    def __init__(self, alike: PipelineKinds, programs: list[StageProgram]) -> None:
+        """``programs``: of each kind of stages."""
+        self.alike, self.programs = alike, programs
+        sizes = [program.elements for program in programs]
+        self.fullest = max((one.kinds for one in alike.rank_kinds), key=lambda kinds: sum(sizes[n] for n in kinds))
+        self.elements = Counter[str]()  # of the parameters of the rank with the most, as `elements_by_sharers`
+        for kind in self.fullest:
+            self.elements.update(programs[kind].elements_by_sharers)
         self.copied = 0  # elements of parameters that both ends hold, on different ranks
-        if ranks[0] != ranks[-1]:
-            first, last = ({p.name: p.elements for unit in stages[n].ends for p in unit.parameters} for n in (0, -1))
+        if not alike.ends_on_one_rank:
+            ends = programs[alike.kind_of[0]], programs[alike.kind_of[-1]]
+            first, last = ({p.name: p.elements for unit in end.ends for p in unit.parameters} for end in ends)
             self.copied = sum(first[name] for name in first.keys() & last.keys())
 
-    def _elements(self, kinds: tuple[int, ...]) -> dict[str, int]:
-        found = Counter[str]()
-        for kind in kinds:
-            found.update(self.kinds[kind][0].elements_by_sharers)
-        return dict(found)
+    @property
+    def stages(self) -> tuple[StageProgram, ...]:
+        """The program of each stage."""
+        return tuple(self.programs[kind] for kind in self.alike.kind_of)
 
 
 class Sharding(NamedTuple):
@@ -182,12 +205,11 @@ def pipeline_program(work: Workload, source: Source = trace) -> PipelineProgram:
 def _pipeline_program(
     key: TraceKey, stages: tuple[tuple[int, ...], ...], ranks: tuple[int, ...], every: int, source: Source
 ) -> PipelineProgram:
-    before, last = accumulate(map(sum, stages), initial=0), len(stages) - 1
-    programs = (
-        _stage_program(key, counts, layers % every, every, stage == 0, stage == last, source)
-        for stage, (counts, layers) in enumerate(zip(stages, before, strict=False))
-    )
-    return PipelineProgram(tuple(programs), ranks)
+    alike = _pipeline_kinds(stages, ranks, every)
+    return PipelineProgram(alike, [_stage_program(key, *kind[:4], every, source) for kind in alike.kinds])
+
+
+_pipeline_kinds = lru_cache(maxsize=65536)(PipelineKinds)
 
 
 @lru_cache(maxsize=65536)
@@ -195,9 +217,9 @@ def _stage_program(
     key: TraceKey,
     counts: tuple[int, ...],
     before: int,
-    every: int,
     is_first: bool,
     is_last: bool,
+    every: int,
     source: Source,
 ) -> StageProgram:
     """A stage with so many layers of each kind, of which every n-th of the model is recomputed.

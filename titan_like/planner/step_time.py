@@ -63,7 +63,7 @@ class Steps(NamedTuple):
     @property
     def stages(self) -> list[StagePasses]:
         """The passes of all stages."""
-        return [self.kinds[kind] for kind in self.pipeline.kind_of]
+        return [self.kinds[kind] for kind in self.pipeline.alike.kind_of]
 
     @property
     def here(self) -> list[StagePasses]:
@@ -126,19 +126,22 @@ def timeline(work: Workload, profile: Profile) -> StepTimeline:
 def steps_of(work: Workload, profile: Profile, source: Source = trace) -> Steps:
     """The times of all passes, and of what follows them."""
     pipeline, p = pipeline_program(work, source), work.pipeline
-    num_stages = len(pipeline.stages)
-    message = message_time(work, profile, pipeline.stages[0].message) if p > 1 else 0.0
+    alike = pipeline.alike
+    num_stages = len(alike.kind_of)
+    message = message_time(work, profile, pipeline.programs[0].message) if p > 1 else 0.0
     waits, besides = message * profile.message_exposed, microbatch_overhead(profile, num_stages // p) * p / num_stages
-    kinds = [_stage_passes(work, profile, waits, besides, *kind) for kind in pipeline.kinds]
-    busy = [(sum([kinds[n].F + kinds[n].B for n in one.kinds]), one.kinds) for one in pipeline.rank_kinds]
-    fullest = pipeline.fullest
-    backward = sum([kinds[n].B - kinds[n].messages - kinds[n].gathered for n in fullest.kinds])
-    forward = sum([kinds[n].F for n in fullest.kinds])
-    data = _after_backward(work, profile, fullest.elements, forward, backward)
+    kinds = [
+        _stage_passes(work, profile, waits, besides, program, kind.sends_back, kind.sends_on)
+        for program, kind in zip(pipeline.programs, alike.kinds, strict=True)
+    ]
+    busy = [(sum([kinds[n].F + kinds[n].B for n in one.kinds]), one.kinds) for one in alike.rank_kinds]
+    backward = sum([kinds[n].B - kinds[n].messages - kinds[n].gathered for n in pipeline.fullest])
+    forward = sum([kinds[n].F for n in pipeline.fullest])
+    data = _after_backward(work, profile, pipeline.elements, forward, backward)
     if pipeline.copied:  # tables that both ends hold, whose gradients are summed
         stride = work.tensor * work.data_parallel * work.context
         data += profile.links.message(pipeline.copied * profile.gradient_bytes, stride)
-    update = update_time(work, profile, fullest.elements)
+    update = update_time(work, profile, pipeline.elements)
     transfer, link = message * (1 - profile.message_exposed), 2 * work.microbatches * num_stages / p * message
     return Steps(pipeline, kinds, max(busy)[1], transfer, data, update, link)
 
@@ -159,13 +162,13 @@ def _least_span(work: Workload, steps: Steps) -> float:
     the last one that other ranks need, a microbatch goes back to the first stage. Exact for equal stages under 1F1B and
     GPipe, and for interleaved stages. Of ranks with equal stages, the last one waits longest.
     """
-    pipeline, kinds, m = steps.pipeline, steps.kinds, work.microbatches
-    sent = [steps.transfer * crosses for crosses in pipeline.crosses]
+    alike, kinds, m = steps.pipeline.alike, steps.kinds, work.microbatches
+    sent = [steps.transfer * crosses for crosses in alike.crosses]
     # Until a microbatch is there, and from its backward pass until the end.
-    there = [0.0, *accumulate([kinds[kind].F + one for kind, one in zip(pipeline.kind_of, sent, strict=False)])]
-    back = [0.0, *accumulate([kinds[kind].I + one for kind, one in zip(pipeline.kind_of, sent, strict=False)])]
+    there = [0.0, *accumulate([kinds[kind].F + one for kind, one in zip(alike.kind_of, sent, strict=False)])]
+    back = [0.0, *accumulate([kinds[kind].I + one for kind, one in zip(alike.kind_of, sent, strict=False)])]
     most = 0.0
-    for here, _, first, _ in pipeline.rank_kinds:
+    for here, _, first in alike.rank_kinds:
         busy = sum([kinds[kind].F + kinds[kind].B for kind in here])
         needed = sum([kinds[kind].F + kinds[kind].I for kind in here])
         most = max(most, there[first] + max(m * busy, m * needed + back[first]))

@@ -77,7 +77,9 @@ def events_as_compiled(
     return found
 
 
-def fill_in_levels(segments: Sequence[Segment], events: Iterable[Event], gradients: Mapping[int, int]) -> None:
+def fill_in_levels(
+    segments: Sequence[Segment], events: Iterable[Event], gradients: Mapping[int, tuple[int, int]]
+) -> None:
     """What each segment keeps, and the fullest moments of its passes.
 
     Levels are relative to the start of a segment's forward pass. Gradients of parameters are counted apart, except
@@ -102,7 +104,7 @@ def fill_in_levels(segments: Sequence[Segment], events: Iterable[Event], gradien
                 if index == last:
                     segment.kept = level - starts[index]
                     level -= sum(early.values())
-                    produced = sum(gradients[one] for one in early)
+                    produced = sum(gradients[one][0] for one in early)
                 before, later = carried, sum(created[one] for one in range(index + 1, last + 1))
                 carried = later - size_of.get(boundary, 0) * (owner_of.get(boundary, 0) > index)
                 if index < last:
@@ -112,7 +114,9 @@ def fill_in_levels(segments: Sequence[Segment], events: Iterable[Event], gradien
             level += size
             early[number] = early.get(number, 0) + size
         elif gradient is not None:
-            produced += gradient * (size > 0)
+            elements, more = gradient
+            produced += elements * (size > 0)
+            level += more if size > 0 else -more
         else:
             level += size
             owner = owner_of.setdefault(number, index)

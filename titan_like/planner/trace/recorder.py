@@ -53,7 +53,8 @@ class Recorder(TorchDispatchMode):
         self._references: dict[int, weakref.ref] = {}
         self._last_number = 0
         self._made_in = [0]  # segments, by number of a storage
-        self._gradients: dict[int, int] = {}  # storage of a parameter's gradient → elements
+        # Storage of a parameter's gradient → elements, and bytes that it takes beyond those of the parameter.
+        self._gradients: dict[int, tuple[int, int]] = {}
         self._fused = [FusedGroup(segments[0].forward, False, {}, {})]
         self._used_in: defaultdict[int, set[int]] = defaultdict(set)  # storage → fused groups
         self._made_from: dict[int, list[int]] = {}  # storages that a compiler may compute twice → of their inputs
@@ -103,9 +104,11 @@ class Recorder(TorchDispatchMode):
         del self._references[key]
         self.events.append(Event(self.segment, self.which, number, -size))
 
-    def is_gradient(self, gradient: torch.Tensor) -> None:
+    def is_gradient(self, gradient: torch.Tensor, parameter: torch.Tensor) -> None:
         """Tell that this is a parameter's complete gradient. It does not count as an activation of its pass."""
-        self._gradients[self.number_of(gradient)] = local_part(gradient).numel()
+        part = local_part(gradient)
+        more = part.numel() * (part.element_size() - parameter.element_size())
+        self._gradients[self.number_of(gradient)] = part.numel(), more
 
     # --- Operators ----------------------------------------------------------------------------------------------------
 

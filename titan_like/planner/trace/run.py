@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch, model_fields
@@ -17,7 +18,7 @@ from titan_like.models import parts
 from titan_like.models.transformer import Transformer, shared_modules
 from titan_like.parallel import apply as recipe
 from titan_like.parallel.context import CPShard
-from titan_like.parallel.data import groups_of, units_of
+from titan_like.parallel.data import groups_of, summed_in_full, units_of
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.mesh import build_mesh
 from titan_like.parallel.model import Stage
@@ -69,6 +70,9 @@ def run_trace(key: TraceKey) -> Program:
         compiled = range(_FIRST_LAYER, _FIRST_LAYER + kinds * key.compiled)
         recorder = Recorder(segments, lambda: recomputation.depth > 0, compiled)
         modules = [stage.module for stage in stages]
+        for twice in (parameter for module in modules for parameter in summed_in_full(module)):
+            if not isinstance(twice, DTensor):  # of which FSDP2 rounds the sum
+                twice.grad_dtype = torch.promote_types(dtype, torch.float32)
         for tensor in (tensor for module in modules for tensor in (*module.parameters(), *module.buffers())):
             recorder.ignore(tensor.data)
         named = [(name, one, module) for module in modules for name, one in module.named_parameters()]
@@ -159,7 +163,7 @@ class _Received(torch.autograd.Function):
 def _take(parameter: torch.Tensor, recorder: Recorder) -> None:
     """Let the recorder know a complete gradient, and free it. Deferred ones come later."""
     if parameter.grad is not None:
-        recorder.is_gradient(parameter.grad)
+        recorder.is_gradient(parameter.grad, parameter)
         parameter.grad = None
 
 
