@@ -103,8 +103,7 @@ def format_verdict(verdict: Verdict, kinds: list[str], seconds: float) -> str:
 
         cure = "; give it more with --timeout" if verdict.reason.endswith(TOO_LONG) else ""
         lines.append(f"undecided: {verdict.reason}{cure} ({seconds:.0f} s)")
-    first = verdict.first_difference
-    if first is not None:
+    if (first := verdict.first_difference) is not None:
         step = f" in step {first.step}" if first.step else ""
         where = f"{first.parameter}: " if first.parameter else ""
         lines.append(f"different: {first.row}{step} ({first.kind}): {where}{first.detail} ({seconds:.0f} s)")
