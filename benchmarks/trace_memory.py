@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # measure the code next to this file
 from benchmarks.runs import parser_of, write
+from tests.whole_step import whole_step
 from titan_like.config.load import load_config
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
 from titan_like.planner.memory import rank_memory
 from titan_like.planner.predict import workload_of
-from titan_like.planner.whole_step import whole_step
 
 RESULTS = Path(__file__).parent / "results" / "trace_memory_cpu.json"
 DEGREES = {

@@ -8,6 +8,13 @@ from pathlib import Path
 from unittest.mock import patch
 
 from titan_like.planner import stages, trace
+from titan_like.planner.workload import Workload
+
+
+def microbatch_flops(work: Workload, rank: int, recomputed: bool = False, causal: bool = False) -> int:
+    """FLOPs of one microbatch on a process of a pipeline rank, forward and backward; arguments as of `Pass.flops`."""
+    segments = (segment for stage in stages.stages_of_rank(work, rank).values() for segment in stage.segments)
+    return sum(one.flops(recomputed, causal) for segment in segments for one in segment.passes)
 
 
 @contextmanager

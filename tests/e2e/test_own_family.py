@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.scripts import REPO, Script
+from tests.traces import microbatch_flops
+from tests.whole_step import whole_step
 from titan_like.commands import plan, verify
 from titan_like.config.load import load_config
 from titan_like.metrics.flops import model_flops_per_token
@@ -20,8 +22,6 @@ from titan_like.parallel.layout import resolve_layout
 from titan_like.planner import trace as traces
 from titan_like.planner.memory import rank_memory
 from titan_like.planner.predict import workload_of
-from titan_like.planner.traffic import microbatch_flops
-from titan_like.planner.whole_step import whole_step
 from titan_like.verify import verify as verify_module
 from titan_like.verify.compare import EXACT
 from titan_like.verify.verify import Verifier

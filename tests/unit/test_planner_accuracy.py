@@ -13,12 +13,8 @@ import pytest
 
 from benchmarks.accuracy import Prediction, accuracy, predict_row, profile_for_group, rank_correlation, sweeps
 from benchmarks.published_rows import published_rows
-from tests.unit.planner_cases import flavor
 from titan_like.config import ConfigError, load_config
-from titan_like.config.schema import ActivationCheckpoint
-from titan_like.metrics.flops import hardware_flops_per_token
 from titan_like.planner.commands.calibrate import calibrated, fit, leave_one_group_out, log_errors
-from titan_like.planner.commands.duration import duration
 from titan_like.planner.commands.predict import describe
 from titan_like.planner.predict import predict
 from titan_like.planner.profile import builtin_profiles, load_profile, profile_from, profile_to_toml
@@ -74,18 +70,6 @@ def test_zero_3_rows_of_ptd_p_table_2_lose_to_its_pipeline_rows_as_measured():
     assert len(sharded) >= 1
     for model in sharded:
         assert max(by_stack[model, 3]) > 2 * max(by_stack[model, 0])  # GPU seconds a batch
-
-
-@pytest.mark.parametrize(("name", "decoder"), [("gpt3_175b", 0), ("220m", 114)])
-def test_days_of_the_paper_s_example_and_of_a_decoder(name, decoder):
-    model = flavor("t5" if decoder else "gpt", name)
-    recompute = ActivationCheckpoint(mode="full")
-    found = duration(model, 2048, 300e9, 1024, 140, recompute, decoder_seq_len=decoder)
-    flops = hardware_flops_per_token(model, 2048, recompute, decoder)
-    assert found.days_exact == pytest.approx(300e9 * flops / (1024 * 140e12) / 86400)
-    if not decoder:
-        assert found.days_by_formula == pytest.approx(34, abs=0.5)
-        assert found.days_exact == pytest.approx(34, rel=0.03)
 
 
 def test_rank_correlation_and_regret():

@@ -28,7 +28,7 @@ def test_choice_fits_any_number_of_processes_and_keeps_the_batch(world):
     assert config.training.global_batch_size == 24
     assert config.cluster.gpu is None, "what was found is no setting"
     assert "\n" not in told
-    assert "layout chosen: " in told and "GiB on A100-80GB" in told
+    assert "layout chosen: " in told and "GiB; profile fsdp_a100 on A100-80GB" in told
 
 
 def test_choice_is_the_search_s_and_the_same_again(tmp_path):

@@ -12,10 +12,13 @@ import pytest
 
 from titan_like.commands.plan import COMMANDS, main
 from titan_like.config import ConfigError, load_config
+from titan_like.data.lengths import sample_length
+from titan_like.metrics.flops import hardware_flops_per_token
 from titan_like.models.registry import model_config
 from titan_like.planner.commands import calibrate
 from titan_like.planner.predict import predict
 from titan_like.planner.profile import load_profile
+from titan_like.train.environment import cluster_size
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,15 +94,37 @@ def test_search_tells_why_others_lose_and_what_the_run_costs(tmp_path):
     assert written.num_parameters() == pytest.approx(6e9, rel=0.02)
 
 
-def test_duration_of_the_paper_s_trillion_parameter_run(tmp_path):
+RUN = ["--training.seq_len=512", "--training.steps=1", "--training.global_batch_size=64", "--cluster.gpu=H100",
+       "--training.dtype=bfloat16", "--training.micro_batch_size=1", "--cluster.nodes=8",
+       "--cluster.gpus_per_node=8"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "tokens", "rate", "days", "within"),
+    [
+        (["--job.config_file=train_configs/gpt_1t.toml"], 450e9, 163, 84, 0.03),
+        (["--job.config_file=train_configs/gpt3_175b.toml", "--activation_checkpoint.mode=full"], 300e9, 140, 34, 0.03),
+        (["--model.family=moe", "--model.flavor=mixtral_8x7b", *RUN], 1e12, 400, None, 0.4),
+        (["--model.family=t5", "--model.flavor=220m", *RUN], 1e12, 400, None, None),
+    ],
+    ids=["a trillion", "GPT-3", "experts", "a decoder"],
+)
+def test_days_of_the_paper_s_examples_of_experts_and_of_a_decoder(words, tokens, rate, days, within, tmp_path):
     target = tmp_path / "plan.json"
-    words = ["--tokens", "450e9", "--tflops", "163", "--price", "2", "--json", target]
-    done = plan("duration", "--job.config_file", "train_configs/gpt_1t.toml", *words)
+    done = plan("duration", *words, "--tokens", tokens, "--tflops", rate, "--price", "2", "--json", target)
     assert done.returncode == 0, done.stderr
-    found = json.loads(target.read_text())["duration"]
-    assert found["days_by_formula"] == pytest.approx(84, abs=0.5)
-    assert found["days_exact"] == pytest.approx(84, rel=0.03)
-    assert found["cost"] == pytest.approx(2 * found["gpu_hours"])
+    found, config = json.loads(target.read_text())["duration"], load_config(words)
+    model, speed = model_config(config.model), cluster_size(config) * rate * 1e12
+    assert found["days_by_formula"] == pytest.approx(8 * tokens * model.active_parameters / speed / 86400)
+    assert found["cost"] == 2 * found["gpu_hours"]
+    if days:
+        assert found["days_by_formula"] == pytest.approx(days, abs=0.5)
+    if within:
+        assert found["days_exact"] == pytest.approx(days or found["days_by_formula"], rel=within)
+    else:
+        encoder, decoder = sample_length(config, model)[1:]
+        flops = hardware_flops_per_token(model, encoder, config.activation_checkpoint, decoder)
+        assert found["days_exact"] == pytest.approx(tokens * flops / speed / 86400)
 
 
 def test_calibrate_writes_a_profile_that_gives_the_rows_back(tmp_path):

@@ -6,12 +6,10 @@ import math
 import pytest
 
 from tests.unit.planner_cases import flavor, layer_times
-from titan_like.config import ConfigError, load_config
-from titan_like.config.schema import ActivationCheckpoint
+from tests.unit.test_planner_command import plan
+from titan_like.config import load_config
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout
-from titan_like.planner.commands import predict as predict_command
-from titan_like.planner.commands.duration import duration
 from titan_like.planner.cost import gemm_time
 from titan_like.planner.memory import largest_memory, memory
 from titan_like.planner.predict import predict, workload_of
@@ -193,29 +191,8 @@ def test_predict_knows_the_busiest_process(monkeypatch):
     one = predict(load_config(settings))
     assert one.work.expert == 2
     assert predict(load_config(settings), None, 1.5).time.total > one.time.total
-    options = type("Options", (), {"profile": None, "expert_load": 0.5})
-    with pytest.raises(ConfigError, match=r"--expert_load = 0.5: must be from 1 to"):
-        predict_command.run(options, settings)
-
-
-def test_a_dry_run_of_qwen3_235b_shows_who_shares_experts():
-    settings = [
-        "--model.family=moe", "--model.flavor=qwen3_235b_a22b", "--training.steps=1", "--training.seq_len=4096",
-        "--training.micro_batch_size=1", "--training.global_batch_size=64", "--training.dtype=bfloat16",
-        "--data.dataset=indexed", "--data.paths=['no_such_corpus']", "--checkpoint.enable=false",
-        "--cluster.nodes=32", "--cluster.gpus_per_node=8",
-        "--parallelism.pipeline_parallel_degree=8", "--parallelism.tensor_parallel_degree=2",
-        "--parallelism.sequence_parallel=true", "--parallelism.expert_parallel_degree=32",
-        "--parallelism.zero_stage=1", "--job.dry_run_rank=37",
-    ]  # fmt: skip
-    from titan_like.planner.dry_run import dry_run
-
-    run = dry_run(load_config(settings))
-    assert run.mesh == {
-        "pp": (1, 8), "dp_replicate": (0, 1), "dp_shard": (2, 16), "tp": (1, 2), "expert_shard": (0, 1), "ep": (5, 32)
-    }  # fmt: skip
-    (gate,) = {p.local_shape for s in run.stages for p in s.parameters if p.name.endswith("experts.gate.weight")}
-    assert gate == (128 // 32 * 1536, 4096)
+    refused = plan("predict", *settings, "--expert_load", 0.5)
+    assert "--expert_load = 0.5: must be at least 1" in refused.stderr
 
 
 def test_deepseek_v3_s_shape_is_planned_with_ordinary_attention():
@@ -233,9 +210,3 @@ def test_deepseek_v3_s_shape_is_planned_with_ordinary_attention():
     layout = Layout(pipeline=16, replicate=1, shard=128, context=1, tensor=1, expert=64)
     one = workload_of(config, DEEPSEEK, layout)._replace(seq_len=4096, stage_layers=None)
     assert step_time(one, PROFILE).total > 0
-
-
-def test_the_formula_of_days_counts_what_a_token_uses():
-    found = duration(MIXTRAL, 4096, 1e12, 64, 400.0, ActivationCheckpoint(mode="full"))
-    assert found.days_by_formula == pytest.approx(8 * 1e12 * MIXTRAL.active_parameters / (64 * 400e12) / 86400)
-    assert found.days_exact == pytest.approx(found.days_by_formula, rel=0.1)

@@ -1,22 +1,15 @@
 import contextlib
 import io
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.unit.test_planner_command import plan
-from titan_like.metrics.devices import device_from
 from titan_like.planner.commands import microbenchmark
-from titan_like.planner.commands.microbenchmark import (
-    _PRODUCTS_CPU,
-    Links,
-    _start,
-    _with_products,
-    linear_time,
-)
-from titan_like.planner.profile import load_profile, profile_to_toml
+from titan_like.planner.commands.microbenchmark import _PRODUCTS_CPU, Timed, with_products
+from titan_like.planner.profile import load_profile
+from titan_like.planner.trace.program import Gemm, Pass
 
 
 def test_products_give_back_the_constants_that_made_their_times(tmp_path):
@@ -27,27 +20,15 @@ def test_products_give_back_the_constants_that_made_their_times(tmp_path):
         + "memory_bandwidth = 1e4\nnvlink = 1\nmultiprocessors = 1\ntensor_element = 1\npeak = { float32 = 0.1 }\n"
     )
     start = load_profile(str(path))
-    true = start.changed(gemm_efficiency=0.62, gemm_depth=80.0)
-    times = {shape: linear_time(*shape, "float32", true) for shape in _PRODUCTS_CPU}
-    found = _with_products(start, times, "float32")
+    true, products = start.changed(gemm_efficiency=0.62, gemm_depth=80.0), []
+    for tokens, inputs, outputs in _PRODUCTS_CPU:
+        sizes = (tokens, outputs, inputs), (tokens, inputs, outputs), (outputs, inputs, tokens)
+        linear = Timed(Pass({Gemm(*three, 1, False, 16): 1 for three in sizes}), 1.0)
+        products.append(linear._replace(seconds=linear.predicted("float32", true)))
+    found = with_products(start, products, "float32")
     # Depths are tried 15 % apart.
     assert found.gemm_depth == pytest.approx(80, rel=0.08)
     assert found.gemm_efficiency == pytest.approx(0.62, rel=0.03)
-
-
-@pytest.mark.parametrize("message", [0.5e9, 3e9])
-def test_links_are_those_measured_and_the_profile_loads(message, tmp_path):
-    """Messages may be slower or faster than the rings of an all-reduce."""
-    machine = SimpleNamespace(is_cpu=True, processes=2, here=2, shared_cores=0)
-    device = device_from("CPU", {"memory_gib": 8, "memory_bandwidth": 40, "nvlink": 1, "multiprocessors": 1,
-                                 "tensor_element": 1, "peak": {"float32": 0.1}, "is_cpu": True})  # fmt: skip
-    profile = _start(machine, "mine", device, Links(1e9, 1e9, message, 1e-3)).changed(dtype="float32")
-    path = tmp_path / "mine.toml"
-    path.write_text(profile_to_toml(profile))
-    loaded = load_profile(str(path))
-    assert loaded.links.all_gather(1e9, 2, 1) == pytest.approx(0.5 + 1e-3)  # half of it comes from the other
-    across = loaded.node_bandwidth * loaded.message_efficiency / 2
-    assert across == pytest.approx(message)
 
 
 @pytest.fixture

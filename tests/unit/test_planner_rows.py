@@ -108,7 +108,7 @@ def test_a_line_of_a_user_s_file_is_a_run_of_this_trainer():
     ]  # fmt: skip
     config = load_config(words)
     model = model_config(config.model)
-    assert row.work == workload_of(config, model, Layout(1, 1, 4, 1, 2))
+    assert row.work == workload_of(config, model, Layout(1, 1, 4, 1, 2, sequence_parallel=True))
     assert (row.seconds, row.source) == (1.0, "A100-80GB")
     assert rows.row_of_line(OWN | {"notes": "mine; bf16"}, "float16").work.dtype == "bfloat16"
     work = rows.row_of_line(OWN | {"tp": "1", "pp": "4", "seq_parallel": "0", "recompute": "Full"}, "float16").work

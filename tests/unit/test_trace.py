@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from benchmarks.trace_memory import settings_of
+from tests.traces import microbatch_flops
+from tests.whole_step import whole_step
 from titan_like.config.load import load_config
 from titan_like.config.schema import JobConfig
 from titan_like.metrics.flops import model_flops_per_token
@@ -28,8 +30,7 @@ from titan_like.planner.predict import workload_of
 from titan_like.planner.trace import run, trace
 from titan_like.planner.trace.key import TraceKey
 from titan_like.planner.trace.program import Moment, Program, fullest
-from titan_like.planner.traffic import Coordinates, microbatch_flops, step_traffic
-from titan_like.planner.whole_step import whole_step
+from titan_like.planner.traffic import Coordinates, step_traffic
 from titan_like.planner.workload import Workload
 
 Run = tuple[JobConfig, TransformerConfig, Layout]

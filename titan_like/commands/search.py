@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     from titan_like.checkpoint.step_folders import hold
     from titan_like.data.batch_size import check_length
     from titan_like.metrics.devices import known_device
-    from titan_like.planner.predict import FLOAT8_NOTE, profile_and_device
+    from titan_like.planner.predict import FLOAT8_NOTE, profile_of
     from titan_like.planner.profile import load_profile
     from titan_like.planner.search_space import SEARCHED, STAGE_SIZES, set_keys
     from titan_like.search.cases import grid_cases, planned_cases, read_grid
@@ -92,9 +92,9 @@ def main(argv: list[str]) -> int:
     config = edit(config, {"cluster.gpu": gpu, "cluster.gpus_per_node": config.cluster.gpus_per_node or place.per_node})
     stacks = {}
     if options.profile or config.cluster.profile or gpu:
-        stacks = {count: profile_and_device(config, profile) for count, profile in profiles.items()}
-        for count, (profile, device) in stacks.items():
-            if device.is_cpu and profile.gpus_per_node != count:
+        stacks = {count: profile_of(config, profile) for count, profile in profiles.items()}
+        for count, profile in stacks.items():
+            if profile.device.is_cpu and profile.gpus_per_node != count:
                 told = f"{profile.name} was measured with {profile.gpus_per_node} processes, which share the cores"
                 print(f"{told}; predictions for {count} are rough")
         if config.float8.enable:

@@ -113,7 +113,7 @@ def write_output_file(path: str | Path, text: str) -> None:
     if os.path.exists(target) and not os.path.isfile(target):  # a pipe or a device
         Path(target).write_text(text, encoding="utf-8")
         return
-    unfinished = f"{target}.unfinished"
+    unfinished = f"{target}.{os.getpid()}.unfinished"
     try:
         Path(unfinished).write_text(text, encoding="utf-8")
         os.replace(unfinished, target)

@@ -8,6 +8,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.parallel.schedules.tables import stages_per_rank
+from titan_like.planner.predict import forecast
 from titan_like.planner.profile import Profile
 from titan_like.planner.search import Candidate, Found, search
 from titan_like.planner.search_space import set_keys
@@ -168,12 +169,10 @@ def choose_layout(
 
 
 def _summary(found: Found) -> str:
-    best, capacity = found.best, found.profile.device.memory_bytes
+    best = found.best
     line = (
-        f"layout chosen: {described(best.work)}; predicted {best.time.total:.4g} s a step and "
-        f"{best.memory_bytes / 2**30:.1f} of {capacity / 2**30:.0f} GiB on {found.profile.device.name} (profile "
-        f"{found.profile.name}); the simplest of {found.counts.valid:,} valid layouts that predictions cannot tell "
-        "from the fastest"
+        f"layout chosen: {described(best.work)}; predicted: {forecast(best.work, found.profile)}; the simplest of "
+        f"{found.counts.valid:,} valid layouts that predictions cannot tell from the fastest"
     )
     for other in [one for one in found.ranked if one is not best][:1]:
         slower = 100 * (other.time.total / best.time.total - 1)

@@ -7,15 +7,17 @@ torch's fake process group, where tensors have shapes but no memory. What happen
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.checkpoint.checks import OtherRunError
+from titan_like.checkpoint.loader import materialise_optimizer_state
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import JobConfig
@@ -31,12 +33,13 @@ from titan_like.data.tokenizer import is_on_hub, tokenizer_files, tokenizer_of
 from titan_like.evaluate.tasks import named_tasks
 from titan_like.metrics.hardware import peak_tflops
 from titan_like.models.config import TransformerConfig
+from titan_like.optim.optimizer import build_optimizer
 from titan_like.optim.schedule import describe_warmup, schedule_length
 from titan_like.optim.shards import ShardedOptimizer, local, sharded_dimensions
 from titan_like.parallel.apply import build_parallel_model
 from titan_like.parallel.layout import Layout, method_of
 from titan_like.parallel.mesh import build_mesh
-from titan_like.parallel.model import Stage
+from titan_like.parallel.model import ParallelModel, Stage
 from titan_like.parallel.schedules.simulate import bubble_fraction, max_in_flight, simulate, unit_time
 from titan_like.parallel.schedules.tables import Action, schedule_table
 from titan_like.planner.auto import with_chosen_layout
@@ -44,13 +47,21 @@ from titan_like.planner.forecast import check_profile
 from titan_like.planner.memory import StepMemory, rank_memory
 from titan_like.planner.predict import workload_of
 from titan_like.planner.stages import sharding_of, stages_of
-from titan_like.planner.trace.fake import fake_process_group
-from titan_like.planner.traffic import Amount, Coordinates, Message, stage_flops, step_traffic
-from titan_like.planner.whole_step import RankState, built_optimizer, built_state
+from titan_like.planner.trace.run import fake_process_group
+from titan_like.planner.traffic import Amount, Coordinates, Message, step_traffic
 from titan_like.planner.workload import BYTES, Workload
 from titan_like.train.environment import dry_run_world
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import check_folders
+
+
+class RankState(NamedTuple):
+    """Bytes on one process between the backward pass and the optimizer's update, without padding of uneven shards."""
+
+    num_parameters: int
+    parameters: int
+    gradients: int  # freed after the update
+    optimizer: int
 
 
 @dataclass(frozen=True)
@@ -190,10 +201,32 @@ def dry_run(config: JobConfig) -> DryRun:
     )
 
 
+def built_optimizer(config: JobConfig, model: ParallelModel) -> torch.optim.Optimizer:
+    """The model's optimizer with the state that it has after its first step."""
+    # The fused implementation needs a real device, but keeps the same state.
+    section = config.optimizer.model_copy(update={"implementation": "foreach"})
+    optimizer = build_optimizer(model.named_parameters(), section)
+    materialise_optimizer_state(optimizer)
+    return optimizer
+
+
+def built_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> RankState:
+    """Count the model's local parameters, and what their optimizer keeps."""
+    parameters = list(model.parameters())
+    values = (value for state in optimizer.state.values() for value in state.values() if value.ndim)
+    weights = _bytes(parameters)  # gradients have the same shapes and types
+    return RankState(sum(local(parameter).numel() for parameter in parameters), weights, weights, _bytes(values))
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(local(tensor).nbytes for tensor in tensors)
+
+
 def schedule_of(work: Workload, layout: Layout, rank: int) -> Schedule:
     """What a pipeline rank computes in a step."""
     table = schedule_table(layout.schedule, layout.pipeline, layout.virtual_stages, work.microbatches)
-    flops = [stage_flops(stage, recomputed=True) for stage in stages_of(work)]
+    passes = (zip(*(segment.passes for segment in stage.segments), strict=True) for stage in stages_of(work))
+    flops = [[sum(one.flops(recomputed=True) for one in alike) for alike in of_stage] for of_stage in passes]
     parts = {"F": (0,), "B": (1, 2), "I": (1,), "W": (2,)}  # of `PASSES`
 
     def by_flops(action: Action) -> float:

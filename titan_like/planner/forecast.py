@@ -12,7 +12,7 @@ from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.metrics.hardware import device_name
 from titan_like.metrics.record import StepRecord
-from titan_like.planner.predict import Forecast, predict_layout, profile_and_device
+from titan_like.planner.predict import Forecast, predict_layout
 from titan_like.planner.profile import load_profile
 from titan_like.train.environment import environment_number
 from titan_like.train.setup import Run
@@ -92,7 +92,7 @@ def predicted(run: Run, global_batch_size: int) -> Forecast | None:
         here["cluster.gpus_per_node"] = environment_number("LOCAL_WORLD_SIZE", 1, least=1)
     here |= {"training.global_batch_size": global_batch_size, "training.batch_size_rampup": None}
     config = edit(config, here)
-    return predict_layout(config, run.model, run.layout, *profile_and_device(config, profile))
+    return predict_layout(config, run.model, run.layout, profile)
 
 
 def describe(found: Forecast, on_gpu: bool, step: int, seconds: float, memory_bytes: int) -> str:

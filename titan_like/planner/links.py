@@ -97,20 +97,12 @@ def with_links(profile: Profile, measurements: list[Measurement]) -> Profile:
         efficiency = min(1.0, all_reduce / device.nvlink_bandwidth)
         changes = {"device": device, "nvlink_efficiency": efficiency, "nvlink_latency": latency}
     if pairs or (widest and profile.device.is_cpu):
-        changes |= network(*_figures(pairs or widest), pairs[0].sharing if pairs else profile.gpus_per_node)
-        changes["own_links"] = True
+        processes = pairs[0].sharing if pairs else profile.gpus_per_node  # each of which gets these bandwidths
+        all_reduce, message, latency = _figures(pairs or widest)
+        fastest = max(all_reduce, message)
+        changes |= {"node_bandwidth": fastest * processes, "network_latency": latency, "own_links": True}
+        changes |= {"network_efficiency": all_reduce / fastest, "message_efficiency": message / fastest}
     return profile.changed(**changes)
-
-
-def network(all_reduce: float, message: float, latency: float, processes: int) -> dict[str, float]:
-    """Constants of a profile for links of which each of a node's processes gets these bandwidths, in bytes/s."""
-    fastest = max(all_reduce, message)
-    return {
-        "node_bandwidth": fastest * processes,
-        "network_efficiency": all_reduce / fastest,
-        "message_efficiency": message / fastest,
-        "network_latency": latency,
-    }
 
 
 def _figures(measurements: list[Measurement]) -> tuple[float, float, float]:
@@ -119,9 +111,13 @@ def _figures(measurements: list[Measurement]) -> tuple[float, float, float]:
     reduced = by_operation["all_reduce"]
     if not reduced:
         raise ConfigError("--links", None, "the file has no all_reduce; measure it too")
+    return _bandwidth(reduced), _bandwidth(by_operation["send_receive"] or reduced), latency_of(reduced)
+
+
+def latency_of(reduced: list[Measurement]) -> float:
+    """Seconds of a hop: of a ring's 2(n − 1), if the smallest all-reduce takes nothing but their latency."""
     smallest = min(reduced, key=lambda one: one.bytes)
-    latency = smallest.seconds / (2 * (smallest.processes - 1))
-    return _bandwidth(reduced), _bandwidth(by_operation["send_receive"] or reduced), latency
+    return smallest.seconds / (2 * (smallest.processes - 1))
 
 
 def _bandwidth(measurements: list[Measurement]) -> float:

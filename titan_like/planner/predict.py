@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import require
 from titan_like.config.schema import JobConfig
 from titan_like.data.lengths import sample_length
 from titan_like.metrics.devices import Device, find_device
@@ -14,7 +14,6 @@ from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import model_config
 from titan_like.optim.state_size import optimizer_state, update_work
 from titan_like.parallel.layout import Layout, method_of, resolve_layout
-from titan_like.parallel.schedules.tables import stages_per_rank
 from titan_like.parallel.split import layers_per_stage
 from titan_like.planner.bands import band
 from titan_like.planner.memory import Memory, memory
@@ -53,6 +52,19 @@ class Forecast:
         """Whether the GPU waits for the host. A CPU does its own launching."""
         return self.host_seconds > self.device_seconds and not self.profile.device.is_cpu
 
+    @property
+    def taken(self) -> str:
+        """The memory of the fullest GPU."""
+        return f"{self.memory.largest / 2**30:.1f} of {self.memory.capacity / 2**30:.0f} GiB"
+
+    def __str__(self) -> str:
+        """The step time with its band, a GPU's rate and the memory of the fullest GPU, on one line."""
+        return (
+            f"{self.time.total:.3f} s a step (between {self.seconds_low:.3f} and {self.seconds_high:.3f} in nine of "
+            f"ten cases), {per_gpu(self.rates.tflops_per_device)} per GPU, {self.taken}; profile {self.profile.name} "
+            f"on {self.profile.device.name}"
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """The forecast for JSON."""
         return {
@@ -71,6 +83,11 @@ class Forecast:
         }
 
 
+def per_gpu(rate: float) -> str:
+    """A GPU's rate in words, with one decimal, or with three digits if it is slow."""
+    return f"{rate:.1f} TFLOP/s" if rate >= 10 else f"{rate:.3g} TFLOP/s"
+
+
 def predict(config: JobConfig, profile: Profile | None = None, expert_load: float = 1.0) -> Forecast:
     """Forecast the step of a run on the cluster that it names. ``expert_load`` is that of `Workload`.
 
@@ -83,41 +100,41 @@ def predict(config: JobConfig, profile: Profile | None = None, expert_load: floa
 
         config = search(config, None, profile, set_keys(config), kinds=1).config
     model = model_config(config.model)
-    profile, device = profile_and_device(config, profile)
     layout = resolve_layout(config.parallelism, cluster_size(config))
     check_rules(config, model, layout)
-    work = workload_of(config, model, layout)._replace(expert_load=expert_load)
-    return forecast(work, checked_profile(config, layout.num_processes, profile, device))
+    return predict_layout(config, model, layout, profile, expert_load)
 
 
 def predict_layout(
-    config: JobConfig, model: TransformerConfig, layout: Layout, profile: Profile, device: Device
+    config: JobConfig, model: TransformerConfig, layout: Layout, profile: Profile | None, expert_load: float = 1.0
 ) -> Forecast:
-    """Forecast the step of a run in a layout that its cluster holds.
+    """Forecast the step of a run in a layout that its cluster holds; raises as `checked_profile`."""
+    work = workload_of(config, model, layout)._replace(expert_load=expert_load)
+    return forecast(work, checked_profile(config, layout.num_processes, profile))
+
+
+def checked_profile(config: JobConfig, num_processes: int, profile: Profile | None) -> Profile:
+    """The constants of `profile_of`, with those of our own trainer and of the run's cluster in their place.
 
     Raises:
-        ConfigError: the device lacks the data type, or the profile knows nothing of links between processes.
+        ConfigError: as `profile_of`; or the device lacks the data type, or the profile knows nothing of links between
+            processes.
     """
-    work = workload_of(config, model, layout)
-    return forecast(work, checked_profile(config, layout.num_processes, profile, device))
+    profile = profile_of(config, profile)
+    training, cluster, bandwidth = config.training, config.cluster, profile.node_bandwidth
+    if cluster.node_bandwidth and not profile.own_links:
+        bandwidth = cluster.node_bandwidth * 1e9
+    problem = f"{profile.name} was measured with one process; measure it with several (torchrun), or set this"
+    require(num_processes == 1 or bandwidth, "cluster.node_bandwidth", None, problem)
+    profile.device.peak_flops(compute_type(config))  # raises ConfigError
+    per_node = cluster.gpus_per_node or profile.gpus_per_node
+    return of_own_trainer(profile, training.dtype, training.reduce_dtype).changed(
+        gpus_per_node=per_node, node_bandwidth=bandwidth, one_node=num_processes <= per_node
+    )
 
 
-def checked_profile(config: JobConfig, num_processes: int, profile: Profile, device: Device) -> Profile:
-    """The stack's constants for this run: `for_run`, checked.
-
-    Raises:
-        ConfigError: the device lacks the data type, or the profile knows nothing of links between processes.
-    """
-    profile = for_run(profile, config, device)
-    if num_processes > 1 and not profile.node_bandwidth:
-        problem = f"{profile.name} was measured with one process; measure it with several (torchrun), or set this"
-        raise ConfigError("cluster.node_bandwidth", None, problem)
-    device.peak_flops(compute_type(config))  # raises ConfigError
-    return profile.changed(one_node=num_processes <= profile.gpus_per_node)
-
-
-def profile_and_device(config: JobConfig, profile: Profile | None) -> tuple[Profile, Device]:
-    """The stack's profile and its device: the profile's own if it describes one, else the cluster's GPU.
+def profile_of(config: JobConfig, profile: Profile | None) -> Profile:
+    """The stack's profile, on its own device if it describes one, else on the cluster's GPU.
 
     If ``profile`` is None, the configuration names the profile, or the GPU's default is used.
 
@@ -127,11 +144,11 @@ def profile_and_device(config: JobConfig, profile: Profile | None) -> tuple[Prof
     if profile is None and config.cluster.profile is not None:
         profile = load_profile(config.cluster.profile, "cluster.profile")
     if profile is not None and (config.cluster.gpu is None or not is_builtin(profile.device)):
-        return profile, profile.device
-    if config.cluster.gpu is None:
-        raise ConfigError("cluster.gpu", None, 'say which GPU the run is for, such as "A100-80GB" or "H100"')
-    device = find_device(config.cluster.gpu)
-    return profile or default_profile(device), device
+        return profile
+    problem = 'say which GPU the run is for, such as "A100-80GB" or "H100"'
+    require(config.cluster.gpu, "cluster.gpu", None, problem)
+    device = find_device(config.cluster.gpu or "")
+    return profile.changed(device=device) if profile else default_profile(device)
 
 
 def forecast(work: Workload, profile: Profile) -> Forecast:
@@ -158,18 +175,6 @@ def default_profile(device: Device) -> Profile:
     """The default constants for our own trainer on a device."""
     name = _NEAREST.get(device.name.split("-")[0], _NEWEST)
     return builtin_profiles()[name].changed(device=device)
-
-
-def for_run(profile: Profile, config: JobConfig, device: Device) -> Profile:
-    """A stack's constants, with those of our own trainer and of the run's cluster in their place."""
-    training, cluster = config.training, config.cluster
-    return of_own_trainer(profile, training.dtype, training.reduce_dtype).changed(
-        device=device,
-        gpus_per_node=cluster.gpus_per_node or profile.gpus_per_node,
-        node_bandwidth=cluster.node_bandwidth * 1e9
-        if cluster.node_bandwidth and not profile.own_links
-        else profile.node_bandwidth,
-    )
 
 
 def of_own_trainer(profile: Profile, dtype: str, reduce_dtype: str = "float32") -> Profile:
@@ -199,32 +204,22 @@ def compute_type(config: JobConfig) -> str:
 
 def workload_of(config: JobConfig, model: TransformerConfig, layout: Layout) -> Workload:
     """The configuration's sections as a `Workload`."""
-    training, parallelism, recompute = config.training, config.parallelism, config.activation_checkpoint
-    schedule, virtual = parallelism.pipeline_schedule, parallelism.virtual_stages_per_rank
-    stages = layout.pipeline * stages_per_rank(schedule, virtual)
+    training, recompute, num_stages = config.training, config.activation_checkpoint, len(layout.stage_ranks)
     return Workload(
         model=model,
         seq_len=training.seq_len,
         micro_batch_size=training.micro_batch_size,
         global_batch_size=training.global_batch_size,
-        tensor=layout.tensor,
-        pipeline=layout.pipeline,
-        replicate=layout.replicate,
-        shard=layout.shard,
-        context=layout.context,
-        expert=layout.expert,
+        **vars(layout),
         context_method=method_of(config, model).name,
-        schedule=schedule if layout.pipeline > 1 else "1f1b",
-        virtual_stages=virtual if layout.pipeline > 1 else 1,
-        sequence_parallel=parallelism.sequence_parallel,
-        zero_stage=parallelism.zero_stage,
+        zero_stage=config.parallelism.zero_stage,
         recompute=recompute.mode,
         recompute_every=recompute.every_n_layers,
         dtype=compute_type(config),
         dropout=getattr(model, "dropout", 0.0) > 0,
         compiled=config.compile.enable,
         causal=model.is_causal,
-        stage_layers=tuple(layers_per_stage(config, model, stages)) if layout.pipeline > 1 else None,
+        stage_layers=tuple(layers_per_stage(config, model, num_stages)) if layout.pipeline > 1 else None,
         optimizer=optimizer_state(config.optimizer),
         update=update_work(config.optimizer),
         decoder_seq_len=sample_length(config, model).decoder,

@@ -22,7 +22,7 @@ from titan_like.models.registry import model_config
 from titan_like.parallel.schedules.tables import SCHEDULES, SPLIT_BACKWARD
 from titan_like.planner.cost import Kernels, least_seconds
 from titan_like.planner.memory import MEMORY_MARGIN, largest_memory, usable_bytes
-from titan_like.planner.predict import checked_profile, profile_and_device
+from titan_like.planner.predict import checked_profile
 from titan_like.planner.profile import Profile
 from titan_like.planner.search_space import Space, Split
 from titan_like.planner.stages import stages_of
@@ -104,8 +104,7 @@ def search(
         ConfigError: the GPU is unknown, no layout is valid, or none fits.
     """
     num_gpus = num_gpus or cluster_size(config)
-    stack = profile_and_device(config, profile)
-    profile = checked_profile(config, num_gpus, *stack)
+    profile = checked_profile(config, num_gpus, profile)
     space = Space(config, model_config(config.model), num_gpus, fixed)
     collects = gc.isenabled()
     gc.disable()  # it would scan hundreds of thousands of tuples over and over, none of them in a cycle

@@ -1,4 +1,4 @@
-"""What a process sends in a step, and what it computes, composed from a traced microbatch.
+"""What a process sends in a step, composed from a traced microbatch.
 
 The passes' own messages are those of the trace, repeated. What is added here is what one microbatch does not show: sums
 of gradients, gathers of weights, and messages between pipeline stages. Sums of single numbers, and of experts' loads,
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from titan_like.parallel.layout import Layout
 from titan_like.planner.occupancy import splits_backward, steps_as_run
 from titan_like.planner.stages import Sharding, StageProgram, Unit, shard_rows, sharding_of, stages_of_rank
-from titan_like.planner.trace.program import Parameter, Pass
+from titan_like.planner.trace.program import Parameter
 from titan_like.planner.workload import Workload
 
 
@@ -169,29 +169,3 @@ def _padded(unit: Unit, sharding: Sharding) -> int:
     """Elements of a unit's parameters with what fills up their last shard."""
     shards = sharding.shards[unit.sharers]
     return sum(shards * shard_rows(p.shape[0], shards) * (p.elements // p.shape[0]) for p in unit.parameters)
-
-
-def microbatch_flops(work: Workload, rank: int, recomputed: bool = False, causal: bool = False) -> int:
-    """FLOPs of GEMMs and attention in one microbatch on a process of a pipeline rank, forward and backward.
-
-    Args:
-        work: the run.
-        rank: pipeline rank.
-        recomputed: count what activation checkpointing repeats.
-        causal: count half of an attention matrix with a causal mask.
-    """
-    return sum(sum(stage_flops(stage, recomputed, causal)) for stage in stages_of_rank(work, rank).values())
-
-
-def stage_flops(stage: StageProgram, recomputed: bool = False, causal: bool = False) -> list[int]:
-    """FLOPs of each of `PASSES` of one microbatch; arguments are those of `microbatch_flops`."""
-    columns = zip(*(segment.passes for segment in stage.segments), strict=True)
-    return [sum(pass_flops(one, recomputed, causal) for one in passes) for passes in columns]
-
-
-def pass_flops(one: Pass, recomputed: bool, causal: bool) -> int:
-    """FLOPs of a pass; arguments are those of `microbatch_flops`."""
-    found = sum(count * gemm.flops for gemm, count in one.gemms.items() if recomputed or not gemm.recomputed)
-    return found + sum(
-        count * core.flops(causal) for core, count in one.attention.items() if recomputed or not core.recomputed
-    )

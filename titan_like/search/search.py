@@ -13,7 +13,6 @@ from titan_like.config.errors import ConfigError, require
 from titan_like.config.options import json_text, write_output_file
 from titan_like.config.schema import JobConfig
 from titan_like.metrics.console import format_duration
-from titan_like.metrics.devices import Device
 from titan_like.planner.commands.search import run_as_toml
 from titan_like.planner.predict import predict_layout
 from titan_like.planner.profile import Profile
@@ -22,14 +21,12 @@ from titan_like.search.results import HEAD, Row, as_csv, calibration_rows, draw,
 from titan_like.search.trial import OK, SKIPPED, TOO_LARGE, Place, Plan, run_trial, settings_of
 from titan_like.train.rules import resolve_settings
 
-Stack = tuple[Profile, Device]
-
 
 class Search:
     """The state of a search in a folder: its cases, and what is known of each layout by its name."""
 
     def __init__(
-        self, out: Path, cases: Sequence[Case], place: Place, plan: Plan, gpu: str, stacks: Mapping[int, Stack]
+        self, out: Path, cases: Sequence[Case], place: Place, plan: Plan, gpu: str, stacks: Mapping[int, Profile]
     ) -> None:
         """Read what the folder holds.
 
@@ -117,10 +114,10 @@ class Search:
         """The planner's figures; none without a profile."""
         name = layout_name(config, processes)
         if processes in self.stacks and name not in self._predictions:
-            settings, (profile, device) = resolve_settings(config, processes), self.stacks[processes]
-            found = predict_layout(config, settings.model, settings.layout, profile, device)
+            settings, profile = resolve_settings(config, processes), self.stacks[processes]
+            found = predict_layout(config, settings.model, settings.layout, profile)
             first = found.memory.ranks[0]  # measured memory is that of tensors, on a CPU that of the process
-            memory = first.total - (0 if device.is_cpu else first.overhead)
+            memory = first.total - (0 if profile.device.is_cpu else first.overhead)
             figures = {"predicted_step_time_s": found.time.total, "predicted_memory_bytes": memory}
             self._predictions[name] = figures
         return self._predictions.get(name, {})

@@ -16,12 +16,14 @@ from typing import NamedTuple
 import numpy as np
 
 from titan_like.config import ConfigError
-from titan_like.config.options import path_option
+from titan_like.config.errors import require
+from titan_like.config.options import OptionParser, path_option
 from titan_like.metrics.devices import find_device
-from titan_like.planner.commands.outcome import Outcome, check_toml
+from titan_like.planner.commands.outcome import Outcome, toml_option
 from titan_like.planner.predict import of_own_trainer
 from titan_like.planner.profile import FITTED, Profile, is_builtin, load_profile, profile_to_toml
 from titan_like.planner.rows import Row, read_rows
+from titan_like.planner.search_space import layout_of
 from titan_like.planner.step_time import step_time
 from titan_like.planner.workload import Workload
 
@@ -31,14 +33,14 @@ _STEP = 1e-3  # of finite differences; kernels' times have steps of their own, w
 _REASONS = 5  # the most reasons shown for rows that are left out
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: OptionParser) -> None:
     """Add the command's options. It takes no settings of a run."""
     start = "stack profile to start from: a shipped one or a TOML file"
     parser.add_argument("--profile", type=path_option, required=True, help=start)
     parser.add_argument(
         "--points", type=path_option, required=True, metavar="FILE.csv", help="rows measured on one stack"
     )
-    parser.add_argument("--out", type=path_option, metavar="FILE.toml", help="where to write the fitted profile")
+    parser.add_argument("--out", type=toml_option, metavar="FILE.toml", help="where to write the fitted profile")
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
@@ -47,17 +49,13 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     Raises:
         ConfigError: there are no rows to fit to.
     """
-    if settings:
-        raise ConfigError("command line", settings[0], "calibrate takes no settings of a run")
-    check_toml(options.out)
+    require(not settings, "command line", " ".join(settings), "calibrate takes no settings of a run")
     check_scipy()
     start = load_profile(options.profile)
     read, left_out = read_rows(options.points, start.dtype)
     rows, useless = usable(read, start)
     left_out += useless
-    if not rows:
-        reason = f"; {left_out[0]}" if left_out else ""
-        raise ConfigError("--points", options.points, f"has no row to fit to{reason}")
+    require(rows, "--points", options.points, "; ".join(["has no row to fit to", *left_out[:1]]))
     found = calibrated(rows, start, name=Path(options.out).stem if options.out else start.name)
     lines = [
         f"{len(rows)} rows of {options.points}; lines and columns left out: {len(left_out)}",
@@ -66,11 +64,11 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         f"step time of the fitted rows: {found.inside}",
     ]
     lines += [f"  without {group:20s} {errors}" for group, errors in found.left_out.items()]
-    lines += [f"  {name:22s} {before:10.4g} → {after:10.4g}" for name, (before, after) in found.constants.items()]
+    lines += [f"  {name:22s} {one['before']:10.4g} → {one['after']:10.4g}" for name, one in found.constants.items()]
     result = {
         "inside": found.inside._asdict(),
         "left_out": {group: errors._asdict() for group, errors in found.left_out.items()},
-        "constants": {name: {"before": before, "after": after} for name, (before, after) in found.constants.items()},
+        "constants": found.constants,
     }
     files = {Path(options.out): profile_to_toml(found.profile)} if options.out else {}
     return Outcome("\n".join(lines), result, files=files)
@@ -82,8 +80,8 @@ def check_scipy() -> None:
     Raises:
         ConfigError: it is not installed.
     """
-    if find_spec("scipy") is None:
-        raise ConfigError("command line", "calibrate", 'needs scipy; pip install "titan_like[calibrate]"')
+    cure = 'needs scipy; pip install "titan_like[calibrate]"'
+    require(find_spec("scipy") is not None, "command line", "calibrate", cure)
 
 
 def log_errors(rows: Sequence[Row], profile: Profile) -> np.ndarray:
@@ -162,7 +160,7 @@ class Calibration(NamedTuple):
     profile: Profile
     inside: Errors
     left_out: dict[str, Errors]
-    constants: dict[str, tuple[float, float]]  # before and after the fit
+    constants: dict[str, dict[str, float]]  # "before" and "after" the fit
 
 
 def usable(rows: Sequence[Row], profile: Profile) -> tuple[list[Row], list[str]]:
@@ -209,16 +207,14 @@ def calibrated(rows: Sequence[Row], start: Profile, name: str) -> Calibration:
         profile,
         _summary(log_errors(rows, profile)),
         {group: _summary(errors) for group, errors in left_out.items()},
-        {constant: (getattr(start, constant), getattr(profile, constant)) for constant in names},
+        {constant: {"before": getattr(start, constant), "after": getattr(profile, constant)} for constant in names},
     )
 
 
 def layout_name(work: Workload) -> str:
     """A short name for what a run's speed depends on besides its model."""
-    return (
-        f"{work.num_gpus} GPUs, tensor {work.tensor}, pipeline {work.pipeline}, ZeRO {work.zero_stage}, "
-        f"{work.microbatches} × {work.micro_batch_size}"
-    )
+    microbatches = f"{work.microbatches} × {work.micro_batch_size}"
+    return f"{layout_of(work).described()}, ZeRO {work.zero_stage}, {microbatches}"
 
 
 def informed(rows: Sequence[Row], profile: Profile) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from titan_like.config import ConfigError, JobConfig
 from titan_like.config.errors import require
 from titan_like.config.load import edit, parse_overrides
+from titan_like.config.options import OptionParser
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import model_config
 from titan_like.planner.auto import described
@@ -24,16 +25,12 @@ from titan_like.planner.commands.outcome import (
     Progress,
     add_price,
     add_profile,
-    as_days,
-    chosen_profile,
-    days_of,
-    loaded,
-    per_gpu,
+    length,
+    read_run,
     sized,
-    tokens_of,
 )
 from titan_like.planner.memory import largest_memory, usable_bytes
-from titan_like.planner.predict import Forecast, checked_profile, forecast, profile_and_device
+from titan_like.planner.predict import Forecast, checked_profile, forecast, profile_of
 from titan_like.planner.profile import Profile
 from titan_like.planner.search import search
 from titan_like.planner.search_space import SEARCHED, STAGE_SIZES, Space
@@ -70,7 +67,7 @@ class Capacity(NamedTuple):
         return self.forecast.work.model
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: OptionParser) -> None:
     """Add the options that are not settings of the run."""
     parser.description = (
         f"{__doc__} The layout in the run's file is chosen anew; any --section.key on this command line stays as it is."
@@ -85,15 +82,15 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     Raises:
         ConfigError: the run does not say which GPUs its nodes have, or no layout is valid.
     """
-    config, profile, show = loaded(settings), chosen_profile(options), Progress()
+    config, profile, tokens = read_run(options, settings)
     fixed = frozenset(parse_overrides(settings)) & {*SEARCHED, STAGE_SIZES}
-    tokens, per_node = tokens_of(options, config), config.cluster.gpus_per_node
+    show, per_node = Progress(), config.cluster.gpus_per_node
     if per_node is None:
         known = profile is not None or config.cluster.profile is not None
         require(known, "cluster.gpus_per_node", None, "say how many GPUs a node has")
-        per_node = profile_and_device(config, profile)[0].gpus_per_node
+        per_node = profile_of(config, profile).gpus_per_node
         config = edit(config, {"cluster.gpus_per_node": per_node})
-    on, training = f"{per_node} × {profile_and_device(config, profile)[1].name}", config.training
+    on, training = f"{per_node} × {profile_of(config, profile).device.name}", config.training
     batch = f"sequences of {training.seq_len}, batches of {training.global_batch_size}"
     lines, largest = [f"largest {config.model.family} model, {batch}"], []
 
@@ -101,9 +98,10 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         if found is None:
             lines.append(f"  {otherwise}")
             return None
+        told, days = length(found.forecast, tokens, options.price)
         lines.append(f"  {found.nodes} × {on}: {sized(found.model)}")
-        lines.extend(f"    {line}" for line in described_run(found.forecast, tokens, options.price))
-        return as_dict(found) | days_of(found.forecast, tokens, options.price)
+        lines.extend((f"    {described(found.forecast.work)}", f"    predicted: {found.forecast}{told}"))
+        return as_dict(found) | days
 
     for nodes in dict.fromkeys((1, config.cluster.nodes or 1)):
         told = tell(largest_model(config, profile, nodes, fixed, show), f"{nodes} × {on}: none fits")
@@ -131,7 +129,7 @@ def largest_model(
         show(f"do {parameters / 1e9:.3g} billion parameters fit on {nodes} node{'s' * (nodes > 1)}?")
         return fits(of_size(parameters), profile, gpus, fixed)
 
-    too_large = gpus * usable_bytes(profile_and_device(config, profile)[1]) / _LEAST_STATE
+    too_large = gpus * usable_bytes(profile_of(config, profile).device) / _LEAST_STATE
     size = too_large / 2
     while size >= _SMALLEST and not fit(size):
         too_large, size = size, size / 2
@@ -150,8 +148,8 @@ def fewest_nodes(config: JobConfig, profile: Profile | None, fixed: frozenset[st
         ConfigError: no layout on any number of nodes is valid for the run.
     """
     model, per_node = model_config(config.model), config.cluster.gpus_per_node or 1
-    stack, device = profile_and_device(config, profile)
-    room = usable_bytes(device) - stack.overhead_bytes
+    stack = profile_of(config, profile)
+    room = usable_bytes(stack.device) - stack.overhead_bytes
     least = model.num_parameters() * _LEAST_STATE / room / per_node if room > 0 else inf
     refusal, is_valid = None, False
     for nodes in range(ceil(min(least, _MOST_NODES + 1)), _MOST_NODES + 1):
@@ -173,7 +171,7 @@ def fits(config: JobConfig, profile: Profile | None, gpus: int, fixed: frozenset
     Raises:
         ConfigError: no layout is valid.
     """
-    stack = checked_profile(config, gpus, *profile_and_device(config, profile))
+    stack = checked_profile(config, gpus, profile)
     least = {key: value for key, value in _LEAST_MEMORY.items() if key not in fixed}
     usable = usable_bytes(stack.device)
     space = Space(edit(config, least), model_config(config.model), gpus, fixed | least.keys())
@@ -193,16 +191,6 @@ def fastest(config: JobConfig, profile: Profile | None, nodes: int, fixed: froze
     gpus = nodes * (config.cluster.gpus_per_node or 1)
     found = search(edit(config, plain), gpus, profile, fixed | plain.keys(), kinds=1)
     return Capacity(nodes, found.config, forecast(found.best.work, found.profile))
-
-
-def described_run(ahead: Forecast, tokens: float | None, price: float | None) -> list[str]:
-    """A model's layout and speed in words."""
-    memory, rates = ahead.memory, ahead.rates
-    rate = f"{rates.tokens_per_second:,.0f} tokens/s, {per_gpu(rates.tflops_per_device)} per GPU"
-    return [
-        f"{described(ahead.work)}: {memory.largest / 2**30:.1f} of {memory.capacity / 2**30:.0f} GiB",
-        f"{rate} (profile {ahead.profile.name}){as_days(ahead, tokens, price)}",
-    ]
 
 
 def as_dict(found: Capacity) -> dict[str, Any]:

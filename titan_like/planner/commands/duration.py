@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, dataclass
 
 from titan_like.config import ConfigError
-from titan_like.config.schema import ActivationCheckpoint
+from titan_like.config.errors import require
+from titan_like.config.options import OptionParser
 from titan_like.data.lengths import sample_length
 from titan_like.metrics.flops import hardware_flops_per_token
-from titan_like.models.config import TransformerConfig
-from titan_like.planner.commands.outcome import (
-    SECONDS_PER_DAY,
-    Outcome,
-    add_price,
-    add_profile,
-    chosen_profile,
-    does_not_fit,
-    gpus,
-    loaded,
-    per_gpu,
-    tokens_of,
-)
-from titan_like.planner.predict import predict
+from titan_like.planner.commands.outcome import Outcome, add_price, add_profile, days_of, does_not_fit, gpus, read_run
+from titan_like.planner.predict import per_gpu, predict
 
 _SLOWEST = 1e-6  # TFLOP/s of a GPU; a day's work would take longer than the universe is old
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: OptionParser) -> None:
     """Add the options that are not settings of the run."""
     add_profile(parser)
     add_price(parser)
-    parser.add_argument("--tflops", type=float, help="TFLOP/s per GPU, instead of the predicted rate")
+    parser.add_number("--tflops", float, least=_SLOWEST, help="TFLOP/s per GPU, instead of the predicted rate")
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
@@ -40,63 +28,32 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     Raises:
         ConfigError: neither the command nor the run says how many tokens, or an option is out of range.
     """
-    if options.tflops is not None and not options.tflops >= _SLOWEST:
-        raise ConfigError("--tflops", options.tflops, f"must be at least {_SLOWEST:.0e}")
-    profile, config = chosen_profile(options), loaded(settings)
-    tokens = tokens_of(options, config)
-    if tokens is None:
-        raise ConfigError("--tokens", None, "say how many tokens to train on")
+    config, profile, tokens = read_run(options, settings)
+    require(tokens, "--tokens", None, "say how many tokens to train on")
+    assert tokens is not None
     forecast = predict(config, profile)
-    device, dtype = forecast.profile.device, forecast.work.dtype
-    if options.tflops is not None and options.tflops * 1e12 > device.peak_flops(dtype):
-        peak = f"the peak of {device.name} in {dtype} is {device.peak_flops(dtype) / 1e12:g}"
+    work, device = forecast.work, forecast.profile.device
+    if options.tflops is not None and options.tflops * 1e12 > device.peak_flops(work.dtype):
+        peak = f"the peak of {device.name} in {work.dtype} is {device.peak_flops(work.dtype) / 1e12:g}"
         raise ConfigError("--tflops", options.tflops, f"{peak}; give the rate that a GPU achieves")
-    recompute, model = forecast.work.activation_checkpoint, forecast.work.model
-    encoder, decoder = sample_length(config, model)[1:]
-    per_token = hardware_flops_per_token(model, encoder, recompute, decoder)
-    rate = options.tflops or forecast.rates.tokens_per_second * per_token / forecast.work.num_gpus / 1e12
-    took = duration(model, encoder, tokens, forecast.work.num_gpus, rate, recompute, options.price, decoder)
+    # Rates include recomputation: they are hardware FLOPs of `metrics.flops`.
+    encoder, decoder = sample_length(config, work.model)[1:]
+    per_token = hardware_flops_per_token(work.model, encoder, work.activation_checkpoint, decoder)
+    rate = options.tflops or forecast.rates.tokens_per_second * per_token / work.num_gpus / 1e12
+    speed = work.num_gpus * rate * 1e12
+    took = days_of(tokens, speed / per_token, work.num_gpus, options.price)
+    # arXiv 2104.04473, equation 4: P counts the parameters that a token uses.
+    by_formula = days_of(tokens, speed / (8 * work.model.active_parameters), work.num_gpus)["days"]
     origin = "given" if options.tflops else f"predicted, profile {forecast.profile.name}"
     lines = [
-        f"{model.num_parameters() / 1e9:.4g} billion parameters, {tokens / 1e9:.4g} billion tokens, "
-        f"{gpus(forecast.work.num_gpus)} at {per_gpu(rate)} each, including recomputation ({origin})",
-        f"  every operation counted    {took.days_exact:8.1f} days, {took.gpu_hours:,.0f} GPU hours",
-        f"  8TP/(nX), arXiv 2104.04473 {took.days_by_formula:8.1f} days",
+        f"{work.model.num_parameters() / 1e9:.4g} billion parameters, {tokens / 1e9:.4g} billion tokens, "
+        f"{gpus(work.num_gpus)} at {per_gpu(rate)} each, including recomputation ({origin})",
+        f"  every operation counted    {took['days']:8.1f} days, {took['gpu_hours']:,.0f} GPU hours",
+        f"  8TP/(nX), arXiv 2104.04473 {by_formula:8.1f} days",
     ]
-    if took.cost is not None:
-        lines.append(f"  cost                       {took.cost:,.0f}")
-    lines += does_not_fit(forecast.memory)
-    result = {**asdict(took), "tokens": tokens, "tflops_per_gpu": rate}
+    if options.price is not None:
+        lines.append(f"  cost                       {took['cost']:,.0f}")
+    lines += does_not_fit(forecast)
+    result = {"days_by_formula": by_formula, "days_exact": took.pop("days"), "cost": None} | took
+    result |= {"tokens": tokens, "tflops_per_gpu": rate}
     return Outcome("\n".join(lines), {"predict": forecast.as_dict(), "duration": result})
-
-
-@dataclass(frozen=True)
-class Duration:
-    """Days of a run, by the paper's formula and by counting every operation."""
-
-    # arXiv 2104.04473, equation 4: 8TP / (nX), P of what a token uses, X in FLOP/s per GPU with recomputation.
-    days_by_formula: float
-    days_exact: float
-    gpu_hours: float  # from days_exact
-    cost: float | None  # in the currency of the price
-
-
-def duration(
-    model: TransformerConfig,
-    seq_len: int,
-    tokens: float,
-    gpus: int,
-    tflops: float,
-    recompute: ActivationCheckpoint,
-    price_per_gpu_hour: float | None = None,
-    decoder_seq_len: int = 0,
-) -> Duration:
-    """Days at ``tflops`` TFLOP/s per GPU, a rate that includes recomputation (hardware FLOPs of `metrics.flops`)."""
-    seconds = tokens * hardware_flops_per_token(model, seq_len, recompute, decoder_seq_len) / (gpus * tflops * 1e12)
-    hours = seconds / 3600 * gpus
-    return Duration(
-        8 * tokens * model.active_parameters / (gpus * tflops * 1e12) / SECONDS_PER_DAY,
-        seconds / SECONDS_PER_DAY,
-        hours,
-        None if price_per_gpu_hour is None else hours * price_per_gpu_hour,
-    )

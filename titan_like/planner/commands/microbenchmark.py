@@ -1,8 +1,9 @@
 """Measure this machine and write a profile of it. Start it with torchrun to measure the links between processes.
 
 Each constant is measured with what the planner uses it for: linear layers give GEMMs; an attention core gives
-attention; a tiny layer gives the host's launch time; norms, activations and sums give the memory's efficiency, with
-launches and bytes counted as in a trace; collectives give links. The shortest of many runs counts, because other load
+attention; a tiny layer gives the host's launch time; norms, activations and sums give the memory's efficiency;
+collectives give links. What runs is recorded as in a trace and priced by `cost`: an efficiency is the time that it is
+predicted to take at an efficiency of 1 over the measured time. The shortest of many runs counts, because other load
 on the machine only ever adds time. Several processes (torchrun) all measure at once, as in training, and their mean
 counts. If a CPU has fewer cores than processes, the median run counts, because the shortest had a core for themselves.
 """
@@ -15,7 +16,6 @@ import os
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,14 +25,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from titan_like.config import ConfigError, JobConfig
-from titan_like.config.options import as_installed, path_option
+from titan_like.config import JobConfig
+from titan_like.config.errors import require
+from titan_like.config.options import OptionParser, as_installed
 from titan_like.metrics.devices import Device, known_device
 from titan_like.metrics.hardware import peak_memory_bytes
 from titan_like.models.registry import build_model, model_config
-from titan_like.planner.commands.outcome import Outcome, check_toml
-from titan_like.planner.cost import gemm_time
-from titan_like.planner.links import network
+from titan_like.planner.commands.outcome import Outcome, toml_option
+from titan_like.planner.cost import Kernels, pass_times
+from titan_like.planner.links import BETWEEN_NODES, Measurement, latency_of, with_links
 from titan_like.planner.predict import default_profile
 from titan_like.planner.profile import Profile, profile_to_toml
 from titan_like.planner.trace.program import Pass, Segment
@@ -66,17 +67,15 @@ _LARGEST_CPU, _LARGEST_GPU = 1 << 24, 1 << 28
 _FIRST_STEPS, _FRAGMENTATION = 53e6, 0.6
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: OptionParser) -> None:
     """Add the command's options. It takes no settings of a run."""
     told = "where to write the profile"
-    parser.add_argument("--out", type=path_option, required=True, metavar="FILE.toml", help=told)
+    parser.add_argument("--out", type=toml_option, required=True, metavar="FILE.toml", help=told)
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     """Measure this machine and write the profile."""
-    if settings:
-        raise ConfigError("command line", settings[0], "microbenchmark takes no settings of a run")
-    check_toml(options.out)
+    require(not settings, "command line", " ".join(settings), "microbenchmark takes no settings of a run")
     device = select_device("float32")
     if device.type == "cpu":
         keep_freed_memory()  # as training does
@@ -90,13 +89,15 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     return Outcome(text, {"microbenchmark": lines}, files={Path(options.out): toml})
 
 
-class Links(NamedTuple):
-    """What processes achieve: bytes per second in one direction of one process, and seconds."""
+class Timed(NamedTuple):
+    """Operators, recorded as in a trace, and how long they took."""
 
-    all_reduce: float
-    all_gather: float
-    message: float
-    latency: float  # per hop of a ring
+    operators: Pass
+    seconds: float
+
+    def predicted(self, dtype: str, profile: Profile) -> float:
+        """Seconds on the device under a profile."""
+        return pass_times(self.operators, True, {}, Kernels(dtype), profile).compute
 
 
 class Machine:
@@ -134,6 +135,13 @@ class Machine:
                 self._finish()
             found.append((time.perf_counter() - start) / times)
         return self.mean(self.typical(found))
+
+    def timed(self, run: Callable[[], object], times: int = 1, launch_only: bool = False) -> Timed:
+        """A run's operators and `seconds`."""
+        recorder = Recorder([Segment()])
+        with recorder:
+            run()
+        return Timed(recorder.current, self.seconds(run, times, launch_only))
 
     def seconds_between(self, run: Callable[[], object], product: Callable[[], object]) -> float:
         """Seconds that a run adds when it alternates with products on every process.
@@ -180,23 +188,22 @@ def measure(device: torch.device, name: str) -> tuple[Profile, list[str]]:
     machine.show("memory")
     bandwidth = _memory_bandwidth(machine)
     machine.show("GEMMs")
-    times = {
-        dtype: {shape: _product_time(machine, dtype, *shape) for shape in machine.products}
-        for dtype in dict.fromkeys(("float32", main))
-    }
-    peaks = {dtype: max(6 * math.prod(shape) / t for shape, t in found.items()) for dtype, found in times.items()}
+    products = {dtype: _products(machine, dtype) for dtype in dict.fromkeys(("float32", main))}
+    peaks = {dtype: max(map(_flops_per_second, timed)) for dtype, timed in products.items()}
     if "bfloat16" in peaks:
         peaks["float16"] = peaks["bfloat16"]
     machine.show("links")
-    links = _links(machine) if machine.processes > 1 else None
-    own = _device(machine, peaks, bandwidth, links)
-    profile = _with_products(_start(machine, name, own, links).changed(dtype=main), times[main], main)
+    links = _links(machine) if machine.processes > 1 else []
+    own = _device(machine, peaks, bandwidth, links[2].bus_bandwidth if links else bandwidth)
+    profile = with_products(_start(machine, name, own).changed(dtype=main), products[main], main)
+    profile = with_links(profile, links)
+    ideal = profile.changed(attention_efficiency=1.0, memory_efficiency=1.0, fusion=0.0)
     machine.show("attention")
-    more["attention_efficiency"] = _attention_efficiency(machine, main, own.peak_flops(main))
+    more["attention_efficiency"] = _attention_efficiency(machine, main, ideal)
     machine.show("host")
     more["operator_time"] = _operator_time(machine, main)
     machine.show("operators between GEMMs")
-    more["memory_efficiency"] = _memory_efficiency(machine, main, bandwidth)
+    more["memory_efficiency"] = _memory_efficiency(machine, main, ideal)
     profile = profile.changed(**more)
     return profile, _described(profile, links, main)
 
@@ -218,17 +225,22 @@ def _memory_bandwidth(machine: Machine) -> float:
     return 3 * 4 * elements / machine.seconds(lambda: torch.add(a, b, out=c))
 
 
-def _product_time(machine: Machine, dtype: str, tokens: int, inputs: int, outputs: int) -> float:
-    """Seconds of a linear layer's three products."""
-    return machine.seconds(_both_passes(machine, dtype, F.linear, (tokens, inputs), (outputs, inputs)))
+def _products(machine: Machine, dtype: str) -> list[Timed]:
+    """The forward and backward passes of linear layers: three products each."""
+    shapes = [((tokens, inputs), (outputs, inputs)) for tokens, inputs, outputs in machine.products]
+    return [machine.timed(_both_passes(machine, dtype, F.linear, *both)) for both in shapes]
 
 
-def _with_products(profile: Profile, times: dict[tuple[int, int, int], float], dtype: str) -> Profile:
-    """The profile with the depth and the efficiency that fit the measured products best, by squared relative errors."""
+def _flops_per_second(products: Timed) -> float:
+    return sum(count * gemm.flops for gemm, count in products.operators.gemms.items()) / products.seconds
+
+
+def with_products(profile: Profile, products: list[Timed], dtype: str) -> Profile:
+    """The profile with the depth and the efficiency that fit measured GEMMs best, by squared relative errors."""
     best, least = profile, math.inf
     for depth in _DEPTHS:
         trial = profile.changed(gemm_depth=depth, gemm_efficiency=1.0)
-        ratios = [math.log(linear_time(*shape, dtype, trial) / seconds) for shape, seconds in times.items()]
+        ratios = [math.log(one.predicted(dtype, trial) / one.seconds) for one in products]
         shift = statistics.mean(ratios)
         spread = sum((ratio - shift) ** 2 for ratio in ratios)
         if spread < least:
@@ -236,27 +248,13 @@ def _with_products(profile: Profile, times: dict[tuple[int, int, int], float], d
     return best
 
 
-def linear_time(tokens: int, inputs: int, outputs: int, dtype: str, profile: Profile) -> float:
-    """Seconds of a linear layer's three products: the forward pass, and the gradients of its input and its weight."""
-    products = (tokens, outputs, inputs), (tokens, inputs, outputs), (outputs, inputs, tokens)
-    return sum(gemm_time(*sizes, 1, dtype, profile) for sizes in products)
-
-
-def _attention_efficiency(machine: Machine, dtype: str, peak: float) -> float:
-    """Efficiency of causal fused attention, forward and backward: 3.5 times half of 4·s²·h FLOPs per sample."""
+def _attention_efficiency(machine: Machine, dtype: str, ideal: Profile) -> float:
+    """Efficiency of causal fused attention, forward and backward."""
     samples, seq_len, hidden, heads = machine.layers[0]
     attention = partial(F.scaled_dot_product_attention, is_causal=True)
     run = _both_passes(machine, dtype, attention, *[(samples, heads, seq_len, hidden // heads)] * 3)
-    flops = 3.5 * 0.5 * 4 * samples * seq_len**2 * hidden
-    return min(1.0, flops / machine.seconds(run) / peak)
-
-
-def _counted(run: Callable[[], object]) -> Pass:
-    """The operators of a run, counted as in a trace."""
-    recorder = Recorder([Segment()])
-    with recorder:
-        run()
-    return recorder.current
+    timed = machine.timed(run)
+    return min(1.0, timed.predicted(dtype, ideal) / timed.seconds)
 
 
 def _operator_time(machine: Machine, dtype: str) -> float:
@@ -269,83 +267,76 @@ def _operator_time(machine: Machine, dtype: str) -> float:
     def run() -> None:
         layer(x).sum().backward()
 
-    return machine.seconds(run, launch_only=True) / _counted(run).launches
+    timed = machine.timed(run, launch_only=True)
+    return timed.seconds / timed.operators.launches
 
 
-def _memory_efficiency(machine: Machine, dtype: str, bandwidth: float) -> float:
+def _memory_efficiency(machine: Machine, dtype: str, ideal: Profile) -> float:
     """Efficiency of a layer's two norms, its activation, its two residual sums and two sums of their gradients.
 
     They are timed one by one, not as the rest of a whole layer's time: a short run is more likely to find a moment in
     which nothing else runs.
     """
-    rates = []
+    found = []
     for samples, seq_len, hidden, _ in machine.layers:
         tokens = samples * seq_len
         x = torch.ones(tokens, hidden, device=machine.device, dtype=getattr(torch, dtype))
         runs = [(2, _both_passes(machine, dtype, _norm, (tokens, hidden), (hidden,)))]
         runs.append((1, _both_passes(machine, dtype, partial(F.gelu, approximate="tanh"), (tokens, 4 * hidden))))
         runs.append((4, partial(torch.add, x, x)))
-        seconds = sum(count * machine.seconds(run, times=4) for count, run in runs)
-        rates.append(sum(count * _counted(run).eager_bytes[0] for count, run in runs) / seconds)
-    return min(1.0, statistics.geometric_mean(rates) / bandwidth)  # caches may beat the memory that updates go through
+        timed = [(count, machine.timed(run, times=4)) for count, run in runs]
+        predicted = sum(count * one.predicted(dtype, ideal) for count, one in timed)
+        found.append(predicted / sum(count * one.seconds for count, one in timed))
+    return min(1.0, statistics.geometric_mean(found))  # caches may beat the memory that updates go through
 
 
 def _norm(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return F.layer_norm(x, scale.shape, scale, scale)
 
 
-def _links(machine: Machine) -> Links:
-    """Measure collectives over all processes, and messages between neighbours that all processes send at once."""
+def _links(machine: Machine) -> list[Measurement]:
+    """Small and large all-reduces over all processes, and messages between neighbours that all send at once."""
     n, rank = machine.processes, dist.get_rank()
-    largest = _LARGEST_CPU if machine.is_cpu else _LARGEST_GPU
+    sharing = machine.here if n > machine.here else 0  # then the slowest links are those between machines
     tokens, inputs, outputs = machine.products[-1]
     x, weight = torch.ones(tokens, inputs, device=machine.device), torch.ones(inputs, outputs, device=machine.device)
-    part, few = (torch.ones(nbytes // 4, device=machine.device) for nbytes in (largest // n, _SMALLEST))
-    whole, into = (torch.ones(part.numel() * n, device=machine.device) for _ in range(2))
+    found = []
+    for nbytes in (_SMALLEST, _LARGEST_CPU if machine.is_cpu else _LARGEST_GPU):
+        whole, other = (torch.ones(nbytes // 4, device=machine.device) for _ in range(2))
 
-    def seconds(run: Callable[[], object]) -> float:
-        with warnings.catch_warnings():  # all_gather_into_tensor is deprecated in later versions
-            warnings.simplefilter("ignore", FutureWarning)
-            return machine.seconds_between(run, lambda: x @ weight)
+        def exchange(whole: torch.Tensor = whole, other: torch.Tensor = other) -> None:
+            sends = dist.P2POp(dist.isend, whole, (rank + 1) % n), dist.P2POp(dist.irecv, other, (rank - 1) % n)
+            for work in dist.batch_isend_irecv(list(sends)):
+                work.wait()
 
-    def exchange() -> None:
-        sends = dist.P2POp(dist.isend, whole, (rank + 1) % n), dist.P2POp(dist.irecv, into, (rank - 1) % n)
-        for work in dist.batch_isend_irecv(list(sends)):
-            work.wait()
-
-    # A ring all-reduce has 2(n-1) hops, an all-gather n-1. What the largest size takes beyond them is bandwidth.
-    latency = seconds(lambda: dist.all_reduce(few)) / (2 * (n - 1))
-    ring = (n - 1) / n * largest
-    reducing = max(seconds(lambda: dist.all_reduce(whole)) / 2 - (n - 1) * latency, 1e-9)
-    gathering = max(seconds(lambda: dist.all_gather_into_tensor(whole, part)) - (n - 1) * latency, 1e-9)
-    sending = max(seconds(exchange) - latency, 1e-9)
-    return Links(ring / reducing, ring / gathering, largest / sending, latency)
+        for operation, run in (("all_reduce", partial(dist.all_reduce, whole)), ("send_receive", exchange)):
+            seconds = max(machine.seconds_between(run, lambda: x @ weight), 1e-9)
+            found.append(Measurement(BETWEEN_NODES if sharing else "node", n, operation, nbytes, seconds, sharing))
+    return found
 
 
-def _device(machine: Machine, peaks: dict[str, float], bandwidth: float, links: Links | None) -> Device:
-    """This machine's device with its measured figures."""
+def _device(machine: Machine, peaks: dict[str, float], bandwidth: float, link: float) -> Device:
+    """This machine's device with its measured figures. A known GPU's link is the data sheet's."""
     if machine.is_cpu:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / machine.here
-        link = links.all_reduce if links else bandwidth
         return Device("CPU", memory, bandwidth, link, 1, 1, peaks, is_cpu=True)
     properties = torch.cuda.get_device_properties(machine.device)
     known = known_device(properties.name)
-    inside = links is not None and machine.processes == machine.here  # else the links are those between machines
-    link = links.all_reduce if links and inside else known.nvlink_bandwidth if known else bandwidth
+    link = known.nvlink_bandwidth if known else link
     return Device(properties.name, properties.total_memory, bandwidth, link, properties.multi_processor_count, 8, peaks)
 
 
-def _start(machine: Machine, name: str, device: Device, links: Links | None) -> Profile:
+def _start(machine: Machine, name: str, device: Device) -> Profile:
     """The constants that are not measured: on a GPU the nearest shipped profile's, on a CPU the defaults."""
-    several = machine.processes > machine.here
     if machine.is_cpu:
         profile = Profile(name, device, machine.here, 0.0, microbatch_time=1e-4, step_time=1e-3, overlap=0.01)
     else:
         nearest = default_profile(known_device(device.name) or device)
         profile = nearest.changed(name=name, device=device, gpus_per_node=machine.here, groups=(), only_zero=None)
     threads = f", torch threads of each: {torch.get_num_threads()}" if machine.is_cpu else ""
-    profile = profile.changed(
+    return profile.changed(
         description=f"measured on {machine.processes} × {device.name}{threads}, PyTorch {torch.__version__}",
+        node_bandwidth=profile.node_bandwidth if machine.processes > 1 else 0.0,
         fitted_on=(),
         judged={},
         cores=machine.shared_cores,
@@ -353,16 +344,9 @@ def _start(machine: Machine, name: str, device: Device, links: Links | None) -> 
         error_median=0.15,
         error_p90=0.3,
     )
-    if links is None:
-        return profile.changed(node_bandwidth=0.0)
-    # Collectives and messages run over the slowest link, which is between machines if there are several.
-    between = network(links.all_reduce, links.message, links.latency, machine.here)
-    if several:
-        return profile.changed(**between)
-    return profile.changed(nvlink_efficiency=1.0, nvlink_latency=links.latency, **between)
 
 
-def _described(profile: Profile, links: Links | None, dtype: str) -> list[str]:
+def _described(profile: Profile, links: list[Measurement], dtype: str) -> list[str]:
     device = profile.device
     peak, memory = device.peak_flops(dtype) / 1e12, device.memory_bandwidth / 1e9
     lines = [
@@ -373,8 +357,8 @@ def _described(profile: Profile, links: Links | None, dtype: str) -> list[str]:
         f"  memory              {memory:10.3g} GB/s, {profile.memory_efficiency:.2f} of it between GEMMs",
         f"  an operator's start {1e6 * profile.operator_time:10.3g} µs",
     ]
-    if links is None:
+    if not links:
         return [*lines, "  one process: no links; start it with torchrun to measure them"]
-    rates = {"all-reduce": links.all_reduce, "all-gather": links.all_gather, "messages": links.message}
-    lines += [f"  {name:19s} {rate / 1e9:10.3g} GB/s" for name, rate in rates.items()]
-    return [*lines, f"  a hop of a ring     {1e6 * links.latency:10.3g} µs"]
+    _, _, *largest = links
+    lines += [f"  {one.operation:19s} {one.bus_bandwidth / 1e9:10.3g} GB/s" for one in largest]
+    return [*lines, f"  a hop of a ring     {1e6 * latency_of(links):10.3g} µs"]

@@ -9,17 +9,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from titan_like.config import ConfigError, JobConfig, load_config
-from titan_like.config.options import path_option
+from titan_like.config import JobConfig, load_config
+from titan_like.config.errors import require
+from titan_like.config.options import OptionParser, path_option
 from titan_like.data.batch_size import check_rampup, total_samples
 from titan_like.models.config import TransformerConfig
 from titan_like.planner.links import read_measurements, with_links
-from titan_like.planner.memory import Memory
 from titan_like.planner.predict import FLOAT8_NOTE, Forecast
 from titan_like.planner.profile import Profile, load_profile
 
 SECONDS_PER_DAY = 86400
-_LARGEST = 1e18
 _SECONDS_OF_SILENCE = 2.0
 
 
@@ -47,7 +46,7 @@ class Progress:
             print(what, file=sys.stderr, flush=True)
 
 
-def add_profile(parser: argparse.ArgumentParser) -> None:
+def add_profile(parser: OptionParser) -> None:
     """Add the option for the stack profile."""
     what = "stack profile: a shipped one or a TOML file (default: the GPU's)"
     parser.add_argument("--profile", type=path_option, help=what)
@@ -55,49 +54,17 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--links", type=path_option, metavar="FILE.json", help=links)
 
 
-def add_price(parser: argparse.ArgumentParser) -> None:
+def add_price(parser: OptionParser) -> None:
     """Add the options for the days and the cost of the whole run."""
-    parser.add_argument("--tokens", type=float, help="tokens to train on (default: the run's)")
-    parser.add_argument("--price", type=float, help="price of one GPU for one hour")
+    parser.add_number("--tokens", float, least=1, most=1e18, help="tokens to train on (default: the run's)")
+    parser.add_number("--price", float, least=0, most=1e9, help="price of one GPU for one hour")
 
 
-def tokens_of(options: argparse.Namespace, config: JobConfig) -> float | None:
-    """The tokens to train on; None if neither the command line nor the run says how many.
+def read_run(options: argparse.Namespace, settings: list[str]) -> tuple[JobConfig, Profile | None, float | None]:
+    """What a command is asked about: the run, the profile (None for the GPU's own), and the tokens to train on.
 
-    Raises:
-        ConfigError: they, or the price, are out of range.
-    """
-    above_zero(options, "tokens")
-    if options.price is not None and not 0 <= options.price <= 1e9:
-        raise ConfigError("--price", options.price, "must be at least 0 and at most 1e9")
-    training = config.training
-    if options.tokens is not None or training.steps is training.samples is training.tokens is None:
-        return options.tokens
-    check_rampup(training)
-    return total_samples(training) * training.seq_len
-
-
-def days_of(ahead: Forecast, tokens: float | None, price: float | None) -> dict[str, float]:
-    """Days, GPU hours and cost of training on a number of tokens, as far as they are known."""
-    if tokens is None:
-        return {}
-    seconds = tokens / ahead.rates.tokens_per_second
-    hours = seconds / 3600 * ahead.work.num_gpus
-    return {"days": seconds / SECONDS_PER_DAY, "gpu_hours": hours} | ({} if price is None else {"cost": hours * price})
-
-
-def as_days(ahead: Forecast, tokens: float | None, price: float | None) -> str:
-    """`days_of` in words, after a comma; nothing without a number of tokens."""
-    found = days_of(ahead, tokens, price)
-    if tokens is None:
-        return ""
-    days, cost = found["days"], f", cost {found['cost']:,.0f}" if price is not None else ""
-    told = f"{days:,.0f}" if days >= 10 else f"{days:.2g}"
-    return f", {tokens / 1e9:.4g} billion tokens in {told} days, {found['gpu_hours']:,.0f} GPU hours{cost}"
-
-
-def loaded(settings: list[str]) -> JobConfig:
-    """The settings that the command line names, with a line on stderr if predictions leave out one of them.
+    The tokens are None if neither the command line nor the run says how many, or the command has no such option. A line
+    on stderr says if predictions leave out one of the settings.
 
     Raises:
         ConfigError: the user has to change something.
@@ -105,17 +72,12 @@ def loaded(settings: list[str]) -> JobConfig:
     config = load_config(settings)
     if config.float8.enable:
         print(FLOAT8_NOTE, file=sys.stderr)
-    return config
+    return config, _profile(options), _tokens(options, config) if hasattr(options, "tokens") else None
 
 
-def chosen_profile(options: argparse.Namespace) -> Profile | None:
-    """The profile asked for; None for the GPU's own.
-
-    Raises:
-        ConfigError: there is no such profile.
-    """
-    if options.links and not options.profile:
-        raise ConfigError("--links", options.links, "changes a profile; name that with --profile too")
+def _profile(options: argparse.Namespace) -> Profile | None:
+    problem = "changes a profile; name that with --profile too"
+    require(options.profile or not options.links, "--links", options.links, problem)
     profile = load_profile(options.profile) if options.profile else None
     if profile is None or not options.links:
         return profile
@@ -123,44 +85,48 @@ def chosen_profile(options: argparse.Namespace) -> Profile | None:
     return replace(linked, name=f"{profile.name} with the links of {Path(options.links).name}")
 
 
-def above_zero(options: argparse.Namespace, *names: str) -> None:
-    """Check that these options are above 0 and not absurdly large.
-
-    Raises:
-        ConfigError: about the first that is not.
-    """
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and not 0 < value <= _LARGEST:
-            raise ConfigError(f"--{name}", value, f"must be above 0 and at most {_LARGEST:.0e}")
+def _tokens(options: argparse.Namespace, config: JobConfig) -> float | None:
+    training = config.training
+    if options.tokens is not None or training.steps is training.samples is training.tokens is None:
+        return options.tokens
+    check_rampup(training)
+    return total_samples(training) * training.seq_len
 
 
-def check_toml(path: str | None) -> None:
-    """Check the name of a file that `--out` is to write.
-
-    Raises:
-        ConfigError: it does not end in .toml, which tells profiles in files from shipped ones.
-    """
-    if path is not None and Path(path).suffix != ".toml":
-        raise ConfigError("--out", path, "must be a TOML file; give it a name that ends with .toml")
+def days_of(tokens: float, tokens_per_second: float, num_gpus: int, price: float | None = None) -> dict[str, float]:
+    """Days, GPU hours and, at a price for one GPU's hour, cost of training on a number of tokens."""
+    seconds = tokens / tokens_per_second
+    hours = seconds / 3600 * num_gpus
+    return {"days": seconds / SECONDS_PER_DAY, "gpu_hours": hours} | ({} if price is None else {"cost": hours * price})
 
 
-def does_not_fit(memory: Memory) -> list[str]:
+def length(ahead: Forecast, tokens: float | None, price: float | None) -> tuple[str, dict[str, float]]:
+    """`days_of` in words, after a comma, and for JSON; both are empty without a number of tokens."""
+    if tokens is None:
+        return "", {}
+    found = days_of(tokens, ahead.rates.tokens_per_second, ahead.work.num_gpus, price)
+    days, cost = found["days"], f", cost {found['cost']:,.0f}" if price is not None else ""
+    told = f"{days:,.0f}" if days >= 10 else f"{days:.2g}"
+    return f", {tokens / 1e9:.4g} billion tokens in {told} days, {found['gpu_hours']:,.0f} GPU hours{cost}", found
+
+
+def toml_option(text: str) -> str:
+    """The path of a TOML file to write. Its ending tells profiles in files from shipped ones."""
+    path = path_option(text)
+    if Path(path).suffix != ".toml":
+        raise argparse.ArgumentTypeError("must be a TOML file; give it a name that ends with .toml")
+    return path
+
+
+def does_not_fit(ahead: Forecast) -> list[str]:
     """A warning for commands that report something else: the run is predicted not to fit into memory."""
-    if memory.fits:
-        return []
-    return [f"the run DOES NOT FIT: {memory.largest / 2**30:.1f} of {memory.capacity / 2**30:.0f} GiB on a GPU"]
+    return [] if ahead.memory.fits else [f"the run DOES NOT FIT: {ahead.taken} on a GPU"]
 
 
 def sized(model: TransformerConfig) -> str:
     """A model's parameters and shape in words."""
     shape = f"{model.num_layers} layers, width {model.hidden_size}, {model.num_attention_heads} heads"
     return f"{model.num_parameters() / 1e9:.4g} billion parameters ({shape})"
-
-
-def per_gpu(rate: float) -> str:
-    """A GPU's rate in words, with one decimal, or with three digits if it is slow."""
-    return f"{rate:.1f} TFLOP/s" if rate >= 10 else f"{rate:.3g} TFLOP/s"
 
 
 def gpus(count: int) -> str:

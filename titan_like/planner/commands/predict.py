@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 
-from titan_like.config import ConfigError
-from titan_like.planner.commands.outcome import Outcome, add_profile, chosen_profile, gpus, loaded, per_gpu
+from titan_like.config.options import OptionParser
+from titan_like.planner.commands.outcome import Outcome, add_profile, gpus, read_run
 from titan_like.planner.memory import MEMORY_MARGIN, usable_bytes
-from titan_like.planner.predict import Forecast, predict
+from titan_like.planner.predict import Forecast, per_gpu, predict
 
 _LARGEST_LOAD = 2**14  # of as many experts, one gets all
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: OptionParser) -> None:
     """Add the options that are not settings of the run."""
     add_profile(parser)
     told = "rows of the process with the most work for its experts, relative to equal loads (default: %(default)s)"
-    parser.add_argument("--expert_load", type=float, default=1.0, help=told)
+    parser.add_number("--expert_load", float, least=1, most=_LARGEST_LOAD, default=1.0, help=told)
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
@@ -25,10 +25,8 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     Raises:
         ConfigError: the user has to change something.
     """
-    if not 1 <= options.expert_load <= _LARGEST_LOAD:
-        raise ConfigError("--expert_load", options.expert_load, f"must be from 1 to {_LARGEST_LOAD:,}")
-    profile = chosen_profile(options)
-    forecast = predict(loaded(settings), profile, options.expert_load)
+    config, profile, _ = read_run(options, settings)
+    forecast = predict(config, profile, options.expert_load)
     return Outcome(describe(forecast), {"predict": forecast.as_dict()}, 0 if forecast.memory.fits else 1)
 
 
@@ -59,7 +57,7 @@ def describe(forecast: Forecast) -> str:
     verdict = "fits" if memory.fits else "DOES NOT FIT"
     if memory.fits and memory.largest > usable_bytes(profile.device):
         verdict += f", but leaves less than the {100 * MEMORY_MARGIN:.0f} % free that a search keeps"
-    lines.append(f"memory     {memory.largest / 2**30:.1f} of {memory.capacity / 2**30:.0f} GiB on a GPU: {verdict}")
+    lines.append(f"memory     {forecast.taken} on a GPU: {verdict}")
     names = list(memory.ranks[0]._fields)
     lines.append("  GiB by pipeline rank: " + " ".join(f"{name:>12s}" for name in names))
     shown = range(len(memory.ranks)) if len(memory.ranks) <= 8 else (0, 1, len(memory.ranks) - 2, len(memory.ranks) - 1)

@@ -7,38 +7,32 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from titan_like.config import ConfigError, JobConfig
+from titan_like.config import JobConfig
 from titan_like.config.load import edit, parse_overrides
-from titan_like.config.options import as_installed, path_option
+from titan_like.config.options import OptionParser, as_installed
 from titan_like.config.paths import to_toml
 from titan_like.planner.auto import described, differences, why_slower, why_too_large
 from titan_like.planner.commands.outcome import (
     Outcome,
     Progress,
-    above_zero,
     add_price,
     add_profile,
-    as_days,
-    check_toml,
-    chosen_profile,
-    days_of,
     gpus,
-    loaded,
-    per_gpu,
+    length,
+    read_run,
     sized,
-    tokens_of,
+    toml_option,
 )
 from titan_like.planner.memory import MEMORY_MARGIN
-from titan_like.planner.predict import forecast
+from titan_like.planner.predict import Forecast, forecast
 from titan_like.planner.search import Candidate, Counts, Found, search
 from titan_like.planner.search_space import SEARCHED, SLICE, STAGE_SIZES, set_keys
 from titan_like.planner.shape import shape_of
 
 _TOO_LARGE_SHOWN = 3
-_MOST_GPUS = 1_000_000
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: OptionParser) -> None:
     """Add the options that are not settings of the run."""
     parser.description = (
         f"{__doc__} The layout in the run's file is chosen anew; any --section.key on this command line stays as it is."
@@ -46,30 +40,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_profile(parser)
     add_price(parser)
     told = "parameters: the run's flavor scaled to about so many, with the depth of its family"
-    parser.add_argument("--params", type=float, metavar="30e9", help=told)
-    parser.add_argument("--gpus", type=int, help="GPUs of the job (default: the run's cluster)")
-    parser.add_argument("--top", type=int, default=10, help="combinations of tensor and pipeline degree to show")
-    parser.add_argument(
-        "--out", type=path_option, metavar="FILE.toml", help="where to write the run in its best layout, to train from"
-    )
+    parser.add_number("--params", float, least=1, most=1e18, metavar="30e9", help=told)
+    told = "GPUs of the job (default: the run's cluster)"
+    parser.add_number("--gpus", int, least=1, most=1_000_000, help=told)
+    parser.add_number("--top", int, least=1, default=10, help="combinations of tensor and pipeline degree to show")
+    told = "where to write the run in its best layout, to train from"
+    parser.add_argument("--out", type=toml_option, metavar="FILE.toml", help=told)
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     """Search and describe the best layouts.
 
     Raises:
-        ConfigError: an option is out of range, no layout is valid, or none fits.
+        ConfigError: no layout is valid, or none fits.
     """
-    above_zero(options, "gpus", "top", "params")
-    if options.gpus is not None and options.gpus > _MOST_GPUS:
-        raise ConfigError("--gpus", options.gpus, f"must be at most {_MOST_GPUS:,}")
-    check_toml(options.out)
-    config = loaded(settings)
+    config, profile, tokens = read_run(options, settings)
     fixed = frozenset(parse_overrides(settings)) & {*SEARCHED, STAGE_SIZES}
     if options.params is not None:
         overrides = shape_of(config.model, options.params, config.training.seq_len).overrides
         config = edit(config, {"model.overrides": overrides})
-    tokens = tokens_of(options, config)
     if config.parallelism.auto:
         fixed |= set_keys(config)
     if options.profile:  # the layout found is then predicted and trained with the same profile
@@ -80,28 +69,24 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     def told(counts: Counts) -> None:
         show(f"{counts.valid:,} layouts, {counts.computed:,} step times computed …")
 
-    found = search(config, options.gpus, chosen_profile(options), fixed, options.top, told)
-    files = {Path(options.out): as_toml(found, Path(options.out))} if options.out else {}
+    found = search(config, options.gpus, profile, fixed, options.top, told)
     ahead = forecast(found.best.work, found.profile)
-    lines = [sized(found.space.model), describe(found)] if options.params else [describe(found)]
-    if tokens is not None:
-        lines.append(f"the best layout{as_days(ahead, tokens, options.price)}")
-    result = as_dict(found) | days_of(ahead, tokens, options.price)
-    return Outcome("\n".join(lines), {"search": result}, files=files)
+    files = {Path(options.out): as_toml(found, ahead, Path(options.out))} if options.out else {}
+    days_told, days = length(ahead, tokens, options.price)
+    layouts = reasons(found)
+    lines = [sized(found.space.model)] if options.params else []
+    lines += [*summary(found, ahead), "", *table(found.best, *layouts)]
+    lines += [f"the best layout{days_told}"] if days else []
+    return Outcome("\n".join(lines), {"search": as_dict(found, *layouts) | days}, files=files)
 
 
-def summary(found: Found) -> list[str]:
-    """The best layout, its prediction, and how many layouts it is the best of."""
-    best, counts = found.best, found.counts
-    ahead = forecast(best.work, found.profile)
-    which = "fastest" if best is found.fastest else "the simplest that predictions cannot tell from the fastest"
-    tflops = f", {per_gpu(ahead.rates.tflops_per_device)} per GPU"
+def summary(found: Found, ahead: Forecast) -> list[str]:
+    """The best layout, the forecast for it, and how many layouts it is the best of."""
+    counts, is_fastest = found.counts, found.best is found.fastest
+    which = "fastest" if is_fastest else "the simplest that predictions cannot tell from the fastest"
     return [
-        described(best.work),
-        f"predicted: {best.time.total:.3f} s a step (between {ahead.seconds_low:.3f} and {ahead.seconds_high:.3f} in "
-        f"nine of ten cases){tflops}, {best.memory_bytes / 2**30:.1f} of "
-        f"{found.profile.device.memory_bytes / 2**30:.0f} GiB; profile {found.profile.name} on "
-        f"{found.profile.device.name}",
+        described(ahead.work),
+        f"predicted: {ahead}",
         f"{which} of {counts.valid:,} valid layouts on {gpus(found.space.num_gpus)}; {counts.too_large:,} of them are "
         f"known not to fit ({100 * MEMORY_MARGIN:.0f} % of the memory is kept free), and bounds show that the others "
         f"are slower{_of_slices(found)}",
@@ -113,20 +98,25 @@ def _of_slices(found: Found) -> str:
     return f"; a file that names no context degree gets slices of at least {SLICE:,} tokens" if is_chosen else ""
 
 
-def describe(found: Found) -> str:
-    """The best layouts as a table."""
-    lines = [*summary(found), ""]
-    lines.append(
-        f"{'':>3s} {'tensor':>7s} {'pipeline':>9s} {'schedule':23s} {'ZeRO':>4s} {'data':>12s} {'micro':>5s} "
-        f"{'recompute':11s} {'step s':>9s} {'slower':>7s} {'GiB':>6s}  why"
-    )
+Reasoned = list[tuple[Candidate, str]]  # with why each is not the best
+
+
+def reasons(found: Found) -> tuple[Reasoned, Reasoned]:
+    """The ranked layouts, and those that would be faster but do not fit, with why they lose."""
     best = found.best
-    for number, one in enumerate(found.ranked, 1):
-        why = why_slower(best, one, found.profile) if one is not best else "best"
-        lines.append(f"{number:3d} {_columns(one, best)}  {why}")
-    for one in found.too_large[:_TOO_LARGE_SHOWN]:
-        lines.append(f"{'-':>3s} {_columns(one, best)}  {why_too_large(best, one, found.usable_bytes)}")
-    return "\n".join(lines)
+    ranked = [(one, "best" if one is best else why_slower(best, one, found.profile)) for one in found.ranked]
+    too_large = found.too_large[:_TOO_LARGE_SHOWN]
+    return ranked, [(one, why_too_large(best, one, found.usable_bytes)) for one in too_large]
+
+
+def table(best: Candidate, ranked: Reasoned, too_large: Reasoned) -> list[str]:
+    """The layouts, one a line."""
+    return [
+        f"{'':>3s} {'tensor':>7s} {'pipeline':>9s} {'schedule':23s} {'ZeRO':>4s} {'data':>12s} {'micro':>5s} "
+        f"{'recompute':11s} {'step s':>9s} {'slower':>7s} {'GiB':>6s}  why",
+        *(f"{number:3d} {_columns(one, best)}  {why}" for number, (one, why) in enumerate(ranked, 1)),
+        *(f"{'-':>3s} {_columns(one, best)}  {why}" for one, why in too_large),
+    ]
 
 
 def _columns(one: Candidate, best: Candidate) -> str:
@@ -145,15 +135,14 @@ def _columns(one: Candidate, best: Candidate) -> str:
     )
 
 
-def as_dict(found: Found) -> dict[str, Any]:
+def as_dict(found: Found, ranked: Reasoned, too_large: Reasoned) -> dict[str, Any]:
     """The result for JSON."""
-    counts, best = found.counts, found.best
 
     def entry(one: Candidate, why: str) -> dict[str, Any]:
         return {
             "settings": found.space.settings(one.work),
             "step_seconds": one.time._asdict(),
-            "seconds_more": differences(best, one),
+            "seconds_more": differences(found.best, one),
             "memory_bytes": one.memory_bytes,
             "why": why,
         }
@@ -161,26 +150,22 @@ def as_dict(found: Found) -> dict[str, Any]:
     return {
         "gpus": found.space.num_gpus,
         "profile": found.profile.name,
-        "valid": counts.valid,
-        "too_large": counts.too_large,
-        "computed": counts.computed,
+        "valid": found.counts.valid,
+        "too_large": found.counts.too_large,
+        "computed": found.counts.computed,
         "usable_memory_bytes": found.usable_bytes,
-        "ranked": [
-            entry(one, why_slower(best, one, found.profile) if one is not best else "best") for one in found.ranked
-        ],
-        "faster_but_too_large": [
-            entry(one, why_too_large(best, one, found.usable_bytes)) for one in found.too_large[:_TOO_LARGE_SHOWN]
-        ],
+        "ranked": [entry(*one) for one in ranked],
+        "faster_but_too_large": [entry(*one) for one in too_large],
     }
 
 
-def as_toml(found: Found, path: Path) -> str:
+def as_toml(found: Found, ahead: Forecast, path: Path) -> str:
     """The run in its best layout, as a TOML: what its file and command line set, and the layout's keys."""
     count = found.space.num_gpus
     head = [
         f"{found.config.job.config_file or 'A run'} in the layout that scripts/plan.py search found for {gpus(count)}:"
     ]
-    for line in summary(found):
+    for line in summary(found, ahead):
         head += textwrap.wrap(line, 118, initial_indent="  ", subsequent_indent="    ")
     return run_as_toml(found.config, count, path, head)
 

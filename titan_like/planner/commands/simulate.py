@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from titan_like.config import ConfigError
-from titan_like.config.options import path_option
+from titan_like.config.options import OptionParser, path_option
 from titan_like.metrics.step_timeline import StepTimeline, chrome_trace, read_trace
 from titan_like.metrics.timeline_plot import check_picture, draw
 from titan_like.metrics.timeline_report import (
@@ -21,17 +21,18 @@ from titan_like.metrics.timeline_report import (
     parts_of,
     sentences,
 )
-from titan_like.planner.commands.outcome import Outcome, add_profile, chosen_profile, does_not_fit, loaded
+from titan_like.planner.commands.outcome import Outcome, add_profile, does_not_fit, read_run
 from titan_like.planner.predict import predict
 from titan_like.planner.profile import Profile
 from titan_like.planner.step_time import timeline
 from titan_like.planner.workload import Workload
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: OptionParser) -> None:
     """Add the options that are not settings of the run."""
     add_profile(parser)
-    parser.add_argument("--width", type=int, default=100, help="width of the text's lanes in columns (default 100)")
+    told = "width of the text's lanes in columns (default 100)"
+    parser.add_number("--width", int, least=10, most=10000, default=100, help=told)
     told = "draw every microbatch (default: of many, the first and the last round)"
     parser.add_argument("--whole", action="store_true", help=told)
     parser.add_argument(
@@ -54,11 +55,8 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     Raises:
         ConfigError: the measured timeline cannot be read or has another pipeline, or the picture cannot be drawn.
     """
-    if not 10 <= options.width <= 10000:
-        raise ConfigError("--width", options.width, "must be from 10 to 10000 columns")
     check_picture("--picture", options.picture)
-    profile = chosen_profile(options)
-    forecast = predict(loaded(settings), profile)
+    forecast = predict(*read_run(options, settings)[:2])
     predicted = timeline(forecast.work, forecast.profile)
     drawn_step, note = predicted, ""
     if not (options.whole or options.measured):
@@ -83,7 +81,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     ]
     if found:
         lines += table(found)
-    lines += does_not_fit(forecast.memory)
+    lines += does_not_fit(forecast)
     result = {
         "seconds": predicted.seconds,
         "bubble_fraction": summary.bubble_fraction,

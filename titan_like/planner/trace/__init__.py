@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
-from titan_like.planner.trace.grown import grown
 from titan_like.planner.trace.key import TraceKey, default_folder, load, save
 from titan_like.planner.trace.program import Program
 
@@ -36,4 +35,4 @@ def estimate(key: TraceKey) -> Program:
     if key.micro_batch_size <= 2:
         return trace(key)
     one, two = (trace(key._replace(micro_batch_size=samples)) for samples in (1, 2))
-    return grown(one, two, key.micro_batch_size)
+    return one.grown(two, key.micro_batch_size)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 import titan_like
+from titan_like.config.options import write_output_file
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
 from titan_like.planner.trace.program import Program
@@ -92,18 +93,12 @@ def load(key: TraceKey, folder: Path) -> Program | None:
     """A stored trace, if there is a whole one."""
     try:
         return Program.from_json(json.loads((folder / key.file_name).read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError):  # absent, or cut short
+    except (OSError, ValueError, TypeError):  # absent, or cut short
         return None
 
 
 def save(key: TraceKey, program: Program, folder: Path) -> None:
     """Store a trace under its final name at once. A folder that cannot be written costs the next run a second."""
-    file = folder / key.file_name
-    temporary = file.with_suffix(f".{os.getpid()}")
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_text(json.dumps(program.tree), encoding="utf-8")
-            os.replace(temporary, file)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_output_file(folder / key.file_name, json.dumps(program.tree))

@@ -8,10 +8,12 @@ combine segments, which is arithmetic; nothing here depends on them.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
 
 PASSES = ("forward", "backward", "weights")
 
@@ -67,13 +69,25 @@ class Moment(NamedTuple):
     gradients: int  # elements of parameters' gradients that the pass has produced so far
 
 
+def _from_pairs(value: Any) -> Any:
+    return value if isinstance(value, dict) else {tuple(key): amount for key, amount in value}
+
+
+_Key = TypeVar("_Key")
+_Amount = TypeVar("_Amount")
+# A dictionary that is pairs in JSON, whose objects have no keys but strings.
+Amounts = Annotated[
+    dict[_Key, _Amount], BeforeValidator(_from_pairs), PlainSerializer(lambda found: list(found.items()))
+]
+
+
 @dataclass
 class Pass:
     """The operators, messages and memory of the forward or backward pass over one segment."""
 
-    gemms: dict[Gemm, int] = field(default_factory=dict)  # → how often
-    attention: dict[Attention, int] = field(default_factory=dict)
-    collectives: dict[Collective, tuple[int, int]] = field(default_factory=dict)  # → calls, bytes
+    gemms: Amounts[Gemm, int] = field(default_factory=dict)  # → how often
+    attention: Amounts[Attention, int] = field(default_factory=dict)
+    collectives: Amounts[Collective, tuple[int, int]] = field(default_factory=dict)  # → calls, bytes
     # Bytes that all other operators read and write: each by itself, and with neighbours between two GEMMs or messages
     # as one kernel. The second figure of each pair is the recomputed part.
     eager_bytes: tuple[int, int] = (0, 0)
@@ -81,6 +95,17 @@ class Pass:
     launches: int = 0  # kernels, each operator by itself
     fused_launches: int = 0
     moments: list[Moment] = field(default_factory=list)  # those that may be the fullest
+
+    def flops(self, recomputed: bool = False, causal: bool = False) -> int:
+        """FLOPs of GEMMs and attention.
+
+        Args:
+            recomputed: count what activation checkpointing repeats.
+            causal: count half of an attention matrix with a causal mask.
+        """
+        amounts = [(gemm.recomputed, gemm.flops, count) for gemm, count in self.gemms.items()]
+        amounts += [(core.recomputed, core.flops(causal), count) for core, count in self.attention.items()]
+        return sum(count * flops for again, flops, count in amounts if recomputed or not again)
 
 
 class Parameter(NamedTuple):
@@ -168,46 +193,50 @@ class Program:
     @cached_property
     def tree(self) -> dict[str, Any]:
         """The program as lists, numbers and strings, for JSON."""
-        return {"groups": self.groups, "segments": [_segment_to_json(segment) for segment in self.segments()]}
+        return _ADAPTER.dump_python(self, mode="json")
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Program:
-        """The inverse of `tree`."""
-        entry, inputs, *layers, head = (_segment_from_json(segment) for segment in tree["segments"])
-        return cls(entry, inputs, layers, head, {name: tuple(where) for name, where in tree["groups"].items()})
+        """The inverse of `tree`. Raises a `ValueError` if something is missing."""
+        return _ADAPTER.validate_python(tree)
+
+    def grown(self, two: Program, samples: int) -> Program:
+        """The program of a larger microbatch, estimated from this one of a single sample and from that of two.
+
+        Where they differ by numbers alone, these grow in proportion to the samples; else operators are repeated. A head
+        may differ in the number of chunks of its loss, and a pass in the moments that may be the fullest.
+        """
+        return Program.from_json(_grown(self.tree, two.tree, samples))
 
 
-def _segment_to_json(segment: Segment) -> dict[str, Any]:
-    tree = {one.name: getattr(segment, one.name) for one in fields(segment)}  # without what is cached
-    return tree | {name: _pass_to_json(one) for name, one in zip(PASSES, segment.passes, strict=True)}
+_ADAPTER = TypeAdapter(Program)
 
 
-def _segment_from_json(tree: dict[str, Any]) -> Segment:
-    passes = {name: _pass_from_json(tree[name]) for name in PASSES}
-    parameters = [
-        Parameter(name, tuple(shape), unit, sharers, deferred, partial, tuple(kinds))
-        for name, shape, unit, sharers, deferred, partial, kinds in tree["parameters"]
-    ]
-    return Segment(**(tree | passes | {"parameters": parameters}))
+class _DifferError(Exception):
+    pass
 
 
-def _pass_to_json(one: Pass) -> dict[str, Any]:
-    counts = {name: [[*key, count] for key, count in getattr(one, name).items()] for name in ("gemms", "attention")}
-    return vars(one) | counts | {"collectives": [[*key, *amounts] for key, amounts in one.collectives.items()]}
-
-
-def _pass_from_json(tree: dict[str, Any]) -> Pass:
-    return Pass(
-        **tree
-        | {
-            "gemms": {Gemm(*key): count for *key, count in tree["gemms"]},
-            "attention": {Attention(*key): count for *key, count in tree["attention"]},
-            "collectives": {Collective(*key): (calls, size) for *key, calls, size in tree["collectives"]},
-            "eager_bytes": tuple(tree["eager_bytes"]),
-            "fused_bytes": tuple(tree["fused_bytes"]),
-            "moments": [Moment(*moment) for moment in tree["moments"]],
-        }
-    )
+def _grown(one: Any, two: Any, samples: int, name: str = "") -> Any:
+    if isinstance(one, bool | str) or one is None:
+        if one != two:
+            raise _DifferError
+        return one
+    if isinstance(one, int):
+        return one + (samples - 1) * (two - one)
+    if isinstance(one, dict):
+        return {key: _grown(value, two[key], samples, key) for key, value in one.items()}
+    try:
+        if len(one) != len(two):
+            raise _DifferError
+        return [_grown(a, b, samples) for a, b in zip(one, two, strict=True)]
+    except _DifferError:
+        if name in ("gemms", "attention"):
+            return [[operator, samples * count] for operator, count in one]
+        if name == "collectives":
+            return [[kind, [samples * calls, samples * size]] for kind, (calls, size) in one]
+        if name == "moments":
+            return [[samples * activations, gradients] for activations, gradients in one]
+        raise
 
 
 def fullest(moments: Iterable[Moment]) -> list[Moment]:

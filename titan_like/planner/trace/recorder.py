@@ -85,13 +85,6 @@ class Recorder(TorchDispatchMode):
         """Leave a parameter or buffer out of the memory in use."""
         self._add(local_part(tensor).untyped_storage(), 0)
 
-    def resize(self, storage: torch.UntypedStorage, size: int) -> None:
-        """Tell that a storage gets this many bytes, which no operator shows."""
-        if id(storage) in self._alive:
-            number, before = self._alive[id(storage)]
-            self._alive[id(storage)] = number, size
-            self.events.append(Event(self.segment, self.which, number, size - before))
-
     def _add(self, storage: torch.UntypedStorage, size: int) -> None:
         key, self._last_number = id(storage), self._last_number + 1
         self._alive[key] = self._last_number, size

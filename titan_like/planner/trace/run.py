@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import gcd
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch, model_fields
 from titan_like.models import parts
@@ -26,15 +30,26 @@ from titan_like.parallel.schedules.tables import SCHEDULES
 from titan_like.parallel.split import StageLayers
 from titan_like.parallel.tensor import partial_parameters
 from titan_like.parallel.weight_gradients import Product
-from titan_like.planner.trace.fake import fake_process_group
 from titan_like.planner.trace.key import TraceKey
 from titan_like.planner.trace.levels import BACKWARD, FORWARD, WEIGHTS
 from titan_like.planner.trace.program import Parameter, Program, Segment
 from titan_like.planner.trace.recorder import Recorder, local_part
 from titan_like.planner.trace.stand_ins import as_on_gpu
-from titan_like.torch_private import fake_tensor_mode, tree_leaves
+from titan_like.torch_private import fake_store, fake_tensor_mode, tree_leaves
 
 _ENTRY, _INPUTS, _FIRST_LAYER = range(3)  # segments
+
+
+@contextmanager
+def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
+    """Act as one of many processes that do not exist. Collectives return without doing anything."""
+    hook = sys.excepthook  # which torch wraps with each group, so that every line of a traceback names all ranks
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 class _WithoutDataParallel:
@@ -88,20 +103,15 @@ def run_trace(key: TraceKey) -> Program:
 
 
 def _config(key: TraceKey, layout: Layout) -> JobConfig:
-    tree: dict[str, Any] = {
-        "training": {
-            "dtype": key.dtype,
-            "seq_len": key.seq_len,
-            "micro_batch_size": key.micro_batch_size,
-            "global_batch_size": key.micro_batch_size * layout.data_parallel,
-        },
-        "parallelism": {"context_parallel_method": key.context_method},
-        "activation_checkpoint": {"mode": key.recompute},
+    values = {
+        "training.dtype": key.dtype,
+        "training.seq_len": key.seq_len,
+        "training.micro_batch_size": key.micro_batch_size,
+        "training.global_batch_size": key.micro_batch_size * layout.data_parallel,
+        "parallelism.context_parallel_method": key.context_method,
+        "activation_checkpoint.mode": key.recompute,
     }
-    for name, value in layout.settings().items():
-        section, setting = name.split(".")
-        tree[section][setting] = value
-    return JobConfig.model_validate(tree)
+    return edit(JobConfig(), values | layout.settings())
 
 
 def microbatch(key: TraceKey) -> Batch:

@@ -1,12 +1,11 @@
 """One whole step of one process on fake tensors: the recipe with data parallelism and the pipeline.
 
-It takes seconds, so it checks the few layouts that a search ends with, and judges `planner.memory`, which composes the
-same from a traced microbatch.
+It takes seconds, and judges `planner.memory` and `planner.traffic`, which compose the same from a traced microbatch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import NamedTuple
@@ -14,23 +13,20 @@ from unittest import mock
 
 import torch
 
-from titan_like.checkpoint.loader import materialise_optimizer_state
 from titan_like.config.schema import JobConfig
 from titan_like.data.lengths import sample_length
 from titan_like.models import parts
 from titan_like.models.config import TransformerConfig
-from titan_like.optim.optimizer import build_optimizer
-from titan_like.optim.shards import local
 from titan_like.parallel.apply import build_parallel_model, run_batches
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.mesh import build_mesh
-from titan_like.parallel.model import ParallelModel
+from titan_like.planner.dry_run import built_optimizer, built_state
 from titan_like.planner.predict import workload_of
-from titan_like.planner.trace.fake import fake_process_group
 from titan_like.planner.trace.key import TraceKey
+from titan_like.planner.trace.levels import Event
 from titan_like.planner.trace.program import Collective, Segment
 from titan_like.planner.trace.recorder import Recorder
-from titan_like.planner.trace.run import microbatch
+from titan_like.planner.trace.run import fake_process_group, microbatch
 from titan_like.planner.trace.stand_ins import as_on_gpu
 from titan_like.torch_private import fake_tensor_mode
 
@@ -73,38 +69,11 @@ def _resizes_recorded(recorder: Recorder) -> Iterator[None]:
     original = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-        recorder.resize(storage, size)
+        if id(storage) in recorder._alive:
+            number, before = recorder._alive[id(storage)]
+            recorder._alive[id(storage)] = number, size
+            recorder.events.append(Event(recorder.segment, recorder.which, number, size - before))
         return original(storage, size)
 
     with mock.patch.object(torch.UntypedStorage, "resize_", resize):
         yield
-
-
-class RankState(NamedTuple):
-    """Bytes on one process between the backward pass and the optimizer's update, without padding of uneven shards."""
-
-    num_parameters: int
-    parameters: int
-    gradients: int  # freed after the update
-    optimizer: int
-
-
-def built_optimizer(config: JobConfig, model: ParallelModel) -> torch.optim.Optimizer:
-    """The model's optimizer with the state that it has after its first step."""
-    # The fused implementation needs a real device, but keeps the same state.
-    section = config.optimizer.model_copy(update={"implementation": "foreach"})
-    optimizer = build_optimizer(model.named_parameters(), section)
-    materialise_optimizer_state(optimizer)
-    return optimizer
-
-
-def built_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> RankState:
-    """Count the model's local parameters, and what their optimizer keeps."""
-    parameters = list(model.parameters())
-    values = (value for state in optimizer.state.values() for value in state.values() if value.ndim)
-    weights = _bytes(parameters)  # gradients have the same shapes and types
-    return RankState(sum(local(parameter).numel() for parameter in parameters), weights, weights, _bytes(values))
-
-
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(local(tensor).nbytes for tensor in tensors)
