@@ -309,7 +309,7 @@ def verify(arguments: list[str]) -> Iterator[Row]:
             began, (file, *settings) = time.monotonic(), PARITY[case]
             config = load_config([f"--job.config_file={ROOT}/train_configs/{file}", *ONE, *settings])
             small = shrink(config, resolve(config, 1), 2, on_gpus=device != "cpu")
-            verifier = Verifier(small, on_gpus=device != "cpu", most=1, start=partial(Here, device))
+            verifier = Verifier(small, most=1, start=partial(Here, device))
             verdict = verifier.verify()
             seconds, ok = time.monotonic() - began, verdict.outcome == "same"
             problem = {} if ok else {"problem": format_verdict(verdict, verifier.kinds, seconds)}
@@ -321,7 +321,7 @@ def verify(arguments: list[str]) -> Iterator[Row]:
 class Here:
     """Runs a function of the verifier in this process, as `titan_like.verify.processes.Group` does in another one."""
 
-    def __init__(self, device: str, function: Callable, world_size: int, *arguments: Any, **options: Any) -> None:
+    def __init__(self, device: str, function: Callable, world_size: int, *arguments: Any) -> None:
         assert world_size == 1
         self.device, self.call = device, lambda member: function(member, *arguments)
 

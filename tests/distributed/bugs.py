@@ -195,7 +195,7 @@ BUGS = [
     (dropout.seed_of_each_trainer, DATA, "one_process", Row.DROPOUT_AGAIN, ""),
     (gradients.gradients_reduced_in_bfloat16, [*TENSOR[:2], *ZERO_1, *BFLOAT16[:2]], "data_parallel", Row.SUMS, ""),
     (gradients.gradients_kept_in_bfloat16, [*TENSOR, *BFLOAT16[:2]], "accumulation", Row.SUMS, ""),
-    (gradients.gradients_of_complete_units_lost, THREE_MICROBATCHES, "accumulation", Row.GRADIENT, ""),
+    (gradients.gradients_of_complete_units_lost, THREE_MICROBATCHES, "accumulation", Row.SUMS, ""),
     (gradients.table_gets_the_last_chunk_s_gradient, BFLOAT16, "one_process", Row.GRADIENT, "embedding.weight"),
     (gradients.gradients_reduced_in_float32, REDUCED_IN_BFLOAT16, "data_parallel", Row.SUMS, "gradients"),
     (gradients.losses_summed_in_bfloat16, BFLOAT16, "one_process", Row.SUMS, "loss"),

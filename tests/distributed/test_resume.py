@@ -12,7 +12,7 @@ from tests.distributed.layouts import pipeline, recompute, sizes, tensor, zero
 from tests.e2e.jobs import records
 from titan_like.checkpoint.step_folders import complete_steps
 from titan_like.train.trainer import Trainer
-from titan_like.verify.dropout import Recorder
+from titan_like.verify.dropout import recorded_draws
 from titan_like.verify.watch import digest, steps_alone
 
 TIMES = {"step_time_s", "data_time_s", "tokens_per_second", "tflops_per_device", "peak_memory_bytes"}
@@ -101,11 +101,10 @@ def masks_of_step_3(rank: int, folder: Path) -> dict[str, list[list[str]]]:
     found: dict[str, list[list[str]]] = {}
 
     def draw(name: str, trainer: Trainer) -> None:
-        recorder = Recorder(trainer)
-        with recorder.installed():
+        with recorded_draws(trainer) as draws:
             steps_alone(trainer, 1)
         for is_attention in (False, True):
-            masks = [digest(draw.kept) for draw in recorder.draws if draw.where.is_attention == is_attention]
+            masks = [digest(draw.kept) for draw in draws if draw.is_attention == is_attention]
             found.setdefault(name, []).append(masks)
 
     settings = SETTINGS | {"model.overrides": MODEL | {"num_layers": 2}}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ from tests.distributed.mutations import (
 )
 from titan_like.config import load_config
 from titan_like.verify.compare import DROPOUT, EXACT, RESUME, SINGLE, Row
-from titan_like.verify.processes import WAITING, Prepare
+from titan_like.verify.processes import WAITING, Group, Prepare
 from titan_like.verify.shrink import resolve, shrink
 from titan_like.verify.verify import _LOCATED, Verdict, Verifier
 
@@ -77,7 +78,7 @@ def verify(
     """Verify the debug model."""
     config = load_config(["--job.config_file", GPT, *layout])
     small = shrink(config, resolve(config, None), steps)
-    return Verifier(small, timeout, patience, prepare=mutation, kinds=kinds or []).verify()
+    return Verifier(small, timeout, patience, start=partial(Group, prepare=mutation), kinds=kinds or []).verify()
 
 
 # Layouts in all kinds of runs, or in those that are named. test_verify_command.py has the pipeline in all of them.

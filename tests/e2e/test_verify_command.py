@@ -17,7 +17,7 @@ import torch
 from tests.distributed.mutations import layers
 from tests.e2e.scripts import REPO, Script, run_here
 from titan_like.verify import verify as verify_module
-from titan_like.verify.processes import Prepare
+from titan_like.verify.processes import Group, Prepare
 from titan_like.verify.verify import Verifier
 
 CONFIG = ["--job.config_file", str(REPO / "train_configs" / "debug_gpt.toml")]
@@ -105,7 +105,7 @@ def test_running_out_of_time_ends_with_3() -> None:
 def test_bug_in_the_model_is_nobody_elses(
     mutation: Prepare, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(verify_module, "Verifier", partial(Verifier, prepare=mutation))
+    monkeypatch.setattr(verify_module, "Verifier", partial(Verifier, start=partial(Group, prepare=mutation)))
     code = run_here("scripts/verify.py", "--json", str(tmp_path / "verdict.json"), *CONFIG, *PIPELINE)
     out, err = capfd.readouterr()
     assert code == 1, out + err

@@ -23,7 +23,7 @@ from tests.unit.record_cases import jsonl, write_records
 from titan_like.config import load_config
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
-from titan_like.data import blend, raw_text, shards, stream_reader
+from titan_like.data import blend, preprocess, raw_text, shards
 from titan_like.data.batch import Batch
 from titan_like.data.indexed import DTYPES, IndexedWriter
 from titan_like.data.loader import BackgroundLoader, GlobalSampler, State, merge_states
@@ -41,7 +41,7 @@ WITHOUT_WORKERS = tuple((ranks, 0) for ranks, _ in RELAY)
 PART = 16  # samples that each of them reads
 WINDOW = PART * len(RELAY)
 SHORT = [  # blocks of blends and pieces of files, so that many of them end within these samples
-    *((blend, "BLOCK", 24), (stream_reader, "_BATCH", 256)),
+    *((blend, "BLOCK", 24), (preprocess, "_BATCH", 3)),
     *((raw_text, "_PIECE", 1 << 14), (raw_text, "_CHUNK", 1 << 12), (raw_text, "_ROWS", 5), (shards, "_ROWS", 5)),
 ]
 SEQ = 16

@@ -36,6 +36,7 @@ from tests.unit import test_compute_copies, test_schedule
 from titan_like.config import load_config
 from titan_like.models.layers import interval_attention
 from titan_like.parallel.axes import on_one_process
+from titan_like.parallel.layout import Layout
 from titan_like.train import trainer as trainer_module
 from titan_like.train.job import process_group
 from titan_like.train.rules import resolve_settings
@@ -46,7 +47,7 @@ from titan_like.verify.observe import observe, observe_dropout
 from titan_like.verify.processes import Member, Prepare
 from titan_like.verify.reference import compute_reference
 from titan_like.verify.shrink import resolve, shrink
-from titan_like.verify.verify import first_difference
+from titan_like.verify.verify import Verdict
 from titan_like.verify.watch import Watch, steps_alone
 
 BFLOAT16 = [*ONE, "--training.dtype", "bfloat16"]
@@ -89,7 +90,8 @@ def problem_of(settings: list[str], kind: str, bug: Prepare | None = None) -> Ch
     reference = defined(tuple(settings), kind)
     config, observed = on_one_process(reference.small.config), observe_dropout if kind == DROPOUT else observe
     with bug() if bug is not None else nullcontext():
-        return first_difference(combine(reference, [[observed(member(), reference, config, kind)]]))
+        checks = combine(reference, [[observed(member(), reference, config, kind)]])
+        return Verdict("", Layout.of(config.parallelism), checks).first_difference
 
 
 @pytest.mark.parametrize(("settings", "kind"), [(s, kind) for s, kinds in SAME.values() for kind in kinds])

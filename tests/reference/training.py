@@ -6,6 +6,7 @@ bad: their gradients are not finite, so they consume samples and update nothing.
 
 import math
 from collections.abc import Iterable
+from operator import itemgetter
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from tests.reference.experts import PlainExperts
 from tests.reference.masks import take_definitions
 from titan_like.config.schema import JobConfig, Training
-from titan_like.data.batch import Batch, collate, model_fields
+from titan_like.data.batch import Batch, collate, map_tensors, model_fields
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.models.config import NUM_OPTIONS
 from titan_like.models.registry import build_model, model_config
@@ -21,18 +22,17 @@ from titan_like.models.transformer import Transformer
 from titan_like.optim.optimizer import build_optimizer
 from titan_like.verify.compare import EXACT, Key, Row
 from titan_like.verify.processes import Member
-from titan_like.verify.reference import norm
-from titan_like.verify.runs import Trace, perturb
+from titan_like.verify.reference import Trace, norm, perturb
 from titan_like.verify.samples import Samples, masks_of_run, training_samples, validation_samples
 from titan_like.verify.shrink import Small
-from titan_like.verify.watch import FLOAT16_SCALE, enlarge, part_of
+from titan_like.verify.watch import FLOAT16_SCALE, enlarge
 
 ELEMENTS = 64  # of initial weights that one generator draws
 _TERMS = {"tokens": "lm_loss", "pair": "sentence_loss", "choice": "choice_loss"}
 
 
 def train_by_definition(_: Member | None, small: Small, dtype: str, seed: int | None = None) -> Trace:
-    """As `titan_like.verify.runs.train_alone`."""
+    """As `titan_like.verify.reference.train_alone`."""
     compute_type, config, last, trace = getattr(torch, dtype), small.config, small.num_steps, Trace()
     training, max_norm = config.training, config.training.max_norm
     model = build_model(model_config(config.model), config.model.family)
@@ -104,7 +104,8 @@ def train_by_definition(_: Member | None, small: Small, dtype: str, seed: int | 
             break
         keep(step, Row.WEIGHT, parameters.items())
         if step % config.evaluation.interval == 0:
-            first = part_of(held_out, slice(0, config.evaluation.steps * training.global_batch_size))
+            count = config.evaluation.steps * training.global_batch_size
+            first = map_tensors(itemgetter(slice(count)), held_out)
             keep_losses(step, Row.VALIDATION, mean_losses(model, first, compute_type))
         if step == last:
             keep_losses(last, Row.WHOLE_VALIDATION, mean_losses(model, held_out, compute_type))
@@ -197,8 +198,9 @@ def rate_of(small: Small, step: int) -> float:
     """The learning rate of a step, counted from 1. If the run's length is not in steps, it is a function of samples."""
     training, batch = small.config.training, small.config.training.global_batch_size
     if training.steps is not None:
-        return learning_rate(small.config, step, small.total)
-    return learning_rate(small.config, batches(small.config, step)[step].stop / batch, small.samples / batch)
+        return learning_rate(small.config, step, training.steps)
+    samples = training.samples or (training.tokens or 0) // training.seq_len
+    return learning_rate(small.config, batches(small.config, step)[step].stop / batch, samples / batch)
 
 
 def learning_rate(config: JobConfig, step: float, total: float) -> float:

@@ -16,7 +16,7 @@ from titan_like.data import files as data_files
 from titan_like.data import raw_text
 from titan_like.data.files import find_files
 from titan_like.data.packed import corpus_files
-from titan_like.data.raw_text import RECORD_ENDINGS, kind_of, read_pieces, texts_of
+from titan_like.data.raw_text import kind_of, read_pieces, texts_of
 from titan_like.data.shards import find_shards
 
 datasets = pytest.importorskip("datasets")
@@ -143,7 +143,7 @@ def test_a_folder_is_what_load_dataset_reads(
 ) -> None:
     folder = write(tmp_path / "corpus", *names)
     expected = datasets.load_dataset(str(folder), split="train", cache_dir=str(tmp_path / "cache"))["text"]
-    found = find_files([str(folder)], "data.paths", RECORD_ENDINGS)
+    found = find_files([str(folder)], "data.paths", "holds text")
     assert rows_of(found) == sorted(expected)
     line = capsys.readouterr().err
     assert f"{folder}: reads {len(found)} of " in line
@@ -187,13 +187,13 @@ def test_a_saved_folder_means_what_load_from_disk_reads(tmp_path: Path, capsys: 
         "both": both["train"]["text"],
         "both/test": both["test"]["text"],
     }.items():
-        found = find_files([str(tmp_path / name)], "data.paths", RECORD_ENDINGS)
+        found = find_files([str(tmp_path / name)], "data.paths", "holds text")
         assert rows_of(found) == sorted(expected)
         read, left = capsys.readouterr().err.split(" and leaves ")
         assert "-of-00002.arrow" in read if name == "one" else "data-00000-of-00001.arrow" in read
         assert "state.json" in left and "cache-" not in read
     os.rename(tmp_path / "one" / "state.json", tmp_path / "one" / "lost")  # still, a cache is no data
-    assert len(find_files([str(tmp_path / "one")], "data.paths", RECORD_ENDINGS)) == 2
+    assert len(find_files([str(tmp_path / "one")], "data.paths", "holds text")) == 2
     (tmp_path / "one" / "state.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"state.json\": is damaged .* save it again"):
         find_files([str(tmp_path / "one")], "data.paths")
@@ -205,10 +205,10 @@ def test_a_saved_folder_means_what_load_from_disk_reads(tmp_path: Path, capsys: 
 def test_a_folder_without_training_data_is_refused(names: tuple[str, ...], tmp_path: Path) -> None:
     folder = write(tmp_path / "corpus", *names)
     with pytest.raises(ConfigError, match=r"has no split named train, but .*test"):
-        find_files([str(folder)], "data.paths", RECORD_ENDINGS)
+        find_files([str(folder)], "data.paths", "holds text")
     datasets.DatasetDict(test=datasets.Dataset.from_dict({"text": ["a"]})).save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(ConfigError, match=r"saved\": has no split named train, but test"):
-        find_files([str(tmp_path / "saved")], "data.paths", RECORD_ENDINGS)
+        find_files([str(tmp_path / "saved")], "data.paths", "holds text")
 
 
 def test_folders_of_text_and_patterns(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.jobs import wait_until
-from titan_like.data.unfinished import remove_unfinished, removed_unless_renamed
 from titan_like.train import signals as signals_module
 from titan_like.train.signals import STOP_SIGNALS, StopSignals
 
@@ -86,13 +85,9 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 BEFORE_THE_LOOP = """
 import os, signal, threading, time
-from pathlib import Path
 from tests.e2e.jobs import wait_until
-from titan_like.data.unfinished import removed_unless_renamed
 from titan_like.train.signals import StopSignals
-with StopSignals(), removed_unless_renamed(Path(FOLDER)) as folder:
-    folder.mkdir()
-    (folder / "tokens.bin").write_bytes(b"half")
+with StopSignals():
     threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGHUP)).start()
     HOW
     print("the main thread has gone on")
@@ -104,22 +99,20 @@ with StopSignals(), removed_unless_renamed(Path(FOLDER)) as folder:
     ["import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)", "time.sleep(100)", "while True: len('')"],
     ids=["C code", "waiting", "Python code"],
 )
-def test_a_signal_before_the_first_step_ends_the_process(tmp_path: Path, how: str) -> None:
-    code = BEFORE_THE_LOOP.replace("FOLDER", repr(str(tmp_path / "x.unfinished"))).replace("HOW", how)
-    done = run(code, LOCAL_RANK="0")
+def test_a_signal_before_the_first_step_ends_the_process(how: str) -> None:
+    done = run(BEFORE_THE_LOOP.replace("HOW", how), LOCAL_RANK="0")
     assert (done.returncode, done.stdout, done.stderr) == (129, "", "ended by SIGHUP before the first step was done\n")
-    assert list(tmp_path.iterdir()) == []
 
 
-def test_only_one_rank_of_a_machine_says_so_and_nohup_holds(tmp_path: Path) -> None:
-    code = BEFORE_THE_LOOP.replace("FOLDER", repr(str(tmp_path / "x.unfinished")))
+def test_only_one_rank_of_a_machine_says_so_and_nohup_holds() -> None:
+    code = BEFORE_THE_LOOP
     done = run(code.replace("HOW", "time.sleep(100)"), LOCAL_RANK="1")
     assert (done.returncode, done.stdout, done.stderr) == (129, "", "")
     done = run("import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)" + code.replace("HOW", "time.sleep(0.5)"))
     assert (done.returncode, done.stdout, done.stderr) == (0, "the main thread has gone on\n", "")
 
 
-def test_a_script_that_has_a_signal_ignored_means_save(tmp_path: Path) -> None:
+def test_a_script_that_has_a_signal_ignored_means_save() -> None:
     """As scripts/slurm and scripts/k8s do, and as a shell does with SIGINT to what it runs in the background."""
     code = """
 import os, signal, time
@@ -153,11 +146,3 @@ def test_a_forked_child_leaves_signals_to_its_parent(ended: list[str]) -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
         wait_until(lambda: stop.received)
         assert stop.received == signal.SIGUSR1 and not ended
-
-
-def test_what_is_complete_is_not_removed(tmp_path: Path) -> None:
-    with removed_unless_renamed(tmp_path / "x.unfinished") as unfinished:
-        unfinished.write_text("whole")
-        os.rename(unfinished, tmp_path / "x")
-        remove_unfinished()
-    assert [path.name for path in tmp_path.iterdir()] == ["x"]

@@ -34,6 +34,7 @@ from titan_like.optim.shards import ShardedOptimizer
 from titan_like.parallel.model import ParallelModel
 
 _BUFFERS = "buffers."
+_TIME_TO_END = 10.0  # seconds that a stopped job is given to end
 _SAYS_TOKENS = ("dataset", "tokenizer", *TokenOptions._fields)
 
 
@@ -90,23 +91,38 @@ def materialise_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = lr
 
 
+def hold_folder(key: str, folder: Path, lock: Path) -> None:
+    """Lock a folder, which the setting ``key`` names, until `release` or the end of rank 0's process.
+
+    Every rank calls this. The lock's file is next to the path ``lock``.
+
+    Raises:
+        ConfigError: another job holds the folder and does not end soon, or the lock cannot be used.
+    """
+    taken = "another job writes to this folder; stop it, or name another folder"
+    refusal: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        refusal[0] = hold(lock, taken, 0.0)
+        if refusal[0] == taken:
+            print(f"another job is writing to {folder}; waiting {_TIME_TO_END:.0f} s for it to end", flush=True)
+            refusal[0] = hold(lock, taken, _TIME_TO_END)
+    dist.broadcast_object_list(refusal, src=0)
+    require(refusal[0] is None, key, str(folder), refusal[0] or "")
+
+
 def resume(
     folder: Path, is_usable: Callable[[int], bool], model: ParallelModel, optimizer: torch.optim.Optimizer
 ) -> RunState | None:
     """Load the newest checkpoint for which ``is_usable(step)`` holds and which is not damaged; print those that are.
 
-    Every rank calls it. It also locks the folder against other runs, whoever started this one. Returns None if the
-    folder has no usable checkpoint.
+    Every rank calls it. It first locks the folder. Returns None if the folder has no usable checkpoint.
 
     Raises:
-        RunError: there are usable checkpoints but none of them loads, or another run writes to the folder.
+        ConfigError: another job holds the folder; see `hold_folder`.
+        RunError: there are usable checkpoints but none of them loads.
     """
+    hold_folder("checkpoint.folder", folder, folder)
     found: list[list[int]] = [[]]
-    taken = f"another run writes to {folder}; stop it, or set checkpoint.folder to another one"
-    refusal: list[str | None] = [hold(folder, taken, 0.0) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(refusal, src=0)
-    if refusal[0] is not None:
-        raise RunError(refusal[0])
     if dist.get_rank() == 0:
         for name in sweep(folder):
             print(f"checkpoint {folder / name} was never completed and has been removed", flush=True)

@@ -241,18 +241,14 @@ def is_resumable(config: JobConfig) -> tuple[bool, str]:
 _held: list[int] = []  # descriptors; the system releases the locks when the process ends, for whatever reason
 
 
-def lock_path(folder: Path) -> Path:
-    """The lock file, which is next to the folder."""
-    return folder.with_name(folder.name + ".lock")
-
-
 def hold(folder: Path, taken: str, patience: float) -> str | None:
-    """Lock the folder until `release` or the end of this process, waiting at most ``patience`` seconds.
+    """Lock the folder until `release` or the end of this process, waiting at most ``patience`` seconds. The lock file
+    is next to the folder.
 
     Returns None if the lock is held; ``taken`` if another process holds it; or a sentence about the lock file if that
     cannot be used. On a file system without locks it also returns None, and nobody is kept out.
     """
-    path = lock_path(folder)
+    path = folder.with_name(folder.name + ".lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

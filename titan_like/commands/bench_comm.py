@@ -23,7 +23,7 @@ import torch.distributed as dist
 from titan_like.config import load_config
 from titan_like.config.errors import require
 from titan_like.config.load import run_command
-from titan_like.config.options import OptionParser, path_option, write_json
+from titan_like.config.options import OptionParser, write_json
 from titan_like.metrics.timeline_plot import check_picture
 from titan_like.parallel.layout import resolve_layout
 from titan_like.parallel.mesh import build_expert_mesh, build_mesh
@@ -46,9 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--largest", type=size_option, default="1g", help="bytes of the largest buffers, 4 times as large each (1g)"
     )
     parser.add_number("--seconds", float, least=1e-3, most=1e6, default=1.0, help="for each operation and size")
-    parser.add_argument(
-        "--picture", type=path_option, metavar="FILE.png", help="draw bus bandwidths (needs matplotlib)"
-    )
+    parser.add_path("--picture", "draw bus bandwidths (needs matplotlib)", "FILE.png")
     return parser
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from titan_like.config.errors import require
 from titan_like.config.load import run_command
-from titan_like.config.options import OptionParser, path_option, tokenizer_option
+from titan_like.config.options import OptionParser, tokenizer_option
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -22,16 +22,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = OptionParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="to-hf | from-hf")
     to_hf = commands.add_parser("to-hf", help="write a folder that transformers loads")
-    to_hf.add_argument(
-        "--checkpoint",
-        required=True,
-        type=path_option,
-        metavar="FOLDER",
-        help="a step-N folder, or a folder of them, whose newest is used",
-    )
-    to_hf.add_argument(
-        "--output", required=True, type=path_option, metavar="FOLDER", help="folder to write; it must not exist"
-    )
+    whose = "a step-N folder, or a folder of them, whose newest is used"
+    to_hf.add_path("--checkpoint", whose, "FOLDER", required=True)
+    to_hf.add_path("--output", "folder to write; it must not exist", "FOLDER", required=True)
     to_hf.add_argument(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
@@ -44,16 +37,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--tokenizer", type=tokenizer_option, help='a value of data.tokenizer, or "none" (default: the checkpoint\'s)'
     )
     from_hf = commands.add_parser("from-hf", help="write a checkpoint that training can start from")
-    from_hf.add_argument(
-        "--input",
-        required=True,
-        type=path_option,
-        metavar="FOLDER",
-        help="folder with config.json and safetensors files, or a name of the Hugging Face hub",
-    )
-    from_hf.add_argument(
-        "--output", required=True, type=path_option, metavar="FOLDER", help="folder to write the checkpoint step-0 to"
-    )
+    source = "folder with config.json and safetensors files, or a name of the Hugging Face hub"
+    from_hf.add_path("--input", source, "FOLDER", required=True)
+    from_hf.add_path("--output", "folder to write the checkpoint step-0 to", "FOLDER", required=True)
     return parser
 
 

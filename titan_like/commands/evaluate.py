@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from titan_like.config import load_config
 from titan_like.config.errors import require
 from titan_like.config.load import run_command
-from titan_like.config.options import OptionParser, path_option, write_json
+from titan_like.config.options import OptionParser, write_json
 from titan_like.train.rules import check_predicts_next_token
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="tokens from one window of a text to the next (default: half of training.seq_len; all of it: disjoint)",
     )
     parser.add_argument("--lm_eval", metavar="TASKS", help="tasks of the evaluation harness, with commas between them")
-    parser.add_argument("--lm_eval_folder", type=path_option, metavar="FOLDER", help="folder with YAML files of tasks")
+    parser.add_path("--lm_eval_folder", "folder with YAML files of tasks", "FOLDER")
     parser.add_number("--num_fewshot", int, least=0, help="examples before each question of --lm_eval")
     parser.add_number("--limit", int, least=1, help="score only the first documents of each task of --lm_eval")
     return parser

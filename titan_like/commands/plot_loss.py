@@ -12,7 +12,7 @@ from pathlib import Path
 from titan_like.config import load_config
 from titan_like.config.errors import require
 from titan_like.config.load import run_command
-from titan_like.config.options import OptionParser, check_output_file, path_option
+from titan_like.config.options import OptionParser, check_output_file
 from titan_like.metrics.loss_curve import draw_losses, read_losses, text_curve
 from titan_like.metrics.run_files import METRICS_FILE
 from titan_like.metrics.timeline_plot import can_draw, check_picture
@@ -21,7 +21,7 @@ from titan_like.metrics.timeline_plot import can_draw, check_picture
 def main(argv: list[str]) -> int:
     """Print the curve, and draw it if that is possible."""
     parser = OptionParser(description=__doc__)
-    parser.add_argument("--out", type=path_option, metavar="FILE.png", help="where to draw it")
+    parser.add_path("--out", "where to draw it", "FILE.png")
     options, settings = parser.parse_known_args(argv)
     config = load_config(settings)
     folder = Path(config.job.dump_folder)

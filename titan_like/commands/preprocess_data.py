@@ -19,7 +19,7 @@ from pathlib import Path
 from titan_like.config import ConfigError
 from titan_like.config.errors import require
 from titan_like.config.load import run_command
-from titan_like.config.options import OptionParser, path_option, tokenizer_option, write_json
+from titan_like.config.options import OptionParser, tokenizer_option, write_json
 from titan_like.config.schema import Data, TokenOptions
 from titan_like.data.files import find_files
 from titan_like.data.indexed import prefix_of
@@ -30,12 +30,8 @@ from titan_like.data.tokenizer import build_tokenizer
 def build_parser() -> argparse.ArgumentParser:
     """The command line's options."""
     parser = OptionParser(description=__doc__)
-    parser.add_argument(
-        "--input", nargs="+", required=True, type=path_option, metavar="PATH", help="files, folders or glob patterns"
-    )
-    parser.add_argument(
-        "--output", required=True, type=path_option, metavar="PREFIX", help="path of the dataset, without .bin and .idx"
-    )
+    parser.add_path("--input", "files, folders or glob patterns", nargs="+", required=True)
+    parser.add_path("--output", "path of the dataset, without .bin and .idx", "PREFIX", required=True)
     parser.add_argument(
         "--tokenizer",
         type=tokenizer_option,
@@ -55,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--bad_lines", choices=["stop", "skip"], default="stop", help="as data.bad_lines: what to do with bad records"
     )
-    parser.add_argument("--json", type=path_option, metavar="PATH", help="file to write the counts to")
+    parser.add_path("--json", "file to write the counts to")
     return parser
 
 
@@ -70,8 +66,6 @@ def main(argv: list[str]) -> int:
     for ending in ("bin", "idx"):
         is_moved = ending == "bin" and unfinished.exists()  # by a job that was interrupted then
         problem = f"{prefix}.{ending} exists; remove it or name another place"
-        if ending == "idx" and unfinished.exists():
-            problem = f"{prefix}.bin and .idx are complete; remove {unfinished}, which an interruption has left"
         require(is_moved or not os.path.exists(f"{prefix}.{ending}"), "--output", str(prefix), problem)
     tokens = TokenOptions(options.bos, options.eod_token, options.split_special_tokens == "true")
     build_tokenizer(options.tokenizer, "--tokenizer", tokens)

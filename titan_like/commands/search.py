@@ -19,21 +19,19 @@ import titan_like
 from titan_like.config import load_config
 from titan_like.config.errors import require
 from titan_like.config.load import edit, parse_overrides, run_command
-from titan_like.config.options import OptionParser, path_option, write_json
+from titan_like.config.options import OptionParser, write_json
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The options that a search adds to the run's settings."""
     parser = OptionParser(description=__doc__, takes_settings=True)
     parser.add_argument("--processes", metavar="N[,N...]", help="numbers of processes (default: those of the grid)")
-    parser.add_argument("--dump_folder", type=path_option, required=True, metavar="OUT", help="folder of the results")
-    parser.add_argument("--grid", type=path_option, metavar="GRID.toml", help="the values to combine (docs/search.md)")
+    parser.add_path("--dump_folder", "folder of the results", "OUT", required=True)
+    parser.add_path("--grid", "the values to combine (docs/search.md)", "GRID.toml")
     parser.add_number(
         "--top", int, least=1, most=1e5, metavar="K", help="layouts that the planner chooses (default: 8)"
     )
-    parser.add_argument(
-        "--profile", type=path_option, help="a shipped one or a TOML file; {processes} in its name is replaced"
-    )
+    parser.add_path("--profile", "a shipped one or a TOML file; {processes} in its name is replaced", "PROFILE")
     parser.add_number("--warmup", int, least=0, default=3, help="steps before the measured ones (default: 3)")
     parser.add_number("--steps", int, least=1, default=5, help="measured steps; their median counts (default: 5)")
     parser.add_number("--timeout", float, least=1, most=1e6, default=600.0, help="seconds of a trial (default: 600)")

@@ -22,10 +22,10 @@ def main(argv: list[str], signals: StopSignals | None = None) -> int:
         signals: the handlers that are installed already; None installs them once the process group exists.
     """
     from titan_like.config import ConfigError, load_config
-    from titan_like.config.options import OptionParser, path_option
+    from titan_like.config.options import OptionParser
 
     parser = OptionParser(add_help=False)
-    parser.add_argument("--json", type=path_option)
+    parser.add_path("--json", "file to write a dry run's result to")
     options, given = parser.parse_known_args(argv)
     config = load_config(given)
     if options.json is not None and not config.job.dry_run:

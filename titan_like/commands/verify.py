@@ -103,10 +103,10 @@ def format_verdict(verdict: Verdict, kinds: list[str], seconds: float) -> str:
 
         cure = "; give it more with --timeout" if verdict.reason.endswith(TOO_LONG) else ""
         lines.append(f"undecided: {verdict.reason}{cure} ({seconds:.0f} s)")
-    first = verdict.first_difference
-    if first is not None:
+    if (first := verdict.first_difference) is not None:
+        step = f" in step {first.step}" if first.step else ""
         where = f"{first.parameter}: " if first.parameter else ""
-        lines.append(f"different: {first.title}: {where}{first.detail} ({seconds:.0f} s)")
+        lines.append(f"different: {first.row}{step} ({first.kind}): {where}{first.detail} ({seconds:.0f} s)")
     if verdict.place is not None:
         lines.append(f"place: {verdict.place}")
     if verdict.blame is not None:
@@ -132,7 +132,7 @@ def format_kind(checks: list[Check], kind: str) -> str:
 def as_json(verdict: Verdict, seconds: float) -> dict[str, Any]:
     """The machine-readable result."""
     checks = [{**asdict(check), "ok": check.ok} for check in verdict.checks]
-    first = next((check for check in checks if not check["ok"]), None)
+    first = verdict.first_difference and {**asdict(verdict.first_difference), "ok": False}
     return {"seconds": round(seconds, 2), **asdict(verdict), "checks": checks, "first_difference": first}
 
 

@@ -13,19 +13,19 @@ from titan_like.config.errors import ConfigError, first_line, require, unknown
 
 
 def find_entry(key: str, name: str, group: str, built_in: Mapping[str, str]) -> EntryPoint:
-    """Find the object that setting ``key`` names: one of ``built_in``, else an entry point of ``group``.
+    """Find the object that setting ``key`` names: one of ``built_in``, or an entry point of ``group``.
 
     Raises:
-        ConfigError: nothing has this name, or several packages define it.
+        ConfigError: nothing has this name, or several packages define it, this one included.
     """
-    if name in built_in:
-        return EntryPoint(name, built_in[name], group)
     added = entry_points(group=group)
-    found = added.select(name=name)
+    own = [EntryPoint(name, built_in[name], group)] if name in built_in else []
+    found = [*own, *added.select(name=name)]
     if len(found) == 1:
-        return found[name]
+        return found[0]
     places = " and ".join(sorted(entry.value for entry in found))
-    require(not found, key, name, f"is defined by {places}; uninstall all of these packages but one")
+    problem = f"is defined by {places}; rename it in the entry points of all packages but one, or uninstall them"
+    require(not found, key, name, problem)
     raise ConfigError(key, name, unknown("name", name, sorted({*built_in, *added.names})))
 
 

@@ -46,7 +46,11 @@ class OptionParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **parts)
         self._limits: dict[str, tuple[float, float]] = {}
         if takes_settings:
-            self.add_argument("--json", type=path_option, metavar="PATH", help="also write the result to this file")
+            self.add_path("--json", "also write the result to this file")
+
+    def add_path(self, name: str, about: str, metavar: str = "PATH", **parts: Any) -> None:
+        """Add an option that names a path, in which ``~`` and environment variables are replaced, as in settings."""
+        self.add_argument(name, type=path_option, metavar=metavar, help=about, **parts)
 
     def add_number(
         self, name: str, kind: type[int] | type[float], *, least: float, most: float = 2**63 - 1, **parts: Any

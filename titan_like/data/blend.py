@@ -226,8 +226,9 @@ class BlendedSource(Source):
         return found
 
     def described(self, micro_batch_size: int, num_ranks: int) -> str | None:
-        """The line of each source that has one."""
-        return "\n ".join(filter(None, (one.described(micro_batch_size, num_ranks) for one in self.sources))) or None
+        """The line of each source that has one, once if they are the same."""
+        lines = dict.fromkeys(source.described(micro_batch_size, num_ranks) for source in self.sources)
+        return "\n ".join(filter(None, lines)) or None
 
     @cached_property
     def _length_without_repetition(self) -> int:

@@ -169,11 +169,7 @@ def _without_end(
     return whole[: ends[after[0]]] if ends_otherwise and whole.startswith(body) else body
 
 
-def build_chat(spec: str, options: TokenOptions, template: str) -> Chat:
-    """The `Chat` of a tokenizer with this template, of which a process keeps the last one, unless its files change."""
-    return _build(spec, build_tokenizer(spec, options=options), template)
-
-
 @lru_cache(maxsize=1)
-def _build(spec: str, tokenizer: Tokenizer, template: str) -> Chat:
-    return Chat(spec, tokenizer)
+def build_chat(spec: str, options: TokenOptions, template: str) -> Chat:
+    """The `Chat` of a tokenizer with this template. A process keeps the last one."""
+    return Chat(spec, build_tokenizer(spec, options=options))

@@ -31,11 +31,12 @@ _METADATA = re.compile(r"\..*|(config|dataset_infos?|dataset_dict|state)\.json|c
 _MOST_NAMED = 6  # files in a line of the log
 
 
-def find_files(paths: list[str], key: str, endings: tuple[str, ...] = KNOWN_ENDINGS) -> list[Path]:
-    """The files that paths mean, each once. ``endings`` are those of files in folders, without that of compression.
+def find_files(paths: list[str], key: str, no_text: str = "") -> list[Path]:
+    """The files that paths mean, each once. Only records are wanted if ``no_text`` says what is wrong with text.
 
     Raises a `ConfigError` if a path means no file, or one that cannot be read; ``key`` is the setting to blame.
     """
+    endings = RECORD_ENDINGS if no_text else KNOWN_ENDINGS  # of files in folders, without that of compression
     files: dict[Path, Path] = {}  # by name in their real folder, which may have other spellings and links to it
     for name in paths:
         named = named_paths(name)
@@ -54,9 +55,10 @@ def find_files(paths: list[str], key: str, endings: tuple[str, ...] = KNOWN_ENDI
         require(problem is None, key, str(path), f"{problem}; name files of text or records")
         require(path.stat().st_size > 0, key, str(path), "the file is empty; remove it or give one with text")
         try:
-            kind_of(path)
+            is_text = kind_of(path) == "text"
         except UnreadableError as error:
             raise ConfigError(key, str(path), str(error)) from None
+        require(not (no_text and is_text), key, str(path), no_text)
     return list(files.values())
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import struct
+from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -128,11 +129,9 @@ class IndexedDataset:
 
     def nearest_document_end(self, token: int) -> int:
         """The boundary between documents that is nearest to a token, 0 and the end included."""
-        low, high = -1, self.num_documents - 1  # the end of `low` is at most `token`
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.document_end(middle) <= token else (low, middle)
-        return min(self.document_end(low), self.document_end(high), key=lambda end: abs(end - token))
+        later = bisect_right(range(self.num_documents), token, key=self.document_end)  # the first that ends after it
+        ends = map(self.document_end, (later - 1, min(later, self.num_documents - 1)))
+        return min(ends, key=lambda end: abs(end - token))
 
 
 def _open_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:

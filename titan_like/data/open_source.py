@@ -11,7 +11,7 @@ import torch
 from titan_like.config.entry_points import load_entry
 from titan_like.config.errors import require
 from titan_like.config.schema import JobConfig
-from titan_like.data.batch import Batch, num_labels
+from titan_like.data.batch import Batch
 from titan_like.data.blend import BlendedSource, shares_of
 from titan_like.data.lengths import sample_length
 from titan_like.data.registry import find_dataset
@@ -41,12 +41,6 @@ def open_data(config: JobConfig, model: TransformerConfig) -> dict[str, Source]:
     require(len(train) > 0, "data.dataset", config.data.dataset, problem)
     problem = "leaves no whole sample for validation; give it more weight or set evaluation.interval to 0"
     require(not is_validated or len(validation) > 0, "data.split", config.data.split, problem)
-    if is_validated and len(validation) == UNKNOWN_LENGTH:
-        wanted = config.evaluation.steps * config.training.global_batch_size
-        first = range(min(wanted, config.data.num_readers))  # a stream's readers take turns
-        is_labelled = any(int(num_labels(validation[index], ("tokens",))) for index in first)
-        problem = f"the first {wanted} samples for validation are of readers that have none; raise it"
-        require(is_labelled, "evaluation.steps", config.evaluation.steps, problem)
     objective = config.data.sentence_objective
     problem = "takes the second sentence from anywhere in the data, and a stream is only read in order; use "
     problem += '"sentence_order", or write the data with scripts/preprocess_data.py'

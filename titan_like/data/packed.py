@@ -27,10 +27,10 @@ from titan_like.data.chat import read_template
 from titan_like.data.files import find_files
 from titan_like.data.indexed import IndexedDataset, StoredTokens
 from titan_like.data.preprocess import SKIP, Job, tell, tokenize_files
-from titan_like.data.raw_text import KNOWN_ENDINGS, RECORD_ENDINGS, kind_of
+from titan_like.data.raw_text import RECORD_ENDINGS
 from titan_like.data.source import SPLITS, DataRequest, Source
 from titan_like.data.tokenizer import tokenizer_of
-from titan_like.data.unfinished import removed_unless_renamed
+from titan_like.data.unfinished import remove
 
 _LOOKED_AT = 64  # documents at the beginning of a dataset
 BY_RECORD, WHOLE = 0x9E3779B97F4A7C15, 1 << 64  # multiples of the first are spread evenly, modulo the second
@@ -176,22 +176,25 @@ def token_fingerprint(tokens: np.ndarray | StoredTokens) -> str:
 
 
 def open_corpus(section: Data, cache_folder: Path) -> IndexedDataset:
-    """Open the corpus that [data] names. Tokenize it into the cache if it is not there yet.
+    """Open the corpus that [data] names. Tokenize it into the cache, or what is missing of it.
 
     Raises a `ConfigError` if files are missing or unusable, or the cache cannot be written, as on a full disk.
     """
     job = corpus_job(section)
     folder = corpus_folder(job, cache_folder)
+    unfinished = folder.with_suffix(".unfinished")  # of a run that was ended, this one goes on
     try:
         cache_folder.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not folder.exists():  # otherwise another process built it while this one waited for the lock
-                with removed_unless_renamed(folder.with_suffix(".unfinished")) as unfinished:
-                    began = time.monotonic()
-                    done = tokenize_files(job, unfinished / "tokens")
-                    seconds = time.monotonic() - began
-                    tell(f"tokenized {len(job.files)} files into {done.tokens:,} tokens in {seconds:.1f} s")
-                    os.replace(unfinished, folder)
+                began = time.monotonic()
+                done = tokenize_files(job, unfinished / "tokens")
+                seconds = time.monotonic() - began
+                tell(f"tokenized {len(job.files)} files into {done.tokens:,} tokens in {seconds:.1f} s")
+                os.replace(unfinished, folder)
+    except ConfigError:
+        remove(unfinished)  # a corrected file makes another corpus
+        raise
     except OSError as error:
         problem = f"the tokens cannot be written to {cache_folder} ({error.strerror}); {cure_of_writing(error)}"
         raise ConfigError("job.dump_folder", str(cache_folder.parent), problem) from None
@@ -230,13 +233,9 @@ def corpus_files(section: Data) -> list[Path]:
         files = [path for path in files if path.stat().st_size > 0]
         names = {path: path.relative_to(root).as_posix() for path in files}
     else:
-        require(
-            section.paths, "data.paths", None, f'dataset "{section.dataset}" needs files; give paths or glob patterns'
-        )
-        is_chat = section.dataset == "conversations"
-        files = find_files(section.paths, "data.paths", RECORD_ENDINGS if is_chat else KNOWN_ENDINGS)
-        problem = f"conversations are records of {', '.join(RECORD_ENDINGS[:3])} files; write it as one"
-        for path in files if is_chat else ():
-            require(kind_of(path) != "text", "data.paths", str(path), problem)
+        problem = f'dataset "{section.dataset}" needs files; give paths or glob patterns'
+        require(section.paths, "data.paths", None, problem)
+        no_text = f"conversations are records of {', '.join(RECORD_ENDINGS[:3])} files; write it as one"
+        files = find_files(section.paths, "data.paths", no_text if section.dataset == "conversations" else "")
         names = {path: path.as_posix() for path in files}
     return sorted(files, key=lambda path: hashlib.sha256(os.fsencode(names[path])).digest())

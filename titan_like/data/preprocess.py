@@ -15,12 +15,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, repeat
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import IO, Any
@@ -35,10 +35,12 @@ from titan_like.data.chat_records import RECORD_KEYS
 from titan_like.data.indexed import DTYPES, token_dtype, write_index
 from titan_like.data.long_text import encode_documents, find_cut
 from titan_like.data.raw_text import BadRecord, Piece, UnreadableError, read_pieces, texts_of
-from titan_like.data.tokenizer import build_tokenizer
+from titan_like.data.tokenizer import Tokenizer, build_tokenizer
 
 _SECONDS_BETWEEN_REPORTS = 5.0
 _MOST_NAMED = 100  # bad lines
+_BATCH = 16  # records that are tokenized together
+_NO_CUT = "repeats itself so far that it cannot be cut; divide it, or write it as .jsonl"
 SKIP = 'set data.bad_lines to "skip"'
 _FORMAT = 4  # of what is stored; another number tokenizes everything again
 
@@ -286,37 +288,55 @@ def _pieces(job: Job, progress: Progress) -> Iterator[tuple[int, Piece, float]]:
         start, record = 0, 1
 
 
+def documents_of(
+    piece: Piece,
+    key: str,
+    tokenizer: Tokenizer,
+    is_wanted: Callable[[int], bool] = lambda record: True,
+    ends: bool = True,
+) -> Iterator[tuple[int, np.ndarray | BadRecord]]:
+    """The number of each wanted record of a piece, with its tokens, int64 [tokens], or why it has none.
+
+    A document that is a part of a long text has context, which is not a part of it; see `encode_documents`.
+    """
+    records = texts_of(piece, key, is_wanted)
+    while batch := list(islice(records, _BATCH)):
+        texts = [text for _, text in batch if isinstance(text, str)]
+        documents = encode_documents(tokenizer, texts, ends, piece.before, piece.after) if texts else []
+        found: Iterator[Any] = repeat(BadRecord(_NO_CUT)) if documents is None else iter(documents)
+        for number, text in batch:
+            yield number, next(found) if isinstance(text, str) else text
+
+
 def _tokenize(piece: Piece, job: Job, dtype: str) -> Result:
     """Tokenize a piece, in this process or in a worker."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the work already
-    is_chat = job.template is not None
-    records = list(texts_of(piece, None if is_chat else job.text_key))
-    bad = [(number, str(record)) for number, record in records if isinstance(record, BadRecord)]
-    records = [(number, record) for number, record in records if not isinstance(record, BadRecord)]
-    if is_chat:
-        parts = _conversations(records, build_chat(job.tokenizer, job.token_options, job.template or ""), bad)
-    else:
+    if job.template is None:
         tokenizer = build_tokenizer(job.tokenizer, job.tokenizer_key, job.token_options)  # which each process keeps
-        texts = [text for _, text in records]
-        documents = encode_documents(tokenizer, texts, job.ends_documents, piece.before, piece.after) if texts else []
-        if documents is None:
-            problem = "repeats itself so far that it cannot be cut; divide it, or write it as .jsonl"
-            bad.append((piece.first_record, problem))
-        parts = documents or []
-    tokens = np.concatenate([np.empty(0, np.int64), *parts]).astype(dtype)
-    return tokens, list(map(len, parts)), sorted(bad)
+        found = documents_of(piece, job.text_key, tokenizer, ends=job.ends_documents)
+    else:
+        found = _conversations(piece, build_chat(job.tokenizer, job.token_options, job.template))
+    parts, bad = [np.empty(0, np.int64)], []
+    for number, part in found:
+        if isinstance(part, BadRecord):
+            bad.append((number, str(part)))
+        else:
+            parts.append(part)
+    return np.concatenate(parts).astype(dtype), list(map(len, parts[1:])), bad
 
 
-def _conversations(records: list[tuple[int, Any]], chat: Chat, bad: list[tuple[int, str]]) -> list[np.ndarray]:
-    """The tokens of each conversation, and where its answers begin and end."""
-    parts = []
-    for number, record in records:
+def _conversations(piece: Piece, chat: Chat) -> Iterator[tuple[int, np.ndarray | BadRecord]]:
+    """For each record of a piece its tokens, and then where its answers begin and end; or why it has none."""
+    for number, record in texts_of(piece, None):
         try:
+            if isinstance(record, BadRecord):
+                raise record
             tokens, is_answer = chat.encode(record)
-            parts += [tokens, np.flatnonzero(np.diff(is_answer, prepend=False, append=False))]
         except BadRecord as error:
-            bad.append((number, str(error)))
-    return parts
+            yield number, error
+            continue
+        yield number, tokens
+        yield number, np.flatnonzero(np.diff(is_answer, prepend=False, append=False))
 
 
 def _start_worker() -> None:

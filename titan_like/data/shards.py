@@ -19,12 +19,16 @@ from titan_like.data.raw_text import (
     ReadFailure,
     UnreadableError,
     ending_of,
-    kind_of,
     read_pieces,
 )
 
 _FILES, _PIECES, _PIECE = 64, 3, 4096  # files whose content a digest samples, pieces of each, and bytes in a piece
 _ROWS = 256  # of a dataset on the hub in a piece
+_NOTHING = (
+    "no such file or folder, and no file matches it as a glob pattern; a name of the Hugging Face hub would be like "
+    "org/name, org/name:config or org/name@revision"
+)
+_NO_TEXT = 'holds text; a stream reads JSON lines, JSON arrays, parquet and arrow; set data.dataset = "text"'
 # A dataset of the hub, perhaps with a configuration of it and a revision: allenai/c4:en@1588ec4
 _HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
 
@@ -87,7 +91,8 @@ def find_shards(paths: list[str]) -> tuple[list[Shard], str]:
             about.append((path, revision, len(found)))
             shards |= {shard.name: shard for shard in found}
         else:
-            shards |= {str(file): LocalShard(str(file)) for file in _files_of(path)}
+            require(named_paths(path), "data.paths", path, _NOTHING)
+            shards |= {str(file): LocalShard(str(file)) for file in find_files([path], "data.paths", _NO_TEXT)}
     local = [Path(shard.name) for shard in shards.values() if isinstance(shard, LocalShard)]
     about += [(file.name, file.stat().st_size) for file in local]
     digest = hashlib.blake2b(repr(about).encode(), digest_size=16)
@@ -97,18 +102,6 @@ def find_shards(paths: list[str]) -> tuple[list[Shard], str]:
                 content.seek(int(start))
                 digest.update(content.read(_PIECE))
     return list(shards.values()), digest.hexdigest()
-
-
-def _files_of(path: str) -> list[Path]:
-    """The files that a path or glob pattern names, in order."""
-    problem = "no such file or folder, and no file matches it as a glob pattern; a name of the Hugging Face hub "
-    problem += "would be like org/name, org/name:config or org/name@revision"
-    require(named_paths(path), "data.paths", path, problem)
-    files = find_files([path], "data.paths", RECORD_ENDINGS)
-    problem = 'holds text; a stream reads JSON lines, JSON arrays, parquet and arrow; set data.dataset = "text"'
-    for file in files:
-        require(kind_of(file) != "text", "data.paths", str(file), problem)
-    return files
 
 
 def _shards_of_hub(path: str) -> tuple[list[HubShard], str]:

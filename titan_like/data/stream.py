@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 from weakref import finalize
 
 import numpy as np
+from torch.utils.data import get_worker_info
 
 from titan_like.config.schema import Data
 from titan_like.data.batch import Batch, without_labels
@@ -27,7 +27,7 @@ from titan_like.data.packed import BY_RECORD, WHOLE, next_tokens, split_range, s
 from titan_like.data.permutation import Permutation
 from titan_like.data.shards import find_shards
 from titan_like.data.source import SPLITS, UNKNOWN_LENGTH, DataRequest, Source, digest_of
-from titan_like.data.stream_reader import Documents, Part, Place, Reader, ReaderState
+from titan_like.data.stream_reader import Documents, Place, Reader, ReaderState
 from titan_like.data.tokenizer import tokenizer_of
 
 # Fractions of 2⁶⁴ by which a record's place among the splits advances with its number and with its shard's. They are
@@ -61,21 +61,13 @@ class StreamSource(Source):
         self._weights = split_weights(section.split)
         self.tokenizer = tokenizer_of(section, request.vocab_size)
         self.shards, self._content = find_shards(section.paths)
-        self._states: dict[str, list[int]] = {}  # where each reader that this process has used goes on
-        self._given: dict[str, list[int]] = {}  # where those of a run that is resumed go on
-        self._begin()
-
-    def _begin(self) -> None:
-        self._process, self._lock = os.getpid(), threading.Lock()
-        self._readers: dict[int, Reader] = {}
+        self._states: dict[str, list[int]] = {}  # where each reader goes on, as far as this process knows
+        # By process and number: a copy in a worker of the loader must not move its parent's open files.
+        self._readers: dict[tuple[int, int], Reader] = {}
         finalize(self, self._readers.clear)  # closes their files before Python takes its modules apart
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_lock", "_readers")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._begin()
+        return vars(self) | {"_readers": {}}
 
     def __len__(self) -> int:
         """Unknown, or 0 if the split has no whole sample."""
@@ -113,32 +105,20 @@ class StreamSource(Source):
         return digest_of(_DEALING, self._content, *decided, tokens)
 
     def _window(self, index: int) -> np.ndarray | None:
-        if self._process != os.getpid():  # a copy in a worker of the loader must not move its parent's open files
-            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # whose threads do not survive a fork
-            self._begin()
         sample, number = divmod(index, self.request.section.num_readers)
-        with self._lock:
-            reader = self._readers.get(number) or self._open(number)
-            window = reader.sample(sample)
-            *before, place = reader.state
-            self._states[f"{self._state_key}/{number}"] = [*before, *place]
-            return window
+        reader = self._readers.get((os.getpid(), number)) or self._open(number)
+        window = reader.sample(sample)
+        *before, place = reader.state
+        self._states[f"{self._state_key}/{number}"] = [*before, *place]
+        return window
 
     def _open(self, number: int) -> Reader:
-        request, num_shards = self.request, len(self.shards)
-        is_train, num_readers = request.split == "train", request.section.num_readers
-
-        def part(epoch: int, place: int) -> Part:
-            if is_train:
-                shard = Permutation(num_shards, "stream", request.seed, request.part, number, epoch)(place)
-            else:
-                shard = (place + number * num_shards // num_readers) % num_shards
-            return self._part(shard, number, epoch)
-
-        documents = Documents(number, request.section, num_shards, part, None if is_train else 1, self.tokenizer)
-        sample, offset, *place = self._given.get(f"{self._state_key}/{number}", [0, 0])
-        self._readers[number] = Reader(documents, request.seq_len, ReaderState(sample, offset, Place(*place)))
-        return self._readers[number]
+        if get_worker_info() is not None:
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # whose threads do not survive a fork
+        sample, offset, *place = self._states.get(f"{self._state_key}/{number}", [0, 0])
+        start = ReaderState(sample, offset, Place(*place))
+        reader = self._readers[os.getpid(), number] = Reader(Documents(self, number), self.request.seq_len, start)
+        return reader
 
     def state_dict(self) -> dict[str, list[int]]:
         """Where readers go on, as far as this process knows."""
@@ -146,7 +126,7 @@ class StreamSource(Source):
 
     def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
         """Let readers begin where those of any layout were. What is of other data or of another order is ignored."""
-        self._given = {key: mark for key, mark in state.items() if key.startswith(f"{self._state_key}/")}
+        self._states = {key: mark for key, mark in state.items() if key.startswith(f"{self._state_key}/")}
         self._readers.clear()
 
     @cached_property
@@ -154,23 +134,27 @@ class StreamSource(Source):
         request = self.request
         return digest_of(self.fingerprint, request.seed, request.part, request.seq_len, request.section.bad_lines)
 
-    def _part(self, shard: int, reader: int, epoch: int) -> Part:
+    def shard_at(self, reader: int, epoch: int, place: int) -> int:
+        """The number of the shard at a place in a reader's order of an epoch."""
+        request, num_shards = self.request, len(self.shards)
+        if request.split == "train":
+            return Permutation(num_shards, "stream", request.seed, request.part, reader, epoch)(place)
+        return (place + reader * num_shards // request.section.num_readers) % num_shards
+
+    def wanted(self, shard: int, reader: int, epoch: int, first: int, stop: int) -> set[int]:
+        """Which of records ``first`` … ``stop - 1`` of a shard, which count from 1, a reader reads in an epoch."""
         num_readers, split = self.request.section.num_readers, split_range(self._weights, self.request.split)
+        if not split:
+            return set()
         # Blocks of records, and of shards, are turned against each other, so that nothing with a period (long and short
         # documents in turn) and no remainder (shards of few records) falls to the same readers again and again.
         turn = (reader - epoch - shard - int(self._turns(np.array([shard // num_readers], np.uint64))[0])) % num_readers
-
-        def wanted(first: int, stop: int) -> set[int]:
-            if not split:
-                return set()
-            blocks = np.arange((first - 1) // num_readers, (stop - 2) // num_readers + 1, dtype=np.uint64)
-            numbers = blocks * num_readers + (turn + num_readers - self._turns(blocks)) % num_readers  # from 0
-            among_splits = numbers * BY_RECORD + shard * _BY_SHARD % WHOLE
-            chosen = (numbers >= first - 1) & (numbers < stop - 1)
-            chosen &= (among_splits >= split[0]) & (among_splits <= split[-1])
-            return set((numbers[chosen] + 1).tolist())
-
-        return Part(self.shards[shard], wanted)
+        blocks = np.arange((first - 1) // num_readers, (stop - 2) // num_readers + 1, dtype=np.uint64)
+        numbers = blocks * num_readers + (turn + num_readers - self._turns(blocks)) % num_readers  # from 0
+        among_splits = numbers * BY_RECORD + shard * _BY_SHARD % WHOLE
+        chosen = (numbers >= first - 1) & (numbers < stop - 1)
+        chosen &= (among_splits >= split[0]) & (among_splits <= split[-1])
+        return set((numbers[chosen] + 1).tolist())
 
     def _turns(self, blocks: np.ndarray) -> np.ndarray:
         """By how many readers each block is turned, uint64: fractions of R that advance evenly with its number."""
@@ -192,10 +176,6 @@ class BlendedStream(BlendedSource):
         number, reader = divmod(index, self.blend.num_readers)
         source, within = self.blend.locate_in_order(number, reader)
         return self.sources[source][within * self.blend.num_readers + reader]
-
-    def described(self, micro_batch_size: int, num_ranks: int) -> str | None:
-        """Describe the readers, which all sources share."""
-        return self.sources[0].described(micro_batch_size, num_ranks)
 
     def state_dict(self) -> dict[str, list[int]]:
         """Where the readers of all sources go on."""

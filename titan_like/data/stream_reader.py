@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from itertools import count
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from titan_like.config.errors import ConfigError, RunError, require
-from titan_like.config.schema import Data
-from titan_like.data.long_text import encode_documents
-from titan_like.data.preprocess import SKIP, tell
-from titan_like.data.raw_text import BadRecord, Piece, ReadFailure, UnreadableError, texts_of
+from titan_like.data.preprocess import SKIP, documents_of, tell
+from titan_like.data.raw_text import BadRecord, Piece, ReadFailure, UnreadableError
 from titan_like.data.shards import Shard
-from titan_like.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from titan_like.data.stream import StreamSource
 
 _TRIES = 5
 _MOST_NAMED = 8  # bad records of a reader
-_BATCH = 1 << 16  # characters that are tokenized together
 
 
 class Place(NamedTuple):
@@ -46,24 +44,12 @@ class ReaderState(NamedTuple):
     place: Place = Place()
 
 
-class Part(NamedTuple):
-    """The records of a shard that a reader reads."""
-
-    shard: Shard
-    wanted: Callable[[int, int], set[int]]  # those of records first … stop - 1, which count from 1
-
-
-@dataclass(frozen=True)
 class Documents:
-    """The documents of a reader, each between what begins and what ends a document."""
+    """The documents of one reader of a stream, each between what begins and what ends a document."""
 
-    reader: int
-    section: Data
-    num_shards: int
-    part: Callable[[int, int], Part]  # given an epoch and a place in its order of the shards
-    num_epochs: int | None  # None never ends
-    tokenizer: Tokenizer
-    _counts: Counter[str] = field(default_factory=Counter)  # of records that this process has read, and of bad ones
+    def __init__(self, source: StreamSource, reader: int) -> None:
+        self._source, self._section, self._reader = source, source.request.section, reader
+        self._counts = Counter[str]()  # of records that this process has read, and of bad ones
 
     def from_place(self, place: Place) -> Iterator[tuple[Place, np.ndarray]]:
         """Each document from ``place`` on, int64 [tokens].
@@ -73,64 +59,54 @@ class Documents:
             RunError: a shard could not be read, several times in a row.
         """
         num_empty = 0  # epochs in a row; after one for each reader, this one has seen all records of the split
-        for epoch in count(place.epoch) if self.num_epochs is None else range(place.epoch, self.num_epochs):
+        is_train = self._source.request.split == "train"
+        for epoch in count(place.epoch) if is_train else range(place.epoch, 1):
             num_empty += 1
-            for number in range(place.shard if epoch == place.epoch else 0, self.num_shards):
+            for number in range(place.shard if epoch == place.epoch else 0, len(self._source.shards)):
                 begin = place if (epoch, number) == (place.epoch, place.shard) else Place(epoch, number)
-                for document in self._of_part(self.part(epoch, number), begin):
+                for document in self._of_shard(begin):
                     num_empty = 0
                     yield document
             problem = "have no text for training; give more, or raise the share of training in data.split"
-            has_text = self.num_epochs is not None or num_empty <= self.section.num_readers
-            require(has_text, "data.paths", self.section.paths, problem)
+            has_text = not is_train or num_empty <= self._section.num_readers
+            require(has_text, "data.paths", self._section.paths, problem)
 
-    def _of_part(self, part: Part, begin: Place) -> Iterator[tuple[Place, np.ndarray]]:
-        for start, piece in self._pieces(part.shard, begin):
-            place = begin._replace(start=start, first_record=piece.first_record)
-            batch: list[tuple[int, str]] = []
-            size = 0
-            wanted = part.wanted(max(piece.first_record, begin.record), piece.first_record + piece.num_records)
-            for record, text in texts_of(piece, self.section.text_key, wanted.__contains__):
+    def _of_shard(self, begin: Place) -> Iterator[tuple[Place, np.ndarray]]:
+        source, number = self._source, self._source.shard_at(self._reader, begin.epoch, begin.shard)
+        shard = source.shards[number]
+        for start, piece in self._pieces(shard, begin):
+            bounds = max(piece.first_record, begin.record), piece.first_record + piece.num_records
+            wanted = source.wanted(number, self._reader, begin.epoch, *bounds)
+            for record, tokens in documents_of(piece, self._section.text_key, source.tokenizer, wanted.__contains__):
                 self._counts["read"] += 1
-                if isinstance(text, BadRecord):
-                    if self.section.bad_lines == "skip":
-                        self._count_bad(f"{part.shard.name}:{record}: {text}")
-                        continue
-                    yield from self._tokenized(batch, place)
-                    problem = f"{text}; correct it, set data.text_key, or {SKIP}"
-                    raise ConfigError("data.paths", f"{part.shard.name}:{record}", problem)
-                batch.append((record, text))
-                size += len(text)
-                if size >= _BATCH:
-                    yield from self._tokenized(batch, place)
-                    batch, size = [], 0
-            yield from self._tokenized(batch, place)
+                name = f"{shard.name}:{record}"
+                if not isinstance(tokens, BadRecord):
+                    yield begin._replace(start=start, first_record=piece.first_record, record=record), tokens
+                elif self._section.bad_lines == "skip":
+                    self._count_bad(f"{name}: {tokens}")
+                else:
+                    raise ConfigError("data.paths", name, f"{tokens}; correct it, set data.text_key, or {SKIP}")
 
     def _count_bad(self, problem: str) -> None:
         """Count a bad record. The first ones are named, and then one whenever their number has doubled."""
         self._counts["bad"] += 1
         bad, read = self._counts["bad"], self._counts["read"]
         if bad <= _MOST_NAMED or bad.bit_count() == 1:
-            who = f"reader {self.reader} of {self.section.num_readers}"
+            who = f"reader {self._reader} of {self._section.num_readers}"
             tell(f"{who} skipped {problem} ({bad:,} of {read:,} records so far)")
-
-    def _tokenized(self, batch: list[tuple[int, str]], place: Place) -> Iterator[tuple[Place, np.ndarray]]:
-        documents = encode_documents(self.tokenizer, [text for _, text in batch])
-        for (record, _), tokens in zip(batch, documents or (), strict=True):
-            yield place._replace(record=record), tokens
 
     def _pieces(self, shard: Shard, place: Place) -> Iterator[tuple[int, Piece]]:
         """The shard's pieces from that of ``place`` on, each with its start. Tries again when reading fails."""
         start, record, tries = place.start, place.first_record, 0
         while True:
             try:
-                for piece in shard.pieces(self.section.text_key, start, record):
+                for piece in shard.pieces(self._section.text_key, start, record):
                     yield start, piece
                     start, record, tries = piece.end, piece.first_record + piece.num_records, 0
                 return
             except ReadFailure as failure:
                 tries += 1
-                where = f"reader {self.reader} of {self.section.num_readers}: {shard.name} {failure}"
+                where = f"reader {self._reader} of {self._section.num_readers}: {shard.name} {failure}"
                 if tries == _TRIES:
                     problem = f"{where} from record {record} on, {_TRIES} times in a row"
                     problem += "; the same command resumes from the last checkpoint"

@@ -40,7 +40,7 @@ def family_names() -> list[str]:
 
 @cache
 def config_class(family: str) -> type[TransformerConfig]:
-    """Import a family's configuration class. Other packages are searched only if the name is not built in.
+    """Import a family's configuration class.
 
     Raises:
         ConfigError: there is no such family, or its entry point is not an importable configuration class.

@@ -11,16 +11,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_like.checkpoint.step_folders import checkpoint_folder, hold, release
-from titan_like.config.errors import ConfigError, first_line, require
-from titan_like.config.schema import JobConfig
+from titan_like.checkpoint.loader import hold_folder
+from titan_like.checkpoint.step_folders import release
+from titan_like.config.errors import ConfigError, first_line
 from titan_like.train.environment import is_one_of_several
 from titan_like.train.setup import Run, out_of_memory_names
 from titan_like.train.signals import StopSignals
 from titan_like.train.trainer import StepCallback, Trainer
 from titan_like.train.watchdog import Watchdog
 
-_TIME_TO_END = 10.0  # seconds that a stopped job is given to end
 _NEW_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
@@ -36,10 +35,10 @@ def run_job(run: Run, signals: StopSignals | None = None, callback: StepCallback
         ConfigError: another job writes to the same folder, or there is not enough memory.
         RunError: the run cannot continue; the message says why.
     """
-    patience = run.config.health.hang_timeout_seconds
+    patience, dump = run.config.health.hang_timeout_seconds, Path(run.config.job.dump_folder)
     handled = StopSignals() if signals is None else nullcontext(signals)
     with process_group(run.device, patience), handled as stop, Watchdog(patience) as watchdog:
-        hold_folders(run.config)
+        hold_folder("job.dump_folder", dump, dump / "run")  # `Trainer` locks the folder of checkpoints
         with out_of_memory_names("model.flavor", run.config.model.flavor, "choose a smaller model or more processes"):
             trainer = Trainer(run, callback)
         trainer.signals = stop
@@ -51,27 +50,6 @@ def run_job(run: Run, signals: StopSignals | None = None, callback: StepCallback
         if signals is not None:
             signals.ignore()
     release()
-
-
-def hold_folders(config: JobConfig) -> None:
-    """Lock the folders that this job writes to, until `release` or the end of rank 0's process. Every rank calls this.
-
-    Raises:
-        ConfigError: another job holds a folder and does not end soon, or the lock cannot be used.
-    """
-    dump, checkpoints = Path(config.job.dump_folder), checkpoint_folder(config)
-    locks = [("job.dump_folder", dump, dump / "run")]
-    locks += [("checkpoint.folder", checkpoints, checkpoints)] if config.checkpoint.enable else []
-    taken = "another job writes to this folder; stop it, or name another folder"
-    for key, folder, lock in locks:
-        refusal: list[str | None] = [None]
-        if dist.get_rank() == 0:
-            refusal[0] = hold(lock, taken, 0.0)
-            if refusal[0] == taken:
-                print(f"another job is writing to {folder}; waiting {_TIME_TO_END:.0f} s for it to end", flush=True)
-                refusal[0] = hold(lock, taken, _TIME_TO_END)
-        dist.broadcast_object_list(refusal, src=0)
-        require(refusal[0] is None, key, str(folder), refusal[0] or "")
 
 
 @contextmanager

@@ -25,11 +25,6 @@ def check_sequence(config: JobConfig, model: TransformerConfig, layout: Layout) 
         require(size % shards == 0, key, size, problem)
 
 
-def is_sparse(model: TransformerConfig) -> bool:
-    """Whether the model's layers have experts."""
-    return isinstance(model, WithExperts)
-
-
 def check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
     """Refuse a degree that does not divide the model's matrices, and sequence parallelism with a degree of 1."""
     sizes = {

@@ -17,7 +17,7 @@ from titan_like.data.batch_size import check_length, check_rampup, rampup_batch_
 from titan_like.data.registry import find_dataset
 from titan_like.metrics.devices import find_device
 from titan_like.metrics.writers import check_wandb
-from titan_like.models.config import NUM_OPTIONS, TransformerConfig
+from titan_like.models.config import NUM_OPTIONS, TransformerConfig, WithExperts
 from titan_like.models.registry import model_config
 from titan_like.optim.registry import check_optimizer
 from titan_like.optim.schedule import check_decay, schedule_length
@@ -31,7 +31,6 @@ from titan_like.train.layout_rules import (
     check_sequence,
     check_stages,
     check_tensor_parallel,
-    is_sparse,
 )
 
 _MOST_PASSES = 2**18  # forward passes of a step in all stages together; each is an entry in the schedule's table
@@ -119,9 +118,8 @@ def resolve_settings(config: JobConfig, world_size: int | None = None) -> Settin
         *_errors_of([lambda: found.update(model=model_config(config.model))]),
         *_errors_of([lambda: found.update(layout=resolve_layout(config.parallelism, processes))]),
         *broken_rules(config, found["model"], found["layout"]),
-        *_errors_of(
-            [lambda: check_wandb(config.metrics), lambda: _check_gpu(config.cluster.gpu), lambda: _check_float8(config)]
-        ),
+        *_errors_of([lambda: check_wandb(config.metrics), lambda: _check_float8(config)]),
+        *_errors_of([lambda: config.cluster.gpu and find_device(config.cluster.gpu)]),
     ]
     if errors:
         raise all_of(errors)
@@ -149,11 +147,6 @@ def resolve_for_inference(config: JobConfig, world_size: int) -> tuple[JobConfig
     check_stages(config, model, layout)
     check_expert_parallel(config, model, layout)
     return config, model, layout
-
-
-def _check_gpu(name: str | None) -> None:
-    if name is not None:
-        find_device(name)  # raises if it is unknown
 
 
 def _check_length(config: JobConfig) -> None:
@@ -232,7 +225,7 @@ def _check_compile(config: JobConfig, model: TransformerConfig) -> None:
 
 def _check_experts(config: JobConfig, model: TransformerConfig) -> None:
     """Refuse what does not support stacked expert weights."""
-    if not is_sparse(model):
+    if not isinstance(model, WithExperts):
         problem = f"{config.model.family} has no experts to recompute; use one of the other modes"
         require(config.activation_checkpoint.mode != "experts", "activation_checkpoint.mode", "experts", problem)
         return

@@ -11,8 +11,6 @@ import threading
 import time
 from contextlib import suppress
 
-from titan_like.data.unfinished import remove_unfinished
-
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _SAME_REQUEST = 5.0  # seconds
 
@@ -20,9 +18,8 @@ _SAME_REQUEST = 5.0  # seconds
 class StopSignals:
     """Context manager that handles the signals that ask a run to stop. On exit it restores the previous handlers.
 
-    Until `can_save` is set, a signal ends the process at once, with one line and nothing half-written. From then on a
-    signal is only stored in `received`, so that the trainer saves and stops after its step. A second request ends the
-    process.
+    Until `can_save` is set, a signal ends the process at once, with one line. From then on a signal is only
+    stored in `received`, so that the trainer saves and stops after its step. A second request ends the process.
 
     Python runs signal handlers in the main thread, between two bytecodes, so a collective or a compilation may delay
     them for minutes. A separate thread therefore acts on signals. Python's C-level handler wakes it by writing the
@@ -83,9 +80,7 @@ class StopSignals:
 
     def _receive(self, number: int) -> None:
         name = signal.Signals(number).name
-        if self._ends_at_once(number):
-            with suppress(Exception):
-                remove_unfinished()
+        if not self.can_save and number not in self._only_noted:
             self._end(number, f"ended by {name} before the first step was done")
         elif not self.received:
             self.received, self._when = number, time.monotonic()
@@ -109,9 +104,6 @@ class StopSignals:
             with suppress(OSError):
                 os.write(2, f"{line}\n".encode())  # not sys.stderr, whose lock the main thread may hold
         os._exit(128 + number)
-
-    def _ends_at_once(self, number: int) -> bool:
-        return not self.can_save and number not in self._only_noted
 
     def _leave_to_parent(self) -> None:
         """Ignore signals in a forked child such as a data worker. It receives them too, but its parent will end it."""

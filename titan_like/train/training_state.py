@@ -103,7 +103,6 @@ class TrainingState:
         self.saver = Saver(run.checkpoint_folder, config.checkpoint)
         self.saved_steps: set[int] = set()  # saved by this process since it started
         self.data: BackgroundLoader | None = None  # of this process's part of the training samples
-        self.readers: dict[str, list[int]] = {}  # where the dataset's readers went on when this process resumed
         is_new = not (
             config.checkpoint.enable and self._resume(lambda step: config.checkpoint.load_step in (None, step))
         )
@@ -164,7 +163,7 @@ class TrainingState:
             return {}
         states: list[dict[str, list[int]]] = [{}] * dist.get_world_size()
         dist.all_gather_object(states, state)
-        return merge_states([self.readers, *states])
+        return merge_states(states)
 
     def finish_save(self, is_last: bool = False) -> None:
         """Wait for a save that is in progress, if any, and print its outcome.
@@ -210,8 +209,7 @@ class TrainingState:
             self.run_id = state.run_id or self.run_id
         self.step, self.consumed_samples, self.schedule_batch_size = state.come_to(self.config.training)
         if self.data is None:  # a run that goes back reads on from where it is
-            self.readers = state.readers
-            self.run.datasets["train"].load_state_dict(self.readers)
+            self.run.datasets["train"].load_state_dict(state.readers)
         self.consumed_tokens, self.skipped_steps = state.consumed_tokens, state.skipped_steps
         device = self.run.device
         if self.scaler is not None:

@@ -15,7 +15,7 @@ class _Callable(ModuleType):
     """Makes `titan_like.verify` both the package and the function of the Python API."""
 
     def __call__(self, config: JobConfig, **options: Any) -> Verdict:
-        """Verify a configuration's layout on processes of this machine; the options are those of `verifier_of`.
+        """Verify a configuration's layout on processes of this machine; `verifier_of` has the options.
 
         Raises:
             ConfigError: there is no valid layout, or there are fewer GPUs than processes.

@@ -22,8 +22,9 @@ from titan_like.verify.shrink import Small
 if TYPE_CHECKING:
     from titan_like.verify.places import Outputs
 
-EXACT, SINGLE, DROPOUT, RESUME = "float64", "float32", "dropout", "resume"  # kinds of runs, next to the half types
+EXACT, SINGLE, DROPOUT, RESUME = "float64", "float32", "dropout", "resume"  # kinds of runs, next to `HALF`
 HALF = ("bfloat16", "float16")
+EPS = {EXACT: 2.0**-52, SINGLE: 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 
 class Row(StrEnum):
@@ -43,14 +44,12 @@ class Row(StrEnum):
     DROPOUT_AGAIN = "gradients of another run with this seed"
     LOSS = "loss"
     SKIPPED = "steps that are not finite are skipped on all ranks"
-    MISSING = "missing gradients"
     GRADIENT = "gradients"
     NORM = "gradient norm"
     FIGURES = "losses and loads of experts that are reported"
     EQUAL = "losses and norms equal on all ranks"
     ZEROS = "gradient elements that are zero"
     CLIPPED = "gradients after clipping"
-    TYPES = "types of weights and optimizer state"
     UPDATE = "updates from these gradients"
     WEIGHT = "weights"
     REPLICAS = "copies equal on all ranks"
@@ -67,11 +66,12 @@ class Row(StrEnum):
     PLACE = "what a module computes"  # only to find the place of another difference
 
 
-# Some process must report each of the reference's numbers in these rows, and in those at the ends unless it is a relay.
+# Some process must report each of the reference's numbers in these rows, and unless runs resume in `_AT_THE_ENDS`.
 _COVERED = (Row.KEPT, Row.LOSS, Row.NORM, Row.GRADIENT, Row.WEIGHT, Row.VALIDATION)
+LOSSES = (Row.LOSS, Row.LARGE_LOSS)
+GRADIENTS = {Row.GRADIENT: Row.NORM, Row.LARGE_GRADIENT: Row.LARGE_NORM}  # with the row of their norm
 LARGE = (Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM)
 _AT_THE_ENDS = (Row.INITIAL, Row.WHOLE_VALIDATION, *LARGE)
-_BACKWARD = (Row.GRADIENT, Row.LARGE_GRADIENT)  # here the model's last parameter comes first
 
 
 def distance(value: torch.Tensor, expected: torch.Tensor) -> float:
@@ -111,11 +111,6 @@ class Check:
         if self.allowed and not math.isnan(self.worst):
             return self.worst / self.allowed
         return math.inf if self.worst else 0.0
-
-    @property
-    def title(self) -> str:
-        """The row, the step and the kind of run."""
-        return f"{self.row}{f' in step {self.step}' if self.step else ''} ({self.kind})"
 
 
 @dataclass(frozen=True)
@@ -161,7 +156,7 @@ class Report:
     data_rank: int = 0  # the same for processes that see the same samples
     checks: dict[Key, Check] = field(default_factory=dict)
     samples: dict[int, list[int]] = field(default_factory=dict)  # step → indices
-    shared: dict[Key, str] = field(default_factory=dict)  # must be equal on all processes that have the key
+    shared: list[tuple[Key, str]] = field(default_factory=list)  # must be equal wherever the key is
 
     def add(self, key: Key, difference: float, allowed: float, detail: str = "") -> None:
         """Add a measurement. Of two with one key the worse counts: a process may hold a tied table twice."""
@@ -169,14 +164,13 @@ class Report:
         if key not in self.checks or check.nearness > self.checks[key].nearness:
             self.checks[key] = check
 
-    def exact(self, key: Key, problem: str | None) -> None:
-        """Add something that must hold exactly, with its ``problem``, or None if it holds."""
-        self.add(key, float(problem is not None), 0.0, problem or "")
+    def require(self, holds: bool, key: Key, problem: str) -> None:
+        """Add something that must hold exactly, with what is wrong where it does not."""
+        self.add(key, float(not holds), 0.0, problem)
 
     def share(self, key: Key, value: str) -> None:
-        """Add a value that must be the same on every process that has the key, and twice on this one."""
-        if self.shared.setdefault(key, value) != value:
-            self.exact(key, "two copies on one process differ")
+        """Add a value that must be the same wherever the key is: on several processes, or several times on this one."""
+        self.shared.append((key, value))
 
     def compare(self, reference: Reference, key: Key, value: torch.Tensor | float) -> None:
         """Compare a number or this process's part of a tensor, if the reference has it in this kind of run.
@@ -207,7 +201,7 @@ def combine(reference: Reference, groups: list[list[Report]]) -> list[Check]:
     rows, names = list(Row), {name: position for position, name in enumerate(reference.names)}
 
     def order(check: Check) -> tuple[int, int, int]:
-        backward = -1 if check.row in _BACKWARD else 1
+        backward = -1 if check.row in GRADIENTS else 1  # from the model's last parameter
         return check.step, rows.index(check.row), backward * names.get(check.parameter, -1)
 
     checks.sort(key=order)
@@ -236,7 +230,7 @@ def _of_all_ranks(reference: Reference, groups: list[list[Report]], reported: se
     for group in groups:
         known: dict[Key, tuple[str, int]] = {}
         for report in group:
-            for key, value in report.shared.items():
+            for key, value in report.shared:
                 other, rank = known.setdefault(key, (value, report.rank))
                 message = f"{other} on rank {rank} and {value} on rank {report.rank}"
                 yield Check(kind, key.step, key.row, key.name.split(" @ ")[0], float(value != other), detail=message)

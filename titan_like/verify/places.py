@@ -32,13 +32,8 @@ FORWARD, BACKWARD, INPUT = "forward", "backward", "input"
 Place = tuple[str, str]
 
 
-def key_of(step: int, place: Place) -> Key:
-    """The key under which a module's outputs or gradients at this place are compared."""
-    return Key(step, Row.PLACE, "/".join(place))
-
-
 class Outputs:
-    """Records every module's output in training, its gradient and those of the inputs, by microbatch."""
+    """Records every module's output in training, its gradient and the gradients of its inputs, by microbatch."""
 
     def __init__(self) -> None:
         self.tensors: dict[Place, dict[int, torch.Tensor]] = defaultdict(dict)
@@ -49,52 +44,43 @@ class Outputs:
     def follow(self, model: nn.Module) -> None:
         """Record every forward pass from now on, except recomputed ones."""
         for name, module in model.named_modules():
-            if name:
+            if isinstance(module, TokenLoss):
+                module.register_forward_pre_hook(lambda *_: self.predictions.add(self.order[-1][1]))
+            elif name:
                 module.register_forward_pre_hook(partial(self._note_inputs, name))
-                module.register_forward_hook(partial(self._note, name))
+                module.register_forward_hook(partial(self._note_output, name))
 
     def whole(self, scale: torch.Tensor | float) -> dict[Place, torch.Tensor]:
         """What each place has of all microbatches, if it has one entry a sample. Gradients lose the loss ``scale``."""
-        found = {place: [parts[number] for number in sorted(parts)] for place, parts in self.tensors.items()}
-        wholes = {place: torch.cat(parts) if parts[0].ndim > 2 else parts[0] for place, parts in found.items()}
+        ordered = {place: [parts[number] for number in sorted(parts)] for place, parts in self.tensors.items()}
+        wholes = {place: torch.cat(parts) if parts[0].ndim > 2 else parts[0] for place, parts in ordered.items()}
         return {place: whole if place[0] == FORWARD else whole / scale for place, whole in wholes.items()}
 
     def _note_inputs(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Note when a module begins, and give it copies of its inputs, whose gradients are its own."""
         if not module.training or is_in_backward_pass():
             return inputs
-        if isinstance(module, TokenLoss):
-            self.predictions.add(self.order[-1][1])
-            return inputs
         self.order += [(INPUT, name)] if (INPUT, name) not in self.order else []
         self._calls[name] += 1
-        if isinstance(module, ColumnLinear):  # what goes back is a partial sum
-            return inputs
         copies = list(inputs)
-        for number, x in enumerate(inputs):
+        # What goes back from a column linear is a partial sum.
+        for number, x in enumerate(inputs if not isinstance(module, ColumnLinear) else ()):
             if isinstance(x, torch.Tensor) and x.requires_grad and not isinstance(x, nn.Parameter):
                 copies[number] = x.clone()
-                self._follow_gradient((f"{INPUT} {number}", name), copies[number])
+                copies[number].register_hook(partial(self._keep, f"{INPUT} {number}", name, self._calls[name]))
         return tuple(copies)
 
-    def _note(self, name: str, module: nn.Module, _inputs: object, output: object) -> None:
-        if not module.training or not isinstance(output, torch.Tensor) or is_in_backward_pass():
-            return
-        if isinstance(module, TokenLoss):
-            return
-        self.order += [(FORWARD, name)] if (FORWARD, name) not in self.order else []
-        # A bias of -inf hides a key.
-        self.tensors[FORWARD, name][self._calls[name] - 1] = local(output).masked_fill_(local(output).isneginf(), 0)
-        if output.requires_grad:
-            self._follow_gradient((BACKWARD, name), output)
+    def _note_output(self, name: str, module: nn.Module, _inputs: object, output: object) -> None:
+        if module.training and isinstance(output, torch.Tensor) and not is_in_backward_pass():
+            self.order += [(FORWARD, name)] if (FORWARD, name) not in self.order else []
+            shard = local(output)
+            # A bias of -inf hides a key.
+            self._keep(FORWARD, name, self._calls[name], shard.masked_fill_(shard.isneginf(), 0))
+            if output.requires_grad:
+                output.register_hook(partial(self._keep, BACKWARD, name, self._calls[name]))
 
-    def _follow_gradient(self, place: Place, tensor: torch.Tensor) -> None:
-        microbatch = self._calls[place[1]] - 1
-
-        def note(gradient: torch.Tensor) -> None:
-            self.tensors[place][microbatch] = local(gradient)
-
-        tensor.register_hook(note)
+    def _keep(self, phase: str, name: str, call: int, tensor: torch.Tensor) -> None:
+        self.tensors[phase, name][call - 1] = local(tensor)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -107,7 +93,7 @@ def compare_outputs(watch: StepWatch, outputs: Outputs, reference: Reference, re
     step, trainer, allowed = watch.at_step, watch.trainer, reference.allowed_in(report.kind)
     first = batches(watch.small.config, step)[step].start
     for place, by_microbatch in outputs.tensors.items():
-        key = key_of(step, place)
+        key = Key(step, Row.PLACE, "/".join(place))
         if key not in allowed:
             continue
         whole = reference.whole(key)
@@ -146,34 +132,25 @@ def part_like(value: torch.Tensor, whole: torch.Tensor, trainer: Trainer) -> tor
     return whole
 
 
-def first_place(outputs: Outputs, reports: list[Report], where: str) -> str | None:
-    """Describe the module at fault, given what each rank found wrong. None if every module is right.
-
-    ``outputs`` are those of one process; ``where`` is the step.
-    """
-    wrong: dict[Place, tuple[float, int]] = {}
-    for report in reports:
-        for key, check in report.checks.items():
-            phase, _, name = key.name.partition("/")
-            if not check.ok:
-                wrong[phase, name] = max((check.worst, report.rank), wrong.get((phase, name), (0.0, 0)))
-    inputs = sorted({phase for phase, _ in wrong if phase.startswith(INPUT)})
-
-    def how_wrong(phase: str, name: str) -> str | None:
-        worst, rank = wrong.get((phase, name), (0.0, 0))
-        return f"by {worst:.3g} on rank {rank}, in {where}" if (phase, name) in wrong else None
-
-    for phase, name in outputs.order:
-        if phase == FORWARD and (how := how_wrong(FORWARD, name)):
-            return f"{name}: its output is the first of the forward pass that differs, {how}"
+def first_place(reference: Reference, reports: list[Report], where: str) -> str | None:
+    """Describe the module at fault, given what each rank found wrong in the step ``where``. None if all are right."""
+    outputs = reference.outputs
+    assert outputs is not None
+    wrong: dict[Place, str] = {}
+    checks = [check for report in reports for check in report.checks.values() if not check.ok]
+    for check in sorted(checks, key=lambda check: (check.worst, check.rank)):
+        phase, _, name = check.parameter.partition("/")
+        wrong[phase.split()[0], name] = f"by {check.worst:.3g} on rank {check.rank}, in {where}"
+    for place in outputs.order:
+        if place[0] == FORWARD and place in wrong:
+            return f"{place[1]}: its output is the first of the forward pass that differs, {wrong[place]}"
     later = "the loss"
     for phase, name in reversed(outputs.order):
-        if phase == INPUT:
-            if how := next(filter(None, (how_wrong(number, name) for number in inputs)), None):
-                return f"{name}: what it passes back to its input is the first gradient that differs, {how}"
-            continue
-        if how := how_wrong(BACKWARD, name):  # though right gradients come from the modules that take this output
-            taker = "the loss" if name in outputs.predictions else later
-            return f"{taker}: what it passes back to {name} is the first gradient that differs, {how}"
-        later = name
+        if phase == INPUT and (INPUT, name) in wrong:
+            return f"{name}: what it passes back to its input is the first gradient that differs, {wrong[INPUT, name]}"
+        if phase == FORWARD:
+            if how := wrong.get((BACKWARD, name)):  # though the modules that take this output pass right gradients back
+                taker = "the loss" if name in outputs.predictions else later
+                return f"{taker}: what it passes back to {name} is the first gradient that differs, {how}"
+            later = name
     return None

@@ -31,8 +31,6 @@ WAITING, TOO_LONG, KILLED, BY_OTHERS = (
 )
 PRELOADED = ["titan_like.verify.preloaded"]  # modules that the server imports before it forks
 _DAY = 86400.0  # seconds
-_IDLE_SHARE = 0.05  # of one processor: a process whose main thread uses less waits for others
-_TICK = 1 / os.sysconf("SC_CLK_TCK")  # seconds
 _FORK_SERVER = get_context("forkserver")
 
 _TRACEBACK = r'^Traceback \(most recent call last\):\n(  File ".*\n(?: .*\n)*)'
@@ -84,19 +82,14 @@ def start_fork_server(on_gpus: bool = False) -> None:
 
 
 class Group:
-    """Runs ``function(member, *arguments)`` on every rank of a new process group, from construction on.
+    """Runs ``function(member, *args)`` on every rank of a new process group, from construction on.
 
     With ``on_gpus`` each process gets a GPU, else all use the CPU. ``prepare`` makes a context manager in which every
     process works.
     """
 
     def __init__(
-        self,
-        function: Callable,
-        world_size: int,
-        *arguments: Any,
-        on_gpus: bool = False,
-        prepare: Prepare | None = None,
+        self, function: Callable, world_size: int, *args: Any, on_gpus: bool = False, prepare: Prepare | None = None
     ) -> None:
         import torch.distributed as dist
 
@@ -109,14 +102,14 @@ class Group:
             device = f"cuda:{rank}" if on_gpus else "cpu"
             member = Member(rank, world_size, Path(self._temporary.name), self._store.port, device)
             reader, writer = _FORK_SERVER.Pipe(duplex=False)
-            work = (writer, member, function, arguments, prepare)
+            work = (writer, member, function, args, prepare)
             process = _FORK_SERVER.Process(target=_work, args=work, daemon=False)
             process.start()
             writer.close()
             self._processes.append(process)
             self._readers[reader] = rank
 
-    def wait(self, seconds: float, patience: float | None = None, seconds_to_follow: float = 2.0) -> list[Outcome]:
+    def wait(self, seconds: float, patience: float = math.inf, seconds_to_follow: float = 2.0) -> list[Outcome]:
         """Wait for all processes and return how each ended, by rank. No process outlives this call.
 
         They are stopped after ``seconds``, or once none of them has computed for ``patience`` seconds. When one has
@@ -131,18 +124,17 @@ class Group:
                 self.kill()
             return [self._outcome(Path(folder), rank, code, reason) for rank, code in enumerate(exit_codes)]
 
-    def _wait(self, seconds: float, patience: float | None, seconds_to_follow: float) -> str:
-        """Wait, and return why those processes that are left then are to be stopped."""
-        patience = patience if patience is not None and Path("/proc/self/stat").exists() else math.inf
-        idle_since, active_then = time.monotonic(), 0.0
+    def _wait(self, seconds: float, patience: float, seconds_to_follow: float) -> str:
+        """Wait, and return why the processes that are left then are to be stopped."""
+        patience = patience if Path("/proc/self/stat").exists() else math.inf
+        idle_since = time.monotonic()
         deadline, reason = idle_since + seconds, TOO_LONG
         while unfinished := [process for process in self._processes if process.exitcode is None]:
             now = time.monotonic()
             if reason == TOO_LONG and any(process.exitcode for process in self._processes):
                 reason, deadline = BY_OTHERS, min(deadline, now + seconds_to_follow)
-            active = active_seconds({process.pid for process in unfinished}) if patience < math.inf else 0.0
-            if abs(active - active_then) > _IDLE_SHARE * (now - idle_since) * len(unfinished) + 0.01:
-                idle_since, active_then = now, active
+            if patience < math.inf and is_any_active({process.pid for process in unfinished}):
+                idle_since = now
             if now - idle_since > patience:
                 return WAITING if reason == TOO_LONG else reason
             if now >= deadline:
@@ -169,8 +161,8 @@ class Group:
             ending, reason = STOPPED, reason if exit_code is None else KILLED
         else:
             lines = printed.strip().splitlines() if exit_code else []
-            told = lines[-1] if lines else f"it ended with code {exit_code}"
-            ending, reason = FAILED, error_in("\n".join(lines)) or told
+            message = lines[-1] if lines else f"it ended with code {exit_code}"
+            ending, reason = FAILED, error_in("\n".join(lines)) or message
         return Outcome(rank, ending, reason, self._results.get(rank), printed, exit_code)
 
     def kill(self) -> None:
@@ -193,33 +185,30 @@ def error_in(printed: str) -> str:
     parts = re.split(_TRACEBACK, printed, flags=re.MULTILINE)
     if len(parts) == 1:
         return ""
-    frames, message = parts[-2:]
-    told = ""
-    for line in message.splitlines():
-        told = f"{told} {line.strip()}".strip()
-        if told and not told.endswith(":"):  # what a colon ends is a heading, or a type whose message begins later
+    frames, text = parts[-2:]
+    message = ""
+    for line in text.splitlines():
+        message = f"{message} {line.strip()}".strip()
+        # What a colon ends is a heading, or a type whose message begins later.
+        if message and not message.endswith(":"):
             break
     places = re.findall(r'^  File "(.+)", line (\d+)', frames, flags=re.MULTILINE)
     package = Path(__file__).parents[1]
     file, line = next((place for place in reversed(places) if Path(place[0]).is_relative_to(package)), places[-1])
-    return f"{told} ({file.removeprefix(f'{package.parent}{os.sep}')}:{line})"
+    return f"{message} ({file.removeprefix(f'{package.parent}{os.sep}')}:{line})"
 
 
-def active_seconds(groups: set[int | None]) -> float:
-    """Seconds that the main threads of process groups have computed, waited for a processor, or waited for a disk.
+def is_any_active(groups: set[int | None]) -> bool:
+    """Whether the main thread of a process of some groups computes, waits for a processor, or waits for a disk.
 
     Others may spin: gloo's does while a receive is due that nobody awaits.
     """
-    total = 0.0
     for folder in Path("/proc").iterdir():
-        with suppress(OSError, ValueError, IndexError):  # the process may have ended
-            thread = folder / "task" / folder.name
-            fields = (thread / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[2]) in groups:
-                total += sum(map(int, fields[11:15])) * _TICK
-                total += time.monotonic() if fields[0] == "D" else 0.0
-                total += int((thread / "schedstat").read_text().split()[1]) * 1e-9  # not every kernel has this
-    return total
+        with suppress(OSError, ValueError):  # the process may have ended
+            state, _, group, *_ = (folder / "task" / folder.name / "stat").read_text().rpartition(")")[2].split()
+            if int(group) in groups and state in "RD":
+                return True
+    return False
 
 
 def _work(

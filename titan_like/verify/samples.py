@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from titan_like.data.packed import token_fingerprint
 from titan_like.data.sentence_pairs import PairTokens
 from titan_like.data.source import IGNORED_LABEL, Source
 from titan_like.data.tokenizer import Tokenizer
-from titan_like.models.config import NUM_OPTIONS
+from titan_like.models.config import NUM_OPTIONS, TransformerConfig
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout
 
@@ -40,47 +40,46 @@ class Samples(Source):
     An index past the end gives a sample without labels, as validation expects.
     """
 
+    config: JobConfig
+    model: TransformerConfig
     seed: int
-    seq_len: int
-    vocab_size: int
     size: int = 1 << 40
     empty: frozenset[int] = frozenset()  # samples without any label
-    outer: frozenset[int] = frozenset()  # samples with labels in the first and the last piece alone
-    chunks: int = 1  # of each sequence
-    has_documents: bool = False  # whether samples are made of several documents
-    has_padding: bool = False  # whether samples tell documents and are filled up, as conversations are
-    has_options: bool = False  # whether samples are the options of multiple-choice questions
+    outer: frozenset[int] = frozenset()  # samples with labels in the first and the last chunk of a context alone
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> Batch:
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + index) % 2**63)
-        tokens = torch.randint(self.vocab_size, (self.seq_len + 1,), generator=generator)
-        if self.has_documents:
-            share = _SHARE_OF_ENDS / (1 if index % 2 else max(1, self.seq_len // 16))  # some documents are long
-            tokens[torch.rand(self.seq_len + 1, generator=generator) < share] = END_OF_DOCUMENT
+        section, vocab_size = self.config.data, self.model.vocab_size
+        seq_len = sample_length(self.config, self.model).raw
+        tokens = torch.randint(vocab_size, (seq_len + 1,), generator=generator)
+        if section.tells_documents_apart or section.prefix_lm:
+            share = _SHARE_OF_ENDS / (1 if index % 2 else max(1, seq_len // 16))  # some documents are long
+            tokens[torch.rand(seq_len + 1, generator=generator) < share] = END_OF_DOCUMENT
         if index % 2:
-            tokens[self.seq_len // 2] = self.vocab_size - 1  # the last token before the padding
+            tokens[seq_len // 2] = vocab_size - 1  # the last token before the padding
         inputs, labels = tokens[:-1].clone(), tokens[1:].clone()
-        positions = torch.arange(self.seq_len)
-        first = index * 5 % (self.seq_len + 1)  # earlier positions have no label: none of them, up to all of them
+        positions = torch.arange(seq_len)
+        first = index * 5 % (seq_len + 1)  # earlier positions have no label: none of them, up to all of them
         labels[(positions < first) | ((positions + index) % 11 == 0)] = IGNORED_LABEL
         if index >= self.size or index in self.empty:
             labels.fill_(IGNORED_LABEL)
         if index in self.outer:
-            labels[self.seq_len // self.chunks : -(self.seq_len // self.chunks)] = IGNORED_LABEL
-        if self.has_padding:
-            size, begins = self.seq_len - index % 4 * self.seq_len // 6, tokens[:-1].roll(1) == END_OF_DOCUMENT
+            chunk = seq_len // Layout.of(self.config.parallelism).context_chunks
+            labels[chunk:-chunk] = IGNORED_LABEL
+        if section.dataset == "conversations":  # which are filled up, and whose samples say where each begins
+            size, begins = seq_len - index % 4 * seq_len // 6, tokens[:-1].roll(1) == END_OF_DOCUMENT
             starts = torch.where(begins, positions, 0).cummax(0).values
             inputs[size:], labels[size:], starts[size:] = END_OF_DOCUMENT, IGNORED_LABEL, size
             return Batch(inputs, labels, document_starts=starts, padding_mask=positions >= size)
-        return self._option(inputs, labels, index) if self.has_options else Batch(inputs, labels)
+        return self._option(inputs, labels, index) if "choice" in self.model.predictions else Batch(inputs, labels)
 
     def _option(self, tokens: torch.Tensor, labels: torch.Tensor, index: int) -> Batch:
         """One option of a question, two sentences of random tokens. The first option's label is the answer."""
-        text = torch.where((tokens == FIRST) | (tokens == SEPARATOR), self.vocab_size - 1, tokens)
-        length = self.seq_len - index % 3
+        text = torch.where((tokens == FIRST) | (tokens == SEPARATOR), self.model.vocab_size - 1, tokens)
+        length = len(tokens) - index % 3
         text[0], text[1 + index % (length - 3)], text[length - 1], text[length:] = FIRST, SEPARATOR, SEPARATOR, PADDING
         has_answer = index % NUM_OPTIONS == 0 and bool((labels != IGNORED_LABEL).any())
         answer = torch.tensor(index // NUM_OPTIONS * 7 % NUM_OPTIONS if has_answer else IGNORED_LABEL)
@@ -113,27 +112,16 @@ def training_samples(config: JobConfig) -> Samples:
     in_batch = range(_EMPTY_BATCH * batch, (_EMPTY_BATCH + 1) * batch)
     empty = frozenset(index for index in in_batch if ranks > 1 and index // micro_batch % ranks == ranks - 1)
     outer = frozenset(in_batch if layout.context > 1 else ())
-    return Samples(2 * config.job.seed, empty=empty, outer=outer, chunks=layout.context_chunks, **_kind_of(config))
+    return Samples(config, model_config(config.model), 2 * config.job.seed, empty=empty, outer=outer)
 
 
 def validation_samples(config: JobConfig) -> Samples:
     """Held-out samples: between one and two global batches, and no multiple of the microbatches of all ranks."""
-    batch, kind = config.training.global_batch_size, _kind_of(config)
+    batch, model = config.training.global_batch_size, model_config(config.model)
     size = batch + max(1, batch // 2 - 1)
     unit = config.training.micro_batch_size * Layout.of(config.parallelism).data_parallel
-    size += -(size % NUM_OPTIONS) if kind["has_options"] else unit > 1 and size % unit == 0
-    return Samples(2 * config.job.seed + 1, size=size, **kind)
-
-
-def _kind_of(config: JobConfig) -> dict[str, Any]:
-    model = model_config(config.model)
-    return {
-        "seq_len": sample_length(config, model).raw,
-        "vocab_size": model.vocab_size,
-        "has_documents": config.data.tells_documents_apart or config.data.prefix_lm,
-        "has_padding": config.data.dataset == "conversations",
-        "has_options": "choice" in model.predictions,
-    }
+    size += -(size % NUM_OPTIONS) if "choice" in model.predictions else unit > 1 and size % unit == 0
+    return Samples(config, model, 2 * config.job.seed + 1, size)
 
 
 def words_of_samples(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -156,7 +144,7 @@ class TokenIds(NamedTuple):
 
 
 def ids_of_samples(vocab_size: int) -> TokenIds:
-    """Those of the small samples. The last tokens of the vocabulary are the sentinels, from the end."""
+    """The token ids of the small samples. The last tokens of the vocabulary are the sentinels, from the end."""
     special, sentinels = (END_OF_DOCUMENT, MASK, FIRST, SEPARATOR, PADDING), range(vocab_size - 1, PADDING, -1)
     return TokenIds(END_OF_DOCUMENT, MASK, PAD, (FIRST, SEPARATOR, PADDING), sentinels, special, vocab_size)
 

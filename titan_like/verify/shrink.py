@@ -44,12 +44,9 @@ class Small:
     skip the step.
     """
 
-    original: JobConfig
     config: JobConfig
     num_steps: int  # bad ones included
     bad_steps: dict[int, bool]
-    total: int  # steps of the whole run, which ends earlier
-    samples: int  # of the whole run
     dropout: float | None  # rate in the dropout run; None: there is none
     longer: dict[str, Any]  # settings of the step with large logits, which may make its sequences longer
     limits: list[str]  # the sizes that are smaller than the original's
@@ -106,7 +103,7 @@ def shrink(
     degrees = layout if keep_layout else shrink_degrees(layout)
     stages = len(degrees.stage_ranks)
     fields, seq_len, micro_batch = model.model_dump(), training.seq_len, training.micro_batch_size
-    method = method_of(config, model).name  # that of the original: `auto` could choose another one for a small model
+    method = method_of(config, model).name  # the original's: `auto` could choose another for a small model
     unit = degrees.tensor * degrees.context_chunks  # that sequences are multiples of
     per_stage = section.pipeline_layers if full_size and keep_layout else None
     if not full_size:
@@ -125,10 +122,8 @@ def shrink(
         fields |= model.with_layers(sum(per_stage) if per_stage else stages + kinds)
     has_spans = model.objective == "span_corruption" and not full_size
     spans = small_spans(config, model, seq_len, unit) if has_spans else {}
-    dropout = fields.get("dropout")
-    if dropout is not None:
-        fields["dropout"] = 0.0
-    dropout = dropout if degrees.context == 1 else None
+    dropout = fields.get("dropout") if degrees.context == 1 else None
+    fields |= {"dropout": 0.0} if "dropout" in fields else {}
     bad_steps = {2: True} if steps < 3 else {2: True, min(steps + 1, 5): False}
     num_steps = steps + len(bad_steps)
     batch = micro_batch * degrees.data_parallel * shrink_microbatches(training, layout, degrees)
@@ -142,6 +137,7 @@ def shrink(
     ramps = training.batch_size_rampup is not None
     ramping = num_steps - 1  # steps with half a batch, so that resumed runs still have some before them
     samples = (2 * total - ramping if ramps else total) * batch
+    lengths = {"steps": total, "samples": samples, "tokens": samples * seq_len}
     values: dict[str, Any] = {
         "model.flavor": FLAVOR,
         "model.flavors": {FLAVOR: fields},
@@ -150,9 +146,7 @@ def shrink(
         "training.micro_batch_size": micro_batch,
         "training.global_batch_size": 2 * batch if ramps else batch,
         "training.batch_size_rampup": [batch, batch, ramping * batch] if ramps else None,
-        "training.steps": total if training.steps is not None else None,
-        "training.samples": samples if training.samples is not None else None,
-        "training.tokens": samples * seq_len if training.tokens is not None else None,
+        **{f"training.{unit}": n for unit, n in lengths.items() if getattr(training, unit) is not None},
         "training.max_norm": min(config.training.max_norm, _MAX_NORM),
         "optimizer.lr": _LEARNING_RATE,
         "optimizer.matrix_lr": matrix_lr and matrix_lr * _LEARNING_RATE / config.optimizer.lr,
@@ -202,7 +196,7 @@ def shrink(
     two_layers = 2 * min(kind.parameters for kind in model.parts.kinds) // layout.tensor
     element = {"float64": 8, "float32": 4}.get(training.dtype, 2)
     unit_bytes = LAYER_UNIT_BYTES if element * two_layers <= LAYER_UNIT_BYTES else 0
-    return Small(config, small, num_steps, bad_steps, total, samples, dropout, longer, limits, unit_bytes)
+    return Small(small, num_steps, bad_steps, dropout, longer, limits, unit_bytes)
 
 
 def shrink_degrees(layout: Layout) -> Layout:
@@ -339,13 +333,6 @@ def shrink_microbatches(training: Training, original: Layout, layout: Layout) ->
 
     They are enough for the schedule's steady state if the original reaches it.
     """
-    pipeline, had = layout.pipeline, num_microbatches(training, original)
-    if pipeline == 1:
-        wanted = 3
-    elif layout.schedule in V_SHAPED:
-        wanted = 2 * pipeline + 1
-    else:
-        wanted = pipeline + 1
-    if had < original.pipeline:
-        wanted = min(wanted, max(pipeline, 3))
+    had, warmup = num_microbatches(training, original), layout.pipeline * (2 if layout.schedule in V_SHAPED else 1)
+    wanted = max(3, warmup + 1 if had >= original.pipeline else layout.pipeline)
     return fewest_microbatches(layout, max(2, min(had, wanted)))

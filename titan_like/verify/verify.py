@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tempfile
 from collections.abc import Callable
@@ -12,17 +13,18 @@ from typing import Any
 
 import torch
 
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import require
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
-from titan_like.parallel.axes import other_layout
+from titan_like.parallel.axes import ACCUMULATION, AXES, Axis, other_layout
 from titan_like.parallel.layout import Layout
-from titan_like.verify.blame import DIFFERENT, FAILS, ONE_PROCESS, SAME, UNDECIDED, Blame, find_fault
 from titan_like.verify.compare import (
     DROPOUT,
     EXACT,
+    GRADIENTS,
     HALF,
     LARGE,
+    LOSSES,
     RESUME,
     SINGLE,
     Check,
@@ -31,23 +33,30 @@ from titan_like.verify.compare import (
     Row,
     combine,
 )
-from titan_like.verify.observe import observe, observe_dropout, observe_leg, observe_places
+from titan_like.verify.observe import observe, observe_dropout, observe_places, observe_resumed
 from titan_like.verify.places import first_place
-from titan_like.verify.processes import DONE, FAILED, Group, Outcome, Prepare
-from titan_like.verify.reference import compute_reference
-from titan_like.verify.runs import train_alone
+from titan_like.verify.processes import DONE, FAILED, Group, Outcome
+from titan_like.verify.reference import compute_reference, train_alone
 from titan_like.verify.shrink import MOST_PROCESSES, Small, check_numbers, resolve, shrink
 
-Progress = Callable[[str], None]
+SAME, DIFFERENT, FAILS, UNDECIDED = "same", "different", "fails", "undecided"
+ONE_PROCESS = "one_process"
 _COMPILING = 900.0  # seconds that compilation may take
 _LOST = "onnection|remote process exited"  # in what gloo and NCCL say where another process has failed
-_LOSSES = (Row.LOSS, Row.LARGE_LOSS)
-_GRADIENTS = (Row.GRADIENT, Row.LARGE_GRADIENT)
-_LOCATED = (*_LOSSES, *_GRADIENTS, Row.NORM, Row.LARGE_NORM, Row.ZEROS, Row.MISSING)
+_LOCATED = (*LOSSES, *GRADIENTS, *GRADIENTS.values(), Row.ZEROS)
 
 
 class UndecidedError(Exception):
     """A run was stopped for a reason that says nothing about what it computes; the message names the reason."""
+
+
+@dataclass(frozen=True)
+class Blame:
+    """The axis at fault: a name from `AXES`, several joined by " + ", or one_process."""
+
+    axis: str
+    sentence: str
+    trials: dict[str, str]  # axis left out, next to those that stay out → same, different, fails or undecided
 
 
 @dataclass
@@ -65,8 +74,9 @@ class Verdict:
 
     @property
     def first_difference(self) -> Check | None:
-        """The first check that differs."""
-        return first_difference(self.checks)
+        """The first check that differs. Figures that are only reported come last, because they name no place."""
+        wrong = [check for check in self.checks if not check.ok]
+        return min(wrong, key=lambda check: check.row == Row.FIGURES, default=None)
 
 
 @dataclass
@@ -76,24 +86,21 @@ class Verifier:
     small: Small
     timeout: float = 120.0  # seconds that one run may take
     patience: float = 15.0  # seconds for which the processes of a layout may all wait for one another
-    on_gpus: bool = False
-    most: int = 0  # processes that may run at once; 0: one for each GPU, or 8
-    prepare: Prepare | None = None  # makes a context manager in which every process works
+    most: int = MOST_PROCESSES  # processes that may run at once
     start: Callable[..., Any] = Group  # what runs a function on every rank, and waits for its end, as `Group` does
     kinds: list[str] = field(default_factory=list)  # of runs; empty: all that apply
-    progress: Progress = lambda _: None
+    progress: Callable[[str], None] = lambda _: None
 
     def __post_init__(self) -> None:
-        own = [self.small.config.training.dtype] if self.small.config.training.dtype in HALF else []
+        half = [self.small.config.training.dtype] if self.small.config.training.dtype in HALF else []
         dropout = [] if self.small.dropout is None else [DROPOUT]
-        self.most = self.most or (torch.cuda.device_count() if self.on_gpus else MOST_PROCESSES)
-        self.kinds = self.kinds or [EXACT, SINGLE, *own, *dropout, RESUME]
+        self.kinds = self.kinds or [EXACT, SINGLE, *half, *dropout, RESUME]
 
     def verify(self) -> Verdict:
         """Compare all kinds of runs in the layout with one reference. If they differ, find the place and the axis."""
         layout = Layout.of(self.small.config.parallelism)
-        told = "context parallelism" if layout.context > 1 else f"the {self.small.config.model.family} family"
-        missing = [] if DROPOUT in self.kinds else [f"dropout: {told} has none"]
+        what = "context parallelism" if layout.context > 1 else f"the {self.small.config.model.family} family"
+        missing = [] if DROPOUT in self.kinds else [f"dropout: {what} has none"]
         verdict = Verdict(SAME, layout, [], not_applicable=missing, limits=self.small.limits)
         with tempfile.TemporaryDirectory(prefix="verify-") as folder:
             self.folder = Path(folder)
@@ -107,14 +114,14 @@ class Verifier:
         config, layout = self.small.config, verdict.layout
         self.progress("one process: the reference")
         file = self.folder / "reference.safetensors"
-        (made,) = self._start(compute_reference, 1, self.small, self.kinds, file).wait(self.timeout)
-        if made.is_undecided or isinstance(made.result, str):
-            raise UndecidedError(made.result or f"the reference, on one process: {made.reason}")
-        if made.result is None:
+        (alone,) = self.start(compute_reference, 1, self.small, self.kinds, file).wait(self.timeout)
+        if alone.is_undecided or isinstance(alone.result, str):
+            raise UndecidedError(alone.result or f"the reference, on one process: {alone.reason}")
+        if alone.result is None:
             verdict.outcome, verdict.blame = DIFFERENT, Blame(ONE_PROCESS, "the reference itself fails", {})
-            verdict.checks.append(Check(EXACT, 0, Row.RUNS, "", 1, detail=f"one process alone fails: {made.reason}"))
+            verdict.checks.append(Check(EXACT, 0, Row.RUNS, "", 1, detail=f"one process alone fails: {alone.reason}"))
             return
-        self.reference: Reference = made.result
+        self.reference: Reference = alone.result
         self.progress(f"{layout.num_processes} processes ({layout.described()}): {', '.join(self.kinds)}")
         self.check(config, self.kinds, verdict.checks)
         first = verdict.first_difference
@@ -134,20 +141,20 @@ class Verifier:
         for kind in kinds:
             if not all(check.ok for check in checks):
                 return
-            legs = [(observe_dropout if kind == DROPOUT else observe, config, kind)]
-            legs = self._relay(config) if kind == RESUME else legs
+            runs = [(observe_dropout if kind == DROPOUT else observe, config, kind)]
+            runs = self._resume_sequence(config) if kind == RESUME else runs
             groups: list[list[Report]] = []
-            for leg in legs:
-                outcomes = self._run_layout(*leg)
+            for run in runs:
+                outcomes = self._run_layout(self.reference, *run)
                 groups.append([outcome.result for outcome in outcomes if outcome.result is not None])
                 if any(outcome.ending != DONE for outcome in outcomes):
                     break
-            is_complete = len(groups) == len(legs) and len(groups[-1]) == len(outcomes)
+            is_complete = len(groups) == len(runs) and len(groups[-1]) == len(outcomes)
             if is_complete:
                 checks += combine(self.reference, groups)
             self._add_unfinished(kind, Row.ENDS if is_complete else Row.RUNS, outcomes, checks)
 
-    def _relay(self, config: JobConfig) -> list[tuple[Any, ...]]:
+    def _resume_sequence(self, config: JobConfig) -> list[tuple[Any, ...]]:
         """The layout, the layout again, another one, and the first once more resume from each other's checkpoints.
 
         The next two resume from a checkpoint after which the first trains on, and which is not the first that it saves.
@@ -159,23 +166,18 @@ class Verifier:
         is_followed = skipped > 2 and skipped - 2 not in self.small.bad_steps
         start, most = (skipped - 2, 3) if is_followed else (skipped - 1, 2)
         return [
-            (observe_leg, config, None, 0, skipped + 1, most, folder),
-            (observe_leg, config, start, start, last, most, folder),
-            (observe_leg, other_layout(config, self.most), skipped - 1, skipped - 1, skipped, most, folder),
-            (observe_leg, config, None, skipped, last, most, folder),
+            (observe_resumed, config, None, 0, skipped + 1, most, folder),
+            (observe_resumed, config, start, start, last, 0, folder),
+            (observe_resumed, other_layout(config, self.most), skipped - 1, skipped - 1, skipped, most, folder),
+            (observe_resumed, config, None, skipped, last, most, folder),
         ]
 
-    def _start(self, function: Callable, processes: int, *arguments: Any) -> Any:
-        return self.start(function, processes, *arguments, on_gpus=self.on_gpus, prepare=self.prepare)
-
     def _run_layout(
-        self, function: Callable, config: JobConfig, *arguments: Any, reference: Reference | None = None
+        self, reference: Reference, function: Callable, config: JobConfig, *arguments: Any
     ) -> list[Outcome]:
         seconds = self.timeout + (_COMPILING if config.compile.enable else 0.0)
-        patience = None if self.on_gpus else self.patience  # a process that waits for its GPU looks idle
-        given = reference or self.reference, config, *arguments
-        group = self._start(function, Layout.of(config.parallelism).num_processes, *given)
-        return group.wait(seconds, patience)
+        processes = Layout.of(config.parallelism).num_processes
+        return self.start(function, processes, reference, config, *arguments).wait(seconds, self.patience)
 
     def _add_unfinished(self, kind: str, row: Row, outcomes: list[Outcome], checks: list[Check]) -> None:
         """Add the check of a run that did not finish."""
@@ -203,52 +205,84 @@ class Verifier:
         if first.row in LARGE:
             config, small, where = edit(config, self.small.longer), self.small.large, "the longer sequences"
         arguments = small, [dtype], self.folder / "places.safetensors", partial(train_alone, with_outputs=True)
-        (alone,) = self._start(compute_reference, 1, *arguments).wait(self.timeout)
-        if not isinstance(alone.result, Reference) or alone.result.outputs is None:
+        (alone,) = self.start(compute_reference, 1, *arguments).wait(self.timeout)
+        if not isinstance(alone.result, Reference):
             return None
-        outcomes = self._run_layout(observe_places, config, dtype, reference=alone.result)
+        outcomes = self._run_layout(alone.result, observe_places, config, dtype)
         if any(outcome.result is None for outcome in outcomes):
             return None
-        place = first_place(alone.result.outputs, [outcome.result for outcome in outcomes], where)
-        if place is None and not config.compile.enable and first.row in (*_LOSSES, *_GRADIENTS):
-            what = f"{first.parameter}: its gradient, or the sum of it" if first.row in _GRADIENTS else "the loss"
+        place = first_place(alone.result, [outcome.result for outcome in outcomes], where)
+        if place is None and not config.compile.enable and first.row in (*LOSSES, *GRADIENTS):
+            what = f"{first.parameter}: its gradient, or the sum of it" if first.row in GRADIENTS else "the loss"
             return f"{what}: no module's output differs in {where} by more than rounding"
         return place
 
     def blame(self, config: JobConfig, first: Check, symptom: str) -> Blame:
         """Find the axis at fault by runs without some of the axes."""
-
-        def outcome_of(changed: JobConfig, kind: str = first.kind) -> str:
-            checks: list[Check] = []
-            try:
-                self.check(changed, [kind], checks)
-                outcome, rows = _outcome(checks), {check.row for check in checks}
-                if outcome == SAME and first.row not in (Row.RUNS, Row.ENDS, *rows):
-                    outcome = UNDECIDED
-            except UndecidedError:
-                outcome = UNDECIDED
-            layout = Layout.of(changed.parallelism)
-            processes = "1 process" if layout.num_processes == 1 else f"{layout.num_processes} processes"
-            self.progress(f"  {processes} ({layout.described()}): {outcome}")
-            return outcome
-
-        blame = find_fault(config, symptom, outcome_of)
+        blame = self.find_fault(config, first, first.kind, symptom)
         if first.kind != RESUME and first.row != Row.RESUMED:
             return blame
         axis = RESUME if blame.axis == ONE_PROCESS else blame.axis
-        if axis == RESUME:  # unless the relay's leg in another layout, with other microbatches, is wrong by itself
+        if axis == RESUME:  # unless the sequence's other layout, with other microbatches, is wrong by itself
             alone = other_layout(config, self.most)
-            outcome = outcome_of(alone, EXACT)
+            outcome = self.outcome_of(alone, first, EXACT)
             if outcome in (DIFFERENT, FAILS):
-                return find_fault(alone, outcome, partial(outcome_of, kind=EXACT))
+                return self.find_fault(alone, first, EXACT, outcome)
         return Blame(axis, f"only where a run is resumed; {blame.sentence}", blame.trials)
+
+    def outcome_of(self, config: JobConfig, first: Check, kind: str) -> str:
+        """The outcome of a kind of run in a layout. It is undecided if it lacks the row of the ``first`` difference."""
+        checks: list[Check] = []
+        try:
+            self.check(config, [kind], checks)
+            outcome, rows = _outcome(checks), {check.row for check in checks}
+            if outcome == SAME and first.row not in (Row.RUNS, Row.ENDS, *rows):
+                outcome = UNDECIDED
+        except UndecidedError:
+            outcome = UNDECIDED
+        layout = Layout.of(config.parallelism)
+        processes = "1 process" if layout.num_processes == 1 else f"{layout.num_processes} processes"
+        self.progress(f"  {processes} ({layout.described()}): {outcome}")
+        return outcome
+
+    def find_fault(self, config: JobConfig, first: Check, kind: str, symptom: str) -> Blame:
+        """Leave out one axis after the other, for good if the difference stays. At fault are axes that have to stay.
+
+        ``symptom`` is what the whole layout shows: different or fails. A trial that fails where the layout finished
+        has met another problem and says nothing: a bug that drops the last microbatch leaves none at all in a run with
+        one microbatch. An axis without which such trials fail is at fault only if there is no other.
+        """
+        trials, kept = dict[str, str](), list[Axis]()
+        for axis in AXES:
+            rest = axis.drop(config)
+            if rest == config:
+                continue
+            trials[axis.name] = self.outcome_of(rest, first, kind)
+            if trials[axis.name] in (DIFFERENT, symptom):
+                config = rest
+            else:
+                kept.append(axis)
+        vanishes = [axis for axis in kept if trials[axis.name] == SAME]
+        needed = vanishes or [axis for axis in kept if axis is not ACCUMULATION]
+        if not needed:
+            where = "also on one process without any parallelism: the trainer itself, or the model"
+            return Blame(ONE_PROCESS, f"the difference is there {where}", trials)
+        # A part is named instead of its whole, and accumulation only if nothing else is left.
+        wholes = {name for axis in needed for name in axis.within}
+        parts = [axis for axis in needed if axis.name not in wholes]
+        guilty = [axis for axis in parts if axis is not ACCUMULATION] or parts
+        *titles, last = [axis.title for axis in guilty]
+        axes = f"{', '.join(titles)} and {last} together: without any one of them" if titles else f"{last}: without it"
+        consequence = "every difference vanishes" if vanishes else "there is nothing to compare"
+        several = "; it takes several microbatches to show" if len(parts) > len(guilty) else ""
+        return Blame(" + ".join(axis.name for axis in guilty), f"{axes} {consequence}{several}", trials)
 
 
 def verifier_of(
     config: JobConfig, *, steps: int = 4, processes: int | None = None, timeout: float = 120.0,
     full_size: bool = False, keep_layout: bool = False, on_gpus: bool = False,
 ) -> Verifier:  # fmt: skip
-    """The verifier of a configuration's layout; the options are those of the command line.
+    """The verifier of a configuration's layout, with the options of the command line.
 
     Raises:
         ConfigError: a number is out of range, there is no valid layout, or there are fewer GPUs than processes.
@@ -256,17 +290,13 @@ def verifier_of(
     check_numbers(steps, processes, timeout)
     layout = resolve(config, processes)
     small = shrink(config, layout, steps, full_size=full_size, keep_layout=keep_layout, on_gpus=on_gpus)
-    needed, found = Layout.of(small.config.parallelism).num_processes, torch.cuda.device_count() if on_gpus else None
-    if found is not None and found < needed:
-        problem = f"this machine has {found} GPUs, but the verification needs {needed}; leave --gpus out to use CPUs"
-        raise ConfigError("--gpus", needed, problem)
-    return Verifier(small, timeout, on_gpus=on_gpus)
-
-
-def first_difference(checks: list[Check]) -> Check | None:
-    """The first check that differs. Figures that are only reported come last, because they name no place."""
-    wrong = [check for check in checks if not check.ok]
-    return min(wrong, key=lambda check: check.row == Row.FIGURES, default=None)
+    if not on_gpus:
+        return Verifier(small, timeout)
+    needed, gpus = Layout.of(small.config.parallelism).num_processes, torch.cuda.device_count()
+    problem = f"this machine has {gpus} GPUs, but the verification needs {needed}; leave --gpus out to use CPUs"
+    require(gpus >= needed, "--gpus", needed, problem)
+    # A process that waits for its GPU looks idle.
+    return Verifier(small, timeout, patience=math.inf, most=gpus, start=partial(Group, on_gpus=True))
 
 
 def _outcome(checks: list[Check]) -> str:

@@ -8,13 +8,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from titan_like.data.batch import Batch, map_tensors
-from titan_like.data.masks import Masks
 from titan_like.metrics.record import StepRecord, named_losses
 from titan_like.models.layers.experts import Router
 from titan_like.models.layers.init import local_part
@@ -22,7 +23,7 @@ from titan_like.models.transformer import Transformer
 from titan_like.train.observer import Observer
 from titan_like.train.pending_step import PendingStep
 from titan_like.train.trainer import Trainer
-from titan_like.verify.compare import Key, Row
+from titan_like.verify.compare import Key, Reference, Report, Row
 from titan_like.verify.places import Outputs
 from titan_like.verify.shrink import Small
 
@@ -39,7 +40,7 @@ class Watch(Observer):
 
     def __init__(self, known: Mapping[str, int] = {}) -> None:
         """``known``: indices of samples by their digests; every other sample has the index -1."""
-        self.known, self.steps = known, 0
+        self.known = known
         self.drawn: list[list[int]] = []  # sample indices of each microbatch of this process
         self.gradients: list[tuple[str, torch.Tensor]] = []  # of this process, by parameter; DTensors if sharded
 
@@ -53,8 +54,8 @@ class Watch(Observer):
 
         A small model's tensors would otherwise be copied before their next update, whether or not that waits for it.
         """
-        last = self.steps + 2  # one of them may have been skipped
-        while self.steps < last:
+        last = self.trainer.step + 2  # one of them may have been skipped
+        while self.trainer.step < last:
             if is_awaited.wait(0.01):
                 time.sleep(_COPY_SECONDS)
                 return
@@ -75,10 +76,6 @@ class Watch(Observer):
         # Operations on DTensors are slow.
         is_scaled = self.trainer.scaler is not None
         self.gradients = [(name, gradient / scale if is_scaled else gradient.clone()) for name, gradient in held]
-
-    def end_step(self, issued: PendingStep) -> None:
-        """Count the step."""
-        self.steps += 1
 
 
 class StepWatch(Watch):
@@ -117,7 +114,7 @@ class StepWatch(Watch):
             self.note(Key(step, Row.SKIPPED, "steps in a row before"), self.trainer.losses.consecutive_skips)
 
     def complete_gradients(self) -> None:
-        """Spoil the gradients of a bad step, and note those of a good one."""
+        """Spoil a bad step's gradients, and note a good step's."""
         is_last_element = self.small.bad_steps.get(self.at_step)
         if is_last_element is not None:
             self._spoil(is_last_element)
@@ -132,63 +129,88 @@ class StepWatch(Watch):
         matrices = [name for name in self.names if "norm" not in name and name.endswith("weight")]
         wanted = matrices[-1 if is_last_element else 0]
         for name, parameter in self.trainer.model.named_parameters():
-            if name != wanted or parameter.grad is None:
-                continue
-            local, offset = local_part(parameter.grad)
-            ends = [start + length for start, length in zip(offset, local.shape, strict=True)]
-            if local.numel() and is_last_element and ends == list(parameter.shape):
-                local[-1, -1] = math.inf
-            elif local.numel() and not is_last_element and not any(offset):
-                local[0, 0] = math.nan
+            if name == wanted and parameter.grad is not None:
+                shard, offset = local_part(parameter.grad)
+                corner = [size - 1 if is_last_element else 0 for size in parameter.shape]
+                at = tuple(index - start for index, start in zip(corner, offset, strict=True))
+                if all(0 <= index < size for index, size in zip(at, shard.shape, strict=True)):
+                    shard[at] = math.inf if is_last_element else math.nan
 
     def end_step(self, issued: PendingStep) -> None:
         """Note the weights."""
-        super().end_step(issued)
         for name, parameter in self.trainer.model.named_parameters() if issued.step <= self.small.num_steps else ():
             self.note(Key(issued.step, Row.WEIGHT, name), parameter)
 
     def read_step(self, record: StepRecord) -> None:
-        """Note a step's numbers. Those of a step that is not logged are read after the next one."""
+        """Note a step's numbers. If the step is not logged, they are read after the next one."""
         step, is_good = record.step, record.step not in self.small.bad_steps
         if step > self.small.num_steps:
             self.note(Key(step, Row.LARGE_LOSS), record.loss)
             self.note(Key(step, Row.LARGE_NORM), record.grad_norm)
             return
-        counts = {"batch size": record.global_batch_size, "samples": record.consumed_samples}
-        for name, count in (counts | {"tokens": record.consumed_tokens}).items():
-            self.note(Key(step, Row.BATCH, name), count)
+        self.note(Key(step, Row.BATCH, "batch size"), record.global_batch_size)
+        self.note(Key(step, Row.BATCH, "samples"), record.consumed_samples)
+        self.note(Key(step, Row.BATCH, "tokens"), record.consumed_tokens)
         self.note(Key(step, Row.RATE), record.lr)
-        self._note_losses(step, Row.LOSS, record.loss, record.losses)
+        for name, loss in {"": record.loss, **record.losses}.items():
+            self.note(Key(step, Row.LOSS, name), loss)
         self.note(Key(step, Row.SKIPPED), record.skipped + record.nan)
         self.note(Key(step, Row.SKIPPED, "steps so far"), self.trainer.skipped_steps)
         if is_good:
             self.note(Key(step, Row.NORM), record.grad_norm)
-        if record.num_zeros is not None and is_good:
-            self.note(Key(step, Row.ZEROS), record.num_zeros)
-        for name, value in record.experts.items() if is_good else ():
-            self.note(Key(step, Row.FIGURES, name), value)
+            if record.num_zeros is not None:
+                self.note(Key(step, Row.ZEROS), record.num_zeros)
+            for name, value in record.experts.items():
+                self.note(Key(step, Row.FIGURES, name), value)
         if self.trainer.scaler is not None and record.loss_scale is not None:
             self.note(Key(step, Row.LOSS_SCALE), record.loss_scale)
         if step == self.last_step:
             self.trainer.stop_signal = signal.SIGTERM
 
     def end_validation(self, loss: float) -> None:
-        """Note the loss."""
+        """Note the loss and its terms."""
         terms = named_losses(self.trainer.run.model.predictions, self.trainer.validation_losses)
-        self._note_losses(self.trainer.step, self.validation, loss, terms)
+        for name, value in {"": loss, **terms}.items():
+            self.note(Key(self.trainer.step, self.validation, name), value)
         if self.trainer.step == self.last_step:
             self.trainer.stop_signal = signal.SIGTERM
 
-    def _note_losses(self, step: int, row: Row, loss: float, terms: dict[str, float]) -> None:
-        for name, value in {"": loss, **terms}.items():
-            self.note(Key(step, row, name), value)
+
+class LayoutWatch(StepWatch):
+    """Compares each step of a layout with the reference."""
+
+    def __init__(self, reference: Reference, report: Report, last_step: int | None = None) -> None:
+        """The loop ends after ``last_step``, by default the reference's last."""
+        super().__init__(reference.small, partial(report.compare, reference), reference.known, last_step)
+        self.report, self.names = report, reference.names
+
+    def attach(self, trainer: Trainer) -> None:
+        """Share the initial weights."""
+        self.report.data_rank, self.dtype = trainer.dp_rank, trainer.config.training.dtype
+        super().attach(trainer)
+        self._share_copies(0)
+
+    def _share_copies(self, step: int) -> None:
+        """Share digests of the weights, to be compared among processes that hold the same weights."""
+        for name, parameter in self.trainer.model.named_parameters():
+            shard, offset = local_part(parameter)
+            self.report.share(Key(step, Row.REPLICAS, f"{name} @ {offset} {list(shard.shape)}"), digest(shard))
+
+    def end_step(self, issued: PendingStep) -> None:
+        """Share the weights, and keep the indices of the samples."""
+        super().end_step(issued)
+        step = issued.step
+        if step <= self.small.num_steps:
+            self.report.samples[step] = [index for microbatch in self.drawn for index in microbatch]
+            self.report.share(Key(step, Row.SAMPLES, f"of data rank {self.report.data_rank}"), str(self.drawn))
+            self._share_copies(step)
 
 
 @torch.no_grad()
 def enlarge(model: Transformer) -> None:
     """Multiply the last norm's weights, and change all routers so that no token is sent to expert 1.
 
-    Its logit becomes the mean of those of experts 0 and 2, and also of experts 3 and 4, so that two of them are above.
+    Its logit becomes the mean of the logits of experts 0 and 2, and also of 3 and 4, so that two of them are above.
     """
     for parameter in model.last_norm.parameters() if model.is_last else []:
         local_part(parameter)[0].mul_(LARGE)
@@ -212,19 +234,9 @@ def steps_alone(trainer: Trainer, steps: int) -> list[StepRecord]:
     return records
 
 
-def first_samples(samples: Masks, count: int) -> dict[str, int]:
-    """Indices of a run's first samples by their digests."""
-    return {digest(samples[index]): index for index in range(count)}
-
-
-def part_of(batch: Batch, which: int | slice) -> Batch:
-    """A sample of a batch, or several."""
-    return map_tensors(lambda x: x[which], batch)
-
-
 def samples_of(batch: Batch) -> list[Batch]:
     """The samples that a loader has collated."""
-    return [part_of(batch, number) for number in range(len(batch.tokens))]
+    return [map_tensors(itemgetter(number), batch) for number in range(len(batch.tokens))]
 
 
 def digest(value: Any) -> str:

@@ -32,7 +32,7 @@ def a_sample_is_skipped_at_each_state() -> None:
     """A reader that begins at a state gives the sample there for the one before it."""
 
 
-@bug(stream_reader, "texts_of")
+@bug(stream_reader, "documents_of")
 def the_last_record_of_a_piece_is_lost(original: Any, *arguments: Any) -> Iterator[Any]:
     """A reader leaves out the last record before it reads on."""
     yield from list(original(*arguments))[:-1]

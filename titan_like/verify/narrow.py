@@ -1,0 +1,272 @@
+"""What is checked in narrower dtypes than float64, in which weights cannot be compared.
+
+The product's optimizer on one process repeats each update in float64 from the whole gradients that the trainer's
+received. Rounding in the gradients therefore plays no part: a wrong rate, decay or dtype of state shows as clearly as
+in float64, where weights are compared instead.
+
+In 16-bit dtypes there is more that needs no tolerance: the dtypes of sums, their digits, the state of a resumed run. A
+sum that has been rounded to 16 bits may be within its tolerance, but it has no more digits than that dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from titan_like.data.batch import Batch
+from titan_like.metrics.record import StepRecord
+from titan_like.models.layers import cross_entropy
+from titan_like.models.layers.cross_entropy import Vocabulary
+from titan_like.models.layers.init import local_part
+from titan_like.optim.optimizer import build_optimizer
+from titan_like.parallel import cp_attention
+from titan_like.train.pending_step import PendingStep
+from titan_like.train.trainer import Trainer
+from titan_like.verify.compare import EPS, HALF, SINGLE, Key, Reference, Report, Row, distance
+from titan_like.verify.places import local
+from titan_like.verify.reference import FEW
+from titan_like.verify.watch import LayoutWatch, Watch, digest, steps_alone
+
+_LOST = 1e-4  # by float32 in moments and bias corrections, as a share of the learning rate or of the update
+_WEIGHT_ROUNDINGS = 4  # of a weight, in units of its type
+
+_TRAVELLING, _MERGED = "gradients of keys", "attention to several blocks of keys"
+_LOSS_ROUNDING = 1e-5  # relative, of a loss that is computed in float32 from hundreds of positions
+_SPARE_BITS = {"bfloat16": 16, "float16": 13}  # of a float32 mantissa that the 16-bit dtype lacks
+# By the names of all versions of torch. Tensor parallelism and pipelines send activations in other ways.
+_SUMS = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all_single", "batch_isend_irecv")
+
+
+def finer(numbers: torch.Tensor, dtype: str) -> int:
+    """How many of some numbers have more digits, as float32, than a 16-bit dtype has, or are not finite.
+
+    Its range does not matter.
+    """
+    rest = numbers.float().view(torch.int32) & ((1 << _SPARE_BITS[dtype]) - 1)
+    return int(((rest != 0) | ~numbers.isfinite()).sum())
+
+
+class NarrowWatch(LayoutWatch):
+    """Compares each step of a layout in a narrower dtype with the reference, and repeats the updates of a new run."""
+
+    def attach(self, trainer: Trainer) -> None:
+        """Copy the weights, and build the optimizer that repeats their updates."""
+        super().attach(trainer)
+        self.clipped: dict[str, torch.Tensor] = {}  # parts of the gradients that the optimizer received
+        self.parameters = [(name, p, nn.Parameter(_whole(p))) for name, p in trainer.model.named_parameters()]
+        self.optimizer = build_optimizer([(name, copy) for name, _, copy in self.parameters], trainer.config.optimizer)
+        trainer.optimizer.register_step_pre_hook(self._keep_gradients)
+
+    def _keep_gradients(self, *hooked: Any) -> None:
+        for name, parameter, copy in self.parameters:
+            if parameter.grad is not None:
+                copy.grad, self.clipped[name] = _whole(parameter.grad), local(parameter.grad).double()
+
+    @torch.no_grad()
+    def end_step(self, issued: PendingStep) -> None:
+        """Check the update: a good step updates every parameter, a bad one none.
+
+        Clipping must go by the norm that the step reports.
+        """
+        super().end_step(issued)
+        if issued.step > self.small.num_steps:
+            return
+        is_good, unclipped = issued.step not in self.small.bad_steps, dict(self.gradients)
+        before = [copy.detach().clone() for _, _, copy in self.parameters]
+        if is_good:
+            for group in self.optimizer.param_groups:
+                group["lr"] = issued.lr
+            self.optimizer.step()
+        max_norm, grad_norm = self.trainer.config.training.max_norm, issued.read()[0].grad_norm
+        factor = min(1.0, max_norm / (grad_norm + 1e-6)) if max_norm else 1.0
+        for (name, parameter, copy), old in zip(self.parameters, before, strict=True):
+            new = _whole(parameter)
+            if not is_good:
+                self.report.require(torch.equal(new, old), Key(issued.step, Row.SKIPPED, name), "it is updated")
+            elif name not in self.clipped:
+                self.report.require(False, Key(issued.step, Row.UPDATE, name), "it is not updated")
+            else:
+                clipped = local(unclipped[name]).double() * factor
+                size = clipped.norm().item() or 1.0
+                # Elements below the smallest normal number lose digits when they are divided by a loss scale.
+                allowed = 8 * EPS[SINGLE] + math.sqrt(clipped.numel()) * 1e-37 / size
+                off = distance(self.clipped[name], clipped) / size
+                self.report.add(Key(issued.step, Row.CLIPPED, name), off, allowed)
+                rounding, moved = _WEIGHT_ROUNDINGS * EPS[SINGLE] * old.norm().item(), distance(copy, old)
+                lost = _LOST * max(issued.lr * math.sqrt(old.numel()), moved)
+                size = max(moved, rounding, 1e-30)
+                off = distance(new, copy) / size
+                self.report.add(Key(issued.step, Row.UPDATE, name), off, (rounding + lost) / size)
+            copy.copy_(new)  # the next update starts from the trainer's own weights
+            copy.grad = None
+        self.clipped = {}
+
+
+class HalfWatch(NarrowWatch):
+    """Also checks how a run in a 16-bit dtype sums, and that it can be resumed."""
+
+    def __init__(self, reference: Reference, report: Report) -> None:
+        super().__init__(reference, report)
+        self.is_in_passes = self.is_travelling = False  # in forward and backward passes; gradients in a ring
+        self.finer = {"loss": 0, "gradient norm": 0}  # good steps in which it has more digits than the dtype
+        self.dtypes_of_sums = set[str]()  # of gradients between processes
+
+    @contextmanager
+    def watched_sums(self) -> Iterator[None]:
+        """Check sums between processes, of blocks of attention, and of the loss, while this lasts."""
+        exchange, merge = cp_attention._exchange, cp_attention._merge
+
+        def watched_merge(
+            output: torch.Tensor, total: torch.Tensor, block: torch.Tensor, summand: torch.Tensor
+        ) -> None:
+            sees_both = total.isfinite() & summand.isfinite()
+            merge(output, total, block, summand)
+            for value in (output[sees_both], total[sees_both]) if sees_both.any() else ():
+                self._note_sum(_MERGED, value.dtype if finer(value, self.dtype) else getattr(torch, self.dtype))
+
+        def watched_exchange(*ring: Any) -> torch.Tensor:
+            self.is_travelling = True
+            received = exchange(*ring)
+            self.is_travelling = False
+            return received
+
+        def watched(original: Callable, name: str, *args: Any, **options: Any) -> Any:
+            is_ring = name == "batch_isend_irecv"
+            for tensor in [sent.tensor for sent in args[0]] if is_ring else [*args, *options.values()]:
+                if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                    self._note_sum(_TRAVELLING if self.is_travelling else name, tensor.dtype)
+            return original(*args, **options)
+
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(cp_attention, "_exchange", watched_exchange))
+            stack.enter_context(patch.object(cp_attention, "_merge", watched_merge))
+            checked = partial(self._check_loss, cross_entropy._loss)
+            stack.enter_context(patch.object(cross_entropy, "_loss", checked))
+            for name in _SUMS:
+                if original := getattr(dist, name, None):
+                    stack.enter_context(patch.object(dist, name, partial(watched, original, name)))
+            yield
+
+    def _note_sum(self, name: str, dtype: torch.dtype) -> None:
+        """Check that a sum is computed in float32, or if it is of gradients between processes in their dtype."""
+        if self.is_in_passes and name == "batch_isend_irecv":  # a ring passes keys and values on
+            return
+        of_weights = self.is_in_passes and name not in (_TRAVELLING, _MERGED)
+        dtype_name = str(dtype).removeprefix("torch.")
+        if of_weights:
+            self.dtypes_of_sums.add(dtype_name)
+        is_wanted = of_weights and dtype_name == self.trainer.config.training.reduce_dtype
+        key = Key(self.at_step or 1, Row.SUMS, name)
+        self.report.require(dtype_name not in HALF or is_wanted, key, f"it is in {dtype_name}")
+
+    def _check_loss(
+        self, original: Callable[..., torch.Tensor], logits: torch.Tensor, labels: torch.Tensor, factor: torch.Tensor,
+        vocabulary: Vocabulary, with_gradient: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """The loss of a chunk, in place of ``original``, which is `cross_entropy._loss`.
+
+        It is checked, with the gradient that it writes, against float64 from the same logits. Only the gradient may be
+        rounded to their dtype.
+        """
+        group = self.trainer.mesh.get_group("tp")  # shares the vocabulary, if several processes do
+
+        def combine(terms: torch.Tensor) -> torch.Tensor:
+            parts = [torch.empty_like(terms) for _ in range(group.size())]
+            dist.all_gather(parts, terms, group=group)
+            denominators, targets = torch.stack(parts, 1)
+            return torch.stack((denominators.logsumexp(0), targets.sum(0)))
+
+        exact, shared = logits.double(), vocabulary.combine and combine
+        expected = original(exact, labels, factor.double(), vocabulary._replace(combine=shared), with_gradient).item()
+        loss = original(logits, labels, factor, vocabulary, with_gradient)
+        key = Key(min(self.at_step, self.small.num_steps) or 1, Row.SUMS, "loss of these logits")
+        self.report.add(key, abs(loss.item() - expected) / (abs(expected) or 1.0), _LOSS_ROUNDING)
+        if with_gradient:
+            apart = distance(logits, exact) / (exact.norm().item() or 1.0)
+            self.report.add(key, apart, torch.finfo(logits.dtype).eps / 2 + _LOSS_ROUNDING)
+        return loss
+
+    def take_batch(self, batch: Batch) -> None:
+        """From here on sums are computed in passes."""
+        super().take_batch(batch)
+        self.is_in_passes = True
+
+    def complete_gradients(self) -> None:
+        """Check that gradients have the digits of a sum."""
+        self.is_in_passes = False
+        super().complete_gradients()
+        training, samples = self.trainer.config.training, len(self.drawn) * self.trainer.dp_size
+        if self.at_step == 1 and samples > 1 and training.reduce_dtype not in HALF:
+            # A few parameters may have gradients in one microbatch alone, such as an expert's or the head's for pairs.
+            parts = [(name, local_part(gradient)[0]) for name, gradient in self.gradients]
+            parts = [(name, part) for name, part in parts if int((part != 0).sum()) >= FEW]
+            rounded = [name for name, part in parts if not finer(part, self.dtype)]
+            key = Key(1, Row.SUMS, next(iter(rounded), ""))
+            self.report.require(2 * len(rounded) <= len(parts), key, f"it is rounded to {self.dtype}")
+
+    def read_step(self, record: StepRecord) -> None:
+        """Count the digits of the loss and the norm."""
+        super().read_step(record)
+        is_good = record.step not in self.small.bad_steps and record.step <= self.small.num_steps
+        for name, number in {"loss": record.loss, "gradient norm": record.grad_norm}.items():
+            self.finer[name] += is_good and finer(torch.tensor(number), self.dtype)
+
+    def check_run(self) -> None:
+        """Check, at the end, the digits and dtypes of all steps. Only a run that is right so far is resumed."""
+        for name, steps in self.finer.items():
+            self.report.require(steps > 0, Key(1, Row.SUMS, name), f"it is rounded to {self.dtype}")
+        trainer, wanted = self.trainer, self.trainer.config.training.reduce_dtype
+        is_missing = trainer.token_group.size() > 1 and wanted in HALF and wanted not in self.dtypes_of_sums
+        problem = f"they are in {', '.join(sorted(self.dtypes_of_sums))}, not {wanted}"
+        self.report.require(not is_missing, Key(1, Row.SUMS, "gradients"), problem)
+        is_wrong = not all(check.ok for check in self.report.checks.values())
+        wrong = torch.tensor(int(is_wrong), device=trainer.run.device)
+        dist.all_reduce(wrong, dist.ReduceOp.MAX)
+        if not wrong:
+            self._check_resumed()
+
+    def _check_resumed(self) -> None:
+        """Resume from the run's last save, and compare the states bit for bit.
+
+        Then both trainers take a step. The new one knows nothing of earlier weights. So gradients that differ in one
+        bit tell of old ones in the first, which may be too near the new ones to be found by a tolerance. Some kernels
+        of GPUs add in any order.
+        """
+        trainer, report, step, again = self.trainer, self.report, self.trainer.step, Watch()
+        resumed = Trainer(trainer.run, observer=again)
+        scalers = trainer.scaler, resumed.scaler
+        old, new = (scaler and (scaler.scale.item(), int(scaler.good_steps)) for scaler in scalers)
+        report.require(old == new, Key(step, Row.RESUMED, "loss scale"), f"{new}, not {old}")
+        for (name, parameter), other in zip(trainer.model.named_parameters(), resumed.model.parameters(), strict=True):
+            problem = "its weights or its optimizer's state are others, or of another type"
+            report.require(_bits(trainer, parameter) == _bits(resumed, other), Key(step, Row.RESUMED, name), problem)
+        kept = list[list[torch.Tensor]]()
+        for watch in (self, again):
+            steps_alone(watch.trainer, 1)
+            kept.append([local_part(gradient)[0] for _, gradient in watch.gradients])
+        allowed = 0.0 if trainer.run.device.type == "cpu" else torch.finfo(getattr(torch, report.kind)).eps
+        apart = {
+            name: distance(gradient, other) / (other.norm().item() or 1.0)
+            for (name, _), gradient, other in zip(self.gradients, *kept, strict=True)
+        }
+        worst = max(apart, key=lambda name: math.inf if math.isnan(apart[name]) else apart[name])
+        report.add(Key(step, Row.FRESH), apart[worst], allowed, f"{worst} differs most, by {apart[worst]:.3g}")
+
+
+def _bits(trainer: Trainer, parameter: torch.nn.Parameter) -> dict[str, tuple[torch.dtype, str]]:
+    state = {"weights": parameter, **trainer.optimizer.state[parameter]}
+    return {what: (value.dtype, digest(local_part(value)[0])) for what, value in state.items()}
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A float64 copy of a whole tensor. All ranks that share it call this together."""
+    return local(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).double()
