@@ -248,8 +248,9 @@ def test_two_packages_with_one_name_are_refused(tmp_path, monkeypatch):
         find_dataset(Data(dataset="ones"))
 
 
-def test_a_package_with_the_name_of_a_built_in_dataset_is_refused(packages):
-    packages("toys", text="a:Text")
+def test_a_package_with_the_name_of_a_built_in_dataset_is_refused(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    install(tmp_path, "toys", "titan_like.datasets", "text = a:Text")
     with pytest.raises(ConfigError, match=r"is defined by a:Text and titan_like\..*:TextSource; rename it"):
         find_dataset(Data(dataset="text"))
 
