@@ -49,11 +49,22 @@ class Placed(NamedTuple):
     before: int  # bytes that earlier segments keep
     later: int  # bytes that later segments leave to a second part of the backward pass, or to its end
     experts: int  # elements that other processes share, whose gradients are reduced sooner
+    through_experts: int  # elements of gradients that are complete when those of experts are, these included
     reduced: Reduced  # its unit of communication; empty outside layers
     largest: int  # of the unit's experts, or of its other elements, whichever are gathered through a buffer
     begins_unit: bool  # whether it is the first layer of its unit, after whose backward pass gradients are complete
     following: int  # elements of the unit that the backward pass gathers next
     repeats: int = 0  # equal layers before it whose moments lie between those of their neighbours
+
+    def follow_experts(self, produced: int) -> bool:
+        """Whether the last of so many elements come after the experts' gradients."""
+        return 0 < self.experts <= self.through_experts < produced
+
+    @property
+    def at_experts(self) -> int:
+        """Bytes of activations when the experts' gradients are complete."""
+        later = [one for one in self.segment.backward.moments if one.gradients >= self.through_experts]
+        return min(later, key=lambda one: one.gradients).activations
 
     @property
     def unit(self) -> int:
@@ -90,10 +101,10 @@ class PassGradients:
             fresh = self.done + produced if self.is_first else min(produced, self.stage.largest_parameter)
             return self.accumulated + keep.master * fresh
         accumulated, retained = self.accumulated, self.retained
-        if 0 < part.experts < produced and not self.reduces:  # experts' gradients are accumulated already
+        if part.follow_experts(produced) and not self.reduces:  # experts' gradients are accumulated already
             produced -= part.experts
             accumulated += keep.reduce * part.experts * self.is_first
-        elif 0 < part.experts < produced:
+        elif part.follow_experts(produced):
             produced, retained = produced - part.experts, keep.reduce * part.experts
             accumulated -= min(accumulated, retained) if 0 < keep.zero_stage < 2 else 0
         return accumulated + retained + keep.compute * (self.outside + self.fresh + produced)
@@ -106,14 +117,15 @@ class PassGradients:
         else:
             self.outside += part.segment.produced
 
-    def complete(self, unit: Reduced, repeats: int = 0) -> Iterator[tuple[int, int]]:
+    def complete(self, unit: Reduced, repeats: int = 0) -> Iterator[tuple[int, int, bool]]:
         """The gradients of a unit are accumulated or reduced; so are those of ``repeats`` units like it.
 
-        Yields bytes at moments of that, and the elements of which reduced gradients exist besides.
+        Yields bytes at moments of that, the elements of which reduced gradients exist besides, and whether it is the
+        experts' gradients that are reduced, in the middle of their layer.
         """
         keep = self.keeping
         if not keep.wrapped:
-            yield self.accumulated + keep.master * self.done * self.is_first, 0
+            yield self.accumulated + keep.master * self.done * self.is_first, 0, False
             self.done += unit.elements * repeats
             return
         produced = self.fresh or min(unit.elements, self.outside)
@@ -125,24 +137,24 @@ class PassGradients:
             # One parameter after the other is converted, unless sums have the type of gradients.
             converted = sums + keep.compute * min(produced, unit.largest_parameter)
             fresh = keep.compute * produced
-            yield before + rest + (fresh if keep.reduce == keep.compute else max(fresh, converted)), self.shards
+            yield before + rest + (fresh if keep.reduce == keep.compute else max(fresh, converted)), self.shards, False
             return
         had_sums = keep.zero_stage < 2 and not self.is_first  # to which fresh gradients are added in place
-        others = unit.elements - unit.experts, not keep.zero_stage, unit.last_parameter
-        experts = unit.experts, unit.experts_alone, unit.last_of_experts
-        for size, alone, parameter in [experts, others] if unit.experts else [others]:
+        others = unit.elements - unit.experts, not keep.zero_stage, unit.last_parameter, False
+        experts = unit.experts, unit.experts_alone, unit.last_of_experts, True
+        for size, alone, parameter, early in [experts, others] if unit.experts else [others]:
             whole, earlier, fresh = keep.reduce * size, self.shards, keep.compute * min(size, produced) * (not had_sums)
             self.retained, self.reduced = whole, self.reduced + size
-            yield self.accumulated + rest + fresh + whole, earlier
+            yield self.accumulated + rest + fresh + whole, earlier, early
             if had_sums:
                 self.accumulated -= min(self.accumulated, whole)
             if alone:  # the result is as large, and is divided once more
-                yield self.accumulated + rest + 3 * whole, earlier
+                yield self.accumulated + rest + 3 * whole, earlier, early
                 self.accumulated += whole * (not self.has_shards)
                 self.reduced -= size  # which stands for shards
             else:  # FSDP2 still has a reference to the last gradient when it allocates the result
                 last = (keep.reduce if had_sums else keep.compute) * parameter
-                yield self.accumulated + rest + last + whole, earlier + size
+                yield self.accumulated + rest + last + whole, earlier + size, early
         self.reduced += unit.elements * repeats
         if keep.zero_stage == 0:
             self.reduced = 0
@@ -169,13 +181,13 @@ class CopiedGradients(PassGradients):
                 size = max(size, self.keeping.compute * (limit - before))
         return size + (self.keeping.master * taken if self.is_first else self.accumulated)
 
-    def complete(self, unit: Reduced, repeats: int = 0) -> Iterator[tuple[int, int]]:
+    def complete(self, unit: Reduced, repeats: int = 0) -> Iterator[tuple[int, int, bool]]:
         """As in the base class. The rest is added up after the pass."""
         taken = max((limit for limit in self.limits if limit <= self.done), default=0)
         is_over = self.done == self.stage.elements
         sums = self.done if is_over else taken
         summed = self.keeping.master * sums if self.is_first else self.accumulated
-        yield self.keeping.compute * (self.done - taken) + summed, 0
+        yield self.keeping.compute * (self.done - taken) + summed, 0, False
         self.done += unit.elements * repeats
 
 

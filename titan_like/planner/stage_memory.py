@@ -186,23 +186,25 @@ class StageMemory:
                 yield held + part.segment.kept, gradients.during(part, 0), arriving, shards
             for moment in part.segment.backward.moments:
                 during = gradients.during(part, moment.gradients)
-                is_freed = frees and not part.segment.repeats_forward and moment.gradients > part.experts
-                gone = self.keeping.compute * part.experts * is_freed
-                yield held + moment.activations, during, weights - gone, shards
+                gone = part.experts * (frees and part.follow_experts(moment.gradients))
+                # A repeated forward pass gathers experts into a buffer, which FSDP2 keeps until its end.
+                gone -= part.largest * (self.keeping.zero_stage == 3 and moment.repeats and part.experts > 0)
+                yield held + moment.activations, during, weights - self.keeping.compute * gone, shards
             gradients.produce(part)
             if part.begins_unit:  # which frees the unit's weights first
-                unit = self.keeping.compute * part.unit * frees
+                unit, experts = (self.keeping.compute * size * frees for size in (part.unit, part.reduced.experts))
                 weights -= unit
                 freed += unit * (1 + part.repeats) * (self.keeping.zero_stage < 3)
-                for during, reduced in gradients.complete(part.reduced, part.repeats):
-                    yield held + part.segment.output, during, weights, reduced
+                for during, reduced, is_early in gradients.complete(part.reduced, part.repeats):
+                    activations, more = (part.at_experts, unit - experts) if is_early else (part.segment.output, 0)
+                    yield held + activations, during, weights + more, reduced
         weights = self._weights_at_end(one) - freed
         held = self.received - self.held + (self.deferred if one.kind == "I" else 0)
         for end in sorted(self.stage.ends):  # the root first
             size = end.elements
             weights -= self.keeping.compute * size * frees
             outside_layers = Reduced(size, self.largest_parameter, end.parameters[-1].elements)
-            for during, reduced in gradients.complete(outside_layers):
+            for during, reduced, _ in gradients.complete(outside_layers):
                 yield held, during, weights, reduced
 
     def _second_part(self, one: PassKind) -> Iterator[tuple[int, int, int, int]]:
@@ -278,8 +280,6 @@ def _placed(stage: StageProgram, single: tuple[str, ...]) -> list[Placed]:
         unit, buffered = _unit(stage.layers[first : first + count], single, stage.sharers)
         units += [(unit, buffered, below)] * count
         first, below = first + count, (unit.elements - unit.experts) * (stage.sharers not in single)
-        if stage.layers[first - 1].repeats_forward:  # which gathers experts once more
-            below = buffered
     firsts = set(accumulate(stage.layers_per_unit, initial=0))
     segments = stage.segments
     before = list(accumulate([segment.kept for segment in segments], initial=0))
@@ -288,16 +288,18 @@ def _placed(stage: StageProgram, single: tuple[str, ...]) -> list[Placed]:
     for index, segment in enumerate(segments):
         layer = index - stage.first_layer
         if not 0 <= layer < stage.num_layers:
-            placed.append(Placed(segment, before[index], later[index], 0, Reduced(), 0, False, 0))
+            placed.append(Placed(segment, before[index], later[index], 0, 0, Reduced(), 0, False, 0))
             continue
         near = segments[max(0, index - 2) : index + 3]
         if len(near) == 5 and all(one is segment for one in near) and {*range(layer - 2, layer + 3)} <= firsts:
             repeats += 1
             continue
         unit, largest, following = units[layer]
-        experts = sum([size for sharers, size in segment.elements.items() if sharers != stage.sharers])
-        where = segment, before[index], later[index]
-        placed.append(Placed(*where, experts, unit, largest, layer in firsts, following, repeats))
+        experts = [one for one in segment.parameters if one.sharers != stage.sharers]
+        last = max([one.position for one in experts], default=-1)
+        through = sum([one.elements for one in segment.parameters if one.position <= last])
+        where = segment, before[index], later[index], sum([one.elements for one in experts]), through
+        placed.append(Placed(*where, unit, largest, layer in firsts, following, repeats))
         repeats = 0
     return placed
 

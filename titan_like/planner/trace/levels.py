@@ -19,6 +19,7 @@ class Event(NamedTuple):
     storage: int  # its number; 0 if a pass starts
     bytes: int  # more, or less
     boundary: int = 0  # where a backward pass starts, the storage of the gradient that it starts from
+    repeats: bool = False  # while a backward pass repeats operators of the forward pass
 
 
 def events_as_compiled(
@@ -92,7 +93,7 @@ def fill_in_levels(
     last, previous = len(segments) - 1, segments[-1]
     # Gradients of what all layers take are one sum, however many layers add to it.
     sums = {event.boundary for event in events if event.segment == 1}
-    for index, which, number, size, boundary in events:
+    for index, which, number, size, boundary, repeats in events:
         segment, gradient = segments[index], gradients.get(number)
         if number == 0:
             produced = 0
@@ -124,7 +125,8 @@ def fill_in_levels(
             size_of[number] = size_of.get(number, 0) + size
         if which != WEIGHTS:
             below = starts[index] + (carried if which == BACKWARD else 0)
-            segment.passes[which].moments.append(Moment(level - below, produced))
+            segment.passes[which].moments.append(Moment(level - below, produced, repeats))
     for segment in segments:
         for one in segment.passes:
-            one.moments = fullest(one.moments)
+            by_kind = ([moment for moment in one.moments if moment.repeats == repeats] for repeats in (False, True))
+            one.moments = [moment for moments in by_kind for moment in fullest(moments)]

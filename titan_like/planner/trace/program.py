@@ -67,6 +67,7 @@ class Moment(NamedTuple):
 
     activations: int  # bytes above the level at the start of the segment's forward pass
     gradients: int  # elements of parameters' gradients that the pass has produced so far
+    repeats: bool = False  # whether a backward pass repeats operators of the forward pass
 
 
 def _from_pairs(value: Any) -> Any:
@@ -118,6 +119,7 @@ class Parameter(NamedTuple):
     deferred: bool  # the second part of a split backward pass computes its gradient
     partial: bool  # sequence parallelism leaves its gradient partial
     kinds: tuple[int, ...]  # of the layers that share it; empty for parameters of a single segment
+    position: int  # of its gradient, in the order in which backward passes complete them
 
     @property
     def elements(self) -> int:
@@ -141,11 +143,6 @@ class Segment:
     def passes(self) -> tuple[Pass, Pass, Pass]:
         """In the order of `PASSES`."""
         return self.forward, self.backward, self.weights
-
-    @cached_property
-    def repeats_forward(self) -> bool:
-        """Whether the backward pass repeats operators of the forward pass, because of activation checkpointing."""
-        return self.backward.eager_bytes[1] > 0
 
     @cached_property
     def produced(self) -> int:
@@ -235,7 +232,7 @@ def _grown(one: Any, two: Any, samples: int, name: str = "") -> Any:
         if name == "collectives":
             return [[kind, [samples * calls, samples * size]] for kind, (calls, size) in one]
         if name == "moments":
-            return [[samples * activations, gradients] for activations, gradients in one]
+            return [[samples * activations, *others] for activations, *others in one]
         raise
 
 

@@ -90,12 +90,12 @@ class Recorder(TorchDispatchMode):
         self._alive[key] = self._last_number, size
         self._made_in.append(self.segment)
         self._references[key] = weakref.ref(storage, lambda _: self._free(key))
-        self.events.append(Event(self.segment, self.which, self._last_number, size))
+        self.events.append(Event(self.segment, self.which, self._last_number, size, repeats=self.is_recomputing()))
 
     def _free(self, key: int) -> None:
         number, size = self._alive.pop(key)
         del self._references[key]
-        self.events.append(Event(self.segment, self.which, number, -size))
+        self.events.append(Event(self.segment, self.which, number, -size, repeats=self.is_recomputing()))
 
     def is_gradient(self, gradient: torch.Tensor, parameter: torch.Tensor) -> None:
         """Tell that this is a parameter's complete gradient. It does not count as an activation of its pass."""

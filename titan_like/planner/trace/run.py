@@ -92,13 +92,15 @@ def run_trace(key: TraceKey) -> Program:
             recorder.ignore(tensor.data)
         named = [(name, one, module) for module in modules for name, one in module.named_parameters()]
         owners = {id(parameter): _segment_of(name, module, kinds) for name, parameter, module in named}
+        complete = list[int]()  # ids of parameters in the order of their gradients
         for _, parameter, _ in named:
             parameter.register_post_accumulate_grad_hook(lambda one: _take(one, recorder))
+            parameter.register_post_accumulate_grad_hook(lambda one: complete.append(id(one)))
         _watch(modules, segments, recorder)
         with mode, recorder:
             deferred = _run(key, stages, recorder, owners)
         recorder.finish()
-        _list_parameters(modules, mesh, expert_mesh, dtype, segments, deferred)
+        _list_parameters(modules, mesh, expert_mesh, dtype, segments, deferred, complete)
     return Program(segments[_ENTRY], segments[_INPUTS], segments[_FIRST_LAYER:-1], segments[-1], recorder.groups)
 
 
@@ -234,9 +236,10 @@ def _list_parameters(
     dtype: torch.dtype,
     segments: list[Segment],
     deferred: set[int],
+    complete: list[int],
 ) -> None:
     """Give each segment its parameters."""
-    num_kinds = len(modules[0].layers)
+    num_kinds, positions = len(modules[0].layers), {one: number for number, one in enumerate(complete)}
     for module in modules:
         names = {id(part): name for name, part in module.named_modules()}
         units: dict[int, tuple[str, str]] = {}  # id of a parameter → its unit, who shares it
@@ -251,5 +254,5 @@ def _list_parameters(
                 tuple(local_part(parameter.data).shape),
                 (id(parameter) in deferred, id(parameter) in partial),
             )
-            row = Parameter(name, shape, *units[id(parameter)], *flags, kinds)
+            row = Parameter(name, shape, *units[id(parameter)], *flags, kinds, positions.get(id(parameter), 0))
             segments[_segment_of(name, module, num_kinds)].parameters.append(row)
