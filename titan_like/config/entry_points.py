@@ -5,8 +5,10 @@ Nothing, torch included, is imported before it is used.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from importlib.metadata import EntryPoint, entry_points
+from functools import lru_cache
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any
 
 from titan_like.config.errors import ConfigError, first_line, require, unknown
@@ -18,7 +20,7 @@ def find_entry(key: str, name: str, group: str, built_in: Mapping[str, str]) -> 
     Raises:
         ConfigError: nothing has this name, or several packages define it, this one included.
     """
-    added = entry_points(group=group)
+    added = _installed(group, tuple(sys.path))
     own = [EntryPoint(name, built_in[name], group)] if name in built_in else []
     found = [*own, *added.select(name=name)]
     if len(found) == 1:
@@ -36,3 +38,9 @@ def load_entry(key: str, entry: EntryPoint) -> Any:
     except Exception as error:  # whatever the package raises on import
         problem = f"its entry point, {entry.value}, cannot be imported ({first_line(error)}); correct the package"
         raise ConfigError(key, entry.name, problem) from error
+
+
+@lru_cache(maxsize=16)
+def _installed(group: str, _path: tuple[str, ...]) -> EntryPoints:
+    """The entry points of all packages on the path, of which each has a file to read."""
+    return entry_points(group=group)

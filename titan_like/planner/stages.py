@@ -73,7 +73,7 @@ class StageProgram:
             found[unit.sharers] += unit.elements
         return dict(found)
 
-    @property
+    @cached_property
     def elements(self) -> int:
         """Of all parameters, before ZeRO shards them."""
         return sum(self.elements_by_sharers.values())

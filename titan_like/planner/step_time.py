@@ -130,8 +130,10 @@ def steps_of(work: Workload, profile: Profile, source: Source = trace) -> Steps:
     num_stages = len(alike.kind_of)
     message = message_time(work, profile, pipeline.programs[0].message) if p > 1 else 0.0
     waits, besides = message * profile.message_exposed, microbatch_overhead(profile, num_stages // p) * p / num_stages
+    # Gradients are added to those of earlier microbatches.
+    summed = work.accumulates * profile.accumulation_bytes / profile.memory_rate
     kinds = [
-        _stage_passes(work, profile, waits, besides, program, kind.sends_back, kind.sends_on)
+        _stage_passes(work, profile, waits, besides, summed, program, kind.sends_back, kind.sends_on)
         for program, kind in zip(pipeline.programs, alike.kinds, strict=True)
     ]
     busy = [(sum([kinds[n].F + kinds[n].B for n in one.kinds]), one.kinds) for one in alike.rank_kinds]
@@ -234,6 +236,7 @@ def _stage_passes(
     profile: Profile,
     message: float,
     besides: float,
+    summed: float,
     stage: StageProgram,
     back: bool,
     on: bool,
@@ -241,17 +244,17 @@ def _stage_passes(
     """The passes of a stage.
 
     ``message``: seconds that it waits for each that it sends ``back`` and ``on``. ``besides``: what a microbatch costs
-    it besides its passes, a third of which belongs to the forward pass.
+    it besides its passes, a third of which belongs to the forward pass. ``summed``: seconds to add a gradient.
     """
     key = stage, work.dtype, work.compiled, work.tensor > 1
     if key not in profile.seconds:
-        profile.seconds[key] = _stage_times(stage, Kernels.of(work), work.tensor > 1, profile)
-    forward, backward, weights = profile.seconds[key]
-    # Gradients are added to those of earlier microbatches.
-    summed = work.accumulates * stage.elements * profile.accumulation_bytes / profile.memory_rate
-    first = host_and_device(forward.host, forward.device, profile) + besides / 3
-    deferred = host_and_device(weights.host, weights.device, profile)
-    second = host_and_device(backward.host, backward.device + summed, profile) + deferred + 2 * besides / 3
+        forward, backward, weights = _stage_times(stage, Kernels.of(work), work.tensor > 1, profile)
+        alone = [host_and_device(one.host, one.device, profile) for one in (forward, weights)]
+        profile.seconds[key] = forward, backward, weights, *alone
+    forward, backward, weights, first, deferred = profile.seconds[key]
+    added = summed * stage.elements
+    first += besides / 3
+    second = host_and_device(backward.host, backward.device + added, profile) + deferred + 2 * besides / 3
     sent, returned = on * message, back * message
     gathered = scattered = 0.0
     if work.zero_stage == 3:
@@ -259,11 +262,11 @@ def _stage_passes(
         gathered = exposed(gather, profile.overlap * first, profile)
         scattered = exposed(gather + scatter, profile.overlap * second, profile)
     return StagePasses(
-        F=first + sent + gathered,
-        B=second + returned + scattered,
-        I=second - deferred + returned + scattered,
-        W=deferred,
-        compute=forward.compute + backward.compute + weights.compute + summed,
+        first + sent + gathered,
+        second + returned + scattered,
+        second - deferred + returned + scattered,
+        deferred,
+        compute=forward.compute + backward.compute + weights.compute + added,
         recompute=backward.recomputed,
         tensor=forward.exposed + backward.exposed,
         messages=sent + returned,
