@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from titan_like.config.schema import Optimizer as OptimizerSection
-from titan_like.optim.optimizer import build_optimizer
 
 
 class UpdateWork(NamedTuple):
@@ -83,16 +82,19 @@ def optimizer_state(section: OptimizerSection) -> OptimizerState:
     """What the run's optimizer keeps.
 
     It is measured, so that it also holds for optimizers of other packages, whose state must be proportional to a
-    matrix's elements, rows or columns. Scalars, such as AdamW's number of updates, are left out.
+    matrix's elements, rows or columns. Scalars, such as AdamW's number of updates, are left out. AdamW's is known,
+    because the first optimizer that torch makes imports its compiler, for 0.7 s.
 
     Raises:
         ConfigError: as `build_optimizer`.
     """
-    return _optimizer_state(section.model_dump_json())
+    return ADAMW_STATE if section.name == "adamw" else _optimizer_state(section.model_dump_json())
 
 
 @lru_cache(maxsize=64)
 def _optimizer_state(section: str) -> OptimizerState:
+    from titan_like.optim.optimizer import build_optimizer  # imports DTensor, for 0.5 s
+
     square, tall, wide, vector = (_SIDE, _SIDE), (2 * _SIDE, _SIDE), (_SIDE, 2 * _SIDE), (_SIDE,)
     named: dict[tuple[str, tuple[int, ...]], torch.nn.Parameter] = {
         (kind, shape): torch.nn.Parameter(torch.zeros(shape))

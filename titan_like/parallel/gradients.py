@@ -1,7 +1,7 @@
-"""Gradients without FSDP2: ZeRO 0 in float32, and a half type on a process that shares its weights with no other.
+"""Gradients without FSDP2: ZeRO 0 in float32, and a 16-bit dtype on a process that shares its weights with no other.
 
 There nothing is gathered or reduced, so FSDP2's work for every unit would be wasted, and on a GPU it takes longer than
-a small model's kernels. Both compute the same: the forward pass uses weights in the half type, and gradients add up
+a small model's kernels. Both compute the same: the forward pass uses weights in that dtype, and gradients add up
 over microbatches in float32.
 """
 
@@ -16,9 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titan_like.optim.shards import local
+from titan_like.parallel.split import GRADIENT_UNIT_BYTES
 from titan_like.torch_private import add_all_, coalesced, copy_all_, views_of
-
-UNIT_BYTES = 256 << 20  # of gradients in the half type that wait to be added up
 
 
 class ComputeCopies:
@@ -34,7 +33,7 @@ class ComputeCopies:
         module: nn.Module,
         dtype: torch.dtype,
         used_twice: Iterable[nn.Parameter] = (),
-        unit_bytes: int = UNIT_BYTES,
+        unit_bytes: int = GRADIENT_UNIT_BYTES,
     ) -> None:
         """The module's parameters must be allocated. The gradients of uses of ``used_twice`` add up in float32 too."""
         known: dict[nn.Parameter, nn.Parameter] = {}

@@ -12,6 +12,7 @@ from titan_like.data.lengths import sample_length
 from titan_like.models.config import TransformerConfig
 
 LAYER_UNIT_BYTES = 32 << 20  # up to which small layers share messages, and the host's work for these
+GRADIENT_UNIT_BYTES = 256 << 20  # of gradients in a 16-bit dtype that wait to be added up
 
 
 @dataclass(frozen=True)

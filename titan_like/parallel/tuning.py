@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from titan_like.models.layers.init import BLOCK_ELEMENTS
-from titan_like.parallel.gradients import UNIT_BYTES
+from titan_like.parallel.split import GRADIENT_UNIT_BYTES
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Tuning:
     """
 
     layer_bytes: int | None = None  # of the layers that share a unit of communication; None: `LAYER_UNIT_BYTES`
-    gradient_bytes: int = UNIT_BYTES  # of gradients in a 16-bit dtype that wait to be added up
+    gradient_bytes: int = GRADIENT_UNIT_BYTES  # of gradients in a 16-bit dtype that wait to be added up
     loss_logits: int | None = None  # of a chunk of the loss; None: as many as suit the device
     initial_elements: int = BLOCK_ELEMENTS  # of initial weights that one generator draws
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from titan_like.parallel.gradients import UNIT_BYTES
+from titan_like.parallel.split import GRADIENT_UNIT_BYTES
 from titan_like.planner.occupancy import NO_GRADIENTS, PassKind
 from titan_like.planner.stages import StageProgram
 from titan_like.planner.trace.program import Segment
@@ -164,7 +164,7 @@ class PassGradients:
 
 
 class CopiedGradients(PassGradients):
-    """Those of `ComputeCopies`, which adds up units of at least `UNIT_BYTES`."""
+    """Those of `ComputeCopies`, which adds up units of at least `GRADIENT_UNIT_BYTES`."""
 
     def __init__(self, stage: StageMemory, one: PassKind) -> None:
         super().__init__(stage, one)
@@ -196,7 +196,7 @@ def _copied_units(stage: StageProgram, element: int) -> list[int]:
     limits, size, done = [], 0, 0
     for segment in reversed(stage.segments):
         for parameter in reversed(segment.parameters):
-            if size >= UNIT_BYTES:
+            if size >= GRADIENT_UNIT_BYTES:
                 limits.append(done)
                 size = 0
             size += element * parameter.elements
