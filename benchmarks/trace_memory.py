@@ -28,6 +28,7 @@ from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
 from titan_like.planner.memory import rank_memory
 from titan_like.planner.predict import workload_of
+from titan_like.train.rules import check_rules
 
 RESULTS = Path(__file__).parent / "results" / "trace_memory_cpu.json"
 DEGREES = {
@@ -79,6 +80,7 @@ def judge(layout: str) -> Outcome:
     config = load_config([f"--{key}={value}" for key, value in settings.items()])
     model = model_config(config.model)
     where = resolve_layout(config.parallelism, int(processes))
+    check_rules(config, model, where)
     whole = whole_step(config, model, where, int(rank) * (int(processes) // where.pipeline)).peak
     composed = rank_memory(workload_of(config, model, where), int(rank)).total
     return Outcome(layout, whole, composed, composed / whole - 1)
