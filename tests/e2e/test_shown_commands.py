@@ -40,7 +40,6 @@ FILES = {
     "[training]\nglobal_batch_size = 64\nsteps = 5\n",
     "FILE.csv": "model,gpu,gpus,gbs,notes\n",
     "measured.csv": "model,gpu,gpus,gbs,notes\n",
-    "gpt2.toml": "",  # settings of a converted model
     "mine.toml": None,  # a shipped profile
     "primer.toml": "[training]\nsteps = 5\n",  # its family, which is the page's, has tests/e2e/test_own_family.py
 }

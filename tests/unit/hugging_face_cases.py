@@ -120,7 +120,7 @@ def reference_of(model):
     return theirs.eval()
 
 
-def save_checkpoint(folder: Path, model, step: int = 1, **config: Any) -> Path:
+def save_checkpoint(folder: Path, model, /, step: int = 1, **config: Any) -> Path:
     """A model as the checkpoint of a run, as the trainer writes it."""
     path = checkpoint_path(folder, step)
     path.mkdir(parents=True)

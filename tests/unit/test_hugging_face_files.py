@@ -357,7 +357,10 @@ def test_new_checkpoint_is_not_written_over_and_options_are_checked(tmp_path, mo
             ['--tokenizer = "no.json"', "no such file"],
         ),
         ([*to_hf, "--output", f"{tmp_path}/new", "--tokenizer", "byte"], ['--tokenizer = "byte"', "257 tokens"]),
-        (["to-hf", "--checkpoint", f"{tmp_path}/empty", "--output", "x"], ["--checkpoint", "neither a checkpoint"]),
+        (
+            ["to-hf", "--checkpoint", f"{tmp_path}/empty", "--output", "x"],
+            ["--checkpoint", "holds no checkpoint (it is empty)"],
+        ),
         (["from-hf", "--input", f"{tmp_path}/empty", "--output", "x"], ["--input", "has no config.json"]),
     ]:
         code, (line,) = run_here("scripts/convert.py", *argv), capsys.readouterr().err.splitlines()

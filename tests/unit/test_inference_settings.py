@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -10,11 +11,16 @@ import pytest
 import torch
 from jinja2 import UndefinedError
 
-from titan_like.checkpoint.inference import find_checkpoint, load_for_inference
+import titan_like
+from tests.unit.hugging_face_cases import save_checkpoint
+from titan_like.checkpoint.inference import config_of_checkpoint, find_checkpoint, load_for_inference
 from titan_like.commands import evaluate, generate
 from titan_like.config import ConfigError, load_config
 from titan_like.config.errors import RunError
 from titan_like.config.options import check_output_file, json_text, write_json
+from titan_like.config.schema import Model
+from titan_like.evaluate.sampling import generate as continuation
+from titan_like.models.registry import build_model, model_config
 from titan_like.train.rules import resolve_for_inference, resolve_settings
 
 RUN = ["--training.steps=1", "--training.global_batch_size=8", "--training.micro_batch_size=4"]
@@ -56,14 +62,72 @@ def test_a_folder_without_checkpoints_is_told_for_what_it_is(tmp_path: Path) -> 
     (tmp_path / "run" / "step-20" / "run.json").write_text("{}")
     told = {
         "hf": "is a Hugging Face folder; convert it by scripts/convert.py from-hf",
-        "run/step-20": f"is a checkpoint itself; name the folder that it is in, {tmp_path}/run, and its",
-        "none": "holds no checkpoint; train with checkpoint.enable first",
+        "run/step-20": f"is a checkpoint itself; leave out checkpoint.load_step, or name the folder {tmp_path}/run",
+        "none": "no such folder; train with checkpoint.enable first",
+        ".": "holds no checkpoint (only hf, run); train with checkpoint.enable first",
     }
     for folder, problem in told.items():
-        for step in ([], ["--checkpoint.load_step=3"]):
+        for step in ([], ["--checkpoint.load_step=3"])[folder == "run/step-20" :]:
             with pytest.raises(ConfigError) as error:
                 find_checkpoint(load_config([*RUN, f"--checkpoint.folder={tmp_path / folder}", *step]))
             assert f'checkpoint.folder = "{tmp_path / folder}": {problem}' in str(error.value)
+
+
+@pytest.fixture
+def dump_folder(tmp_path: Path) -> Path:
+    """A run's, with two checkpoints and a copy of the older one. It trained in a layout of 8 processes."""
+    small: dict[str, Any] = {"family": "gpt", "overrides": {"num_layers": 1, "hidden_size": 32}}
+    layout = {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 4}
+    for step in (1, 2):
+        model = build_model(model_config(Model(**small)), "gpt")
+        model.init_weights(seed=step)
+        path = save_checkpoint(tmp_path / "run" / "checkpoint", model, step, model=small, parallelism=layout)
+        run = json.loads((path / "run.json").read_text())
+        run["config"]["training"]["of_an_older_version"] = 3
+        run["config"]["job"]["config_file"] = "moved_away.toml"
+        (path / "run.json").write_text(json.dumps(run))
+    shutil.copytree(tmp_path / "run" / "checkpoint" / "step-1", tmp_path / "best")
+    return tmp_path / "run"
+
+
+FOLDERS = {"run": 2, "run/checkpoint": 2, "run/checkpoint/step-1": 1, "best": 1, "run --checkpoint.load_step=1": 1}
+
+
+def test_a_checkpoint_names_its_own_run(dump_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words, step in FOLDERS.items():
+        folder, *settings = words.split()
+        model, tokenizer = titan_like.load(folder, *settings, device="cpu")
+        expected = build_model(model_config(Model(family="gpt", overrides={"num_layers": 1, "hidden_size": 32})), "gpt")
+        expected.init_weights(seed=step)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+        options = ["--max_new_tokens=5", "--temperature=0", "--prompt=ab", "--json=a.json"]
+        assert generate.main(["--checkpoint", folder, *settings, *options]) == 0
+        tokens = continuation(model, tokenizer.encode("ab").tolist(), 5, temperature=0, stop_ids=tokenizer.stop_ids)
+        assert json.loads(Path("a.json").read_text())["tokens"] == tokens
+    (tmp_path / "text").write_text("abc" * 20)
+    assert evaluate.main(["--checkpoint=run", "--task=text=text", "--training.seq_len=32", "--json=a.json"]) == 0
+    assert json.loads(Path("a.json").read_text())["seq_len"] == 32
+    config = config_of_checkpoint("run", [])
+    assert resolve_for_inference(config, 4)[2].shard == 2  # data-parallel processes are those that there are
+
+
+def test_a_folder_that_names_no_run(dump_folder: Path, tmp_path: Path) -> None:
+    told = {
+        "none": '--checkpoint = ".*/none": no such folder; name a step-N folder, a folder of them, or the dump folder',
+        "best/run.json": '--checkpoint = ".*/best/run.json": is a file; name a step-N folder',
+        "": r"holds no checkpoint \(only best, run\); name a step-N folder",
+        "run --checkpoint.load_step=3": "checkpoint.load_step = 3: no such checkpoint in .*/checkpoint; there are 1, 2",
+        "best --job.config_file=debug_gpt": "it holds the run's configuration; leave out --job.config_file",
+        "best --training.lr=1": "training.lr = 1: unknown key",
+    }
+    for words, problem in told.items():
+        folder, *settings = words.split(" ")
+        with pytest.raises(ConfigError, match=problem):
+            config_of_checkpoint(str(tmp_path / folder), settings)
+    (dump_folder / "checkpoint" / "step-2" / "run.json").write_text("{}")
+    with pytest.raises(RunError, match=r"step-2 cannot be loaded \(.*\); set checkpoint.load_step to 1$"):
+        config_of_checkpoint(str(dump_folder), [])
 
 
 @pytest.mark.parametrize("steps", [(20,), (20, 40, 60)])
@@ -72,7 +136,7 @@ def test_what_to_do_about_a_damaged_checkpoint_is_possible(steps: tuple[int, ...
     for step in steps:
         (tmp_path / f"step-{step}").mkdir()
     path = tmp_path / f"step-{steps[-1]}"
-    told = "there is no other in that folder; set checkpoint.folder or job.dump_folder to that of another run"
+    told = "there is no other in that folder; name another folder"
     told = "set checkpoint.load_step to 20 or 40" if len(steps) > 1 else told
     with pytest.raises(RunError) as failed:  # there is no run.json
         load_for_inference(config, path, torch.device("cpu"))
@@ -133,7 +197,7 @@ def test_a_stride_is_refused_where_no_text_is_cut(task: str, tmp_path: Path, mon
         (tmp_path / name).write_text("the quick brown fox")
     with pytest.raises(ConfigError, match="--stride = 3: is for the tasks text and wikitext103 only; leave it out"):
         evaluate.main([task, "--stride=3"])
-    with pytest.raises(ConfigError, match="holds no checkpoint"):
+    with pytest.raises(ConfigError, match=r"no such folder; train with checkpoint.enable"):
         evaluate.main([task, "--stride=3", "--task=text=words.txt"])
 
 

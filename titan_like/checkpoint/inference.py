@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
+from pydantic import BaseModel
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.checkpoint.checks import check_same_run, usable_steps
-from titan_like.checkpoint.loader import load_checkpoint, reading
-from titan_like.checkpoint.step_folders import RUN_FILE, checkpoint_folder, checkpoint_path, complete_steps
+from titan_like.checkpoint.loader import (
+    is_checkpoint,
+    load_checkpoint,
+    one_checkpoint,
+    problem_without_checkpoints,
+    reading,
+)
+from titan_like.checkpoint.step_folders import (
+    checkpoint_folder,
+    checkpoint_path,
+    complete_steps,
+    read_run_state,
+    step_of,
+)
 from titan_like.config.errors import require
+from titan_like.config.load import load_config, parse_overrides
 from titan_like.config.schema import JobConfig
+from titan_like.config.section import options_of
 from titan_like.data.batch import Batch
+from titan_like.data.tokenizer import Tokenizer, tokenizer_in, tokenizer_of
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.registry import build_model, model_config
@@ -25,34 +42,85 @@ from titan_like.parallel.model import ParallelModel
 from titan_like.parallel.tensor import full_logits
 
 
+def load(
+    folder: str | os.PathLike[str], *settings: str, device: torch.device | str | None = None
+) -> tuple[Transformer, Tokenizer]:
+    """The trained model of a checkpoint, whole and in float32, and its tokenizer.
+
+    Args:
+        folder: a checkpoint (step-N), a folder of checkpoints or a run's dump folder, whose newest one is loaded.
+        settings: words of a command line that override the run's, such as "--checkpoint.load_step=200".
+        device: where the weights go; None is the GPU if there is one.
+
+    Raises:
+        ConfigError: the folder has no checkpoint, or a setting is wrong.
+        RunError: the checkpoint is damaged.
+    """
+    config = config_of_checkpoint(os.fspath(folder), list(settings))
+    tokenizer = tokenizer_of(config.data, model_config(config.model).vocab_size)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return load_for_inference(config, find_checkpoint(config), device), tokenizer
+
+
+def config_of_checkpoint(folder: str, settings: list[str]) -> JobConfig:
+    """The configuration of the run that wrote a checkpoint, for reading that checkpoint in any number of processes.
+
+    Args:
+        folder: what `load` takes.
+        settings: words of the command line, which override the run's.
+
+    Raises:
+        ConfigError: the folder has no checkpoint, or a setting is wrong.
+        RunError: the checkpoint's description is damaged.
+    """
+    path = one_checkpoint(Path(folder), "--checkpoint")
+    step = parse_overrides(settings).get("checkpoint.load_step")
+    if step is not None:
+        path = checkpoint_path(path.parent, usable_steps(path.parent, step)[-1])
+    with reading(path, f"; {_other_checkpoints(path)}"):
+        run = read_run_state(path)
+    stored = {}
+    for name, section in JobConfig.model_fields.items():  # a setting that no longer exists plays no part in reading
+        known = options_of(cast(type[BaseModel], section.annotation))
+        stored[name] = {key: value for key, value in run.config.get(name, {}).items() if key in known}
+    stored["job"].pop("config_file", None)
+    named = {"folder": str(path), "load_step": None}
+    stored["checkpoint"] |= named if step_of(path) is None else {"folder": str(path.parent), "load_step": step_of(path)}
+    stored["parallelism"] |= {"data_parallel_replicate_degree": 1, "data_parallel_shard_degree": -1}
+    if tokenizer := tokenizer_in(path):  # the run's own may be elsewhere
+        stored["data"]["tokenizer"] = tokenizer
+    config = load_config(settings, stored)
+    problem = "it holds the run's configuration; leave out --job.config_file, or leave out --checkpoint"
+    require(config.job.config_file is None, "--checkpoint", folder, problem)
+    return config
+
+
 def find_checkpoint(config: JobConfig) -> Path:
     """The newest checkpoint of a run, or the one that `checkpoint.load_step` selects.
 
     Raises:
         ConfigError: there is no such checkpoint, or it belongs to another model.
     """
-    folder = checkpoint_folder(config)
-    require(complete_steps(folder), "checkpoint.folder", str(folder), _problem_without_checkpoints(folder))
-    path = checkpoint_path(folder, usable_steps(folder, config.checkpoint.load_step)[-1])
+    folder, step = checkpoint_folder(config), config.checkpoint.load_step
+    if step is None and is_checkpoint(folder):
+        path = folder
+    else:
+        problem = f"is a checkpoint itself; leave out checkpoint.load_step, or name the folder {folder.parent}"
+        if not is_checkpoint(folder):
+            cure = "train with checkpoint.enable first, or set checkpoint.folder or job.dump_folder"
+            problem = problem_without_checkpoints(folder, cure)
+        require(complete_steps(folder), "checkpoint.folder", str(folder), problem)
+        path = checkpoint_path(folder, usable_steps(folder, step)[-1])
     check_same_run(path, config, model_config(config.model), resumes=False)
     return path
 
 
-def _other_checkpoints(folder: Path, step: int) -> str:
-    """What to do if the checkpoint of a step is damaged."""
-    others = [str(other) for other in complete_steps(folder) if other != step][-3:]
-    if others:
+def _other_checkpoints(path: Path) -> str:
+    """What to do if a checkpoint is damaged."""
+    others = [str(other) for other in complete_steps(path.parent) if other != step_of(path)][-3:]
+    if others and step_of(path) is not None:
         return f"set checkpoint.load_step to {' or '.join(others)}"
-    return "there is no other in that folder; set checkpoint.folder or job.dump_folder to that of another run"
-
-
-def _problem_without_checkpoints(folder: Path) -> str:
-    """What is wrong with a folder that holds no checkpoint, as the predicate of a sentence."""
-    if os.path.isfile(folder / RUN_FILE):
-        return f"is a checkpoint itself; name the folder that it is in, {folder.parent}, and its checkpoint.load_step"
-    if os.path.isfile(folder / "config.json"):
-        return "is a Hugging Face folder; convert it by scripts/convert.py from-hf and name what that writes"
-    return "holds no checkpoint; train with checkpoint.enable first, or set checkpoint.folder or job.dump_folder"
+    return "there is no other in that folder; name another folder"
 
 
 def load_for_inference(config: JobConfig, path: Path, device: torch.device) -> Transformer:
@@ -65,7 +133,7 @@ def load_for_inference(config: JobConfig, path: Path, device: torch.device) -> T
 
 
 def _load(path: Path, model: ParallelModel | Transformer) -> None:
-    with reading(path, f"; {_other_checkpoints(path.parent, int(path.name.removeprefix('step-')))}"):
+    with reading(path, f"; {_other_checkpoints(path)}"):
         load_checkpoint(path, model)
 
 

@@ -25,7 +25,7 @@ from titan_like.checkpoint.step_folders import (
     read_run_state,
     sweep,
 )
-from titan_like.config.errors import RunError, first_line, require
+from titan_like.config.errors import ConfigError, RunError, first_line, require
 from titan_like.config.schema import Data, TokenOptions
 from titan_like.models.hugging_face import family_module
 from titan_like.models.registry import config_class
@@ -244,17 +244,29 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def one_checkpoint(path: Path, key: str) -> Path:
-    """``path`` if it is a step-N folder, or the newest checkpoint in it.
+    """``path`` if it is a step-N folder, or the newest checkpoint in it or in its folder "checkpoint".
 
     Raises:
-        ConfigError: it is neither; ``key`` is the setting to blame.
+        ConfigError: it is none of these; ``key`` is the setting to blame.
     """
     if is_checkpoint(path):
         return path
-    steps = complete_steps(path)
-    problem = "neither a checkpoint (a step-N folder) nor a folder of them; name one that a run has saved"
-    require(steps, key, str(path), problem)
-    return checkpoint_path(path, steps[-1])
+    for folder in (path, path / "checkpoint"):
+        if steps := complete_steps(folder):
+            return checkpoint_path(folder, steps[-1])
+    cure = "name a step-N folder, a folder of them, or the dump folder of a run with checkpoint.enable"
+    raise ConfigError(key, str(path), problem_without_checkpoints(path, cure))
+
+
+def problem_without_checkpoints(path: Path, cure: str) -> str:
+    """What is at a path that is no folder of checkpoints, as the predicate of a sentence that ends with ``cure``."""
+    if os.path.isfile(path / "config.json"):
+        return "is a Hugging Face folder; convert it by scripts/convert.py from-hf and name what that writes"
+    if not os.path.isdir(path):
+        return f"{'is a file' if os.path.exists(path) else 'no such folder'}; {cure}"
+    names = sorted(os.listdir(path))
+    there = f"only {', '.join(names[:3])}{' and so on' if len(names) > 3 else ''}" if names else "it is empty"
+    return f"holds no checkpoint ({there}); {cure}"
 
 
 class CheckpointWeights:

@@ -89,8 +89,14 @@ def complete_steps(folder: Path) -> list[int]:
     """Steps with a complete checkpoint, ascending."""
     if not os.path.isdir(folder):
         return []
-    matches = (re.fullmatch(_STEP, path.name) for path in folder.iterdir() if path.is_dir())
-    return sorted(int(match[1]) for match in matches if match)
+    steps = (step_of(path) for path in folder.iterdir() if path.is_dir())
+    return sorted(step for step in steps if step is not None)
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a checkpoint's folder is named after; None if it has another name."""
+    match = re.fullmatch(_STEP, path.name)
+    return int(match[1]) if match else None
 
 
 def read_run_state(path: Path) -> RunState:
@@ -115,8 +121,7 @@ def read_run_state(path: Path) -> RunState:
         run = TypeAdapter(RunState).validate_python(numbers)
     except ValidationError as error:
         raise ValueError(f"{RUN_FILE} is not a run's: {first_line(error)}") from None
-    named = re.fullmatch(_STEP, path.name)
-    if named and int(named[1]) != run.step:
+    if step_of(path) not in (None, run.step):
         raise ValueError(f"{RUN_FILE} is of step {run.step}, and its folder is {path.name}")
     return run
 

@@ -1,6 +1,6 @@
 """Convert checkpoints to and from Hugging Face folders (such as LlamaForCausalLM's, in safetensors).
 
-python scripts/convert.py to-hf --checkpoint outputs/debug_gpt/checkpoint --output my_model
+python scripts/convert.py to-hf --checkpoint outputs/debug_gpt --output my_model
 python scripts/convert.py from-hf --input my_model --output outputs/imported
 """
 
@@ -22,7 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = OptionParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="to-hf | from-hf")
     to_hf = commands.add_parser("to-hf", help="write a folder that transformers loads")
-    whose = "a step-N folder, or a folder of them, whose newest is used"
+    whose = "a step-N folder, or a run's dump folder or folder of them, whose newest is used"
     to_hf.add_path("--checkpoint", whose, "FOLDER", required=True)
     to_hf.add_path("--output", "folder to write; it must not exist", "FOLDER", required=True)
     to_hf.add_argument(

@@ -1,11 +1,11 @@
-"""Evaluate a checkpoint: python scripts/evaluate.py --job.config_file train_configs/debug_gpt.toml --task text=FILE
+"""Evaluate a checkpoint: python scripts/evaluate.py --checkpoint outputs/debug_gpt --task text=FILE
 
 Tasks: text=FILE (perplexity and bits per byte), wikitext103=FILE (perplexity per word), lambada=FILE (last words),
 race=FOLDER (multiple choice, for a BERT that was fine-tuned to choose), and with --lm_eval those of EleutherAI's
 evaluation harness.
-Uses the newest checkpoint of the run that the configuration describes, or --checkpoint.load_step N. Under torchrun the
-processes split the model in the configuration's layout; a single process loads the whole model. The model sees
-training.seq_len tokens at once.
+Uses the newest checkpoint in --checkpoint FOLDER, or of the run that --job.config_file describes, or
+--checkpoint.load_step N. Under torchrun the processes split the model in the run's layout; a single process loads the
+whole model. The model sees training.seq_len tokens at once.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ _SECONDS_BETWEEN_LINES = 10
 def build_parser() -> argparse.ArgumentParser:
     """The options that evaluation adds to the run's settings."""
     parser = OptionParser(description=__doc__, takes_settings=True)
+    whose = "a run's dump folder, or one of its checkpoints; the run's settings are in it (no --job.config_file)"
+    parser.add_path("--checkpoint", whose, "FOLDER")
     parser.add_argument(
         "--task",
         metavar="NAME=PATH",
@@ -74,14 +76,15 @@ def main(argv: list[str]) -> int:
     """Load the model, score the tasks and print their results."""
     options, settings = build_parser().parse_known_args(argv)
     check_options(options)
-    config = load_config(settings)
+    config = load_config(settings) if options.checkpoint is None else None
 
-    from titan_like.checkpoint.inference import find_checkpoint
+    from titan_like.checkpoint.inference import config_of_checkpoint, find_checkpoint
     from titan_like.evaluate.task import TextSettings
     from titan_like.evaluate.tasks import named_tasks
     from titan_like.models.registry import model_config
 
-    # Refuse what cannot be scored before the checkpoint is looked for and torch is loaded.
+    config = config or config_of_checkpoint(options.checkpoint, settings)
+    # Refuse what cannot be scored before weights are looked for.
     shape = model_config(config.model)
     if "choice" not in shape.predictions:
         check_predicts_next_token(config, shape)

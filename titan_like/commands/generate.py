@@ -1,8 +1,9 @@
-"""Continue a prompt: python scripts/generate.py --job.config_file train_configs/debug_gpt.toml --prompt "def main("
+"""Continue a prompt: python scripts/generate.py --checkpoint outputs/debug_gpt --prompt "def main("
 
 A t5 reads the prompt, in which <extra_id_0>, <extra_id_1>, … stand for missing spans, and writes the spans.
-Uses the newest checkpoint of the run that the configuration describes, or --checkpoint.load_step N. Under torchrun the
-processes split the model in the configuration's layout; a single process loads the whole model.
+Uses the newest checkpoint in --checkpoint FOLDER, or of the run that --job.config_file describes, or
+--checkpoint.load_step N. Under torchrun the processes split the model in the run's layout; a single process loads the
+whole model.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 def build_parser() -> argparse.ArgumentParser:
     """The options that generation adds to the run's settings."""
     parser = OptionParser(description=__doc__, takes_settings=True)
+    whose = "a run's dump folder, or one of its checkpoints; the run's settings are in it (no --job.config_file)"
+    parser.add_path("--checkpoint", whose, "FOLDER")
     parser.add_argument("--prompt", default="\n", help="text to continue, or for t5 to read")
     parser.add_number("--max_new_tokens", int, least=1, default=200, help="maximum number of tokens to generate")
     parser.add_number(
@@ -45,15 +48,16 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Load the model and print the prompt and its continuation."""
     options, settings = build_parser().parse_known_args(argv)
-    config = load_config(settings)
+    config = load_config(settings) if options.checkpoint is None else None
 
-    from titan_like.checkpoint.inference import find_checkpoint
+    from titan_like.checkpoint.inference import config_of_checkpoint, find_checkpoint
     from titan_like.data.chat import read_template
     from titan_like.data.span_corruption import decode_with_sentinels, encode_with_sentinels, padding_of
     from titan_like.data.tokenizer import decode_after, tokenizer_of
     from titan_like.evaluate.sampling import stop_ids
     from titan_like.models.registry import model_config
 
+    config = config or config_of_checkpoint(options.checkpoint, settings)
     model = model_config(config.model)
     if model.objective != "span_corruption":
         check_predicts_next_token(config, model)

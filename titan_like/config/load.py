@@ -81,10 +81,11 @@ _PACKAGE = str(Path(__file__).parents[1])
 _OF_FILES = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 
-def load_config(argv: list[str]) -> JobConfig:
+def load_config(argv: list[str], stored: Mapping[str, Any] | None = None) -> JobConfig:
     """Build the configuration from command-line arguments (without the program's name).
 
-    Precedence: command line > TOML file (``--job.config_file``) > default. ``--help`` prints every key and exits.
+    Precedence: command line > TOML file (``--job.config_file``) > ``stored``, settings by section, such as those in a
+    checkpoint > default. ``--help`` prints every key and exits.
 
     Raises:
         ConfigError: unknown keys, wrong types or values, or an unreadable file: every problem, with a line for each.
@@ -93,9 +94,9 @@ def load_config(argv: list[str]) -> JobConfig:
         print(as_installed(format_help(os.path.basename(sys.argv[0]), JobConfig)))
         raise SystemExit(0)
     overrides, errors = _read_overrides(argv)
-    tree: dict[str, Any] = {}
+    tree = dict(stored or {})
     try:
-        tree = _file_settings(overrides.get("job.config_file"))
+        tree |= _file_settings(overrides.get("job.config_file"))
     except ConfigError as error:
         errors.append(error)
     if isinstance(job := tree.get("job"), dict) and "config_file" in job:
