@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import random
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import tomli_w
 
 from titan_like.commands import search as command
 from titan_like.config import ConfigError, load_config
+from titan_like.config.errors import RunError
 from titan_like.config.load import setting
 from titan_like.planner.commands.search import run_as_toml
 from titan_like.planner.rows import read_rows
-from titan_like.search import results, trial
+from titan_like.search import own_profile, results, trial
 from titan_like.search.cases import Case, grid_cases, layout_name, next_size, planned_cases, read_grid
 from titan_like.search.trial import FAILED, OK, TOO_LARGE, Place, Plan, settings_of
 from titan_like.train.rules import resolve_settings
@@ -152,7 +154,6 @@ BAD_OPTIONS = """
 --processes 2 --steps 0 => --steps = 0
 --processes 2 --top 2 --training.steps=none => set exactly one of the three
 --grid none.toml => no such file
---processes 1,2 => the planner needs one to choose layouts on a CPU
 --processes 4 --top 1 --profile titan_h100 --training.global_batch_size=3 \
 --parallelism.data_parallel_shard_degree=4 => no layout is valid
 """.strip().splitlines()
@@ -164,6 +165,36 @@ def test_bad_input_ends_before_anything_is_started(case: str, tmp_path: Path) ->
     with pytest.raises(ConfigError) as caught:
         command.main([*DEBUG, "--dump_folder", str(out), *words.split()])
     assert sentence in str(caught.value) and not out.exists()
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_cpu_is_measured_once(works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+
+    def measure(command: list[str], **_: object) -> subprocess.CompletedProcess:
+        measured.append(command)
+        out = next(word for word in command if word.startswith("--out="))
+        device = {"memory_gib": 8, "memory_bandwidth": 10, "nvlink": 1, "multiprocessors": 1, "tensor_element": 1}
+        table = {"device": "CPU", "gpus_per_node": 2, "node_bandwidth": 0.0}
+        table |= {"device_table": device | {"peak": {"float32": 0.1}}}
+        if works:
+            Path(out.partition("=")[2]).write_text(tomli_w.dumps(table))
+        return subprocess.CompletedProcess(command, 0 if works else 1)
+
+    monkeypatch.setattr(own_profile.subprocess, "run", measure)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    place = Place(("scripts/plan.py",))
+    if not works:
+        with pytest.raises(RunError, match="could not be measured, see above; give --profile or --grid"):
+            own_profile.own_profile(2, place)
+        return
+    profiles = [own_profile.own_profile(2, place) for _ in range(2)]
+    assert len(measured) == 1 and {"scripts/plan.py", "microbenchmark", "--nproc_per_node=2"} <= set(measured[0])
+    assert profiles[0].name == profiles[1].name and profiles[0].device.name == "CPU"
+    own_profile.own_profile(4, place)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    own_profile.own_profile(2, place)
+    assert len(measured) == 3
 
 
 def test_a_folder_of_something_else_is_kept(tmp_path: Path) -> None:

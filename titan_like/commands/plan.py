@@ -48,3 +48,6 @@ def main(argv: list[str]) -> int:
 
 
 run = partial(run_command, main)
+
+if __name__ == "__main__":
+    run()

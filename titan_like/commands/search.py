@@ -3,8 +3,9 @@
 Trains a run for some steps in one layout after the other, each under a torchrun of its own. Writes to --dump_folder
 results.csv and .json, throughput.png, best.toml (the run in its fastest layout) and rows.json, to which
 scripts/plan.py calibrate fits a profile. --grid names a TOML with the values of each key to combine; --top K takes the
-planner's K best layouts for each number of processes. Out of memory is a result. A search that was ended goes on where
-it left off. In a Slurm job, trials run on its nodes. Exit codes: 0 done, 1 no layout trained, 2 bad input.
+planner's K best layouts for each number of processes; without --profile, it first measures a CPU for the planner, once.
+Out of memory is a result. A search that was ended goes on where it left off. In a Slurm job, trials run on its nodes.
+Exit codes: 0 done, 1 no layout trained, 2 bad input.
 """
 
 from __future__ import annotations
@@ -75,21 +76,24 @@ def main(argv: list[str]) -> int:
 
     import torch
 
+    from titan_like.search.own_profile import own_profile
     from titan_like.search.results import described
     from titan_like.search.search import Search
     from titan_like.train.setup import host_memory_bytes
 
     gpus = torch.cuda.device_count()
-    place = Place(trainer(), gpus or None, None if gpus else 0.9 * host_memory_bytes() / 2**30)
+    place = Place(program("train"), gpus or None, None if gpus else 0.9 * host_memory_bytes() / 2**30)
     if os.environ.get("SLURM_JOB_ID"):
-        place = Place.of_slurm(trainer())
+        place = Place.of_slurm(program("train"))
     for count in counts:
         place.check(count)
     here = torch.cuda.get_device_name(0) if gpus else ""
     gpu = config.cluster.gpu or (here if known_device(here) else None)
     config = edit(config, {"cluster.gpu": gpu, "cluster.gpus_per_node": config.cluster.gpus_per_node or place.per_node})
+    if not (gpus or place.hosts or options.grid or options.profile or config.cluster.profile or gpu):
+        profiles = {count: own_profile(count, Place(program("plan", "scripts"))) for count in counts}
     stacks = {}
-    if options.profile or config.cluster.profile or gpu:
+    if any(profiles.values()) or config.cluster.profile or gpu:
         stacks = {count: profile_of(config, profile) for count, profile in profiles.items()}
         for count, profile in stacks.items():
             if profile.device.is_cpu and profile.gpus_per_node != count:
@@ -97,7 +101,7 @@ def main(argv: list[str]) -> int:
                 print(f"{told}; predictions for {count} are rough")
         if config.float8.enable:
             print(FLOAT8_NOTE)
-    problem = "the planner needs one to choose layouts on a CPU; scripts/plan.py microbenchmark measures it. "
+    problem = "the planner needs one to choose layouts here; scripts/plan.py microbenchmark measures it. "
     require(stacks or options.grid, "--profile", None, f"{problem}Or give --grid")
     if options.grid:
         cases = grid_cases(config, counts, values)
@@ -122,10 +126,10 @@ def main(argv: list[str]) -> int:
     return 0 if any(row["outcome"] == OK for row in rows) else 1
 
 
-def trainer() -> tuple[str, ...]:
-    """What torchrun starts: train.py of this checkout, or the same code where the package is installed alone."""
-    script = Path(titan_like.__file__).parents[1] / "train.py"
-    return (str(script),) if script.is_file() else ("-m", "titan_like.commands.train")
+def program(name: str, folder: str = "") -> tuple[str, ...]:
+    """What torchrun starts: a script of this checkout, or the same code where the package is installed alone."""
+    script = Path(titan_like.__file__).parents[1] / folder / f"{name}.py"
+    return (str(script),) if script.is_file() else ("-m", f"titan_like.commands.{name}")
 
 
 run = partial(run_command, main)
