@@ -18,8 +18,8 @@ from titan_like.config.errors import RunError
 from titan_like.config.load import setting
 from titan_like.planner.commands.search import run_as_toml
 from titan_like.planner.rows import read_rows
-from titan_like.search import own_profile, results, trial
-from titan_like.search.cases import Case, grid_cases, layout_name, next_size, planned_cases, read_grid
+from titan_like.search import results, trial
+from titan_like.search.cases import Case, grid_cases, layout_name, next_size, own_profile, planned_cases, read_grid
 from titan_like.search.trial import FAILED, OK, TOO_LARGE, Place, Plan, settings_of
 from titan_like.train.rules import resolve_settings
 
@@ -181,19 +181,19 @@ def test_a_cpu_is_measured_once(works: bool, tmp_path: Path, monkeypatch: pytest
             Path(out.partition("=")[2]).write_text(tomli_w.dumps(table))
         return subprocess.CompletedProcess(command, 0 if works else 1)
 
-    monkeypatch.setattr(own_profile.subprocess, "run", measure)
+    monkeypatch.setattr(subprocess, "run", measure)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     place = Place(("scripts/plan.py",))
     if not works:
         with pytest.raises(RunError, match="could not be measured, see above; give --profile or --grid"):
-            own_profile.own_profile(2, place)
+            own_profile(2, place)
         return
-    profiles = [own_profile.own_profile(2, place) for _ in range(2)]
+    profiles = [own_profile(2, place) for _ in range(2)]
     assert len(measured) == 1 and {"scripts/plan.py", "microbenchmark", "--nproc_per_node=2"} <= set(measured[0])
     assert profiles[0].name == profiles[1].name and profiles[0].device.name == "CPU"
-    own_profile.own_profile(4, place)
+    own_profile(4, place)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    own_profile.own_profile(2, place)
+    own_profile(2, place)
     assert len(measured) == 3
 
 

@@ -65,13 +65,7 @@ def load(
 def config_of_checkpoint(folder: str, settings: list[str]) -> JobConfig:
     """The configuration of the run that wrote a checkpoint, for reading that checkpoint in any number of processes.
 
-    Args:
-        folder: what `load` takes.
-        settings: words of the command line, which override the run's.
-
-    Raises:
-        ConfigError: the folder has no checkpoint, or a setting is wrong.
-        RunError: the checkpoint's description is damaged.
+    The arguments and errors are those of `load`.
     """
     path = one_checkpoint(Path(folder), "--checkpoint")
     step = parse_overrides(settings).get("checkpoint.load_step")
@@ -84,8 +78,7 @@ def config_of_checkpoint(folder: str, settings: list[str]) -> JobConfig:
         known = options_of(cast(type[BaseModel], section.annotation))
         stored[name] = {key: value for key, value in run.config.get(name, {}).items() if key in known}
     stored["job"].pop("config_file", None)
-    named = {"folder": str(path), "load_step": None}
-    stored["checkpoint"] |= named if step_of(path) is None else {"folder": str(path.parent), "load_step": step_of(path)}
+    stored["checkpoint"] |= {"folder": str(path), "load_step": None}
     stored["parallelism"] |= {"data_parallel_replicate_degree": 1, "data_parallel_shard_degree": -1}
     if tokenizer := tokenizer_in(path):  # the run's own may be elsewhere
         stored["data"]["tokenizer"] = tokenizer
@@ -96,21 +89,16 @@ def config_of_checkpoint(folder: str, settings: list[str]) -> JobConfig:
 
 
 def find_checkpoint(config: JobConfig) -> Path:
-    """The newest checkpoint of a run, or the one that `checkpoint.load_step` selects.
+    """The newest checkpoint of a run, or the one that `checkpoint.load_step` or `checkpoint.folder` itself selects.
 
     Raises:
         ConfigError: there is no such checkpoint, or it belongs to another model.
     """
-    folder, step = checkpoint_folder(config), config.checkpoint.load_step
-    if step is None and is_checkpoint(folder):
-        path = folder
-    else:
-        problem = f"is a checkpoint itself; leave out checkpoint.load_step, or name the folder {folder.parent}"
-        if not is_checkpoint(folder):
-            cure = "train with checkpoint.enable first, or set checkpoint.folder or job.dump_folder"
-            problem = problem_without_checkpoints(folder, cure)
-        require(complete_steps(folder), "checkpoint.folder", str(folder), problem)
-        path = checkpoint_path(folder, usable_steps(folder, step)[-1])
+    path, step = checkpoint_folder(config), config.checkpoint.load_step
+    if not is_checkpoint(path) or step not in (None, step_of(path)):
+        cure = "train with checkpoint.enable first, or set checkpoint.folder or job.dump_folder"
+        require(complete_steps(path), "checkpoint.folder", str(path), problem_without_checkpoints(path, cure))
+        path = checkpoint_path(path, usable_steps(path, step)[-1])
     check_same_run(path, config, model_config(config.model), resumes=False)
     return path
 
@@ -118,7 +106,7 @@ def find_checkpoint(config: JobConfig) -> Path:
 def _other_checkpoints(path: Path) -> str:
     """What to do if a checkpoint is damaged."""
     others = [str(other) for other in complete_steps(path.parent) if other != step_of(path)][-3:]
-    if others and step_of(path) is not None:
+    if others:
         return f"set checkpoint.load_step to {' or '.join(others)}"
     return "there is no other in that folder; name another folder"
 

@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     from titan_like.planner.predict import FLOAT8_NOTE, profile_of
     from titan_like.planner.profile import load_profile
     from titan_like.planner.search_space import SEARCHED, STAGE_SIZES, set_keys
-    from titan_like.search.cases import grid_cases, planned_cases, read_grid
+    from titan_like.search.cases import grid_cases, own_profile, planned_cases, read_grid
     from titan_like.search.trial import OK, Place, Plan, end_processes
 
     check_length(config.training)  # the best run's file trains as it is
@@ -76,7 +76,6 @@ def main(argv: list[str]) -> int:
 
     import torch
 
-    from titan_like.search.own_profile import own_profile
     from titan_like.search.results import described
     from titan_like.search.search import Search
     from titan_like.train.setup import host_memory_bytes

@@ -1,21 +1,27 @@
-"""What a search measures: the layouts of a grid, or those that the planner finds best."""
+"""What a search measures: the layouts of a grid, or those that the planner finds best, and its profile of a CPU."""
 
 from __future__ import annotations
 
 import itertools
+import os
+import platform
+import subprocess
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
-from titan_like.config.errors import ConfigError, first_line, require, unknown
+from titan_like.config.errors import ConfigError, RunError, first_line, require, unknown
 from titan_like.config.load import edit, load_config, setting
 from titan_like.config.paths import read_toml
 from titan_like.config.schema import JobConfig
 from titan_like.parallel.layout import DEGREES
-from titan_like.planner.profile import Profile
+from titan_like.planner.profile import Profile, load_profile
 from titan_like.planner.search import search
 from titan_like.planner.search_space import SEARCHED, divisors
-from titan_like.search.trial import arguments
+from titan_like.planner.trace.key import default_folder
+from titan_like.search.trial import Place, Plan, arguments
 from titan_like.train.rules import resolve_settings
 
 MICRO, GLOBAL = "training.micro_batch_size", "training.global_batch_size"
@@ -129,6 +135,26 @@ def _effective(config: JobConfig, processes: int) -> JobConfig:
     if config.activation_checkpoint.mode == "none":
         plain["activation_checkpoint.every_n_layers"] = 1
     return edit(config, plain)
+
+
+def own_profile(processes: int, place: Place) -> Profile:
+    """This CPU's profile for a number of processes, from the user's cache, or measured by the titan-plan of ``place``.
+
+    Raises:
+        RunError: the measurement failed.
+    """
+    threads = os.environ.get("OMP_NUM_THREADS") or ("all" if processes == 1 else "1")  # torchrun's default
+    stack = f"{len(os.sched_getaffinity(0))}cores_{threads}threads_torch{version('torch')}"
+    path = default_folder().with_name("profiles") / f"{platform.node()}_{stack}_{processes}.toml"
+    if not path.is_file():
+        print(f"measuring this CPU for the planner, once for {processes} processes: about a minute", flush=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        began, words = time.monotonic(), ["microbenchmark", f"--out={path}"]
+        done = subprocess.run(place.command(processes, words, 0, Plan(0, 0, 0.0, None)), stdout=subprocess.DEVNULL)
+        if done.returncode or not path.is_file():
+            raise RunError("the CPU could not be measured, see above; give --profile or --grid to search without")
+        print(f"measured in {time.monotonic() - began:.0f} s and kept in {path}", flush=True)
+    return load_profile(str(path))
 
 
 def planned_cases(
