@@ -96,7 +96,7 @@ def find_checkpoint(config: JobConfig) -> Path:
     """
     path, step = checkpoint_folder(config), config.checkpoint.load_step
     if not is_checkpoint(path) or step not in (None, step_of(path)):
-        cure = "train with checkpoint.enable first, or set checkpoint.folder or job.dump_folder"
+        cure = "train with checkpoint.enable first, or name a run's folder with --checkpoint"
         require(complete_steps(path), "checkpoint.folder", str(path), problem_without_checkpoints(path, cure))
         path = checkpoint_path(path, usable_steps(path, step)[-1])
     check_same_run(path, config, model_config(config.model), resumes=False)
