@@ -15,7 +15,7 @@ import tomli_w
 from titan_like.config.errors import ConfigError, boolean_of, require
 
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})")
-_SHIPPED = Path(__file__).parents[1] / "train_configs"
+SHIPPED = Path(__file__).parents[1] / "train_configs"
 
 
 def expanded(text: str) -> str:
@@ -63,7 +63,7 @@ def find_config(path: str) -> str:
         return path
     if os.path.isfile(f"{path}.toml"):
         return f"{path}.toml"
-    shipped = {file.stem: str(file) for file in _SHIPPED.glob("*.toml")}
+    shipped = {file.stem: str(file) for file in SHIPPED.glob("*.toml")}
     if name not in shipped and (near := difflib.get_close_matches(name, shipped)):
         problem = f"no such file; give the path of a TOML file, or a shipped one's name, such as {', '.join(near)}"
         raise ConfigError("job.config_file", path, problem)

@@ -6,9 +6,9 @@ machine can run the job is checked elsewhere.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from titan_like.config.section import (
     Degree,
@@ -23,6 +23,7 @@ from titan_like.config.section import (
     StepNumber,
     TextList,
     TokenizerText,
+    dtype_name,
     option,
 )
 
@@ -149,10 +150,10 @@ class Training(Section):
         None, "[start, increment, samples]: grow the batch linearly from start to global_batch_size over these samples"
     )
     max_norm: float = option(1.0, "gradient norm to clip at; 0 turns clipping off", ge=0, le=1e30)
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = option(
+    dtype: Annotated[Literal["float32", "bfloat16", "float16", "float64"], BeforeValidator(dtype_name)] = option(
         "float32", "compute dtype, also of gathered weights; master weights are float32 (float64 for float64)"
     )
-    reduce_dtype: Literal["float32", "bfloat16"] = option(
+    reduce_dtype: Annotated[Literal["float32", "bfloat16"], BeforeValidator(dtype_name)] = option(
         "float32", "dtype in which gradients are summed over ranks and microbatches"
     )
 
@@ -182,7 +183,7 @@ class Optimizer(Section):
         "muon: factor of a matrix's rate: 0.2·√max(rows, columns), so that AdamW's rates fit, or √max(1, rows/columns)",
     )
     newton_schulz_steps: int = option(5, "muon: Newton-Schulz iterations", gt=0, lt=100)
-    newton_schulz_dtype: Literal["bfloat16", "float32"] | None = option(
+    newton_schulz_dtype: Annotated[Literal["bfloat16", "float32"] | None, BeforeValidator(dtype_name)] = option(
         None, "muon: dtype of that iteration (default: bfloat16, on a CPU float32); float64 training uses float64"
     )
     options: dict[str, Any] = option({}, "settings of an installed package's optimizer")

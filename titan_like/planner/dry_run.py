@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.checkpoint.checks import OtherRunError
 from titan_like.checkpoint.loader import materialise_optimizer_state
+from titan_like.config.entry_points import DATASETS
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import JobConfig
@@ -28,7 +29,6 @@ from titan_like.data.indexed import prefix_of
 from titan_like.data.masks import masks_of
 from titan_like.data.open_source import open_data
 from titan_like.data.packed import corpus_files, corpus_folder, corpus_job, split_weights
-from titan_like.data.registry import DATASETS
 from titan_like.data.tokenizer import is_on_hub, tokenizer_files, tokenizer_of
 from titan_like.evaluate.tasks import named_tasks
 from titan_like.metrics.hardware import peak_tflops
