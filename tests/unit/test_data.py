@@ -305,7 +305,7 @@ def test_a_process_that_dies_between_two_passes_is_named():
     process.kill()
     loader.close()
     loader.start()
-    with pytest.raises(RunError, match=rf"\(pid\(s\) {process.pid}\) exited unexpectedly, .* data\.num_workers"):
+    with pytest.raises(RunError, match=rf"process \(pid {process.pid}\) was killed by signal 9, .* data\.num_workers"):
         next(loader)
     loader.close()
 
