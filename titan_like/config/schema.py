@@ -77,8 +77,8 @@ class Data(Section):
     )
     paths: PathList = option(
         [],
-        "files, folders or glob patterns of text, JSON, parquet, …, indexed datasets without .bin and .idx, or for hf "
-        'also names such as "org/name:config"; weights and paths in turn make a blend: [0.7, "web", 0.3, "books"]',
+        "files, folders or glob patterns of text, JSON, parquet, … or indexed datasets, or for hf also names such as "
+        '"org/name:config"; weights and paths in turn make a blend: [0.7, "web", 0.3, "books"]',
     )
     options: dict[str, Any] = option({}, "settings of a dataset of your own package")
     text_key: str = option("text", "key or column of the text in documents of JSONL, parquet and arrow")
@@ -86,7 +86,7 @@ class Data(Section):
     split: str = option("969,30,1", "weights of the train, validation and test splits")
     tokenizer: TokenizerText = option(
         "byte",
-        '"byte", the path of a Hugging Face tokenizer.json or of its folder, "gpt2:vocab.json,merges.txt", or a '
+        '"byte", a Hugging Face tokenizer.json, "gpt2:vocab.json,merges.txt", a folder with either, or a '
         "repository of the Hugging Face hub that has one",
     )
     bos: Literal["auto", "always", "never"] = option(

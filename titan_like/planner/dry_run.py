@@ -291,7 +291,7 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> str:
     if section.dataset not in DATASETS:  # only the class of a user's own dataset can count it
         return _counted(config, model)
     split_weights(section.split)
-    shares = shares_of(section.paths, one_source_each=section.dataset == "indexed")
+    shares = shares_of(section.paths)
     sources = [section.model_copy(update={"paths": share.paths}) for share in shares]
     if section.dataset in ("text", "conversations") and not section.paths:
         corpus_files(section)  # raises ConfigError
@@ -319,10 +319,8 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> str:
 
 
 def _is_absent(name: str, dataset: str) -> bool:
-    if dataset == "indexed":
-        problems = [file_problem(Path(f"{prefix_of(name)}.{ending}")) for ending in ("bin", "idx")]
-        return problems == ["does not exist"] * 2
-    return not named_paths(name)
+    others = [f"{prefix_of(name)}{ending}" for ending in (".idx", ".bin")] if dataset == "indexed" else []
+    return not any(map(named_paths, [name, *others]))
 
 
 def _counted(config: JobConfig, model: TransformerConfig) -> str:
