@@ -57,6 +57,7 @@ class RunState:
     versions: dict[str, str] = field(default_factory=dict)  # of the libraries that wrote it
     run_id: str = ""  # the same in every checkpoint of a run, however often it was resumed
     schedule_batch_size: _Count = 0  # with which the run began; older versions do not have it
+    schedule: dict[str, Any] = field(default_factory=dict)  # a `Schedule`; older versions do not have it
 
     def come_to(self, training: Training) -> tuple[int, int, int]:
         """The steps and samples so far, and the batch size in which the schedule of a run that goes on counts."""

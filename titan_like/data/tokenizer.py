@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import DEFAULT_TOKENS, Data, TokenOptions
+from titan_like.data.registry import DATASETS
 from titan_like.data.special_tokens import (
     ABOUT_FILE,
     COMPANIONS,
@@ -29,6 +30,10 @@ from titan_like.data.special_tokens import (
 from titan_like.data.words import Words, words_of
 
 _KEY, _BOS_KEY, _EOD_KEY = "data.tokenizer", "data.bos", "data.eod_token"
+_SPARE_TOKENS, _MULTIPLE = (
+    1024,
+    128,
+)  # how many unused ones are not worth a line; to what a smaller vocabulary is rounded
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _CHOICES = (
     'give "byte", a tokenizer.json or its folder, "gpt2:vocab.json,merges.txt", or a name of the Hugging Face hub'
@@ -222,6 +227,24 @@ def tokenizer_of(section: Data, vocab_size: int | None = None) -> Tokenizer:
         what = f"it has {tokenizer.vocab_size} tokens"
         check_ids(section.tokenizer, what, tokenizer.vocab_size - 1, vocab_size)
     return tokenizer
+
+
+def describe_vocabulary(section: Data, vocab_size: int) -> str | None:
+    """A line for the log if a model of ``vocab_size`` has far more tokens than the tokenizer, beyond any padding.
+
+    None also if data that the run does not tokenize may be of another tokenizer, or its files are not here.
+    """
+    spec, is_tokenized_here = section.tokenizer, section.dataset in DATASETS and section.dataset != "indexed"
+    if not is_tokenized_here and (spec == "byte" or is_on_hub(spec)):
+        return None
+    if any(map(file_problem, tokenizer_files(spec))):
+        return None
+    size = tokenizer_of(section).vocab_size
+    if vocab_size <= size + max(_SPARE_TOKENS, size // 4):
+        return None
+    enough = -(-size // _MULTIPLE) * _MULTIPLE
+    unused = f"the model's vocabulary has {vocab_size:,} tokens and the tokenizer {size:,}"
+    return f"{unused}: the others cost memory and time; set model.overrides.vocab_size = {enough}"
 
 
 def build_tokenizer(spec: str, key: str = _KEY, options: TokenOptions = DEFAULT_TOKENS) -> Tokenizer:

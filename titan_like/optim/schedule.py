@@ -10,19 +10,49 @@ from __future__ import annotations
 import math
 
 from titan_like.config.errors import ConfigError
-from titan_like.config.schema import LRScheduler, Training
+from titan_like.config.schema import JobConfig, LRScheduler, Training
+from titan_like.config.section import Section
 from titan_like.data.batch_size import total_samples, total_steps
 
 
-def schedule_step(training: Training, step: int, samples: int, batch_size: int) -> float:
-    """The schedule's step at the end of a step, when ``samples`` are consumed. The run began with ``batch_size``."""
-    return step if training.steps is not None else samples / batch_size
+class Schedule(Section):
+    """The learning rate of a run as a function of how far it has come. Checkpoints hold it."""
+
+    shape: LRScheduler
+    lr: float  # its peak
+    matrix_lr: float | None  # that of muon's matrices
+    length: float  # in steps of the schedule
+    batch_size: int | None  # samples in a step of the schedule; None: it counts the run's steps
+
+    @classmethod
+    def of(cls, config: JobConfig, step: int = 0, consumed: int = 0, batch_size: int | None = None) -> Schedule:
+        """The schedule that the settings ask for; the numbers are those of `schedule_length`."""
+        training, optimizer = config.training, config.optimizer
+        return cls(
+            shape=config.lr_scheduler,
+            lr=optimizer.lr,
+            matrix_lr=optimizer.matrix_lr,
+            length=schedule_length(training, step, consumed, batch_size),
+            batch_size=None if training.steps is not None else batch_size or training.global_batch_size,
+        )
+
+    def lr_at(self, step: int, samples: int) -> float:
+        """Learning rate of the step with number ``step``, at whose end ``samples`` are consumed."""
+        return self.lr * lr_factor(self.shape, schedule_step(step, samples, self.batch_size), self.length)
+
+
+def schedule_step(step: int, samples: int, batch_size: int | None) -> float:
+    """The schedule's step at the end of a step, when ``samples`` are consumed; see `Schedule.batch_size`."""
+    return step if batch_size is None else samples / batch_size
 
 
 def schedule_length(training: Training, step: int = 0, consumed: int = 0, batch_size: int | None = None) -> float:
-    """The `schedule_step` with which a run ends that has taken ``step`` steps and ``consumed`` samples so far."""
-    now = training, step, consumed
-    return schedule_step(training, total_steps(*now), total_samples(*now), batch_size or training.global_batch_size)
+    """The `schedule_step` with which a run ends that has taken ``step`` steps and ``consumed`` samples so far.
+
+    ``batch_size`` is the `global_batch_size` with which the run began, by default today's.
+    """
+    size = None if training.steps is not None else batch_size or training.global_batch_size
+    return schedule_step(total_steps(training, step, consumed), total_samples(training, step, consumed), size)
 
 
 def check_decay(section: LRScheduler, total_steps: float) -> None:
