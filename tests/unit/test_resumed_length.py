@@ -153,6 +153,7 @@ def test_a_resumed_run_says_what_changes(
     shutil.copytree(begun["cosine"], dump)
     go_back(dump, 10)
     shorter = settings | {"training.samples": 120, "training.max_norm": 2, "health.skip_nonfinite": "false"}
+    shorter |= {"model.overrides.dropout": 0.25}
     nothing_learnt = {"metrics.log_interval": 3, "checkpoint.interval": 2, "data.num_workers": 1}
     records = train(dump, shorter | nothing_learnt | {"optimizer.implementation": "foreach"})
     assert records[10]["step"] == 11
@@ -161,6 +162,7 @@ def test_a_resumed_run_says_what_changes(
         f"{cosine(88):.3g}",
         " from step 11 on: training.max_norm 0.0 -> 2.0",
         " from step 11 on: health.skip_nonfinite true -> false",
+        " from step 11 on: model.overrides.dropout 0.0 -> 0.25",
     ]
     go_back(dump, 12)
     train(dump, shorter)  # as the checkpoint says
@@ -187,10 +189,14 @@ def test_a_schedule_can_be_kept(
         "(not set), optimizer.lr 1.0 -> 9.0, lr_scheduler.warmup_steps 4 -> 0, "
         'lr_scheduler.decay "cosine" -> "wsd", lr_scheduler.decay_steps (not set) -> 5000, '
         'lr_scheduler.min_lr_ratio 0.1 -> 0.0, lr_scheduler.resume "recompute" -> "continue", '
-        f'so lr at step 11 is {cosine(84):.3g} instead of {cosine(88):.3g} (lr_scheduler.resume = "continue")'
+        f"so lr at step 11 is {cosine(84):.3g} instead of {cosine(88):.3g}"
     ]
     go_back(dump, 12)
     records = train(dump, settings | {"training.steps": 34})  # past the end of the schedule, at its floor
+    assert lines_of_changes(capsys) == [
+        f" from step 13 on: training.steps 22 -> 34, and lr at step 13 stays {cosine(92):.3g} "
+        '(lr_scheduler.resume = "continue")'
+    ]
     consumed = [*range(8, 81, 8), *range(84, 177, 4)]
     assert [record["lr"] for record in records] == pytest.approx([cosine(min(160, samples)) for samples in consumed])
 

@@ -73,7 +73,7 @@ def changes(state: RunState, config: JobConfig, model: TransformerConfig, schedu
         outcome = f"and lr at step {step} stays {lr}"
         if lr != old_lr:
             outcome = f"so lr at step {step} is {lr} instead of {old_lr}"
-        if config.lr_scheduler.resume == "continue":
+        if config.lr_scheduler.resume == "continue" and "lr_scheduler.resume" not in changed:
             outcome += ' (lr_scheduler.resume = "continue")'
         lines.insert(0, ", ".join([*of_schedule, outcome]))
     return [f"from step {step} on: {line}" for line in lines]
