@@ -169,18 +169,10 @@ def test_a_resumed_run_says_what_changes(
     assert lines_of_changes(capsys) == []
 
 
-@pytest.mark.parametrize("is_older", [False, True])  # older checkpoints hold no schedule
-def test_a_schedule_can_be_kept(
-    begun: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], is_older: bool
-) -> None:
+def test_a_schedule_can_be_kept(begun: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dump = tmp_path / "out"
     shutil.copytree(begun["cosine"], dump)
     go_back(dump, 10)
-    if is_older:
-        path = dump / "checkpoint" / "step-10" / "run.json"
-        state = json.loads(path.read_text())
-        del state["schedule"], state["crc32"], state["config"]["lr_scheduler"]["resume"]
-        path.write_text(json.dumps(state))
     settings = {"lr_scheduler.resume": "continue", "training.steps": 22, "optimizer.lr": 9, "lr_scheduler.decay": "wsd"}
     settings |= {"lr_scheduler.decay_steps": 5000, "training.global_batch_size": 4}
     train(dump, settings)
@@ -189,7 +181,7 @@ def test_a_schedule_can_be_kept(
         "(not set), optimizer.lr 1.0 -> 9.0, lr_scheduler.warmup_steps 4 -> 0, "
         'lr_scheduler.decay "cosine" -> "wsd", lr_scheduler.decay_steps (not set) -> 5000, '
         'lr_scheduler.min_lr_ratio 0.1 -> 0.0, lr_scheduler.resume "recompute" -> "continue", '
-        f"so lr at step 11 is {cosine(84):.3g} instead of {cosine(88):.3g}"
+        f"and lr at step 11 stays {cosine(84):.3g}"
     ]
     go_back(dump, 12)
     records = train(dump, settings | {"training.steps": 34})  # past the end of the schedule, at its floor
@@ -210,13 +202,22 @@ def test_a_kept_schedule_keeps_the_rate_of_matrices(tmp_path: Path) -> None:
     assert [r["loss"] for r in train(dump, changed)] == [r["loss"] for r in straight]
 
 
-def test_a_schedule_that_is_not_valid_is_refused(begun: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", [None, {"lr": "fast"}])
+def test_a_checkpoint_without_its_schedule(
+    begun: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], schedule: object
+) -> None:
+    """One of an earlier version has none, and one that is not valid is damaged."""
     dump = tmp_path / "out"
     shutil.copytree(begun["cosine"], dump)
     path = dump / "checkpoint" / "step-20" / "run.json"
-    state = json.loads(path.read_text()) | {"schedule": {"lr": "fast"}}
-    del state["crc32"]
+    state = json.loads(path.read_text()) | {"schedule": schedule}
+    del state["crc32"], state["config"]["lr_scheduler"]["resume"]
     path.write_text(json.dumps(state))
-    settings = SCHEDULES["cosine"] | {"training.samples": 200, "lr_scheduler.resume": "continue"}
-    with pytest.raises(ConfigError, match=r'^lr_scheduler.resume = "continue": the schedule in .* use "recompute"$'):
-        train(dump, settings)
+    settings = SCHEDULES["cosine"] | {"training.samples": 176}
+    step, told = (21, "") if schedule is None else (20, f" instead of {cosine(160):.3g}")
+    if schedule is None:
+        with pytest.raises(ConfigError, match=r'^lr_scheduler.resume = "continue": an earlier .* use "recompute"$'):
+            train(dump, settings | {"lr_scheduler.resume": "continue"})
+    lr = train(dump, settings)[step - 1]["lr"]
+    line = f" from step {step} on: training.samples 160 -> 176, so lr at step {step} is {lr:.3g}{told}"
+    assert lines_of_changes(capsys) == [line]

@@ -30,10 +30,6 @@ from titan_like.data.special_tokens import (
 from titan_like.data.words import Words, words_of
 
 _KEY, _BOS_KEY, _EOD_KEY = "data.tokenizer", "data.bos", "data.eod_token"
-_SPARE_TOKENS, _MULTIPLE = (
-    1024,
-    128,
-)  # how many unused ones are not worth a line; to what a smaller vocabulary is rounded
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _CHOICES = (
     'give "byte", a tokenizer.json or its folder, "gpt2:vocab.json,merges.txt", or a name of the Hugging Face hub'
@@ -235,16 +231,15 @@ def describe_vocabulary(section: Data, vocab_size: int) -> str | None:
     None also if data that the run does not tokenize may be of another tokenizer, or its files are not here.
     """
     spec, is_tokenized_here = section.tokenizer, section.dataset in DATASETS and section.dataset != "indexed"
-    if not is_tokenized_here and (spec == "byte" or is_on_hub(spec)):
-        return None
-    if any(map(file_problem, tokenizer_files(spec))):
+    is_unknown = not is_tokenized_here and (spec == "byte" or is_on_hub(spec))
+    if is_unknown or any(map(file_problem, tokenizer_files(spec))):
         return None
     size = tokenizer_of(section).vocab_size
-    if vocab_size <= size + max(_SPARE_TOKENS, size // 4):
-        return None
-    enough = -(-size // _MULTIPLE) * _MULTIPLE
-    unused = f"the model's vocabulary has {vocab_size:,} tokens and the tokenizer {size:,}"
-    return f"{unused}: the others cost memory and time; set model.overrides.vocab_size = {enough}"
+    told = (
+        f"the model's vocabulary has {vocab_size:,} tokens and the tokenizer {size:,}: the others cost memory and time"
+    )
+    is_far_above = vocab_size > size + max(1024, size // 4)
+    return f"{told}; set model.overrides.vocab_size = {-(-size // 128) * 128}" if is_far_above else None
 
 
 def build_tokenizer(spec: str, key: str = _KEY, options: TokenOptions = DEFAULT_TOKENS) -> Tokenizer:

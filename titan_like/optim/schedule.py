@@ -27,32 +27,24 @@ class Schedule(Section):
     @classmethod
     def of(cls, config: JobConfig, step: int = 0, consumed: int = 0, batch_size: int | None = None) -> Schedule:
         """The schedule that the settings ask for; the numbers are those of `schedule_length`."""
-        training, optimizer = config.training, config.optimizer
-        return cls(
-            shape=config.lr_scheduler,
-            lr=optimizer.lr,
-            matrix_lr=optimizer.matrix_lr,
-            length=schedule_length(training, step, consumed, batch_size),
-            batch_size=None if training.steps is not None else batch_size or training.global_batch_size,
-        )
+        size = None if config.training.steps is not None else batch_size or config.training.global_batch_size
+        length, rates = schedule_length(config.training, step, consumed, batch_size), config.optimizer
+        return cls(shape=config.lr_scheduler, lr=rates.lr, matrix_lr=rates.matrix_lr, length=length, batch_size=size)
 
     def lr_at(self, step: int, samples: int) -> float:
         """Learning rate of the step with number ``step``, at whose end ``samples`` are consumed."""
-        return self.lr * lr_factor(self.shape, schedule_step(step, samples, self.batch_size), self.length)
-
-
-def schedule_step(step: int, samples: int, batch_size: int | None) -> float:
-    """The schedule's step at the end of a step, when ``samples`` are consumed; see `Schedule.batch_size`."""
-    return step if batch_size is None else samples / batch_size
+        reached = step if self.batch_size is None else samples / self.batch_size
+        return self.lr * lr_factor(self.shape, reached, self.length)
 
 
 def schedule_length(training: Training, step: int = 0, consumed: int = 0, batch_size: int | None = None) -> float:
-    """The `schedule_step` with which a run ends that has taken ``step`` steps and ``consumed`` samples so far.
+    """The schedule's step with which a run ends that has taken ``step`` steps and ``consumed`` samples so far.
 
-    ``batch_size`` is the `global_batch_size` with which the run began, by default today's.
+    It began with ``batch_size``, by default today's.
     """
-    size = None if training.steps is not None else batch_size or training.global_batch_size
-    return schedule_step(total_steps(training, step, consumed), total_samples(training, step, consumed), size)
+    if training.steps is not None:
+        return total_steps(training, step, consumed)
+    return total_samples(training, step, consumed) / (batch_size or training.global_batch_size)
 
 
 def check_decay(section: LRScheduler, total_steps: float) -> None:
@@ -67,7 +59,7 @@ def check_decay(section: LRScheduler, total_steps: float) -> None:
 
 
 def lr_factor(section: LRScheduler, step: float, total_steps: float) -> float:
-    """Learning rate at a `schedule_step`, counted from 1, as a fraction of the peak.
+    """Learning rate at a step of the schedule, counted from 1, as a fraction of the peak.
 
     Warm-up rises linearly and reaches 1 at its last step. Then:
 

@@ -92,10 +92,10 @@ class TrainingState:
         self.model = self.pipeline.model
         self.experts = ExpertBalance(self.model, mesh)
         self.loss_dtype = torch.promote_types(getattr(torch, config.training.dtype), torch.float32)
-        self.kept_schedule = self._kept_schedule()
-        kept = self.kept_schedule or config.optimizer
-        peaks = {"lr": kept.lr, "matrix_lr": kept.matrix_lr}
-        self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer.model_copy(update=peaks))
+        self.kept_schedule, rule = self._kept_schedule(), config.optimizer
+        if kept := self.kept_schedule:
+            rule = rule.model_copy(update={"lr": kept.lr, "matrix_lr": kept.matrix_lr})
+        self.optimizer = build_optimizer(self.model.named_parameters(), rule)
         self.partial_parameters = [p for stage in self.model.stages for p in partial_parameters(stage.module)]
         self.gradients_held = Gradients(self.model.parameters(), mesh, self.model.expert_mesh)
         self.gradients_counted = Gradients(self.model.counted_parameters(), mesh, self.model.expert_mesh)
@@ -138,8 +138,7 @@ class TrainingState:
         """Work out where the run ends from what it has consumed, whatever batch sizes led here."""
         now = self.config.training, self.step, self.consumed_samples
         self.total_steps = total_steps(*now)
-        of_settings = self.config, self.step, self.consumed_samples, self.schedule_batch_size
-        self.schedule = self.kept_schedule or Schedule.of(*of_settings)
+        self.schedule = self.kept_schedule or Schedule.of(self.config, *now[1:], self.schedule_batch_size)
 
     def _keep_origin(self, is_new: bool) -> str | None:
         """Let checkpoints hold what this run's source says besides weights. Returns the reason if that fails."""
@@ -171,7 +170,7 @@ class TrainingState:
             versions={name: version(name) for name in ("torch", "safetensors")},
             run_id=self.run_id,
             schedule_batch_size=self.schedule_batch_size,
-            schedule=self.schedule.model_dump(mode="json"),
+            schedule=self.schedule,
         )
         self.saver.save(model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer), state)
         if is_last or not self.config.checkpoint.async_:
