@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from titan_like.checkpoint.step_folders import RunState
-from titan_like.config.errors import require
+from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Float8, JobConfig, LRScheduler, Optimizer, Training
 from titan_like.data.batch_size import global_batch_size_at
 from titan_like.data.masks import MASK_SETTINGS
@@ -33,9 +33,9 @@ def schedule_of(config: JobConfig, state: RunState | None) -> Schedule:
     """
     if state is None or state.step == 0 or config.lr_scheduler.resume == "recompute":
         return Schedule.of(config, *(state.come_to(config.training) if state else ()))
-    problem = f'an earlier version saved step {state.step}, without its schedule; use "recompute"'
-    require(state.schedule, "lr_scheduler.resume", "continue", problem)
-    assert state.schedule is not None
+    if state.schedule is None:
+        problem = f'an earlier version saved step {state.step}, without its schedule; use "recompute"'
+        raise ConfigError("lr_scheduler.resume", "continue", problem)
     return state.schedule
 
 

@@ -235,11 +235,11 @@ def describe_vocabulary(section: Data, vocab_size: int) -> str | None:
     if is_unknown or any(map(file_problem, tokenizer_files(spec))):
         return None
     size = tokenizer_of(section).vocab_size
-    told = (
-        f"the model's vocabulary has {vocab_size:,} tokens and the tokenizer {size:,}: the others cost memory and time"
+    message = (
+        f"the model's vocabulary has {vocab_size:,} tokens and the tokenizer {size:,}: the others cost memory and "
     )
-    is_far_above = vocab_size > size + max(1024, size // 4)
-    return f"{told}; set model.overrides.vocab_size = {-(-size // 128) * 128}" if is_far_above else None
+    message += f"time; set model.overrides.vocab_size = {-(-size // 128) * 128}"
+    return message if vocab_size > size + max(1024, size // 4) else None
 
 
 def build_tokenizer(spec: str, key: str = _KEY, options: TokenOptions = DEFAULT_TOKENS) -> Tokenizer:

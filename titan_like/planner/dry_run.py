@@ -150,8 +150,7 @@ def dry_run(config: JobConfig) -> DryRun:
     require(not lacks_type, "training.dtype", training.dtype, cure)
     data = describe_data(config, model)
     warmup = describe_warmup(config.lr_scheduler, schedule_length(config.training))
-    is_local = not is_on_hub(config.data.tokenizer)
-    vocabulary = describe_vocabulary(config.data, model.vocab_size) if is_local else None
+    vocabulary = None if is_on_hub(config.data.tokenizer) else describe_vocabulary(config.data, model.vocab_size)
     notes = [*filter(None, (warmup, vocabulary)), *_check_this_machine(config, model)]
     notes += [method_of(config, model).message] if layout.context > 1 else []
     # The process's part of the model, as the real recipe builds it.
