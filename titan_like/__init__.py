@@ -19,6 +19,10 @@ _MODULES = {
 __all__ = ["__version__", "verify", *_MODULES]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     if name == "verify":
         return importlib.import_module("titan_like.verify")  # a package that can be called

@@ -30,6 +30,10 @@ def test_importing_the_package_loads_nothing():
     assert done.stdout.split() == ["titan_like"]
 
 
+def test_the_public_api_is_listed():
+    assert {"Trainer", "load_config", "verify"} <= {*dir(titan_like)} == {*titan_like.__all__}
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'titan_like' has no attribute 'nothing'"):
         titan_like.nothing  # noqa: B018

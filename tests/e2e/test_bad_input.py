@@ -35,6 +35,7 @@ STEPS = "--training.steps=5"
 CASES = (
     """
 --job.config_file a.toml b.toml => job.config_file ; a.toml ; path of one TOML file
+--job.config_file=none => job.config_file = (not set) ; --job.config_file debug_gpt
 --training.steps=none => training.steps | samples | tokens = (not set) ; set exactly one
 --training.tokens=999 => 'steps': 5, 'tokens': 999 ; set exactly one
 --training.global_batch_size=5 => training.global_batch_size = 5 ; 2 × 1 = 2 ; use a multiple such as 4 or 6

@@ -21,6 +21,7 @@ from tests.unit.chat_cases import CHATML, MARKED, VOCAB_SIZE, conversations, sav
 from tests.unit.race_cases import VOCABULARY, write_race
 from tests.unit.record_cases import jsonl, write_records
 from titan_like.config import load_config
+from titan_like.config.entry_points import DATASETS
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data import blend, preprocess, raw_text, shards
@@ -28,7 +29,6 @@ from titan_like.data.batch import Batch
 from titan_like.data.indexed import DTYPES, IndexedWriter
 from titan_like.data.loader import BackgroundLoader, GlobalSampler, State, merge_states
 from titan_like.data.masks import Masks
-from titan_like.data.registry import DATASETS
 from titan_like.data.source import Source
 from titan_like.models.registry import model_config
 from titan_like.train.setup import open_run_data

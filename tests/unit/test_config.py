@@ -8,11 +8,17 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
-from titan_like.config import ConfigError, JobConfig, load, load_config
-from titan_like.config.load import json_schema, run_command, setting
+from tests.e2e.scripts import install
+from titan_like import __version__
+from titan_like.config import ConfigError, JobConfig, load, load_config, synonyms
+from titan_like.config.entry_points import names_of
+from titan_like.config.load import format_help, json_schema, run_command, setting
 from titan_like.config.options import as_installed
+from titan_like.config.section import options_of
 from titan_like.data.batch_size import total_steps
+from titan_like.models.registry import config_class
 from titan_like.parallel.layout import resolve_layout
 from titan_like.train.rules import resolve_settings
 
@@ -64,6 +70,11 @@ OVERRIDES = """
 --model.flavors.a.num_layers=2 => model.flavors = {"a": {"num_layers": 2}}
 --model.overrides.rope_scaling.factor 8.0 => model.overrides = {"rope_scaling": {"factor": 8.0}}
 --training.steps=3 --training.steps none => training.steps = None
+--training.dtype bf16 => training.dtype = "bfloat16"
+--training.dtype=FP16 => training.dtype = "float16"
+--training.dtype half => training.dtype = "float16"
+--training.reduce_dtype torch.bfloat16 => training.reduce_dtype = "bfloat16"
+--optimizer.newton_schulz_dtype fp32 => optimizer.newton_schulz_dtype = "float32"
 """.strip().splitlines()
 
 
@@ -85,7 +96,18 @@ def test_override_of_one_model_field_keeps_the_toml_s_others(tmp_path):
 # Arguments => words of the message
 BAD = """
 --trainin.seq_len 5 => trainin = "[table]": unknown section; did you mean training?
---seq_len 5 => did you mean training.seq_len?
+--seq-len 5 => did you mean training.seq_len?
+--training.learning_rate 3 => training.learning_rate = 3 ; did you mean optimizer.lr?
+--training.lr 3 => training.lr = 3 ; did you mean optimizer.lr?
+--training.dtype int8 => training.dtype = "int8" ; 'bfloat16'
+--tensor-model-parallel-size 2 => did you mean parallelism.tensor_parallel_degree?
+--validation.freq 5 => validation.freq = 5 ; did you mean evaluation.interval?
+--model.name=llama3 => model.name = "llama3" ; did you mean model.family?
+--model.n_layer=3 => did you mean model.overrides.num_layers?
+--compile => compile = true ; did you mean compile.enable?
+--gradient_accumulation_steps=4 => set training.global_batch_size to this × micro_batch_size × data-parallel ranks
+--config a.toml => config = "a.toml" ; --job.config_file
+-c a.toml => command line = "-c" ; --job.config_file
 --zzz.qqq 5 => unknown section; there are job, model
 --data.qqqqqqqqqqq 5 => --help lists them
 5 => command line ; --section.key value
@@ -102,6 +124,7 @@ training.steps=5 => command line = "training.steps=5" ; two dashes; write --trai
 BAD_TOML = r"""
 [zzzzzzz] => unknown section; there are job, model
 training = 5 => training = 5 ; valid dictionary
+[training]\nlocal_batch_size = 5 => training.local_batch_size = 5 ; did you mean training.micro_batch_size?
 [training]\nsteps = "5" => training.steps = "5" ; integer
 [model]\noverrides = 3 => model.overrides = 3 ; dictionary
 [checkpoint]\nenable = yes # please => line 2 ; write true instead of yes
@@ -116,6 +139,46 @@ def test_bad_input_names_key_value_and_cure(tmp_path, case):
         problem_of(*given.split()) if case in BAD else problem_of(write_toml(tmp_path, given.replace(r"\n", "\n")))
     )
     assert all(word in message for word in words.split(" ; ")), message
+
+
+def test_other_projects_names_are_no_keys_and_lead_to_keys():
+    table = tomllib.loads(Path(synonyms.__file__).with_name("synonyms.toml").read_text(encoding="utf-8"))
+    sections = {name: options_of(field.annotation) for name, field in JobConfig.model_fields.items()}
+    keys = {f"{section}.{key}" for section, options in sections.items() for key in options}
+    fields = {field for family in names_of("model.family") for field in config_class(family).model_fields}
+    keys |= {f"model.overrides.{field}" for field in fields}
+    named = {key for text in table["advice"].values() for key in re.findall(r"\b[a-z]\w*\.[a-z]\w*", text)}
+    assert {*table["keys"], *named} <= keys
+    names = [*table["advice"], *(name for listed in table["keys"].values() for name in listed)]
+    assert len(names) == len({*names} - keys)
+    assert all(re.fullmatch(r"[a-z0-9_.]+", name) for name in names)
+
+
+def test_a_file_that_stands_alone_is_told_with_the_whole_command(monkeypatch):
+    for program, command in {"train.py": "python train.py", "/bin/titan-train": "titan-train"}.items():
+        for words in ("{}mine.toml", "{}mine.toml --training.steps 5", "--training.steps=5 {}'my mine.toml'"):
+            argv = shlex.split(words.format(""))
+            monkeypatch.setattr(sys, "argv", [program, *argv])
+            assert problem_of(*argv).endswith(f": {command} {words.format('--job.config_file ')}")
+        monkeypatch.setattr(sys, "argv", [program, "predict", "debug_gpt"])
+        assert problem_of("debug_gpt").endswith(f": {command} predict --job.config_file debug_gpt")
+    assert problem_of("a.toml").endswith("--job.config_file a.toml")  # another program's arguments
+
+
+def test_version(monkeypatch, capsys):
+    for argv in (["--version"], ["predict", "--version"]):
+        monkeypatch.setattr(sys, "argv", ["plan.py", *argv])
+        with pytest.raises(SystemExit) as stop:
+            run_command(lambda _: 1)
+        assert stop.value.code == 0
+        assert capsys.readouterr().out == f"titan_like {__version__}, torch {torch.__version__}\n"
+
+
+def test_help_lists_families_of_other_packages(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    install(tmp_path, "toys", "titan_like.models", "wide = a:Wide")
+    about = re.sub(r"\s+", " ", format_help("train.py", JobConfig))
+    assert "gpt, llama, moe, bert, t5, or one that an installed package adds (installed here: wide)" in about
 
 
 def test_help_lists_every_key_with_its_default_and_meaning(capsys):
@@ -198,6 +261,7 @@ seq_len = "long"
 lr = true
 """
 WRONG_ARGUMENTS = ["--checkpoint.enable=yes", "--job.sed=1", "training.tokens=5", "--lr_scheduler.decay=cosinus"]
+WRONG_ARGUMENTS += ["--model.family=gpt", "--model.flavor=debuk", "--optimizer.name=AdamX", "--data.dataset=texts"]
 WRONG_KEYS = [
     "steps = 3: unknown key; did you mean training.steps?",
     "training.stepz = 5: unknown key; did you mean training.steps?",
@@ -207,6 +271,9 @@ WRONG_KEYS = [
     "job.sed = 1: unknown key; did you mean job.seed?",
     'command line = "training.tokens=5": a setting needs two dashes; write --training.tokens=5',
     "lr_scheduler.decay = \"cosinus\": should be 'cosine', 'linear'",
+    'model.flavor = "debuk": unknown flavor of gpt; did you mean debug?',
+    'optimizer.name = "AdamX": unknown name; did you mean adamw?',
+    'data.dataset = "texts": unknown name; did you mean text?',
 ]
 
 

@@ -13,6 +13,7 @@ import torch
 
 from tests.e2e.scripts import install
 from titan_like.config import ConfigError
+from titan_like.config.entry_points import DATASETS
 from titan_like.config.errors import RunError
 from titan_like.config.schema import Data
 from titan_like.data import long_text, preprocess, raw_text
@@ -29,7 +30,7 @@ from titan_like.data.packed import (
     split_weights,
     token_fingerprint,
 )
-from titan_like.data.registry import DATASETS, find_dataset
+from titan_like.data.registry import find_dataset
 from titan_like.data.source import SPLITS, DataRequest, Source
 from titan_like.data.tokenizer import ByteTokenizer
 
@@ -305,7 +306,7 @@ def test_a_process_that_dies_between_two_passes_is_named():
     process.kill()
     loader.close()
     loader.start()
-    with pytest.raises(RunError, match=rf"\(pid\(s\) {process.pid}\) exited unexpectedly, .* data\.num_workers"):
+    with pytest.raises(RunError, match=rf"process \(pid {process.pid}\) was killed by signal 9, .* data\.num_workers"):
         next(loader)
     loader.close()
 

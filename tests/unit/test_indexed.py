@@ -9,7 +9,7 @@ import pytest
 from titan_like.config import ConfigError
 from titan_like.config.schema import Data
 from titan_like.data.blend import Share, shares_of
-from titan_like.data.indexed import DTYPES, IndexedDataset, IndexedWriter, token_dtype
+from titan_like.data.indexed import DTYPES, IndexedDataset, IndexedWriter, prefix_of, token_dtype
 from titan_like.data.open_source import open_source
 from titan_like.data.source import DataRequest
 
@@ -144,10 +144,38 @@ def test_bad_sources_are_one_sentence(case: tuple[list[str | float], str], tmp_p
         open_source(request([str(tmp_path / path) if str(path).isupper() else path for path in paths]))
 
 
+@pytest.mark.parametrize(
+    "paths",
+    [
+        ["in"],
+        ["in/*"],
+        ["in/**/*.idx"],
+        ["in/**/*.bin"],
+        ["in/a", "in/deep"],
+        ["in/a.bin", "in/*/*"],
+        ["in", "in/a.idx"],
+    ],
+    ids=str,
+)
+def test_files_folders_and_patterns_mean_the_same_datasets(paths: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    (folder / "deep/er").mkdir(parents=True)
+    names = [corpus(folder / "a", 0, 20), corpus(folder / "deep/b", 50, 10), corpus(folder / "deep/er/c", 100, 10)]
+    (folder / "README.md").write_text("about them")
+    listed, blend = open_source(request([*names])), open_source(request([str(tmp_path / path) for path in paths]))
+    assert list(map(str, map(prefix_of, blend.paths))) == names and blend.fingerprint == listed.fingerprint
+    # One weight for all of them is divided by their sizes.
+    other = corpus(tmp_path / "other", 150, 20)
+    weighed = open_source(request([3, str(folder), 1, other]))
+    sizes = [len(source) for source in weighed.sources[:3]]
+    shares = np.array(weighed.blend.shares) / sum(weighed.blend.shares)
+    np.testing.assert_allclose(shares, [*(0.75 * size / sum(sizes) for size in sizes), 0.25], atol=1e-6)
+
+
 def test_numbers_are_weights_and_strings_are_paths() -> None:
     assert Data(paths=[0.7, "/a", 3, "/b"]).paths == [0.7, "/a", 3.0, "/b"]
     assert Data(paths=["2023", "2024"]).paths == ["2023", "2024"]
-    assert shares_of(Data(paths=["2023", "2024"]).paths, one_source_each=False) == [Share(None, ["2023", "2024"])]
+    assert shares_of(Data(paths=["2023", "2024"]).paths) == [Share(None, ["2023", "2024"])]
     for unfit in (True, float("nan"), float("inf"), None):
         with pytest.raises(ValueError, match="should be paths in quotes"):
             Data(paths=[unfit, "/a"])

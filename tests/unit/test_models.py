@@ -86,6 +86,13 @@ def test_flavor_of_the_run_s_own_toml(tmp_path):
     assert model.ffn_hidden_size == 256  # not set: 4 × hidden_size
 
 
+def test_other_projects_names_of_a_model_s_fields_lead_to_ours():
+    names = {"n_layer": "num_layers", "intermediate_size": "ffn_hidden_size", "num_layer": "num_layers"}
+    for name, field in names.items():
+        with pytest.raises(ConfigError, match=rf"model\.overrides\.{name} = 2: unknown field; did you mean {field}\?"):
+            model_config(load_config([f"--model.overrides.{name}=2"]).model)
+
+
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_padding_logits_have_no_probability_and_no_gradient(family):
     model = tiny_model(family)

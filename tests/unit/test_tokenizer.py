@@ -99,6 +99,29 @@ def test_gpt2_merges_bytes(gpt2_files):
     assert tokenizer.eod_id == 259
 
 
+def test_a_folder_is_its_tokenizer(tokenizer_json, gpt2_files, tmp_path):
+    spec, _ = gpt2_files
+    folder, other = str(tmp_path), tmp_path / "other"
+    assert tokenizer_files(folder) == [tmp_path / "vocab.json", tmp_path / "merges.txt"]
+    assert build_tokenizer(folder).digest == build_tokenizer(spec).digest
+    about = tmp_path / "tokenizer_config.json"
+    known = {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": False, "eos_token": {"content": "<|endoftext|>"}}
+    about.write_text(json.dumps(known | {"added_tokens_decoder": {"259": {"content": "<|endoftext|>"}}}))
+    assert build_tokenizer(folder).digest == build_tokenizer(spec).digest
+    # What GPT-2's encoding would read otherwise than transformers does is refused.
+    cure = r"no such file as .*tokenizer.json; let transformers write it: AutoTokenizer.from_pretrained\(\".*\"\).save"
+    for more in ({"tokenizer_class": "Qwen2Tokenizer"}, {"add_prefix_space": True}, {"pad_token": "<pad>"}, "[]"):
+        about.write_text(json.dumps(known | more) if isinstance(more, dict) else more)
+        with pytest.raises(ConfigError, match=cure):
+            build_tokenizer(folder)
+    about.unlink()
+    tokenizer_json(["?", "to", "be", "</s>"])  # where it is, nothing else counts
+    assert build_tokenizer(folder).encode("to be").tolist() == [1, 2]
+    other.mkdir()
+    with pytest.raises(ConfigError, match=cure):
+        build_tokenizer(str(other))
+
+
 def test_bad_tokenizers_are_refused_with_their_cure(tokenizer_json, gpt2_files, tmp_path):
     broken = tmp_path / "broken.json"
     broken.write_text("{}")

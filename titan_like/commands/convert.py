@@ -15,6 +15,7 @@ from pathlib import Path
 from titan_like.config.errors import require
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, tokenizer_option
+from titan_like.config.section import dtype_name
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -27,6 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     to_hf.add_path("--output", "folder to write; it must not exist", "FOLDER", required=True)
     to_hf.add_argument(
         "--dtype",
+        type=dtype_name,
         choices=["float32", "bfloat16", "float16"],
         help="type of the weights (default: float32, or the original type of an imported checkpoint)",
     )

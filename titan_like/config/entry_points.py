@@ -6,29 +6,66 @@ Nothing, torch included, is imported before it is used.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
+from importlib import resources
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any
 
+import tomli
+
 from titan_like.config.errors import ConfigError, first_line, require, unknown
 
+FAMILIES = {
+    "gpt": "titan_like.models.gpt.config:GPTConfig",
+    "llama": "titan_like.models.llama.config:LlamaConfig",
+    "moe": "titan_like.models.moe.config:MoEConfig",
+    "bert": "titan_like.models.bert.config:BertConfig",
+    "t5": "titan_like.models.t5.config:T5Config",
+}
+DATASETS = {
+    "stdlib": "titan_like.data.packed:TextSource",
+    "text": "titan_like.data.packed:TextSource",
+    "indexed": "titan_like.data.packed:IndexedSource",
+    "hf": "titan_like.data.stream:StreamSource",
+    "conversations": "titan_like.data.conversations:ConversationSource",
+    "race": "titan_like.data.race:RaceSource",
+}
+RULES = {  # update rules
+    "adamw": "titan_like.optim.optimizer:adamw",
+    "adafactor": "titan_like.optim.adafactor:Adafactor",
+    "muon": "titan_like.optim.optimizer:muon",
+    "sgd": "titan_like.optim.optimizer:sgd",
+}
+NAMED = {  # setting → this package's own objects, and the group of entry points that adds those of other packages
+    "model.family": (FAMILIES, "titan_like.models"),
+    "data.dataset": (DATASETS, "titan_like.datasets"),
+    "optimizer.name": (RULES, "titan_like.optimizers"),
+}
 
-def find_entry(key: str, name: str, group: str, built_in: Mapping[str, str]) -> EntryPoint:
-    """Find the object that setting ``key`` names: one of ``built_in``, or an entry point of ``group``.
+
+def names_of(key: str, own: bool = True) -> list[str]:
+    """The names that setting ``key`` may have: this package's if ``own``, then those that other packages add."""
+    built_in, group = NAMED.get(key, ({}, ""))
+    added = sorted(_installed(group, tuple(sys.path)).names - built_in.keys()) if group else []
+    return [*(built_in if own else ()), *added]
+
+
+def find_entry(key: str, name: str) -> EntryPoint:
+    """Find the object that setting ``key``, one of `NAMED`, refers to by ``name``.
 
     Raises:
         ConfigError: nothing has this name, or several packages define it, this one included.
     """
-    added = _installed(group, tuple(sys.path))
+    built_in, group = NAMED[key]
     own = [EntryPoint(name, built_in[name], group)] if name in built_in else []
-    found = [*own, *added.select(name=name)]
+    found = [*own, *_installed(group, tuple(sys.path)).select(name=name)]
     if len(found) == 1:
         return found[0]
     places = " and ".join(sorted(entry.value for entry in found))
     problem = f"is defined by {places}; rename it in the entry points of all packages but one, or uninstall them"
     require(not found, key, name, problem)
-    raise ConfigError(key, name, unknown("name", name, sorted({*built_in, *added.names})))
+    raise ConfigError(key, name, unknown("name", name, names_of(key)))
 
 
 def load_entry(key: str, entry: EntryPoint) -> Any:
@@ -38,6 +75,40 @@ def load_entry(key: str, entry: EntryPoint) -> Any:
     except Exception as error:  # whatever the package raises on import
         problem = f"its entry point, {entry.value}, cannot be imported ({first_line(error)}); correct the package"
         raise ConfigError(key, entry.name, problem) from error
+
+
+def read_flavors(package: str) -> dict[str, dict[str, Any]]:
+    """Read the flavors.toml of a family's package: flavor name → fields.
+
+    Raises:
+        OSError, ValueError: it cannot be read.
+    """
+    return tomli.loads(resources.files(package).joinpath("flavors.toml").read_text(encoding="utf-8"))
+
+
+def check_flavor(family: str, flavor: str, known: Iterable[str]) -> None:
+    """Refuse a flavor that the family does not have; ``known`` are those that it has."""
+    known = list(known)
+    require(flavor in known, "model.flavor", flavor, unknown(f"flavor of {family}", flavor, known))
+
+
+def wrong_names(settings: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Yield an error for each name that nothing has, and for a flavor that the family does not have.
+
+    ``settings``, by section and key, need not be valid. Their own rules say what is wrong with another package.
+    """
+    tables = {section: table for section, table in settings.items() if isinstance(table, dict)}
+    given = {f"{section}.{key}": value for section, table in tables.items() for key, value in table.items()}
+    for key in NAMED:
+        try:
+            entry = find_entry(key, given[key]) if isinstance(given.get(key), str) else None
+            if key == "model.family" and entry is not None and isinstance(given.get("model.flavor"), str):
+                known = read_flavors(entry.module.rpartition(".")[0]) | given.get("model.flavors", {})
+                check_flavor(entry.name, given["model.flavor"], known)
+        except ConfigError as error:
+            yield error
+        except Exception:  # whatever the family's package raises on import
+            continue
 
 
 @lru_cache(maxsize=16)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import errno
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from pydantic import ValidationError
+
+from titan_like.config.synonyms import key_of
 
 _MOST_SHOWN = 200  # characters of a value
 _NEXT_LINE = "\n       "  # aligned with what follows "error: "
@@ -74,8 +76,9 @@ def first_line(error: BaseException) -> str:
 
 def unknown(what: str, word: str, known: Iterable[str], otherwise: str = "") -> str:
     """The problem with a word that names nothing: the nearest that does, else ``otherwise`` or all that there are."""
-    near = difflib.get_close_matches(word, known := list(known), n=1, cutoff=0.6)
-    cure = f"did you mean {near[0]}?" if near else otherwise or f"there are {', '.join(known)}"
+    lower = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.6)
+    cure = f"did you mean {lower[near[0]]}?" if near else otherwise or f"there are {', '.join(lower.values())}"
     return f"unknown {what}; {cure}"
 
 
@@ -88,7 +91,7 @@ def problem_of(detail: Any) -> str:
 
 
 def field_errors(
-    details: Iterable[Any], name: Callable[[str], str], known: Iterable[str], table: object = None
+    details: Iterable[Any], name: Callable[[str], str], known: Collection[str], table: object = None
 ) -> list[ConfigError]:
     """An error for each wrong field in pydantic's ``errors()``. ``name`` gives its key, from its path in the table.
 
@@ -97,7 +100,10 @@ def field_errors(
     found: dict[str, ConfigError] = {}
     for detail in details:
         path, kind = [str(part) for part in detail["loc"] if not isinstance(part, int)], detail["type"]
-        problem = unknown("field", path[-1], known) if kind == "extra_forbidden" else problem_of(detail)
+        problem = problem_of(detail)
+        if kind == "extra_forbidden":
+            same = (key_of(path[-1]) or "").rpartition(".")[2]  # of a model
+            problem = unknown("field", same if same in known else path[-1], known)
         key = name(".".join(path))
         value = table if not path else None if kind == "missing" else detail["input"]
         found.setdefault(key, ConfigError(key, value, problem))

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import json
 import os
+import shlex
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, cast, get_args, get_origin
 
 import tomli
 from pydantic import BaseModel, ValidationError
 
+from titan_like import __version__
+from titan_like.config.entry_points import names_of, wrong_names
 from titan_like.config.errors import ConfigError, RunError, all_of, problem_of, require, unknown
 from titan_like.config.options import as_installed
-from titan_like.config.paths import expanded, find_config, read_toml
+from titan_like.config.paths import SHIPPED, expanded, find_config, read_toml
 from titan_like.config.schema import JobConfig
 from titan_like.config.section import options_of
+from titan_like.config.synonyms import cure_of
 
 
 def format_help(program: str, config_type: type[BaseModel]) -> str:
     """How ``program`` is called: every key with its type, default and meaning."""
-    lines = [f"usage: {program} --job.config_file FILE.toml [--section.key value | --section.key=value] ..."]
+    lines = [f"usage: {program} --job.config_file FILE.toml [--section.key value | --section.key=value]... | --version"]
     for section, field in config_type.model_fields.items():
         section_type = field.annotation
         assert isinstance(section_type, type) and issubclass(section_type, BaseModel)
@@ -34,7 +40,10 @@ def format_help(program: str, config_type: type[BaseModel]) -> str:
             default = option.get_default(call_default_factory=True)
             shown = "none" if default is None else json.dumps(default)
             lines.append(f"  --{section}.{key}  {_type_name(option.annotation)}, default {shown}")
-            lines += textwrap.wrap(option.description or "", 108, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            meaning = option.description or ""
+            if added := names_of(f"{section}.{key}", own=False):
+                meaning += f" (installed here: {', '.join(added)})"
+            lines += textwrap.wrap(meaning, 108, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
 
 
@@ -75,6 +84,7 @@ def edit(config: JobConfig, values: Mapping[str, Any]) -> JobConfig:
 
 
 _SECONDS_FOR_RANK_0 = 10
+_VERY_NEAR = 0.8  # similarity of two keys, of which one is a typo for the other, whatever other sections have
 # Errors of files and disks that the user has to put right. Any other error is a bug, which shows its traceback.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PACKAGE = str(Path(__file__).parents[1])
@@ -109,7 +119,7 @@ def load_config(argv: list[str]) -> JobConfig:
         known = {one.key for one in errors}
         errors += [one for one in _validation_errors(error) if one.key not in known]
     if errors:
-        raise all_of(errors)
+        raise all_of([*errors, *wrong_names(tree)])
     return config
 
 
@@ -117,12 +127,15 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
     """Run a script's main function and end the process with the project's exit codes.
 
     0 means done, 1 failed, 2 bad input. Bad input, which includes a file that cannot be opened, gets one sentence on
-    stderr, from rank 0 only. A bug shows its traceback.
+    stderr, from rank 0 only. A bug shows its traceback. --version prints versions instead.
 
     Raises:
         SystemExit: always, with the exit code.
     """
     try:
+        if "--version" in sys.argv[1:]:
+            print(f"titan_like {__version__}, torch {version('torch')}")
+            raise SystemExit(0)
         code = command(sys.argv[1:])
         print(end="", flush=True)
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
@@ -208,15 +221,38 @@ def _grouped(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[ConfigE
         if word.startswith("--"):
             key, equals, value = word[2:].partition("=")
             groups.append((key, [value] if equals else []))
+        elif word.endswith(".toml") and groups and groups[-1][1] and not _takes_several(groups[-1][0]):
+            errors.append(ConfigError("command line", word, _name_config(word)))
         elif _annotation_of((bare := word.removeprefix("-")).partition("=")[0]) is not None:
             example = bare if "=" in bare else f"{bare} VALUE"
             errors.append(ConfigError("command line", word, f"a setting needs two dashes; write --{example}"))
             groups.append(("", []))  # collects the words that follow
+        elif word.startswith("-") and (cure := cure_of(bare.partition("=")[0])):
+            errors.append(ConfigError("command line", word, f"unknown key; {cure}"))
+            groups.append(("", []))
         elif groups:
             groups[-1][1].append(word)
         else:
-            errors.append(ConfigError("command line", word, "not a setting; write --section.key value"))
+            is_config = word.endswith(".toml") or (SHIPPED / f"{word}.toml").is_file()
+            problem = _name_config(word) if is_config else "not a setting; write --section.key value"
+            errors.append(ConfigError("command line", word, problem))
     return [(key, values) for key, values in groups if key or not errors], errors
+
+
+def _takes_several(key: str) -> bool:
+    return key == "job.config_file" or "list" in str(_annotation_of(key))  # the former has a sentence of its own
+
+
+def _name_config(word: str) -> str:
+    """How to name the TOML file that stands alone on the command line: the whole command, if this process has it."""
+    program, *words = sys.argv
+    cure = "name a TOML file with --job.config_file"
+    if word not in words or "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's own words are not known
+        return f"{cure} {word}"
+    words.insert(words.index(word), "--job.config_file")
+    name = os.path.basename(program)
+    program = name if name.startswith("titan-") else f"python {program}"
+    return f"{cure}: {program} {shlex.join(words)}"
 
 
 def _file_settings(path: Any) -> dict[str, Any]:
@@ -261,22 +297,35 @@ def _set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
 
 def _validation_errors(error: ValidationError) -> list[ConfigError]:
     """An error for each wrong key, which says what would be valid: the nearest key, or what this one means."""
-    sections = JobConfig.model_fields
-    keys = [f"{section}.{key}" for section in sections for key in _section_fields(section)]
     found = []
     for detail in error.errors(include_url=False):
         dotted = ".".join(str(part) for part in detail["loc"] if not isinstance(part, int))
         section, _, key = dotted.partition(".")
         value, problem = detail["input"], problem_of(detail)
-        if detail["type"] != "extra_forbidden":
+        if detail["type"] == "model_type" and (cure := cure_of(dotted)):  # such as --compile
+            problem = f"is a section; {cure}"
+        elif detail["type"] != "extra_forbidden":
             option = _section_fields(section).get(key)
             problem += f" ({option.description})" if option else ""
         elif key or not isinstance(value, dict):
-            same_name = [known for known in keys if known.endswith("." + dotted.rpartition(".")[2])]
-            problem = unknown(
-                "key", dotted, keys, f"did you mean {same_name[0]}?" if same_name else "--help lists them"
-            )
+            problem = _unknown_key(dotted)
+        elif any(cure_of(f"{dotted}.{name}") for name in value):
+            keys = {f"{dotted}.{name}": item for name, item in value.items()}
+            found += [ConfigError(name, item, _unknown_key(name)) for name, item in keys.items()]
+            continue
         else:
-            value, problem = "[table]", unknown("section", dotted, sections)
+            value, problem = "[table]", unknown("section", dotted, JobConfig.model_fields)
         found.append(ConfigError(dotted, value, problem))
     return list({one.key: one for one in reversed(found)}.values())[::-1]
+
+
+def _unknown_key(dotted: str) -> str:
+    """The problem with a key that there is not: other projects' name for it, one in another section, or the nearest."""
+    if cure := cure_of(dotted):
+        return f"unknown key; {cure}"
+    keys = [f"{section}.{key}" for section in JobConfig.model_fields for key in _section_fields(section)]
+    dotted = dotted.replace("-", "_")
+    same_name = [key for key in keys if key.endswith("." + dotted.rpartition(".")[2])]
+    if same_name and not difflib.get_close_matches(dotted, keys, 1, _VERY_NEAR):
+        return f"unknown key; did you mean {same_name[0]}?"
+    return unknown("key", dotted, keys, "--help lists them")

@@ -44,6 +44,8 @@ class OptionParser(argparse.ArgumentParser):
         if takes_settings:
             parts["epilog"] = "Any --section.key of the run can be given too; python train.py --help lists them."
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **parts)
+        about = "print the versions of titan_like and torch"  # which `run_command` does
+        self.add_argument("--version", action="store_true", default=argparse.SUPPRESS, help=about)
         self._limits: dict[str, tuple[float, float]] = {}
         if takes_settings:
             self.add_path("--json", "also write the result to this file")

@@ -15,14 +15,16 @@ import tomli_w
 from titan_like.config.errors import ConfigError, boolean_of, require
 
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})")
-_SHIPPED = Path(__file__).parents[1] / "train_configs"
+SCHEMES: tuple[str, ...] = ()  # of URLs that stand for paths, such as "s3"
+SHIPPED = Path(__file__).parents[1] / "train_configs"
 
 
 def expanded(text: str) -> str:
     """A path with ``~``, ``$NAME`` and ``${NAME}`` replaced, as a shell would.
 
     Raises:
-        ValueError: the path is empty, or names an environment variable that is not set.
+        ValueError: the path is empty, a URL whose scheme is not supported, or names an environment variable that is not
+            set; the message is the predicate of a sentence.
     """
     for plain, braced in _VARIABLE.findall(text):
         name = plain or braced
@@ -33,6 +35,11 @@ def expanded(text: str) -> str:
     path = os.path.expanduser(_VARIABLE.sub(lambda found: os.environ[found[1] or found[2]], text))
     if not path.strip():
         raise ValueError("is empty; name a path")
+    scheme, is_url, _ = path.partition("://")
+    if is_url and "/" not in scheme and scheme not in SCHEMES:
+        cure = " or ".join(["name a path on this machine", *(f"{known}://…" for known in SCHEMES)])
+        cure += ", or a repository of the Hugging Face hub as org/name where one may stand" * (scheme == "hf")
+        raise ValueError(f"is at {scheme}://, which is not supported; {cure}")
     return path
 
 
@@ -63,7 +70,7 @@ def find_config(path: str) -> str:
         return path
     if os.path.isfile(f"{path}.toml"):
         return f"{path}.toml"
-    shipped = {file.stem: str(file) for file in _SHIPPED.glob("*.toml")}
+    shipped = {file.stem: str(file) for file in SHIPPED.glob("*.toml")}
     if name not in shipped and (near := difflib.get_close_matches(name, shipped)):
         problem = f"no such file; give the path of a TOML file, or a shipped one's name, such as {', '.join(near)}"
         raise ConfigError("job.config_file", path, problem)

@@ -6,9 +6,9 @@ machine can run the job is checked elsewhere.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from titan_like.config.section import (
     Degree,
@@ -23,6 +23,7 @@ from titan_like.config.section import (
     StepNumber,
     TextList,
     TokenizerText,
+    dtype_name,
     option,
 )
 
@@ -76,8 +77,8 @@ class Data(Section):
     )
     paths: PathList = option(
         [],
-        "files, folders or glob patterns of text, JSON, parquet, …, indexed datasets without .bin and .idx, or for hf "
-        'also names such as "org/name:config"; weights and paths in turn make a blend: [0.7, "web", 0.3, "books"]',
+        "files, folders or glob patterns of text, JSON, parquet, … or indexed datasets, or for hf also names such as "
+        '"org/name:config"; weights and paths in turn make a blend: [0.7, "web", 0.3, "books"]',
     )
     options: dict[str, Any] = option({}, "settings of a dataset of your own package")
     text_key: str = option("text", "key or column of the text in documents of JSONL, parquet and arrow")
@@ -85,7 +86,7 @@ class Data(Section):
     split: str = option("969,30,1", "weights of the train, validation and test splits")
     tokenizer: TokenizerText = option(
         "byte",
-        '"byte", the path of a Hugging Face tokenizer.json or of its folder, "gpt2:vocab.json,merges.txt", or a '
+        '"byte", a Hugging Face tokenizer.json, "gpt2:vocab.json,merges.txt", a folder with either, or a '
         "repository of the Hugging Face hub that has one",
     )
     bos: Literal["auto", "always", "never"] = option(
@@ -149,10 +150,10 @@ class Training(Section):
         None, "[start, increment, samples]: grow the batch linearly from start to global_batch_size over these samples"
     )
     max_norm: float = option(1.0, "gradient norm to clip at; 0 turns clipping off", ge=0, le=1e30)
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = option(
+    dtype: Annotated[Literal["float32", "bfloat16", "float16", "float64"], BeforeValidator(dtype_name)] = option(
         "float32", "compute dtype, also of gathered weights; master weights are float32 (float64 for float64)"
     )
-    reduce_dtype: Literal["float32", "bfloat16"] = option(
+    reduce_dtype: Annotated[Literal["float32", "bfloat16"], BeforeValidator(dtype_name)] = option(
         "float32", "dtype in which gradients are summed over ranks and microbatches"
     )
 
@@ -182,7 +183,7 @@ class Optimizer(Section):
         "muon: factor of a matrix's rate: 0.2·√max(rows, columns), so that AdamW's rates fit, or √max(1, rows/columns)",
     )
     newton_schulz_steps: int = option(5, "muon: Newton-Schulz iterations", gt=0, lt=100)
-    newton_schulz_dtype: Literal["bfloat16", "float32"] | None = option(
+    newton_schulz_dtype: Annotated[Literal["bfloat16", "float32"] | None, BeforeValidator(dtype_name)] = option(
         None, "muon: dtype of that iteration (default: bfloat16, on a CPU float32); float64 training uses float64"
     )
     options: dict[str, Any] = option({}, "settings of an installed package's optimizer")

@@ -36,6 +36,16 @@ def expanded_tokenizer(spec: str) -> str:
     return "gpt2:" + ",".join(expanded(path) if path else path for path in spec.removeprefix("gpt2:").split(","))
 
 
+_DTYPES = {"half": "float16", "float": "float32", "double": "float64", "bf16": "bfloat16"}
+_DTYPES |= {f"fp{bits}": f"float{bits}" for bits in (16, 32, 64)}
+_DTYPES |= {name: name for name in ("bfloat16", "float16", "float32", "float64")}
+
+
+def dtype_name(value: Any) -> Any:
+    """torch's name of a dtype from a usual one, such as bf16, FP32, half or torch.bfloat16; other values unchanged."""
+    return _DTYPES.get(value.lower().removeprefix("torch."), value) if isinstance(value, str) else value
+
+
 Degree = Annotated[int, Field(gt=0, le=2**20)]
 Layers = Annotated[int, Field(le=2048)]
 Samples = Annotated[int, Field(le=10**15)]

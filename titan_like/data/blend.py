@@ -21,21 +21,20 @@ PERIOD = 4096  # blocks after which every source has had exactly its share
 
 @dataclass(frozen=True)
 class Share:
-    """The paths of one source of a blend, and its weight. None lets the sources' sizes decide."""
+    """The paths of one source of a blend, or several indexed datasets, and its weight. None lets sizes decide."""
 
     weight: float | None
     paths: list[str]
 
 
-def shares_of(paths: Sequence[str | float], one_source_each: bool) -> list[Share]:
-    """Weights and paths in turn, as in ``[0.7, "web", 0.3, "books"]``, as a list of sources.
+def shares_of(paths: Sequence[str | float]) -> list[Share]:
+    """Weights and paths in turn, as in ``[0.7, "web", 0.3, "books"]``, as a list of sources; without weights, one.
 
-    Without weights each path is a source, if ``one_source_each``; else all are one. Raises a `ConfigError` if some
-    weights are missing, or not positive numbers.
+    Raises a `ConfigError` if some weights are missing, or not positive numbers.
     """
     names = [path for path in paths if isinstance(path, str)]
     if len(names) == len(paths):
-        return [Share(None, [path]) for path in names] if one_source_each and len(paths) > 1 else [Share(None, names)]
+        return [Share(None, names)]
     pairs = list(zip_longest(paths[::2], paths[1::2]))
     problem = 'weights and paths must come in turn, as in [0.7, "web", 0.3, "2024"], with positive weights'
     for weight, path in pairs:

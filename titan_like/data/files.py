@@ -1,5 +1,7 @@
 """Which files a path in a setting means: the file, those that a glob pattern matches, or those of a folder.
 
+The files are of text or records, or the indexes of Megatron-LM's datasets.
+
 A folder means what Hugging Face's `datasets` reads of it: what ``load_from_disk`` does, if ``save_to_disk`` wrote it,
 else what ``load_dataset(folder, split="train")`` does. If neither names nor README.md tell splits apart, files of all
 formats are read, and not only those of the most frequent one. So are all files of text, if none of them is of train.
@@ -22,6 +24,7 @@ from yaml import YAMLError
 
 from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.config.paths import file_problem
+from titan_like.data.indexed import prefix_of
 from titan_like.data.raw_text import JSON_ENDINGS, KNOWN_ENDINGS, RECORD_ENDINGS, UnreadableError, ending_of, kind_of
 
 _WORDS = {"train": "train|training", "validation": "validation|valid|dev|val", "test": "test|testing|eval|evaluation"}
@@ -36,7 +39,40 @@ def find_files(paths: list[str], key: str, no_text: str = "") -> list[Path]:
 
     Raises a `ConfigError` if a path means no file, or one that cannot be read; ``key`` is the setting to blame.
     """
-    endings = RECORD_ENDINGS if no_text else KNOWN_ENDINGS  # of files in folders, without that of compression
+    files = _named_files(paths, key, RECORD_ENDINGS if no_text else KNOWN_ENDINGS)
+    for path in files:
+        problem = file_problem(path)
+        require(problem is None, key, str(path), f"{problem}; name files of text or records")
+        require(path.stat().st_size > 0, key, str(path), "the file is empty; remove it or give one with text")
+        try:
+            is_text = kind_of(path) == "text"
+        except UnreadableError as error:
+            raise ConfigError(key, str(path), str(error)) from None
+        require(not (no_text and is_text), key, str(path), no_text)
+    return files
+
+
+def find_indexed(paths: list[str], key: str) -> list[str]:
+    """The indexed datasets that paths mean, each once, as paths with or without .idx or .bin.
+
+    Raises a `ConfigError` if a path means none; ``key`` is the setting to blame.
+    """
+    found: dict[Path, str] = {}
+    for name in paths:
+        prefix = prefix_of(name)
+        named = [name]
+        if not any(os.path.lexists(f"{prefix}{ending}") for ending in (".idx", ".bin")):
+            # A pattern may be of .bin files, or of names without either ending.
+            patterns = [one for one in dict.fromkeys((f"{prefix}.idx", name)) if named_paths(one)]
+            files = sorted(_named_files(patterns or [name], key, (".idx",)))
+            named = [str(prefix_of(path)) for path in files if path.suffix == ".idx"] or [str(files[0])]
+        for one in named:
+            found.setdefault(prefix_of(one).resolve(), one)
+    return list(found.values())
+
+
+def _named_files(paths: list[str], key: str, endings: tuple[str, ...]) -> list[Path]:
+    """The files that paths mean, each once. ``endings`` are of files in folders, without that of compression."""
     files: dict[Path, Path] = {}  # by name in their real folder, which may have other spellings and links to it
     for name in paths:
         named = named_paths(name)
@@ -50,15 +86,6 @@ def find_files(paths: list[str], key: str, no_text: str = "") -> list[Path]:
         require(found, key, str(kept[0]), none)
         for path in found:
             files.setdefault(path.parent.resolve() / path.name, path)
-    for path in files.values():
-        problem = file_problem(path)
-        require(problem is None, key, str(path), f"{problem}; name files of text or records")
-        require(path.stat().st_size > 0, key, str(path), "the file is empty; remove it or give one with text")
-        try:
-            is_text = kind_of(path) == "text"
-        except UnreadableError as error:
-            raise ConfigError(key, str(path), str(error)) from None
-        require(not (no_text and is_text), key, str(path), no_text)
     return list(files.values())
 
 
@@ -78,7 +105,8 @@ def _files_of_folder(folder: Path, key: str, endings: tuple[str, ...]) -> list[P
     if chosen is None:
         data = {name: ending_of(Path(name)) for name in names if not _METADATA.fullmatch(Path(name).name)}
         chosen = _of_training(folder, key, {name: ending for name, ending in data.items() if ending in endings})
-    _report(str(folder), tuple(chosen), tuple(sorted({*names} - {*chosen})))
+    read = {*chosen, *(f"{prefix_of(name)}.bin" for name in chosen if ".idx" in endings)}
+    _report(str(folder), tuple(chosen), tuple(sorted({*names} - read)))
     return [folder / name for name in chosen]
 
 

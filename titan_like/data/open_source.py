@@ -13,6 +13,7 @@ from titan_like.config.errors import require
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch
 from titan_like.data.blend import BlendedSource, shares_of
+from titan_like.data.files import find_indexed
 from titan_like.data.lengths import sample_length
 from titan_like.data.registry import find_dataset
 from titan_like.data.source import IGNORED_LABEL, UNKNOWN_LENGTH, DataRequest, Source
@@ -54,22 +55,29 @@ def open_source(request: DataRequest) -> Source:
     Raises a `ConfigError` if there is no such dataset, its class is none, its samples do not fit the run, or it refuses
     its request.
     """
-    shares = shares_of(request.section.paths, one_source_each=request.section.dataset == "indexed")
+    shares = shares_of(request.section.paths)
     entry = find_dataset(request.section)
     dataset = load_entry("data.dataset", entry)
     is_source = isinstance(dataset, type) and issubclass(dataset, Source)
     problem = f"{entry.value} is not a subclass of titan_like.data.source.Source"
     require(is_source, "data.dataset", entry.name, problem)
-    sources = []
-    for number, share in enumerate(shares):
-        section = request.section.model_copy(update={"paths": share.paths})
-        source: Source = dataset(replace(request, section=section, part=number))
-        if len(source) > 0:
-            _check_sample(source.sample(0), request, entry.name)
-        sources.append(source)
+    sources: list[Source] = []
+    weights: list[float | None] = []
+    for share in shares:
+        opened: list[Source] = []
+        datasets = find_indexed(share.paths, "data.paths") if request.section.dataset == "indexed" else []
+        for paths in [[path] for path in datasets] or [share.paths]:
+            section = request.section.model_copy(update={"paths": paths})
+            source: Source = dataset(replace(request, section=section, part=len(sources) + len(opened)))
+            if len(source) > 0:
+                _check_sample(source.sample(0), request, entry.name)
+            opened.append(source)
+        total = max(1, sum(map(len, opened)))
+        # Several datasets divide the weight of their folder in proportion to their samples.
+        weights += [share.weight and share.weight * (len(source) / total) for source in opened]
+        sources += opened
     if len(sources) == 1:
         return sources[0]
-    weights = [share.weight for share in shares]
     if issubclass(dataset, StreamSource):
         return BlendedStream(request, sources, weights, request.section.num_readers)
     return BlendedSource(request, sources, weights)

@@ -29,6 +29,7 @@ TOKENIZER_FILES = (  # of a tokenizer alone; transformers may look for any of th
     *(TOKENIZER_FILE, ABOUT_FILE, MAP_FILE, _ADDED_FILE, "tokenizer.model", "vocab.json", "merges.txt"),
     "chat_template.jinja",
 )
+GPT2_FILES, GPT2_END = ("vocab.json", "merges.txt"), "<|endoftext|>"
 TEMPLATES = "additional_chat_templates/*.jinja"
 
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -120,6 +121,22 @@ def tokenizer_names(folder: Path) -> list[str]:
     """The tokenizer files in a folder, as paths relative to it."""
     paths = (*(folder / name for name in TOKENIZER_FILES), *sorted(folder.glob(TEMPLATES)))
     return [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
+
+
+def has_gpt2(folder: Path) -> bool:
+    """Whether a folder has GPT-2's two files, and no file next to them says that its tokenizer is any other."""
+    if not all((folder / name).is_file() for name in GPT2_FILES):
+        return False
+    try:
+        about = read_about(folder)
+        kind = about.get("tokenizer_class") or read_json(folder / CONFIG_FILE).get("model_type", "gpt2")
+        added = [*read_json(folder / _ADDED_FILE), *(about.get("added_tokens_decoder") or {}).values()]
+    except (ValueError, AttributeError):
+        return False
+    settings = ("add_prefix_space", "chat_template", "additional_special_tokens", "extra_special_tokens")
+    said = [*added, *(value for name, value in about.items() if name.endswith("_token") or name in settings)]
+    is_plain = all(not value or (_text(value) or value) in (GPT2_END, [GPT2_END]) for value in said)
+    return is_plain and kind in ("gpt2", "GPT2Tokenizer", "GPT2TokenizerFast")
 
 
 def read_about(folder: Path) -> dict[str, Any]:

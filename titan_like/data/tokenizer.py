@@ -15,24 +15,28 @@ import numpy as np
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as HFTokenizer
 
+from titan_like.config.entry_points import DATASETS
 from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import DEFAULT_TOKENS, Data, TokenOptions
-from titan_like.data.registry import DATASETS
 from titan_like.data.special_tokens import (
     ABOUT_FILE,
     COMPANIONS,
+    GPT2_END,
+    GPT2_FILES,
     TEMPLATES,
     TOKENIZER_FILE,
     TOKENIZER_FILES,
     SpecialTokens,
+    has_gpt2,
 )
 from titan_like.data.words import Words, words_of
 
 _KEY, _BOS_KEY, _EOD_KEY = "data.tokenizer", "data.bos", "data.eod_token"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _CHOICES = (
-    'give "byte", a tokenizer.json or its folder, "gpt2:vocab.json,merges.txt", or a name of the Hugging Face hub'
+    'give "byte", a tokenizer.json or its folder, "gpt2:vocab.json,merges.txt" or their folder, or a name of the '
+    "Hugging Face hub"
 )
 
 
@@ -265,9 +269,10 @@ def _build(spec: str, key: str, options: TokenOptions, files: tuple[Path, ...], 
             name, value = (_EOD_KEY, options.eod_token) if options.eod_token else (_BOS_KEY, options.bos)
             raise ConfigError(name, value, 'is for Hugging Face tokenizers; leave it out with data.tokenizer = "byte"')
         return ByteTokenizer()
-    if spec.startswith("gpt2:"):
+    if spec.startswith("gpt2:") or len(files) == len(GPT2_FILES):
         return HuggingFaceTokenizer(_read_gpt2(spec, files, key), spec, options, key=key)
-    _require_file(files[0], spec, key, _CHOICES)
+    folder = f'let transformers write it: AutoTokenizer.from_pretrained("{spec}").save_pretrained("{spec}")'
+    _require_file(files[0], spec, key, folder if os.path.isdir(spec) else _CHOICES)
     with _blamed(key, spec, "not a Hugging Face tokenizer.json"):
         tokenizer = HFTokenizer.from_file(str(files[0]))
     return HuggingFaceTokenizer(tokenizer, spec, options, files[0], key)
@@ -304,10 +309,15 @@ def tokenizer_files(spec: str, key: str = _KEY) -> list[Path]:
     if spec.startswith("gpt2:"):
         return [Path(part) for part in spec.removeprefix("gpt2:").split(",")]
     if not is_on_hub(spec):
-        return [Path(spec, TOKENIZER_FILE) if os.path.isdir(spec) else Path(spec)]
+        return _files_in(Path(spec)) if os.path.isdir(spec) else [Path(spec)]
     patterns = [*COMPANIONS, *TOKENIZER_FILES, TEMPLATES]
     problem = f"no such file, nor can the Hugging Face hub give its {TOKENIZER_FILE}"
-    return [from_hub(spec, patterns, ABOUT_FILE, key, problem, _CHOICES) / TOKENIZER_FILE]
+    return _files_in(from_hub(spec, patterns, ABOUT_FILE, key, problem, _CHOICES))
+
+
+def _files_in(folder: Path) -> list[Path]:
+    is_gpt2 = not (folder / TOKENIZER_FILE).exists() and has_gpt2(folder)
+    return [folder / name for name in (GPT2_FILES if is_gpt2 else (TOKENIZER_FILE,))]
 
 
 def tokenizer_in(folder: Path, named: Path | None = None) -> str | None:
@@ -315,7 +325,7 @@ def tokenizer_in(folder: Path, named: Path | None = None) -> str | None:
     path = named or folder
     if (folder / TOKENIZER_FILE).is_file():
         return str(path / TOKENIZER_FILE)
-    files = [path / name for name in ("vocab.json", "merges.txt") if (folder / name).is_file()]
+    files = [path / name for name in GPT2_FILES if (folder / name).is_file()]
     return f"gpt2:{files[0]},{files[1]}" if len(files) == 2 else None
 
 
@@ -351,7 +361,7 @@ def _read_gpt2(spec: str, paths: Sequence[Path], key: str) -> HFTokenizer:
         tokenizer = HFTokenizer(models.BPE.from_file(str(paths[0]), str(paths[1])))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.add_special_tokens([GPT2_END])
     return tokenizer
 
 

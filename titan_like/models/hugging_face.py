@@ -15,9 +15,10 @@ from typing import Any, NoReturn
 import torch
 from pydantic import ValidationError
 
+from titan_like.config.entry_points import names_of
 from titan_like.config.errors import ConfigError, first_line
 from titan_like.models.config import TransformerConfig
-from titan_like.models.registry import config_class, family_names
+from titan_like.models.registry import config_class
 
 # (name of a tensor, a slice for each of its dimensions) → that part of the tensor
 ReadSlice = Callable[[str, tuple[slice, ...]], torch.Tensor]
@@ -68,7 +69,7 @@ def family_of(config: TransformerConfig) -> Any:
 def families_by_model_type() -> dict[str, str]:
     """The model_type of config.json → the family's name here, for every family that has a `hugging_face` module."""
     found: dict[str, str] = {}
-    for family in family_names():
+    for family in names_of("model.family"):
         with suppress(ConfigError):
             for model_type in architectures(family_module(family)):
                 found.setdefault(model_type, family)

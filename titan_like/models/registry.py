@@ -7,35 +7,17 @@ docs/families.md describes each of them. The registry refers to a family by its 
 from __future__ import annotations
 
 from functools import cache
-from importlib import resources
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-import tomli
 from pydantic import ValidationError
 
-from titan_like.config.entry_points import find_entry, load_entry
-from titan_like.config.errors import ConfigError, all_of, field_errors, first_line, require, unknown
+from titan_like.config.entry_points import check_flavor, find_entry, load_entry, read_flavors
+from titan_like.config.errors import ConfigError, all_of, field_errors, first_line
 from titan_like.config.schema import Model as ModelSection
 from titan_like.models.config import TransformerConfig
 
 if TYPE_CHECKING:
     from titan_like.models.transformer import Transformer
-
-GROUP = "titan_like.models"  # entry points of this group add the families of other packages
-
-_BUILT_IN = {
-    "gpt": "titan_like.models.gpt.config:GPTConfig",
-    "llama": "titan_like.models.llama.config:LlamaConfig",
-    "bert": "titan_like.models.bert.config:BertConfig",
-    "t5": "titan_like.models.t5.config:T5Config",
-    "moe": "titan_like.models.moe.config:MoEConfig",
-}
-
-
-def family_names() -> list[str]:
-    """The names of all families: built-in ones first, then those of other packages."""
-    return list(dict.fromkeys([*_BUILT_IN, *sorted(entry_points(group=GROUP).names)]))
 
 
 @cache
@@ -45,7 +27,7 @@ def config_class(family: str) -> type[TransformerConfig]:
     Raises:
         ConfigError: there is no such family, or its entry point is not an importable configuration class.
     """
-    point = find_entry("model.family", family, GROUP, _BUILT_IN)
+    point = find_entry("model.family", family)
     found = load_entry("model.family", point)
     if not (isinstance(found, type) and issubclass(found, TransformerConfig) and "." in found.__module__):
         wanted = "a subclass of TransformerConfig in a package, such as my_models.wide.config:WideConfig"
@@ -64,7 +46,7 @@ def flavors(family: str) -> dict[str, dict[str, Any]]:
     """
     package = config_class(family).__module__.rpartition(".")[0]
     try:
-        return tomli.loads(resources.files(package).joinpath("flavors.toml").read_text(encoding="utf-8"))
+        return read_flavors(package)
     except (OSError, ValueError) as error:
         problem = f"the flavors.toml of {package} cannot be read ({first_line(error)}); correct the package"
         raise ConfigError("model.family", family, problem) from error
@@ -77,8 +59,7 @@ def model_config(section: ModelSection) -> TransformerConfig:
         ConfigError: unknown family, flavor or fields, wrong types, or sizes that do not divide; one line for each.
     """
     known = flavors(section.family) | section.flavors
-    problem = unknown(f"flavor of {section.family}", section.flavor, known)
-    require(section.flavor in known, "model.flavor", section.flavor, problem)
+    check_flavor(section.family, section.flavor, known)
     fields = known[section.flavor] | section.overrides
     kind = config_class(section.family)
     try:

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from importlib.metadata import EntryPoint
 
-from titan_like.config.entry_points import find_entry
+from titan_like.config.entry_points import RULES, find_entry
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.schema import Optimizer
-
-GROUP = "titan_like.optimizers"  # entry points of this group add the rules of other packages
-RULES = {
-    "adafactor": "titan_like.optim.adafactor:Adafactor",
-    **{name: f"titan_like.optim.optimizer:{name}" for name in ("adamw", "muon", "sgd")},
-}
 
 _ONLY_FOR = {  # settings of one built-in rule
     "adafactor": ("relative_step", "scale_parameter", "clip_threshold", "decay_rate", "beta1"),
@@ -26,7 +20,7 @@ def find_rule(section: Optimizer) -> EntryPoint:
     Raises:
         ConfigError: there is no such rule, or `optimizer.options` are given to a built-in one, which has none.
     """
-    entry = find_entry("optimizer.name", section.name, GROUP, RULES)
+    entry = find_entry("optimizer.name", section.name)
     if section.name in RULES and section.options:
         raise ConfigError("optimizer.options", section.options, f"{section.name} has no options; leave them out")
     return entry

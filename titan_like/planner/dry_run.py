@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.checkpoint.checks import OtherRunError
 from titan_like.checkpoint.loader import materialise_optimizer_state
+from titan_like.config.entry_points import DATASETS
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import JobConfig
@@ -28,7 +29,6 @@ from titan_like.data.indexed import prefix_of
 from titan_like.data.masks import masks_of
 from titan_like.data.open_source import open_data
 from titan_like.data.packed import corpus_files, corpus_folder, corpus_job, split_weights
-from titan_like.data.registry import DATASETS
 from titan_like.data.tokenizer import describe_vocabulary, is_on_hub, tokenizer_files, tokenizer_of
 from titan_like.evaluate.tasks import named_tasks
 from titan_like.metrics.hardware import peak_tflops
@@ -292,7 +292,7 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> str:
     if section.dataset not in DATASETS:  # only the class of a user's own dataset can count it
         return _counted(config, model)
     split_weights(section.split)
-    shares = shares_of(section.paths, one_source_each=section.dataset == "indexed")
+    shares = shares_of(section.paths)
     sources = [section.model_copy(update={"paths": share.paths}) for share in shares]
     if section.dataset in ("text", "conversations") and not section.paths:
         corpus_files(section)  # raises ConfigError
@@ -320,10 +320,8 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> str:
 
 
 def _is_absent(name: str, dataset: str) -> bool:
-    if dataset == "indexed":
-        problems = [file_problem(Path(f"{prefix_of(name)}.{ending}")) for ending in ("bin", "idx")]
-        return problems == ["does not exist"] * 2
-    return not named_paths(name)
+    others = [f"{prefix_of(name)}{ending}" for ending in (".idx", ".bin")] if dataset == "indexed" else []
+    return not any(map(named_paths, [name, *others]))
 
 
 def _counted(config: JobConfig, model: TransformerConfig) -> str:

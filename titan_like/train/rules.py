@@ -150,6 +150,9 @@ def resolve_for_inference(config: JobConfig, world_size: int) -> tuple[JobConfig
 
 
 def _check_length(config: JobConfig) -> None:
+    given = config.job.config_file or config.training.steps or config.training.samples or config.training.tokens
+    problem = "no configuration is given; name a TOML file, or one of the package's, as --job.config_file debug_gpt"
+    require(given, "job.config_file", None, problem)
     check_length(config.training)
     if not config.checkpoint.enable:  # else `check_checkpoints` knows with which batch size the run began
         check_decay(config.lr_scheduler, schedule_length(config.training))

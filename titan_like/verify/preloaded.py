@@ -15,13 +15,14 @@ def _preload() -> None:
     import titan_like.parallel.pipeline
     import titan_like.train.job
     import titan_like.verify.observe  # noqa: F401
+    from titan_like.config.entry_points import names_of
     from titan_like.metrics.devices import known_device
-    from titan_like.models.registry import config_class, family_names, flavors
+    from titan_like.models.registry import config_class, flavors
     from titan_like.torch_private import import_compiler
 
     import_compiler()
     known_device("none")
-    for family in family_names():
+    for family in names_of("model.family"):
         with suppress(Exception):  # a broken family of another package, which concerns only its own runs
             flavors(family)
             for module in ("model", "sharding"):

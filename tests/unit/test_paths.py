@@ -1,0 +1,122 @@
+"""A URL whose scheme nothing supports is no path: s3://bucket/x must not become a folder s3: on this machine."""
+
+import importlib
+import pkgutil
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+import titan_like.commands
+from titan_like.commands import plan
+from titan_like.config import ConfigError, JobConfig, load_config
+from titan_like.config.load import setting
+from titan_like.config.options import OptionParser, path_option, tokenizer_option
+from titan_like.config.section import OptionalPath, PathList, PathText, TokenizerText, options_of
+from titan_like.evaluate.tasks import named_tasks
+from titan_like.models.registry import model_config
+from titan_like.planner.commands.outcome import toml_option
+
+URLS = ("s3://bucket/x", "hf://org/name", "file:///x", "gcs://b/*.jsonl", "simplecache::s3://b/x", "memory://x.toml")
+REFUSED = "is at {}://, which is not supported; name a path on this machine"
+
+
+def fields_of(table: type[BaseModel], name: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """All keys below a table of the schema, those of tables in lists too: ``table[].key``."""
+    for key, field in options_of(table).items():
+        yield f"{name}{key}", field
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from fields_of(kind, f"{name}{key}{'' if kind is field.annotation else '[]'}.")
+
+
+KEYS = {key: field for key, field in fields_of(JobConfig) if "." in key}
+CHECKS = [get_args(kind)[1] for kind in (PathText, OptionalPath, PathList, TokenizerText)]
+PATH_KEYS = [key for key, field in KEYS.items() if any(check in field.metadata for check in CHECKS)]
+NO_PATHS = {"data.dataset", "evaluation.datasets", "model.flavor"}  # whose descriptions say "files", among others
+IS_PATH = re.compile(r"\b(path|folder|file|directory)s?\b", re.IGNORECASE)
+COMMANDS = {name for _, name, _ in pkgutil.iter_modules(titan_like.commands.__path__)} - {"plan"}
+COMMANDS |= {f"plan {name}" for name in plan.COMMANDS}
+
+
+def scheme(url: str) -> str:
+    return url.partition("://")[0]
+
+
+def test_every_key_that_holds_a_path_has_the_type_of_one() -> None:
+    assert {"job.dump_folder", "checkpoint.folder", "data.paths", "data.tokenizer", "job.config_file"} <= set(PATH_KEYS)
+    texts = {key for key, field in KEYS.items() if "str" in str(field.annotation) and "Literal" not in str(field)}
+    named = {key for key in texts if IS_PATH.search(f"{key.replace('_', ' ')} {KEYS[key].description}")}
+    assert named - NO_PATHS <= set(PATH_KEYS)
+
+
+@pytest.mark.parametrize("key", [key for key in PATH_KEYS if "[]" not in key])
+def test_a_url_is_no_path_in_a_setting(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BUCKET", "s3://bucket")
+    for given, url in [*((url, url) for url in URLS), ("$BUCKET/x", "s3://bucket/x")]:
+        with pytest.raises(ConfigError) as error:
+            load_config([f"--{key}={given}"])
+        assert str(error.value).startswith(f"{key} = ") and REFUSED.format(scheme(url)) in str(error.value)
+        assert given in str(error.value) and "\n" not in str(error.value)
+        assert ("of the Hugging Face hub as org/name" in str(error.value)) == url.startswith("hf:")
+
+
+def test_what_only_looks_like_a_url_is_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in ("./s3://bucket/x", "s3:/bucket/x", "/a//b:c"):
+        assert setting(load_config([f"--job.dump_folder={path}"]), "job.dump_folder") == path
+    monkeypatch.setattr("titan_like.config.paths.SCHEMES", ("s3",))
+    assert setting(load_config(["--checkpoint.folder=s3://b/x"]), "checkpoint.folder") == "s3://b/x"
+    with pytest.raises(ConfigError, match="gs://, which is not supported; name a path on this machine or s3://…"):
+        load_config(["--checkpoint.folder=gs://b/x"])
+
+
+def test_paths_within_settings_are_none_either() -> None:
+    for given in ('["a", "s3://b/x"]', '[0.5, "a", 0.5, "s3://b/x"]'):
+        with pytest.raises(ConfigError, match=REFUSED.format("s3")):
+            load_config(["--data.paths", given])
+    with pytest.raises(ConfigError, match=REFUSED.format("s3")):
+        load_config(["--data.tokenizer=gpt2:a.json,s3://b/merges.txt"])
+    with pytest.raises(ConfigError, match=REFUSED.format("s3")):
+        named_tasks("evaluation.datasets", ["text=s3://b/x"], model_config(load_config([]).model))
+
+
+def parsers(command: Callable[[list[str]], int], argv: list[str], patch: pytest.MonkeyPatch) -> list[OptionParser]:
+    """The parser of a command and those of its subcommands."""
+
+    def stop(self: OptionParser, *_: Any) -> None:
+        raise StopIteration(self)
+
+    with patch.context() as patched, pytest.raises(StopIteration) as stopped:
+        patched.setattr(OptionParser, "parse_known_args", stop)
+        command(argv)
+    first = stopped.value.value
+    below = [one for action in first._actions if isinstance(action.choices, dict) for one in action.choices.values()]
+    return [first, *below]
+
+
+def path_options(parser: OptionParser) -> Iterator[str]:
+    """The options that are of a path's type, or whose name, placeholder or help says that they are paths."""
+    for action in parser._actions:
+        option = next(iter(action.option_strings), "")
+        is_text = action.nargs != 0 and action.type is None and action.choices is None and option != "--task"
+        says_so = IS_PATH.search(f"{option.replace('_', ' ')} {action.metavar} {action.help}")
+        if action.type in (path_option, toml_option, tokenizer_option) or (option and is_text and says_so):
+            yield option
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_a_url_is_no_path_in_an_option(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, *words = name.split()
+    command = importlib.import_module(f"titan_like.commands.{module}").main
+    found = parsers(command, words, monkeypatch)
+    options = [(parser, option) for parser in found for option in path_options(parser)]
+    assert options
+    for parser, option in options:
+        for url in URLS:
+            with pytest.raises(ConfigError) as error:
+                parser.parse_known_args([f"{option}={url}"])
+            assert option in str(error.value) and url in str(error.value), option
+            assert REFUSED.format(scheme(url)) in str(error.value)
