@@ -66,7 +66,7 @@ def test_a_killed_run_goes_on_with_the_very_same_samples_in_another_layout(folde
     moved = start(folder, "parts", *settings)
     out, err = moved.communicate(timeout=240)
     assert moved.returncode == 0, err
-    assert "\ndata.prefix_lm was false up to step 100\n" in out
+    assert "\n from step 101 on: data.prefix_lm false -> true\n" in out
 
     other = start(folder, "parts", "--data.num_readers=8", "--training.steps=102")
     _, err = other.communicate(timeout=240)

@@ -268,6 +268,8 @@ def test_a_checkpoint_of_another_run_is_only_noted(tmp_path: Path) -> None:
     (folder / "run.json").write_text(json.dumps(asdict(state)))
     saves = "--checkpoint.enable=true"
     assert plan(saves, "--data.dataset=stdlib", "--data.paths=[]").notes == []
+    (note,) = plan("--data.dataset=stdlib", "--data.paths=[]", "--model.overrides.vocab_size=50257").notes
+    assert note.startswith("the model's vocabulary has 50,257 tokens and the tokenizer 257: ")
     (note,) = plan(saves, "--optimizer.name=muon").notes
     assert note.startswith(
         'the run itself will not start: optimizer.name = "muon": outputs/checkpoint/step-3 was saved'

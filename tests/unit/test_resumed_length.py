@@ -10,7 +10,7 @@ import pytest
 from tests.distributed.mutations import runs
 from tests.unit.plain_loop import run_settings
 from titan_like.checkpoint.step_folders import is_resumable
-from titan_like.config import load_config
+from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import JobConfig
 from titan_like.train.job import run_job
 from titan_like.train.rules import resolve_settings
@@ -140,3 +140,84 @@ def test_a_ramp_up_that_is_over_may_leave_the_settings(tmp_path: Path, capsys: p
     assert " iteration       25/      25 |" in capsys.readouterr().out
     train(dump, settings)
     assert " nothing to train: the checkpoint is at step 25 of 25" in capsys.readouterr().out
+
+
+def lines_of_changes(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in capsys.readouterr().out.splitlines() if "from step" in line]
+
+
+def test_a_resumed_run_says_what_changes(
+    begun: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dump, settings = tmp_path / "out", SCHEDULES["cosine"]
+    shutil.copytree(begun["cosine"], dump)
+    go_back(dump, 10)
+    shorter = settings | {"training.samples": 120, "training.max_norm": 2, "health.skip_nonfinite": "false"}
+    shorter |= {"model.overrides.dropout": 0.25}
+    nothing_learnt = {"metrics.log_interval": 3, "checkpoint.interval": 2, "data.num_workers": 1}
+    records = train(dump, shorter | nothing_learnt | {"optimizer.implementation": "foreach"})
+    assert records[10]["step"] == 11
+    assert lines_of_changes(capsys) == [
+        f" from step 11 on: training.samples 160 -> 120, so lr at step 11 is {records[10]['lr']:.3g} instead of "
+        f"{cosine(88):.3g}",
+        " from step 11 on: training.max_norm 0.0 -> 2.0",
+        " from step 11 on: health.skip_nonfinite true -> false",
+        " from step 11 on: model.overrides.dropout 0.0 -> 0.25",
+    ]
+    go_back(dump, 12)
+    train(dump, shorter)  # as the checkpoint says
+    assert lines_of_changes(capsys) == []
+
+
+def test_a_schedule_can_be_kept(begun: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dump = tmp_path / "out"
+    shutil.copytree(begun["cosine"], dump)
+    go_back(dump, 10)
+    settings = {"lr_scheduler.resume": "continue", "training.steps": 22, "optimizer.lr": 9, "lr_scheduler.decay": "wsd"}
+    settings |= {"lr_scheduler.decay_steps": 5000, "training.global_batch_size": 4}
+    train(dump, settings)
+    assert lines_of_changes(capsys) == [
+        " from step 11 on: training.global_batch_size 8 -> 4, training.steps (not set) -> 22, training.samples 160 -> "
+        "(not set), optimizer.lr 1.0 -> 9.0, lr_scheduler.warmup_steps 4 -> 0, "
+        'lr_scheduler.decay "cosine" -> "wsd", lr_scheduler.decay_steps (not set) -> 5000, '
+        'lr_scheduler.min_lr_ratio 0.1 -> 0.0, lr_scheduler.resume "recompute" -> "continue", '
+        f"and lr at step 11 stays {cosine(84):.3g}"
+    ]
+    go_back(dump, 12)
+    records = train(dump, settings | {"training.steps": 34})  # past the end of the schedule, at its floor
+    assert lines_of_changes(capsys) == [
+        f" from step 13 on: training.steps 22 -> 34, and lr at step 13 stays {cosine(92):.3g} "
+        '(lr_scheduler.resume = "continue")'
+    ]
+    consumed = [*range(8, 81, 8), *range(84, 177, 4)]
+    assert [record["lr"] for record in records] == pytest.approx([cosine(min(160, samples)) for samples in consumed])
+
+
+def test_a_kept_schedule_keeps_the_rate_of_matrices(tmp_path: Path) -> None:
+    """Muon's two rates keep their ratio: the steps after the resume are those of a run that nobody touched."""
+    dump, settings = tmp_path / "out", {"training.steps": 6, "optimizer.name": "muon", "optimizer.matrix_lr": 0.1}
+    straight = train(dump, settings)
+    go_back(dump, 3)
+    changed = settings | {"optimizer.lr": 0.25, "optimizer.matrix_lr": 7, "lr_scheduler.resume": "continue"}
+    assert [r["loss"] for r in train(dump, changed)] == [r["loss"] for r in straight]
+
+
+@pytest.mark.parametrize("schedule", [None, {"lr": "fast"}])
+def test_a_checkpoint_without_its_schedule(
+    begun: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], schedule: object
+) -> None:
+    """One of an earlier version has none, and one that is not valid is damaged."""
+    dump = tmp_path / "out"
+    shutil.copytree(begun["cosine"], dump)
+    path = dump / "checkpoint" / "step-20" / "run.json"
+    state = json.loads(path.read_text()) | {"schedule": schedule}
+    del state["crc32"], state["config"]["lr_scheduler"]["resume"]
+    path.write_text(json.dumps(state))
+    settings = SCHEDULES["cosine"] | {"training.samples": 176}
+    step, told = (21, "") if schedule is None else (20, f" instead of {cosine(160):.3g}")
+    if schedule is None:
+        with pytest.raises(ConfigError, match=r'^lr_scheduler.resume = "continue": an earlier .* use "recompute"$'):
+            train(dump, settings | {"lr_scheduler.resume": "continue"})
+    lr = train(dump, settings)[step - 1]["lr"]
+    line = f" from step {step} on: training.samples 160 -> 176, so lr at step {step} is {lr:.3g}{told}"
+    assert lines_of_changes(capsys) == [line]

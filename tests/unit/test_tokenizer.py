@@ -4,12 +4,14 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from tests.unit.plain_loop import prepared, run_settings
 from titan_like.config import ConfigError
-from titan_like.config.schema import DEFAULT_TOKENS, Model
+from titan_like.config.schema import DEFAULT_TOKENS, Data, Model
 from titan_like.data.preprocess import Job, tokenize_files
-from titan_like.data.tokenizer import build_tokenizer, tokenizer_files
+from titan_like.data.tokenizer import build_tokenizer, describe_vocabulary, tokenizer_files
 from titan_like.hugging_face.tokenizer import write_tokenizer
 from titan_like.models.registry import model_config
+from titan_like.train.job import run_job
 
 TEXTS = ["", "plain", "line\nbreak\ttab  ", "žluťoučký kůň 🐎 — 漢字", "\x00\x7f"]
 
@@ -197,3 +199,19 @@ def test_a_name_of_the_hub_is_its_tokenizer_json(tokenizer_json, tmp_path, monke
     exported.mkdir()
     write_tokenizer("org/name", DEFAULT_TOKENS, model_config(Model()), exported)
     assert (exported / "tokenizer.json").read_bytes() == path.read_bytes()
+
+
+def test_a_vocabulary_far_above_the_tokenizer_s_is_told_in_one_line(tmp_path, tokenizer_json, capsys):
+    path = tokenizer_json(["?", "to", "be", "</s>"])
+    line = "the model's vocabulary has 50,257 tokens and the tokenizer 4: the others cost memory and time; set "
+    line += "model.overrides.vocab_size = 128"
+    assert describe_vocabulary(Data(tokenizer=path), 50257) == line
+    assert describe_vocabulary(Data(dataset="indexed", tokenizer=path), 50257) == line
+    quiet = [(Data(tokenizer=path), 1028), (Data(tokenizer=str(tmp_path / "none.json")), 50257)]
+    # Indexed data, and that of other packages, may be of another tokenizer than the default.
+    quiet += [(Data(dataset="indexed"), 50257), (Data(dataset="of_a_package"), 50257)]
+    assert [describe_vocabulary(section, size) for section, size in quiet] == [None] * 4
+    settings = {"training.steps": 1, "model.overrides.vocab_size": 1282}
+    run_job(prepared(run_settings(tmp_path) | settings))
+    line = " the model's vocabulary has 1,282 tokens and the tokenizer 257: the others cost memory and time; set "
+    assert capsys.readouterr().out.count(line + "model.overrides.vocab_size = 384\n") == 1

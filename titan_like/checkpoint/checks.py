@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from titan_like.checkpoint.changes import schedule_of
 from titan_like.checkpoint.step_folders import (
     RunState,
     checkpoint_path,
@@ -19,7 +20,7 @@ from titan_like.config.errors import ConfigError, require
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data.tokenizer import build_tokenizer, tokenizer_in
 from titan_like.models.config import TransformerConfig
-from titan_like.optim.schedule import check_decay, schedule_length
+from titan_like.optim.schedule import check_decay
 from titan_like.optim.state_size import optimizer_state
 
 
@@ -127,8 +128,8 @@ def check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path,
     check_writable("checkpoint.folder", folder, make)
     steps = usable_steps(folder, config.checkpoint.load_step)
     state = newest_state(folder, steps)
-    so_far = state.come_to(config.training) if state else ()
-    check_decay(config.lr_scheduler, schedule_length(config.training, *so_far))
+    schedule = schedule_of(config, state)
+    check_decay(schedule.shape, schedule.length)
     for step in steps[-1:]:
         check_same_run(checkpoint_path(folder, step), config, model)
     return bool(steps)

@@ -27,6 +27,7 @@ from titan_like.config.errors import first_line
 from titan_like.config.schema import JobConfig, Training
 from titan_like.data.batch_size import total_steps
 from titan_like.data.unfinished import remove, removed_unless_renamed
+from titan_like.optim.schedule import Schedule
 
 RUN_FILE = "run.json"
 UNFINISHED = ".unfinished"
@@ -57,6 +58,7 @@ class RunState:
     versions: dict[str, str] = field(default_factory=dict)  # of the libraries that wrote it
     run_id: str = ""  # the same in every checkpoint of a run, however often it was resumed
     schedule_batch_size: _Count = 0  # with which the run began; older versions do not have it
+    schedule: Schedule | None = None  # older versions do not have it
 
     def come_to(self, training: Training) -> tuple[int, int, int]:
         """The steps and samples so far, and the batch size in which the schedule of a run that goes on counts."""
@@ -133,7 +135,7 @@ def write_run_state(path: Path, run: RunState) -> None:
 
 
 def _as_json(numbers: dict[str, Any]) -> str:
-    return json.dumps(numbers, indent=2)
+    return json.dumps(numbers, indent=2, default=Schedule.model_dump)
 
 
 def begin_checkpoint(folder: Path, step: int) -> None:

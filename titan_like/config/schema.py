@@ -204,6 +204,11 @@ class LRScheduler(Section):
         None, "cosine, linear: step at which the decay ends (default: the last); wsd: its length (default: a tenth)"
     )
     min_lr_ratio: float = option(0.0, "floor of the learning rate as a fraction of optimizer.lr", ge=0, le=1)
+    resume: Literal["recompute", "continue"] = option(
+        "recompute",
+        "a resumed run takes its schedule from the settings (recompute), or keeps the checkpoint's: peak rates, shape "
+        "and length, whatever the settings say now (continue)",
+    )
 
 
 class Parallelism(Section):

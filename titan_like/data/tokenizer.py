@@ -15,6 +15,7 @@ import numpy as np
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as HFTokenizer
 
+from titan_like.config.entry_points import DATASETS
 from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import DEFAULT_TOKENS, Data, TokenOptions
@@ -226,6 +227,23 @@ def tokenizer_of(section: Data, vocab_size: int | None = None) -> Tokenizer:
         what = f"it has {tokenizer.vocab_size} tokens"
         check_ids(section.tokenizer, what, tokenizer.vocab_size - 1, vocab_size)
     return tokenizer
+
+
+def describe_vocabulary(section: Data, vocab_size: int) -> str | None:
+    """A line for the log if a model of ``vocab_size`` has far more tokens than the tokenizer, beyond any padding.
+
+    None also if data that the run does not tokenize may be of another tokenizer, or its files are not here.
+    """
+    spec, is_tokenized_here = section.tokenizer, section.dataset in DATASETS and section.dataset != "indexed"
+    is_unknown = not is_tokenized_here and (spec == "byte" or is_on_hub(spec))
+    if is_unknown or any(map(file_problem, tokenizer_files(spec))):
+        return None
+    size = tokenizer_of(section).vocab_size
+    message = (
+        f"the model's vocabulary has {vocab_size:,} tokens and the tokenizer {size:,}: the others cost memory and "
+    )
+    message += f"time; set model.overrides.vocab_size = {-(-size // 128) * 128}"
+    return message if vocab_size > size + max(1024, size // 4) else None
 
 
 def build_tokenizer(spec: str, key: str = _KEY, options: TokenOptions = DEFAULT_TOKENS) -> Tokenizer:

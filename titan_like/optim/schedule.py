@@ -10,19 +10,41 @@ from __future__ import annotations
 import math
 
 from titan_like.config.errors import ConfigError
-from titan_like.config.schema import LRScheduler, Training
+from titan_like.config.schema import JobConfig, LRScheduler, Training
+from titan_like.config.section import Section
 from titan_like.data.batch_size import total_samples, total_steps
 
 
-def schedule_step(training: Training, step: int, samples: int, batch_size: int) -> float:
-    """The schedule's step at the end of a step, when ``samples`` are consumed. The run began with ``batch_size``."""
-    return step if training.steps is not None else samples / batch_size
+class Schedule(Section):
+    """The learning rate of a run as a function of how far it has come. Checkpoints hold it."""
+
+    shape: LRScheduler
+    lr: float  # its peak
+    matrix_lr: float | None  # that of muon's matrices
+    length: float  # in steps of the schedule
+    batch_size: int | None  # samples in a step of the schedule; None: it counts the run's steps
+
+    @classmethod
+    def of(cls, config: JobConfig, step: int = 0, consumed: int = 0, batch_size: int | None = None) -> Schedule:
+        """The schedule that the settings ask for; the numbers are those of `schedule_length`."""
+        size = None if config.training.steps is not None else batch_size or config.training.global_batch_size
+        length, rates = schedule_length(config.training, step, consumed, batch_size), config.optimizer
+        return cls(shape=config.lr_scheduler, lr=rates.lr, matrix_lr=rates.matrix_lr, length=length, batch_size=size)
+
+    def lr_at(self, step: int, samples: int) -> float:
+        """Learning rate of the step with number ``step``, at whose end ``samples`` are consumed."""
+        reached = step if self.batch_size is None else samples / self.batch_size
+        return self.lr * lr_factor(self.shape, reached, self.length)
 
 
 def schedule_length(training: Training, step: int = 0, consumed: int = 0, batch_size: int | None = None) -> float:
-    """The `schedule_step` with which a run ends that has taken ``step`` steps and ``consumed`` samples so far."""
-    now = training, step, consumed
-    return schedule_step(training, total_steps(*now), total_samples(*now), batch_size or training.global_batch_size)
+    """The schedule's step with which a run ends that has taken ``step`` steps and ``consumed`` samples so far.
+
+    It began with ``batch_size``, by default today's.
+    """
+    if training.steps is not None:
+        return total_steps(training, step, consumed)
+    return total_samples(training, step, consumed) / (batch_size or training.global_batch_size)
 
 
 def check_decay(section: LRScheduler, total_steps: float) -> None:
@@ -37,7 +59,7 @@ def check_decay(section: LRScheduler, total_steps: float) -> None:
 
 
 def lr_factor(section: LRScheduler, step: float, total_steps: float) -> float:
-    """Learning rate at a `schedule_step`, counted from 1, as a fraction of the peak.
+    """Learning rate at a step of the schedule, counted from 1, as a fraction of the peak.
 
     Warm-up rises linearly and reaches 1 at its last step. Then:
 

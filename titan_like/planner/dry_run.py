@@ -29,7 +29,7 @@ from titan_like.data.indexed import prefix_of
 from titan_like.data.masks import masks_of
 from titan_like.data.open_source import open_data
 from titan_like.data.packed import corpus_files, corpus_folder, corpus_job, split_weights
-from titan_like.data.tokenizer import is_on_hub, tokenizer_files, tokenizer_of
+from titan_like.data.tokenizer import describe_vocabulary, is_on_hub, tokenizer_files, tokenizer_of
 from titan_like.evaluate.tasks import named_tasks
 from titan_like.metrics.hardware import peak_tflops
 from titan_like.models.config import TransformerConfig
@@ -150,7 +150,8 @@ def dry_run(config: JobConfig) -> DryRun:
     require(not lacks_type, "training.dtype", training.dtype, cure)
     data = describe_data(config, model)
     warmup = describe_warmup(config.lr_scheduler, schedule_length(config.training))
-    notes = [*([warmup] if warmup else []), *_check_this_machine(config, model)]
+    vocabulary = None if is_on_hub(config.data.tokenizer) else describe_vocabulary(config.data, model.vocab_size)
+    notes = [*filter(None, (warmup, vocabulary)), *_check_this_machine(config, model)]
     notes += [method_of(config, model).message] if layout.context > 1 else []
     # The process's part of the model, as the real recipe builds it.
     with fake_process_group(rank, world_size):

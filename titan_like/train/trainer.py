@@ -19,6 +19,7 @@ from titan_like.data.batch import Batch, count_tokens, num_labels
 from titan_like.data.batch_size import global_batch_size_at
 from titan_like.data.lengths import sample_length
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
+from titan_like.data.tokenizer import describe_vocabulary
 from titan_like.metrics.console import format_log_line, format_sources
 from titan_like.metrics.flops import ThroughputMeter
 from titan_like.metrics.hardware import device_name, peak_memory_bytes, peak_tflops
@@ -27,7 +28,7 @@ from titan_like.metrics.record import StepRecord, named_losses
 from titan_like.metrics.run_files import METRICS_FILE, lacks_validation
 from titan_like.metrics.writers import build_writers
 from titan_like.optim.optimizer import update
-from titan_like.optim.schedule import describe_warmup, lr_factor, schedule_step
+from titan_like.optim.schedule import describe_warmup
 from titan_like.parallel.expert_balance import FIGURES
 from titan_like.parallel.model import ModelOutput, sum_gradients_of_copies
 from titan_like.parallel.tensor import sum_partial_gradients
@@ -55,13 +56,13 @@ class Trainer(ValidatedState):
         self.rewinds: Counter[int] = Counter()  # step of a checkpoint → how often the run went back to it
         self.unlogged: list[StepRecord] = []  # steps since the last log line
         self.console.print(f" {describe_run(run)}")
-        if told := describe_warmup(config.lr_scheduler, self.schedule_length):
+        if told := describe_warmup(self.schedule.shape, self.schedule.length):
             self.console.print(f" {told}")
-        training = config.training
-        if training.steps is None and (
-            training.batch_size_rampup or self.schedule_batch_size != training.global_batch_size
-        ):
-            self.console.print(f" lr_scheduler counts steps of {self.schedule_batch_size} samples")
+        training, size = config.training, self.schedule.batch_size
+        if size is not None and (training.batch_size_rampup or size != training.global_batch_size):
+            self.console.print(f" lr_scheduler counts steps of {size} samples")
+        if self.step == 0 and (told := describe_vocabulary(config.data, run.model.vocab_size)):
+            self.console.print(f" {told}")
         if told := run.datasets["train"].described(config.training.micro_batch_size, self.dp_size):
             self.console.print(f" {told}")
         if config.compile.enable:
@@ -178,8 +179,7 @@ class Trainer(ValidatedState):
         # The device decides whether to skip the update. The host learns of it when it reads the step.
         finite, spike = grad_norm.isfinite(), self.losses.is_spike(loss)
         consumed = self.consumed_samples + batch_size
-        reached = schedule_step(config.training, self.step + 1, consumed, self.schedule_batch_size)
-        lr = config.optimizer.lr * lr_factor(config.lr_scheduler, reached, self.schedule_length)
+        lr = self.schedule.lr_at(self.step + 1, consumed)
         self.saver.before_update()
         experts = self.experts.finish(skip=~finite | spike)
         terms = torch.cat((num_each.amin(0, keepdim=True), losses.double(), num_pairs[None], experts))

@@ -15,18 +15,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from titan_like.checkpoint.changes import changes, schedule_of
+from titan_like.checkpoint.checks import newest_state, usable_steps
 from titan_like.checkpoint.loader import agree, model_tensors, optimizer_tensors, resume
 from titan_like.checkpoint.saver import SaveError, Saver
 from titan_like.checkpoint.step_folders import RunState, checkpoint_path, folder_of_settings
 from titan_like.config.errors import RunError, first_line
 from titan_like.data.batch_size import total_samples, total_steps
 from titan_like.data.loader import BackgroundLoader, merge_states
-from titan_like.data.masks import MASK_SETTINGS
 from titan_like.hugging_face.origin import origin_files
 from titan_like.metrics.console import Console
 from titan_like.metrics.run_files import run_of
 from titan_like.optim.optimizer import Gradients, LossScaler, build_optimizer
-from titan_like.optim.schedule import schedule_length
+from titan_like.optim.schedule import Schedule
 from titan_like.parallel.apply import build_pipeline
 from titan_like.parallel.context import cp_shard_of
 from titan_like.parallel.expert_balance import ExpertBalance
@@ -91,7 +92,10 @@ class TrainingState:
         self.model = self.pipeline.model
         self.experts = ExpertBalance(self.model, mesh)
         self.loss_dtype = torch.promote_types(getattr(torch, config.training.dtype), torch.float32)
-        self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
+        self.kept_schedule, rule = self._kept_schedule(), config.optimizer
+        if kept := self.kept_schedule:
+            rule = rule.model_copy(update={"lr": kept.lr, "matrix_lr": kept.matrix_lr})
+        self.optimizer = build_optimizer(self.model.named_parameters(), rule)
         self.partial_parameters = [p for stage in self.model.stages for p in partial_parameters(stage.module)]
         self.gradients_held = Gradients(self.model.parameters(), mesh, self.model.expert_mesh)
         self.gradients_counted = Gradients(self.model.counted_parameters(), mesh, self.model.expert_mesh)
@@ -103,6 +107,7 @@ class TrainingState:
         self.saver = Saver(run.checkpoint_folder, config.checkpoint)
         self.saved_steps: set[int] = set()  # saved by this process since it started
         self.data: BackgroundLoader | None = None  # of this process's part of the training samples
+        self.resumed: RunState | None = None  # the checkpoint from which this process went on
         is_new = not (
             config.checkpoint.enable and self._resume(lambda step: config.checkpoint.load_step in (None, step))
         )
@@ -114,12 +119,26 @@ class TrainingState:
         self.find_end()
         now = config.training, self.step, self.consumed_samples
         self.console = Console(dist.get_rank() == 0, self.total_steps, total_samples(*now))
+        if self.resumed is not None and self.step < self.total_steps:
+            for line in changes(self.resumed, config, run.model, self.schedule):
+                self.console.print(f" {line}")
+
+    def _kept_schedule(self) -> Schedule | None:
+        """The newest checkpoint's schedule, if the run goes on with that. The same on all ranks."""
+        config, folder = self.config, self.run.checkpoint_folder
+        if not config.checkpoint.enable or config.lr_scheduler.resume == "recompute":
+            return None
+        newest: list[RunState | None] = [None]
+        if dist.get_rank() == 0:
+            newest = [newest_state(folder, usable_steps(folder, config.checkpoint.load_step))]
+        dist.broadcast_object_list(newest, src=0)
+        return schedule_of(config, newest[0])
 
     def find_end(self) -> None:
         """Work out where the run ends from what it has consumed, whatever batch sizes led here."""
         now = self.config.training, self.step, self.consumed_samples
         self.total_steps = total_steps(*now)
-        self.schedule_length = schedule_length(*now, self.schedule_batch_size)
+        self.schedule = self.kept_schedule or Schedule.of(self.config, *now[1:], self.schedule_batch_size)
 
     def _keep_origin(self, is_new: bool) -> str | None:
         """Let checkpoints hold what this run's source says besides weights. Returns the reason if that fails."""
@@ -151,6 +170,7 @@ class TrainingState:
             versions={name: version(name) for name in ("torch", "safetensors")},
             run_id=self.run_id,
             schedule_batch_size=self.schedule_batch_size,
+            schedule=self.schedule,
         )
         self.saver.save(model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer), state)
         if is_last or not self.config.checkpoint.async_:
@@ -202,11 +222,9 @@ class TrainingState:
             if not state.schedule_batch_size:  # CHANGELOG.md says what makes tokens and order others
                 cure = "an earlier version began this run: finish it with that one, or restore its data"
             raise RunError(f"{problem} than [data] now gives{changed}; {cure}")
-        for key, value in self._changed_data(state):
-            if key in MASK_SETTINGS and dist.get_rank() == 0:
-                print(f"data.{key} was {value} up to step {state.step}", flush=True)
         if self._is_same_run(state):
             self.run_id = state.run_id or self.run_id
+        self.resumed = state
         self.step, self.consumed_samples, self.schedule_batch_size = state.come_to(self.config.training)
         if self.data is None:  # a run that goes back reads on from where it is
             self.run.datasets["train"].load_state_dict(state.readers)

@@ -17,6 +17,7 @@ from titan_like.checkpoint import loader, saver
 from titan_like.checkpoint.saver import Saver
 from titan_like.checkpoint.step_folders import RunState, checkpoint_path, complete_steps
 from titan_like.config.schema import Training
+from titan_like.optim.schedule import Schedule
 from titan_like.parallel.pipeline import Pipeline
 from titan_like.train import trainer, training_state
 from titan_like.train.trainer import Trainer
@@ -229,7 +230,7 @@ def schedule_counts_todays_batches(original: Any, self: RunState, training: Trai
     return *original(self, training)[:2], training.global_batch_size
 
 
-@bug(trainer, "schedule_step")
-def schedule_counts_steps_whatever_their_batches(_: Any, _training: Training, step: int, *_others: int) -> float:
+@bug(Schedule, "lr_at")
+def schedule_counts_steps_whatever_their_batches(original: Any, self: Schedule, step: int, samples: int) -> float:
     """The schedule counts optimizer steps, also where the length is in samples."""
-    return step
+    return original(self.model_copy(update={"batch_size": None}), step, samples)

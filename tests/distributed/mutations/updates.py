@@ -8,6 +8,7 @@ from unittest.mock import patch
 import torch
 
 from tests.distributed.mutations import bug
+from titan_like.optim import schedule
 from titan_like.optim.optimizer import Gradients, LossScaler
 from titan_like.train import trainer, training_state
 from titan_like.train.trainer import Trainer
@@ -53,12 +54,12 @@ def bad_gradients_kept(self: Trainer) -> None:
 @bug(Trainer, "train_step")
 def learning_rate_waits_in_skipped_steps(original: Any, self: Trainer, data: Any) -> Any:
     """The schedule counts updates in place of steps."""
-    factor, skipped = trainer.lr_factor, self.skipped_steps
-    with patch.object(trainer, "lr_factor", lambda section, step, total: factor(section, step - skipped, total)):
+    factor, skipped = schedule.lr_factor, self.skipped_steps
+    with patch.object(schedule, "lr_factor", lambda section, step, total: factor(section, step - skipped, total)):
         return original(self, data)
 
 
-@bug(trainer, "lr_factor")
+@bug(schedule, "lr_factor")
 def end_of_decay_forgotten(original: Any, section: Any, step: int, total: int) -> float:
     """The learning rate falls until the end of the run, wherever its decay is to end."""
     return original(section.model_copy(update={"decay_steps": None}), step, total)
