@@ -60,7 +60,7 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A search in this process whose trials run `TRAINER`; the file in which hanging processes note their ids."""
     script, pids = tmp_path / "trainer.py", tmp_path / "pids"
     script.write_text(TRAINER.replace("PIDS", str(pids)))
-    monkeypatch.setattr(command, "trainer", lambda: (str(script),))
+    monkeypatch.setattr(command, "program", lambda *_: (str(script),))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     yield pids
     release()

@@ -88,6 +88,44 @@ def test_search_finds_what_trying_everything_finds():
         assert one.time.total < found.fastest.time.total
 
 
+ONE_GPU_NODES = [
+    "--model.flavor=1.7b", "--model.overrides.num_layers=4", "--training.seq_len=512", "--training.micro_batch_size=1",
+    "--training.global_batch_size=256", "--training.dtype=bfloat16", "--cluster.gpu=A100", "--cluster.gpus_per_node=1",
+]  # fmt: skip
+OTHER_KERNELS = [  # in larger microbatches
+    "--model.family=bert", "--model.flavor=debug", "--model.overrides.num_layers=6", "--training.seq_len=128",
+    "--training.global_batch_size=48", "--training.dtype=float32", "--cluster.gpu=H100-PCIe",
+    "--cluster.gpus_per_node=4", "--activation_checkpoint.mode=full", "--parallelism.zero_stage=2",
+    "--cluster.node_bandwidth=5",
+]  # fmt: skip
+STAGES_IN_TURN = [  # whose gradients are reduced before others' exist
+    "--model.family=moe", "--model.flavor=mixtral_8x7b", "--model.overrides.num_layers=6", "--training.seq_len=1024",
+    "--training.global_batch_size=6", "--training.micro_batch_size=1", "--training.dtype=bfloat16", "--cluster.gpu=A40",
+    "--cluster.gpus_per_node=2", "--activation_checkpoint.mode=full",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "gpus", "fixed"),
+    [
+        (ONE_GPU_NODES, 4, {"training.micro_batch_size"}),
+        (OTHER_KERNELS, 8, {"activation_checkpoint.mode", "parallelism.zero_stage"}),
+        (STAGES_IN_TURN, 6, {"training.micro_batch_size", "activation_checkpoint.mode"}),
+    ],
+)
+def test_no_bound_hides_the_best_of_any_kind(settings, gpus, fixed):
+    found = search(run(*settings), gpus, fixed=frozenset(fixed), kinds=1000)
+    space, best = found.space, {}
+    for group in space.groups():
+        for choice, split in itertools.product(space.pipelines(group), space.splits(group)):
+            work = space.member(group, *choice, *split)
+            if fits(work, found.profile):
+                kind = work.tensor, work.pipeline
+                best[kind] = min(best.get(kind, float("inf")), step_time(work, found.profile).total)
+    assert {(one.work.tensor, one.work.pipeline): one.time.total for one in found.ranked} == pytest.approx(best)
+
+
 SLOW_LINKS = ["--model.flavor=gpt2_124m", "--model.overrides.num_layers=6", "--cluster.gpu=H100",
               "--training.global_batch_size=8", "--cluster.gpus_per_node=4", "--cluster.node_bandwidth=1",
               "--training.micro_batch_size=1", "--activation_checkpoint.mode=none"]  # fmt: skip

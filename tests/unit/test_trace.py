@@ -223,6 +223,9 @@ def test_recomputation_repeats_products() -> None:
         ("llama llama3.2_1b 1024 1 4 4 z2 pp2 v2 interleaved_zero_bubble", 4, 0.02),
         ("moe debug 256 2 2 4 z3 ep2", 4, 0.03),
         ("t5 debug 256 2 2 4 z2 pp2", 4, 0.02),
+        ("t5 60m 512 1 1 1", 6, 0.002),
+        ("moe debug 256 2 2 4 z2 ep2", 4, 0.02),
+        ("moe debug 256 2 2 4 z3 ep2 experts", 4, 0.02),
     ],
 )
 def test_the_peak_is_that_of_the_whole_step(layout: str, layers: int, within: float) -> None:

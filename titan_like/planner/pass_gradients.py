@@ -169,6 +169,7 @@ class CopiedGradients(PassGradients):
     def __init__(self, stage: StageMemory, one: PassKind) -> None:
         super().__init__(stage, one)
         self.limits = _copied_units(stage.stage, self.keeping.compute)
+        self.produced = sum(segment.produced for segment in stage.stage.segments)
 
     def during(self, part: Placed, produced: int) -> int:
         """As in the base class."""
@@ -184,7 +185,7 @@ class CopiedGradients(PassGradients):
     def complete(self, unit: Reduced, repeats: int = 0) -> Iterator[tuple[int, int, bool]]:
         """As in the base class. The rest is added up after the pass."""
         taken = max((limit for limit in self.limits if limit <= self.done), default=0)
-        is_over = self.done == self.stage.elements
+        is_over = self.done >= self.produced
         sums = self.done if is_over else taken
         summed = self.keeping.master * sums if self.is_first else self.accumulated
         yield self.keeping.compute * (self.done - taken) + summed, 0, False

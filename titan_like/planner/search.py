@@ -173,16 +173,24 @@ class BestFirst:
         self._push(group.microbatches / group.pipeline * seconds, 0, (group,))
 
     def _least_bytes(self, work: Workload) -> float:
-        """A lower bound on a layout's memory: what a rank keeps of its microbatches, and its part of the state."""
+        """A lower bound on a layout's memory: what a rank keeps of its microbatches, and its part of the state.
+
+        With few microbatches, gradients are not summed up yet while a rank keeps most of them, and stages have theirs
+        one after the other.
+        """
         _, kept = self._least_of(work)
         held = min(work.microbatches, work.pipeline) / work.pipeline * kept
         elements = work.model.num_parameters() / work.pipeline / max(work.tensor, work.expert)
         compute, shards = element_bytes(work.dtype), work.shard * work.context
         master = max(compute, BYTES["float32"])
-        adds_up = master if work.zero_stage < 2 else master / shards  # gradients
         copies = compute if compute < master and work.zero_stage < 3 else 0
         weights = master * (1 + work.optimizer.layers.element) / (shards if work.zero_stage else 1)
-        return held + elements * (weights + adds_up + copies) + self.profile.overhead_bytes
+        sums = 0.0
+        if work.microbatches > work.pipeline:
+            sums = master if work.zero_stage < 2 else master / shards
+        at_end = elements * (master / shards if work.zero_stage else master)
+        most = max(held + elements * (sums + copies), at_end)
+        return most + elements * weights + self.profile.overhead_bytes
 
     def _least_of(self, group: Workload) -> tuple[float, float]:
         """Lower bounds of the seconds and kept bytes of a microbatch in the whole model, from that of one sample."""
@@ -207,17 +215,15 @@ class BestFirst:
         self.counts.too_large += len(pipelines) * (len(splits) - len(fitting))
         if not fitting:
             return
-        # Those that gather weights for every pass come last, the fastest of them first.
-        links, layer = self.profile.links, group.model.num_parameters() / group.model.num_layers
-
-        def gathering(split: Split) -> float:
-            return links.all_gather(layer, split[2] * group.context, group.tensor) if split[0] == 3 else 0.0
-
-        fitting.sort(key=gathering)
         plain = min(pipelines, key=("1f1b", 1).__ne__)  # unless the schedule or the stages are fixed
-        passes = steps_of(self.space.member(group, *plain, *fitting[0]), self.profile, estimate).stages
-        mean = group.microbatches / group.pipeline * sum(one.F + one.B for one in passes)
-        self._push(mean, 1, (group, fitting, mean))
+
+        def mean(split: Split) -> float:
+            passes = steps_of(self.space.member(group, *plain, *split), self.profile, estimate).stages
+            return group.microbatches / group.pipeline * sum([one.F + one.B for one in passes])
+
+        fitting.sort(key=mean)
+        least = mean(fitting[0])
+        self._push(least, 1, (group, fitting, least))
 
     def _add_pipelines(self, group: Workload, splits: list[Split], mean: float) -> None:
         """Put a group's pipelines into the heap. Those that split backward passes have no bound of their own."""

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from titan_like.planner.trace.key import TraceKey, default_folder, load, save
-from titan_like.planner.trace.program import Program
+from titan_like.planner.trace.program import DifferError, Program
 
 
 @lru_cache(maxsize=4096)
@@ -35,4 +35,7 @@ def estimate(key: TraceKey) -> Program:
     if key.micro_batch_size <= 2:
         return trace(key)
     one, two = (trace(key._replace(micro_batch_size=samples)) for samples in (1, 2))
-    return one.grown(two, key.micro_batch_size)
+    try:
+        return one.grown(two, key.micro_batch_size)
+    except DifferError:
+        return trace(key)

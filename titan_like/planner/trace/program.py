@@ -200,8 +200,10 @@ class Program:
     def grown(self, two: Program, samples: int) -> Program:
         """The program of a larger microbatch, estimated from this one of a single sample and from that of two.
 
-        Where they differ by numbers alone, these grow in proportion to the samples; else operators are repeated. A head
-        may differ in the number of chunks of its loss, and a pass in the moments that may be the fullest.
+        Numbers grow in proportion to the samples. Messages and the moments that may be the fullest may be others.
+
+        Raises:
+            DifferError: the programs have other operators.
         """
         return Program.from_json(_grown(self.tree, two.tree, samples))
 
@@ -209,14 +211,14 @@ class Program:
 _ADAPTER = TypeAdapter(Program)
 
 
-class _DifferError(Exception):
-    pass
+class DifferError(Exception):
+    """Two programs differ by more than numbers."""
 
 
 def _grown(one: Any, two: Any, samples: int, name: str = "") -> Any:
     if isinstance(one, bool | str) or one is None:
         if one != two:
-            raise _DifferError
+            raise DifferError
         return one
     if isinstance(one, int):
         return one + (samples - 1) * (two - one)
@@ -224,11 +226,9 @@ def _grown(one: Any, two: Any, samples: int, name: str = "") -> Any:
         return {key: _grown(value, two[key], samples, key) for key, value in one.items()}
     try:
         if len(one) != len(two):
-            raise _DifferError
+            raise DifferError
         return [_grown(a, b, samples) for a, b in zip(one, two, strict=True)]
-    except _DifferError:
-        if name in ("gemms", "attention"):
-            return [[operator, samples * count] for operator, count in one]
+    except DifferError:
         if name == "collectives":
             return [[kind, [samples * calls, samples * size]] for kind, (calls, size) in one]
         if name == "moments":
