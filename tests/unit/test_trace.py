@@ -234,7 +234,7 @@ def test_the_peak_is_that_of_the_whole_step(layout: str, layers: int, within: fl
     for rank in range(work.pipeline):
         whole = whole_step(config, model, where, rank * (where.num_processes // where.pipeline))
         composed = rank_memory(work, rank)
-        # What FSDP2 of torch 2.15 keeps is not told apart: it is a little more in some layouts, and less in others.
+        # What FSDP2 of torch 2.15 keeps is not modelled: it is a little more in some layouts, and less in others.
         low, high = (0.025, 0.065) if torch.__version__ >= "2.15" else (within, within)
         assert -low <= composed.total / whole.peak - 1 <= high
         assert (composed.parameters, composed.optimizer) == (whole.weights, whole.optimizer)

@@ -26,7 +26,7 @@ class Schedule(Section):
 
     @classmethod
     def of(cls, config: JobConfig, step: int = 0, consumed: int = 0, batch_size: int | None = None) -> Schedule:
-        """The schedule that the settings ask for; the numbers are those of `schedule_length`."""
+        """The schedule that the settings ask for; the numbers are as in `schedule_length`."""
         size = None if config.training.steps is not None else batch_size or config.training.global_batch_size
         length, rates = schedule_length(config.training, step, consumed, batch_size), config.optimizer
         return cls(shape=config.lr_scheduler, lr=rates.lr, matrix_lr=rates.matrix_lr, length=length, batch_size=size)

@@ -49,7 +49,7 @@ class Placed(NamedTuple):
     before: int  # bytes that earlier segments keep
     later: int  # bytes that later segments leave to a second part of the backward pass, or to its end
     experts: int  # elements that other processes share, whose gradients are reduced sooner
-    through_experts: int  # elements of gradients that are complete when those of experts are, these included
+    through_experts: int  # elements of gradients that are complete when experts' are, these included
     reduced: Reduced  # its unit of communication; empty outside layers
     largest: int  # of the unit's experts, or of its other elements, whichever are gathered through a buffer
     begins_unit: bool  # whether it is the first layer of its unit, after whose backward pass gradients are complete
@@ -164,7 +164,7 @@ class PassGradients:
 
 
 class CopiedGradients(PassGradients):
-    """Those of `ComputeCopies`, which adds up units of at least `GRADIENT_UNIT_BYTES`."""
+    """Gradients of `ComputeCopies`, which adds up units of at least `GRADIENT_UNIT_BYTES`."""
 
     def __init__(self, stage: StageMemory, one: PassKind) -> None:
         super().__init__(stage, one)

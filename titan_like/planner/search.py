@@ -221,9 +221,9 @@ class BestFirst:
             passes = steps_of(self.space.member(group, *plain, *split), self.profile, estimate).stages
             return group.microbatches / group.pipeline * sum([one.F + one.B for one in passes])
 
-        fitting.sort(key=mean)
-        least = mean(fitting[0])
-        self._push(least, 1, (group, fitting, least))
+        means = {split: mean(split) for split in fitting}
+        fitting = sorted(means, key=means.__getitem__)
+        self._push(means[fitting[0]], 1, (group, fitting, means[fitting[0]]))
 
     def _add_pipelines(self, group: Workload, splits: list[Split], mean: float) -> None:
         """Put a group's pipelines into the heap. Those that split backward passes have no bound of their own."""
@@ -243,7 +243,7 @@ class BestFirst:
         self._push(least_step_seconds(work, self.profile, True, estimate), 2, (group, choice, splits))
 
     def _add_layouts(self, group: Workload, choice: tuple[str, int], splits: list[Split]) -> None:
-        """Put a pipeline's layouts into the heap by the shortest way through it, those of ZeRO 3 together at first."""
+        """Put a pipeline's layouts into the heap by the shortest way through it, ZeRO 3's together at first."""
         if _cell(group) in self.cells:
             return
         gathering = [split for split in splits if split[0] == 3]

@@ -130,7 +130,7 @@ def steps_of(work: Workload, profile: Profile, source: Source = trace) -> Steps:
     num_stages = len(alike.kind_of)
     message = message_time(work, profile, pipeline.programs[0].message) if p > 1 else 0.0
     waits, besides = message * profile.message_exposed, microbatch_overhead(profile, num_stages // p) * p / num_stages
-    # Gradients are added to those of earlier microbatches.
+    # Gradients are added to the sums of earlier microbatches.
     summed = work.accumulates * profile.accumulation_bytes / profile.memory_rate
     kinds = [
         _stage_passes(work, profile, waits, besides, summed, program, kind.sends_back, kind.sends_on)

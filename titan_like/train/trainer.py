@@ -56,15 +56,15 @@ class Trainer(ValidatedState):
         self.rewinds: Counter[int] = Counter()  # step of a checkpoint → how often the run went back to it
         self.unlogged: list[StepRecord] = []  # steps since the last log line
         self.console.print(f" {describe_run(run)}")
-        if told := describe_warmup(self.schedule.shape, self.schedule.length):
-            self.console.print(f" {told}")
+        if message := describe_warmup(self.schedule.shape, self.schedule.length):
+            self.console.print(f" {message}")
         training, size = config.training, self.schedule.batch_size
         if size is not None and (training.batch_size_rampup or size != training.global_batch_size):
             self.console.print(f" lr_scheduler counts steps of {size} samples")
-        if self.step == 0 and (told := describe_vocabulary(config.data, run.model.vocab_size)):
-            self.console.print(f" {told}")
-        if told := run.datasets["train"].described(config.training.micro_batch_size, self.dp_size):
-            self.console.print(f" {told}")
+        if self.step == 0 and (message := describe_vocabulary(config.data, run.model.vocab_size)):
+            self.console.print(f" {message}")
+        if message := run.datasets["train"].described(config.training.micro_batch_size, self.dp_size):
+            self.console.print(f" {message}")
         if config.compile.enable:
             self.console.print(" compiling the layers takes about half a minute the first time")
         self.profiler = StepProfiler(config, self.mesh, self.pipeline, run.device, self.console.print)
@@ -92,10 +92,10 @@ class Trainer(ValidatedState):
         """
         data = self._load_data()
         if self.step >= self.total_steps:
-            told = f"the checkpoint is at step {self.step} of {self.total_steps}"
+            message = f"the checkpoint is at step {self.step} of {self.total_steps}"
             if (training := self.config.training).steps is None:
-                told += f", {self.consumed_samples} samples; a batch of {training.global_batch_size} is not left"
-            self.console.print(f" nothing to train: {told}")
+                message += f", {self.consumed_samples} samples; a batch of {training.global_batch_size} is not left"
+            self.console.print(f" nothing to train: {message}")
         unread: PendingStep | None = None
         try:
             if self.misses_validation:

@@ -98,14 +98,14 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         if found is None:
             lines.append(f"  {otherwise}")
             return None
-        told, days = length(found.forecast, tokens, options.price)
+        text, days = length(found.forecast, tokens, options.price)
         lines.append(f"  {found.nodes} × {on}: {sized(found.model)}")
-        lines.extend((f"    {described(found.forecast.work)}", f"    predicted: {found.forecast}{told}"))
+        lines.extend((f"    {described(found.forecast.work)}", f"    predicted: {found.forecast}{text}"))
         return as_dict(found) | days
 
     for nodes in dict.fromkeys((1, config.cluster.nodes or 1)):
-        told = tell(largest_model(config, profile, nodes, fixed, show), f"{nodes} × {on}: none fits")
-        largest += [told] if told else []
+        text = tell(largest_model(config, profile, nodes, fixed, show), f"{nodes} × {on}: none fits")
+        largest += [text] if text else []
     lines.append(f"fewest nodes for {config.model.flavor}")
     fewest = tell(fewest_nodes(config, profile, fixed, show), "fits on no number of nodes")
     result = {"tokens": tokens, "largest": largest} | ({"fewest": fewest} if fewest else {})

@@ -106,8 +106,8 @@ def length(ahead: Forecast, tokens: float | None, price: float | None) -> tuple[
         return "", {}
     found = days_of(tokens, ahead.rates.tokens_per_second, ahead.work.num_gpus, price)
     days, cost = found["days"], f", cost {found['cost']:,.0f}" if price is not None else ""
-    told = f"{days:,.0f}" if days >= 10 else f"{days:.2g}"
-    return f", {tokens / 1e9:.4g} billion tokens in {told} days, {found['gpu_hours']:,.0f} GPU hours{cost}", found
+    shown = f"{days:,.0f}" if days >= 10 else f"{days:.2g}"
+    return f", {tokens / 1e9:.4g} billion tokens in {shown} days, {found['gpu_hours']:,.0f} GPU hours{cost}", found
 
 
 def toml_option(text: str) -> str:

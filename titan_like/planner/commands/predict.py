@@ -15,8 +15,8 @@ _LARGEST_LOAD = 2**14  # of as many experts, one gets all
 def add_options(parser: OptionParser) -> None:
     """Add the options that are not settings of the run."""
     add_profile(parser)
-    told = "rows of the process with the most work for its experts, relative to equal loads (default: %(default)s)"
-    parser.add_number("--expert_load", float, least=1, most=_LARGEST_LOAD, default=1.0, help=told)
+    text = "rows of the process with the most work for its experts, relative to equal loads (default: %(default)s)"
+    parser.add_number("--expert_load", float, least=1, most=_LARGEST_LOAD, default=1.0, help=text)
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:

@@ -39,13 +39,13 @@ def add_options(parser: OptionParser) -> None:
     )
     add_profile(parser)
     add_price(parser)
-    told = "parameters: the run's flavor scaled to about so many, with the depth of its family"
-    parser.add_number("--params", float, least=1, most=1e18, metavar="30e9", help=told)
-    told = "GPUs of the job (default: the run's cluster)"
-    parser.add_number("--gpus", int, least=1, most=1_000_000, help=told)
+    text = "parameters: the run's flavor scaled to about so many, with the depth of its family"
+    parser.add_number("--params", float, least=1, most=1e18, metavar="30e9", help=text)
+    text = "GPUs of the job (default: the run's cluster)"
+    parser.add_number("--gpus", int, least=1, most=1_000_000, help=text)
     parser.add_number("--top", int, least=1, default=10, help="combinations of tensor and pipeline degree to show")
-    told = "where to write the run in its best layout, to train from"
-    parser.add_argument("--out", type=toml_option, metavar="FILE.toml", help=told)
+    text = "where to write the run in its best layout, to train from"
+    parser.add_argument("--out", type=toml_option, metavar="FILE.toml", help=text)
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
@@ -66,10 +66,10 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         config = edit(config, {"cluster.profile": str(own.resolve()) if own.is_file() else options.profile})
     show = Progress()
 
-    def told(counts: Counts) -> None:
+    def report(counts: Counts) -> None:
         show(f"{counts.valid:,} layouts, {counts.computed:,} step times computed …")
 
-    found = search(config, options.gpus, profile, fixed, options.top, told)
+    found = search(config, options.gpus, profile, fixed, options.top, report)
     ahead = forecast(found.best.work, found.profile)
     files = {Path(options.out): as_toml(found, ahead, Path(options.out))} if options.out else {}
     days_told, days = length(ahead, tokens, options.price)

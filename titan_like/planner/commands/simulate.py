@@ -31,10 +31,10 @@ from titan_like.planner.workload import Workload
 def add_options(parser: OptionParser) -> None:
     """Add the options that are not settings of the run."""
     add_profile(parser)
-    told = "width of the text's lanes in columns (default 100)"
-    parser.add_number("--width", int, least=10, most=10000, default=100, help=told)
-    told = "draw every microbatch (default: of many, the first and the last round)"
-    parser.add_argument("--whole", action="store_true", help=told)
+    text = "width of the text's lanes in columns (default 100)"
+    parser.add_number("--width", int, least=10, most=10000, default=100, help=text)
+    text = "draw every microbatch (default: of many, the first and the last round)"
+    parser.add_argument("--whole", action="store_true", help=text)
     parser.add_argument(
         "--picture", type=path_option, metavar="PATH", help="also draw it into this .png or .svg file; needs matplotlib"
     )

@@ -53,7 +53,7 @@ class Recorder(TorchDispatchMode):
         self._references: dict[int, weakref.ref] = {}
         self._last_number = 0
         self._made_in = [0]  # segments, by number of a storage
-        # Storage of a parameter's gradient → elements, and bytes that it takes beyond those of the parameter.
+        # Storage of a parameter's gradient → elements, and bytes that it takes beyond the parameter's.
         self._gradients: dict[int, tuple[int, int]] = {}
         self._fused = [FusedGroup(segments[0].forward, False, {}, {})]
         self._used_in: defaultdict[int, set[int]] = defaultdict(set)  # storage → fused groups
