@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.unit.plain_loop import logged, prepared, run_settings
 from titan_like.config.errors import RunError
-from titan_like.config.schema import Health
+from titan_like.config.monitoring import Health
 from titan_like.data.batch import Batch, without_labels
 from titan_like.data.indexed import DTYPES, IndexedWriter
 from titan_like.data.source import Source

@@ -15,7 +15,8 @@ from typing import Any, Literal
 from urllib.parse import urlparse
 
 from titan_like.config.errors import ConfigError
-from titan_like.config.schema import JobConfig, Metrics
+from titan_like.config.monitoring import Metrics
+from titan_like.config.schema import JobConfig
 from titan_like.metrics.run_files import METRICS_FILE, own_file
 
 

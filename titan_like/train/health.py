@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from titan_like.config.errors import RunError
-from titan_like.config.schema import Health
+from titan_like.config.monitoring import Health
 
 _NORMAL = 1.4826  # standard deviation over median absolute deviation (MAD) of a normal distribution
 _LEAST_DEVIATION = 0.01  # relative to the median, so that after nearly equal losses a small rise is not a spike

@@ -15,7 +15,8 @@ from typing import Any
 
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.load import edit
-from titan_like.config.schema import Cluster, Evaluation, Health, Job, JobConfig, Metrics, Profiling, Training
+from titan_like.config.monitoring import Evaluation, Health, Metrics, Profiling
+from titan_like.config.schema import Cluster, Job, JobConfig, Training
 from titan_like.data.lengths import sample_length, targets_length
 from titan_like.models.config import NUM_OPTIONS, TransformerConfig
 from titan_like.models.registry import model_config

@@ -1,0 +1,62 @@
+"""The settings of what watches a run: its log, health checks, profiles and validations."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from titan_like.config.section import Section, StepCount, StepList, StepNumber, TextList, option
+
+
+class Metrics(Section):
+    """The log line's interval and the writers of metrics."""
+
+    log_interval: StepNumber = option(10, "steps between console lines; metrics.jsonl has every step")
+    tensorboard: bool = option(False, "write TensorBoard events to <job.dump_folder>/tensorboard")
+    wandb: bool = option(False, "log to Weights & Biases")
+    wandb_project: str = option("titan_like", "wandb project")
+    wandb_mode: Literal["auto", "online", "offline"] = option(
+        "auto", "auto uses WANDB_MODE if it is set, else online if a wandb key is configured, else offline"
+    )
+
+
+class Health(Section):
+    """Detection of bad steps and hangs, and what to do about them."""
+
+    skip_nonfinite: bool = option(
+        True, "skip the update if the gradient norm is not finite; else stop (float16 overflows are always skipped)"
+    )
+    loss_spike_factor: float = option(
+        0.0, "robust standard deviations above the recent losses' median that make a spike; 0: off", ge=0, le=1e6
+    )
+    loss_spike_window: int = option(128, "number of recent losses that the next one is compared with", gt=1, le=10**6)
+    loss_spike_action: Literal["skip", "rewind"] = option(
+        "skip", "on a spike, skip the update, or resume from the newest checkpoint with the samples after the spike"
+    )
+    max_consecutive_skips: StepNumber = option(100, "consecutive steps without an update after which the run ends")
+    hang_timeout_seconds: float = option(  # socket timeouts are milliseconds in 32 bits
+        600.0, "seconds without progress until the job ends and names the rank at fault; 0: never", ge=0, le=10**6
+    )
+
+
+class Profiling(Section):
+    """Where the time of single steps goes."""
+
+    timeline_steps: StepList = option(
+        [],
+        "steps that are timed on every pipeline rank: bubble, slowest stage and exposed communication in "
+        "<job.dump_folder>/timeline/step-N.json (for ui.perfetto.dev), .png and .txt",
+    )
+    timeline_interval: StepCount = option(0, "also time every n-th step; 0 turns this off")
+    trace_steps: StepList = option([], "steps to record with torch.profiler, in <job.dump_folder>/trace")
+
+
+class Evaluation(Section):
+    """Validation on held-out data."""
+
+    interval: StepCount = option(0, "steps between validations; 0 turns validation off")
+    steps: StepNumber = option(10, "global batches per validation")
+    datasets: TextList = option(
+        [],
+        "tasks to score at each validation, each NAME=PATH, where NAME is text, wikitext103, lambada or race",
+        examples=[["lambada=lambada_test.jsonl"]],
+    )
