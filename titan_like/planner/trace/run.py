@@ -252,6 +252,7 @@ def _list_parameters(
         for name, parameter in module.named_parameters():
             kinds = tuple(kind for kind, shared in enumerate(uses) if name.partition(".")[0] in shared)
             shape = tuple(local_part(parameter.data).shape)
-            flags = [id(parameter) in some for some in (deferred, partial, in_full)]
-            row = Parameter(name, shape, *units[id(parameter)], *flags, kinds, positions.get(id(parameter), 0))
+            one = id(parameter)
+            flags = one in deferred, one in partial, one in in_full
+            row = Parameter(name, shape, *units[one], *flags, kinds, positions.get(one, 0))
             segments[_segment_of(name, module, num_kinds)].parameters.append(row)
