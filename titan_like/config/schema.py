@@ -146,6 +146,9 @@ class Training(Section):
     steps: StepNumber | None = option(None, "length of the run in optimizer steps")
     samples: Samples | None = option(None, "length of the run in samples", gt=0)
     tokens: int | None = option(None, "length of the run in tokens", gt=0, le=10**18)  # below 2⁶³
+    epochs: float | None = option(
+        None, "length of the run in passes over the training samples, or a fraction of one", gt=0, le=10**6
+    )
     batch_size_rampup: list[Samples] | None = option(
         None, "[start, increment, samples]: grow the batch linearly from start to global_batch_size over these samples"
     )
@@ -194,7 +197,7 @@ class LRScheduler(Section):
 
     warmup_steps: StepCount = option(
         0,
-        "steps of linear warm-up from 0; in a run of samples or tokens, a step of this section is global_batch_size "
+        "steps of linear warm-up from 0; unless training.steps is set, a step of this section is global_batch_size "
         "samples, as they were when the run began",
     )
     decay: Literal["cosine", "linear", "constant", "inverse_sqrt", "wsd"] = option(

@@ -10,8 +10,10 @@ import torch
 
 from titan_like.config.entry_points import load_entry
 from titan_like.config.errors import require
+from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch
+from titan_like.data.batch_size import NO_EPOCHS, epochs_in_samples
 from titan_like.data.blend import BlendedSource, shares_of
 from titan_like.data.files import find_indexed
 from titan_like.data.lengths import sample_length
@@ -42,11 +44,21 @@ def open_data(config: JobConfig, model: TransformerConfig) -> dict[str, Source]:
     require(len(train) > 0, "data.dataset", config.data.dataset, problem)
     problem = "leaves no whole sample for validation; give it more weight or set evaluation.interval to 0"
     require(not is_validated or len(validation) > 0, "data.split", config.data.split, problem)
+    require(not is_stream or config.training.epochs is None, "training.epochs", config.training.epochs, NO_EPOCHS)
     objective = config.data.sentence_objective
     problem = "takes the second sentence from anywhere in the data, and a stream is only read in order; use "
     problem += '"sentence_order", or write the data with scripts/preprocess_data.py'
     require(not is_stream or objective != "next_sentence", "data.sentence_objective", objective, problem)
     return sources
+
+
+def in_samples(config: JobConfig, epoch: int) -> JobConfig:
+    """The settings with `training.samples` for `training.epochs`, if that is the length; ``epoch`` as in
+    `epochs_in_samples`.
+    """
+    if config.training.epochs is None:
+        return config
+    return edit(config, {"training.samples": epochs_in_samples(config.training, epoch)})
 
 
 def open_source(request: DataRequest) -> Source:

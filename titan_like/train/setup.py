@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
-from titan_like.checkpoint.checks import check_checkpoints, check_room, check_writable, checkpoint_bytes
+from titan_like.checkpoint.checks import check_checkpoints, check_room, check_schedule, check_writable, checkpoint_bytes
 from titan_like.checkpoint.step_folders import checkpoint_folder
 from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.config.schema import JobConfig
 from titan_like.data.masks import Masks, masks_of
-from titan_like.data.open_source import open_data
+from titan_like.data.open_source import in_samples, open_data
 from titan_like.data.source import Source
 from titan_like.evaluate.task import Task
 from titan_like.evaluate.tasks import validation_tasks
@@ -104,6 +104,9 @@ def prepare_run(settings: Settings) -> Run:
     if device.type == "cpu" and environment_number("GROUP_WORLD_SIZE", 1, least=1) == 1:
         _check_memory(settings, saved)
     tasks, (datasets, masks) = validation_tasks(config, model), open_run_data(config, model)
+    if config.training.epochs is not None:
+        config = in_samples(config, len(datasets["train"]))
+        check_schedule(config)
     return Run(config, model, settings.layout, device, datasets, masks, tasks)
 
 
