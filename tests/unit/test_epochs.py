@@ -11,7 +11,7 @@ from titan_like.checkpoint.step_folders import is_resumable
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import Training
 from titan_like.data import open_source
-from titan_like.data.batch_size import epochs_in_samples, global_batch_size_at, total_samples, total_steps
+from titan_like.data.batch_size import global_batch_size_at, in_samples, total_samples, total_steps
 from titan_like.models.registry import model_config
 from titan_like.planner.dry_run import dry_run
 from titan_like.planner.dry_run_page import format_dry_run
@@ -26,7 +26,7 @@ SETTINGS = {"lr_scheduler.warmup_steps": 4, "lr_scheduler.min_lr_ratio": 0.1, "d
 def test_steps_are_as_many_as_hold_all_samples(rampup: list[int] | None, epochs: float, samples: int) -> None:
     training = Training(epochs=epochs, global_batch_size=16, batch_size_rampup=rampup)
     wanted = max(1, round(epochs * samples))
-    training = training.model_copy(update={"samples": epochs_in_samples(training, samples)})
+    training = in_samples(training, samples)
     consumed = steps = 0
     while consumed < wanted:
         consumed, steps = consumed + global_batch_size_at(training, consumed), steps + 1

@@ -25,7 +25,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from titan_like.config.errors import first_line
 from titan_like.config.schema import JobConfig, Training
-from titan_like.data.batch_size import epochs_in_samples, total_steps
+from titan_like.data.batch_size import in_samples, total_steps
 from titan_like.data.unfinished import remove, removed_unless_renamed
 from titan_like.optim.schedule import Schedule
 
@@ -236,9 +236,7 @@ def is_resumable(config: JobConfig) -> tuple[bool, str]:
     newest = max(complete_steps(folder), default=0)
     with suppress(OSError, ValueError):
         state = read_run_state(checkpoint_path(folder, newest))
-        so_far = state.come_to(training)[:2]
-        if training.epochs is not None and state.epoch_samples:
-            training = training.model_copy(update={"samples": epochs_in_samples(training, state.epoch_samples)})
+        so_far, training = state.come_to(training)[:2], in_samples(training, state.epoch_samples)
     total = total_steps(training, *so_far)
     # Looked up by name, because the listing of a network file system may lag behind.
     newest = total if checkpoint_path(folder, total).is_dir() else newest

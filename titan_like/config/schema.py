@@ -62,6 +62,7 @@ class TokenOptions(NamedTuple):
 
 
 DEFAULT_TOKENS = TokenOptions()
+HELD_OUT = "0,1,0"  # data.split of `evaluation.sets`
 
 
 class Data(Section):
@@ -124,6 +125,11 @@ class Data(Section):
     def token_options(self) -> TokenOptions:
         """What else than the tokenizer decides the tokens that a text becomes."""
         return TokenOptions(self.bos, self.eod_token, self.split_special_tokens)
+
+    @property
+    def read_split(self) -> str:
+        """Which split to read of folders and datasets of the hub that have several."""
+        return "validation" if self.split == HELD_OUT else "train"
 
     @property
     def learns_bytes(self) -> bool:

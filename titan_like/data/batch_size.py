@@ -32,13 +32,16 @@ def check_length(training: Training) -> None:
     require(steps > 0, f"training.{key}", value, f"less than one global batch; give at least {unit}")
 
 
-def epochs_in_samples(training: Training, epoch: int) -> int:
-    """The samples, at least one, of `training.epochs` on data with ``epoch`` samples; part of a sample is rounded.
+def in_samples(training: Training, epoch: int) -> Training:
+    """Settings whose ``samples`` are those of ``epochs``, if that is the length, on data of ``epoch`` samples (0:
+    unknown). Part of a sample is rounded, and there is at least one.
 
-    They become the run's `training.samples` once the data is open. The run takes as many steps as hold all of them,
-    as with Hugging Face's Trainer: the next epoch's first samples fill up the last batch.
+    The run takes as many steps as hold all of them, as with Hugging Face's Trainer: the next epoch's first samples fill
+    up the last batch.
     """
-    return max(1, round((training.epochs or 0) * epoch))
+    if training.epochs is None or not epoch:
+        return training
+    return training.model_copy(update={"samples": max(1, round(training.epochs * epoch))})
 
 
 def global_batch_size_at(training: Training, consumed_samples: int) -> int:

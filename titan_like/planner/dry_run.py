@@ -22,12 +22,12 @@ from titan_like.config.entry_points import DATASETS
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import JobConfig
-from titan_like.data.batch_size import total_samples, total_steps
+from titan_like.data.batch_size import in_samples, total_samples, total_steps
 from titan_like.data.blend import shares_of
 from titan_like.data.files import named_paths
 from titan_like.data.indexed import prefix_of
 from titan_like.data.masks import masks_of
-from titan_like.data.open_source import in_samples, open_data
+from titan_like.data.open_source import open_data
 from titan_like.data.packed import corpus_files, corpus_folder, corpus_job, split_weights
 from titan_like.data.tokenizer import describe_vocabulary, is_on_hub, tokenizer_files, tokenizer_of
 from titan_like.evaluate.tasks import named_tasks
@@ -331,5 +331,5 @@ def _is_absent(name: str, dataset: str) -> bool:
 
 def _counted(config: JobConfig, model: TransformerConfig) -> tuple[JobConfig, str]:
     samples = len(open_data(config, model)["train"])
-    config = in_samples(config, samples)
+    config = config.model_copy(update={"training": in_samples(config.training, samples)})
     return config, f"{samples:,} training samples, {total_samples(config.training) / samples:.3g} passes over them"

@@ -5,6 +5,7 @@ Each check raises a `ConfigError` if its rule is broken, with a sentence that sa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -189,8 +190,17 @@ def _check_health(config: JobConfig) -> None:
 
 def _check_evaluation(config: JobConfig) -> None:
     section = config.evaluation
+    names = [one.name for one in section.sets]
     problem = "are scored at each validation, but there is none; set evaluation.interval"
-    require(not section.datasets or section.interval, "evaluation.datasets", section.datasets, problem)
+    for key, value in (("datasets", section.datasets), ("sets", names)):
+        require(not value or section.interval, f"evaluation.{key}", value, problem)
+    for one in section.sets:
+        problem = "must be letters, digits, dots, hyphens and underscores, and begin with a letter or a digit"
+        require(re.fullmatch(r"[A-Za-z0-9][\w.-]*", one.name, re.ASCII), "evaluation.sets.name", one.name, problem)
+        problem = "names two sets; give each a name of its own"
+        require(names.count(one.name) == 1, "evaluation.sets.name", one.name, problem)
+        problem = "needs files, as data.paths does; name some"
+        require(one.paths, f"evaluation.sets.{one.name}.paths", None, problem)
 
 
 def _check_tasks(config: JobConfig, model: TransformerConfig) -> None:
