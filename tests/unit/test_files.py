@@ -11,7 +11,7 @@ import pytest
 import zstandard
 
 from titan_like.config import ConfigError
-from titan_like.config.schema import Data
+from titan_like.config.schema import HELD_OUT, Data
 from titan_like.data import files as data_files
 from titan_like.data import raw_text
 from titan_like.data.files import find_files
@@ -209,6 +209,22 @@ def test_a_folder_without_training_data_is_refused(names: tuple[str, ...], tmp_p
     datasets.DatasetDict(test=datasets.Dataset.from_dict({"text": ["a"]})).save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(ConfigError, match=r"saved\": has no split named train, but test"):
         find_files([str(tmp_path / "saved")], "data.paths", "holds text")
+
+
+def test_a_validation_set_takes_the_held_out_split_of_a_folder(tmp_path: Path) -> None:
+    """Never that of training, if there is one; a split that is alone may have any name."""
+    several = write(tmp_path / "several", "train.jsonl", "valid.jsonl", "test.jsonl")
+    assert [path.name for path in find_files([str(several)], "data.paths", split="validation")] == ["valid.jsonl"]
+    rows = {name: datasets.Dataset.from_dict({"text": [name]}) for name in ("train", "validation")}
+    datasets.DatasetDict(rows).save_to_disk(str(tmp_path / "saved"))
+    section = Data(dataset="text", paths=[str(tmp_path / "saved")], split=HELD_OUT)
+    assert rows_of(corpus_files(section)) == ["validation"]
+    shards, _ = find_shards(section.paths, section.read_split)
+    assert rows_of([Path(shard.name) for shard in shards]) == ["validation"]
+    alone = write(tmp_path / "alone", "test.jsonl")
+    assert [path.name for path in find_files([str(alone)], "data.paths", split="validation")] == ["test.jsonl"]
+    with pytest.raises(ConfigError, match="has no split named validation, but test, train; name the files"):
+        find_files([str(write(tmp_path / "two", "train.jsonl", "test.jsonl"))], "data.paths", split="validation")
 
 
 def test_folders_of_text_and_patterns(tmp_path: Path) -> None:

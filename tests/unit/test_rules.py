@@ -50,6 +50,11 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 => lr_scheduler.decay_steps = 5 ; before the warm-up of 6
 1 --training.steps=9 --lr_scheduler.decay=wsd --lr_scheduler.decay_steps=10 \
 => lr_scheduler.decay_steps = 10 ; at most 9
+# validation sets
+1 '--evaluation.sets={name="a/b", paths="x"}' --evaluation.interval=1 => evaluation.sets.name = "a/b" ; letters, digits
+1 '--evaluation.sets=[{name="a", paths="x"}, {name="a", paths="y"}]' --evaluation.interval=1 => "a": names two sets
+1 '--evaluation.sets={name="a", paths=[]}' --evaluation.interval=1 => evaluation.sets.a.paths ; name some
+1 '--evaluation.sets={name="a", paths="x"}' => evaluation.sets = ['a'] ; set evaluation.interval
 # optimizers
 1 '--optimizer.betas=[0.9, 1.0]' => optimizer.betas ; below 1
 1 --optimizer.clip_threshold=0 => optimizer.clip_threshold

@@ -31,11 +31,11 @@ def test_heads_are_wide_enough_for_the_kernels_of_gpus(family: str, tensor: int)
 
 
 @pytest.mark.parametrize("rampup", [[], RAMPUP], ids=["constant", "ramp-up"])
-@pytest.mark.parametrize("length", ["steps=800", "samples=6400", "tokens=400000"])
+@pytest.mark.parametrize("length", ["steps=800", "samples=6400", "tokens=400000", "epochs=2"])
 def test_a_length_stays_one_in_its_unit(length: str, rampup: list[str]) -> None:
     small = small_run(f"--training.{length}", *rampup)
-    training, unit = small.config.training, length.partition("=")[0]
-    given = {key for key in ("steps", "samples", "tokens") if getattr(training, key) is not None}
+    training, unit = small.config.training, length.partition("=")[0].replace("epochs", "samples")
+    given = {key for key in ("steps", "samples", "tokens", "epochs") if getattr(training, key) is not None}
     assert given == {unit} and total_steps(training) == small.num_steps + 2
 
 

@@ -22,7 +22,8 @@ _LEARNT: dict[str, tuple[str, ...]] = {
     "health": ("skip_nonfinite", "loss_spike_factor", "loss_spike_window", "loss_spike_action"),
     "data": MASK_SETTINGS,
 }
-_LENGTH = tuple(f"training.{key}" for key in ("steps", "samples", "tokens", "global_batch_size", "batch_size_rampup"))
+_LENGTH_KEYS = ("steps", "samples", "tokens", "epochs", "global_batch_size", "batch_size_rampup")
+_LENGTH = tuple(f"training.{key}" for key in _LENGTH_KEYS)
 _OF_SCHEDULE = (*_LENGTH, "optimizer.lr", "optimizer.matrix_lr", "lr_scheduler.")  # how their keys begin
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from titan_like.checkpoint.changes import schedule_of
 from titan_like.checkpoint.step_folders import (
     RunState,
+    checkpoint_folder,
     checkpoint_path,
     complete_steps,
     leftover_bytes,
@@ -127,12 +128,20 @@ def check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path,
     """
     check_writable("checkpoint.folder", folder, make)
     steps = usable_steps(folder, config.checkpoint.load_step)
-    state = newest_state(folder, steps)
-    schedule = schedule_of(config, state)
-    check_decay(schedule.shape, schedule.length)
+    if config.training.epochs is None:  # else the data says how long the run is
+        check_schedule(config)
     for step in steps[-1:]:
         check_same_run(checkpoint_path(folder, step), config, model)
     return bool(steps)
+
+
+def check_schedule(config: JobConfig) -> None:
+    """Raise a `ConfigError` if the learning rate's decay does not fit the run, which may go on from a checkpoint."""
+    state, folder = None, checkpoint_folder(config)
+    if config.checkpoint.enable:
+        state = newest_state(folder, usable_steps(folder, config.checkpoint.load_step))
+    schedule = schedule_of(config, state)
+    check_decay(schedule.shape, schedule.length)
 
 
 def check_room(folder: Path, needed: int) -> None:

@@ -25,7 +25,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from titan_like.config.errors import first_line
 from titan_like.config.schema import JobConfig, Training
-from titan_like.data.batch_size import total_steps
+from titan_like.data.batch_size import in_samples, total_steps
 from titan_like.data.unfinished import remove, removed_unless_renamed
 from titan_like.optim.schedule import Schedule
 
@@ -59,6 +59,7 @@ class RunState:
     run_id: str = ""  # the same in every checkpoint of a run, however often it was resumed
     schedule_batch_size: _Count = 0  # with which the run began; older versions do not have it
     schedule: Schedule | None = None  # older versions do not have it
+    epoch_samples: _Count = 0  # of the training data; older versions do not have it
 
     def come_to(self, training: Training) -> tuple[int, int, int]:
         """The steps and samples so far, and the batch size in which the schedule of a run that goes on counts."""
@@ -231,11 +232,12 @@ def is_resumable(config: JobConfig) -> tuple[bool, str]:
         return False, "not resumable: checkpoint.enable is false"
     if config.checkpoint.load_step is not None:
         return False, f"not resumable: every start goes back to checkpoint.load_step = {config.checkpoint.load_step}"
-    folder, so_far = checkpoint_folder(config), (0, 0)
+    folder, so_far, training = checkpoint_folder(config), (0, 0), config.training
     newest = max(complete_steps(folder), default=0)
     with suppress(OSError, ValueError):
-        so_far = read_run_state(checkpoint_path(folder, newest)).come_to(config.training)[:2]
-    total = total_steps(config.training, *so_far)
+        state = read_run_state(checkpoint_path(folder, newest))
+        so_far, training = state.come_to(training)[:2], in_samples(training, state.epoch_samples)
+    total = total_steps(training, *so_far)
     # Looked up by name, because the listing of a network file system may lag behind.
     newest = total if checkpoint_path(folder, total).is_dir() else newest
     if newest >= total:

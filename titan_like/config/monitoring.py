@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from titan_like.config.section import Section, StepCount, StepList, StepNumber, TextList, option
+from pydantic import BeforeValidator, Field
+
+from titan_like.config.section import PathList, Section, StepCount, StepList, StepNumber, TextList, option
 
 
 class Metrics(Section):
@@ -50,11 +52,26 @@ class Profiling(Section):
     trace_steps: StepList = option([], "steps to record with torch.profiler, in <job.dump_folder>/trace")
 
 
+class ValidationSet(Section):
+    """Held-out data with a validation loss of its own."""
+
+    name: str = Field(description="letters, digits and . _ - ; metrics.jsonl has validation_loss/NAME")
+    paths: PathList = Field(
+        description="as data.paths; read as data.dataset (stdlib: as text), and all of it is held out"
+    )
+
+
 class Evaluation(Section):
     """Validation on held-out data."""
 
     interval: StepCount = option(0, "steps between validations; 0 turns validation off")
     steps: StepNumber = option(10, "global batches per validation")
+    sets: Annotated[list[ValidationSet], BeforeValidator(lambda x: [x] if isinstance(x, dict) else x)] = option(
+        [],
+        "validation sets, each a table [[evaluation.sets]] with a name and paths, besides the validation split of the "
+        "training data, which a weight of 0 in data.split turns off",
+        examples=[[{"name": "books", "paths": ["books.jsonl"]}]],
+    )
     datasets: TextList = option(
         [],
         "tasks to score at each validation, each NAME=PATH, where NAME is text, wikitext103, lambada or race",

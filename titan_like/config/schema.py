@@ -62,6 +62,7 @@ class TokenOptions(NamedTuple):
 
 
 DEFAULT_TOKENS = TokenOptions()
+HELD_OUT = "0,1,0"  # data.split of `evaluation.sets`
 
 
 class Data(Section):
@@ -126,6 +127,11 @@ class Data(Section):
         return TokenOptions(self.bos, self.eod_token, self.split_special_tokens)
 
     @property
+    def read_split(self) -> str:
+        """Which split to read of folders and datasets of the hub that have several."""
+        return "validation" if self.split == HELD_OUT else "train"
+
+    @property
     def learns_bytes(self) -> bool:
         """Whether the run's tokens are bytes. Data that is tokenized already may be of any tokenizer."""
         return self.tokenizer == "byte" and self.dataset != "indexed"
@@ -146,6 +152,9 @@ class Training(Section):
     steps: StepNumber | None = option(None, "length of the run in optimizer steps")
     samples: Samples | None = option(None, "length of the run in samples", gt=0)
     tokens: int | None = option(None, "length of the run in tokens", gt=0, le=10**18)  # below 2⁶³
+    epochs: float | None = option(
+        None, "length of the run in passes over the training samples, or a fraction of one", gt=0, le=10**6
+    )
     batch_size_rampup: list[Samples] | None = option(
         None, "[start, increment, samples]: grow the batch linearly from start to global_batch_size over these samples"
     )
@@ -194,7 +203,7 @@ class LRScheduler(Section):
 
     warmup_steps: StepCount = option(
         0,
-        "steps of linear warm-up from 0; in a run of samples or tokens, a step of this section is global_batch_size "
+        "steps of linear warm-up from 0; unless training.steps is set, a step of this section is global_batch_size "
         "samples, as they were when the run began",
     )
     decay: Literal["cosine", "linear", "constant", "inverse_sqrt", "wsd"] = option(

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from titan_like.config.errors import require
 from titan_like.config.schema import Training
 
+NO_EPOCHS = "the length of a stream is not known; set training.steps, training.samples or training.tokens instead"
+
 
 def check_rampup(training: Training) -> None:
     """Raise a `ConfigError` unless the ramp-up, if there is one, reaches the global batch size in whole increments."""
@@ -20,18 +22,26 @@ def check_rampup(training: Training) -> None:
     require(fits, key, rampup, f"start plus whole increments must reach global_batch_size ({size})")
 
 
-def check_length(training: Training) -> int:
-    """Number of optimizer steps in the run, at least one.
-
-    Raises a `ConfigError` if not exactly one length is set, or it is less than a global batch.
-    """
-    lengths = {key: x for key in ("steps", "samples", "tokens") if (x := getattr(training, key)) is not None}
-    is_one = len(lengths) == 1
-    require(is_one, "training.steps | samples | tokens", lengths or None, "set exactly one of the three")
+def check_length(training: Training) -> None:
+    """Raise a `ConfigError` if not exactly one length is set, or it is less than a global batch."""
+    keys = ("steps", "samples", "tokens", "epochs")
+    lengths = {key: x for key in keys if (x := getattr(training, key)) is not None}
+    require(len(lengths) == 1, f"training.{' | '.join(keys)}", lengths or None, "set exactly one of the four")
     steps, (key, value) = total_steps(training), next(iter(lengths.items()))
     unit = rampup_batch_sizes(training)[0] * (training.seq_len if key == "tokens" else 1)
     require(steps > 0, f"training.{key}", value, f"less than one global batch; give at least {unit}")
-    return steps
+
+
+def in_samples(training: Training, epoch: int) -> Training:
+    """Settings whose ``samples`` are those of ``epochs``, if that is the length, on data of ``epoch`` samples (0:
+    unknown). Part of a sample is rounded, and there is at least one.
+
+    The run takes as many steps as hold all of them, as with Hugging Face's Trainer: the next epoch's first samples fill
+    up the last batch.
+    """
+    if training.epochs is None or not epoch:
+        return training
+    return training.model_copy(update={"samples": max(1, round(training.epochs * epoch))})
 
 
 def global_batch_size_at(training: Training, consumed_samples: int) -> int:
@@ -68,11 +78,15 @@ def _rampup(training: Training, consumed: int) -> Iterator[tuple[int, int | None
 
 
 def _walk(training: Training, consumed: int, steps: int | None, samples: int | None) -> tuple[int, int]:
-    """(steps, samples) from ``consumed`` on, as many as ``steps``, or as whole batches of ``samples`` allow."""
+    """(steps, samples) from ``consumed`` on, as many as ``steps``, or as whole batches of ``samples`` allow.
+
+    If they are those of `training.epochs`, the last batch may hold more.
+    """
     total_steps = total_samples = 0
     for size, length in _rampup(training, consumed):
         left = (samples or 0) - total_samples
-        wanted = left // size if steps is None else steps - total_steps
+        whole = left // size if training.epochs is None else -(-left // size)
+        wanted = whole if steps is None else steps - total_steps
         taken = wanted if length is None else min(wanted, length)
         total_steps, total_samples = total_steps + taken, total_samples + taken * size
         if taken == wanted:
@@ -84,9 +98,12 @@ def total_steps(training: Training, step: int = 0, consumed: int = 0) -> int:
     """Number of optimizer steps in the whole run, which has taken ``step`` steps and ``consumed`` samples so far.
 
     It is ``steps``, or as many full batches more as ``samples`` or ``tokens`` allow, whatever batches came before.
+    Epochs whose samples are not known yet count as one step more.
     """
     if training.steps is not None:
         return training.steps
+    if training.epochs is not None and training.samples is None:
+        return step + 1
     total = training.samples if training.samples is not None else (training.tokens or 0) // training.seq_len
     return step + _walk(training, consumed, None, max(0, total - consumed))[0]
 

@@ -17,6 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Collection
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,14 @@ _METADATA = re.compile(r"\..*|(config|dataset_infos?|dataset_dict|state)\.json|c
 _MOST_NAMED = 6  # files in a line of the log
 
 
-def find_files(paths: list[str], key: str, no_text: str = "") -> list[Path]:
+def find_files(paths: list[str], key: str, no_text: str = "", split: str = "train") -> list[Path]:
     """The files that paths mean, each once. Only records are wanted if ``no_text`` says what is wrong with text.
+
+    Of folders with several splits, ``split`` is meant.
 
     Raises a `ConfigError` if a path means no file, or one that cannot be read; ``key`` is the setting to blame.
     """
-    files = _named_files(paths, key, RECORD_ENDINGS if no_text else KNOWN_ENDINGS)
+    files = _named_files(paths, key, RECORD_ENDINGS if no_text else KNOWN_ENDINGS, split)
     for path in files:
         problem = file_problem(path)
         require(problem is None, key, str(path), f"{problem}; name files of text or records")
@@ -71,7 +74,7 @@ def find_indexed(paths: list[str], key: str) -> list[str]:
     return list(found.values())
 
 
-def _named_files(paths: list[str], key: str, endings: tuple[str, ...]) -> list[Path]:
+def _named_files(paths: list[str], key: str, endings: tuple[str, ...], split: str = "train") -> list[Path]:
     """The files that paths mean, each once. ``endings`` are of files in folders, without that of compression."""
     files: dict[Path, Path] = {}  # by name in their real folder, which may have other spellings and links to it
     for name in paths:
@@ -79,9 +82,8 @@ def _named_files(paths: list[str], key: str, endings: tuple[str, ...]) -> list[P
         require(named, key, name, "no such file or folder, and no file matches it as a glob pattern")
         # A pattern passes over what is neither, and over folders without such files, unless it matches nothing else.
         kept = [path for path in named if os.path.isfile(path) or os.path.isdir(path)] or named[:1]
-        found = [
-            path for one in kept for path in (_files_of_folder(one, key, endings) if os.path.isdir(one) else [one])
-        ]
+        inside = [_files_of_folder(path, key, endings, split) if os.path.isdir(path) else [path] for path in kept]
+        found = list(chain(*inside))
         none = f"is a folder, not a file, and no file in the folder ends with {', '.join(endings)}"
         require(found, key, str(kept[0]), none)
         for path in found:
@@ -96,22 +98,22 @@ def named_paths(text: str) -> list[Path]:
     return sorted(map(Path, glob.glob(text, recursive=True)))
 
 
-def _files_of_folder(folder: Path, key: str, endings: tuple[str, ...]) -> list[Path]:
+def _files_of_folder(folder: Path, key: str, endings: tuple[str, ...], split: str) -> list[Path]:
     below = sorted(map(Path, glob.glob("**/*", root_dir=folder, recursive=True)))  # follows links, skips hidden files
     for path in (folder / path for path in below):
         require(path.exists(), key, str(path), "is a link to what does not exist; remove it")
     names = [str(path) for path in below if (folder / path).is_file() and "__" not in {part[:2] for part in path.parts}]
-    chosen = _saved(folder, key)
+    chosen = _saved(folder, key, split)
     if chosen is None:
         data = {name: ending_of(Path(name)) for name in names if not _METADATA.fullmatch(Path(name).name)}
-        chosen = _of_training(folder, key, {name: ending for name, ending in data.items() if ending in endings})
+        chosen = _of_split(folder, key, {name: ending for name, ending in data.items() if ending in endings}, split)
     read = {*chosen, *(f"{prefix_of(name)}.bin" for name in chosen if ".idx" in endings)}
     _report(str(folder), tuple(chosen), tuple(sorted({*names} - read)))
     return [folder / name for name in chosen]
 
 
-def _saved(folder: Path, key: str) -> list[str] | None:
-    """What ``save_to_disk`` wrote of a dataset, or of the training split of several; None if it did not."""
+def _saved(folder: Path, key: str, wanted: str = "") -> list[str] | None:
+    """What ``save_to_disk`` wrote of a dataset, or of the wanted split of several; None if it did not."""
     for name, entry in (("dataset_dict.json", "splits"), ("state.json", "_data_files")):
         if not (folder / name).is_file():
             continue
@@ -121,30 +123,33 @@ def _saved(folder: Path, key: str) -> list[str] | None:
                 return [file["filename"] for file in found]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(key, str(folder / name), f"is damaged ({first_line(error)}); save it again") from None
-        _require_train(folder, key, found)
-        return [f"train/{file}" for file in _saved(folder / "train", key) or ()]
+        split = _chosen_split(folder, key, found, wanted)
+        return [f"{split}/{file}" for file in _saved(folder / split, key) or ()]
     return None
 
 
-def _require_train(folder: Path, key: str, splits: Collection[str]) -> None:
-    problem = f"has no split named train, but {', '.join(sorted(splits))}; name the files or the folder of one"
-    require("train" in splits, key, str(folder), problem)
+def _chosen_split(folder: Path, key: str, splits: Collection[str], wanted: str) -> str:
+    if len(splits) == 1 and wanted != "train":  # what is held out may have any name
+        return next(iter(splits))
+    problem = f"has no split named {wanted}, but {', '.join(sorted(splits))}; name the files or the folder of one"
+    require(wanted in splits, key, str(folder), problem)
+    return wanted
 
 
-def _of_training(folder: Path, key: str, endings: dict[str, str]) -> list[str]:
-    """What ``load_dataset`` takes for the training split, given files with their endings."""
+def _of_split(folder: Path, key: str, endings: dict[str, str], wanted: str) -> list[str]:
+    """What ``load_dataset`` takes for the wanted split, given files with their endings."""
     has_records = not set(RECORD_ENDINGS).isdisjoint(endings.values())
     names = [name for name in endings if not has_records or endings[name] != ".md"]  # which describes the records
     by_split = _splits_of_readme(folder, key, names) or _splits_of_names(names)
-    if not by_split or (not has_records and "train" not in by_split):
+    if not by_split or (not has_records and not {wanted, "train"} & {*by_split}):
         return names
-    _require_train(folder, key, by_split)
+    split = _chosen_split(folder, key, by_split, wanted)
     # Of several formats, which may hold the same rows, the most frequent.
-    counts = Counter(endings[name] for name in by_split["train"])
+    counts = Counter(endings[name] for name in by_split[split])
     order = [".parquet", ".arrow", *JSON_ENDINGS, *endings.values()]
     most = max(counts, key=lambda ending: (counts[ending], -order.index(ending)), default="")
     kept = JSON_ENDINGS if most in JSON_ENDINGS else (most,)
-    return [name for name in by_split["train"] if endings[name] in kept]
+    return [name for name in by_split[split] if endings[name] in kept]
 
 
 def _splits_of_names(names: list[str]) -> dict[str, list[str]]:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from titan_like.config.entry_points import load_entry
-from titan_like.config.errors import require
-from titan_like.config.schema import JobConfig
+from titan_like.config.errors import ConfigError, require
+from titan_like.config.schema import HELD_OUT, JobConfig
 from titan_like.data.batch import Batch
+from titan_like.data.batch_size import NO_EPOCHS
 from titan_like.data.blend import BlendedSource, shares_of
 from titan_like.data.files import find_indexed
 from titan_like.data.lengths import sample_length
@@ -22,7 +23,7 @@ from titan_like.models.config import TransformerConfig
 
 
 def open_data(config: JobConfig, model: TransformerConfig) -> dict[str, Source]:
-    """Open the splits that the run reads. New data is tokenized.
+    """Open the splits that the run reads, and `evaluation.sets` as validation/NAME. New data is tokenized.
 
     Raises a `ConfigError` if data is missing or unusable, or there is too little of it.
     """
@@ -36,16 +37,29 @@ def open_data(config: JobConfig, model: TransformerConfig) -> dict[str, Source]:
     )
     sources = {split: open_source(replace(request, split=split)) for split in ("train", "validation")}
     train, validation = sources["train"], sources["validation"]
-    is_stream, is_validated = len(train) == UNKNOWN_LENGTH, config.evaluation.interval > 0
+    is_stream = len(train) == UNKNOWN_LENGTH
+    is_validated = config.evaluation.interval > 0 and not config.evaluation.sets
     about = train.described(1, 1) if len(train) == 0 else None
     problem = f"its training split has no samples{f' ({about})' if about else ''}; give it more data"
     require(len(train) > 0, "data.dataset", config.data.dataset, problem)
     problem = "leaves no whole sample for validation; give it more weight or set evaluation.interval to 0"
     require(not is_validated or len(validation) > 0, "data.split", config.data.split, problem)
+    require(not is_stream or config.training.epochs is None, "training.epochs", config.training.epochs, NO_EPOCHS)
     objective = config.data.sentence_objective
     problem = "takes the second sentence from anywhere in the data, and a stream is only read in order; use "
     problem += '"sentence_order", or write the data with scripts/preprocess_data.py'
     require(not is_stream or objective != "next_sentence", "data.sentence_objective", objective, problem)
+    for one in config.evaluation.sets:
+        section = config.data.model_copy(update={"paths": one.paths, "split": HELD_OUT})
+        section = section.model_copy(update={"dataset": section.dataset.replace("stdlib", "text")})
+        key = f"evaluation.sets.{one.name}.paths"
+        try:
+            source = open_source(replace(request, split="validation", section=section))
+        except ConfigError as error:
+            error.args = (str(error).replace("data.paths", key, 1),)
+            raise
+        require(len(source) > 0, key, one.paths, "has no whole sample of training.seq_len; give it more data")
+        sources[f"validation/{one.name}"] = source
     return sources
 
 

@@ -21,7 +21,7 @@ import torch
 from filelock import FileLock
 
 from titan_like.config.errors import ConfigError, cure_of_writing, require
-from titan_like.config.schema import Data
+from titan_like.config.schema import HELD_OUT, Data
 from titan_like.data.batch import Batch, arrays_of
 from titan_like.data.chat import read_template
 from titan_like.data.files import find_files
@@ -43,7 +43,8 @@ def split_weights(text: str) -> tuple[float, float, float]:
         weights = [float(part) for part in text.split(",")]
     except ValueError:
         weights = []
-    is_valid = len(weights) == 3 and all(weight >= 0 for weight in weights) and weights[0] > 0 and sum(weights) < inf
+    is_valid = len(weights) == 3 and all(weight >= 0 for weight in weights) and sum(weights) < inf
+    is_valid = is_valid and (weights[0] > 0 or text == HELD_OUT)
     problem = 'must be three weights for train, validation and test, like "969,30,1"'
     require(is_valid, "data.split", text, problem)
     train, validation, test = (weight / sum(weights) for weight in weights)
@@ -236,6 +237,8 @@ def corpus_files(section: Data) -> list[Path]:
         problem = f'dataset "{section.dataset}" needs files; give paths or glob patterns'
         require(section.paths, "data.paths", None, problem)
         no_text = f"conversations are records of {', '.join(RECORD_ENDINGS[:3])} files; write it as one"
-        files = find_files(section.paths, "data.paths", no_text if section.dataset == "conversations" else "")
+        files = find_files(
+            section.paths, "data.paths", no_text if section.dataset == "conversations" else "", section.read_split
+        )
         names = {path: path.as_posix() for path in files}
     return sorted(files, key=lambda path: hashlib.sha256(os.fsencode(names[path])).digest())

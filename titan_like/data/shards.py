@@ -75,8 +75,10 @@ class HubShard:
 Shard = LocalShard | HubShard  # a sequence of records that is read on its own
 
 
-def find_shards(paths: list[str]) -> tuple[list[Shard], str]:
+def find_shards(paths: list[str], split: str = "train") -> tuple[list[Shard], str]:
     """The shards that `data.paths` names, in a fixed order, and a digest of their names, sizes and samples of content.
+
+    Of what has several splits, ``split`` is meant.
 
     Raises:
         ConfigError: a path names nothing or a file of another kind, or the hub cannot provide a dataset.
@@ -87,12 +89,12 @@ def find_shards(paths: list[str]) -> tuple[list[Shard], str]:
     for path in paths:
         is_on_hub = _HUB_NAME.fullmatch(path) and ending_of(Path(path)) not in RECORD_ENDINGS and not named_paths(path)
         if is_on_hub:
-            found, revision = _shards_of_hub(path)
+            found, revision = _shards_of_hub(path, split)
             about.append((path, revision, len(found)))
             shards |= {shard.name: shard for shard in found}
         else:
             require(named_paths(path), "data.paths", path, _NOTHING)
-            shards |= {str(file): LocalShard(str(file)) for file in find_files([path], "data.paths", _NO_TEXT)}
+            shards |= {str(file): LocalShard(str(file)) for file in find_files([path], "data.paths", _NO_TEXT, split)}
     local = [Path(shard.name) for shard in shards.values() if isinstance(shard, LocalShard)]
     about += [(file.name, file.stat().st_size) for file in local]
     digest = hashlib.blake2b(repr(about).encode(), digest_size=16)
@@ -104,8 +106,8 @@ def find_shards(paths: list[str]) -> tuple[list[Shard], str]:
     return list(shards.values()), digest.hexdigest()
 
 
-def _shards_of_hub(path: str) -> tuple[list[HubShard], str]:
-    """The shards of the training split of a dataset on the hub, and its revision, which is looked up once."""
+def _shards_of_hub(path: str, split: str) -> tuple[list[HubShard], str]:
+    """The shards of a split of a dataset on the hub, and its revision, which is looked up once."""
     try:
         from datasets import disable_progress_bars, load_dataset
         from huggingface_hub import HfApi
@@ -116,7 +118,7 @@ def _shards_of_hub(path: str) -> tuple[list[HubShard], str]:
     disable_progress_bars()
     try:
         revision = HfApi().dataset_info(name, revision=revision, timeout=30).sha
-        dataset = load_dataset(name, config, split="train", revision=revision, streaming=True)
+        dataset = load_dataset(name, config, split=split, revision=revision, streaming=True)
     except Exception as error:  # of the network, the hub's answer, or the dataset's own format
         problem = f"no such file or folder, nor can the Hugging Face hub give it ({first_line(error)})"
         raise ConfigError(

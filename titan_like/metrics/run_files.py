@@ -24,7 +24,8 @@ def run_of(path: Path) -> str | None:
 def lacks_validation(path: Path, run_id: str, step: int) -> bool:
     """Whether ``path`` is the run's file and has a line of ``step`` without a validation's figures."""
     return run_of(path) == run_id and any(
-        number == step and "validation_loss" not in json.loads(line) for number, line in complete_lines(path)
+        number == step and not any(key.startswith("validation_loss") for key in json.loads(line))
+        for number, line in complete_lines(path)
     )
 
 

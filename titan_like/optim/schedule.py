@@ -1,8 +1,8 @@
 """The learning rate as a pure function of how far a run has come.
 
-The schedule of a run whose length is in steps counts its steps. If the length is in samples or tokens, it counts
-samples, as Megatron-LM's does, in batches of the `global_batch_size` with which the run began: so another one, or a
-ramp-up, changes neither where the run is in its schedule nor what `warmup_steps` and `decay_steps` mean.
+The schedule of a run whose length is in steps counts its steps. If the length is in samples, tokens or epochs, it
+counts samples, as Megatron-LM's does, in batches of the `global_batch_size` with which the run began: so neither
+another one nor a ramp-up changes where the run is in its schedule or what `warmup_steps` and `decay_steps` mean.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from titan_like.config.entry_points import DATASETS
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import JobConfig
-from titan_like.data.batch_size import total_samples, total_steps
+from titan_like.data.batch_size import in_samples, total_samples, total_steps
 from titan_like.data.blend import shares_of
 from titan_like.data.files import named_paths
 from titan_like.data.indexed import prefix_of
@@ -110,7 +110,7 @@ class DryRun:
     rank: int
     mesh: dict[str, tuple[int, int]]  # mesh dimension → this process's coordinate, size
     node: tuple[int, int] | None  # this process's node, and its index on that node
-    steps: int
+    steps: int  # 0 if the length is in epochs and the data is not counted
     samples: int
     global_batch_size: int
     seq_len: int
@@ -148,8 +148,10 @@ def dry_run(config: JobConfig) -> DryRun:
     lacks_type = gpu is not None and training.dtype == "bfloat16" and peak_tflops(gpu, "bfloat16") is None
     cure = f'{gpu} has no bfloat16 arithmetic; use "float16" or "float32"'  # a real run asks the GPU itself
     require(not lacks_type, "training.dtype", training.dtype, cure)
-    data = describe_data(config, model)
-    warmup = describe_warmup(config.lr_scheduler, schedule_length(config.training))
+    config, data = describe_data(config, model)
+    training, warmup = config.training, None
+    if has_length := training.epochs is None or training.samples is not None:
+        warmup = describe_warmup(config.lr_scheduler, schedule_length(training))
     vocabulary = None if is_on_hub(config.data.tokenizer) else describe_vocabulary(config.data, model.vocab_size)
     notes = [*filter(None, (warmup, vocabulary)), *_check_this_machine(config, model)]
     notes += [method_of(config, model).message] if layout.context > 1 else []
@@ -175,7 +177,7 @@ def dry_run(config: JobConfig) -> DryRun:
         group = "_".join(names)
         traffic[Message(group, kind, "optimizer")] = Amount(calls, size)
         groups[group] = prod(coordinates[name][1] for name in names)
-    samples = total_samples(training)
+    steps, samples = (total_steps(training), total_samples(training)) if has_length else (0, 0)
     return DryRun(
         family=config.model.family,
         flavor=config.model.flavor,
@@ -186,7 +188,7 @@ def dry_run(config: JobConfig) -> DryRun:
         rank=rank,
         mesh=coordinates,
         node=divmod(rank, gpus) if gpus else None,
-        steps=total_steps(training),
+        steps=steps,
         samples=samples,
         global_batch_size=training.global_batch_size,
         seq_len=training.seq_len,
@@ -282,8 +284,11 @@ def _check_this_machine(config: JobConfig, model: TransformerConfig) -> list[str
     return []
 
 
-def describe_data(config: JobConfig, model: TransformerConfig) -> str:
+def describe_data(config: JobConfig, model: TransformerConfig) -> tuple[JobConfig, str]:
     """What is known of the data without tokenizing it. It may be on another machine.
+
+    Returns:
+        The settings, with `training.epochs` in samples if those can be counted, and a line.
 
     Raises:
         ConfigError: the settings cannot be right for any data, or the data at hand is unfit.
@@ -304,18 +309,18 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> str:
     if section.dataset != "stdlib":
         absent += [name for source in sources for name in source.paths if _is_absent(name, section.dataset)]
     if absent:
-        return f"not looked at: {', '.join(absent)} {'is' if len(absent) == 1 else 'are'} not on this machine"
+        return config, f"not looked at: {', '.join(absent)} {'is' if len(absent) == 1 else 'are'} not on this machine"
     if section.dataset == "indexed":
         return _counted(config, model)
     tokenizer_of(section, model.vocab_size)
     masks_of(config, model)  # raises ConfigError where a token is missing
     if section.dataset == "hf":
         open_data(config, model)  # reads the first sample
-        return f"a stream, read by {section.num_readers} readers, so its samples are not counted"
+        return config, f"a stream, read by {section.num_readers} readers, so its samples are not counted"
     jobs, cache = [corpus_job(source) for source in sources], Path(config.job.dump_folder) / "data_cache"
     new = [job for job in jobs if not corpus_folder(job, cache).exists()]
     if new:
-        return f"{sum(len(job.files) for job in new):,} files, not tokenized yet, so not counted"
+        return config, f"{sum(len(job.files) for job in new):,} files, not tokenized yet, so not counted"
     return _counted(config, model)
 
 
@@ -324,6 +329,7 @@ def _is_absent(name: str, dataset: str) -> bool:
     return not any(map(named_paths, [name, *others]))
 
 
-def _counted(config: JobConfig, model: TransformerConfig) -> str:
+def _counted(config: JobConfig, model: TransformerConfig) -> tuple[JobConfig, str]:
     samples = len(open_data(config, model)["train"])
-    return f"{samples:,} training samples, {total_samples(config.training) / samples:.3g} passes over them"
+    config = config.model_copy(update={"training": in_samples(config.training, samples)})
+    return config, f"{samples:,} training samples, {total_samples(config.training) / samples:.3g} passes over them"

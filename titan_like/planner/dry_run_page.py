@@ -33,10 +33,13 @@ def format_dry_run(run: DryRun) -> str:
     """The dry run as a page of text."""
     (_, replicas), (_, shards), context = run.mesh["dp_replicate"], run.mesh["dp_shard"], run.groups["cp"]
     degrees = f"{replicas} × {shards // context}" + f", context {context}" * (context > 1)
+    steps, total = f"{run.steps:,} steps", f"; {run.samples:,} samples, {run.samples * run.seq_len:,} tokens"
+    if not run.steps:
+        steps, total = "steps", "; how many follows from training.epochs once the data is tokenized"
     lines = [
-        f"{run.family} {run.flavor}: {parameters_told(run.num_parameters, run.active_parameters)}, {run.steps:,} steps "
+        f"{run.family} {run.flavor}: {parameters_told(run.num_parameters, run.active_parameters)}, {steps} "
         f"of {run.global_batch_size} samples × {run.seq_len} tokens, data parallel {degrees}, "
-        f"ZeRO {run.zero_stage}; {run.samples:,} samples, {run.samples * run.seq_len:,} tokens",
+        f"ZeRO {run.zero_stage}{total}",
         f"data: {run.data}",
         *run.notes,
         "",

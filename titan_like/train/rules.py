@@ -5,6 +5,7 @@ Each check raises a `ConfigError` if its rule is broken, with a sentence that sa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ from typing import Any
 from titan_like.config.errors import ConfigError, all_of, require
 from titan_like.config.load import edit
 from titan_like.config.schema import Float8, JobConfig, Parallelism
-from titan_like.data.batch_size import check_length, check_rampup, rampup_batch_sizes
+from titan_like.data.batch_size import NO_EPOCHS, check_length, check_rampup, rampup_batch_sizes
 from titan_like.data.registry import find_dataset
 from titan_like.metrics.devices import find_device
 from titan_like.metrics.writers import check_wandb
@@ -150,12 +151,15 @@ def resolve_for_inference(config: JobConfig, world_size: int) -> tuple[JobConfig
 
 
 def _check_length(config: JobConfig) -> None:
-    given = config.job.config_file or config.training.steps or config.training.samples or config.training.tokens
+    training = config.training
+    given = config.job.config_file or training.steps or training.samples or training.tokens or training.epochs
     problem = "no configuration is given; name a TOML file, or one of the package's, as --job.config_file debug_gpt"
     require(given, "job.config_file", None, problem)
-    check_length(config.training)
-    if not config.checkpoint.enable:  # else `check_checkpoints` knows with which batch size the run began
-        check_decay(config.lr_scheduler, schedule_length(config.training))
+    check_length(training)
+    require(config.data.dataset != "hf" or training.epochs is None, "training.epochs", training.epochs, NO_EPOCHS)
+    # Else `check_schedule` knows with which batch size the run began, or how many samples an epoch has.
+    if not config.checkpoint.enable and training.epochs is None:
+        check_decay(config.lr_scheduler, schedule_length(training))
 
 
 def _check_batches(config: JobConfig, layout: Layout) -> None:
@@ -186,8 +190,17 @@ def _check_health(config: JobConfig) -> None:
 
 def _check_evaluation(config: JobConfig) -> None:
     section = config.evaluation
+    names = [one.name for one in section.sets]
     problem = "are scored at each validation, but there is none; set evaluation.interval"
-    require(not section.datasets or section.interval, "evaluation.datasets", section.datasets, problem)
+    for key, value in (("datasets", section.datasets), ("sets", names)):
+        require(not value or section.interval, f"evaluation.{key}", value, problem)
+    for one in section.sets:
+        problem = "must be letters, digits, dots, hyphens and underscores, and begin with a letter or a digit"
+        require(re.fullmatch(r"[A-Za-z0-9][\w.-]*", one.name, re.ASCII), "evaluation.sets.name", one.name, problem)
+        problem = "names two sets; give each a name of its own"
+        require(names.count(one.name) == 1, "evaluation.sets.name", one.name, problem)
+        problem = "needs files, as data.paths does; name some"
+        require(one.paths, f"evaluation.sets.{one.name}.paths", None, problem)
 
 
 def _check_tasks(config: JobConfig, model: TransformerConfig) -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import torch
 
-from titan_like.checkpoint.checks import check_checkpoints, check_room, check_writable, checkpoint_bytes
+from titan_like.checkpoint.checks import check_checkpoints, check_room, check_schedule, check_writable, checkpoint_bytes
 from titan_like.checkpoint.step_folders import checkpoint_folder
 from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.config.schema import JobConfig
+from titan_like.data.batch_size import in_samples
 from titan_like.data.masks import Masks, masks_of
 from titan_like.data.open_source import open_data
 from titan_like.data.source import Source
@@ -70,7 +71,7 @@ class Run(Settings):
     """A run whose settings, data and folders have been checked."""
 
     device: torch.device
-    datasets: dict[str, Source]  # "train" and "validation"
+    datasets: dict[str, Source]  # "train", "validation" and, for each of `evaluation.sets`, "validation/NAME"
     masks: Masks
     tasks: list[Task] = field(default_factory=list)  # scored at each validation
     tuning: Tuning = DEFAULT_TUNING
@@ -104,6 +105,9 @@ def prepare_run(settings: Settings) -> Run:
     if device.type == "cpu" and environment_number("GROUP_WORLD_SIZE", 1, least=1) == 1:
         _check_memory(settings, saved)
     tasks, (datasets, masks) = validation_tasks(config, model), open_run_data(config, model)
+    if config.training.epochs is not None:
+        config = config.model_copy(update={"training": in_samples(config.training, len(datasets["train"]))})
+        check_schedule(config)
     return Run(config, model, settings.layout, device, datasets, masks, tasks)
 
 

@@ -56,6 +56,9 @@ class Trainer(ValidatedState):
         self.rewinds: Counter[int] = Counter()  # step of a checkpoint → how often the run went back to it
         self.unlogged: list[StepRecord] = []  # steps since the last log line
         self.console.print(f" {describe_run(run)}")
+        if (epochs := config.training.epochs) is not None:
+            told = f"{epochs:g} epoch{'s' if epochs != 1 else ''} of {len(run.datasets['train']):,} samples"
+            self.console.print(f" {told}: {self.total_steps:,} steps")
         if message := describe_warmup(self.schedule.shape, self.schedule.length):
             self.console.print(f" {message}")
         training, size = config.training, self.schedule.batch_size
@@ -132,7 +135,7 @@ class Trainer(ValidatedState):
             raise
         finally:
             data.close()
-            self.validation_data = None  # ends its processes
+            self.validation_data.clear()  # ends its processes
             self.console.close()
             for writer in self.writers:
                 writer.close()

@@ -171,6 +171,7 @@ class TrainingState:
             run_id=self.run_id,
             schedule_batch_size=self.schedule_batch_size,
             schedule=self.schedule,
+            epoch_samples=len(self.run.datasets["train"]),
         )
         self.saver.save(model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer), state)
         if is_last or not self.config.checkpoint.async_:

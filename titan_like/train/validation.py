@@ -38,7 +38,7 @@ class ValidatedState(TrainingState):
         self.signals = StopSignals()  # inactive until the caller replaces it by one that handles signals
         self.stop_signal = 0  # the signal that any rank had received when ranks last told each other
         self.validation_losses: list[float] = []  # of the last validation, by prediction
-        self.validation_data: BackgroundLoader | None = None  # its processes are started once
+        self.validation_data: dict[str, BackgroundLoader] = {}  # by split; its processes are started once
         self.scorer = Scorer(self.config, self.model, self.mesh, run.device, one_length=self.config.compile.enable)
         self.writers: list[Writer] = []
 
@@ -55,17 +55,24 @@ class ValidatedState(TrainingState):
         """Validate and add the figures to what is logged about the step. A signal that asks to stop ends this."""
         try:
             self._leave_if_stopped()
-            loss, evaluation = self.validate(), self.evaluate()
+            splits = [name for name, source in self.run.datasets.items() if name != "train" and len(source) > 0]
+            losses = {split: (self.validate(split), self.validation_losses) for split in splits}
+            evaluation = self.evaluate()
         except Stopped:
             self.model.train()
             self.model.free_gathered_parameters()
             self.console.print(f" a signal leaves the validation at iteration {self.step} to the resumed run")
             return
-        named = named_losses(self.run.model.predictions, self.validation_losses)
-        self.console.print(format_validation(self.step, loss, named, evaluation))
-        values = {"validation_loss": loss, **{f"validation_{name}": term for name, term in named.items()}}
+        values, figures = dict(evaluation), evaluation
+        for split, (loss, terms) in losses.items():
+            named, suffix = named_losses(self.run.model.predictions, terms), split.removeprefix("validation")
+            values |= {f"validation_loss{suffix}": loss, **{f"validation_{n}{suffix}": x for n, x in named.items()}}
+            if suffix:
+                named = {f"{name} of {suffix[1:]}": term for name, term in (named or {"lm_loss": loss}).items()}
+            self.console.print(format_validation(self.step, loss, named, figures))
+            figures = {}
         for writer in self.writers:
-            writer.write(self.step, values | evaluation)
+            writer.write(self.step, values)
 
     def _leave_if_stopped(self) -> None:
         """Raise `Stopped` if any rank has received a signal. All ranks call it between two batches of a validation."""
@@ -81,25 +88,25 @@ class ValidatedState(TrainingState):
         return int(numbers.item())
 
     @torch.no_grad()
-    def validate(self) -> float:
-        """Mean loss, in nats per token, over the first `evaluation.steps` global batches of the validation split.
+    def validate(self, split: str = "validation") -> float:
+        """Mean loss, in nats per token, over the first `evaluation.steps` global batches of a validation ``split``.
 
         Raises:
             Stopped: a rank has received a signal that asks to stop.
         """
         config = self.config
-        dataset = self.run.datasets["validation"]
+        dataset = self.run.datasets[split]
         unit = config.training.micro_batch_size * self.dp_size
         wanted = min(len(dataset), config.evaluation.steps * config.training.global_batch_size)
-        if self.validation_data is None:
+        if split not in self.validation_data:
             sampler = GlobalSampler(
                 0, config.training.micro_batch_size, self.dp_rank, self.dp_size, last_sample=-(-wanted // unit) * unit
             )
             samples, workers = self.run.masks.over(dataset), config.data.num_workers
-            self.validation_data = BackgroundLoader(samples, sampler, workers, self.run.device, repeats=True)
+            self.validation_data[split] = BackgroundLoader(samples, sampler, workers, self.run.device, repeats=True)
         else:
-            self.validation_data.start()
-        data = self.validation_data
+            self.validation_data[split].start()
+        data = self.validation_data[split]
         predictions = self.run.model.predictions
         # For each prediction the summed loss, and the number of labels.
         total = torch.zeros(2, len(predictions), device=self.run.device, dtype=self.loss_dtype)
