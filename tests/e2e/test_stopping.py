@@ -102,7 +102,7 @@ def test_a_signal_during_a_long_evaluation(
         asked = time.monotonic()
         assert job.wait() == 0, job.output
         assert time.monotonic() < asked + 10
-    assert stopped_after(job, number.name) == 3 and "validation at iteration 3 |" not in job.output
+    assert stopped_after(job, number.name) == 3 and "step 3 | validation" not in job.output
     assert job.output.count(" saved ") == 1 and complete_steps(dump / "checkpoint") == [3]
     assert [(line["step"], "validation_loss" in line) for line in records(dump)] == [(1, False), (2, False), (3, False)]
     arguments += ["--evaluation.steps=1", "--training.steps=4"]

@@ -17,6 +17,7 @@ from titan_like.train.signals import STOP_SIGNALS
 
 SHORT = [
     "--job.config_file=train_configs/debug_gpt.toml", *short(6), "--metrics.log_interval=2",
+    "--metrics.log_format=megatron",
     "--metrics.tensorboard=true", "--metrics.wandb=true", "--evaluation.interval=4", "--evaluation.steps=1",
     "--checkpoint.interval=4", "--parallelism.zero_stage=3",
 ]  # fmt: skip
@@ -56,14 +57,14 @@ def here(home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixtu
 
 
 def iterations(stdout: str) -> list[int]:
-    return [int(step) for step in re.findall(r"^ iteration +(\d+)/", stdout, re.MULTILINE)]
+    return [int(step) for step in re.findall(r"^ (?:iteration|step) +(\d+)/", stdout, re.MULTILINE)]
 
 
 def test_trains_and_prints_once_per_job(first: subprocess.CompletedProcess[str], home: Path) -> None:
     assert first.returncode == 0, first.stderr
     assert "Traceback" not in first.stderr
     assert iterations(first.stdout) == [2, 4, 6]
-    validations = re.findall(r"^ validation at iteration (\d) \| lm loss: (\S+) \|$", first.stdout, re.MULTILINE)
+    validations = re.findall(r"^ step (\d) \| validation loss (\S+)$", first.stdout, re.MULTILINE)
     assert [step for step, _ in validations] == ["4", "6"]
     assert re.findall(r"^ saved (.*)$", first.stdout, re.MULTILINE) == [
         f"{home}/out/checkpoint/step-{step}" for step in (4, 6)
@@ -83,12 +84,12 @@ def test_metrics_are_complete_and_agree_with_the_console(first: subprocess.Compl
     assert printed == pytest.approx(means, rel=1e-6)
     validated = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
     assert list(validated) == [4, 6]
-    assert f"{validated[6]:.6E}" in first.stdout
+    assert f"{validated[6]:.4f}" in first.stdout
 
 
 def test_tensorboard_and_wandb_are_written(first: subprocess.CompletedProcess[str], home: Path) -> None:
     events = EventAccumulator(str(home / "out" / "tensorboard")).Reload()
-    losses = {event.step: event.value for event in events.Scalars("loss")}
+    losses = {event.step: event.value for event in events.Scalars("train/loss")}
     assert losses == pytest.approx({line["step"]: line["loss"] for line in records(home / "out")}, rel=1e-6)
     runs = [path for path in (home / "out" / "wandb").glob("*run-*") if not path.is_symlink()]
     assert [path.name.startswith("offline-run-") for path in runs] == [True]  # one run per job, not per rank
@@ -116,7 +117,7 @@ def test_only_a_longer_run_goes_on(first: subprocess.CompletedProcess[str], home
     assert lines[:6] == before
     assert [line["consumed_samples"] for line in lines[6:]] == [56, 64, 72]
     accumulator = EventAccumulator(str(home / "out" / "tensorboard")).Reload()
-    assert [event.step for event in accumulator.Scalars("loss")] == list(range(1, 10))
+    assert [event.step for event in accumulator.Scalars("train/loss")] == list(range(1, 10))
     runs = [path.name for path in (home / "out" / "wandb").glob("offline-run-*")]
     assert len(runs) == 2
     assert len({name.rpartition("-")[2] for name in runs}) == 1  # the same run goes on

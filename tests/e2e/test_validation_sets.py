@@ -75,7 +75,7 @@ def test_each_set_has_its_loss_in_every_layout(folder: Path) -> None:
     assert [[key for key in line if key.startswith("validation")] for line in alone] == [names, names]
     for name, texts in TEXTS.items():
         assert alone[-1][f"validation_loss/{name}"] == pytest.approx(loss_of(folder, texts), rel=1e-6)
-        assert len(re.findall(rf"^ validation at iteration \d \| lm loss of {name}: \S+ \|$", printed, re.M)) == 2
+        assert len(re.findall(rf"^ step \d \| validation loss/{name} \S+$", printed, re.M)) == 2
     for processes in (2, 4):
         _, lines = train(folder, processes)
         for line, expected in zip(lines, alone, strict=True):
@@ -89,4 +89,4 @@ def test_the_split_of_the_training_data_can_be_left_out(folder: Path) -> None:
         assert [[key for key in line if key.startswith("validation")] for line in lines] == [
             [f"validation_loss/{name}" for name in TEXTS]
         ] * 2
-    assert "nothing to train" in printed and "validation at iteration" not in printed
+    assert "nothing to train" in printed and "validation loss" not in printed

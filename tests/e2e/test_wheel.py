@@ -139,7 +139,7 @@ def test_trains_a_shipped_configuration(run, tmp_path):
     settings = ["--job.config_file=debug_gpt", *SMALL, "--training.steps=6"]
     torchrun = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     resumed = run(*torchrun, "--no-python", "titan-train", *settings)
-    assert resumed.count("iteration        6/       6") == 1
+    assert resumed.count("step 6/6 |") == 1
     assert run("titan-generate", *settings, "--prompt=def ").startswith("def ")
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from titan_like.metrics.console import Console, format_log_line
+from titan_like.metrics.console import Console, LineContext, format_log_line, format_validation
 from titan_like.metrics.flops import Throughput
 from titan_like.metrics.record import StepRecord
 
@@ -28,14 +28,42 @@ def record(**changes):
     return StepRecord(**fields | changes)
 
 
-def line(*records):
-    return format_log_line(list(records), 250_000, 2048)
+CONTEXT = LineContext(seq_len=2048, devices=16, device_type="cuda", device_memory=80 * 2**30, total_steps=250_000)
+
+
+def line(*records, style="megatron", context=CONTEXT):
+    return format_log_line(records, style, context)
 
 
 def field(text, name):
     values = [part.partition(": ")[2] for part in text.split(" | ") if part.removesuffix(" |").startswith(name)]
     assert len(values) == 1, text
     return values[0].removesuffix(" |").strip()
+
+
+def test_short_line():
+    whole = (
+        " step      2/250000 | loss 11.1960 | grad norm 18.118 | lr 3.00e-07 | 4,594 tokens/s per GPU | MFU 15.6% | "
+        "memory 21.3 GiB (27%) | 3 h 23 min left"
+    )
+    assert line(record(), style="short", context=CONTEXT._replace(seconds_left=12_200.0)) == whole
+    bad = [
+        record(loss=3.0, loss_scale=2.0**16, throughput=UNKNOWN_PEAK),
+        record(loss=math.inf, skipped=1, loss_scale=2.0**15, throughput=UNKNOWN_PEAK),
+        record(losses={"lm_loss": 2.5, "sentence_loss": 0.5}, spike=1, loss_scale=2.0**15, throughput=UNKNOWN_PEAK),
+    ]
+    alone = CONTEXT._replace(devices=1, device_type="cpu", device_memory=None, seconds_left=0.0)
+    assert line(*bad[:2], style="short", context=alone).endswith(
+        " | 73,499 tokens/s | memory 21.3 GiB | 1 skipped | loss scale 32768"
+    )
+    terms = line(bad[2], style="short", context=alone)
+    assert "/250000 | lm loss 2.5000 | sentence loss 0.5000 | grad" in terms and "loss scale" not in terms
+
+
+def test_validation_line():
+    figures = {"validation_loss": 2.25, "validation_loss/books": 3.0, "lambada/accuracy": 0.4375}
+    told = " step 20 | validation loss 2.2500 | validation loss/books 3.0000 | lambada/accuracy 0.4375"
+    assert format_validation(20, figures) == told
 
 
 def test_line_is_the_contract_s():
@@ -107,8 +135,9 @@ def test_line_ends_with_the_time_that_is_left():
         found[step] = console.seconds_left()
     assert found == {1: 999 * 90.0, 2: 998 * 5.0, 3: 997 * 5.0, 4: 996 * 5.0, 5: 995 * 5.0}
     last = record(step=5, loss_scale=1.0)
-    line = format_log_line([last], 1000, 2048, found[5])
-    assert line.endswith(" | memory: 21.3 GiB | loss scale: 1.0 | time left: 1 h 22 min |")
+    assert line(last, context=CONTEXT._replace(seconds_left=found[5])).endswith(
+        " | memory: 21.3 GiB | loss scale: 1.0 | time left: 1 h 22 min |"
+    )
     for step in range(6, 106):  # only the most recent count
         console.add(record(step=step, step_time_s=1.0, global_batch_size=2, consumed_samples=2 * step))
     assert console.seconds_left() == 895

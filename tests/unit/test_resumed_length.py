@@ -137,7 +137,7 @@ def test_a_ramp_up_that_is_over_may_leave_the_settings(tmp_path: Path, capsys: p
     records = train(dump, settings)
     same = ("step", "consumed_samples", "lr", "loss")
     assert [[record[key] for key in same] for record in records] == [[r[key] for key in same] for r in straight]
-    assert " iteration       25/      25 |" in capsys.readouterr().out
+    assert " step 25/25 |" in capsys.readouterr().out
     train(dump, settings)
     assert " nothing to train: the checkpoint is at step 25 of 25" in capsys.readouterr().out
 

@@ -9,9 +9,20 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.unit.test_console import RATES, UNKNOWN_PEAK
 from tests.unit.test_console import record as record_of_console
 from titan_like.config.errors import ConfigError
+from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
+from titan_like.metrics.run_facts import run_facts, run_name
 from titan_like.metrics.run_files import lacks_validation
-from titan_like.metrics.writers import JsonLinesWriter, TensorBoardWriter, WandbWriter, check_wandb
+from titan_like.metrics.writers import (
+    JsonLinesWriter,
+    MLflowWriter,
+    TensorBoardWriter,
+    WandbWriter,
+    check_trackers,
+    grouped,
+)
+from titan_like.models.registry import model_config
+from titan_like.parallel.layout import Layout
 
 CONTRACT_KEYS = [
     "step", "loss", "grad_norm", "lr", "consumed_samples", "consumed_tokens", "global_batch_size", "step_time_s",
@@ -77,13 +88,13 @@ def test_a_validation_adds_to_its_step_s_line(tmp_path):
     assert read_lines(path)[0] == before | added | {"text/perplexity": None}
     assert [line["step"] for line in read_lines(path)] == [1, 2]
     assert not lacks_validation(path, "ours", 1)
-    board = TensorBoardWriter(tmp_path / "board", 0)
+    board = TensorBoardWriter(tmp_path / "board", 0, {})
     write(board, record(1))
     board.write(1, {"validation_loss": 2.5})
     board.close()
     events = EventAccumulator(str(tmp_path / "board")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("validation_loss")] == [(1, 2.5)]
-    assert len(events.Scalars("loss")) == 1
+    assert [(event.step, event.value) for event in events.Scalars("validation/loss")] == [(1, 2.5)]
+    assert len(events.Scalars("train/loss")) == 1
 
 
 @pytest.mark.parametrize("start", [0, 2, 5, 9])
@@ -171,7 +182,57 @@ def test_a_whole_last_line_without_its_newline_is_kept_and_what_is_no_line_dropp
 
 
 def numbers(item):
-    return {key: value for key, value in item.as_dict().items() if value is not None}
+    return {grouped(key): value for key, value in item.as_dict().items() if value is not None}
+
+
+def test_trackers_have_groups():
+    names = ("loss", "lm_loss", "mfu_model", "step_time_s", "peak_memory_bytes", "balance_loss", "bubble_fraction")
+    names = (*names, "validation_loss", "validation_loss/books", "validation_lm_loss", "lambada/accuracy")
+    assert [grouped(name) for name in names] == [
+        *("train/loss", "train/lm_loss", "throughput/mfu_model", "throughput/step_time_s", "memory/peak_memory_bytes"),
+        *("experts/balance_loss", "timeline/bubble_fraction", "validation/loss", "validation/loss/books"),
+        *("validation/lm_loss", "lambada/accuracy"),
+    ]
+
+
+def test_a_run_s_name_and_facts(monkeypatch):
+    monkeypatch.delenv("WANDB_NAME", raising=False)
+    config = JobConfig.model_validate(
+        {"model": {"family": "llama", "flavor": "debug"}, "parallelism": {"zero_stage": 3}}
+    )
+    layout, model = Layout(pipeline=2, shard=4, tensor=8), model_config(config.model)
+    assert run_name(config, layout) == "llama-debug-pp2-dp4-tp8-zero3"
+    assert run_name(config, Layout()) == "llama-debug"
+    facts = run_facts(config, model, layout)
+    assert facts["model"]["flavor"] == "debug" and facts["shape"]["num_layers"] == model.num_layers
+    assert (facts["parameters"], facts["world_size"]) == (model.num_parameters(), 64)
+    assert facts["layout"]["tensor"] == 8 and facts["versions"]["torch"]
+    monkeypatch.setenv("WANDB_NAME", "theirs")
+    assert run_name(config, layout) == "theirs"
+    assert run_name(edit(config, {"metrics.run_name": "ours"}), layout) == "ours"
+
+
+def test_mlflow_goes_on_with_the_same_run(tmp_path, monkeypatch):
+    tracking = pytest.importorskip("mlflow.tracking")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}")
+    config = JobConfig.model_validate({"metrics": {"mlflow": True}})
+    check_trackers(config.metrics)
+    facts = config.model_dump(mode="json") | {"world_size": 8}
+    for records in (RECORDS[:2], RECORDS[2:]):
+        write_all(MLflowWriter(config, "ours", "a name", facts), records)
+    write_all(MLflowWriter(config, "another", "a name", facts))
+    client = tracking.MlflowClient()
+    runs = client.search_runs([client.get_experiment_by_name("titan_like").experiment_id])
+    (run,) = [run for run in runs if run.data.tags["titan_like.run_id"] == "ours"]
+    assert len(runs) == 2 and run.info.run_name == "a name" and run.info.status == "FINISHED"
+    assert run.data.params["training.seq_len"] == str(config.training.seq_len)
+    assert run.data.params["world_size"] == "8"
+    history = client.get_metric_history(run.info.run_id, "train/lr")
+    assert [(one.step, one.value) for one in history] == [(item.step, item.lr) for item in RECORDS]
+    monkeypatch.setattr("titan_like.metrics.writers.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"metrics\.mlflow = true: needs MLflow: pip install mlflow"):
+        check_trackers(config.metrics)
 
 
 def tensorboard_scalars(folder):
@@ -186,7 +247,9 @@ def tensorboard_scalars(folder):
 
 
 def test_tensorboard_has_the_same_keys_and_values(tmp_path):
-    write_all(TensorBoardWriter(tmp_path, 0))
+    write_all(TensorBoardWriter(tmp_path, 0, {"training": {"seq_len": 77}}))
+    (text,) = EventAccumulator(str(tmp_path)).Reload().Tensors("configuration/text_summary")
+    assert b'"seq_len": 77' in text.tensor_proto.string_val[0]
     found = tensorboard_scalars(tmp_path)
     assert list(found) == [1, 2, 3]
     for item in RECORDS:  # TensorBoard keeps float32
@@ -223,7 +286,7 @@ def test_wandb_has_the_same_keys_and_values_and_goes_on_offline_in_the_same_run(
         wandb.Run, "log", lambda run, values, step: logged.append((step, values)) or log(run, values, step)
     )
     for records in (RECORDS[:2], RECORDS[2:]):
-        write_all(WandbWriter(wandb_config("auto"), tmp_path, "ours"), records)
+        write_all(WandbWriter(wandb_config("auto"), tmp_path, "ours", "a name", {"world_size": 8}), records)
     assert [step for step, _ in logged] == [1, 2, 3]
     for item, (_, values) in zip(RECORDS, logged, strict=True):
         assert values == pytest.approx(numbers(item), nan_ok=True)
@@ -253,12 +316,12 @@ def test_wandb_is_online_only_with_a_key(tmp_path, no_key, monkeypatch, key, mod
     asked = []
     monkeypatch.setattr(wandb, "init", lambda **settings: asked.append(settings["mode"]))
     config = wandb_config(mode)
-    check_wandb(config.metrics)
-    WandbWriter(config, tmp_path, "ours")
+    check_trackers(config.metrics)
+    WandbWriter(config, tmp_path, "ours", "a name", {})
     assert asked == [expected]
 
 
 def test_online_without_a_key_is_refused(no_key):
     with pytest.raises(ConfigError, match=r'metrics\.wandb_mode = "online": no wandb key .* use "offline"'):
-        check_wandb(wandb_config("online").metrics)
-    check_wandb(JobConfig.model_validate({"metrics": {"wandb_mode": "online"}}).metrics)  # wandb is off
+        check_trackers(wandb_config("online").metrics)
+    check_trackers(JobConfig.model_validate({"metrics": {"wandb_mode": "online"}}).metrics)  # wandb is off

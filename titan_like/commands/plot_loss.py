@@ -1,6 +1,7 @@
 """Show a run's loss: python scripts/plot_loss.py --job.config_file train_configs/debug_gpt.toml
 
-Prints the curve and writes it to loss.png in the run's folder, or to --out, if matplotlib is installed.
+Prints the curve and draws it, with those of validations, in loss.png in the run's folder, or in --out, if matplotlib is
+installed. --runs outputs/a outputs/b draws several runs over one another.
 """
 
 from __future__ import annotations
@@ -13,31 +14,46 @@ from titan_like.config import load_config
 from titan_like.config.errors import require
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, check_output_file
-from titan_like.metrics.loss_curve import draw_losses, read_losses, text_curve
+from titan_like.metrics.loss_curve import Curve, draw_losses, read_losses, text_curve
 from titan_like.metrics.run_files import METRICS_FILE
 from titan_like.metrics.timeline_plot import can_draw, check_picture
 
 
 def main(argv: list[str]) -> int:
-    """Print the curve, and draw it if that is possible."""
+    """Print the curves, and draw them if that is possible."""
     parser = OptionParser(description=__doc__)
-    parser.add_path("--out", "where to draw it", "FILE.png")
+    parser.add_path("--runs", "folders of runs to draw together (default: the folder of the settings)", nargs="+")
+    parser.add_path("--out", "where to draw it (default: loss.png in the first run's folder)", "FILE.png")
     options, settings = parser.parse_known_args(argv)
-    config = load_config(settings)
-    folder = Path(config.job.dump_folder)
-    path = folder / METRICS_FILE
-    losses = read_losses(path) if path.is_file() else []
-    require(losses, "job.dump_folder", str(folder), f"has no {METRICS_FILE} with a loss; train the run first")
-    print(text_curve(losses, min(100, shutil.get_terminal_size().columns - 10)))
-    picture = Path(options.out or folder / "loss.png")
+    folders = [Path(folder) for folder in options.runs or [load_config(settings).job.dump_folder]]
+    key = "--runs" if options.runs else "job.dump_folder"
+    runs = {_name(folder, folders): _curves(folder, key) for folder in folders}
+    for name, curves in runs.items():
+        if len(runs) > 1:
+            print(name)
+        print(text_curve(curves["loss"], min(100, shutil.get_terminal_size().columns - 10)))
+    picture = Path(options.out or folders[0] / "loss.png")
     if not can_draw():
         print("(a picture needs matplotlib: pip install 'titan_like[plot]')")
         return 0
     check_picture("--out", str(picture))
     check_output_file("--out", str(picture))
-    draw_losses(losses, f"{config.model.family} {config.model.flavor}", picture)
+    draw_losses(runs, picture)
     print(f"drawn in {picture}")
     return 0
+
+
+def _curves(folder: Path, key: str) -> dict[str, Curve]:
+    path = folder / METRICS_FILE
+    curves = read_losses(path) if path.is_file() else {}
+    require("loss" in curves, key, str(folder), f"has no {METRICS_FILE} with a loss; train the run first")
+    return curves
+
+
+def _name(folder: Path, folders: list[Path]) -> str:
+    """The folder's name, or its path if another run's folder has the same name."""
+    names = [other.resolve().name for other in folders]
+    return folder.resolve().name if names.count(folder.resolve().name) == 1 else str(folder)
 
 
 run = partial(run_command, main)

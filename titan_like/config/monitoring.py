@@ -13,12 +13,17 @@ class Metrics(Section):
     """The log line's interval and the writers of metrics."""
 
     log_interval: StepNumber = option(10, "steps between console lines; metrics.jsonl has every step")
+    log_format: Literal["short", "megatron"] = option(
+        "short", "megatron: Megatron-LM's line, with the number of gradient elements that are exactly 0"
+    )
+    run_name: str = option("", "name of the run in wandb and MLflow (default: the model and the layout)")
     tensorboard: bool = option(False, "write TensorBoard events to <job.dump_folder>/tensorboard")
     wandb: bool = option(False, "log to Weights & Biases")
     wandb_project: str = option("titan_like", "wandb project")
     wandb_mode: Literal["auto", "online", "offline"] = option(
         "auto", "auto uses WANDB_MODE if it is set, else online if a wandb key is configured, else offline"
     )
+    mlflow: bool = option(False, "log to MLflow, at MLFLOW_TRACKING_URI or in the folder that MLflow chooses")
 
 
 class Health(Section):

@@ -1,12 +1,13 @@
-"""The Megatron-style log line, and a progress bar if stdout is a terminal."""
+"""The log line, short or in Megatron-LM's format, and a progress bar if stdout is a terminal."""
 
 from __future__ import annotations
 
 import math
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median_low
+from typing import Literal, NamedTuple
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -15,22 +16,60 @@ from titan_like.metrics.record import StepRecord
 _RECENT_STEPS = 100
 
 
-def format_log_line(
-    records: list[StepRecord], total_steps: int, seq_len: int, seconds_left: float | None = None
-) -> str:
+class LineContext(NamedTuple):
+    """What a log line says besides the steps' records."""
+
+    seq_len: int
+    devices: int
+    device_type: str
+    device_memory: int | None  # bytes; None for a CPU
+    total_steps: int = 0
+    seconds_left: float | None = None
+
+
+def format_log_line(records: Sequence[StepRecord], style: Literal["short", "megatron"], context: LineContext) -> str:
     """The log line for the steps since the last one.
 
-    Time, loss and rates are means over the steps; other values are those of the last step. The line ends with
-    ``seconds_left`` if it is given.
+    Time, loss and rates are means over the steps; other values are those of the last step.
     """
+    if style == "megatron":
+        return f" {' | '.join(_megatron_parts(records, context))} |"
+    return f" {' | '.join(_short_parts(records, context))}"
+
+
+def _short_parts(records: Sequence[StepRecord], context: LineContext) -> list[str]:
+    last, total = records[-1], context.total_steps
+    losses = [record.losses or {"loss": record.loss} for record in records]
+    device = "GPU" if context.device_type == "cuda" else "process"
+    tokens = _rate(records, lambda record: record.throughput.tokens_per_second / context.devices)
+    parts = [
+        f"step {last.step:{len(str(total))}d}/{total}",
+        *(f"{name.replace('_', ' ')} {_mean([each[name] for each in losses]):.4f}" for name in losses[-1]),
+        f"grad norm {last.grad_norm:.3f}",
+        f"lr {last.lr:.2e}",
+        f"{tokens:,.0f} tokens/s" + (f" per {device}" if context.devices > 1 else ""),
+    ]
+    if last.throughput.mfu_model is not None:
+        parts.append(f"MFU {_rate(records, lambda record: record.throughput.mfu_model or 0):.1%}")
+    share = f" ({last.peak_memory_bytes / context.device_memory:.0%})" if context.device_memory else ""
+    parts.append(f"memory {last.peak_memory_bytes / 2**30:.1f} GiB{share}")
+    if skipped := sum(bool(record.skipped or record.nan or record.spike) for record in records):
+        parts.append(f"{skipped} skipped")
+    if len({record.loss_scale for record in records}) > 1:
+        parts.append(f"loss scale {last.loss_scale:g}")
+    if context.seconds_left:
+        parts.append(f"{format_duration(context.seconds_left)} left")
+    return parts
+
+
+def _megatron_parts(records: Sequence[StepRecord], context: LineContext) -> list[str]:
     last = records[-1]
     seconds = sum(record.step_time_s for record in records)
     samples = sum(record.global_batch_size for record in records)
     losses = [record.losses or {"lm_loss": record.loss} for record in records]
     spikes = sum(record.spike or 0 for record in records)
-    tflops = sum(record.throughput.tflops_per_device * record.step_time_s for record in records) / seconds
     parts = [
-        f" iteration {last.step:8d}/{total_steps:8d}",
+        f"iteration {last.step:8d}/{context.total_steps:8d}",
         f"consumed samples: {last.consumed_samples:12d}",
         f"consumed tokens: {last.consumed_tokens:12d}",
         f"elapsed time per iteration (ms): {1000 * seconds / len(records):.1f}",
@@ -39,24 +78,29 @@ def format_log_line(
         *(f"{name.replace('_', ' ')}: {_mean([each[name] for each in losses]):.6E}" for name in losses[-1]),
         f"grad norm: {last.grad_norm:.3f}",
         f"num zeros: {last.num_zeros or 0.0:.1f}",
-        f"actual seq length: {seq_len:5d}",
+        f"actual seq length: {context.seq_len:5d}",
         f"number of skipped iterations: {sum(record.skipped for record in records):3d}",
         f"number of nan iterations: {sum(record.nan for record in records):3d}",
         *([f"number of loss spikes: {spikes:3d}"] if spikes else []),
         f"samples per second: {samples / seconds:.3f}",
-        f"TFLOPs: {tflops:.2f}",
+        f"TFLOPs: {_rate(records, lambda record: record.throughput.tflops_per_device):.2f}",
     ]
     if last.experts:
         parts.append(f"balance loss: {last.experts['balance_loss']:.4f}")
     if last.throughput.mfu_model is not None:
-        mfu = sum((record.throughput.mfu_model or 0) * record.step_time_s for record in records) / seconds
-        parts.append(f"MFU: {100 * mfu:.1f}%")
+        parts.append(f"MFU: {_rate(records, lambda record: record.throughput.mfu_model or 0):.1%}")
     parts.append(f"memory: {last.peak_memory_bytes / 2**30:.1f} GiB")
     if last.loss_scale is not None:
         parts.append(f"loss scale: {last.loss_scale:.1f}")
-    if seconds_left is not None:
-        parts.append(f"time left: {format_duration(seconds_left)}")
-    return " | ".join(parts) + " |"
+    if context.seconds_left is not None:
+        parts.append(f"time left: {format_duration(context.seconds_left)}")
+    return parts
+
+
+def _rate(records: Sequence[StepRecord], rate: Callable[[StepRecord], float]) -> float:
+    """A rate over all steps together."""
+    seconds = sum(record.step_time_s for record in records)
+    return sum(rate(record) * record.step_time_s for record in records) / seconds
 
 
 def _mean(values: list[float]) -> float:
@@ -70,11 +114,9 @@ def parameters_told(total: int, active: int) -> str:
     return f"{total:,} parameters" + (f" ({active:,} used by a token)" if active < total else "")
 
 
-def format_validation(step: int, loss: float, losses: Mapping[str, float], evaluation: Mapping[str, float]) -> str:
-    """The line about a validation: its loss, or the terms of it, and `evaluation.datasets`' figures as TASK/FIGURE."""
-    figures = [f"{name.replace('/', ' ').replace('_', ' ')}: {value:.6g}" for name, value in evaluation.items()]
-    terms = [f"{name.replace('_', ' ')}: {value:.6E}" for name, value in (losses or {"lm_loss": loss}).items()]
-    return " | ".join([f" validation at iteration {step}", *terms, *figures]) + " |"
+def format_validation(step: int, figures: Mapping[str, float]) -> str:
+    """The line about a validation: losses such as validation_loss/NAME, or figures of tasks as TASK/FIGURE."""
+    return " | ".join([f" step {step}", *(f"{name.replace('_', ' ')} {value:.4f}" for name, value in figures.items())])
 
 
 def format_sources(sources: dict[str, float]) -> str:

@@ -21,6 +21,11 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
+def memory_bytes(device: torch.device) -> int | None:
+    """Memory of a GPU; None for a CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Peak memory so far: allocated memory on a GPU, the resident set of the process on a CPU."""
     if device.type == "cuda":

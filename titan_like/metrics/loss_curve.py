@@ -1,10 +1,11 @@
-"""A run's loss as a picture, and as a few lines of text for a terminal."""
+"""Losses of runs as a picture, and as a few lines of text for a terminal."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -13,11 +14,22 @@ from titan_like.metrics.run_files import complete_lines
 
 _BARS = " ▁▂▃▄▅▆▇█"
 
+Curve = list[tuple[int, float]]
+"""Steps and losses."""
 
-def read_losses(path: Path) -> list[tuple[int, float]]:
-    """(step, loss) of each line of a metrics.jsonl whose loss is finite. A line that is being written is left out."""
-    losses = ((step, json.loads(line).get("loss")) for step, line in complete_lines(path))
-    return [(step, loss) for step, loss in losses if isinstance(loss, int | float) and math.isfinite(loss)]
+
+def read_losses(path: Path) -> dict[str, Curve]:
+    """What a metrics.jsonl has of ``loss`` and of each ``validation_loss`` and ``validation_loss/NAME``.
+
+    Losses that are not finite are left out, and so is a line that is being written.
+    """
+    found = defaultdict[str, Curve](list)
+    for step, line in complete_lines(path):
+        for key, loss in json.loads(line).items():
+            is_loss = key == "loss" or key.partition("/")[0] == "validation_loss"
+            if is_loss and isinstance(loss, int | float) and math.isfinite(loss):
+                found[key].append((step, loss))
+    return dict(found)
 
 
 def text_curve(losses: Sequence[tuple[int, float]], width: int = 72, height: int = 10) -> str:
@@ -35,17 +47,29 @@ def text_curve(losses: Sequence[tuple[int, float]], width: int = 72, height: int
     return "\n".join([*lines, f"{'step':>8s}  {first} {last:>{max(width - len(first) - 1, 1)}s}"])
 
 
-def draw_losses(losses: Sequence[tuple[int, float]], title: str, path: Path) -> None:
-    """Draw each step's loss, and the mean of the steps around it. Needs matplotlib."""
+def draw_losses(runs: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
+    """Draw the losses of runs by name: each step's and the mean of the steps around it, and validations with markers.
+
+    Needs matplotlib.
+    """
     from matplotlib.figure import Figure
 
-    steps, values = zip(*losses, strict=True)
-    half = max(1, len(values) // 100)
-    means = [sum(near) / len(near) for near in (values[max(0, i - half) : i + half + 1] for i in range(len(values)))]
     figure = Figure(figsize=(7, 4), layout="constrained")
     panel = figure.subplots()
-    panel.plot(steps, values, color="0.8", linewidth=0.8)
-    panel.plot(steps, means, color="tab:blue", linewidth=1.6)
-    panel.set(xlabel="step", ylabel="loss, nats per token", title=title)
+    for number, (name, curves) in enumerate(runs.items()):
+        color = f"C{number}"
+        for key, losses in curves.items():
+            steps, values = zip(*losses, strict=True)
+            if key != "loss":
+                marker, label = "osD^v"[list(curves).index(key) % 5], f"{name}: {key.replace('_', ' ')}"
+                panel.plot(steps, values, f"{marker}--", color=color, markersize=4, linewidth=0.8, label=label)
+                continue
+            half = max(1, len(values) // 100)
+            nearby = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
+            means = [sum(near) / len(near) for near in nearby]
+            panel.plot(steps, values, color=color, linewidth=0.8, alpha=0.25)
+            panel.plot(steps, means, color=color, linewidth=1.6, label=name)
+    panel.set(xlabel="step", ylabel="loss, nats per token")
+    panel.legend()
     panel.grid(alpha=0.3)
     figure.savefig(path, dpi=130)

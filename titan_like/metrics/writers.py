@@ -1,4 +1,4 @@
-"""Writers of step records: metrics.jsonl, TensorBoard, Weights & Biases. Only one process of a job writes."""
+"""Writers of step records: metrics.jsonl, TensorBoard, Weights & Biases, MLflow. Only one process of a job writes."""
 
 from __future__ import annotations
 
@@ -7,34 +7,75 @@ import json
 import math
 import netrc
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields
+from functools import cache
+from importlib.util import find_spec
 from io import FileIO
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
 
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.config.monitoring import Metrics
 from titan_like.config.schema import JobConfig
+from titan_like.metrics.flops import Throughput
+from titan_like.metrics.run_facts import run_facts, run_name
 from titan_like.metrics.run_files import METRICS_FILE, own_file
+from titan_like.models.config import TransformerConfig
+from titan_like.parallel.layout import Layout
 
 
-def build_writers(config: JobConfig, start_step: int, run_id: str) -> list[Writer]:
+def build_writers(
+    config: JobConfig, model: TransformerConfig, layout: Layout, start_step: int, run_id: str
+) -> list[Writer]:
     """The writers that [metrics] enables; they drop records after ``start_step`` from an earlier attempt of the run."""
     folder = Path(config.job.dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
     goes_back = start_step == config.checkpoint.load_step
     writers: list[Writer] = [JsonLinesWriter(folder / METRICS_FILE, start_step, run_id, goes_back)]
+    trackers = config.metrics.tensorboard or config.metrics.wandb or config.metrics.mlflow
+    name, facts = run_name(config, layout), run_facts(config, model, layout) if trackers else {}
     if config.metrics.tensorboard:
-        writers.append(TensorBoardWriter(folder / "tensorboard", start_step))
+        writers.append(TensorBoardWriter(folder / "tensorboard", start_step, facts))
     if config.metrics.wandb:
-        writers.append(WandbWriter(config, folder, run_id))
+        writers.append(WandbWriter(config, folder, run_id, name, facts))
+    if config.metrics.mlflow:
+        writers.append(MLflowWriter(config, run_id, name, facts))
     return writers
 
 
-def check_wandb(metrics: Metrics) -> None:
-    """Refuse a run in which wandb would prompt for a key."""
+def grouped(key: str) -> str:
+    """The name that trackers show a figure under, such as train/loss, validation/loss and throughput/mfu_model."""
+    if key.startswith("validation_"):
+        return key.replace("_", "/", 1)
+    return key if "/" in key else f"{_groups().get(key, 'train')}/{key}"
+
+
+@cache
+def _groups() -> dict[str, str]:
+    # These need torch, without which settings are checked.
+    from titan_like.metrics.timeline_report import TimelineFigures
+    from titan_like.parallel.expert_balance import FIGURES
+
+    rates = "step_time_s", "data_time_s", *(one.name for one in fields(Throughput))
+    timeline = [one.name for one in fields(TimelineFigures)]
+    groups = {"throughput": rates, "timeline": timeline, "experts": FIGURES, "memory": ["peak_memory_bytes"]}
+    return {key: group for group, keys in groups.items() for key in keys}
+
+
+def check_trackers(metrics: Metrics) -> None:
+    """Refuse a run in which wandb would prompt for a key, or MLflow cannot be used."""
+    if metrics.mlflow:
+        require(find_spec("mlflow"), "metrics.mlflow", True, "needs MLflow: pip install mlflow")
+        from mlflow.tracking import MlflowClient
+
+        try:
+            MlflowClient()
+        except Exception as error:  # MLflow has many kinds
+            raise ConfigError("metrics.mlflow", True, f"{first_line(error)}; set MLFLOW_TRACKING_URI") from None
     if metrics.wandb and metrics.wandb_mode == "online" and not _wandb_key_configured():
         problem = 'no wandb key is configured; run "wandb login", set WANDB_API_KEY or use "offline"'
         raise ConfigError("metrics.wandb_mode", metrics.wandb_mode, problem)
@@ -102,22 +143,24 @@ class JsonLinesWriter:
 
 
 class TensorBoardWriter:
-    """Writes TensorBoard scalars under the same keys, as long as its files can be written."""
+    """Writes TensorBoard scalars, and the run's facts as text, as long as its files can be written."""
 
-    def __init__(self, folder: Path, start_step: int) -> None:
+    def __init__(self, folder: Path, start_step: int, facts: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder, self._problems = folder, list[str]()
         self._writer: Any = None
         with self._reported():
             self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
+            text = json.dumps(facts, indent=2, default=str)  # Markdown shows what is indented as it is
+            self._writer.add_text("configuration", f"    {text}".replace("\n", "\n    "), start_step)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Record numbers of the step."""
         with self._reported():
             for key, value in values.items() if self._writer is not None and not self._problems else ():
                 if value is not None:
-                    self._writer.add_scalar(key, value, step)
+                    self._writer.add_scalar(grouped(key), value, step)
 
     def close(self) -> None:
         """Flush to disk."""
@@ -132,7 +175,7 @@ class TensorBoardWriter:
 class WandbWriter:
     """Logs to wandb under the run's own id, so that a resumed job continues the same run there."""
 
-    def __init__(self, config: JobConfig, folder: Path, run_id: str) -> None:
+    def __init__(self, config: JobConfig, folder: Path, run_id: str, name: str, facts: Mapping[str, Any]) -> None:
         import wandb
 
         mode: Literal["online", "offline"] | None
@@ -144,26 +187,72 @@ class WandbWriter:
             mode = "online" if _wandb_key_configured() else "offline"
         self._run = wandb.init(
             project=config.metrics.wandb_project,
-            name=config.job.description or None,
+            name=name,
+            notes=config.job.description or None,
             id=run_id,
             resume="allow",
             mode=mode,
             dir=str(folder),
-            config=config.model_dump(mode="json"),
+            config=dict(facts),
+            allow_val_change=True,  # a resumed run may have another layout
         )
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Log values of the step."""
-        self._run.log({key: value for key, value in values.items() if value is not None}, step=step)
+        self._run.log({grouped(key): value for key, value in values.items() if value is not None}, step=step)
 
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
 
 
-Writer = (
-    JsonLinesWriter | TensorBoardWriter | WandbWriter
-)  # each receives the steps in order; a validation adds values to the last
+class MLflowWriter:
+    """Logs to MLflow. A run that goes on is found there by its id."""
+
+    def __init__(self, config: JobConfig, run_id: str, name: str, facts: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+        from mlflow.tracking import MlflowClient
+
+        self._client, title = MlflowClient(), os.environ.get("MLFLOW_EXPERIMENT_NAME", "titan_like")
+        known = self._client.get_experiment_by_name(title)
+        experiment = known.experiment_id if known else self._client.create_experiment(title)
+        found = self._client.search_runs([experiment], f"tags.`{_RUN_TAG}` = '{run_id}'")
+        if found:
+            self._run = found[0].info.run_id
+            return
+        tags = {_RUN_TAG: run_id, "mlflow.note.content": config.job.description}
+        self._run = self._client.create_run(experiment, run_name=name, tags=tags).info.run_id
+        params = [Param(key, str(value)) for key, value in _flat(facts)]
+        for first in range(0, len(params), _MLFLOW_PARAMS):
+            self._client.log_batch(self._run, params=params[first : first + _MLFLOW_PARAMS])
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Log values of the step."""
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        metrics = [Metric(grouped(key), value, now, step) for key, value in values.items() if value is not None]
+        self._client.log_batch(self._run, metrics=metrics)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._client.set_terminated(self._run)
+
+
+_RUN_TAG = "titan_like.run_id"
+_MLFLOW_PARAMS = 100  # in one request
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+# Each receives the steps in order; a validation adds values to the last.
+Writer = JsonLinesWriter | TensorBoardWriter | WandbWriter | MLflowWriter
 
 
 def _wandb_key_configured() -> bool:

@@ -17,7 +17,7 @@ from titan_like.config.schema import Float8, JobConfig, Parallelism
 from titan_like.data.batch_size import NO_EPOCHS, check_length, check_rampup, rampup_batch_sizes
 from titan_like.data.registry import find_dataset
 from titan_like.metrics.devices import find_device
-from titan_like.metrics.writers import check_wandb
+from titan_like.metrics.writers import check_trackers
 from titan_like.models.config import NUM_OPTIONS, TransformerConfig, WithExperts
 from titan_like.models.registry import model_config
 from titan_like.optim.registry import check_optimizer
@@ -119,7 +119,7 @@ def resolve_settings(config: JobConfig, world_size: int | None = None) -> Settin
         *_errors_of([lambda: found.update(model=model_config(config.model))]),
         *_errors_of([lambda: found.update(layout=resolve_layout(config.parallelism, processes))]),
         *broken_rules(config, found["model"], found["layout"]),
-        *_errors_of([lambda: check_wandb(config.metrics), lambda: _check_float8(config)]),
+        *_errors_of([lambda: check_trackers(config.metrics), lambda: _check_float8(config)]),
         *_errors_of([lambda: config.cluster.gpu and find_device(config.cluster.gpu)]),
     ]
     if errors:

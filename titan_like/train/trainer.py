@@ -20,9 +20,9 @@ from titan_like.data.batch_size import global_batch_size_at
 from titan_like.data.lengths import sample_length
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.tokenizer import describe_vocabulary
-from titan_like.metrics.console import format_log_line, format_sources
+from titan_like.metrics.console import LineContext, format_log_line, format_sources
 from titan_like.metrics.flops import ThroughputMeter
-from titan_like.metrics.hardware import device_name, peak_memory_bytes, peak_tflops
+from titan_like.metrics.hardware import device_name, memory_bytes, peak_memory_bytes, peak_tflops
 from titan_like.metrics.profiling import StepProfiler
 from titan_like.metrics.record import StepRecord, named_losses
 from titan_like.metrics.run_files import METRICS_FILE, lacks_validation
@@ -77,14 +77,14 @@ class Trainer(ValidatedState):
         self.misses_validation = validates and self._largest(misses) > 0
         # TensorBoard would drop what other files have of later steps, and reads files by the clock in their names.
         writes = dist.get_rank() == 0 and (self.step < self.total_steps or self.misses_validation)
-        self.writers = build_writers(config, self.step, self.run_id) if writes else []
+        self.writers = build_writers(config, run.model, run.layout, self.step, self.run_id) if writes else []
         self.callback = callback
         peak_name = config.cluster.gpu or device_name(run.device)
         peak = peak_tflops(peak_name, config.training.dtype)
-        length = sample_length(config, run.model)
-        self.meter = ThroughputMeter(
-            run.model, length.encoder, config.activation_checkpoint, dist.get_world_size(), peak, length.decoder
-        )
+        length, devices = sample_length(config, run.model), dist.get_world_size()
+        flops = config.activation_checkpoint, devices, peak, length.decoder
+        self.meter = ThroughputMeter(run.model, length.encoder, *flops)
+        self.line = LineContext(config.training.seq_len, devices, run.device.type, memory_bytes(run.device))
         self.observer.attach(self)
 
     def train(self) -> None:
@@ -238,7 +238,8 @@ class Trainer(ValidatedState):
         noticed[1].fill_(self.saver.is_writing)
         if dist.get_world_size() > 1:
             dist.all_reduce(noticed, op=dist.ReduceOp.MAX)
-        if self._logs(self.step + 1) or self.step + 1 == self.total_steps:
+        logs = self._logs(self.step + 1) or self.step + 1 == self.total_steps
+        if logs and self.config.metrics.log_format == "megatron":
             num_zeros = self.gradients_counted.count_zeros()
         else:
             num_zeros = torch.full_like(loss, math.nan)
@@ -326,8 +327,8 @@ class Trainer(ValidatedState):
         self.console.add(record)
         self.unlogged.append(record)
         if logs:
-            seq_len, seconds_left = self.config.training.seq_len, self.console.seconds_left()
-            self.console.print(format_log_line(self.unlogged, self.total_steps, seq_len, seconds_left))
+            context = self.line._replace(total_steps=self.total_steps, seconds_left=self.console.seconds_left())
+            self.console.print(format_log_line(self.unlogged, self.config.metrics.log_format, context))
             self.unlogged.clear()
             if record.sources:
                 self.console.print(format_sources(record.sources))
@@ -372,7 +373,8 @@ class Trainer(ValidatedState):
         self.losses.count(record.step, record.loss, skipped=True)
         for writer in self.writers:
             writer.close()
-        self.writers = build_writers(self.config, self.step, self.run_id) if self.writers else []
+        of_run = self.config, self.run.model, self.run.layout
+        self.writers = build_writers(*of_run, self.step, self.run_id) if self.writers else []
         self.console.print(
             f" the loss of step {record.step} is a spike ({record.loss:.6g}): went back to step {self.step} and "
             f"skipped samples {left_out.start} to {left_out.stop - 1}"

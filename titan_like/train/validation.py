@@ -61,16 +61,16 @@ class ValidatedState(TrainingState):
         except Stopped:
             self.model.train()
             self.model.free_gathered_parameters()
-            self.console.print(f" a signal leaves the validation at iteration {self.step} to the resumed run")
+            self.console.print(f" a signal leaves the validation at step {self.step} to the resumed run")
             return
-        values, figures = dict(evaluation), evaluation
+        values = dict(evaluation)
         for split, (loss, terms) in losses.items():
-            named, suffix = named_losses(self.run.model.predictions, terms), split.removeprefix("validation")
-            values |= {f"validation_loss{suffix}": loss, **{f"validation_{n}{suffix}": x for n, x in named.items()}}
-            if suffix:
-                named = {f"{name} of {suffix[1:]}": term for name, term in (named or {"lm_loss": loss}).items()}
-            self.console.print(format_validation(self.step, loss, named, figures))
-            figures = {}
+            suffix, named = split.removeprefix("validation"), named_losses(self.run.model.predictions, terms)
+            found = {f"validation_{name}{suffix}": value for name, value in {"loss": loss, **named}.items()}
+            self.console.print(format_validation(self.step, found))
+            values |= found
+        if evaluation:
+            self.console.print(format_validation(self.step, evaluation))
         for writer in self.writers:
             writer.write(self.step, values)
 

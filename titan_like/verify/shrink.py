@@ -172,7 +172,7 @@ def shrink(
         "job": Job(seed=config.job.seed),
         "evaluation": Evaluation(interval=2, steps=1),  # the held-out samples would fill two batches
         "checkpoint": config.checkpoint.model_copy(update=_NO_CHECKPOINTS),
-        "metrics": Metrics(log_interval=1),
+        "metrics": Metrics(log_interval=1, log_format="megatron"),
         "health": Health(),
         "profiling": Profiling(),
         "cluster": Cluster(),
