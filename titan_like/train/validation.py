@@ -63,14 +63,13 @@ class ValidatedState(TrainingState):
             self.model.free_gathered_parameters()
             self.console.print(f" a signal leaves the validation at iteration {self.step} to the resumed run")
             return
-        values, figures = dict(evaluation), evaluation
+        values = dict(evaluation)
         for split, (loss, terms) in losses.items():
             named, suffix = named_losses(self.run.model.predictions, terms), split.removeprefix("validation")
             values |= {f"validation_loss{suffix}": loss, **{f"validation_{n}{suffix}": x for n, x in named.items()}}
             if suffix:
                 named = {f"{name} of {suffix[1:]}": term for name, term in (named or {"lm_loss": loss}).items()}
-            self.console.print(format_validation(self.step, loss, named, figures))
-            figures = {}
+            self.console.print(format_validation(self.step, loss, named, evaluation if split == splits[0] else {}))
         for writer in self.writers:
             writer.write(self.step, values)
 
