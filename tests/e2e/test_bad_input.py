@@ -36,7 +36,7 @@ CASES = (
     """
 --job.config_file a.toml b.toml => job.config_file ; a.toml ; path of one TOML file
 --job.config_file=none => job.config_file = (not set) ; --job.config_file debug_gpt
---training.steps=none => training.steps | samples | tokens = (not set) ; set exactly one
+--training.steps=none => training.steps | samples | tokens | epochs = (not set) ; set exactly one
 --training.tokens=999 => 'steps': 5, 'tokens': 999 ; set exactly one
 --training.global_batch_size=5 => training.global_batch_size = 5 ; 2 × 1 = 2 ; use a multiple such as 4 or 6
 --training.reduce_dtype=bfloat16 => training.reduce_dtype ; "bfloat16" ; set it to "float32"

@@ -53,7 +53,6 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 # validation sets
 1 '--evaluation.sets={name="a/b", paths="x"}' --evaluation.interval=1 => evaluation.sets.name = "a/b" ; letters, digits
 1 '--evaluation.sets=[{name="a", paths="x"}, {name="a", paths="y"}]' --evaluation.interval=1 => "a": names two sets
-1 '--evaluation.sets={name="a", paths=[]}' --evaluation.interval=1 => evaluation.sets.a.paths ; name some
 1 '--evaluation.sets={name="a", paths="x"}' => evaluation.sets = ['a'] ; set evaluation.interval
 # optimizers
 1 '--optimizer.betas=[0.9, 1.0]' => optimizer.betas ; below 1

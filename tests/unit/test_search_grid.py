@@ -152,7 +152,7 @@ BAD_OPTIONS = """
 --processes 2 --grid g.toml --top 3 => give --grid or --top
 --processes 2,x => must be whole numbers
 --processes 2 --steps 0 => --steps = 0
---processes 2 --top 2 --training.steps=none => set exactly one of the three
+--processes 2 --top 2 --training.steps=none => set exactly one of the four
 --grid none.toml => no such file
 --processes 4 --top 1 --profile titan_h100 --training.global_batch_size=3 \
 --parallelism.data_parallel_shard_degree=4 => no layout is valid

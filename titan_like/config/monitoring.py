@@ -61,9 +61,7 @@ class ValidationSet(Section):
     """Held-out data with a validation loss of its own."""
 
     name: str = Field(description="letters, digits and . _ - ; metrics.jsonl has validation_loss/NAME")
-    paths: PathList = Field(
-        description="as data.paths; read as data.dataset (stdlib: as text), and all of it is held out"
-    )
+    paths: PathList = Field(description="as data.paths, read as data.dataset is (stdlib: as text); all is held out")
 
 
 class Evaluation(Section):

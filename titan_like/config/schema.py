@@ -152,9 +152,7 @@ class Training(Section):
     steps: StepNumber | None = option(None, "length of the run in optimizer steps")
     samples: Samples | None = option(None, "length of the run in samples", gt=0)
     tokens: int | None = option(None, "length of the run in tokens", gt=0, le=10**18)  # below 2⁶³
-    epochs: float | None = option(
-        None, "length of the run in passes over the training samples, or a fraction of one", gt=0, le=10**6
-    )
+    epochs: float | None = option(None, "length of the run in passes over its data, such as 1.5", gt=0, le=10**6)
     batch_size_rampup: list[Samples] | None = option(
         None, "[start, increment, samples]: grow the batch linearly from start to global_batch_size over these samples"
     )

@@ -33,8 +33,7 @@ def check_length(training: Training) -> None:
 
 
 def in_samples(training: Training, epoch: int) -> Training:
-    """Settings whose ``samples`` are those of ``epochs``, if that is the length, on data of ``epoch`` samples (0:
-    unknown). Part of a sample is rounded, and there is at least one.
+    """Settings whose ``samples``, at least one, are those of ``epochs``, if an ``epoch`` has that many (0: unknown).
 
     The run takes as many steps as hold all of them, as with Hugging Face's Trainer: the next epoch's first samples fill
     up the last batch.
@@ -78,10 +77,7 @@ def _rampup(training: Training, consumed: int) -> Iterator[tuple[int, int | None
 
 
 def _walk(training: Training, consumed: int, steps: int | None, samples: int | None) -> tuple[int, int]:
-    """(steps, samples) from ``consumed`` on, as many as ``steps``, or as whole batches of ``samples`` allow.
-
-    If they are those of `training.epochs`, the last batch may hold more.
-    """
+    """(steps, samples) from ``consumed`` on: ``steps``, or the whole batches that ``samples`` fill (epochs: begin)."""
     total_steps = total_samples = 0
     for size, length in _rampup(training, consumed):
         left = (samples or 0) - total_samples
@@ -98,12 +94,11 @@ def total_steps(training: Training, step: int = 0, consumed: int = 0) -> int:
     """Number of optimizer steps in the whole run, which has taken ``step`` steps and ``consumed`` samples so far.
 
     It is ``steps``, or as many full batches more as ``samples`` or ``tokens`` allow, whatever batches came before.
-    Epochs whose samples are not known yet count as one step more.
     """
     if training.steps is not None:
         return training.steps
     if training.epochs is not None and training.samples is None:
-        return step + 1
+        return step + 1  # or more: the data is not open yet
     total = training.samples if training.samples is not None else (training.tokens or 0) // training.seq_len
     return step + _walk(training, consumed, None, max(0, total - consumed))[0]
 

@@ -36,9 +36,9 @@ _MOST_NAMED = 6  # files in a line of the log
 
 
 def find_files(paths: list[str], key: str, no_text: str = "", split: str = "train") -> list[Path]:
-    """The files that paths mean, each once. Only records are wanted if ``no_text`` says what is wrong with text.
+    """The files that paths mean, each once; of folders with several splits, those of ``split``.
 
-    Of folders with several splits, ``split`` is meant.
+    Only records are wanted if ``no_text`` says what is wrong with text.
 
     Raises a `ConfigError` if a path means no file, or one that cannot be read; ``key`` is the setting to blame.
     """

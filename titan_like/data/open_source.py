@@ -10,7 +10,7 @@ import torch
 
 from titan_like.config.entry_points import load_entry
 from titan_like.config.errors import ConfigError, require
-from titan_like.config.schema import HELD_OUT, JobConfig
+from titan_like.config.schema import HELD_OUT, Data, JobConfig
 from titan_like.data.batch import Batch
 from titan_like.data.batch_size import NO_EPOCHS
 from titan_like.data.blend import BlendedSource, shares_of
@@ -50,17 +50,21 @@ def open_data(config: JobConfig, model: TransformerConfig) -> dict[str, Source]:
     problem += '"sentence_order", or write the data with scripts/preprocess_data.py'
     require(not is_stream or objective != "next_sentence", "data.sentence_objective", objective, problem)
     for one in config.evaluation.sets:
-        section = config.data.model_copy(update={"paths": one.paths, "split": HELD_OUT})
-        section = section.model_copy(update={"dataset": section.dataset.replace("stdlib", "text")})
         key = f"evaluation.sets.{one.name}.paths"
         try:
-            source = open_source(replace(request, split="validation", section=section))
+            source = open_source(replace(request, split="validation", section=held_out(config.data, one.paths)))
         except ConfigError as error:
             error.args = (str(error).replace("data.paths", key, 1),)
             raise
         require(len(source) > 0, key, one.paths, "has no whole sample of training.seq_len; give it more data")
         sources[f"validation/{one.name}"] = source
     return sources
+
+
+def held_out(section: Data, paths: list[Any]) -> Data:
+    """[data] of one of `evaluation.sets`, of which no part is for training."""
+    dataset = "text" if section.dataset == "stdlib" else section.dataset
+    return section.model_copy(update={"dataset": dataset, "paths": paths, "split": HELD_OUT})
 
 
 def open_source(request: DataRequest) -> Source:

@@ -76,9 +76,7 @@ Shard = LocalShard | HubShard  # a sequence of records that is read on its own
 
 
 def find_shards(paths: list[str], split: str = "train") -> tuple[list[Shard], str]:
-    """The shards that `data.paths` names, in a fixed order, and a digest of their names, sizes and samples of content.
-
-    Of what has several splits, ``split`` is meant.
+    """The shards that paths name, if need be of ``split`` alone, in a fixed order, and a digest of names and content.
 
     Raises:
         ConfigError: a path names nothing or a file of another kind, or the hub cannot provide a dataset.

@@ -27,7 +27,7 @@ from titan_like.data.blend import shares_of
 from titan_like.data.files import named_paths
 from titan_like.data.indexed import prefix_of
 from titan_like.data.masks import masks_of
-from titan_like.data.open_source import open_data
+from titan_like.data.open_source import held_out, open_data
 from titan_like.data.packed import corpus_files, corpus_folder, corpus_job, split_weights
 from titan_like.data.tokenizer import describe_vocabulary, is_on_hub, tokenizer_files, tokenizer_of
 from titan_like.evaluate.tasks import named_tasks
@@ -297,8 +297,8 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> tuple[JobConfi
     if section.dataset not in DATASETS:  # only the class of a user's own dataset can count it
         return _counted(config, model)
     split_weights(section.split)
-    shares = shares_of(section.paths)
-    sources = [section.model_copy(update={"paths": share.paths}) for share in shares]
+    sections = [section, *(held_out(section, one.paths) for one in config.evaluation.sets)]
+    sources = [one.model_copy(update={"paths": share.paths}) for one in sections for share in shares_of(one.paths)]
     if section.dataset in ("text", "conversations") and not section.paths:
         corpus_files(section)  # raises ConfigError
     spec = section.tokenizer
@@ -306,8 +306,8 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> tuple[JobConfi
     if section.tokenizer.startswith("gpt2:") and len(named) != 2:
         tokenizer_of(section)  # raises ConfigError
     absent = [str(path) for path in named if file_problem(path) == "does not exist"]
-    if section.dataset != "stdlib":
-        absent += [name for source in sources for name in source.paths if _is_absent(name, section.dataset)]
+    files = [name for source in sources if source.dataset != "stdlib" for name in source.paths]
+    absent += [name for name in files if _is_absent(name, section.dataset)]
     if absent:
         return config, f"not looked at: {', '.join(absent)} {'is' if len(absent) == 1 else 'are'} not on this machine"
     if section.dataset == "indexed":

@@ -194,13 +194,10 @@ def _check_evaluation(config: JobConfig) -> None:
     problem = "are scored at each validation, but there is none; set evaluation.interval"
     for key, value in (("datasets", section.datasets), ("sets", names)):
         require(not value or section.interval, f"evaluation.{key}", value, problem)
-    for one in section.sets:
+    for name in names:
         problem = "must be letters, digits, dots, hyphens and underscores, and begin with a letter or a digit"
-        require(re.fullmatch(r"[A-Za-z0-9][\w.-]*", one.name, re.ASCII), "evaluation.sets.name", one.name, problem)
-        problem = "names two sets; give each a name of its own"
-        require(names.count(one.name) == 1, "evaluation.sets.name", one.name, problem)
-        problem = "needs files, as data.paths does; name some"
-        require(one.paths, f"evaluation.sets.{one.name}.paths", None, problem)
+        require(re.fullmatch(r"[A-Za-z0-9][\w.-]*", name, re.ASCII), "evaluation.sets.name", name, problem)
+        require(names.count(name) == 1, "evaluation.sets.name", name, "names two sets; give each a name of its own")
 
 
 def _check_tasks(config: JobConfig, model: TransformerConfig) -> None:

@@ -139,8 +139,6 @@ def shrink(
     ramping = num_steps - 1  # steps with half a batch, so that resumed runs still have some before them
     samples = (2 * total - ramping if ramps else total) * batch
     lengths = {"steps": total, "samples": samples, "tokens": samples * seq_len}
-    if training.epochs is not None:
-        training = training.model_copy(update={"samples": samples})  # which is what the epochs of a run become
     values: dict[str, Any] = {
         "model.flavor": FLAVOR,
         "model.flavors": {FLAVOR: fields},
@@ -150,7 +148,7 @@ def shrink(
         "training.global_batch_size": 2 * batch if ramps else batch,
         "training.batch_size_rampup": [batch, batch, ramping * batch] if ramps else None,
         **{f"training.{unit}": n for unit, n in lengths.items() if getattr(training, unit) is not None},
-        "training.epochs": None,
+        **({} if training.epochs is None else {"training.epochs": None, "training.samples": samples}),
         "training.max_norm": min(config.training.max_norm, _MAX_NORM),
         "optimizer.lr": _LEARNING_RATE,
         "optimizer.matrix_lr": matrix_lr and matrix_lr * _LEARNING_RATE / config.optimizer.lr,
