@@ -112,7 +112,7 @@ def check_writable(key: str, folder: Path, make: bool) -> None:
             probe.write_bytes(b"")
             probe.unlink()
         except OSError as error:
-            problem = f"cannot be written to ({error.strerror}); name a folder that you may write to"
+            problem = f"cannot be written to ({error.strerror}); correct the URL, the credentials or the network"
             raise ConfigError(key, str(folder), problem) from None
         return
     try:

@@ -26,6 +26,7 @@ from titan_like.checkpoint.step_folders import (
 )
 from titan_like.config.errors import ConfigError, RunError, first_line, require
 from titan_like.config.schema import Data, TokenOptions
+from titan_like.config.urls import StorageError
 from titan_like.models.hugging_face import family_module
 from titan_like.models.registry import config_class
 from titan_like.optim.optimizer import FusedAdamW
@@ -186,6 +187,8 @@ def unreadable(path: Path) -> str | None:
     try:
         read_run_state(path)
         TensorReader(path).read_metadata()
+    except StorageError:  # which does not mean damage: the job ends, rather than go on from an older checkpoint
+        raise
     except Exception as error:  # whatever a damaged file raises
         return first_line(error)
     return None

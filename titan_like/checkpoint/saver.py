@@ -28,12 +28,12 @@ from titan_like.checkpoint.step_folders import (
     checkpoint_path,
     complete_checkpoint,
     flush,
+    sweep,
     unfinished_path,
 )
 from titan_like.config.errors import first_line
 from titan_like.config.schema import Checkpoint as CheckpointSection
 from titan_like.config.urls import RemotePath
-from titan_like.data.unfinished import remove
 from titan_like.optim.shards import local
 
 Tensors = dict[str, torch.Tensor]
@@ -186,7 +186,6 @@ class Saver:
 
     def _write(self, tensors: Tensors, run: RunState) -> str | None:
         """Why the checkpoint could not be written, the same on every rank; None if it was."""
-        unfinished = unfinished_path(self.folder, run.step)
         problem = self._of_weights(tensors)
         if problem is None:
             problem = self._on_first_rank(partial(begin_checkpoint, self.folder, run.step))
@@ -194,7 +193,7 @@ class Saver:
             try:
                 mark = [uuid4().hex]
                 dist.broadcast_object_list(mark, src=0, group=self._group)
-                writer = TensorWriter(unfinished, mark[0])
+                writer = TensorWriter(unfinished_path(self.folder, run.step), mark[0])
                 dcp.save(tensors, storage_writer=writer, process_group=self._group)
             except CheckpointException as error:  # raised on every rank
                 problem = self._explained(first_failure(error), tensors)
@@ -203,7 +202,7 @@ class Saver:
             keep = self.keep_latest if run.consecutive_skips == 0 else 0
             problem = self._on_first_rank(partial(complete_checkpoint, self.folder, run, keep, self.files))
         if problem is not None:
-            self._on_first_rank(partial(remove, unfinished))
+            self._on_first_rank(partial(sweep, self.folder))
         return problem
 
     def _explained(self, problem: str, tensors: Tensors) -> str:

@@ -150,12 +150,11 @@ def _as_json(numbers: dict[str, Any]) -> str:
 def begin_checkpoint(folder: Path, step: int) -> None:
     """Create the folder of an unfinished checkpoint. One process calls it while no other writes to the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    if isinstance(folder, RemotePath) and is_complete(
-        checkpoint_path(folder, step)
-    ):  # a run that went back passes it again
-        _withdraw(checkpoint_path(folder, step))
+    path = unfinished_path(folder, step)
+    if isinstance(path, RemotePath) and is_complete(path):  # a run that went back passes this step again
+        _withdraw(path)
     sweep(folder)
-    unfinished_path(folder, step).mkdir(exist_ok=True)
+    path.mkdir(exist_ok=True)
 
 
 def complete_checkpoint(folder: Path, run: RunState, keep_latest: int, files: dict[str, bytes]) -> None:

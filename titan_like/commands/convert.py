@@ -16,7 +16,7 @@ from titan_like.config.errors import require
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, tokenizer_option, url_option
 from titan_like.config.section import dtype_name
-from titan_like.config.urls import path_of
+from titan_like.config.urls import RemotePath, path_of
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -89,11 +89,10 @@ def check_new(output: Path) -> None:
     """Refuse a folder that exists and is not empty, or that cannot be created."""
     from titan_like.checkpoint.checks import check_writable
 
-    is_new = not os.path.islink(str(output)) and (
-        not output.exists() or (output.is_dir() and not any(output.iterdir()))
-    )
+    is_link = os.path.islink(str(output))
+    is_new = not is_link and (not output.exists() or (output.is_dir() and not any(output.iterdir())))
     require(is_new, "--output", str(output), "already exists; name a new folder")
-    check_writable("--output", output.parent, make=False)
+    check_writable("--output", output if isinstance(output, RemotePath) else output.parent, make=False)
 
 
 run = partial(run_command, main)

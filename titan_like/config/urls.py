@@ -75,11 +75,30 @@ class RemotePath(PosixPath):
             names = {name.rstrip("/") for name in system.ls(path, detail=False)} - {path.rstrip("/")}
         return (self / name.rpartition("/")[2] for name in sorted(names))
 
-    def open(self, mode: str = "r", _: int = -1, encoding: str | None = None, *__: Any, **___: Any) -> IO[Any]:  # type: ignore[override]
-        """A file. Reading takes one request each time, except for the first 64 KiB, which are kept."""
-        kept = {"cache_type": "first", "block_size": 2**16} if "r" in mode else {}
+    def open(self, mode: str = "rb", *_: Any, **__: Any) -> IO[Any]:  # type: ignore[override]
+        """A file of bytes. Reading takes one request each time, except for the first 64 KiB, which are kept."""
+        kept = {"cache_type": "first", "block_size": 2**16} if mode == "rb" else {}
         with self.storage() as (system, path):
-            return system.open(path, mode, **kept, **({} if "b" in mode else {"encoding": encoding}))
+            return system.open(path, mode, **kept)
+
+    def read_bytes(self) -> bytes:
+        """The content of a file."""
+        with self.storage() as (system, path):
+            return system.cat_file(path)
+
+    def read_text(self, *_: Any, **__: Any) -> str:
+        """The content of a file in UTF-8."""
+        return self.read_bytes().decode("utf-8")
+
+    def write_bytes(self, data: Any) -> int:
+        """Write a whole file at once."""
+        with self.storage() as (system, path):
+            system.pipe_file(path, data)
+        return len(data)
+
+    def write_text(self, data: str, *_: Any, **__: Any) -> int:
+        """Write a whole file at once, in UTF-8."""
+        return self.write_bytes(data.encode("utf-8"))
 
     def mkdir(self, *_: Any, **__: Any) -> None:
         """Nothing: a folder is there once something is in it."""
