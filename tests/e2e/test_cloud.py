@@ -86,7 +86,8 @@ def test_a_run_on_object_storage(tmp_path: Path, environment: dict[str, str], ca
     """Data, checkpoints of two processes that one process resumes elsewhere, generation, export and import."""
     letters = random.Random(1)
     for name in ("a.txt", "deep/b.txt"):
-        RemotePath(f"s3://bucket/text/{name}").write_text("".join(letters.choices("abcd \n", k=20_000)))
+        text = "".join(letters.choices("abcd \n", k=20_000))
+        RemotePath(f"s3://bucket/text/{name}").write_bytes(text.encode())
     settings = [
         f"--job.config_file={REPO / 'train_configs/debug_gpt.toml'}", "--data.dataset=text",
         "--data.paths=s3://bucket/text", "--lr_scheduler.decay=constant", "--checkpoint.enable=true",
@@ -133,7 +134,7 @@ def test_only_a_checkpoint_with_its_marker_is_one() -> None:
 def test_copies_of_data_are_those_on_the_server(tmp_path: Path) -> None:
     data = path_of("memory://data/set")
     for name in ("a.jsonl", "b.jsonl", "c.idx", "c.bin"):
-        (data / name).write_text(name)
+        (data / name).write_bytes(name.encode())
 
     def contents(url: str) -> dict[str, str]:
         return {Path(path).name: Path(path).read_text() for path in local_paths([url], tmp_path)}
@@ -143,7 +144,7 @@ def test_copies_of_data_are_those_on_the_server(tmp_path: Path) -> None:
     assert local_paths(["x", str(data)], tmp_path)[0] == "x"
     (folder,) = map(Path, local_paths([str(data)], tmp_path))
     assert sorted(path.name for path in folder.iterdir()) == ["a.jsonl", "b.jsonl", "c.bin", "c.idx"]
-    (data / "a.jsonl").write_text("changed")
+    (data / "a.jsonl").write_bytes(b"changed")
     assert contents(f"{data}/a.jsonl") == {"a.jsonl": "changed"}
     with pytest.raises(ConfigError, match=r'data.paths = "memory://data/none": no such file or folder'):
         local_paths(["memory://data/none"], tmp_path)

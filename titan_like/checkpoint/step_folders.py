@@ -250,7 +250,7 @@ def written_aside(final: Path) -> Iterator[Path]:
 
 def write_durably(path: Path, text: str) -> None:
     """Write a file and wait until it is on disk."""
-    path.write_text(text, encoding="utf-8")
+    path.write_bytes(text.encode("utf-8"))
     flush(path)
 
 

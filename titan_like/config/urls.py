@@ -86,19 +86,11 @@ class RemotePath(PosixPath):
         with self.storage() as (system, path):
             return system.cat_file(path)
 
-    def read_text(self, *_: Any, **__: Any) -> str:
-        """The content of a file in UTF-8."""
-        return self.read_bytes().decode("utf-8")
-
     def write_bytes(self, data: Any) -> int:
         """Write a whole file at once."""
         with self.storage() as (system, path):
             system.pipe_file(path, data)
         return len(data)
-
-    def write_text(self, data: str, *_: Any, **__: Any) -> int:
-        """Write a whole file at once, in UTF-8."""
-        return self.write_bytes(data.encode("utf-8"))
 
     def mkdir(self, *_: Any, **__: Any) -> None:
         """Nothing: a folder is there once something is in it."""

@@ -15,7 +15,7 @@ from titan_like.config.errors import ConfigError, require
 from titan_like.config.urls import RemotePath, is_url
 from titan_like.data.unfinished import remove
 
-_ENDING = ".fetched"
+_ENDING, _PART = ".fetched", ".part"
 _VERSIONS = ("ETag", "etag", "blob_id", "LastModified", "last_modified", "mtime", "updated", "created")
 _TOGETHER = 16  # files that are copied at the same time
 _SMALL = ("*.json", "*.txt", "*.jinja", "additional_chat_templates/*.jinja")
@@ -60,16 +60,16 @@ def fetch(patterns: Sequence[str], key: str, cache: Path | None = None) -> list[
             folder.mkdir(parents=True, exist_ok=True)
             copies = {name: folder / name.lstrip("/") for name in files}
             with FileLock(f"{folder}.lock"):
-                missing = [
-                    name for name, file in copies.items() if not file.is_file() or file.stat().st_size != files[name][0]
-                ]
+                missing = [name for name, path in copies.items() if not path.is_file()]
                 for start in range(0, len(missing), _TOGETHER):
                     size = sum(files[name][0] for name in missing[start:])
                     about = f"fetching {url}: {len(missing) - start:,} files are left, {size / 1e6:,.0f} MB"
                     if size > 1e7:
                         print(about, file=sys.stderr, flush=True)
                     some = missing[start : start + _TOGETHER]
-                    system.get(some, [str(copies[name]) for name in some])
+                    system.get(some, [f"{copies[name]}{_PART}" for name in some])
+                    for name in some:
+                        os.replace(f"{copies[name]}{_PART}", copies[name])
                 is_same = not missing or _listed(system, patterns)[1] == files
                 if not is_same:
                     remove(folder)
@@ -92,5 +92,6 @@ def _listed(system: Any, patterns: Sequence[str]) -> tuple[list[str], dict[str, 
     for name, about in matches.items():
         files |= system.find(name, detail=True) if about["type"] == "directory" else {name: about}
     versions = {name: str(next(filter(None, map(about.get, _VERSIONS)), "")) for name, about in files.items()}
-    kept = {name: (files[name]["size"], versions[name]) for name in sorted(files) if not name.endswith("/")}
-    return [name.rstrip("/") for name in matches], kept
+    # Not an object that only marks a folder, nor one whose copy would be elsewhere.
+    kept = [name for name in sorted(files) if not name.endswith("/") and ".." not in name.split("/")]
+    return [name.rstrip("/") for name in matches], {name: (files[name]["size"], versions[name]) for name in kept}

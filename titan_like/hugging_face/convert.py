@@ -127,7 +127,8 @@ def to_hugging_face(
         ConfigError: transformers cannot represent the model, or tokenizer files are missing.
         RunError: the checkpoint is damaged.
     """
-    origin = read_origin(weights.path)
+    source = with_small_files(weights.path)
+    origin = read_origin(source)
     module = family_module(weights.family)
     try:
         fields = module.to_fields(weights.model)
@@ -141,7 +142,7 @@ def to_hugging_face(
     split = split_torch_state_dict_into_shards(empty, max_shard_size=most_bytes)
     first_dtype, architecture = next(iter(empty.values())).dtype, architecture_of(weights.model, fields["model_type"])
     with written_aside(output) as aside:
-        tokens = _write_tokens(weights, origin, tokenizer, aside)
+        tokens = _write_tokens(weights, source, origin, tokenizer, aside)
         config = _config(origin, fields, tokens, first_dtype, architecture)
         write_durably(aside / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         unfinished: dict[str, dict[str, torch.Tensor]] = {}
@@ -159,7 +160,9 @@ def to_hugging_face(
     return [output / file for file in split.filename_to_tensors]
 
 
-def _write_tokens(weights: CheckpointWeights, origin: Origin, tokenizer: str | None, folder: Path) -> dict[str, Any]:
+def _write_tokens(
+    weights: CheckpointWeights, source: Path, origin: Origin, tokenizer: str | None, folder: Path
+) -> dict[str, Any]:
     """Write the tokenizer and generation_config.json; returns what config.json says of special tokens in their place.
 
     What a source says of special tokens stays, except where the run's [data] says something else.
@@ -167,7 +170,6 @@ def _write_tokens(weights: CheckpointWeights, origin: Origin, tokenizer: str | N
     options = weights.data.token_options
     if tokenizer == NO_TOKENIZER:
         return {}
-    source = with_small_files(weights.path)
     stored, is_trained = tokenizer_in(source), weights.run.step > 0
     if tokenizer is not None or not origin.fields or (is_trained and weights.data.learns_bytes):
         return write_tokenizer(tokenizer or stored or weights.data.tokenizer, options, weights.model, folder)
