@@ -25,6 +25,7 @@ from titan_like.checkpoint.step_folders import (
     sweep,
 )
 from titan_like.config.errors import ConfigError, RunError, first_line, require
+from titan_like.config.paths import file_problem
 from titan_like.config.schema import Data, TokenOptions
 from titan_like.config.urls import StorageError
 from titan_like.models.hugging_face import family_module
@@ -242,7 +243,7 @@ def _update_copies(model: ParallelModel, optimizer: torch.optim.Optimizer | None
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder looks like one checkpoint."""
-    return (path / RUN_FILE).is_file()
+    return file_problem(path / RUN_FILE) is None
 
 
 def one_checkpoint(path: Path, key: str) -> Path:

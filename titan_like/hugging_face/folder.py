@@ -18,6 +18,7 @@ from safetensors import safe_open
 
 from titan_like.checkpoint.reader import is_file_name
 from titan_like.config.errors import ConfigError, first_line, printable, shortened
+from titan_like.config.paths import file_problem
 from titan_like.config.urls import RemotePath, path_of
 from titan_like.data.fetch import fetch
 from titan_like.data.special_tokens import CONFIG_FILE, read_json
@@ -109,7 +110,7 @@ def open_hugging_face(path: Path, key: str) -> HuggingFaceFolder:
 
 def is_hugging_face(path: Path) -> bool:
     """Whether a folder looks like a Hugging Face folder."""
-    return (path / CONFIG_FILE).is_file()
+    return file_problem(path / CONFIG_FILE) is None
 
 
 def slice_reader(tensors: dict[str, FileTensor]) -> ReadSlice:
