@@ -107,10 +107,12 @@ def newest_state(folder: Path, steps: list[int]) -> RunState | None:
 def check_writable(key: str, folder: Path, make: bool) -> None:
     """Refuse a folder that cannot be written to; ``key`` is the setting to blame. If ``make``, it is created."""
     if isinstance(folder, RemotePath):
+        probe = folder / f".probe-{uuid4().hex}"
         try:
-            probe = folder / f".probe-{uuid4().hex}"
-            probe.write_bytes(b"")
-            probe.unlink()
+            probe.exists()
+            if make:
+                probe.write_bytes(b"")
+                probe.unlink()
         except OSError as error:
             problem = f"cannot be written to ({error.strerror}); correct the URL, the credentials or the network"
             raise ConfigError(key, str(folder), problem) from None

@@ -92,7 +92,8 @@ def check_new(output: Path) -> None:
     is_link = os.path.islink(str(output))
     is_new = not is_link and (not output.exists() or (output.is_dir() and not any(output.iterdir())))
     require(is_new, "--output", str(output), "already exists; name a new folder")
-    check_writable("--output", output if isinstance(output, RemotePath) else output.parent, make=False)
+    is_remote = isinstance(output, RemotePath)
+    check_writable("--output", output if is_remote else output.parent, make=is_remote)
 
 
 run = partial(run_command, main)
