@@ -15,7 +15,7 @@ from tests.distributed.launch import base_config, collect, died, launch, start_g
 from tests.e2e.jobs import records, short, steps, train_on, wait_until
 from tests.e2e.scripts import REPO, run_here
 from titan_like.checkpoint.loader import CheckpointWeights
-from titan_like.checkpoint.step_folders import checkpoint_path, complete_steps, sweep
+from titan_like.checkpoint.step_folders import begin_checkpoint, checkpoint_path, complete_steps, sweep
 from titan_like.config import ConfigError, load_config
 from titan_like.config.urls import RemotePath, path_of
 from titan_like.data.fetch import local_paths
@@ -132,6 +132,8 @@ def test_only_a_checkpoint_with_its_marker_is_one() -> None:
     assert sweep(folder) == ["step-2"]
     assert [path.name for path in folder.iterdir()] == ["step-1", "step-3.copy", "y"]
     assert checkpoint_path(folder, 1).is_dir() and not checkpoint_path(folder, 2).exists()
+    begin_checkpoint(folder, 1)  # after going back; what it replaces must not look complete
+    assert not complete_steps(folder) and not checkpoint_path(folder, 1).exists()
 
 
 def test_copies_of_data_are_those_on_the_server(tmp_path: Path) -> None:
