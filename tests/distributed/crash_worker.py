@@ -203,3 +203,9 @@ def load_each(
             assert trainer.step == 1
             found[name, layout] = digest(trainer)
     return found
+
+
+def train_with(rank: int, variables: dict[str, str], *args: Any) -> None:
+    """`train` with environment variables."""
+    os.environ |= variables
+    train(rank, *args)

@@ -1,8 +1,10 @@
-"""A URL whose scheme nothing supports is no path: s3://bucket/x must not become a folder s3: on this machine."""
+"""A URL is no path on this machine: s3://bucket/x must not become a folder s3:. Some settings take those of fsspec."""
 
 import importlib
+import os
 import pkgutil
 import re
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
@@ -15,13 +17,15 @@ from titan_like.commands import plan
 from titan_like.config import ConfigError, JobConfig, load_config
 from titan_like.config.load import setting
 from titan_like.config.options import OptionParser, path_option, tokenizer_option
-from titan_like.config.section import OptionalPath, PathList, PathText, TokenizerText, options_of
+from titan_like.config.section import OptionalPath, OptionalUrl, PathList, PathText, TokenizerText, options_of
+from titan_like.config.urls import RemotePath
 from titan_like.evaluate.tasks import named_tasks
 from titan_like.models.registry import model_config
 from titan_like.planner.commands.outcome import toml_option
 
 URLS = ("s3://bucket/x", "hf://org/name", "file:///x", "gcs://b/*.jsonl", "simplecache::s3://b/x", "memory://x.toml")
 REFUSED = "is at {}://, which is not supported; name a path on this machine"
+BAD = ("file:///x", "simplecache::s3://b/x", "bucket://x")  # where URLs may stand
 
 
 def fields_of(table: type[BaseModel], name: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -34,8 +38,11 @@ def fields_of(table: type[BaseModel], name: str = "") -> Iterator[tuple[str, Fie
 
 
 KEYS = {key: field for key, field in fields_of(JobConfig) if "." in key}
-CHECKS = [get_args(kind)[1] for kind in (PathText, OptionalPath, PathList, TokenizerText)]
+CHECKS = [get_args(kind)[1] for kind in (PathText, OptionalPath, OptionalUrl, PathList, TokenizerText)]
 PATH_KEYS = [key for key, field in KEYS.items() if any(check in field.metadata for check in CHECKS)]
+URL_KEYS = {"checkpoint.folder", "checkpoint.initial_load_path", "data.paths"}
+URL_OPTIONS = {"convert": {"--checkpoint", "--input", "--output"}, "generate": {"--checkpoint"}}
+URL_OPTIONS["evaluate"] = URL_OPTIONS["generate"]
 NO_PATHS = {"data.dataset", "evaluation.datasets", "model.flavor"}  # whose descriptions say "files", among others
 IS_PATH = re.compile(r"\b(path|folder|file|directory)s?\b", re.IGNORECASE)
 COMMANDS = {name for _, name, _ in pkgutil.iter_modules(titan_like.commands.__path__)} - {"plan"}
@@ -55,8 +62,11 @@ def test_every_key_that_holds_a_path_has_the_type_of_one() -> None:
 
 @pytest.mark.parametrize("key", [key for key in PATH_KEYS if "[]" not in key])
 def test_a_url_is_no_path_in_a_setting(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BUCKET", "s3://bucket")
-    for given, url in [*((url, url) for url in URLS), ("$BUCKET/x", "s3://bucket/x")]:
+    monkeypatch.setenv("BUCKET", "file:/" if key in URL_KEYS else "s3:/")
+    for given, url in [
+        *((url, url) for url in (BAD if key in URL_KEYS else URLS)),
+        ("$BUCKET/x", os.environ["BUCKET"] + "/x"),
+    ]:
         with pytest.raises(ConfigError) as error:
             load_config([f"--{key}={given}"])
         assert str(error.value).startswith(f"{key} = ") and REFUSED.format(scheme(url)) in str(error.value)
@@ -67,15 +77,27 @@ def test_a_url_is_no_path_in_a_setting(key: str, monkeypatch: pytest.MonkeyPatch
 def test_what_only_looks_like_a_url_is_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
     for path in ("./s3://bucket/x", "s3:/bucket/x", "/a//b:c"):
         assert setting(load_config([f"--job.dump_folder={path}"]), "job.dump_folder") == path
-    monkeypatch.setattr("titan_like.config.paths.SCHEMES", ("s3",))
-    assert setting(load_config(["--checkpoint.folder=s3://b/x"]), "checkpoint.folder") == "s3://b/x"
-    with pytest.raises(ConfigError, match="gs://, which is not supported; name a path on this machine or s3://…"):
-        load_config(["--checkpoint.folder=gs://b/x"])
+
+
+@pytest.mark.parametrize("key", sorted(URL_KEYS))
+def test_settings_that_take_urls(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert setting(load_config([f"--{key}=memory://b/x"]), key) in ("memory://b/x", ["memory://b/x"])
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(ConfigError, match="is at gs://, which needs the package gcsfs; install it: pip install gcsfs"):
+        load_config([f"--{key}=gs://b/x"])
+
+
+def test_a_path_on_object_storage_is_none_of_this_machine() -> None:
+    path = RemotePath("s3://bucket/run") / "step-1"
+    assert (str(path), path.name, str(path.parent)) == ("s3://bucket/run/step-1", "step-1", "s3://bucket/run")
+    for function in (open, os.mkdir, os.listdir, os.path.exists):
+        with pytest.raises(TypeError, match="s3://bucket/run/step-1 is not on this machine"):
+            function(path)
 
 
 def test_paths_within_settings_are_none_either() -> None:
-    for given in ('["a", "s3://b/x"]', '[0.5, "a", 0.5, "s3://b/x"]'):
-        with pytest.raises(ConfigError, match=REFUSED.format("s3")):
+    for given in ('["a", "bucket://x"]', '[0.5, "a", 0.5, "bucket://x"]'):
+        with pytest.raises(ConfigError, match=REFUSED.format("bucket")):
             load_config(["--data.paths", given])
     with pytest.raises(ConfigError, match=REFUSED.format("s3")):
         load_config(["--data.tokenizer=gpt2:a.json,s3://b/merges.txt"])
@@ -115,7 +137,7 @@ def test_a_url_is_no_path_in_an_option(name: str, monkeypatch: pytest.MonkeyPatc
     options = [(parser, option) for parser in found for option in path_options(parser)]
     assert options
     for parser, option in options:
-        for url in URLS:
+        for url in BAD if option in URL_OPTIONS.get(name, ()) else URLS:
             with pytest.raises(ConfigError) as error:
                 parser.parse_known_args([f"{option}={url}"])
             assert option in str(error.value) and url in str(error.value), option

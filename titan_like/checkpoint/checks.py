@@ -7,6 +7,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from titan_like.checkpoint.changes import schedule_of
 from titan_like.checkpoint.step_folders import (
@@ -19,6 +20,7 @@ from titan_like.checkpoint.step_folders import (
 )
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.schema import Data, JobConfig
+from titan_like.config.urls import RemotePath
 from titan_like.data.tokenizer import build_tokenizer, tokenizer_in
 from titan_like.models.config import TransformerConfig
 from titan_like.optim.schedule import check_decay
@@ -105,6 +107,17 @@ def newest_state(folder: Path, steps: list[int]) -> RunState | None:
 
 def check_writable(key: str, folder: Path, make: bool) -> None:
     """Refuse a folder that cannot be written to; ``key`` is the setting to blame. If ``make``, it is created."""
+    if isinstance(folder, RemotePath):
+        probe = folder / f".probe-{uuid4().hex}"
+        try:
+            probe.exists()
+            if make:
+                probe.write_bytes(b"")
+                probe.unlink()
+        except OSError as error:
+            problem = f"cannot be written to ({error.strerror}); correct the URL, the credentials or the network"
+            raise ConfigError(key, str(folder), problem) from None
+        return
     try:
         if make:
             folder.mkdir(parents=True, exist_ok=True)
@@ -146,6 +159,8 @@ def check_schedule(config: JobConfig) -> None:
 
 def check_room(folder: Path, needed: int) -> None:
     """Refuse a checkpoint folder whose disk has no room for a checkpoint of ``needed`` bytes."""
+    if isinstance(folder, RemotePath):
+        return
     free = shutil.disk_usage(folder).free + leftover_bytes(folder)
     problem = f"a checkpoint takes {needed / 2**30:.3g} GiB, but the disk has {free / 2**30:.3g} GiB left"
     require(free >= needed, "checkpoint.folder", str(folder), f"{problem}; make room, or name a folder on another disk")

@@ -30,6 +30,7 @@ from titan_like.config.errors import require
 from titan_like.config.load import load_config, parse_overrides
 from titan_like.config.schema import JobConfig
 from titan_like.config.section import options_of
+from titan_like.config.urls import path_of
 from titan_like.data.batch import Batch
 from titan_like.data.tokenizer import Tokenizer, tokenizer_in, tokenizer_of
 from titan_like.models.config import TransformerConfig
@@ -67,7 +68,7 @@ def config_of_checkpoint(folder: str, settings: list[str]) -> JobConfig:
 
     The arguments and errors are those of `load`.
     """
-    path = one_checkpoint(Path(folder), "--checkpoint")
+    path = one_checkpoint(path_of(folder), "--checkpoint")
     step = parse_overrides(settings).get("checkpoint.load_step")
     if step is not None:
         path = checkpoint_path(path.parent, usable_steps(path.parent, step)[-1])

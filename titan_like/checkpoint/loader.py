@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +25,9 @@ from titan_like.checkpoint.step_folders import (
     sweep,
 )
 from titan_like.config.errors import ConfigError, RunError, first_line, require
+from titan_like.config.paths import file_problem
 from titan_like.config.schema import Data, TokenOptions
+from titan_like.config.urls import StorageError
 from titan_like.models.hugging_face import family_module
 from titan_like.models.registry import config_class
 from titan_like.optim.optimizer import FusedAdamW
@@ -187,6 +188,8 @@ def unreadable(path: Path) -> str | None:
     try:
         read_run_state(path)
         TensorReader(path).read_metadata()
+    except StorageError:  # which does not mean damage: the job ends, rather than go on from an older checkpoint
+        raise
     except Exception as error:  # whatever a damaged file raises
         return first_line(error)
     return None
@@ -240,7 +243,7 @@ def _update_copies(model: ParallelModel, optimizer: torch.optim.Optimizer | None
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder looks like one checkpoint."""
-    return os.path.isfile(path / RUN_FILE)
+    return file_problem(path / RUN_FILE) is None
 
 
 def one_checkpoint(path: Path, key: str) -> Path:
@@ -262,11 +265,11 @@ def problem_without_checkpoints(path: Path, cure: str) -> str:
     """What is at a path that is no folder of checkpoints, as the predicate of a sentence that ends with ``cure``."""
     if is_checkpoint(path):
         return f"is a checkpoint itself; leave out checkpoint.load_step, or name the folder {path.parent}"
-    if os.path.isfile(path / "config.json"):
+    if (path / "config.json").is_file():
         return "is a Hugging Face folder; convert it by scripts/convert.py from-hf and name what that writes"
-    if not os.path.isdir(path):
-        return f"{'is a file' if os.path.exists(path) else 'no such folder'}; {cure}"
-    names = sorted(os.listdir(path))
+    if not path.is_dir():
+        return f"{'is a file' if path.exists() else 'no such folder'}; {cure}"
+    names = sorted(file.name for file in path.iterdir())
     there = f"only {', '.join(names[:3])}{' and so on' if len(names) > 3 else ''}" if names else "it is empty"
     return f"holds no checkpoint ({there}); {cure}"
 

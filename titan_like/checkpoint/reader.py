@@ -106,7 +106,7 @@ class TensorReader(FileSystemReader):
         if self._metadata is not None:
             return self._metadata
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
-            metadata = _MetadataUnpickler(file).load()
+            metadata = _MetadataUnpickler(io.BytesIO(file.read())).load()
         _check_places(metadata)
         _check_pieces(metadata)
         if metadata.storage_meta is None:

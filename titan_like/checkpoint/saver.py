@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.tensor import DTensor
 
 from titan_like.checkpoint.loader import first_failure
@@ -26,10 +28,12 @@ from titan_like.checkpoint.step_folders import (
     checkpoint_path,
     complete_checkpoint,
     flush,
+    sweep,
     unfinished_path,
 )
 from titan_like.config.errors import first_line
 from titan_like.config.schema import Checkpoint as CheckpointSection
+from titan_like.config.urls import RemotePath
 from titan_like.optim.shards import local
 
 Tensors = dict[str, torch.Tensor]
@@ -67,6 +71,18 @@ class DurableFiles(FileSystem):
             yield stream
         if mode == "wb":  # not by torch's writer, which does not empty its own buffer before
             flush(path)
+
+
+class TensorWriter(FileSystemWriter):
+    """torch's writer of tensors, to files of one checkpoint with the ``mark``; see `DurableFiles`."""
+
+    def __init__(self, folder: Path, mark: str, single_file_per_rank: bool = True) -> None:
+        super().__init__(folder, single_file_per_rank, sync_files=False)
+        self.save_id, self.fs = mark, DurableFiles(mark)
+
+    def storage_meta(self) -> StorageMeta:
+        """What the metadata says of the checkpoint: plain texts, which need no class to be read."""
+        return StorageMeta(str(self.path), self.save_id)
 
 
 class Saver:
@@ -170,17 +186,14 @@ class Saver:
 
     def _write(self, tensors: Tensors, run: RunState) -> str | None:
         """Why the checkpoint could not be written, the same on every rank; None if it was."""
-        unfinished = unfinished_path(self.folder, run.step)
         problem = self._of_weights(tensors)
         if problem is None:
             problem = self._on_first_rank(partial(begin_checkpoint, self.folder, run.step))
         if problem is None:
             try:
-                writer = FileSystemWriter(unfinished, sync_files=False)
-                mark = [writer.save_id]
+                mark = [uuid4().hex]
                 dist.broadcast_object_list(mark, src=0, group=self._group)
-                writer.save_id = mark[0]
-                writer.fs = DurableFiles(writer.save_id)
+                writer = TensorWriter(unfinished_path(self.folder, run.step), mark[0])
                 dcp.save(tensors, storage_writer=writer, process_group=self._group)
             except CheckpointException as error:  # raised on every rank
                 problem = self._explained(first_failure(error), tensors)
@@ -189,13 +202,14 @@ class Saver:
             keep = self.keep_latest if run.consecutive_skips == 0 else 0
             problem = self._on_first_rank(partial(complete_checkpoint, self.folder, run, keep, self.files))
         if problem is not None:
-            self._on_first_rank(partial(shutil.rmtree, unfinished, ignore_errors=True))
+            self._on_first_rank(partial(sweep, self.folder))
         return problem
 
     def _explained(self, problem: str, tensors: Tensors) -> str:
         """The reason of a failed save, with a full disk added, because torch's writer does not report it."""
         texts, needed = [problem], sum(local(tensor).nbytes for tensor in tensors.values())
-        if dist.get_rank() == 0 and shutil.disk_usage(self.folder).free < needed:
+        is_here = dist.get_rank() == 0 and not isinstance(self.folder, RemotePath)
+        if is_here and shutil.disk_usage(self.folder).free < needed:
             texts = [f"the disk is full; {problem}"]
         dist.broadcast_object_list(texts, src=0, group=self._group)
         return texts[0]

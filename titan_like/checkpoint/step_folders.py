@@ -4,6 +4,9 @@
 the data cursor, the loss scaler, the configuration, and checksums of itself and of the tensors' metadata (each tensor
 has its own, see `reader`). It is written as ``step-<N>.unfinished``, flushed to disk and renamed, so a crash at
 any moment leaves earlier checkpoints whole.
+
+On object storage, where nothing is renamed, it is complete while it has ``run.json``, which is written last and removed
+first.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 from zlib import crc32
 
@@ -25,6 +29,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from titan_like.config.errors import first_line
 from titan_like.config.schema import JobConfig, Training
+from titan_like.config.urls import RemotePath, path_of
 from titan_like.data.batch_size import in_samples, total_steps
 from titan_like.data.unfinished import remove, removed_unless_renamed
 from titan_like.optim.schedule import Schedule
@@ -75,7 +80,7 @@ def checkpoint_folder(config: JobConfig) -> Path:
 
 def folder_of_settings(job: dict[str, Any], checkpoint: dict[str, Any]) -> Path:
     """`checkpoint_folder` of a run that a `run.json` describes, by its sections [job] and [checkpoint]."""
-    return Path(str(checkpoint.get("folder") or Path(str(job.get("dump_folder"))) / "checkpoint"))
+    return path_of(str(checkpoint.get("folder") or Path(str(job.get("dump_folder"))) / "checkpoint"))
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -85,15 +90,19 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 def unfinished_path(folder: Path, step: int) -> Path:
     """Folder that a checkpoint is written to before it is complete."""
-    return folder / f"step-{step}{UNFINISHED}"
+    return folder / (f"step-{step}" if isinstance(folder, RemotePath) else f"step-{step}{UNFINISHED}")
 
 
 def complete_steps(folder: Path) -> list[int]:
     """Steps with a complete checkpoint, ascending."""
-    if not os.path.isdir(folder):
-        return []
-    steps = (step_of(path) for path in folder.iterdir() if path.is_dir())
-    return sorted(step for step in steps if step is not None)
+    paths = folder.iterdir() if isinstance(folder, RemotePath) or os.path.isdir(folder) else ()
+    steps = {step_of(path): path for path in paths}
+    return sorted(step for step, path in steps.items() if step is not None and is_complete(path))
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a checkpoint's folder is there, and everything in it."""
+    return (path / RUN_FILE).is_file() if isinstance(path, RemotePath) else path.is_dir()
 
 
 def step_of(path: Path) -> int | None:
@@ -142,8 +151,11 @@ def _as_json(numbers: dict[str, Any]) -> str:
 def begin_checkpoint(folder: Path, step: int) -> None:
     """Create the folder of an unfinished checkpoint. One process calls it while no other writes to the folder."""
     folder.mkdir(parents=True, exist_ok=True)
+    path = unfinished_path(folder, step)
+    if isinstance(path, RemotePath) and is_complete(path):  # a run that went back passes this step again
+        _withdraw(path)
     sweep(folder)
-    unfinished_path(folder, step).mkdir(exist_ok=True)
+    path.mkdir(exist_ok=True)
 
 
 def complete_checkpoint(folder: Path, run: RunState, keep_latest: int, files: dict[str, bytes]) -> None:
@@ -159,15 +171,24 @@ def complete_checkpoint(folder: Path, run: RunState, keep_latest: int, files: di
         flush((unfinished / name).parent)
     write_run_state(unfinished, run)
     flush(unfinished)
-    if final.exists():  # a run that went back passes this step again
-        os.rename(final, final.with_name(final.name + REPLACED))
-    os.rename(unfinished, final)
-    flush(folder)
+    if not isinstance(folder, RemotePath):
+        if final.exists():  # a run that went back passes this step again
+            os.rename(final, final.with_name(final.name + REPLACED))
+        os.rename(unfinished, final)
+        flush(folder)
     steps = complete_steps(folder)
     kept = [step for step in steps if step <= run.step][-keep_latest:]  # the run may have gone back
     for step in sorted(set(steps) - set(kept)) if keep_latest else []:
-        os.rename(checkpoint_path(folder, step), unfinished_path(folder, step))
+        _withdraw(checkpoint_path(folder, step))
     sweep(folder)
+
+
+def _withdraw(path: Path) -> None:
+    """Let a complete checkpoint become an unfinished one, which `sweep` removes."""
+    if isinstance(path, RemotePath):
+        (path / RUN_FILE).unlink()
+    else:
+        os.rename(path, path.with_name(path.name + UNFINISHED))
 
 
 def sweep(folder: Path) -> list[str]:
@@ -177,16 +198,24 @@ def sweep(folder: Path) -> list[str]:
     folder.
     """
     removed = []
-    for path in folder.glob(f"step-*{REPLACED}"):
+    for path in _left(folder, REPLACED):
         original = path.with_name(path.name.removesuffix(REPLACED))
         if original.exists():
             remove(path)
         else:
             os.rename(path, original)
-    for path in folder.glob(f"step-*{UNFINISHED}"):
+    for path in _left(folder, UNFINISHED):
         remove(path)
         removed.append(path.name)
     return removed
+
+
+def _left(folder: Path, ending: str) -> list[Path]:
+    """Folders that interrupted saves left behind, whose names have this ending; on object storage, no ending."""
+    if not isinstance(folder, RemotePath):
+        return list(folder.glob(f"step-*{ending}"))
+    paths = folder.iterdir() if ending == UNFINISHED else ()
+    return [path for path in paths if step_of(path) is not None and not is_complete(path)]
 
 
 def leftover_bytes(folder: Path) -> int:
@@ -199,8 +228,17 @@ def leftover_bytes(folder: Path) -> int:
 def written_aside(final: Path) -> Iterator[Path]:
     """A folder to write to, renamed to ``final`` when everything in it is on disk, or removed after an exception.
 
-    One process writes it. ``final`` must not exist or must be an empty folder.
+    One process writes it. ``final`` must not exist or must be an empty folder. To object storage the files are copied,
+    what makes the folder a checkpoint or a Hugging Face folder last.
     """
+    if isinstance(final, RemotePath):
+        with TemporaryDirectory() as name:
+            yield Path(name)
+            files = [path.relative_to(name) for path in Path(name).rglob("*") if path.is_file()]
+            for file in sorted(files, key=lambda file: str(file) in (RUN_FILE, "config.json")):
+                with (final / file).storage() as (system, path):
+                    system.put_file(str(Path(name, file)), path)
+        return
     final = Path(os.path.abspath(final))  # "." has no name
     aside = final.with_name(f".{final.name}{UNFINISHED}")
     with removed_unless_renamed(aside):
@@ -213,12 +251,14 @@ def written_aside(final: Path) -> Iterator[Path]:
 
 def write_durably(path: Path, text: str) -> None:
     """Write a file and wait until it is on disk."""
-    path.write_text(text, encoding="utf-8")
+    path.write_bytes(text.encode("utf-8"))
     flush(path)
 
 
 def flush(path: str | os.PathLike[str]) -> None:
-    """Wait until the content of a file, or the entries of a folder, are on disk."""
+    """Wait until the content of a file, or the entries of a folder, are on disk. Object storage has waited already."""
+    if isinstance(path, RemotePath):
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -239,7 +279,7 @@ def is_resumable(config: JobConfig) -> tuple[bool, str]:
         so_far, training = state.come_to(training)[:2], in_samples(training, state.epoch_samples)
     total = total_steps(training, *so_far)
     # Looked up by name, because the listing of a network file system may lag behind.
-    newest = total if checkpoint_path(folder, total).is_dir() else newest
+    newest = total if is_complete(checkpoint_path(folder, total)) else newest
     if newest >= total:
         return False, f"finished: a checkpoint of step {newest} of {total} is in {folder}"
     if newest == 0:
@@ -255,8 +295,10 @@ def hold(folder: Path, taken: str, patience: float) -> str | None:
     is next to the folder.
 
     Returns None if the lock is held; ``taken`` if another process holds it; or a sentence about the lock file if that
-    cannot be used. On a file system without locks it also returns None, and nobody is kept out.
+    cannot be used. On a file system without locks and on object storage it also returns None, and nobody is kept out.
     """
+    if isinstance(folder, RemotePath):
+        return None
     path = folder.with_name(folder.name + ".lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from titan_like.config.errors import require
 from titan_like.config.load import run_command
-from titan_like.config.options import OptionParser, tokenizer_option
+from titan_like.config.options import OptionParser, tokenizer_option, url_option
 from titan_like.config.section import dtype_name
+from titan_like.config.urls import RemotePath, path_of
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -24,8 +25,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="to-hf | from-hf")
     to_hf = commands.add_parser("to-hf", help="write a folder that transformers loads")
     whose = "a step-N folder, or a run's dump folder or folder of them, whose newest is used"
-    to_hf.add_path("--checkpoint", whose, "FOLDER", required=True)
-    to_hf.add_path("--output", "folder to write; it must not exist", "FOLDER", required=True)
+    to_hf.add_path("--checkpoint", whose, "FOLDER", type=url_option, required=True)
+    to_hf.add_path("--output", "folder to write; it must not exist", "FOLDER", type=url_option, required=True)
     to_hf.add_argument(
         "--dtype",
         type=dtype_name,
@@ -40,8 +41,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     from_hf = commands.add_parser("from-hf", help="write a checkpoint that training can start from")
     source = "folder with config.json and safetensors files, or a name of the Hugging Face hub"
-    from_hf.add_path("--input", source, "FOLDER", required=True)
-    from_hf.add_path("--output", "folder to write the checkpoint step-0 to", "FOLDER", required=True)
+    from_hf.add_path("--input", source, "FOLDER", type=url_option, required=True)
+    target = "folder to write the checkpoint step-0 to"
+    from_hf.add_path("--output", target, "FOLDER", type=url_option, required=True)
     return parser
 
 
@@ -53,7 +55,7 @@ def main(argv: list[str]) -> int:
 
 def to_hf(options: argparse.Namespace) -> int:
     """Write a Hugging Face folder."""
-    output = Path(options.output)
+    output = path_of(options.output)
     check_new(output)
 
     import torch
@@ -61,7 +63,7 @@ def to_hf(options: argparse.Namespace) -> int:
     from titan_like.checkpoint.loader import CheckpointWeights, one_checkpoint
     from titan_like.hugging_face.convert import to_hugging_face
 
-    weights = CheckpointWeights(one_checkpoint(Path(options.checkpoint), "--checkpoint"))
+    weights = CheckpointWeights(one_checkpoint(path_of(options.checkpoint), "--checkpoint"))
     dtype = getattr(torch, options.dtype) if options.dtype else None
     files = to_hugging_face(weights, output, dtype, int(options.max_shard_size * 1e9), options.tokenizer)
     print(f"wrote {weights.path} as {output}: {len(files)} file{'s' if len(files) > 1 else ''} of weights")
@@ -70,7 +72,7 @@ def to_hf(options: argparse.Namespace) -> int:
 
 def from_hf(options: argparse.Namespace) -> int:
     """Write a checkpoint, and print the settings for a run that starts from it."""
-    output = Path(options.output)
+    output = path_of(options.output)
     check_new(output / "step-0")
 
     from titan_like.hugging_face.convert import from_hugging_face, settings_to_train
@@ -87,9 +89,11 @@ def check_new(output: Path) -> None:
     """Refuse a folder that exists and is not empty, or that cannot be created."""
     from titan_like.checkpoint.checks import check_writable
 
-    is_new = not os.path.islink(output) and (not output.exists() or (output.is_dir() and not any(output.iterdir())))
+    is_link = os.path.islink(str(output))
+    is_new = not is_link and (not output.exists() or (output.is_dir() and not any(output.iterdir())))
     require(is_new, "--output", str(output), "already exists; name a new folder")
-    check_writable("--output", output.absolute().parent, make=False)
+    is_remote = isinstance(output, RemotePath)
+    check_writable("--output", output if is_remote else output.parent, make=is_remote)
 
 
 run = partial(run_command, main)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from titan_like.config import load_config
 from titan_like.config.errors import require
 from titan_like.config.load import run_command
-from titan_like.config.options import OptionParser, write_json
+from titan_like.config.options import OptionParser, url_option, write_json
 from titan_like.train.rules import check_predicts_next_token
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The options that evaluation adds to the run's settings."""
     parser = OptionParser(description=__doc__, takes_settings=True)
     whose = "a run's dump folder, or one of its checkpoints; the run's settings are in it (no --job.config_file)"
-    parser.add_path("--checkpoint", whose, "FOLDER")
+    parser.add_path("--checkpoint", whose, "FOLDER", type=url_option)
     parser.add_argument(
         "--task",
         metavar="NAME=PATH",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from titan_like.config import load_config
 from titan_like.config.load import edit, run_command
-from titan_like.config.options import OptionParser, write_json
+from titan_like.config.options import OptionParser, url_option, write_json
 from titan_like.train.rules import check_predicts_next_token
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The options that generation adds to the run's settings."""
     parser = OptionParser(description=__doc__, takes_settings=True)
     whose = "a run's dump folder, or one of its checkpoints; the run's settings are in it (no --job.config_file)"
-    parser.add_path("--checkpoint", whose, "FOLDER")
+    parser.add_path("--checkpoint", whose, "FOLDER", type=url_option)
     parser.add_argument("--prompt", default="\n", help="text to continue, or for t5 to read")
     parser.add_number("--max_new_tokens", int, least=1, default=200, help="maximum number of tokens to generate")
     parser.add_number(

@@ -27,6 +27,7 @@ from titan_like.config.paths import SHIPPED, expanded, find_config, read_toml
 from titan_like.config.schema import JobConfig
 from titan_like.config.section import options_of
 from titan_like.config.synonyms import cure_of
+from titan_like.config.urls import StorageError
 
 
 def format_help(program: str, config_type: type[BaseModel]) -> str:
@@ -88,7 +89,7 @@ _VERY_NEAR = 0.8  # similarity of two keys, of which one is a typo for the other
 # Errors of files and disks that the user has to put right. Any other error is a bug, which shows its traceback.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PACKAGE = str(Path(__file__).parents[1])
-_OF_FILES = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+_OF_FILES = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, StorageError)
 
 
 def load_config(argv: list[str], stored: Mapping[str, Any] | None = None) -> JobConfig:

@@ -52,7 +52,7 @@ class OptionParser(argparse.ArgumentParser):
 
     def add_path(self, name: str, about: str, metavar: str = "PATH", **parts: Any) -> None:
         """Add an option that names a path, in which ``~`` and environment variables are replaced, as in settings."""
-        self.add_argument(name, type=path_option, metavar=metavar, help=about, **parts)
+        self.add_argument(name, type=parts.pop("type", path_option), metavar=metavar, help=about, **parts)
 
     def add_number(
         self, name: str, kind: type[int] | type[float], *, least: float, most: float = 2**63 - 1, **parts: Any
@@ -95,6 +95,7 @@ def _option(expand: Callable[[str], str], text: str) -> str:
 
 # Types of options that name a path or a tokenizer: ``~`` and environment variables are replaced, as in settings.
 path_option, tokenizer_option = partial(_option, expanded), partial(_option, expanded_tokenizer)
+url_option = partial(_option, partial(expanded, takes_urls=True))  # a path or a URL
 
 
 def check_output_file(option: str, path: str | None) -> None:

@@ -13,18 +13,18 @@ import tomli
 import tomli_w
 
 from titan_like.config.errors import ConfigError, boolean_of, require
+from titan_like.config.urls import RemotePath, is_url, scheme_problem
 
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})")
-SCHEMES: tuple[str, ...] = ()  # of URLs that stand for paths, such as "s3"
 SHIPPED = Path(__file__).parents[1] / "train_configs"
 
 
-def expanded(text: str) -> str:
+def expanded(text: str, takes_urls: bool = False) -> str:
     """A path with ``~``, ``$NAME`` and ``${NAME}`` replaced, as a shell would.
 
     Raises:
-        ValueError: the path is empty, a URL whose scheme is not supported, or names an environment variable that is not
-            set; the message is the predicate of a sentence.
+        ValueError: the path is empty, names an environment variable that is not set, or is a URL where none may stand,
+            or whose kind is unknown or lacks its package; the message is the predicate of a sentence.
     """
     for plain, braced in _VARIABLE.findall(text):
         name = plain or braced
@@ -35,11 +35,12 @@ def expanded(text: str) -> str:
     path = os.path.expanduser(_VARIABLE.sub(lambda found: os.environ[found[1] or found[2]], text))
     if not path.strip():
         raise ValueError("is empty; name a path")
-    scheme, is_url, _ = path.partition("://")
-    if is_url and "/" not in scheme and scheme not in SCHEMES:
-        cure = " or ".join(["name a path on this machine", *(f"{known}://…" for known in SCHEMES)])
-        cure += ", or a repository of the Hugging Face hub as org/name where one may stand" * (scheme == "hf")
-        raise ValueError(f"is at {scheme}://, which is not supported; {cure}")
+    if is_url(path):
+        scheme = path.partition("://")[0]
+        cure = ", or a repository of the Hugging Face hub as org/name where one may stand" * (scheme == "hf")
+        problem = f"is at {scheme}://, which is not supported; name a path on this machine{cure}"
+        if refusal := scheme_problem(scheme) if takes_urls else problem:
+            raise ValueError(refusal)
     return path
 
 
@@ -53,7 +54,7 @@ def file_problem(path: Path) -> str | None:
         return f"cannot be read ({error.strerror})"
     if is_folder:
         return "is a folder, not a file"
-    return None if os.access(path, os.R_OK) else "cannot be read (Permission denied)"
+    return None if isinstance(path, RemotePath) or os.access(path, os.R_OK) else "cannot be read (Permission denied)"
 
 
 def find_config(path: str) -> str:

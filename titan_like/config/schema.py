@@ -15,6 +15,7 @@ from titan_like.config.section import (
     Degree,
     Layers,
     OptionalPath,
+    OptionalUrl,
     PathList,
     PathText,
     Samples,
@@ -78,8 +79,8 @@ class Data(Section):
     )
     paths: PathList = option(
         [],
-        "files, folders or glob patterns of text, JSON, parquet, … or indexed datasets, or for hf also names such as "
-        '"org/name:config"; weights and paths in turn make a blend: [0.7, "web", 0.3, "books"]',
+        "files, folders, glob patterns or URLs of text, JSON, parquet, … or indexed datasets, or for hf also names "
+        'such as "org/name:config"; weights and paths in turn make a blend: [0.7, "web", 0.3, "books"]',
     )
     options: dict[str, Any] = option({}, "settings of a dataset of your own package")
     text_key: str = option("text", "key or column of the text in documents of JSONL, parquet and arrow")
@@ -292,8 +293,8 @@ class Checkpoint(Section):
     )
     keep_latest: StepCount = option(0, "checkpoints to keep; 0 keeps all")
     load_step: StepCount | None = option(None, "step to resume from (default: the newest complete one)")
-    folder: OptionalPath = option(None, "folder of the checkpoints (default: <job.dump_folder>/checkpoint)")
-    initial_load_path: OptionalPath = option(
+    folder: OptionalUrl = option(None, "folder or URL of the checkpoints (default: <job.dump_folder>/checkpoint)")
+    initial_load_path: OptionalUrl = option(
         None, "Hugging Face folder or hub name, or a checkpoint's step-N folder, with a new run's initial weights"
     )
 

@@ -26,7 +26,7 @@ def _as_paths(value: Any) -> Any:
         is_weight = isinstance(item, int | float) and not isinstance(item, bool) and abs(item) < float("inf")
         if not (is_weight or isinstance(item, str)):
             raise ValueError("should be paths in quotes, with or without a finite number before each as its weight")
-    return [expanded(item) if isinstance(item, str) else item for item in values]
+    return [expanded(item, takes_urls=True) if isinstance(item, str) else item for item in values]
 
 
 def expanded_tokenizer(spec: str) -> str:
@@ -54,6 +54,7 @@ StepCount = Annotated[int, Field(ge=0, le=10**12)]
 PathText = Annotated[str, AfterValidator(expanded)]
 TokenizerText = Annotated[str, AfterValidator(expanded_tokenizer)]
 OptionalPath = Annotated[str | None, AfterValidator(lambda path: None if path is None else expanded(path))]
+OptionalUrl = Annotated[str | None, AfterValidator(lambda path: None if path is None else expanded(path, True))]
 TextList = Annotated[list[str], BeforeValidator(_as_list)]
 if TYPE_CHECKING:
     PathList = list[Any]  # paths alone, once `shares_of` has told weights from paths

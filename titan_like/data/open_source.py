@@ -14,6 +14,7 @@ from titan_like.config.schema import HELD_OUT, Data, JobConfig
 from titan_like.data.batch import Batch
 from titan_like.data.batch_size import NO_EPOCHS
 from titan_like.data.blend import BlendedSource, shares_of
+from titan_like.data.fetch import local_paths
 from titan_like.data.files import find_indexed
 from titan_like.data.lengths import sample_length
 from titan_like.data.registry import find_dataset
@@ -83,8 +84,9 @@ def open_source(request: DataRequest) -> Source:
     weights: list[float | None] = []
     for share in shares:
         opened: list[Source] = []
-        datasets = find_indexed(share.paths, "data.paths") if request.section.dataset == "indexed" else []
-        for paths in [[path] for path in datasets] or [share.paths]:
+        given = local_paths(share.paths, request.cache_folder)
+        datasets = find_indexed(given, "data.paths") if request.section.dataset == "indexed" else []
+        for paths in [[path] for path in datasets] or [given]:
             section = request.section.model_copy(update={"paths": paths})
             source: Source = dataset(replace(request, section=section, part=len(sources) + len(opened)))
             if len(source) > 0:

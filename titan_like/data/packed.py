@@ -24,6 +24,7 @@ from titan_like.config.errors import ConfigError, cure_of_writing, require
 from titan_like.config.schema import HELD_OUT, Data
 from titan_like.data.batch import Batch, arrays_of
 from titan_like.data.chat import read_template
+from titan_like.data.fetch import source_name
 from titan_like.data.files import find_files
 from titan_like.data.indexed import IndexedDataset, StoredTokens
 from titan_like.data.preprocess import SKIP, Job, tell, tokenize_files
@@ -240,5 +241,5 @@ def corpus_files(section: Data) -> list[Path]:
         files = find_files(
             section.paths, "data.paths", no_text if section.dataset == "conversations" else "", section.read_split
         )
-        names = {path: path.as_posix() for path in files}
+        names = {path: source_name(path) for path in files}
     return sorted(files, key=lambda path: hashlib.sha256(os.fsencode(names[path])).digest())

@@ -19,6 +19,7 @@ from titan_like.config.entry_points import DATASETS
 from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import DEFAULT_TOKENS, Data, TokenOptions
+from titan_like.data.fetch import with_small_files
 from titan_like.data.special_tokens import (
     ABOUT_FILE,
     COMPANIONS,
@@ -322,6 +323,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 def tokenizer_in(folder: Path, named: Path | None = None) -> str | None:
     """The value of `data.tokenizer` that names the files in a folder, or copies of them in ``named``; None without."""
+    folder = with_small_files(folder)
     path = named or folder
     if (folder / TOKENIZER_FILE).is_file():
         return str(path / TOKENIZER_FILE)

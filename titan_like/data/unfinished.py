@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from titan_like.config.urls import RemotePath
+
 
 @contextmanager
 def removed_unless_renamed(path: Path) -> Iterator[Path]:
@@ -20,7 +22,10 @@ def removed_unless_renamed(path: Path) -> Iterator[Path]:
 
 def remove(path: Path) -> None:
     """Remove a folder or file, ignoring errors: leftovers must not fail a run."""
-    if path.is_dir() and not path.is_symlink():
+    if isinstance(path, RemotePath):
+        with suppress(OSError):
+            path.rmtree()
+    elif path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         with suppress(OSError):

@@ -7,6 +7,7 @@ import warnings
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -14,11 +15,10 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from titan_like.checkpoint.loader import CheckpointWeights, first_failure
-from titan_like.checkpoint.saver import DurableFiles
+from titan_like.checkpoint.saver import TensorWriter
 from titan_like.checkpoint.step_folders import (
     RunState,
     checkpoint_path,
@@ -30,6 +30,8 @@ from titan_like.checkpoint.step_folders import (
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.paths import to_toml
 from titan_like.config.schema import DEFAULT_TOKENS, JobConfig
+from titan_like.config.urls import RemotePath
+from titan_like.data.fetch import with_small_files
 from titan_like.data.special_tokens import GENERATION_FILE, ORIGIN_FILE, tokenizer_names
 from titan_like.data.tokenizer import build_tokenizer, tokenizer_in
 from titan_like.hugging_face.folder import CONFIG_FILE, INDEX_FILE, HuggingFaceFolder, slice_reader
@@ -53,8 +55,7 @@ def from_hugging_face(source: HuggingFaceFolder, output: Path) -> Path:
         copy_files(source.path, aside, (*tokenizer_names(source.path), GENERATION_FILE))
         planner = _ReadsOnDemand(source)
         # One file per weight, because torch keeps all weights of a file in memory until it is written.
-        writer = FileSystemWriter(aside, single_file_per_rank=False, sync_files=False)
-        writer.fs = DurableFiles(writer.save_id)
+        writer = TensorWriter(aside, uuid4().hex, single_file_per_rank=False)
         try:
             with warnings.catch_warnings():
                 # A single process is intended.
@@ -77,7 +78,8 @@ def settings_to_train(source: HuggingFaceFolder, path: Path) -> str:
 
 def _settings(source: HuggingFaceFolder, path: Path) -> dict[str, dict[str, Any]]:
     """Model and tokenizer of a converted checkpoint, which is or will be at ``path``, as settings by section."""
-    shape, tokenizer = source.model.model_dump(mode="json", exclude_none=True), tokenizer_in(source.path, path)
+    shape = source.model.model_dump(mode="json", exclude_none=True)
+    tokenizer = tokenizer_in(source.path, None if isinstance(path, RemotePath) else path)
     return {
         "model": {"family": source.family, "flavor": FLAVOR, "flavors": {FLAVOR: shape}},
         "data": {} if tokenizer is None else {"tokenizer": tokenizer},
@@ -125,7 +127,8 @@ def to_hugging_face(
         ConfigError: transformers cannot represent the model, or tokenizer files are missing.
         RunError: the checkpoint is damaged.
     """
-    origin = read_origin(weights.path)
+    source = with_small_files(weights.path)
+    origin = read_origin(source)
     module = family_module(weights.family)
     try:
         fields = module.to_fields(weights.model)
@@ -139,7 +142,7 @@ def to_hugging_face(
     split = split_torch_state_dict_into_shards(empty, max_shard_size=most_bytes)
     first_dtype, architecture = next(iter(empty.values())).dtype, architecture_of(weights.model, fields["model_type"])
     with written_aside(output) as aside:
-        tokens = _write_tokens(weights, origin, tokenizer, aside)
+        tokens = _write_tokens(weights, source, origin, tokenizer, aside)
         config = _config(origin, fields, tokens, first_dtype, architecture)
         write_durably(aside / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         unfinished: dict[str, dict[str, torch.Tensor]] = {}
@@ -157,7 +160,9 @@ def to_hugging_face(
     return [output / file for file in split.filename_to_tensors]
 
 
-def _write_tokens(weights: CheckpointWeights, origin: Origin, tokenizer: str | None, folder: Path) -> dict[str, Any]:
+def _write_tokens(
+    weights: CheckpointWeights, source: Path, origin: Origin, tokenizer: str | None, folder: Path
+) -> dict[str, Any]:
     """Write the tokenizer and generation_config.json; returns what config.json says of special tokens in their place.
 
     What a source says of special tokens stays, except where the run's [data] says something else.
@@ -165,10 +170,10 @@ def _write_tokens(weights: CheckpointWeights, origin: Origin, tokenizer: str | N
     options = weights.data.token_options
     if tokenizer == NO_TOKENIZER:
         return {}
-    stored, is_trained = tokenizer_in(weights.path), weights.run.step > 0
+    stored, is_trained = tokenizer_in(source), weights.run.step > 0
     if tokenizer is not None or not origin.fields or (is_trained and weights.data.learns_bytes):
         return write_tokenizer(tokenizer or stored or weights.data.tokenizer, options, weights.model, folder)
-    copy_files(weights.path, folder, (*tokenizer_names(weights.path), GENERATION_FILE))
+    copy_files(source, folder, (*tokenizer_names(source), GENERATION_FILE))
     if stored is not None and options != DEFAULT_TOKENS:
         write_tokenizer(stored, options, weights.model, folder)
     if stored is not None and is_trained:

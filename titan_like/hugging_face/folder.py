@@ -7,7 +7,6 @@ caches of transformers consist of them. A folder that is inconsistent is refused
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -19,6 +18,9 @@ from safetensors import safe_open
 
 from titan_like.checkpoint.reader import is_file_name
 from titan_like.config.errors import ConfigError, first_line, printable, shortened
+from titan_like.config.paths import file_problem
+from titan_like.config.urls import RemotePath, path_of
+from titan_like.data.fetch import fetch
 from titan_like.data.special_tokens import CONFIG_FILE, read_json
 from titan_like.data.tokenizer import from_hub, is_on_hub
 from titan_like.models.config import TransformerConfig
@@ -38,15 +40,18 @@ _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt"]
 
 
 def local_folder(name: str, key: str) -> Path:
-    """The folder that ``name`` stands for: a path, or org/name on the hub, which is downloaded to its cache once.
+    """The folder that ``name`` stands for: a path, or org/name on the hub or a URL, which is downloaded once.
 
     A path that exists comes first. ``key`` is the setting that errors blame.
 
     Raises:
         ConfigError: there is no such folder, and the hub does not have the repository or cannot be reached.
     """
+    if isinstance(path := path_of(name), RemotePath) and is_hugging_face(path):
+        copies = fetch([f"{path}/{pattern}" for pattern in _PATTERNS], key)
+        return copies[0].parent
     if not is_on_hub(name):
-        return Path(name)
+        return path
     problem = "no such folder, nor can the Hugging Face hub give it"
     return from_hub(name, _PATTERNS, CONFIG_FILE, key, problem, "name a folder that is there")
 
@@ -105,7 +110,7 @@ def open_hugging_face(path: Path, key: str) -> HuggingFaceFolder:
 
 def is_hugging_face(path: Path) -> bool:
     """Whether a folder looks like a Hugging Face folder."""
-    return os.path.isfile(path / CONFIG_FILE)
+    return file_problem(path / CONFIG_FILE) is None
 
 
 def slice_reader(tensors: dict[str, FileTensor]) -> ReadSlice:

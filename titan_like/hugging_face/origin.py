@@ -17,6 +17,7 @@ import torch
 
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import Data
+from titan_like.data.fetch import with_small_files
 from titan_like.data.special_tokens import (
     ABOUT_FILE,
     GENERATION_FILE,
@@ -64,6 +65,7 @@ def origin_files(source: Path | None, section: Data) -> dict[str, bytes]:
     """
     files, tokenizer = dict[str, bytes](), dict[str, bytes]()
     if source is not None:
+        source = with_small_files(source)
         files, tokenizer = _read(source, (GENERATION_FILE,)), _read(source, tokenizer_names(source))
         fields = read_json(source / CONFIG_FILE) or read_origin(source).fields
         if fields:  # the run's own weights have no original types

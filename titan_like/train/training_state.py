@@ -245,8 +245,8 @@ class TrainingState:
         saves, saved = self.run.checkpoint_folder, folder_of_settings(then["job"], then.get("checkpoint", {}))
         if saves == saved:
             return True
-        inside = os.path.relpath(saved, str(then["job"].get("dump_folder")))
-        is_inside_too = os.path.relpath(saves, job.dump_folder) == inside
+        inside = os.path.relpath(str(saved), str(then["job"].get("dump_folder")))
+        is_inside_too = os.path.relpath(str(saves), job.dump_folder) == inside
         return is_inside_too and state.run_id in map(run_of, Path(job.dump_folder).glob("metrics*.jsonl"))
 
     def _changed_data(self, state: RunState) -> list[tuple[str, str]]:

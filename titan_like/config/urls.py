@@ -1,0 +1,141 @@
+"""Paths on object storage: URLs of the kinds that fsspec knows, such as s3://bucket/run, gs://, az://, hf://, memory://."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path, PosixPath
+from typing import IO, Any
+
+from titan_like.config.errors import first_line
+
+
+class StorageError(OSError):
+    """Object storage does not answer, or refuses: no connection, no credentials, no permission."""
+
+
+class RemotePath(PosixPath):
+    """A path on object storage, with the methods of `Path` that checkpoints need. No function of the system takes it.
+
+    What is written appears when it is complete. There are no empty folders, and a file is renamed by copying it.
+    Methods raise a `FileNotFoundError`, or a `StorageError` with the server's reason.
+    """
+
+    def __str__(self) -> str:
+        first, *rest = self.parts or (".",)
+        return f"{first}//{'/'.join(rest)}" if first.endswith(":") else "/".join((first, *rest))
+
+    def __fspath__(self) -> str:
+        raise TypeError(f"{self} is not on this machine")
+
+    @contextmanager
+    def storage(self) -> Iterator[tuple[Any, str]]:
+        """fsspec's file system and the path in it, for calls whose errors become those of this class."""
+        from fsspec.core import url_to_fs
+
+        try:
+            yield url_to_fs(str(self), use_listings_cache=False)  # other processes write there
+        except FileNotFoundError as error:
+            raise FileNotFoundError(errno.ENOENT, first_line(error), str(self)) from error
+        except Exception as error:  # each kind of storage has its own
+            raise StorageError(getattr(error, "errno", None) or errno.EIO, first_line(error), str(self)) from error
+
+    def stat(self, **_: Any) -> os.stat_result:
+        """Whether this is a file or a folder, and its size in bytes."""
+        with self.storage() as (system, path):
+            about = system.info(path)
+        kind = stat.S_IFDIR if about["type"] == "directory" else stat.S_IFREG
+        return os.stat_result((kind, 0, 0, 0, 0, 0, about["size"] or 0, 0, 0, 0))
+
+    def exists(self, **_: Any) -> bool:
+        """Whether there is a file, or a folder with something in it."""
+        return self.is_file() or self.is_dir()
+
+    def is_file(self, **_: Any) -> bool:
+        """Whether this is a file."""
+        return self._is(stat.S_ISREG)
+
+    def is_dir(self, **_: Any) -> bool:
+        """Whether this is a folder with something in it."""
+        return self._is(stat.S_ISDIR)
+
+    def _is(self, kind: Any) -> bool:
+        try:
+            return kind(self.stat().st_mode)
+        except FileNotFoundError:
+            return False
+
+    def iterdir(self) -> Generator[RemotePath, None, None]:
+        """The files and folders in a folder, none if there is no such folder."""
+        names: set[str] = set()
+        with suppress(FileNotFoundError), self.storage() as (system, path):
+            names = {name.rstrip("/") for name in system.ls(path, detail=False)} - {path.rstrip("/")}
+        return (self / name.rpartition("/")[2] for name in sorted(names))
+
+    def open(self, mode: str = "rb", *_: Any, **__: Any) -> IO[Any]:  # type: ignore[override]
+        """A file of bytes. Reading takes one request each time, except for the first 64 KiB, which are kept."""
+        kept = {"cache_type": "first", "block_size": 2**16} if mode == "rb" else {}
+        with self.storage() as (system, path):
+            return system.open(path, mode, **kept)
+
+    def read_bytes(self) -> bytes:
+        """The content of a file."""
+        with self.storage() as (system, path):
+            return system.cat_file(path)
+
+    def write_bytes(self, data: Any) -> int:
+        """Write a whole file at once."""
+        with self.storage() as (system, path):
+            system.pipe_file(path, data)
+        return len(data)
+
+    def mkdir(self, *_: Any, **__: Any) -> None:
+        """Nothing: a folder is there once something is in it."""
+
+    def rename(self, target: RemotePath) -> RemotePath:  # type: ignore[override]
+        """Copy a file, then remove it."""
+        with self.storage() as (system, path), target.storage() as (_, new):
+            system.mv(path, new)
+        return target
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Remove a file."""
+        with self.storage() as (system, path):
+            system.rm_file(path)
+
+    def rmtree(self) -> None:
+        """Remove everything in a folder, in no particular order."""
+        with self.storage() as (system, path):
+            system.rm(path, recursive=True)
+
+
+def is_url(text: str) -> bool:
+    """Whether a path is a URL. One whose :// follows a slash is not."""
+    scheme, mark, _ = text.partition("://")
+    return bool(mark) and "/" not in scheme
+
+
+def path_of(text: str | os.PathLike[str]) -> Path:
+    """The path that a setting names, on this machine or on object storage."""
+    return RemotePath(text) if is_url(str(text)) else Path(text)
+
+
+def scheme_problem(scheme: str) -> str | None:
+    """Why URLs of this kind cannot be used, as the predicate of a sentence; None if they can."""
+    from fsspec.registry import get_filesystem_class, known_implementations
+
+    try:
+        if scheme not in ("file", "local"):
+            get_filesystem_class(scheme)
+            return None
+    except ImportError:
+        package = known_implementations[scheme]["class"].partition(".")[0]
+        return f"is at {scheme}://, which needs the package {package}; install it: pip install {package}"
+    except ValueError:
+        pass
+    return (
+        f"is at {scheme}://, which is not supported; name a path on this machine, or a URL such as s3://bucket/folder"
+    )

@@ -1,0 +1,97 @@
+"""Copies on this machine of files on object storage."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from titan_like.config.errors import ConfigError, require
+from titan_like.config.urls import RemotePath, is_url
+from titan_like.data.unfinished import remove
+
+_ENDING, _PART = ".fetched", ".part"
+_VERSIONS = ("ETag", "etag", "blob_id", "LastModified", "last_modified", "mtime", "updated", "created")
+_TOGETHER = 16  # files that are copied at the same time
+_SMALL = ("*.json", "*.txt", "*.jinja", "additional_chat_templates/*.jinja")
+
+
+def local_paths(paths: Sequence[str], cache: Path) -> list[str]:
+    """The paths of `data.paths`, with those of copies in ``cache`` instead of URLs and patterns of them.
+
+    Raises a `ConfigError` if a URL means no file, or cannot be read.
+    """
+    found: list[str] = []
+    for name in paths:
+        prefix = name.removesuffix(".idx").removesuffix(".bin")  # either file of an indexed dataset means both
+        copies = fetch([name, f"{prefix}.idx", f"{prefix}.bin"], "data.paths", cache) if is_url(name) else [name]
+        require(copies, "data.paths", name, "no such file or folder, and no file matches it as a glob pattern")
+        found += map(str, copies)
+    return found
+
+
+def with_small_files(folder: Path) -> Path:
+    """A folder on this machine with a checkpoint's files, except tensors; ``folder`` itself if that is here."""
+    if not isinstance(folder, RemotePath):
+        return folder
+    return fetch([f"{folder}/{name}" for name in _SMALL], "checkpoint.folder")[0].parent
+
+
+def fetch(patterns: Sequence[str], key: str, cache: Path | None = None) -> list[Path]:
+    """Copy what URLs, or patterns of them, name: files, and folders with everything below. Returns the copies.
+
+    They are in ``cache``, or else the user's. The processes of a node share them. What the server says of the files'
+    versions names their folder, so a changed file is copied anew, and an interrupted copy goes on.
+
+    Raises a `ConfigError` about the setting ``key`` if the storage cannot be read, or a file changes meanwhile.
+    """
+    url = RemotePath(patterns[0])
+    users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan_like" / "data_cache"
+    try:
+        with url.storage() as (system, _):
+            named, files = _listed(system, patterns)
+            version = hashlib.sha256(repr(files).encode()).hexdigest()[:16]
+            folder = (cache or users) / f"{version}{_ENDING}" / url.parts[0][:-1]
+            folder.mkdir(parents=True, exist_ok=True)
+            copies = {name: folder / name.lstrip("/") for name in files}
+            with FileLock(f"{folder}.lock"):
+                missing = [name for name, path in copies.items() if not path.is_file()]
+                for start in range(0, len(missing), _TOGETHER):
+                    size = sum(files[name][0] for name in missing[start:])
+                    about = f"fetching {url}: {len(missing) - start:,} files are left, {size / 1e6:,.0f} MB"
+                    if size > 1e7:
+                        print(about, file=sys.stderr, flush=True)
+                    some = missing[start : start + _TOGETHER]
+                    system.get(some, [f"{copies[name]}{_PART}" for name in some])
+                    for name in some:
+                        os.replace(f"{copies[name]}{_PART}", copies[name])
+                is_same = not missing or _listed(system, patterns)[1] == files
+                if not is_same:
+                    remove(folder)
+    except OSError as error:
+        cure = "correct the URL, the credentials or the network"
+        raise ConfigError(key, str(url), f"cannot be fetched ({error.strerror}); {cure}") from None
+    require(is_same, key, str(url), "changed while it was copied; start again when nothing writes there")
+    return [folder / name.lstrip("/") for name in named]
+
+
+def source_name(path: Path) -> str:
+    """What a file is called wherever its copy is: without the cache's folder. The path itself if it is no copy."""
+    return path.as_posix().rpartition(f"{_ENDING}/")[2]
+
+
+def _listed(system: Any, patterns: Sequence[str]) -> tuple[list[str], dict[str, tuple[int, str]]]:
+    """What matches the patterns, and all files that this means, with the size in bytes and version of each."""
+    matches = {name: about for one in patterns for name, about in system.glob(one, detail=True).items()}
+    files: dict[str, Any] = {}
+    for name, about in matches.items():
+        files |= system.find(name, detail=True) if about["type"] == "directory" else {name: about}
+    versions = {name: str(next(filter(None, map(about.get, _VERSIONS)), "")) for name, about in files.items()}
+    # Not an object that only marks a folder, nor one whose copy would be elsewhere.
+    kept = [name for name in sorted(files) if not name.endswith("/") and ".." not in name.split("/")]
+    return [name.rstrip("/") for name in matches], {name: (files[name]["size"], versions[name]) for name in kept}
