@@ -50,6 +50,7 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 => lr_scheduler.decay_steps = 5 ; before the warm-up of 6
 1 --training.steps=9 --lr_scheduler.decay=wsd --lr_scheduler.decay_steps=10 \
 => lr_scheduler.decay_steps = 10 ; at most 9
+2 '--profiling.trace_ranks=[0, 2]' => profiling.trace_ranks = [0, 2] ; the job's ranks are 0 to 1
 # optimizers
 1 '--optimizer.betas=[0.9, 1.0]' => optimizer.betas ; below 1
 1 --optimizer.clip_threshold=0 => optimizer.clip_threshold

@@ -1,5 +1,7 @@
 """Signals that ask a run to stop: Ctrl-C, a closed terminal, and what clusters send before they take a machine away.
 
+SIGUSR2 asks for a snapshot of the GPU's memory instead.
+
 This module imports nothing slow, so that train.py can handle signals before it loads torch.
 """
 
@@ -12,6 +14,7 @@ import time
 from contextlib import suppress
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_HANDLED = (*STOP_SIGNALS, signal.SIGUSR2)
 _SAME_REQUEST = 5.0  # seconds
 
 
@@ -32,6 +35,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received = 0  # number of the first signal that was stored
+        self.asks_for_snapshot = False
         self.can_save = False  # the trainer sets this after the first step
         self._when = 0.0
         self._before: dict[signal.Signals, object] = {}
@@ -50,7 +54,7 @@ class StopSignals:
         self._only_noted = {int(number) for number in ignored - {signal.SIGINT}}
         self._before = {
             number: signal.signal(number, lambda *_: None)  # the thread acts
-            for number in STOP_SIGNALS
+            for number in _HANDLED
             if number not in ignored or number != signal.SIGHUP
         }
         os.register_at_fork(after_in_child=self._leave_to_parent)
@@ -74,6 +78,7 @@ class StopSignals:
     def _act(self, pipe: int) -> None:
         while numbers := os.read(pipe, 64):
             for number in numbers:
+                self.asks_for_snapshot |= number == signal.SIGUSR2
                 if number in STOP_SIGNALS:
                     self._receive(number)
         os.close(pipe)
