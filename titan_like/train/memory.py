@@ -21,12 +21,10 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class MemoryWatch(Observer):
-    """Writes snapshots of the GPU's memory where `profiling.memory_snapshot_steps` or SIGUSR2 asks for them.
-
-    Create it before the model, so that the lines that allocate the model are recorded too.
-    """
+    """Writes snapshots of the GPU's memory where `profiling.memory_snapshot_steps` or SIGUSR2 asks for them."""
 
     def __init__(self, run: Run) -> None:
+        """Call this before the model is built, so that the lines that allocate the model are recorded too."""
         self._run, self._steps = run, run.config.profiling.memory_snapshot_steps
         self._has_gpu = run.device.type == "cuda"
         self._records = self._has_gpu and bool(self._steps)
@@ -46,10 +44,9 @@ class MemoryWatch(Observer):
         self.trainer.console.print(text)  # on rank 0
         if signals.asks_for_snapshot and dist.get_rank():
             print(text, flush=True)
-        signals.asks_for_snapshot = False
-        if self._records and not self._steps:
+        signals.asks_for_snapshot, self._records = False, self._has_gpu and bool(self._steps)
+        if self._has_gpu and not self._records:
             record_memory_history(False)
-            self._records = False
 
     def _snapshot(self, name: str) -> str:
         """Write a snapshot. Returns where it is, or why it is not."""
@@ -69,19 +66,17 @@ class MemoryWatch(Observer):
             lines.append(f"rank {dist.get_rank()} holds {_largest(self._holders())}")
             if self._records:
                 lines.append(f"allocated in {_largest(allocating_lines(torch.cuda.memory_snapshot()))}")
-                lines.append(self._snapshot("out-of-memory"))
-            else:
-                lines.append("--profiling.memory_snapshot_steps 1 records which lines allocate it")
+            cure = "--profiling.memory_snapshot_steps 1 records which lines allocate it"
+            lines.append(self._snapshot("out-of-memory") if self._records else cure)
         return NEXT_LINE.join(lines)
 
     def _cures(self) -> str:
-        config, cures = self._run.config, ["lower training.seq_len"]
-        if config.training.micro_batch_size > 1:
-            cures = ["lower it or training.seq_len"]
+        config, zero = self._run.config, self._run.config.parallelism.zero_stage
+        cures = ["lower it or training.seq_len" if config.training.micro_batch_size > 1 else "lower training.seq_len"]
         if config.activation_checkpoint.mode != "full":
             cures.append('set activation_checkpoint.mode = "full"')
-        if config.parallelism.zero_stage < 3 and self._run.layout.weight_shards > 1:
-            cures.append(f"raise parallelism.zero_stage from {config.parallelism.zero_stage}")
+        if zero < 3 and self._run.layout.weight_shards > 1:
+            cures.append(f"raise parallelism.zero_stage from {zero}")
         if config.training.dtype == "float32":
             cures.append('set training.dtype = "bfloat16"')
         return ", ".join([*cures, "or use more processes"])
@@ -100,10 +95,7 @@ class MemoryWatch(Observer):
 
 
 def allocating_lines(segments: Iterable[dict[str, Any]]) -> Counter[str]:
-    """Bytes in use by the line that allocated them: the innermost one of this package, if there is one.
-
-    ``segments`` are those of `torch.cuda.memory_snapshot`.
-    """
+    """Bytes in use, of the segments of `torch.cuda.memory_snapshot`, by this package's innermost line, or else any."""
     held = Counter[str]()
     for block in (block for segment in segments for block in segment["blocks"] if block["state"] != "inactive"):
         frames, line = block.get("frames", []), "C++ code (backward passes, communication)"

@@ -1,6 +1,4 @@
-"""Signals that ask a run to stop: Ctrl-C, a closed terminal, and what clusters send before they take a machine away.
-
-SIGUSR2 asks for a snapshot of the GPU's memory instead.
+"""Signals that ask a run to stop (Ctrl-C, a closed terminal, a cluster's warning) or, SIGUSR2, for a memory snapshot.
 
 This module imports nothing slow, so that train.py can handle signals before it loads torch.
 """
@@ -14,7 +12,6 @@ import time
 from contextlib import suppress
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-_HANDLED = (*STOP_SIGNALS, signal.SIGUSR2)
 _SAME_REQUEST = 5.0  # seconds
 
 
@@ -35,7 +32,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received = 0  # number of the first signal that was stored
-        self.asks_for_snapshot = False
+        self.asks_for_snapshot = False  # the trainer's observer resets it
         self.can_save = False  # the trainer sets this after the first step
         self._when = 0.0
         self._before: dict[signal.Signals, object] = {}
@@ -54,7 +51,7 @@ class StopSignals:
         self._only_noted = {int(number) for number in ignored - {signal.SIGINT}}
         self._before = {
             number: signal.signal(number, lambda *_: None)  # the thread acts
-            for number in _HANDLED
+            for number in (*STOP_SIGNALS, signal.SIGUSR2)
             if number not in ignored or number != signal.SIGHUP
         }
         os.register_at_fork(after_in_child=self._leave_to_parent)
