@@ -30,6 +30,7 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | `_grouped_mm` | products of experts' rows with their matrices | where `torch.nn.functional` lacks `grouped_mm` |
 | `ops.aten._grouped_mm` | the same, which selective recomputation keeps | all |
 | `_fused_adamw_` | an update without Python work for every parameter | all |
+| `cuda.memory._record_memory_history`, `._dump_snapshot` | snapshots of a GPU's memory | all |
 | `_utils._unflatten_dense_tensors` | all gradients in one allocation | all |
 
 Functions import what they need when they are called: planning must not load what only training uses.
@@ -40,6 +41,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -294,6 +296,17 @@ def convert_gathers(
         shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = partial(before, index), after
         parameter._extensions_data = ExtensionsData()
     return [partial(whole_shard, parameter) for parameter in parameters]
+
+
+def record_memory_history(enable: bool) -> None:
+    """Start to record the memory that this process takes on its GPU, with the lines of Python that do, or stop it."""
+    torch.cuda.memory._record_memory_history("all" if enable else None, stacks="python", max_entries=100_000)
+
+
+def dump_memory_snapshot(path: Path) -> None:
+    """Write the memory that this process holds on its GPU, and the recorded history, for pytorch.org/memory_viz."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.cuda.memory._dump_snapshot(str(path))
 
 
 def storage_info() -> type[Any]:

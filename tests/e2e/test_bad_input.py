@@ -4,10 +4,10 @@ Cases of every stage before a run begins. All that one stage refuses is in its u
 """
 
 import os
+import re
 import socket
 import time
 from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from titan_like.config.errors import RunError
 from titan_like.train.environment import number_of_processes
 from titan_like.train.job import meeting_place
 from titan_like.train.setup import out_of_memory_names
+from titan_like.train.trainer import Trainer
 
 TOML = """
 job.dump_folder = "{tmp}/out"
@@ -248,29 +249,53 @@ def test_host_without_memory_names_the_model(monkeypatch, capfd, folder):
     check_refusal(train(capfd, arguments(folder, [STEPS])), wide)
 
 
-@pytest.mark.parametrize(
-    ("place", "words"),
-    [
-        ("build", ['model.flavor = "debug"', "does not have enough memory", "choose a smaller model"]),
-        ("train", ["training.micro_batch_size = 2", "does not have enough memory", "lower it"]),
-    ],
-)
-def test_allocation_that_fails_names_the_setting(monkeypatch, capfd, folder, place, words):
-    def fail():
-        torch.empty(1 << 60)  # torch's own words
-
-    trainer = SimpleNamespace(step=0, start_step=0, num_actions=0, train=fail)
-    monkeypatch.setattr(titan_like.train.job, "Trainer", lambda run, callback: fail() if place == "build" else trainer)
+def test_allocation_that_fails_names_the_setting(monkeypatch, capfd, folder):
+    monkeypatch.setattr(titan_like.train.job, "Trainer", lambda *_: torch.empty(1 << 60))  # torch's own words
+    words = ['model.flavor = "debug"', "does not have enough memory", "choose a smaller model"]
     check_refusal(train(capfd, arguments(folder, [STEPS])), words)
     assert not torch.distributed.is_initialized()
 
 
+NO_MEMORY = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.20 GiB is "
+    "free. Including non-PyTorch memory, this process has 77.90 GiB memory in use."
+)
+
+
+def test_a_step_that_runs_out_of_memory_tells_what_holds_it(monkeypatch, capfd, folder):
+    """The third step fails before its update, so there are gradients and AdamW's two moments of each weight."""
+    update = Trainer._update
+
+    def fail(self, *arguments, **options):
+        if self.step == 2:
+            raise torch.OutOfMemoryError(NO_MEMORY)
+        update(self, *arguments, **options)
+
+    monkeypatch.setattr(Trainer, "_update", fail)
+    code, out, error = train(capfd, arguments(folder, [STEPS, "--metrics.log_interval=1"]))
+    assert code == 2 and " iteration        2/" in out, error
+    first, held, cure = [line for line in error.splitlines() if not line.startswith("tokenized ")]
+    assert first == (
+        "error: training.micro_batch_size = 2: this machine does not have enough memory for it (CUDA out of memory. "
+        "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.20 GiB is free.); lower it or "
+        'training.seq_len, set activation_checkpoint.mode = "full", set training.dtype = "bfloat16", '
+        "or use more processes"
+    )
+    state, *weights = re.findall(r"([\d.e-]+) GiB of ([a-z ]+)", held.removeprefix("       rank 0 holds "))
+    size = 4 * int(re.search(r"([\d,]+) parameters", out)[1].replace(",", "")) / 2**30
+    assert state[1] == "optimizer state" and float(state[0]) == pytest.approx(2 * size, rel=0.01)
+    assert {name: float(one) for one, name in weights} == pytest.approx(
+        dict.fromkeys(("parameters", "gradients"), size), rel=0.01
+    )
+    assert cure == "       --profiling.memory_snapshot_steps 1 records which lines allocate it"
+
+
 def test_only_memory_names_a_setting():
     for error in (MemoryError(), RuntimeError("std::bad_alloc"), OSError(12, "Cannot allocate memory")):
-        with pytest.raises(ConfigError) as told, out_of_memory_names("model.flavor", "x", "choose another"):
+        with pytest.raises(ConfigError) as told, out_of_memory_names("model.flavor", "x", str):
             raise error
         assert str(told.value).startswith('model.flavor = "x": this machine does not have enough memory for it (')
     for error in (RuntimeError("mat1 and mat2"), RunError("stop"), OSError(2, "gone"), KeyError("memory")):
-        with pytest.raises(type(error)) as seen, out_of_memory_names("model.flavor", "x", "choose another"):
+        with pytest.raises(type(error)) as seen, out_of_memory_names("model.flavor", "x", str):
             raise error
         assert seen.value is error

@@ -40,7 +40,7 @@ def test_memory_does_not_grow(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz ", k=40_000)))
     command = [sys.executable, "-c", TRAIN, f"--job.dump_folder={tmp_path}", f'--data.paths=["{text}"]', *SETTINGS]
-    environment = PLAIN | {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}  # as docs/metrics.md says
+    environment = PLAIN | {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}  # as docs/profiling.md says
     done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     peaks = [record["peak_memory_bytes"] for record in records(tmp_path)]

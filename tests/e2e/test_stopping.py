@@ -60,6 +60,8 @@ def test_a_signal_to_one_rank_saves_on_all_and_ends_well(
     dump = tmp_path / "out"
     with fork(f"--checkpoint.async={'true' if rank else 'false'}") as job:
         job.until(lambda: len(steps(dump)) >= 3, "the third step")
+        kill(job.workers()[rank], signal.SIGUSR2)
+        job.until(lambda: "not recorded, because the run uses no GPU" in job.output, "the answer to SIGUSR2")
         done = len(steps(dump))
         kill(job.workers()[rank], number)
         assert job.wait() == 0, job.output

@@ -81,22 +81,52 @@ def test_traces_of_named_steps(mesh: Any, tmp_path: Path) -> None:
     assert [run.step(number).profile for number in range(1, 6)] == [None] * 5
     assert names(tmp_path / "trace", "") == ["step-2-rank-0.json", "step-4-rank-0.json"]
     assert not (tmp_path / "timeline").exists()
-    assert run.shown == []
+    assert run.shown == [
+        f" traces of step {n}: {tmp_path}/trace/step-{n}-rank-*.json (open one in https://ui.perfetto.dev)"
+        for n in (2, 4)
+    ]
     for path in (tmp_path / "trace").iterdir():
         events = json.loads(path.read_text())["traceEvents"]
-        assert sum(event.get("name") == "aten::matmul" for event in events) == 2 * MICROBATCHES
+        products = [event for event in events if event.get("name") == "aten::matmul"]
+        assert len(products) == 2 * MICROBATCHES
+        assert not any({"Input Dims", "Python parent id"} & event["args"].keys() for event in products)
 
 
-def test_processes_beside_the_first_pipeline_look_at_nothing(tmp_path: Path) -> None:
+def test_the_profiler_starts_up_before_the_step_that_it_records(
+    mesh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: dict[str, list[int]] = {"prepare_trace": [], "start_trace": []}
+    for name in calls:
+        real = getattr(torch.profiler.profile, name)
+
+        def call(self: Any, name: str = name, real: Any = real) -> None:
+            calls[name].append(step)
+            real(self)
+
+        monkeypatch.setattr(torch.profiler.profile, name, call)
+    section = {"trace_steps": [5, 6, 12], "trace_warmup_steps": 2, "trace_shapes": True, "trace_stacks": True}
+    run = Run(mesh, tmp_path, section)
+    for step in range(1, 12):  # the run ends before step 12
+        run.step(step)
+    assert calls == {"prepare_trace": [3, 6, 10], "start_trace": [5, 6]}
+    assert [step for step in range(1, 12) if run.profiler.looks_at(step)] == [3, 4, 5, 6, 10, 11]
+    events = json.loads((tmp_path / "trace" / "step-5-rank-0.json").read_text())["traceEvents"]
+    product = next(event for event in events if event.get("name") == "aten::matmul")
+    assert product["args"]["Input Dims"] == [[4, 4], [4, 4]]
+    assert any(event.get("cat") == "python_function" and "test_profiling.py" in event["name"] for event in events)
+
+
+def test_processes_beside_the_first_pipeline_write_traces_alone(mesh: Any, tmp_path: Path) -> None:
     """The profiler of data-parallel rank 1, whose mesh only tells its coordinates."""
 
     class Mesh(dict[str, Any]):
         mesh_dim_names = ("pp", "dp_shard")
 
     first, second = (SimpleNamespace(get_group=lambda: None, get_local_rank=lambda rank=rank: rank) for rank in (0, 1))
-    run = Run(Mesh(pp=first, dp_shard=second), tmp_path, {"timeline_interval": 1, "trace_steps": [1]})
-    assert run.step(1).profile is None
-    assert list(tmp_path.iterdir()) == []
+    for ranks, files in (([1], []), ([], ["trace"])):
+        section = {"timeline_interval": 1, "trace_steps": [1], "trace_ranks": ranks}
+        assert Run(Mesh(pp=first, dp_shard=second), tmp_path, section).step(1).profile is None
+        assert names(tmp_path, "") == files
 
 
 def step_of_two() -> StepTimeline:

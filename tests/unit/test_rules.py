@@ -54,6 +54,7 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 1 '--evaluation.sets={name="a/b", paths="x"}' --evaluation.interval=1 => evaluation.sets.name = "a/b" ; letters, digits
 1 '--evaluation.sets=[{name="a", paths="x"}, {name="a", paths="y"}]' --evaluation.interval=1 => "a": names two sets
 1 '--evaluation.sets={name="a", paths="x"}' => evaluation.sets = ['a'] ; set evaluation.interval
+2 '--profiling.trace_ranks=[0, 2]' => profiling.trace_ranks = [0, 2] ; the job's ranks are 0 to 1
 # optimizers
 1 '--optimizer.betas=[0.9, 1.0]' => optimizer.betas ; below 1
 1 --optimizer.clip_threshold=0 => optimizer.clip_threshold

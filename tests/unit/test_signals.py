@@ -44,6 +44,14 @@ def test_a_signal_is_noted_while_the_main_thread_is_in_c_code(number: signal.Sig
     assert signal.set_wakeup_fd(-1) == -1
 
 
+def test_sigusr2_asks_for_a_snapshot_and_not_to_stop(ended: list[str]) -> None:
+    with StopSignals() as stop:  # before the first step
+        os.kill(os.getpid(), signal.SIGUSR2)
+        wait_until(lambda: stop.asks_for_snapshot)
+    assert not stop.received and not ended
+    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+
+
 @pytest.mark.parametrize(
     ("first", "second", "under_torchrun", "seconds", "ends"),
     [

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from titan_like.config.synonyms import key_of
 
 _MOST_SHOWN = 200  # characters of a value
-_NEXT_LINE = "\n       "  # aligned with what follows "error: "
+NEXT_LINE = "\n       "  # aligned with what follows "error: "
 
 
 class ConfigError(ValueError):
@@ -50,7 +50,7 @@ class RunError(RuntimeError):
 
 def all_of(errors: Sequence[ConfigError]) -> ConfigError:
     """Several errors as one, with a line for each; its key is that of the first error."""
-    return _with_message(errors[0].key, _NEXT_LINE.join(dict.fromkeys(map(str, errors))))
+    return _with_message(errors[0].key, NEXT_LINE.join(dict.fromkeys(map(str, errors))))
 
 
 def _with_message(key: str, message: str) -> ConfigError:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from titan_like.config.section import PathList, Section, StepCount, StepList, StepNumber, TextList, option
+from titan_like.config.section import PathList, RankList, Section, StepCount, StepList, StepNumber, TextList, option
 
 
 class Metrics(Section):
@@ -46,7 +46,7 @@ class Health(Section):
 
 
 class Profiling(Section):
-    """Where the time of single steps goes."""
+    """Where the time and the memory of single steps go."""
 
     timeline_steps: StepList = option(
         [],
@@ -55,6 +55,15 @@ class Profiling(Section):
     )
     timeline_interval: StepCount = option(0, "also time every n-th step; 0 turns this off")
     trace_steps: StepList = option([], "steps to record with torch.profiler, in <job.dump_folder>/trace")
+    trace_warmup_steps: StepCount = option(3, "steps before each recorded one in which torch.profiler starts up")
+    trace_ranks: RankList = option([], "ranks that write traces; all if empty")
+    trace_shapes: bool = option(False, "record the shapes of operators' inputs in traces")
+    trace_stacks: bool = option(False, "record the source lines that call operators in traces, which slows the step")
+    memory_snapshot_steps: StepList = option(
+        [],
+        "steps after which each rank's GPU memory is written to <job.dump_folder>/memory, for pytorch.org/memory_viz; "
+        "every allocation of the run is then recorded, which takes host time",
+    )
 
 
 class ValidationSet(Section):

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 else:
     PathList = Annotated[list[str | float], BeforeValidator(_as_paths)]
 StepList = Annotated[list[StepNumber], BeforeValidator(_as_list)]
+RankList = Annotated[list[Annotated[int, Field(ge=0, lt=2**20)]], BeforeValidator(_as_list)]
 
 
 def option(default: T, description: str, **limits: Any) -> T:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class StepProfiler:
-    """Profiles global rank 0's pipeline: the processes whose rank is 0 in every other dimension of the mesh."""
+    """Traces steps on any rank, and times those of the first pipeline: the ranks that are 0 in all other dimensions."""
 
     def __init__(
         self,
@@ -34,30 +34,37 @@ class StepProfiler:
         device: torch.device,
         show: Callable[[str], None],
     ) -> None:
-        """``show`` prints a report; only global rank 0 calls it."""
+        """``show`` prints a text on global rank 0, and nothing on others."""
         self._section, self._folder = config.profiling, Path(config.job.dump_folder)
         self._pipeline, self._device, self._show = pipeline, device, show
         self._group, self._rank = mesh["pp"].get_group(), mesh["pp"].get_local_rank()
         others = [name for name in mesh.mesh_dim_names or () if name != "pp"]
-        self._takes_part = all(mesh[name].get_local_rank() == 0 for name in others)
+        self._is_timing = all(mesh[name].get_local_rank() == 0 for name in others)
+        self._is_tracing = not config.profiling.trace_ranks or dist.get_rank() in config.profiling.trace_ranks
         self._trace: torch.profiler.profile | None = None
 
     def looks_at(self, step: int) -> bool:
         """Whether any process profiles the step. All processes return the same."""
-        return step in self._section.trace_steps or self._is_timed(step)
+        return self._is_traced(step) or self._is_timed(step)
 
     def _is_timed(self, step: int) -> bool:
         interval = self._section.timeline_interval
         return step in self._section.timeline_steps or bool(interval and step % interval == 0)
 
+    def _is_traced(self, step: int) -> bool:
+        """Whether torch.profiler is on in the step, be it only to have started up before one that it records."""
+        return any(0 <= traced - step <= self._section.trace_warmup_steps for traced in self._section.trace_steps)
+
     def begin(self, step: int) -> None:
         """Call this directly before a step."""
-        if not self._takes_part:
-            return
-        if step in self._section.trace_steps:
-            self._trace = torch.profiler.profile()
-            self._trace.start()
-        if self._is_timed(step):
+        if self._is_tracing and self._is_traced(step):
+            if self._trace is None:
+                shapes, stacks = self._section.trace_shapes, self._section.trace_stacks
+                self._trace = torch.profiler.profile(record_shapes=shapes, with_stack=stacks)
+                self._trace.prepare_trace()
+            if step in self._section.trace_steps:
+                self._trace.start_trace()
+        if self._is_timing and self._is_timed(step):
             self._pipeline.timeline = Timeline(self._device, self._group)
 
     def mark(self, phase: str) -> None:
@@ -68,13 +75,15 @@ class StepProfiler:
     def end(self, record: StepRecord) -> None:
         """Call this after the step: write and print the profile, and add its figures to global rank 0's record."""
         timeline, self._pipeline.timeline = self._pipeline.timeline, None
-        trace, self._trace = self._trace, None
         times = timeline.finish() if timeline is not None else None
-        if trace is not None:
-            trace.stop()
-            folder = self._folder / "trace"
-            folder.mkdir(parents=True, exist_ok=True)
-            trace.export_chrome_trace(str(folder / f"step-{record.step}-rank-{dist.get_rank()}.json"))
+        if record.step in self._section.trace_steps:
+            name = f"{self._folder}/trace/step-{record.step}-rank-"
+            if self._trace is not None:
+                self._trace.stop_trace()
+                Path(name).parent.mkdir(parents=True, exist_ok=True)
+                self._trace.export_chrome_trace(f"{name}{dist.get_rank()}.json")
+                self._trace = None
+            self._show(f" traces of step {record.step}: {name}*.json (open one in https://ui.perfetto.dev)")
         if times is not None:
             step = self._gather(times)
             if step is not None:

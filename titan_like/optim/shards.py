@@ -75,6 +75,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Size of this process's parts of tensors, in bytes."""
+    return sum(local(tensor).nbytes for tensor in tensors)
+
+
 def is_table(name: str, parameter: torch.Tensor) -> bool:
     """Whether a parameter is a matrix outside the layers: an embedding table, or the output matrix."""
     return parameter.ndim >= 2 and not name.startswith("layers.")

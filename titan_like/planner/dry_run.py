@@ -7,7 +7,6 @@ torch's fake process group, where tensors have shapes but no memory. What happen
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -35,7 +34,7 @@ from titan_like.metrics.hardware import peak_tflops
 from titan_like.models.config import TransformerConfig
 from titan_like.optim.optimizer import build_optimizer
 from titan_like.optim.schedule import describe_warmup, schedule_length
-from titan_like.optim.shards import ShardedOptimizer, local, sharded_dimensions
+from titan_like.optim.shards import ShardedOptimizer, local, local_bytes, sharded_dimensions
 from titan_like.parallel.apply import build_parallel_model
 from titan_like.parallel.layout import Layout, method_of
 from titan_like.parallel.mesh import build_mesh
@@ -217,12 +216,8 @@ def built_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> RankS
     """Count the model's local parameters, and what their optimizer keeps."""
     parameters = list(model.parameters())
     values = (value for state in optimizer.state.values() for value in state.values() if value.ndim)
-    weights = _bytes(parameters)  # gradients have the same shapes and types
-    return RankState(sum(local(parameter).numel() for parameter in parameters), weights, weights, _bytes(values))
-
-
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(local(tensor).nbytes for tensor in tensors)
+    weights = local_bytes(parameters)  # gradients have the same shapes and types
+    return RankState(sum(local(parameter).numel() for parameter in parameters), weights, weights, local_bytes(values))
 
 
 def schedule_of(work: Workload, layout: Layout, rank: int) -> Schedule:

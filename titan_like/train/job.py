@@ -15,6 +15,7 @@ from titan_like.checkpoint.loader import hold_folder
 from titan_like.checkpoint.step_folders import release
 from titan_like.config.errors import ConfigError, first_line
 from titan_like.train.environment import is_one_of_several
+from titan_like.train.memory import MemoryWatch
 from titan_like.train.setup import Run, out_of_memory_names
 from titan_like.train.signals import StopSignals
 from titan_like.train.trainer import StepCallback, Trainer
@@ -39,13 +40,14 @@ def run_job(run: Run, signals: StopSignals | None = None, callback: StepCallback
     handled = StopSignals() if signals is None else nullcontext(signals)
     with process_group(run.device, patience), handled as stop, Watchdog(patience) as watchdog:
         hold_folder("job.dump_folder", dump, dump / "run")  # `Trainer` locks the folder of checkpoints
-        with out_of_memory_names("model.flavor", run.config.model.flavor, "choose a smaller model or more processes"):
-            trainer = Trainer(run, callback)
+        memory, cure = MemoryWatch(run), "choose a smaller model or more processes"
+        with out_of_memory_names("model.flavor", run.config.model.flavor, lambda _: cure):
+            trainer = Trainer(run, callback, memory)
         trainer.signals = stop
         watchdog.progress = lambda: (trainer.step, trainer.num_actions)
         watchdog.is_starting = lambda: trainer.step == trainer.start_step
         size = run.config.training.micro_batch_size
-        with out_of_memory_names("training.micro_batch_size", size, "lower it, or training.seq_len"):
+        with out_of_memory_names("training.micro_batch_size", size, memory.account):
             trainer.train()
         if signals is not None:
             signals.ignore()

@@ -83,7 +83,7 @@ def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Lay
         rules += [lambda: _check_tasks(config, model), lambda: _check_sentences(config, model)]
         rules.append(lambda: _check_experts(config, model))
     if layout is not None:
-        rules.append(lambda: _check_batches(config, layout))
+        rules += [lambda: _check_batches(config, layout), lambda: _check_ranks(config, layout)]
     if model is not None and layout is not None:
         rules += [
             lambda: check_tensor_parallel(config, model, layout),
@@ -234,6 +234,11 @@ def _check_compile(config: JobConfig, model: TransformerConfig) -> None:
     require(config.activation_checkpoint.mode != "selective", "activation_checkpoint.mode", "selective", problem)
     problem = "needs sequence parallelism with tensor parallelism and dropout; set sequence_parallel to true"
     require(getattr(model, "dropout", 0) <= 0 or layout.sequence_parallel, "compile.enable", True, problem)
+
+
+def _check_ranks(config: JobConfig, layout: Layout) -> None:
+    ranks, problem = config.profiling.trace_ranks, f"the job's ranks are 0 to {layout.num_processes - 1}"
+    require(max(ranks, default=0) < layout.num_processes, "profiling.trace_ranks", ranks, problem)
 
 
 def _check_experts(config: JobConfig, model: TransformerConfig) -> None:

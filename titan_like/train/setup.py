@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,14 +45,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def out_of_memory_names(key: str, value: object, cure: str) -> Iterator[None]:
+def out_of_memory_names(key: str, value: object, cure: Callable[[BaseException], str]) -> Iterator[None]:
     """Turn a failed allocation inside this context into a `ConfigError` about a setting; others pass through."""
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        problem = f"this machine does not have enough memory for it ({first_line(error)[:200]}); {cure}"
+        message = first_line(error).partition(" Including ")[0][:200]  # of a GPU's: how much it wanted, has, has left
+        problem = f"this machine does not have enough memory for it ({message}); {cure(error)}"
         raise ConfigError(key, value, problem) from None
 
 

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: Ctrl-C, a closed terminal, and what clusters send before they take a machine away.
+"""Signals that ask a run to stop (Ctrl-C, a closed terminal, a cluster's warning) or, SIGUSR2, for a memory snapshot.
 
 This module imports nothing slow, so that train.py can handle signals before it loads torch.
 """
@@ -32,6 +32,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received = 0  # number of the first signal that was stored
+        self.asks_for_snapshot = False  # the trainer's observer resets it
         self.can_save = False  # the trainer sets this after the first step
         self._when = 0.0
         self._before: dict[signal.Signals, object] = {}
@@ -50,7 +51,7 @@ class StopSignals:
         self._only_noted = {int(number) for number in ignored - {signal.SIGINT}}
         self._before = {
             number: signal.signal(number, lambda *_: None)  # the thread acts
-            for number in STOP_SIGNALS
+            for number in (*STOP_SIGNALS, signal.SIGUSR2)
             if number not in ignored or number != signal.SIGHUP
         }
         os.register_at_fork(after_in_child=self._leave_to_parent)
@@ -74,6 +75,7 @@ class StopSignals:
     def _act(self, pipe: int) -> None:
         while numbers := os.read(pipe, 64):
             for number in numbers:
+                self.asks_for_snapshot |= number == signal.SIGUSR2
                 if number in STOP_SIGNALS:
                     self._receive(number)
         os.close(pipe)
