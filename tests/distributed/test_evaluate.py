@@ -259,7 +259,8 @@ def test_evaluation_during_training(trained: tuple[Path, str], layout: str) -> N
     assert [FIGURES & line.keys() for line in lines] == [set(), FIGURES, set(), FIGURES]
     assert lines[1]["text/perplexity"] > 1.1 * lines[3]["text/perplexity"]
     for line in (lines[1], lines[3]):
-        assert f"| lm loss: {line['validation_loss']:.6E} | text loss: {line['text/loss']:.6g} |" in printed
+        assert f" | validation loss {line['validation_loss']:.4f}\n" in printed
+        assert f" | text/loss {line['text/loss']:.4f} | " in printed
     assert FIGURES.isdisjoint(key for line in without for key in line)
 
     # The script finds the same in one process, from the checkpoint of the last step.

@@ -212,8 +212,10 @@ def test_a_run_s_name_and_facts(monkeypatch):
     assert run_name(edit(config, {"metrics.run_name": "ours"}), layout) == "ours"
 
 
-def test_mlflow_goes_on_with_the_same_run(tmp_path, monkeypatch):
+def test_mlflow_goes_on_with_the_same_run(tmp_path, monkeypatch, capsys):
     tracking = pytest.importorskip("mlflow.tracking")
+    from mlflow.exceptions import MlflowException
+
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}")
     config = JobConfig.model_validate({"metrics": {"mlflow": True}})
@@ -230,8 +232,14 @@ def test_mlflow_goes_on_with_the_same_run(tmp_path, monkeypatch):
     assert run.data.params["world_size"] == "8"
     history = client.get_metric_history(run.info.run_id, "train/lr")
     assert [(one.step, one.value) for one in history] == [(item.step, item.lr) for item in RECORDS]
+    writer = MLflowWriter(config, "ours", "a name", facts)
+    writer._client = MagicMock()
+    writer._client.log_batch.side_effect = MlflowException("no answer")
+    for item in RECORDS:
+        write(writer, item)
+    assert capsys.readouterr().out.count("MLflow cannot be written (no answer) and lacks figures") == 1
     monkeypatch.setattr("titan_like.metrics.writers.find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"metrics\.mlflow = true: needs MLflow: pip install mlflow"):
+    with pytest.raises(ConfigError, match=r"metrics\.mlflow = true: needs MLflow: pip install"):
         check_trackers(config.metrics)
 
 

@@ -69,7 +69,7 @@ def _groups() -> dict[str, str]:
 def check_trackers(metrics: Metrics) -> None:
     """Refuse a run in which wandb would prompt for a key, or MLflow cannot be used."""
     if metrics.mlflow:
-        require(find_spec("mlflow"), "metrics.mlflow", True, "needs MLflow: pip install mlflow")
+        require(find_spec("mlflow"), "metrics.mlflow", True, "needs MLflow: pip install 'titan_like[mlflow]'")
         from mlflow.tracking import MlflowClient
 
         try:
@@ -82,12 +82,17 @@ def check_trackers(metrics: Metrics) -> None:
 
 
 @contextmanager
-def _reported_once(problems: list[str], what: Path, consequence: str) -> Iterator[None]:
-    """Suppress errors of the file system, and print a line about the first. Their reasons are added to ``problems``."""
+def _reported_once(
+    problems: list[str], what: Path | str, consequence: str, kind: type[Exception] = OSError
+) -> Iterator[None]:
+    """Suppress errors of the file system, or of another ``kind``, and print a line about the first.
+
+    Their reasons are added to ``problems``.
+    """
     try:
         yield
-    except OSError as error:
-        problems.append(error.strerror or str(error))
+    except kind as error:
+        problems.append(getattr(error, "strerror", None) or first_line(error))
         if len(problems) == 1:
             print(f"{what} cannot be written ({problems[0]}) and {consequence}", flush=True)
 
@@ -207,24 +212,32 @@ class WandbWriter:
 
 
 class MLflowWriter:
-    """Logs to MLflow. A run that goes on is found there by its id."""
+    """Logs to MLflow, as long as its server can be reached. A run that goes on is found there by its id."""
 
     def __init__(self, config: JobConfig, run_id: str, name: str, facts: Mapping[str, Any]) -> None:
-        from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
-        self._client, title = MlflowClient(), os.environ.get("MLFLOW_EXPERIMENT_NAME", "titan_like")
-        known = self._client.get_experiment_by_name(title)
-        experiment = known.experiment_id if known else self._client.create_experiment(title)
-        found = self._client.search_runs([experiment], f"tags.`{_RUN_TAG}` = '{run_id}'")
+        self._client, self._run, self._problems = MlflowClient(), "", list[str]()
+        with self._reported():
+            self._run = self._found(config, run_id, name, facts)
+
+    def _found(self, config: JobConfig, run_id: str, name: str, facts: Mapping[str, Any]) -> str:
+        """MLflow's id of the run, which begins or goes on."""
+        from mlflow.entities import Param
+
+        client, title = self._client, os.environ.get("MLFLOW_EXPERIMENT_NAME", "titan_like")
+        known = client.get_experiment_by_name(title)
+        experiment = known.experiment_id if known else client.create_experiment(title)
+        found = client.search_runs([experiment], f"tags.`{_RUN_TAG}` = '{run_id}'")
         if found:
-            self._run = found[0].info.run_id
-            return
+            client.update_run(found[0].info.run_id, status="RUNNING", name=name)  # the layout may be another one
+            return found[0].info.run_id
         tags = {_RUN_TAG: run_id, "mlflow.note.content": config.job.description}
-        self._run = self._client.create_run(experiment, run_name=name, tags=tags).info.run_id
+        run = client.create_run(experiment, run_name=name, tags=tags).info.run_id
         params = [Param(key, str(value)) for key, value in _flat(facts)]
         for first in range(0, len(params), _MLFLOW_PARAMS):
-            self._client.log_batch(self._run, params=params[first : first + _MLFLOW_PARAMS])
+            client.log_batch(run, params=params[first : first + _MLFLOW_PARAMS])
+        return run
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Log values of the step."""
@@ -232,11 +245,18 @@ class MLflowWriter:
 
         now = int(1000 * time.time())
         metrics = [Metric(grouped(key), value, now, step) for key, value in values.items() if value is not None]
-        self._client.log_batch(self._run, metrics=metrics)
+        with self._reported():
+            self._client.log_batch(self._run, metrics=metrics)
 
     def close(self) -> None:
         """Finish the run."""
-        self._client.set_terminated(self._run)
+        with self._reported():
+            self._client.set_terminated(self._run)
+
+    def _reported(self) -> AbstractContextManager[None]:
+        from mlflow.exceptions import MlflowException
+
+        return _reported_once(self._problems, "MLflow", "lacks figures; metrics.jsonl has them", MlflowException)
 
 
 _RUN_TAG = "titan_like.run_id"

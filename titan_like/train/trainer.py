@@ -33,7 +33,6 @@ from titan_like.parallel.expert_balance import FIGURES
 from titan_like.parallel.model import ModelOutput, sum_gradients_of_copies
 from titan_like.parallel.tensor import sum_partial_gradients
 from titan_like.parallel.timeline import stamp
-from titan_like.train.memory import MemoryWatch
 from titan_like.train.observer import Observer
 from titan_like.train.pending_step import PendingStep, copy_to_host
 from titan_like.train.setup import Run, describe_run
@@ -50,7 +49,7 @@ class Trainer(ValidatedState):
 
     def __init__(self, run: Run, callback: StepCallback | None = None, observer: Observer | None = None) -> None:
         """``callback`` is called with the record of every step, and the text that it returns is printed."""
-        super().__init__(run, observer or MemoryWatch(run))
+        super().__init__(run, observer or Observer())
         config = self.config
         self.has_labels = True  # whether the last step that was read had labels for each of the model's predictions
         self.save_is_due = False
