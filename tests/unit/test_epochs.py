@@ -9,28 +9,13 @@ import pytest
 from tests.unit.test_resumed_length import config_of, cosine, go_back, lines_of_changes, train
 from titan_like.checkpoint.step_folders import is_resumable
 from titan_like.config import ConfigError, load_config
-from titan_like.config.schema import Training
 from titan_like.data import open_source
-from titan_like.data.batch_size import global_batch_size_at, in_samples, total_samples, total_steps
 from titan_like.models.registry import model_config
 from titan_like.planner.dry_run import dry_run
 from titan_like.planner.dry_run_page import format_dry_run
-from titan_like.train.rules import resolve_settings
 
 EPOCH = 100  # samples of 8 bytes
 SETTINGS = {"lr_scheduler.warmup_steps": 4, "lr_scheduler.min_lr_ratio": 0.1, "data.split": "1,0,0"}
-
-
-@pytest.mark.parametrize("rampup", [None, [4, 4, 100], [2, 7, 33]])
-@pytest.mark.parametrize(("epochs", "samples"), [(1, 101), (1.1, 1000), (0.001, 100), (2.5, 33), (3, 16)])
-def test_steps_are_as_many_as_hold_all_samples(rampup: list[int] | None, epochs: float, samples: int) -> None:
-    training = Training(epochs=epochs, global_batch_size=16, batch_size_rampup=rampup)
-    wanted = max(1, round(epochs * samples))
-    training = in_samples(training, samples)
-    consumed = steps = 0
-    while consumed < wanted:
-        consumed, steps = consumed + global_batch_size_at(training, consumed), steps + 1
-    assert (total_steps(training), total_samples(training)) == (steps, consumed)
 
 
 def test_a_run_of_epochs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,21 +52,14 @@ def test_a_decay_longer_than_the_epochs_is_refused_once_they_are_counted(tmp_pat
             train(tmp_path / "out", wsd | {"checkpoint.enable": enable})
 
 
-def test_unknown_lengths_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the dataset's name if that tells, else when it is open."""
-    stream = "training.epochs = 2.0: the length of a stream is not known; set training.steps, training.samples or"
-    with pytest.raises(ConfigError, match=stream):
-        resolve_settings(load_config(["--training.epochs=2", "--data.dataset=hf", "--data.paths=x"]), 1)
-    with pytest.raises(ConfigError, match=r"'samples': 9, 'epochs': 2.0\}: set exactly one of the four"):
-        resolve_settings(load_config(["--training.epochs=2", "--training.samples=9"]), 1)
-
+def test_a_stream_of_another_package_is_refused_once_it_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     class Endless:
         def __len__(self) -> int:
             return open_source.UNKNOWN_LENGTH
 
     monkeypatch.setattr(open_source, "open_source", lambda request: Endless())
     config = load_config(["--training.epochs=2"])
-    with pytest.raises(ConfigError, match=stream):
+    with pytest.raises(ConfigError, match=r"training.epochs = 2.0: the length of a stream is not known; set training"):
         open_source.open_data(config, model_config(config.model))
 
 

@@ -45,6 +45,8 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 1 '--training.batch_size_rampup=[8, 3, 10]' --training.steps=100 => reach global_batch_size (16)
 1 '--training.batch_size_rampup=[12, 4, 10]' --training.steps=9 => batch_size_rampup ; 12 ; 8 or 16
 1 '--training.batch_size_rampup=[8, 8, 99]' --training.samples=7 => training.samples = 7 ; at least 8
+1 --training.epochs=2 --training.steps=9 => training.steps | samples | tokens | epochs ; 'epochs': 2.0 ; exactly one
+1 --training.epochs=2 --data.dataset=hf --data.paths=x => training.epochs = 2.0: the length of a stream is not known
 1 --training.tokens=4095 => training.tokens = 4095 ; at least 4096
 1 --training.steps=9 --lr_scheduler.warmup_steps=6 --lr_scheduler.decay_steps=5 \
 => lr_scheduler.decay_steps = 5 ; before the warm-up of 6
@@ -124,7 +126,10 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 def test_what_rules_refuse(case: str) -> None:
     given, _, words = case.partition("=> ")
     processes, *settings = shlex.split(given)
-    has_length = any(word.startswith(("--training.s", "--training.tokens")) and "seq" not in word for word in settings)
+    has_length = any(
+        word.startswith(("--training.s", "--training.tokens", "--training.e")) and "seq" not in word
+        for word in settings
+    )
     with pytest.raises(ConfigError) as error:
         resolve_settings(load_config([*settings, *([] if has_length else ["--training.steps=1"])]), int(processes))
     assert all(word in str(error.value) for word in words.split(" ; ")), str(error.value)

@@ -5,7 +5,7 @@ import torch
 
 from titan_like.config import load_config
 from titan_like.config.schema import LRScheduler, Training
-from titan_like.data.batch_size import global_batch_size_at, rampup_batch_sizes, total_samples, total_steps
+from titan_like.data.batch_size import global_batch_size_at, in_samples, rampup_batch_sizes, total_samples, total_steps
 from titan_like.models.registry import model_config
 from titan_like.optim.optimizer import LossScaler
 from titan_like.optim.schedule import describe_warmup, lr_factor
@@ -121,6 +121,8 @@ def test_total_steps_takes_the_whole_batches_that_samples_or_tokens_allow(rampup
     assert total_steps(Training(tokens=samples * 32, **settings)) == steps
     assert total_steps(Training(tokens=samples * 32 + 31, **settings)) == steps  # part of a sample is none
     assert total_steps(Training(steps=samples, **settings)) == samples
+    in_epochs = in_samples(Training(epochs=0.1, **settings), 10 * samples)  # as many steps as hold them all
+    assert (in_epochs.samples, total_steps(in_epochs)) == (samples, steps + (consumed < samples))
     assert total_samples(Training(steps=steps, **settings)) == consumed if steps else consumed == 0
 
 

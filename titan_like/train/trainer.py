@@ -135,7 +135,7 @@ class Trainer(ValidatedState):
             raise
         finally:
             data.close()
-            self.validation_data.clear()  # ends its processes
+            self.validation_data = None  # ends its processes
             self.console.close()
             for writer in self.writers:
                 writer.close()

@@ -38,7 +38,7 @@ class ValidatedState(TrainingState):
         self.signals = StopSignals()  # inactive until the caller replaces it by one that handles signals
         self.stop_signal = 0  # the signal that any rank had received when ranks last told each other
         self.validation_losses: list[float] = []  # of the last validation, by prediction
-        self.validation_data: dict[str, BackgroundLoader] = {}  # by split; its processes are started once
+        self.validation_data: BackgroundLoader | None = None  # its processes are started once
         self.scorer = Scorer(self.config, self.model, self.mesh, run.device, one_length=self.config.compile.enable)
         self.writers: list[Writer] = []
 
@@ -98,15 +98,17 @@ class ValidatedState(TrainingState):
         dataset = self.run.datasets[split]
         unit = config.training.micro_batch_size * self.dp_size
         wanted = min(len(dataset), config.evaluation.steps * config.training.global_batch_size)
-        if split not in self.validation_data:
+        repeats = split == "validation"  # the processes that read sets, which may be many, end with each validation
+        data = self.validation_data if repeats else None
+        if data is None:
             sampler = GlobalSampler(
                 0, config.training.micro_batch_size, self.dp_rank, self.dp_size, last_sample=-(-wanted // unit) * unit
             )
             samples, workers = self.run.masks.over(dataset), config.data.num_workers
-            self.validation_data[split] = BackgroundLoader(samples, sampler, workers, self.run.device, repeats=True)
+            data = BackgroundLoader(samples, sampler, workers, self.run.device, repeats=repeats)
+            self.validation_data = data if repeats else self.validation_data
         else:
-            self.validation_data[split].start()
-        data = self.validation_data[split]
+            data.start()
         predictions = self.run.model.predictions
         # For each prediction the summed loss, and the number of labels.
         total = torch.zeros(2, len(predictions), device=self.run.device, dtype=self.loss_dtype)

@@ -14,6 +14,7 @@ from titan_like.config.errors import require
 from titan_like.config.options import OptionParser, path_option
 from titan_like.data.batch_size import check_rampup, total_samples
 from titan_like.models.config import TransformerConfig
+from titan_like.models.registry import model_config
 from titan_like.planner.links import read_measurements, with_links
 from titan_like.planner.predict import FLOAT8_NOTE, Forecast
 from titan_like.planner.profile import Profile, load_profile
@@ -87,6 +88,10 @@ def _profile(options: argparse.Namespace) -> Profile | None:
 
 def _tokens(options: argparse.Namespace, config: JobConfig) -> float | None:
     training = config.training
+    if options.tokens is None and training.epochs is not None:
+        from titan_like.planner.dry_run import describe_data
+
+        training = describe_data(config, model_config(config.model))[0].training
     if options.tokens is not None or training.steps is training.samples is training.tokens is None:
         return options.tokens
     check_rampup(training)
