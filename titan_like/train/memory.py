@@ -82,14 +82,14 @@ class MemoryWatch(Observer):
         return ", ".join([*cures, "or use more processes"])
 
     def _holders(self) -> Counter[str]:
-        """Bytes on the GPU, by what they are."""
+        """Bytes on the GPU, by what they are. ZeRO's parameters are this rank's shards."""
         parameters, held = list(self.trainer.model.parameters()), Counter[str]()
         held["parameters"] = local_bytes(parameters)
         held["gradients"] = local_bytes(p.grad for p in parameters if p.grad is not None)
         states = (value for state in self.trainer.optimizer.state.values() for value in state.values())
         held["optimizer state"] = local_bytes(value for value in states if torch.is_tensor(value))
         allocated = torch.cuda.memory_allocated()
-        held["activations and other tensors"] = allocated - held.total()
+        held["activations, gathered weights and other tensors"] = allocated - held.total()
         held["gaps between tensors"] = torch.cuda.memory_reserved() - allocated
         return held
 
