@@ -194,12 +194,13 @@ class CopiedGradients(PassGradients):
 
 def _copied_units(stage: StageProgram, element: int) -> list[int]:
     """Numbers of elements, counted from the end of the stage, after which `ComputeCopies` adds gradients up."""
-    limits, size, done = [], 0, 0
+    limits, size, done, in_full = [], 0, 0, False
     for segment in reversed(stage.segments):
         for parameter in reversed(segment.parameters):
-            if size >= GRADIENT_UNIT_BYTES:
+            if size >= GRADIENT_UNIT_BYTES or (size and parameter.in_full != in_full):
                 limits.append(done)
                 size = 0
             size += element * parameter.elements
             done += parameter.elements
+            in_full = parameter.in_full
     return limits
