@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from tests.e2e.scripts import run_here
+from titan_like.config.schema import JobConfig
+from titan_like.parallel.layout import Layout
 from titan_like.train import memory
-from titan_like.train.memory import MemoryWatch, allocating_lines
+from titan_like.train.memory import MemoryWatch
 from titan_like.train.trainer import Trainer
 
+GIB = 2**30
 PACKAGE = Path(memory.__file__).parents[1]
 
 
@@ -27,10 +30,15 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def watch(folder: Path, device: str, steps: list[int]) -> Any:
-    config = SimpleNamespace(
-        job=SimpleNamespace(dump_folder=str(folder)), profiling=SimpleNamespace(memory_snapshot_steps=steps)
-    )
-    result: Any = MemoryWatch(SimpleNamespace(config=config, device=torch.device(device)))  # type: ignore[arg-type]
+    config = JobConfig.model_validate({
+        "job": {"dump_folder": str(folder)},
+        "profiling": {"memory_snapshot_steps": steps},
+        "training": {"micro_batch_size": 1, "dtype": "bfloat16", "steps": 9},
+        "activation_checkpoint": {"mode": "full"},
+        "parallelism": {"zero_stage": 1},
+    })  # fmt: skip
+    run: Any = SimpleNamespace(config=config, device=torch.device(device), layout=Layout(shard=2))
+    result: Any = MemoryWatch(run)
     signals, shown = SimpleNamespace(asks_for_snapshot=False), []
     result.attach(SimpleNamespace(signals=signals, console=SimpleNamespace(print=shown.append), shown=shown))
     return result
@@ -71,22 +79,32 @@ def test_a_full_disk_and_a_run_without_a_gpu_only_say_so(
     assert line.endswith("step-2-rank-0.pickle is not written ([Errno 28] No space left on device)")
 
 
-def test_the_lines_that_allocate_what_is_in_use() -> None:
-    """A segment as torch.cuda.memory_snapshot() describes it."""
+def test_the_account_of_a_run_that_records(tmp_path: Path, done: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A segment as torch.cuda.memory_snapshot() describes it, in GiB; and a run that has gone almost all the way."""
     of_torch = {"filename": "/x/torch/nn/functional.py", "line": 7, "name": "linear"}
     ours = [{"filename": f"{PACKAGE}/models/mlp.py", "line": line, "name": "forward"} for line in (41, 99)]
     blocks = [
-        {"size": 3, "state": "active_allocated", "frames": [of_torch, *ours]},  # innermost first
-        {"size": 4, "state": "active_pending_free", "frames": ours},
-        {"size": 50, "state": "inactive", "frames": ours},
-        {"size": 2, "state": "active_allocated", "frames": [of_torch]},
-        {"size": 1, "state": "active_allocated"},
+        {"size": 3 * GIB, "state": "active_allocated", "frames": [of_torch, *ours]},  # innermost first
+        {"size": 4 * GIB, "state": "active_pending_free", "frames": ours},
+        {"size": 50 * GIB, "state": "inactive", "frames": ours},
+        {"size": 2 * GIB, "state": "active_allocated", "frames": [of_torch]},
+        {"size": GIB, "state": "active_allocated", "frames": []},
     ]
-    assert allocating_lines([{"blocks": blocks[:2]}, {"blocks": blocks[2:]}]) == {
-        "titan_like/models/mlp.py:41 in forward": 7,
-        "/x/torch/nn/functional.py:7 in linear": 2,
-        "C++ code (backward passes, communication)": 1,
-    }
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"blocks": blocks[:2]}, {"blocks": blocks[2:]}])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 10 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 60 * GIB)
+    watched = watch(tmp_path, "cuda", [9])
+    watched.trainer.model = torch.nn.Linear(1, GIB // 4, bias=False, device="meta")
+    watched.trainer.optimizer = torch.optim.SGD(watched.trainer.model.parameters())
+    assert watched.account(torch.OutOfMemoryError()).splitlines() == [
+        "lower training.seq_len, raise parallelism.zero_stage from 1, or use more processes",
+        "       rank 0 holds 50 GiB of gaps between tensors, "
+        "9 GiB of activations, gathered weights and other tensors, 1 GiB of parameters",
+        "       allocated: 7 GiB at titan_like/models/mlp.py:41 in forward, "
+        "2 GiB at /x/torch/nn/functional.py:7 in linear, 1 GiB at lines of C++ (backward passes, communication)",
+        f"       {tmp_path}/memory/out-of-memory-rank-0.pickle (drop it on https://pytorch.org/memory_viz)",
+    ]
+    assert "holds" not in watched.account(MemoryError())  # the host's
 
 
 @pytest.mark.gpu
@@ -94,14 +112,14 @@ def test_the_lines_that_allocate_what_is_in_use() -> None:
 def test_a_gpu_that_runs_out_of_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Trainer, "_update", lambda *_, **__: torch.empty(1 << 50, device="cuda"))
+    monkeypatch.setattr(Trainer, "_update", lambda *_, **__: torch.empty(1 << 50, dtype=torch.uint8, device="cuda"))
     settings = "--job.config_file=debug_gpt", f"--job.dump_folder={tmp_path}", "--profiling.memory_snapshot_steps=9"
     assert run_here("train.py", *settings) == 2
     memory.record_memory_history(False)
-    first, holders, lines, snapshot = capfd.readouterr().err.splitlines()[-4:]
+    first, holders, lines, snapshot = capfd.readouterr().err.partition("error: ")[2].splitlines()[:4]
     assert "Tried to allocate 1048576.00 GiB" in first and "lower it" in first
-    assert re.search(r"holds .* GiB of parameters", holders)
-    assert re.search(r"allocated in .* GiB of titan_like/[a-z/_]+\.py:\d+ in \w+", lines)
+    assert re.search(r"rank 0 holds [\d.e-]+ GiB of ", holders)
+    assert re.search(r"allocated: .* GiB at titan_like/[a-z/_]+\.py:\d+ in \w+", lines)
     path = tmp_path / "memory" / "out-of-memory-rank-0.pickle"
     assert snapshot == f"       {path} (drop it on https://pytorch.org/memory_viz)"
     assert path.stat().st_size > 10_000

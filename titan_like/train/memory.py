@@ -63,9 +63,9 @@ class MemoryWatch(Observer):
         """What to change after an allocation failed in a step and, for a GPU's, what held its memory: several lines."""
         lines = [self._cures()]
         if isinstance(error, torch.OutOfMemoryError):
-            lines.append(f"rank {dist.get_rank()} holds {_largest(self._holders())}")
+            lines.append(f"rank {dist.get_rank()} holds {_largest(self._holders(), 'of')}")
             if self._records:
-                lines.append(f"allocated in {_largest(allocating_lines(torch.cuda.memory_snapshot()))}")
+                lines.append(f"allocated: {_largest(_allocating_lines(torch.cuda.memory_snapshot()), 'at')}")
             cure = "--profiling.memory_snapshot_steps 1 records which lines allocate it"
             lines.append(self._snapshot("out-of-memory") if self._records else cure)
         return NEXT_LINE.join(lines)
@@ -82,28 +82,28 @@ class MemoryWatch(Observer):
         return ", ".join([*cures, "or use more processes"])
 
     def _holders(self) -> Counter[str]:
-        """Bytes on the GPU, by what they are."""
+        """Bytes on the GPU, by what they are. ZeRO's parameters are this rank's shards."""
         parameters, held = list(self.trainer.model.parameters()), Counter[str]()
         held["parameters"] = local_bytes(parameters)
         held["gradients"] = local_bytes(p.grad for p in parameters if p.grad is not None)
         states = (value for state in self.trainer.optimizer.state.values() for value in state.values())
         held["optimizer state"] = local_bytes(value for value in states if torch.is_tensor(value))
         allocated = torch.cuda.memory_allocated()
-        held["activations and other tensors"] = allocated - held.total()
+        held["activations, gathered weights and other tensors"] = allocated - held.total()
         held["gaps between tensors"] = torch.cuda.memory_reserved() - allocated
         return held
 
 
-def allocating_lines(segments: Iterable[dict[str, Any]]) -> Counter[str]:
+def _allocating_lines(segments: Iterable[dict[str, Any]]) -> Counter[str]:
     """Bytes in use, of the segments of `torch.cuda.memory_snapshot`, by this package's innermost line, or else any."""
     held = Counter[str]()
     for block in (block for segment in segments for block in segment["blocks"] if block["state"] != "inactive"):
-        frames, line = block.get("frames", []), "C++ code (backward passes, communication)"
+        frames, line = block.get("frames", []), "lines of C++ (backward passes, communication)"
         for frame in sorted(frames, key=lambda frame: not frame["filename"].startswith(str(_PACKAGE)))[:1]:
             line = f"{frame['filename'].removeprefix(f'{_PACKAGE.parent}/')}:{frame['line']} in {frame['name']}"
         held[line] += block["size"]
     return held
 
 
-def _largest(held: Counter[str]) -> str:
-    return ", ".join(f"{size / 2**30:.3g} GiB of {name}" for name, size in (+held).most_common(3))
+def _largest(held: Counter[str], word: str) -> str:
+    return ", ".join(f"{size / 2**30:.3g} GiB {word} {name}" for name, size in (+held).most_common(3))
