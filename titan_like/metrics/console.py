@@ -116,7 +116,9 @@ def parameters_told(total: int, active: int) -> str:
 
 def format_validation(step: int, figures: Mapping[str, float]) -> str:
     """The line about a validation: losses such as validation_loss/NAME, or figures of tasks as TASK/FIGURE."""
-    return " | ".join([f" step {step}", *(f"{name.replace('_', ' ')} {value:.4f}" for name, value in figures.items())])
+    parts = [(*name.partition("/"), value) for name, value in figures.items()]
+    told = [f"{name.replace('_', ' ')}{slash}{rest} {value:.4f}" for name, slash, rest, value in parts]
+    return " | ".join([f" step {step}", *told])
 
 
 def format_sources(sources: dict[str, float]) -> str:
