@@ -21,7 +21,8 @@ COPY constraints.txt /opt/
 # A layer of its own, which a change of the code does not build again.
 RUN pip install --no-cache-dir -c /opt/constraints.txt torch
 RUN --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
-    pip install --no-cache-dir -c /opt/constraints.txt "$(echo /wheel/*.whl)[hf,data,float8,plot]"
+    pip install --no-cache-dir -c /opt/constraints.txt "$(echo /wheel/*.whl)[hf,data,float8,plot,cloud,mlflow]"
+COPY --chmod=755 scripts/k8s/run.sh /opt/titan_like/bin/titan-pod
 # A user without root's rights, and places to write for any other one that docker run --user names.
 RUN mkdir /work && chown 1000:1000 /work
 ENV HOME=/tmp TORCHINDUCTOR_CACHE_DIR=/tmp/torchinductor

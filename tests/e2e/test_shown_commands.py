@@ -31,7 +31,7 @@ from titan_like.train.rules import resolve_settings
 REPO = Path(__file__).parents[2]
 # The installed commands, by the file that is the same in a checkout.
 FILE_OF = {"titan-train": "train.py", "titan-preprocess": "scripts/preprocess_data.py"}
-for _name in ("plan", "verify", "search", "evaluate", "generate", "convert", "plot-loss", "bench-comm"):
+for _name in ("plan", "verify", "search", "evaluate", "generate", "convert", "plot-loss", "bench-comm", "resumable"):
     FILE_OF[f"titan-{_name}"] = f"scripts/{_name.replace('-', '_')}.py"
 PROGRAMS = ("python", "torchrun", "sbatch", "kubectl", "pip", "docker", *FILE_OF)
 # What stands for a file of the reader's, and is made here.
