@@ -8,11 +8,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 from tests.e2e.jobs import short
 from tests.e2e.scripts import REPO, Script, install
 from tests.traces import microbatch_flops
 from tests.whole_step import whole_step
+from titan_like.checkpoint.inference import load
 from titan_like.commands import plan, verify
 from titan_like.config.load import load_config
 from titan_like.metrics.flops import model_flops_per_token
@@ -25,10 +28,10 @@ from titan_like.verify import verify as verify_module
 from titan_like.verify.compare import EXACT
 from titan_like.verify.verify import Verifier
 
-ENTRY_POINTS = """primer = my_models.primer.config:PrimerConfig
+ENTRY_POINTS = """qwen3 = my_models.qwen3.config:Qwen3Config
 latent = my_models.latent.config:LatentConfig
 absent = my_models.absent.config:AbsentConfig
-function = my_models.primer.model:build
+function = my_models.qwen3.model:build
 """
 SMALL = short(4, batch=4)
 LATENT = ["--model.family=latent"]
@@ -39,7 +42,7 @@ HIDDEN, VOCABULARY, HEADS, SEQ_LEN = 128, 384, 4, 256  # the vocabulary is padde
 MATRICES = HIDDEN * HEADS * 24 + HIDDEN * (32 + 8) + 32 * HEADS * (16 + 16) + HEADS * 16 * HIDDEN + 8 * HIDDEN
 EXPERT = 3 * HIDDEN * 64
 LAYER = MATRICES + 8 * EXPERT + 2 * HIDDEN + 32
-PARAMETERS = 4 * LAYER + VOCABULARY * HIDDEN + 2 * HIDDEN
+PARAMETERS = 4 * LAYER + VOCABULARY * HIDDEN + HIDDEN
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +55,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
     (config,) = re.findall(r"```toml\n(\[model\]\n.*?)```", page, re.DOTALL)
-    (folder / "primer.toml").write_text(config, encoding="utf-8")
+    (folder / "qwen3.toml").write_text(config, encoding="utf-8")
     install(folder, "my_models", "titan_like.models", ENTRY_POINTS)
     return folder
 
@@ -68,17 +71,25 @@ def succeeded(home: Path, script: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_it_trains_and_converts_to_hugging_face_and_back(home: Path) -> None:
+def test_it_trains_and_converts_to_hugging_face_and_back(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = ["--checkpoint.enable=true", "--checkpoint.interval=4"]
-    succeeded(home, "train.py", "--job.config_file=primer.toml", *SMALL, *settings)
+    succeeded(home, "train.py", "--job.config_file=qwen3.toml", *SMALL, *settings)
     lines = (home / "outputs" / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in lines]
     assert len(losses) == 4
     assert all(0 < loss < math.log(VOCABULARY) for loss in losses)
     succeeded(home, "scripts/convert.py", "to-hf", "--checkpoint=outputs/checkpoint", "--output=exported")
-    assert json.loads((home / "exported" / "config.json").read_text())["architectures"] == ["PrimerForCausalLM"]
+    assert json.loads((home / "exported" / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+    monkeypatch.syspath_prepend(home)
+    model, _ = load(home / "outputs", device="cpu")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(home / "exported")
+    tokens = torch.randint(257, (2, 64), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ours, wanted = model(tokens)[..., :257].double(), theirs.double()(tokens).logits
+    assert type(theirs).__name__ == "Qwen3ForCausalLM" and wanted.abs().max() > 0.1
+    assert (ours - wanted).abs().max() < 1e-5 * wanted.abs().max()  # ours are of float32
     shown = succeeded(home, "scripts/convert.py", "from-hf", "--input=exported", "--output=imported")
-    assert 'family = "primer"' in shown
+    assert 'family = "qwen3"' in shown
     succeeded(home, "scripts/convert.py", "to-hf", "--checkpoint=imported", "--output=again")
     first, second = ((home / name / "model.safetensors").read_bytes() for name in ("exported", "again"))
     assert first == second
@@ -94,7 +105,7 @@ def test_it_is_verified_in_three_axes(
     monkeypatch.syspath_prepend(home)
     monkeypatch.chdir(home)
     monkeypatch.setattr(verify_module, "Verifier", partial(Verifier, kinds=kinds))
-    options = ["--job.config_file=primer.toml", "--steps=2", "--timeout=300", f"--processes={processes}"]
+    options = ["--job.config_file=qwen3.toml", "--steps=2", "--timeout=300", f"--processes={processes}"]
     assert verify.main([*options, *SMALL, *LATENT, *LAYOUT]) == 0
 
 
@@ -102,7 +113,7 @@ def test_it_is_planned_and_run_dry(home: Path, tmp_path: Path, monkeypatch: pyte
     """What a step holds is that of the whole step of the recipe, and its products are those of the page's matrices."""
     monkeypatch.syspath_prepend(home)
     monkeypatch.setattr(traces, "default_folder", lambda: tmp_path)
-    settings = [f"--job.config_file={home / 'primer.toml'}", *SMALL, *LATENT, "--training.global_batch_size=16"]
+    settings = [f"--job.config_file={home / 'qwen3.toml'}", *SMALL, *LATENT, "--training.global_batch_size=16"]
     settings += [f"--training.seq_len={SEQ_LEN}", "--cluster.gpus_per_node=8"]
     searched = [*settings, "--gpus=2", "--activation_checkpoint.mode=none", "--parallelism.zero_stage=3"]
     for profile in ("fsdp_a100", "titan_h100", "megatron_bridge_experts_b200"):  # which share the traces
@@ -129,9 +140,9 @@ def test_it_is_planned_and_run_dry(home: Path, tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("family", "wanted"),
     [
-        ("primmer", "unknown name; did you mean primer?"),
+        ("qwen4", "unknown name; did you mean qwen3?"),
         ("absent", "its entry point, my_models.absent.config:AbsentConfig, cannot be imported (No module named"),
-        ("function", "its entry point, my_models.primer.model:build, is not a family; it must be a subclass of"),
+        ("function", "its entry point, my_models.qwen3.model:build, is not a family; it must be a subclass of"),
     ],
 )
 def test_a_wrong_name_or_entry_point_is_one_sentence(home: Path, family: str, wanted: str) -> None:
@@ -142,16 +153,14 @@ def test_a_wrong_name_or_entry_point_is_one_sentence(home: Path, family: str, wa
 
 
 def test_a_plan_that_leaves_a_module_out_is_one_sentence(home: Path) -> None:
-    sharding = home / "my_models" / "primer" / "sharding.py"
+    sharding = home / "my_models" / "qwen3" / "sharding.py"
     whole = sharding.read_text()
-    lines = whole.splitlines(keepends=True)
-    (norm,) = [line for line in lines if line.lstrip().startswith('"norm"')]
     try:
-        sharding.write_text("".join(line for line in lines if line != norm))
+        sharding.write_text(whole.replace(', "layers.*.attention.k_norm": "norm"', ""))
         settings = ["--job.dry_run=true", "--parallelism.tensor_parallel_degree=2"]
-        done = run(home, "train.py", "--job.config_file=primer.toml", *SMALL, *settings)
+        done = run(home, "train.py", "--job.config_file=qwen3.toml", *SMALL, *settings)
     finally:
         sharding.write_text(whole)
     assert done.returncode == 2
-    assert done.stderr.startswith('error: model.family = "primer": the tensor-parallel plan of Primer leaves out the')
-    assert done.stderr.count("\n") == 1 and "norm.weight; correct the family's sharding module" in done.stderr
+    assert done.stderr.startswith('error: model.family = "qwen3": the tensor-parallel plan of Qwen3 leaves out the')
+    assert done.stderr.count("\n") == 1 and "k_norm.weight; correct the family's sharding module" in done.stderr

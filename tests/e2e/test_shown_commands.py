@@ -41,7 +41,7 @@ FILES = {
     "FILE.csv": "model,gpu,gpus,gbs,notes\n",
     "measured.csv": "model,gpu,gpus,gbs,notes\n",
     "mine.toml": None,  # a shipped profile
-    "primer.toml": "[training]\nsteps = 5\n",  # its family, which is the page's, has tests/e2e/test_own_family.py
+    "qwen3.toml": "[training]\nsteps = 5\n",  # its family, which is the page's, has tests/e2e/test_own_family.py
 }
 # What is checked less far than to settings that fit together, and why.
 ONLY_CALLED = {
