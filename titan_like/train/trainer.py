@@ -33,6 +33,7 @@ from titan_like.parallel.expert_balance import FIGURES
 from titan_like.parallel.model import ModelOutput, sum_gradients_of_copies
 from titan_like.parallel.tensor import sum_partial_gradients
 from titan_like.parallel.timeline import stamp
+from titan_like.train.memory import MemoryWatch
 from titan_like.train.observer import Observer
 from titan_like.train.pending_step import PendingStep, copy_to_host
 from titan_like.train.setup import Run, describe_run
@@ -49,7 +50,7 @@ class Trainer(ValidatedState):
 
     def __init__(self, run: Run, callback: StepCallback | None = None, observer: Observer | None = None) -> None:
         """``callback`` is called with the record of every step, and the text that it returns is printed."""
-        super().__init__(run, observer or Observer())
+        super().__init__(run, observer or MemoryWatch(run))
         config = self.config
         self.has_labels = True  # whether the last step that was read had labels for each of the model's predictions
         self.save_is_due = False
@@ -79,8 +80,7 @@ class Trainer(ValidatedState):
         writes = dist.get_rank() == 0 and (self.step < self.total_steps or self.misses_validation)
         self.writers = build_writers(config, run.model, run.layout, self.step, self.run_id) if writes else []
         self.callback = callback
-        peak_name = config.cluster.gpu or device_name(run.device)
-        peak = peak_tflops(peak_name, config.training.dtype)
+        peak = peak_tflops(config.cluster.gpu or device_name(run.device), config.training.dtype)
         length, devices = sample_length(config, run.model), dist.get_world_size()
         flops = config.activation_checkpoint, devices, peak, length.decoder
         self.meter = ThroughputMeter(run.model, length.encoder, *flops)
