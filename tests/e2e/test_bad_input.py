@@ -273,7 +273,7 @@ def test_a_step_that_runs_out_of_memory_tells_what_holds_it(monkeypatch, capfd, 
 
     monkeypatch.setattr(Trainer, "_update", fail)
     code, out, error = train(capfd, arguments(folder, [STEPS, "--metrics.log_interval=1"]))
-    assert code == 2 and " iteration        2/" in out, error
+    assert code == 2 and " step 2/" in out, error
     first, held, cure = [line for line in error.splitlines() if not line.startswith("tokenized ")]
     assert first == (
         "error: training.micro_batch_size = 2: this machine does not have enough memory for it (CUDA out of memory. "
