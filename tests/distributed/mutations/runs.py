@@ -62,22 +62,22 @@ def validation_takes_training_samples() -> Iterator[None]:
         self.stream = load_data(self)  # type: ignore[attr-defined]
         return self.stream  # type: ignore[attr-defined]
 
-    def validate_and_take(self: Trainer) -> float:
+    def validate_and_take(self: Trainer, *split: str) -> float:
         if hasattr(self, "stream"):
             next(self.stream)
-        return validate(self)
+        return validate(self, *split)
 
     with patch.object(Trainer, "_load_data", keep), patch.object(Trainer, "validate", validate_and_take):
         yield
 
 
 @bug(Trainer, "validate")
-def validation_on_everything(original: Any, self: Trainer) -> float:
+def validation_on_everything(original: Any, self: Trainer, *split: str) -> float:
     """Validation ignores `evaluation.steps`."""
     config = self.config
     section = config.evaluation.model_copy(update={"steps": 1000})
     self.config = config.model_copy(update={"evaluation": section})
-    value = original(self)
+    value = original(self, *split)
     self.config = config
     return value
 
