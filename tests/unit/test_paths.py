@@ -45,7 +45,8 @@ URL_OPTIONS = {"convert": {"--checkpoint", "--input", "--output"}, "generate": {
 URL_OPTIONS["evaluate"] = URL_OPTIONS["generate"]
 NO_PATHS = {"data.dataset", "evaluation.datasets", "model.flavor"}  # whose descriptions say "files", among others
 IS_PATH = re.compile(r"\b(path|folder|file|directory)s?\b", re.IGNORECASE)
-COMMANDS = {name for _, name, _ in pkgutil.iter_modules(titan_like.commands.__path__)} - {"plan"}
+COMMANDS = {name for _, name, _ in pkgutil.iter_modules(titan_like.commands.__path__)}
+COMMANDS -= {"plan", "resumable"}  # which takes settings only
 COMMANDS |= {f"plan {name}" for name in plan.COMMANDS}
 
 
