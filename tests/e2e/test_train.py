@@ -48,7 +48,7 @@ def here(home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixtu
         capfd.readouterr()
         return run_here(script, *argv), *capfd.readouterr()
 
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGUSR2)}
     yield run
     for number, handler in handlers.items():  # a run that has ended ignores them until its process ends
         signal.signal(number, handler)
