@@ -114,6 +114,8 @@ def test_the_profiler_starts_up_before_the_step_that_it_records(
     product = next(event for event in events if event.get("name") == "aten::matmul")
     assert product["args"]["Input Dims"] == [[4, 4], [4, 4]]
     assert any(event.get("cat") == "python_function" and "test_profiling.py" in event["name"] for event in events)
+    step = 12  # in torch 2.11, a profiler that is left prepared keeps the next one from starting
+    run.step(step)
 
 
 def test_processes_beside_the_first_pipeline_write_traces_alone(mesh: Any, tmp_path: Path) -> None:

@@ -237,7 +237,9 @@ def test_mlflow_goes_on_with_the_same_run(tmp_path, monkeypatch, capsys):
     writer._client.log_batch.side_effect = MlflowException("no answer")
     for item in RECORDS:
         write(writer, item)
-    assert capsys.readouterr().out.count("MLflow cannot be written (no answer) and lacks figures") == 1
+    writer.close()
+    assert capsys.readouterr().out.count("MLflow cannot be written (no answer) and gets no more figures") == 1
+    assert writer._client.log_batch.call_count == 1 and not writer._client.set_terminated.called
     monkeypatch.setattr("titan_like.metrics.writers.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"metrics\.mlflow = true: needs MLflow: pip install"):
         check_trackers(config.metrics)

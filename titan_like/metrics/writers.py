@@ -217,6 +217,8 @@ class MLflowWriter:
     def __init__(self, config: JobConfig, run_id: str, name: str, facts: Mapping[str, Any]) -> None:
         from mlflow.tracking import MlflowClient
 
+        for limit, few in (("MAX_RETRIES", "2"), ("TIMEOUT", "20")):  # a step waits for them
+            os.environ.setdefault(f"MLFLOW_HTTP_REQUEST_{limit}", few)
         self._client, self._run, self._problems = MlflowClient(), "", list[str]()
         with self._reported():
             self._run = self._found(config, run_id, name, facts)
@@ -243,6 +245,8 @@ class MLflowWriter:
         """Log values of the step."""
         from mlflow.entities import Metric
 
+        if self._problems:
+            return
         now = int(1000 * time.time())
         metrics = [Metric(grouped(key), value, now, step) for key, value in values.items() if value is not None]
         with self._reported():
@@ -251,12 +255,13 @@ class MLflowWriter:
     def close(self) -> None:
         """Finish the run."""
         with self._reported():
-            self._client.set_terminated(self._run)
+            if not self._problems:
+                self._client.set_terminated(self._run)
 
     def _reported(self) -> AbstractContextManager[None]:
         from mlflow.exceptions import MlflowException
 
-        return _reported_once(self._problems, "MLflow", "lacks figures; metrics.jsonl has them", MlflowException)
+        return _reported_once(self._problems, "MLflow", "gets no more figures; metrics.jsonl has them", MlflowException)
 
 
 _RUN_TAG = "titan_like.run_id"
