@@ -153,3 +153,22 @@ def test_copies_of_data_are_those_on_the_server(tmp_path: Path) -> None:
     assert contents(f"{data}/a.jsonl") == {"a.jsonl": "changed"}
     with pytest.raises(ConfigError, match=r'data.paths = "memory://data/none": no such file or folder'):
         local_paths(["memory://data/none"], tmp_path)
+
+
+def test_names_are_no_patterns(tmp_path: Path) -> None:
+    """Runs beside one in `run[1]`, which as a pattern would mean `run1`."""
+    root = RemotePath("memory://literal")
+    for name in ("run1/step-2/run.json", "run1/step-2/x", "run[1]/step-2/x", "run[1]/a.txt", "run1/a.txt"):
+        (root / name).write_bytes(name.encode())
+    sweep(root / "run[1]")  # which has no complete checkpoint
+    (root / "run[1]" / "a.txt").rename(root / "run[1]" / "b.txt")
+    assert objects(str(root)) == ["run1/a.txt", "run1/step-2/run.json", "run1/step-2/x", "run[1]/b.txt"]
+    for url in (f"{root}/run[1]/b.txt", f"{root}/run[[]1]/*.txt", f"{root}/run[1]"):
+        (copy,) = [Path(path) for path in local_paths([url], tmp_path)]
+        text = copy if copy.is_file() else copy / "b.txt"
+        assert text.read_text() == "run[1]/a.txt"
+    with pytest.raises(ConfigError, match="no such file or folder"):
+        local_paths([f"{root}/absent.txt"], tmp_path)
+    (root / "run[1]" / "b.txt").write_bytes(b"run[2]/a.txt")  # as long as before
+    (copy,) = local_paths([f"{root}/run[1]/b.txt"], tmp_path)
+    assert Path(copy).read_text() == "run[2]/a.txt"

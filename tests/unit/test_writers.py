@@ -220,16 +220,19 @@ def test_mlflow_goes_on_with_the_same_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}")
     config = JobConfig.model_validate({"metrics": {"mlflow": True}})
     check_trackers(config.metrics)
-    facts = config.model_dump(mode="json") | {"world_size": 8}
+    facts = config.model_dump(mode="json") | {"world_size": 8, "layout": {}}
     for records in (RECORDS[:2], RECORDS[2:]):
         write_all(MLflowWriter(config, "ours", "a name", facts), records)
-    write_all(MLflowWriter(config, "another", "a name", facts))
+    MLflowWriter(config, "another", "a name", facts).close()
     client = tracking.MlflowClient()
     runs = client.search_runs([client.get_experiment_by_name("titan_like").experiment_id])
     (run,) = [run for run in runs if run.data.tags["titan_like.run_id"] == "ours"]
     assert len(runs) == 2 and run.info.run_name == "a name" and run.info.status == "FINISHED"
     assert run.data.params["training.seq_len"] == str(config.training.seq_len)
     assert run.data.params["world_size"] == "8"
+    blend = MLflowWriter(config, "another", "a name", facts)
+    blend.write(1, {"samples/data/c++/*.txt": 3.0})
+    assert client.get_run(blend._run).data.metrics == {"samples/data/c__/_.txt": 3.0}
     history = client.get_metric_history(run.info.run_id, "train/lr")
     assert [(one.step, one.value) for one in history] == [(item.step, item.lr) for item in RECORDS]
     writer = MLflowWriter(config, "ours", "a name", facts)

@@ -23,7 +23,7 @@ class Metrics(Section):
     wandb_mode: Literal["auto", "online", "offline"] = option(
         "auto", "auto uses WANDB_MODE if it is set, else online if a wandb key is configured, else offline"
     )
-    mlflow: bool = option(False, "log to MLflow, at MLFLOW_TRACKING_URI or in the folder that MLflow chooses")
+    mlflow: bool = option(False, "log to MLflow, to the server that MLFLOW_TRACKING_URI names")
 
 
 class Health(Section):

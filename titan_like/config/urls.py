@@ -98,18 +98,20 @@ class RemotePath(PosixPath):
     def rename(self, target: RemotePath) -> RemotePath:  # type: ignore[override]
         """Copy a file, then remove it."""
         with self.storage() as (system, path), target.storage() as (_, new):
-            system.mv(path, new)
+            system.cp_file(path, new)  # not `mv` nor `rm`, which take a name for a pattern
+            system.rm_file(path)
         return target
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Remove a file."""
-        with self.storage() as (system, path):
+        with suppress(*[FileNotFoundError] * missing_ok), self.storage() as (system, path):
             system.rm_file(path)
 
     def rmtree(self) -> None:
-        """Remove everything in a folder, in no particular order."""
+        """Remove every file in a folder, in no particular order."""
         with self.storage() as (system, path):
-            system.rm(path, recursive=True)
+            for name in system.find(path):
+                system.rm_file(name)
 
 
 def is_url(text: str) -> bool:
@@ -132,8 +134,7 @@ def scheme_problem(scheme: str) -> str | None:
             get_filesystem_class(scheme)
             return None
     except ImportError:
-        package = known_implementations[scheme]["class"].partition(".")[0]
-        return f"is at {scheme}://, which needs the package {package}; install it: pip install {package}"
+        return f"is at {scheme}://, which needs a package: {known_implementations[scheme].get('err', scheme)}"
     except ValueError:
         pass
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import sys
@@ -16,7 +17,7 @@ from titan_like.config.urls import RemotePath, is_url
 from titan_like.data.unfinished import remove
 
 _ENDING, _PART = ".fetched", ".part"
-_VERSIONS = ("ETag", "etag", "blob_id", "LastModified", "last_modified", "mtime", "updated", "created")
+_NAMES = ("name", "Key", "url")  # what a server says of a file besides its size and version
 _TOGETHER = 16  # files that are copied at the same time
 _SMALL = ("*.json", "*.txt", "*.jinja", "additional_chat_templates/*.jinja")
 
@@ -29,9 +30,8 @@ def local_paths(paths: Sequence[str], cache: Path) -> list[str]:
     found: list[str] = []
     for name in paths:
         prefix = name.removesuffix(".idx").removesuffix(".bin")  # either file of an indexed dataset means both
-        copies = fetch([name, f"{prefix}.idx", f"{prefix}.bin"], "data.paths", cache) if is_url(name) else [name]
-        require(copies, "data.paths", name, "no such file or folder, and no file matches it as a glob pattern")
-        found += map(str, copies)
+        both = [f"{prefix}.idx", f"{prefix}.bin"] if prefix != name or glob.escape(name) == name else []
+        found += map(str, fetch([name, *both], "data.paths", cache)) if is_url(name) else [name]
     return found
 
 
@@ -39,7 +39,7 @@ def with_small_files(folder: Path) -> Path:
     """A folder on this machine with a checkpoint's files, except tensors; ``folder`` itself if that is here."""
     if not isinstance(folder, RemotePath):
         return folder
-    return fetch([f"{folder}/{name}" for name in _SMALL], "checkpoint.folder")[0].parent
+    return fetch([f"{glob.escape(str(folder))}/{name}" for name in _SMALL], "checkpoint.folder")[0].parent
 
 
 def fetch(patterns: Sequence[str], key: str, cache: Path | None = None) -> list[Path]:
@@ -76,6 +76,7 @@ def fetch(patterns: Sequence[str], key: str, cache: Path | None = None) -> list[
     except OSError as error:
         cure = "correct the URL, the credentials or the network"
         raise ConfigError(key, str(url), f"cannot be fetched ({error.strerror}); {cure}") from None
+    require(files, key, str(url), "no such file or folder, and no file matches it as a glob pattern")
     require(is_same, key, str(url), "changed while it was copied; start again when nothing writes there")
     return [folder / name.lstrip("/") for name in named]
 
@@ -87,11 +88,20 @@ def source_name(path: Path) -> str:
 
 def _listed(system: Any, patterns: Sequence[str]) -> tuple[list[str], dict[str, tuple[int, str]]]:
     """What matches the patterns, and all files that this means, with the size in bytes and version of each."""
-    matches = {name: about for one in patterns for name, about in system.glob(one, detail=True).items()}
+    matches: dict[str, Any] = {}
+    for one in patterns:  # a name that exists comes first
+        try:
+            about = system.info(one)
+            matches[about["name"]] = about
+        except FileNotFoundError:
+            matches |= system.glob(one, detail=True) if glob.escape(one) != one else {}
     files: dict[str, Any] = {}
     for name, about in matches.items():
         files |= system.find(name, detail=True) if about["type"] == "directory" else {name: about}
-    versions = {name: str(next(filter(None, map(about.get, _VERSIONS)), "")) for name, about in files.items()}
+    versions = {
+        name: str(sorted((key, str(value)) for key, value in about.items() if key not in _NAMES))
+        for name, about in files.items()
+    }
     # Not an object that only marks a folder, nor one whose copy would be elsewhere.
     kept = [name for name in sorted(files) if not name.endswith("/") and ".." not in name.split("/")]
-    return [name.rstrip("/") for name in matches], {name: (files[name]["size"], versions[name]) for name in kept}
+    return [name.rstrip("/") for name in matches], {name: (files[name]["size"] or 0, versions[name]) for name in kept}

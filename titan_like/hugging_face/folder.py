@@ -6,6 +6,7 @@ caches of transformers consist of them. A folder that is inconsistent is refused
 
 from __future__ import annotations
 
+import glob
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -48,7 +49,7 @@ def local_folder(name: str, key: str) -> Path:
         ConfigError: there is no such folder, and the hub does not have the repository or cannot be reached.
     """
     if isinstance(path := path_of(name), RemotePath) and is_hugging_face(path):
-        copies = fetch([f"{path}/{pattern}" for pattern in _PATTERNS], key)
+        copies = fetch([f"{glob.escape(str(path))}/{pattern}" for pattern in _PATTERNS], key)
         return copies[0].parent
     if not is_on_hub(name):
         return path

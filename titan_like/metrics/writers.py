@@ -7,6 +7,7 @@ import json
 import math
 import netrc
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -75,7 +76,8 @@ def check_trackers(metrics: Metrics) -> None:
         try:
             MlflowClient()
         except Exception as error:  # MLflow has many kinds
-            raise ConfigError("metrics.mlflow", True, f"{first_line(error)}; set MLFLOW_TRACKING_URI") from None
+            cure = "set MLFLOW_TRACKING_URI to a server's address, or install the package mlflow, which can do without"
+            raise ConfigError("metrics.mlflow", True, f"{first_line(error)[:100]}…; {cure}") from None
     if metrics.wandb and metrics.wandb_mode == "online" and not _wandb_key_configured():
         problem = 'no wandb key is configured; run "wandb login", set WANDB_API_KEY or use "offline"'
         raise ConfigError("metrics.wandb_mode", metrics.wandb_mode, problem)
@@ -212,7 +214,10 @@ class WandbWriter:
 
 
 class MLflowWriter:
-    """Logs to MLflow, as long as its server can be reached. A run that goes on is found there by its id."""
+    """Logs to MLflow, as long as its server can be reached. A run that goes on is found there by its id.
+
+    Steps that it passes again are there twice, because nothing can be removed from MLflow.
+    """
 
     def __init__(self, config: JobConfig, run_id: str, name: str, facts: Mapping[str, Any]) -> None:
         from mlflow.tracking import MlflowClient
@@ -232,11 +237,12 @@ class MLflowWriter:
         experiment = known.experiment_id if known else client.create_experiment(title)
         found = client.search_runs([experiment], f"tags.`{_RUN_TAG}` = '{run_id}'")
         if found:
-            client.update_run(found[0].info.run_id, status="RUNNING", name=name)  # the layout may be another one
+            client.update_run(found[0].info.run_id, status="RUNNING", name=name)
+            client.set_tag(found[0].info.run_id, "resumed_layout", str(facts["layout"]))  # parameters cannot change
             return found[0].info.run_id
         tags = {_RUN_TAG: run_id, "mlflow.note.content": config.job.description}
         run = client.create_run(experiment, run_name=name, tags=tags).info.run_id
-        params = [Param(key, str(value)) for key, value in _flat(facts)]
+        params = [Param(_OTHERS.sub("_", key), str(value)) for key, value in _flat(facts)]
         for first in range(0, len(params), _MLFLOW_PARAMS):
             client.log_batch(run, params=params[first : first + _MLFLOW_PARAMS])
         return run
@@ -248,7 +254,8 @@ class MLflowWriter:
         if self._problems:
             return
         now = int(1000 * time.time())
-        metrics = [Metric(grouped(key), value, now, step) for key, value in values.items() if value is not None]
+        named = [(_OTHERS.sub("_", grouped(key)), value) for key, value in values.items() if value is not None]
+        metrics = [Metric(name, value, now, step) for name, value in named]
         with self._reported():
             self._client.log_batch(self._run, metrics=metrics)
 
@@ -266,6 +273,7 @@ class MLflowWriter:
 
 _RUN_TAG = "titan_like.run_id"
 _MLFLOW_PARAMS = 100  # in one request
+_OTHERS = re.compile(r"[^\w\-. :/]")  # than what MLflow takes in names
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

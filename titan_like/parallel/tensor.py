@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from titan_like.models.layers.cross_entropy import TokenLoss
 from titan_like.models.transformer import Transformer
-from titan_like.parallel.tensor_styles import STYLES, Style, TensorParallel, split_logits
+from titan_like.parallel.tensor_styles import STYLES, Norm, Region, Style, TensorParallel, split_logits
 from titan_like.torch_private import coalesced
 
 Plan = Mapping[str, str | type[TensorParallel] | ParallelStyle]  # by module name; `*` is one part between dots
@@ -78,6 +78,11 @@ def styles_of(plan: Plan, model: Transformer, sequence_parallel: bool) -> dict[s
         kind = STYLES[style] if isinstance(style, str) else style
         whole = Style(kind, sequence_parallel) if isinstance(kind, type) else kind
         styles.update(dict.fromkeys(found, whole))
+    kinds = {name: style.kind for name, style in styles.items() if isinstance(style, Style)}
+    for name, kind in kinds.items():
+        around = (kinds.get(name[:end], TensorParallel) for end, mark in enumerate(name) if mark == ".")
+        if kind is Norm and any(issubclass(outer, Region) for outer in around):
+            raise ValueError(f"the tensor-parallel plan makes {name}, which is in a region, a norm; use head_norm")
     return styles
 
 
@@ -88,11 +93,12 @@ def matches_name(pattern: str, name: str) -> bool:
 
 
 def partial_parameters(model: Transformer) -> list[nn.Parameter]:
-    """The parameters whose gradients sequence parallelism leaves partial.
+    """The parameters whose gradients are partial.
 
-    These belong to norms, position embeddings, and biases that are added after a reduce-scatter.
+    Sequence parallelism leaves those of norms, position embeddings, and biases that are added after a reduce-scatter;
+    norms of heads are partial in any case.
     """
-    split = (m for m in model.modules() if isinstance(m, TensorParallel) and m.sequence_parallel)
+    split = (m for m in model.modules() if isinstance(m, TensorParallel) and (m.sequence_parallel or m.is_in_region))
     own = ((m, *named) for m in split for named in m.named_parameters(recurse=False))
     return [parameter for module, name, parameter in own if name in module.partial_gradients]
 

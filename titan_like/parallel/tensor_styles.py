@@ -39,6 +39,7 @@ class TensorParallel(nn.Module):
 
     placements: ClassVar[dict[str, Placement]] = {}  # of the module's own parameters
     partial_gradients: ClassVar[tuple[str, ...]] = ()  # parameters whose gradients sequence parallelism leaves partial
+    is_in_region = False  # where each rank has its own heads, so that gradients of whole parameters are partial anyway
     tensor_group: Group
     sequence_parallel: bool
     weight: Any  # these are the module's own
@@ -182,6 +183,12 @@ class Norm(TensorParallel):
         if isinstance(self, nn.LayerNorm):
             return F.layer_norm(x, self.normalized_shape, local(self.weight), local(self.bias), self.eps)
         return F.rms_norm(x, self.normalized_shape, local(self.weight), self.eps)
+
+
+class HeadNorm(Norm):
+    """A norm over each head in a region: the weights are replicated, and a rank normalises its own heads."""
+
+    is_in_region = True
 
 
 class VocabularyEmbedding(TensorParallel):
@@ -341,6 +348,7 @@ STYLES: dict[str, type[TensorParallel]] = {
     "row_linear": RowLinear,
     "cross_region": CrossRegion,
     "norm": Norm,
+    "head_norm": HeadNorm,
     "replicated_linear": ReplicatedLinear,
     "router": ReplicatedRouter,
     "split_heads": SplitHeads,

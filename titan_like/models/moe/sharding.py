@@ -14,7 +14,7 @@ def _plan(config: MoEConfig) -> dict[str, str]:
     plan = {name: style for name, style in _LLAMA.items() if not is_of_mlp[name]}
     plan[f"{_OF_MLP}.router"] = "router"
     if config.qk_norm == "head":
-        plan |= {"layers.*.attention.q_norm": "norm", "layers.*.attention.k_norm": "norm"}
+        plan |= {"layers.*.attention.q_norm": "head_norm", "layers.*.attention.k_norm": "head_norm"}
     dense = [f"layers.{number}.mlp" for number in range(config.num_dense_layers)]
     for prefix in (*dense, *([f"{_OF_MLP}.shared"] if config.num_shared_experts else [])):
         plan |= {prefix + name.removeprefix(_OF_MLP): _LLAMA[name] for name in _LLAMA if is_of_mlp[name]}
