@@ -298,6 +298,7 @@ def test_a_loader_that_repeats_keeps_its_processes():
     assert set(active_children()) == before
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_between_two_passes_is_named():
     before = set(active_children())
     loader = BackgroundLoader(Numbers(), GlobalSampler(0, 2, 0, 1, 40), 1, device=torch.device("cpu"), repeats=True)

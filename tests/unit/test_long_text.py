@@ -144,6 +144,7 @@ def test_no_cut_where_tokens_depend_on_the_beginning(tmp_path: Path) -> None:
     assert encode_texts(built, [repeated])[0].tolist() == built.encode(repeated).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_pieces")
 def test_digits_in_groups_of_three_keep_their_groups(tmp_path: Path) -> None:
     """Where most groups are single digits, many tokens in a row are the same in other groups too."""

@@ -94,6 +94,7 @@ def test_fewest_nodes_are_the_first_that_do():
     assert found.model == model_config(config.model)
 
 
+@pytest.mark.slow
 def test_the_command_tells_both(tmp_path):
     target = tmp_path / "plan.json"
     words = [*RUN, "--model.family=llama", "--model.flavor=llama3.2_1b", f"{TWO[0]}=1", f"{TWO[1]}=1"]

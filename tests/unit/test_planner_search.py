@@ -185,6 +185,7 @@ def test_fixed_settings_stay():
         assert {key: setting(found.space.configured(one.work), key) for key in fixed} == fixed
 
 
+@pytest.mark.slow
 def test_uneven_stages_that_are_fixed_stay():
     config = run("--model.flavor=1.7b", "--parallelism.pipeline_layers=[5,7,7,5]", "--cluster.gpu=A100",
                  "--training.global_batch_size=64", "--training.dtype=bfloat16")  # fmt: skip
@@ -256,6 +257,7 @@ def test_of_layouts_that_predictions_cannot_tell_apart_the_simplest_is_best():
 
 
 # The configurations of arXiv 2104.04473's Table 1 hold the paper's own layouts.
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "gpus"), [("1.7b", 32), ("7.5b", 128)])
 def test_best_layout_is_no_slower_than_the_paper_s(name, gpus):
     config = load_config(["--job.config_file", f"train_configs/gpt_{name}.toml", "--cluster.gpu=A100",

@@ -82,6 +82,7 @@ def random_settings(generator):
     }
 
 
+@pytest.mark.slow
 def test_predictions_of_random_valid_configurations_are_finite_and_positive():
     generator = random.Random(9)
     accepted = 0
