@@ -231,7 +231,7 @@ def test_mlflow_goes_on_with_the_same_run(tmp_path, monkeypatch, capsys):
     assert run.data.params["training.seq_len"] == str(config.training.seq_len)
     assert run.data.params["world_size"] == "8"
     blend = MLflowWriter(config, "another", "a name", facts)
-    blend.write(1, {"samples/data/c++/*.txt": 3.0})
+    blend.write(1, {"samples/data/c++/*.txt": 3.0})  # the first is sent at once
     assert client.get_run(blend._run).data.metrics == {"samples/data/c__/_.txt": 3.0}
     history = client.get_metric_history(run.info.run_id, "train/lr")
     assert [(one.step, one.value) for one in history] == [(item.step, item.lr) for item in RECORDS]

@@ -55,7 +55,7 @@ class RemotePath(PosixPath):
         return self.is_file() or self.is_dir()
 
     def is_file(self, **_: Any) -> bool:
-        """Whether this is a file."""
+        """Whether this exists and is a file."""
         return self._is(stat.S_ISREG)
 
     def is_dir(self, **_: Any) -> bool:

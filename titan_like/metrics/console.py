@@ -117,8 +117,8 @@ def parameters_told(total: int, active: int) -> str:
 def format_validation(step: int, figures: Mapping[str, float]) -> str:
     """The line about a validation: losses such as validation_loss/NAME, or figures of tasks as TASK/FIGURE."""
     parts = [(*name.partition("/"), value) for name, value in figures.items()]
-    told = [f"{name.replace('_', ' ')}{slash}{rest} {value:.4f}" for name, slash, rest, value in parts]
-    return " | ".join([f" step {step}", *told])
+    shown = [f"{name.replace('_', ' ')}{slash}{rest} {value:.4f}" for name, slash, rest, value in parts]
+    return " | ".join([f" step {step}", *shown])
 
 
 def format_sources(sources: dict[str, float]) -> str:

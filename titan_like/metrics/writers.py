@@ -225,6 +225,7 @@ class MLflowWriter:
         for limit, few in (("MAX_RETRIES", "2"), ("TIMEOUT", "20")):  # a step waits for them
             os.environ.setdefault(f"MLFLOW_HTTP_REQUEST_{limit}", few)
         self._client, self._run, self._problems = MlflowClient(), "", list[str]()
+        self._waiting, self._sent = list[Any](), -math.inf  # figures, and when the last ones were sent
         with self._reported():
             self._run = self._found(config, run_id, name, facts)
 
@@ -255,12 +256,19 @@ class MLflowWriter:
             return
         now = int(1000 * time.time())
         named = [(_OTHERS.sub("_", grouped(key)), value) for key, value in values.items() if value is not None]
-        metrics = [Metric(name, value, now, step) for name, value in named]
+        self._waiting += [Metric(name, value, now, step) for name, value in named]
+        if time.monotonic() - self._sent > _MLFLOW_SECONDS or len(self._waiting) > _MLFLOW_METRICS:
+            self._send()
+
+    def _send(self) -> None:
         with self._reported():
-            self._client.log_batch(self._run, metrics=metrics)
+            self._client.log_batch(self._run, metrics=self._waiting)
+        self._waiting, self._sent = [], time.monotonic()
 
     def close(self) -> None:
-        """Finish the run."""
+        """Send what waits, and finish the run."""
+        if not self._problems:
+            self._send()
         with self._reported():
             if not self._problems:
                 self._client.set_terminated(self._run)
@@ -272,7 +280,8 @@ class MLflowWriter:
 
 
 _RUN_TAG = "titan_like.run_id"
-_MLFLOW_PARAMS = 100  # in one request
+_MLFLOW_PARAMS, _MLFLOW_METRICS = 100, 500  # in one request, which may have twice as many metrics
+_MLFLOW_SECONDS = 5.0  # between requests, for which the training loop waits
 _OTHERS = re.compile(r"[^\w\-. :/]")  # than what MLflow takes in names
 
 

@@ -58,8 +58,8 @@ class Trainer(ValidatedState):
         self.unlogged: list[StepRecord] = []  # steps since the last log line
         self.console.print(f" {describe_run(run)}")
         if (epochs := config.training.epochs) is not None:
-            told = f"{epochs:g} epoch{'s' if epochs != 1 else ''} of {len(run.datasets['train']):,} samples"
-            self.console.print(f" {told}: {self.total_steps:,} step{'s' if self.total_steps != 1 else ''}")
+            data = f"{epochs:g} epoch{'s' if epochs != 1 else ''} of {len(run.datasets['train']):,} samples"
+            self.console.print(f" {data}: {self.total_steps:,} step{'s' if self.total_steps != 1 else ''}")
         if message := describe_warmup(self.schedule.shape, self.schedule.length):
             self.console.print(f" {message}")
         training, size = config.training, self.schedule.batch_size
