@@ -31,6 +31,7 @@ from titan_like.parallel.gradients import ComputeCopies, GradientAllReduce
 from titan_like.parallel.mesh import one_dimension
 from titan_like.parallel.split import units_of_layers
 from titan_like.parallel.tuning import DEFAULT_TUNING, Tuning
+from titan_like.parallel.weight_gradients import LinearGemms
 from titan_like.torch_private import (
     SUMS_USES_IN_FULL,
     fsdp_state,
@@ -44,6 +45,11 @@ def summed_in_full(model: Transformer) -> list[nn.Parameter]:
     """Weights that are used twice, whose gradients of both uses add up in the master weights' type."""
     is_used_twice = model.config.tied_embeddings and model.is_first and model.is_last
     return list(model.embedding.parameters()) if SUMS_USES_IN_FULL and is_used_twice else []
+
+
+def _in_float8(model: Transformer) -> list[nn.Parameter]:
+    """Weights that their modules cast to float8, and that need no copy in another dtype."""
+    return [m.weight for m in model.modules() if isinstance(m, LinearGemms) and m.float8 is not None]
 
 
 class DataParallel:
@@ -72,8 +78,8 @@ class DataParallel:
         of_dense, of_experts = groups_of(mesh, expert_mesh)
         full_precision = dtype in (torch.float32, torch.float64)
         if shares_nothing(mesh, expert_mesh):
-            twice = summed_in_full(model)
-            self.copies = None if full_precision else ComputeCopies(model, dtype, twice, tuning.gradient_bytes)
+            special = summed_in_full(model), _in_float8(model)
+            self.copies = None if full_precision else ComputeCopies(model, dtype, *special, tuning.gradient_bytes)
         elif not full_precision or zero_stage > 0:
             policy = MixedPrecisionPolicy(
                 param_dtype=None if full_precision else dtype,

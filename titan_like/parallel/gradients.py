@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from itertools import compress
 
 import torch
 import torch.distributed as dist
@@ -38,16 +39,24 @@ class ComputeCopies:
         module: nn.Module,
         dtype: torch.dtype,
         used_twice: Iterable[nn.Parameter] = (),
+        uncopied: Iterable[nn.Parameter] = (),
         unit_bytes: int = GRADIENT_UNIT_BYTES,
     ) -> None:
-        """The module's parameters must be allocated. The gradients of uses of ``used_twice`` add up in float32 too."""
+        """The module's parameters must be allocated.
+
+        The gradients of uses of ``used_twice`` add up in float32 too. Weights in ``uncopied`` are used as they are.
+        """
+        unchanged = set(uncopied)
         known: dict[nn.Parameter, nn.Parameter] = {}
         for owner in module.modules():
             for name, master in owner.named_parameters(recurse=False):
                 if master not in known:
-                    known[master] = nn.Parameter(torch.empty_like(master, dtype=dtype))
                     master.grad_dtype = None  # any
-                vars(owner)[name] = known[master]
+                    known[master] = (
+                        master if master in unchanged else nn.Parameter(torch.empty_like(master, dtype=dtype))
+                    )
+                if master not in unchanged:
+                    vars(owner)[name] = known[master]
         for master in used_twice:
             known[master].grad_dtype = master.dtype
         self.units = [CopiedUnit(members) for members in _in_units(list(known.items()), unit_bytes)]
@@ -91,6 +100,7 @@ class CopiedUnit:
     def __init__(self, members: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
         self.masters, self.copies = [master for master, _ in members], [copy for _, copy in members]
         self.is_written = False  # whether the copies are those of the master weights
+        self._has_copy = [copy is not master for master, copy in members]
         self._of_masters, self._of_copies = _local(self.masters), _local(self.copies)
         self._freed: list[torch.Tensor] = []  # of these copies
         self._one = self._of_masters[0].new_ones(1)
@@ -114,7 +124,7 @@ class CopiedUnit:
                 known.add_(new)
             else:  # times 1, which makes it a sum in the dtype of master weights
                 self._gradients[number] = torch.addcmul(known, new, self._one)
-            if frees:
+            if frees and self._has_copy[number]:
                 self._of_copies[number].untyped_storage().resize_(0)
                 self._freed.append(self._of_copies[number])
                 self.is_written = False
@@ -138,7 +148,10 @@ class CopiedUnit:
         """Copy the master weights, unless an update has."""
         if not self.is_written:
             self.allocate()
-            copy_all_(self._of_copies, self._of_masters)
+            if any(self._has_copy):
+                tensors = self._of_copies, self._of_masters
+                copies, masters = (list(compress(parts, self._has_copy)) for parts in tensors)
+                copy_all_(copies, masters)
 
     def note_written(self) -> None:
         """The copies are those of the master weights, until these change."""
