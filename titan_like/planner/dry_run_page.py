@@ -113,6 +113,7 @@ def _format_memory(run: DryRun) -> list[str]:
         f"{_size(state.parameters + state.optimizer + run.copies)} between steps",
         f"        at most {_size(peak.total)} in a step, of which activations {_size(peak.activations)}, gradients "
         f"{_size(peak.gradients)}, gathered parameters {_size(peak.gathered)}",
+        f"        forward and backward passes {_size(run.in_passes)}, optimizer step {_size(run.in_update)}",
     ]
 
 
