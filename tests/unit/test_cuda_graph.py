@@ -17,6 +17,7 @@ from titan_like.config import load_config
 from titan_like.config.load import edit
 from titan_like.parallel import cuda_graph
 from titan_like.parallel.timeline import Timeline
+from titan_like.planner.predict import predict
 from titan_like.torch_private import TorchDispatchMode, tree_leaves
 from titan_like.train.job import process_group
 from titan_like.train.rules import resolve_settings
@@ -88,7 +89,7 @@ class TapeRecorder:
         return lambda: (self.log.append("replay"), tape.replay())[0]
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def group() -> Iterator[None]:
     with process_group(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")):
         yield
@@ -115,10 +116,17 @@ def assert_equal(found: list[Any], expected: list[Any]) -> None:
 
 
 @pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def log(group: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(cuda_graph, "Recorder", TapeRecorder)
     TapeRecorder.log.clear()
     return TapeRecorder.log
+
+
+def test_the_planner_leaves_the_host_out() -> None:
+    """Before the other tests, because it makes a process group of its own."""
+    settings = ["--job.config_file=debug_gpt", "--cluster.gpu=H100", "--cluster.nodes=1", "--cluster.gpus_per_node=1"]
+    eager, graphs = (predict(load_config([*settings, f"--compile.cudagraphs={on}"])) for on in ("false", "true"))
+    assert eager.is_host_bound and not graphs.is_host_bound and graphs.time.total < eager.time.total / 2
 
 
 @pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
@@ -165,7 +173,7 @@ def test_progress_is_counted_and_host_waits_are_noticed(tmp_path: Path, log: lis
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
 def test_training_on_a_gpu_is_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str], compiles: bool
+    tmp_path: Path, group: None, monkeypatch: pytest.MonkeyPatch, settings: list[str], compiles: bool
 ) -> None:
     records: list[Any] = []
     original = cuda_graph.Recorder.record
