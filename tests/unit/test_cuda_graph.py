@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from titan_like.commands.verify import format_kind
 from titan_like.config import load_config
 from titan_like.config.load import edit
 from titan_like.parallel import cuda_graph
+from titan_like.parallel.layout import Layout
 from titan_like.parallel.timeline import Timeline
 from titan_like.planner.predict import predict
 from titan_like.torch_private import TorchDispatchMode, tree_leaves
@@ -23,6 +25,12 @@ from titan_like.train.job import process_group
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
+from titan_like.verify.compare import EXACT, SINGLE, Reference, combine
+from titan_like.verify.observe import observe
+from titan_like.verify.processes import Member
+from titan_like.verify.reference import compute_reference
+from titan_like.verify.shrink import resolve, shrink
+from titan_like.verify.verify import Verdict
 
 SIZE = ["--training.micro_batch_size=2", "--training.seq_len=32", "--model.overrides.num_layers=2"]
 BATCH = "--training.global_batch_size="
@@ -166,6 +174,37 @@ def test_progress_is_counted_and_host_waits_are_noticed(tmp_path: Path, log: lis
     assert counts == [0, 2, 4, 8, 10]  # recording counts once, and so does its first launch
     with pytest.raises(AssertionError, match="the host waits"), Tape():
         torch.ones(1).item()
+
+
+VERIFIED = {
+    "gpt": ["--job.config_file=debug_gpt", f"{BATCH}16"],
+    "llama": ["--job.config_file=debug_llama", f"{BATCH}4", "--training.micro_batch_size=4"],
+    "t5": ["--job.config_file=debug_t5"],
+}
+
+
+def verdict_of(folder: Path, settings: list[str], kind: str) -> Verdict:
+    """How a small run with graphs differs from the reference, which has none."""
+    config = load_config([*settings, "--compile.cudagraphs=true", "--parallelism.data_parallel_shard_degree=1"])
+    small, alone = shrink(config, resolve(config, 1), 4, on_gpus=True), Member(0, 1, folder, 0, "cpu")
+    reference = compute_reference(alone, small, [kind], folder / "reference.safetensors")
+    assert isinstance(reference, Reference) and not TapeRecorder.log
+    return Verdict("", Layout(), combine(reference, [[observe(alone, reference, small.config, kind)]]))
+
+
+@pytest.mark.parametrize("kind", [EXACT, SINGLE])
+@pytest.mark.parametrize("settings", VERIFIED.values(), ids=VERIFIED)
+def test_verify_finds_no_difference(tmp_path: Path, log: list[str], settings: list[str], kind: str) -> None:
+    verdict = verdict_of(tmp_path, settings, kind)
+    assert verdict.first_difference is None, verdict.first_difference
+    assert log.count("record") == 1 and log.count("replay") > 3
+    print(format_kind(verdict.checks, kind))
+
+
+def test_verify_finds_inputs_that_stay(tmp_path: Path, log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graph, "copy_all_", lambda *_: None)
+    first = verdict_of(tmp_path, VERIFIED["llama"], EXACT).first_difference
+    assert first is not None and first.step == 4 and log.count("replay") > 1  # the graph was recorded in step 3
 
 
 @pytest.mark.gpu
