@@ -108,7 +108,8 @@ def train(folder: Path, settings: list[str], steps: int, graphs: bool, between: 
     always = ["--data.num_workers=0", "--job.deterministic=true", "--health.skip_nonfinite=true"]
     config = load_config([*settings, *always, f"--job.dump_folder={folder}"])
     run = prepare_run(resolve_settings(config, 1))
-    trainer = Trainer(replace(run, config=edit(run.config, {"compile.cudagraphs": graphs})))
+    tuning = replace(run.tuning, gradient_bytes=1 << 14)  # several units of copies, which backward passes could free
+    trainer = Trainer(replace(run, config=edit(run.config, {"compile.cudagraphs": graphs}), tuning=tuning))
     data, figures = trainer._load_data(), list[Any]()
     for step in range(1, steps + 1):
         between(trainer, step)
@@ -156,6 +157,7 @@ def test_what_happens_between_steps(tmp_path: Path, log: list[str]) -> None:
             if step == 5:
                 trainer.validate()
                 weights[1].mul_(1.5)
+                trainer.model.mark_changed()
             if step == 7:
                 weights[2].data = weights[2].clone()
         timeline = Timeline(trainer.run.device, torch.distributed.group.WORLD)

@@ -54,6 +54,8 @@ class GraphedModel(WholeModel):
 
     def __init__(self, model: ParallelModel, layout: Layout) -> None:
         super().__init__(model, layout)
+        if (of_weights := self.stage.data_parallel.copies) is not None:
+            of_weights.frees = False
         modules = list(self.stage.module.modules())
         copies = [value for module in modules for value in vars(module).values() if isinstance(value, nn.Parameter)]
         self._read = [*self.stage.module.parameters(), *self.stage.module.buffers(), *copies]
