@@ -57,6 +57,14 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 1 '--evaluation.sets=[{name="a", paths="x"}, {name="a", paths="y"}]' --evaluation.interval=1 => "a": names two sets
 1 '--evaluation.sets={name="a", paths="x"}' => evaluation.sets = ['a'] ; set evaluation.interval
 2 '--profiling.trace_ranks=[0, 2]' => profiling.trace_ranks = [0, 2] ; the job's ranks are 0 to 1
+# CUDA graphs
+2 --compile.cudagraphs=true => compile.cudagraphs = true ; needs one process, and this layout has 2
+1 --compile.cudagraphs=true --model.family=moe => does not support moe, whose experts
+1 --compile.cudagraphs=true --activation_checkpoint.mode=full => activation_checkpoint.mode = "full" ; set it to false
+1 --compile.cudagraphs=true --data.reset_attention_mask=true => document masks (data.reset_attention_mask)
+1 --compile.cudagraphs=true --data.prefix_lm=true => prefixes (data.prefix_lm)
+1 --compile.cudagraphs=true --model.family=bert --model.overrides.sentence_head=pair \
+--data.sentence_objective=sentence_order => heads that predict tokens and pair
 # optimizers
 1 '--optimizer.betas=[0.9, 1.0]' => optimizer.betas ; below 1
 1 --optimizer.clip_threshold=0 => optimizer.clip_threshold

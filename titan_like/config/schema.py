@@ -266,6 +266,9 @@ class Compile(Section):
     """torch.compile of the transformer layers."""
 
     enable: bool = option(False, "compile each transformer layer")
+    cudagraphs: bool = option(
+        False, "launch a step's passes as one CUDA graph: for one process whose host cannot keep up"
+    )
 
 
 class Float8(Section):

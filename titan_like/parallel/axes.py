@@ -104,6 +104,7 @@ AXES = (
     Axis("data_parallel", "data parallelism", lambda c: changed(c, replicate=1, shard=1)),
     Axis("recompute", "recomputation of activations", lambda c: edit(c, _NO_RECOMPUTATION)),
     Axis("compile", "compilation", lambda c: edit(c, {"compile.enable": False})),
+    Axis("cudagraphs", "CUDA graphs", lambda c: edit(c, {"compile.cudagraphs": False})),
     ACCUMULATION,
 )
 

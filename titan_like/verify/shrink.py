@@ -160,6 +160,7 @@ def shrink(
         "lr_scheduler.decay_steps": decay_steps,
         "parallelism.context_parallel_method": method,
         "parallelism.pipeline_layers": per_stage,
+        "compile.cudagraphs": config.compile.cudagraphs and on_gpus,
         "activation_checkpoint.every_n_layers": min(config.activation_checkpoint.every_n_layers, 2),
         "data.num_workers": min(config.data.num_workers, 1),
         **spans,
@@ -193,6 +194,7 @@ def shrink(
         "experts": (fields.get("num_experts", 0), getattr(model, "num_experts", 0)),
         "hidden units": (fields["hidden_size"], model.hidden_size),
         "tokens of the vocabulary": (fields["vocab_size"], model.vocab_size),
+        "CUDA graphs": (int(small.compile.cudagraphs), int(config.compile.cudagraphs)),
     }
     limits = [f"{few} of {many} {name}" for name, (few, many) in sizes.items() if few < many]
     two_layers = 2 * min(kind.parameters for kind in model.parts.kinds) // layout.tensor
