@@ -15,7 +15,7 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | `FSDPState._fsdp_param_groups` and its groups' parameters | reducing gradients after a split backward pass | a list from 2.12 on; from 2.15 on autograd accumulates in the reduction's dtype |
 | `FSDPParam._extensions_data`, `.sharded_param`, `._sharded_param_data` | gathering weights in float8 | all |
 | `FSDPParamGroup._fsdp_params_with_wider_grad_dtype` | the sum of a tied table's two uses | from 2.15 on |
-| `_dynamo` | importing it early, in the server that forks processes | all |
+| `_dynamo`, `_dynamo.mark_dynamic` | importing it early, in the server that forks processes; graphs for any number of rows | all |
 | `distributed.distributed_c10d._resolve_process_group` | the group of an operator that can be compiled | all |
 | `ops.aten._scaled_dot_product_flash_attention`, `…_for_cpu` and their backward passes | attention with the denominators of its softmax | all |
 | `DeviceMesh._flatten` | one group of ranks over several dimensions of the mesh | all |
@@ -201,6 +201,11 @@ def is_in_backward_pass() -> bool:
 def import_compiler() -> None:
     """Import what `torch.compile`, and much else in torch, would import when it is first used."""
     import torch._dynamo  # noqa: F401
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Let graphs that are compiled for a tensor take any size of ``dim``, of at least 2."""
+    torch._dynamo.mark_dynamic(tensor, dim)
 
 
 def reduce_fsdp_gradients(module: nn.Module, every_parameter: bool) -> None:

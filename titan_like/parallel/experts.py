@@ -24,7 +24,14 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 
 from titan_like.models.layers.experts import ExpertLinear, Experts, inverse_of, permuted
 from titan_like.models.transformer import Transformer
-from titan_like.parallel.collectives import Group, all_gather, all_to_all, all_to_all_rows
+from titan_like.parallel.collectives import (
+    Group,
+    all_gather,
+    all_to_all,
+    all_to_all_rows,
+    gather_rows,
+    reduce_scatter_rows,
+)
 from titan_like.parallel.extend import extend
 from titan_like.torch_private import StridedShard
 
@@ -69,21 +76,24 @@ class SplitExperts(Experts):
     group: Group
     tensor_group: Group | None
 
-    @torch.compiler.disable  # the number of rows differs in every step
+    @torch.compiler.disable  # the host waits, and sends other numbers of rows in every step
     def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """As in the base class; ``x`` are the rows of this rank's tokens, and ``offsets`` those of all experts."""
         offsets_on_host, tensor = not self.gate.is_one_product(x.dtype), self.tensor_group
         exchange = exchange_of(offsets, self.group, tensor, offsets_on_host)
         inverse = inverse_of(exchange.order)
         rows = all_to_all_rows(x, exchange.input_splits, exchange.output_splits, self.group)
-        here, gathered = [len(rows)] * len(exchange.gathered), exchange.gathered
-        if tensor is not None:  # all-gather and reduce-scatter of as many rows as each rank happens to have
-            rows = all_to_all_rows(rows.repeat(tensor.size, 1), here, gathered, tensor)
-        rows = super().forward(permuted(rows, exchange.order, inverse), exchange.offsets)
+        if tensor is not None:
+            rows = gather_rows(rows, exchange.gathered, tensor)
+        rows = self.compute(permuted(rows, exchange.order, inverse), exchange.offsets)
         rows = permuted(rows, inverse, exchange.order)
         if tensor is not None:
-            rows = all_to_all_rows(rows, gathered, here, tensor).unflatten(0, (tensor.size, -1)).sum(0)
+            rows = reduce_scatter_rows(rows, exchange.gathered, tensor)
         return all_to_all_rows(rows, exchange.output_splits, exchange.input_splits, self.group)
+
+    def compute(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """What this rank's experts make of the rows that they got; as in the base class."""
+        return super().forward(rows, offsets)
 
 
 class Exchange(NamedTuple):
@@ -91,7 +101,7 @@ class Exchange(NamedTuple):
 
     input_splits: list[int]  # rows to each rank
     output_splits: list[int]  # rows from each rank
-    gathered: list[int]  # rows from each tensor rank, once each has those of its group; none if experts are whole
+    gathered: list[int]  # rows of each tensor rank after that
     order: torch.Tensor  # int64 [rows], all of them sorted by expert
     offsets: torch.Tensor  # int32 [experts here], ends of each expert's rows in this order; on the host if asked
 
