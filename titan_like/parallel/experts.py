@@ -14,8 +14,7 @@ layer's forward pass. The exchange of gradients needs no wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -119,17 +118,12 @@ def exchange_of(offsets: torch.Tensor, group: Group, tensor_group: Group | None,
     arriving = all_to_all(counts, group)  # [from rank, experts here]
     gathered = arriving[None] if tensor_group is None else all_gather(arriving[None], 0, tensor_group)
     local_offsets = gathered.sum((0, 1)).cumsum(0).to(torch.int32)
-    parts = [counts.sum(1), arriving.sum(1), gathered.sum((1, 2)), local_offsets]
-    input_splits, output_splits, of_tensor_ranks, ends = _on_host(parts)
+    known = torch.cat((counts.sum(1), arriving.sum(1), gathered.sum((1, 2)), local_offsets)).tolist()
+    sizes, known = known[: 2 * group.size], known[2 * group.size :]
+    of_tensor_ranks, ends = known[: len(gathered)], known[len(gathered) :]
     numbers = torch.arange(counts.shape[1], device=offsets.device).repeat(gathered.shape[0] * group.size)
     experts = numbers.repeat_interleave(gathered.flatten(), output_size=sum(of_tensor_ranks))
     order = experts.sort(stable=True).indices
     if offsets_on_host:
         local_offsets = torch.tensor(ends, dtype=torch.int32)
-    return Exchange(input_splits, output_splits, of_tensor_ranks, order, local_offsets)
-
-
-def _on_host(parts: list[torch.Tensor]) -> Iterator[list[int]]:
-    """One-dimensional tensors as lists, for which the host waits once."""
-    numbers = iter(torch.cat(parts).tolist())
-    return (list(islice(numbers, len(part))) for part in parts)
+    return Exchange(sizes[: group.size], sizes[group.size :], of_tensor_ranks, order, local_offsets)

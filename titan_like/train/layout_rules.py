@@ -101,8 +101,8 @@ def check_expert_parallel(config: JobConfig, model: TransformerConfig, layout: L
     require(width % tensor == 0, tensor_key, tensor, problem)
     problem = f"does not divide the model's num_experts ({model.num_experts}); use a divisor of it"
     require(model.num_experts % degree == 0, key, degree, problem)
-    ranks, whole = layout.token_shards // layout.expert_tensor, layout.tensor // layout.expert_tensor
-    factors = f"shard × context × tensor = {layout.shard}·{layout.context}·{whole} = {ranks}"
+    ranks = layout.token_shards // layout.expert_tensor
+    factors = f"shard × context × tensor = {layout.shard}·{layout.context}·{layout.tensor} = {ranks}"
     factors = factors if tensor == 1 else f"shard × context = {layout.shard}·{layout.context} = {ranks}"
     require(ranks % degree == 0, key, degree, f"does not divide {factors}; use a divisor of it")
     problem = "MoE with tensor parallelism needs sequence parallelism; set it to true"

@@ -13,6 +13,7 @@ from titan_like.checkpoint import loader
 from titan_like.models.layers import experts
 from titan_like.models.layers.experts import ExpertLinear, Router, Routing, SparseMLP
 from titan_like.optim import optimizer
+from titan_like.optim.shards import sharded_dimensions
 from titan_like.parallel import experts as shared_experts
 from titan_like.parallel import tensor_styles
 from titan_like.parallel.data import DataParallel
@@ -178,7 +179,7 @@ def partial_sums_of_split_experts(_: Any, x: torch.Tensor, sizes: list[int], gro
 def split_experts_summed_over_tensor_ranks(original: Any, model: Any) -> list[torch.nn.Parameter]:
     """The gradients of split experts are summed over the tensor ranks, each of which has its own part of them."""
     weights = [module.weight for module in model.modules() if isinstance(module, ExpertLinear)]
-    return original(model) + [one for one in weights if "etp" in getattr(one, "device_mesh", model).mesh_dim_names]
+    return original(model) + [weight for weight in weights if "etp" in sharded_dimensions(weight.data)]
 
 
 @bug(optimizer.Gradients, "__init__")
