@@ -14,6 +14,7 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | `distributed._composable.replicate_with_fsdp` | ZeRO 0 in a lower precision than float32 | all |
 | `FSDPState._fsdp_param_groups` and its groups' parameters | reducing gradients after a split backward pass | a list from 2.12 on; from 2.15 on autograd accumulates in the reduction's dtype |
 | `FSDPParam._extensions_data`, `.sharded_param`, `._sharded_param_data` | gathering weights in float8 | all |
+| `FSDPCommContext.reduce_scatter_states` | freeing the input of the last reduction | `reduce_scatter_state` in 2.11 |
 | `FSDPParamGroup._fsdp_params_with_wider_grad_dtype` | the sum of a tied table's two uses | from 2.15 on |
 | `_dynamo`, `_dynamo.mark_dynamic` | importing it early, in the server that forks processes; graphs for any number of rows | all |
 | `distributed.distributed_c10d._resolve_process_group` | the group of an operator that can be compiled | all |
@@ -33,7 +34,6 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | `ops.aten._grouped_mm` | the same, which selective recomputation keeps | all |
 | `_fused_adamw_` | an update without Python work for every parameter | all |
 | `cuda.memory._record_memory_history`, `._dump_snapshot` | snapshots of a GPU's memory | all |
-| `_utils._unflatten_dense_tensors` | all gradients in one allocation | all |
 
 Functions import what they need when they are called: planning must not load what only training uses.
 """  # noqa: E501
@@ -73,7 +73,6 @@ attention_by_elementary_operators = torch.ops.aten._scaled_dot_product_attention
 # to tensors, in the dtype of these; the Euclidean norm of each.
 multiply_all_, copy_all_ = torch._foreach_mul_, torch._foreach_copy_
 add_all_, norms_of = torch._foreach_add_, torch._foreach_norm
-views_of = torch._utils._unflatten_dense_tensors  # (one flat tensor, tensors) → its consecutive parts in their shapes
 
 
 def fake_tensor_mode() -> Any:
@@ -104,20 +103,17 @@ def fused_adamw_(
     """One update of AdamW in place, unless the scalar ``found_inf`` is above 0.
 
     Args:
-        tensors: weights, first moments, second moments and numbers of updates so far (scalars).
+        tensors: weights, first moments, second moments and numbers of updates, this one included (scalars).
         gradients: of the same shapes as the weights.
         settings: lr, betas, eps and weight_decay, as torch.optim.AdamW has them in a parameter group.
     """
     weights, first_moments, second_moments, steps = tensors
-    torch._foreach_add_(steps, 1.0)
     torch._fused_adamw_(
         weights, gradients, first_moments, second_moments, [], steps,
         lr=settings["lr"], beta1=settings["betas"][0], beta2=settings["betas"][1],
         weight_decay=settings["weight_decay"], eps=settings["eps"], amsgrad=False, maximize=False,
         grad_scale=None, found_inf=found_inf,
     )  # fmt: skip
-    if found_inf is not None:
-        torch._foreach_sub_(steps, [found_inf] * len(steps))
 
 
 def coalesced(group: dist.ProcessGroup, asynchronous: bool = False) -> AbstractContextManager[Any]:
@@ -223,6 +219,25 @@ def reduce_fsdp_gradients(module: nn.Module, every_parameter: bool) -> None:
                 _convert_fresh_gradient(parameter)
             group.post_backward()
     root._root_post_backward_final_callback()
+
+
+def release_reduced(module: nn.Module) -> None:
+    """Free the input of FSDP2's last reduction, once that has ended, which FSDP2 would keep until the next one.
+
+    ``module`` is FSDP2's root module.
+    """
+    state = fsdp_state(module)
+    context = state._comm_ctx
+    kept = (
+        context.reduce_scatter_states if hasattr(context, "reduce_scatter_states") else [context.reduce_scatter_state]
+    )
+    for one in filter(None, kept):
+        if one.event is not None:
+            state._device_handle.current_stream().wait_event(one.event)
+    if hasattr(context, "reduce_scatter_states"):
+        kept.clear()
+    else:
+        context.reduce_scatter_state = None
 
 
 def sum_uses_in_full(module: nn.Module, name: str) -> None:
