@@ -124,6 +124,15 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 => degree = 4: does not divide shard × context × tensor
 2 --model.family=moe --parallelism.expert_parallel_degree=2 --activation_checkpoint.mode=selective \
 => activation_checkpoint.mode = "selective": does not work with split experts
+2 --model.family=moe --parallelism.tensor_parallel_degree=2 --parallelism.sequence_parallel=true \
+--parallelism.expert_tensor_parallel_degree=4 \
+=> parallelism.expert_tensor_parallel_degree = 4: must be 1 or tensor_parallel_degree (2)
+2 --model.family=moe --parallelism.tensor_parallel_degree=2 --parallelism.sequence_parallel=true \
+--parallelism.expert_tensor_parallel_degree=2 --model.overrides.expert_ffn_hidden_size=33 \
+=> expert_tensor_parallel_degree = 2: does not divide the model's expert_ffn_hidden_size (33)
+2 --model.family=moe --parallelism.tensor_parallel_degree=2 --parallelism.sequence_parallel=true \
+--parallelism.expert_tensor_parallel_degree=2 --parallelism.expert_parallel_degree=2 \
+=> expert_parallel_degree = 2: does not divide shard × context = 1·1 = 1; use a divisor of it
 2 --model.family=llama --parallelism.expert_parallel_degree=2 \
 => parallelism.expert_parallel_degree = 2: llama has no experts; use 1
 1 --model.family=llama --activation_checkpoint.mode=experts => llama has no experts to recompute

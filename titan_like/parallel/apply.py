@@ -128,7 +128,7 @@ def build_stage(
         if isinstance(part, TokenLoss):
             part.chunk = tuning.loss_logits
     if expert_mesh is not None:
-        apply_expert_parallel(module, expert_mesh["ep"])
+        apply_expert_parallel(module, expert_mesh["ep", "etp"] if layout.expert_tensor > 1 else expert_mesh["ep"])
     if layout.tensor > 1:
         try:
             apply_tensor_parallel(module, mesh["tp"], layout.sequence_parallel)

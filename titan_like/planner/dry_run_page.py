@@ -52,7 +52,7 @@ def format_dry_run(run: DryRun) -> str:
 
 
 def _places(run: DryRun) -> Iterator[str]:
-    for name, (coordinate, size) in sorted(run.mesh.items(), key=lambda item: item[0] in ("expert_shard", "ep")):
+    for name, (coordinate, size) in sorted(run.mesh.items(), key=lambda item: item[0] in ("expert_shard", "ep", "etp")):
         context = run.groups["cp"] if name == "dp_shard" else 1  # its innermost ranks
         yield f"{name} {coordinate // context} of {size // context}"
         if context > 1:

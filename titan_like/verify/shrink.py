@@ -223,12 +223,13 @@ def shrink_degrees(layout: Layout) -> Layout:
 
 def small_expert_degree(layout: Layout, small: Layout) -> int:
     """A degree for the small layout that leaves several ranks with the same experts exactly if the original's does."""
-    if layout.expert == 1 or small.token_shards == 1:
+    ranks = small.token_shards // small.expert_tensor
+    if layout.expert == 1 or ranks == 1:
         return 1
     if layout.expert_shards == 1:
-        return small.token_shards
-    divisors = [degree for degree in (2, 3, 4) if small.token_shards % degree == 0 and small.token_shards > degree]
-    return max(divisors, default=small.token_shards)
+        return ranks
+    divisors = [degree for degree in (2, 3, 4) if ranks % degree == 0 and ranks > degree]
+    return max(divisors, default=ranks)
 
 
 def shrink_stages(counts: list[int], stages: int) -> list[int]:
