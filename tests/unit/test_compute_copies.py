@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from titan_like.optim.adamw import FusedAdamW
 from titan_like.parallel.gradients import ComputeCopies
 
 
@@ -61,3 +62,34 @@ def test_a_weight_without_a_gradient_gets_none():
     copies.hand_over()
     received = {name for name, parameter in layers.named_parameters() if parameter.grad is not None}
     assert received == {"0.weight", "0.bias"}
+
+
+def test_copies_are_made_again_when_weights_change_outside_an_update():
+    layers = model()
+    (unit,) = ComputeCopies(layers, torch.bfloat16).units
+    unit.refresh()
+    unit.note_written()
+    with torch.no_grad():
+        layers[0].weight.mul_(2)
+    unit.refresh()
+    assert torch.equal(vars(layers[0])["weight"], layers[0].weight.bfloat16())
+
+
+def test_the_last_backward_pass_frees_copies_and_the_update_makes_them_again():
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    copies = ComputeCopies(layers, torch.bfloat16, unit_bytes=1)
+    groups = [{"params": list(layers.parameters()), "weight_decay": 0.1}]
+    optimizer = FusedAdamW(groups, lr=0.1, betas=(0.9, 0.95), eps=1e-8)
+    optimizer.write_copies(copies.units)
+    held = [vars(layer)["weight"] for layer in layers]
+    for _ in range(2):
+        copies.refresh()
+        for is_last in (False, True):
+            copies.before_backward(is_last)
+            layers(torch.ones(4, 8, dtype=torch.bfloat16)).sum().backward()
+            copies.add_gradients()
+            assert all((copy.untyped_storage().nbytes() == 0) == is_last for copy in held)
+        copies.hand_over()
+        optimizer.step()
+        assert all(torch.equal(copy, layer.weight.bfloat16()) for copy, layer in zip(held, layers, strict=True))
+        assert all(parameter.grad is None for parameter in layers.parameters())
