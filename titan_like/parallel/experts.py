@@ -53,12 +53,15 @@ class SplitExperts(Experts):
     """Experts of which each rank of a group holds some."""
 
     group: Group
+    microbatches = 1  # of other data-parallel ranks and this, whose rows float8 scales keep apart
 
     @torch.compiler.disable  # the number of rows differs in every step
     def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """As in the base class; ``x`` are the rows of this rank's tokens, and ``offsets`` those of all experts."""
         offsets_on_host = not self.gate.is_one_product(x.dtype)
-        input_splits, output_splits, order, offsets = exchange_of(offsets, self.group, offsets_on_host)
+        input_splits, output_splits, order, offsets = exchange_of(
+            offsets, self.group, offsets_on_host, self.microbatches
+        )
         inverse = inverse_of(order)
         rows = all_to_all_rows(x, input_splits, output_splits, self.group)
         rows = super().forward(permuted(rows, order, inverse), offsets)
@@ -71,20 +74,21 @@ class Exchange(NamedTuple):
     input_splits: list[int]  # rows to each rank
     output_splits: list[int]  # rows from each rank
     order: torch.Tensor  # int64 [rows received], the rows sorted by expert
-    offsets: torch.Tensor  # int32 [experts here], ends of each expert's rows in this order; on the host if asked
+    offsets: torch.Tensor  # int32 [experts here · microbatches], ends of their rows in this order; on the host if asked
 
 
-def exchange_of(offsets: torch.Tensor, group: Group, offsets_on_host: bool) -> Exchange:
+def exchange_of(offsets: torch.Tensor, group: Group, offsets_on_host: bool, microbatches: int = 1) -> Exchange:
     """Tell the ranks how many rows they will get. The host waits for what they tell.
 
     Args:
         offsets: int32 [E], ends of each expert's rows among the rows of this rank, which are sorted by expert.
         group: the ranks, each of which holds E / ranks experts.
         offsets_on_host: whether to return the result's offsets on the host, or on the device.
+        microbatches: into as many parts of neighbouring ranks the offsets divide each expert's rows.
     """
     counts = offsets.diff(prepend=offsets.new_zeros(1)).view(group.size, -1)  # [to rank, experts of a rank]
     arriving = all_to_all(counts, group)  # [from rank, experts here]
-    local_offsets = arriving.sum(0).cumsum(0).to(torch.int32)
+    local_offsets = arriving.unflatten(0, (microbatches, -1)).sum(1).t().flatten().cumsum(0).to(torch.int32)
     known = torch.cat((counts.sum(1), arriving.sum(1), local_offsets)).tolist()
     input_splits, output_splits = known[: group.size], known[group.size : 2 * group.size]
     numbers = torch.arange(counts.shape[1], device=offsets.device).repeat(group.size)

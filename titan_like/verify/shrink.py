@@ -226,7 +226,8 @@ def small_expert_degree(layout: Layout, small: Layout) -> int:
     if layout.expert_shards == 1:
         return small.token_shards
     divisors = [degree for degree in (2, 3, 4) if small.token_shards % degree == 0 and small.token_shards > degree]
-    return max(divisors, default=small.token_shards)
+    whole = [degree for degree in divisors if degree % small.tensor == 0 or small.tensor % degree == 0]
+    return max(whole, default=small.token_shards)  # which float8 experts need
 
 
 def shrink_stages(counts: list[int], stages: int) -> list[int]:
