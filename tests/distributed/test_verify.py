@@ -24,6 +24,7 @@ from tests.distributed.bugs import (
     CONTEXT,
     DATA,
     DOCUMENTS,
+    EXPERTS,
     FLOAT8,
     FLOAT8_ROWS,
     FLOAT16,
@@ -96,6 +97,7 @@ SAME: list[tuple[list[str], list[str]]] = [
     ([*T5, *PIPELINE], [EXACT, DROPOUT, RESUME]),
     ([*FLOAT8, *ZERO_3, *BFLOAT16[:2]], [EXACT, "bfloat16"]),
     ([*FLOAT8_ROWS, *SEQUENCE], [EXACT]),
+    ([*EXPERTS, *FLOAT8, *SEQUENCE], [EXACT]),
 ]
 MORE_SAME: list[tuple[list[str], list[str]]] = [
     ([*LLAMA_MASKS, *SEQUENCE], [EXACT, SINGLE, RESUME]),
@@ -126,6 +128,9 @@ MORE_SAME: list[tuple[list[str], list[str]]] = [
     (SEQUENCE, []),
     ([*FLOAT8, *T5, *TENSOR[:2], *ZERO_3], []),
     ([*FLOAT8_ROWS, *ZERO_BUBBLE], []),
+    ([*EXPERTS, *FLOAT8, *BFLOAT16[:2], *DATA], []),
+    ([*EXPERTS, *FLOAT8_ROWS, *SEQUENCE, "--parallelism.tensor_parallel_degree", "4", *GROUPS], [EXACT]),
+    ([*MOE, *FLOAT8_ROWS, *PIPELINE, *SHARED], []),
     ([*PAIRS, *BERT_LAYOUT], []),
     ([*T5, *BERT_LAYOUT], []),
     (["--model.overrides.init_std", "3.0", *DATA], []),
