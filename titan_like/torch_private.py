@@ -32,6 +32,7 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | `utils._pytree.tree_leaves` | the tensors in what a module returns | all |
 | `ops.aten._scaled_dot_product_attention_math` | attention in elementary operators | all |
 | `_grouped_mm` | products of experts' rows with their matrices | where `torch.nn.functional` lacks `grouped_mm` |
+| `_scaled_grouped_mm`, `ops.aten._scaled_grouped_mm` | the same in float8, which selective recomputation keeps | all |
 | `ops.aten._grouped_mm` | the same, which selective recomputation keeps | all |
 | `_fused_adamw_` | an update without Python work for every parameter | all |
 | `cuda.memory._record_memory_history`, `._dump_snapshot` | snapshots of a GPU's memory | all |
@@ -67,6 +68,7 @@ functional_collectives = torch.ops._c10d_functional
 SUMS_USES_IN_FULL = torch.__version__ >= "2.15"  # see `sum_uses_in_full`; before, all layouts round the sum
 float8_product = torch.ops.aten._scaled_mm.default
 grouped_product_operator = torch.ops.aten._grouped_mm.default
+grouped_float8_operator = torch.ops.aten._scaled_grouped_mm.default
 attention_by_elementary_operators = torch.ops.aten._scaled_dot_product_attention_math
 
 
@@ -98,6 +100,30 @@ def grouped_product(x: torch.Tensor, matrices: torch.Tensor, offsets: torch.Tens
     if hasattr(torch.nn.functional, "grouped_mm"):
         return torch.nn.functional.grouped_mm(x, matrices, offs=offsets)
     return torch._grouped_mm(x, matrices, offs=offsets)
+
+
+def grouped_float8_product(
+    a: tuple[torch.Tensor, torch.Tensor],
+    b: tuple[torch.Tensor, torch.Tensor],
+    offsets: torch.Tensor,
+    dtype: torch.dtype,
+    fast: bool,
+) -> torch.Tensor:
+    """Products of e4m3 matrices, which have been multiplied by their scales. Of NVIDIA's GPUs, Hopper has the kernel.
+
+    Args:
+        a: [rows, in] and a scale for each row, [rows]; or [out, rows] and [groups · out].
+        b: [groups, in, out] and a scale for each column, [groups, out]; or [rows, in] and [groups · in]. Its columns
+            are contiguous.
+        offsets: ends of the groups' rows, int32 [groups]. Multiples of 16 if ``a`` is [out, rows].
+        dtype: of the result, bfloat16.
+        fast: adds up in less than float32.
+
+    Returns:
+        [rows, out] or [groups, out, in].
+    """
+    scales = a[1].reciprocal(), b[1].reciprocal()
+    return grouped_float8_operator(a[0], b[0], *scales, offsets, out_dtype=dtype, use_fast_accum=fast)
 
 
 def fused_adamw_(

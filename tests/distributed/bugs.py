@@ -88,6 +88,7 @@ Z_LOSS = ["--model.overrides.z_loss_coefficient", "0.1"]
 
 FLOAT8 = ["--float8.enable", "true"]
 FLOAT8_ROWS = [*FLOAT8, "--float8.recipe", "rowwise"]
+FLOAT8_EXPERTS = [*FLOAT8, "--float8.filter", '["layers.*.attention"]']
 
 ADAFACTOR, MUON = (["--optimizer.name", name] for name in ("adafactor", "muon"))
 
@@ -276,6 +277,10 @@ BUGS = [
     (experts.experts_of_the_wrong_rank, [*EXPERTS, *DATA], "expert_parallel", Row.LOSS, "layers.0.mlp"),
     (float8.each_shard_has_its_own_scale, [*FLOAT8, *ZERO_3], "zero_stage", Row.LOSS, ""),
     (float8.each_rank_scales_its_own_part, [*FLOAT8, *TENSOR], "tensor_parallel", Row.LOSS, ""),
+    (float8.each_rank_scales_its_own_part, [*MOE, *FLOAT8_EXPERTS, *SEQUENCE], "tensor_parallel", Row.LOSS, ""),
+    (float8.one_scale_for_all_experts, [*EXPERTS, *FLOAT8_EXPERTS, *DATA], "expert_parallel", Row.LOSS, ""),
+    (float8.one_scale_for_all_microbatches, [*EXPERTS, *FLOAT8_EXPERTS, *DATA], "expert_parallel", Row.LOSS, ""),
+    (float8.scale_of_the_tensor_before, [*MOE, *FLOAT8_EXPERTS, *DATA], "data_parallel", Row.LARGE_LOSS, ""),
     # Scales that are powers of 2 matter only to numbers that are too small for float8.
     (float8.each_rank_scales_its_own_part, [*FLOAT8_ROWS, *SEQUENCE], "tensor_parallel", Row.GRADIENT, ""),
 ]

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch._dynamo
 
-from tests.distributed.launch import collect, launch, trainer_of
+from tests.distributed.launch import Case, base_config, collect, launch, train_case, trainer_of, worst
 from tests.distributed.layouts import sizes, tensor
 from titan_like.verify.watch import steps_alone
 
@@ -35,6 +35,16 @@ def graphs_of_recomputed_experts(rank, folder):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+def float8_experts_in_one_graph(rank, folder):
+    settings = SETTINGS | {"model.family": "moe", "float8.enable": True, "training.steps": 1}
+    compiled, eager = (
+        train_case(Case("", settings | {"training.dtype": "float64", "compile.enable": value}), folder)
+        for value in (True, False)
+    )
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert worst(compiled.gradients, eager.gradients)[0] < 1e-12
+
+
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="torch.compile on a CPU needs a C++ compiler")
 
@@ -55,6 +65,12 @@ def test_nothing_is_compiled_again_after_the_second_step(tmp_path, family):
 def test_split_experts_are_a_graph_for_any_number_of_rows(tmp_path, layout):
     """The others are what is before and after the exchange, in and around the module with the experts."""
     assert collect(train_steadily, 2, tmp_path, "moe", layout) == [5, 5]
+
+
+@pytest.mark.slow
+def test_float8_experts_compile(tmp_path):
+    base_config(tmp_path, {})
+    launch(float8_experts_in_one_graph, 1, tmp_path)
 
 
 def test_layers_that_an_axis_alters_share_a_graph(tmp_path):

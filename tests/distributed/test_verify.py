@@ -100,6 +100,7 @@ SAME: list[tuple[list[str], list[str]]] = [
     ([*FLOAT8, *ZERO_3, *BFLOAT16[:2]], [EXACT, "bfloat16"]),
     ([*FLOAT8_ROWS, *SEQUENCE], [EXACT]),
     ([*SPLIT_EXPERTS, *SHARED, *ZERO_3], [EXACT, RESUME]),
+    ([*EXPERTS, *FLOAT8, *SEQUENCE], [EXACT]),
 ]
 MORE_SAME: list[tuple[list[str], list[str]]] = [
     ([*LLAMA_MASKS, *SEQUENCE], [EXACT, SINGLE, RESUME]),
@@ -132,6 +133,9 @@ MORE_SAME: list[tuple[list[str], list[str]]] = [
     (SEQUENCE, []),
     ([*FLOAT8, *T5, *TENSOR[:2], *ZERO_3], []),
     ([*FLOAT8_ROWS, *ZERO_BUBBLE], []),
+    ([*EXPERTS, *FLOAT8, *BFLOAT16[:2], *DATA], []),
+    ([*EXPERTS, *FLOAT8_ROWS, *SEQUENCE, "--parallelism.tensor_parallel_degree", "4", *GROUPS], [EXACT]),
+    ([*MOE, *FLOAT8_ROWS, *PIPELINE, *SHARED], []),
     ([*PAIRS, *BERT_LAYOUT], []),
     ([*T5, *BERT_LAYOUT], []),
     (["--model.overrides.init_std", "3.0", *DATA], []),

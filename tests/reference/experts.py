@@ -6,6 +6,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from tests.reference.float8 import Float8Linear
+from titan_like.config.schema import Float8
 from titan_like.models.layers.experts import SparseMLP
 from titan_like.models.moe.config import MoEConfig
 from titan_like.models.transformer import Transformer
@@ -15,7 +17,8 @@ from titan_like.parallel.expert_balance import FIGURES
 class PlainExperts:
     """The experts of a model, whose forward passes this replaces. Without experts it does nothing."""
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: Transformer, float8: Float8) -> None:
+        self.float8 = float8
         self.losses: list[torch.Tensor] = []  # sums over the tokens of one piece, of one layer each
         self.load: dict[str, list[float]] = {}  # layer → each expert's share of the last good step's tokens
         self.bias: dict[str, list[float]] = {}
@@ -58,9 +61,13 @@ class PlainExperts:
                 for linear in (mlp.experts.gate, mlp.experts.up, mlp.experts.down)
             )
             is_sent, own = chosen == expert, copies[chosen == expert]
-            results = results.masked_scatter(is_sent[..., None], (F.silu(own @ gate.t()) * (own @ up.t())) @ down.t())
+            inner = F.silu(self._linear(own, gate)) * self._linear(own, up)
+            results = results.masked_scatter(is_sent[..., None], self._linear(inner, down))
         total = (results * weights[..., None]).sum(1).to(x.dtype).view(x.shape)
         return total if mlp.shared is None else total + mlp.shared(x)
+
+    def _linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return Float8Linear.apply(x, weight, self.float8.recipe) if self.float8.enable else x @ weight.t()
 
     def _note(self, name: str, logits: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor) -> None:
         config, balance = self.config, logits.new_zeros(())

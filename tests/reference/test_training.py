@@ -17,6 +17,7 @@ from tests.distributed.bugs import (
     BIASED,
     BUGS,
     DOCUMENTS,
+    FLOAT8_EXPERTS,
     FLOAT16,
     GPT,
     LLAMA_MASKS,
@@ -60,6 +61,7 @@ SAME = {
     "race": ([*RACE, *ONE], [EXACT]),
     "experts": ([*MOE, *BIASED, *SHARED, *ONE], [EXACT]),
     "experts and their losses": ([*MOE, *Z_LOSS, *ONE, "--lr_scheduler.decay", "wsd"], [EXACT]),
+    "experts in float8": ([*MOE, *FLOAT8_EXPERTS, "--float8.recipe", "rowwise", *ONE], [EXACT]),
     "float16": (FLOAT16, ["float16"]),
 }
 

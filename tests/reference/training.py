@@ -40,7 +40,7 @@ def train_by_definition(_: Member | None, small: Small, dtype: str, seed: int | 
     model.initial_elements = ELEMENTS
     model.init_weights(config.job.seed)
     take_definitions(model, config, in_pairs=dtype == EXACT)
-    experts, parameters = PlainExperts(model), dict(model.named_parameters())
+    experts, parameters = PlainExperts(model, config.float8), dict(model.named_parameters())
     trace.names = sorted(parameters, key=lambda name: not name.startswith(model.entry))
     optimizer = build_optimizer(parameters.items(), config.optimizer)
     samples, validation, skipped = training_samples(config), validation_samples(config), 0
@@ -77,7 +77,8 @@ def train_by_definition(_: Member | None, small: Small, dtype: str, seed: int | 
             keep(step, Row.SKIPPED, skipped, "steps so far")
             if dtype == "float16":
                 keep(step, Row.LOSS_SCALE, scale)
-        losses = add_gradients(model, batch_of(samples, batch, config), compute_type, scale, experts)
+        size = training.micro_batch_size if config.float8.enable else len(batch)  # float8 scales are a microbatch's
+        losses = add_gradients(model, batch_of(samples, batch, config), size, compute_type, scale, experts)
         gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
         for gradient in gradients.values():
             gradient.div_(scale)
@@ -151,16 +152,20 @@ def num_labels(batch: Batch) -> torch.Tensor:
 
 
 def add_gradients(
-    model: Transformer, batch: Batch, dtype: torch.dtype, scale: float, experts: PlainExperts
+    model: Transformer, batch: Batch, size: int, dtype: torch.dtype, scale: float, experts: PlainExperts
 ) -> list[float]:
-    """Add the gradients of ``scale`` × the loss. Losses that balance ``experts`` are part of it.
+    """Add the gradients of ``scale`` × the loss, ``size`` samples at a time. Losses that balance ``experts`` count too.
 
     Returns the loss of each prediction; their sum is the loss without those of experts.
     """
     padding = 0 if batch.padding_mask is None else int(batch.padding_mask.sum())
-    means = torch.stack(summed_losses(model, batch, dtype)) / num_labels(batch)
-    ((means.sum() + experts.loss_of_piece(batch.tokens.numel() - padding)) * scale).backward()
-    return means.detach().double().tolist()
+    losses = torch.zeros(len(num_labels(batch)), dtype=torch.float64)
+    for start in range(0, len(batch.tokens), size):
+        piece = map_tensors(itemgetter(slice(start, start + size)), batch)
+        means = torch.stack(summed_losses(model, piece, dtype)) / num_labels(batch)
+        ((means.sum() + experts.loss_of_piece(batch.tokens.numel() - padding)) * scale).backward()
+        losses += means.detach()
+    return losses.tolist()
 
 
 def summed_losses(model: Transformer, batch: Batch, compute_type: torch.dtype) -> list[torch.Tensor]:

@@ -2,18 +2,22 @@
 
 from dataclasses import replace
 from importlib import util
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torchao.float8 import convert_to_float8_training
 
+from tests.reference.float8 import Float8Linear
 from titan_like.config.errors import ConfigError
-from titan_like.config.schema import Float8, JobConfig
+from titan_like.config.schema import Float8, JobConfig, Model
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import build_model, model_config
-from titan_like.parallel.float8 import Float8LinearConfig, float8_linears, use_float8
+from titan_like.parallel import float8
+from titan_like.parallel.float8 import Float8Experts, Float8LinearConfig, float8_linears, use_float8
 from titan_like.parallel.weight_gradients import defer_weight_gradients
 from titan_like.train.rules import resolve_for_inference, resolve_settings
 from titan_like.train.setup import select_device
@@ -170,3 +174,94 @@ def test_a_small_run_keeps_float8_products() -> None:
         "layers.3",
         "layers.0.mlp.up",
     ]
+
+
+ENDS = torch.tensor([0, 3, 20, 20, 21, 37], dtype=torch.int32)  # of the rows of 3 experts and 2 microbatches
+
+
+def float8_experts(recipe: str, emulates: bool = True) -> Float8Experts:
+    return Float8Experts(Float8LinearConfig.from_recipe_name(recipe), emulates)
+
+
+def expert_factors(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Rows, matrices and the gradient of the output. Each expert's numbers are of another size."""
+    draws = torch.Generator().manual_seed(2)
+    shapes = (37, 64), (3, 48, 64), (37, 48)
+    x, matrices, gradient = (torch.randn(shape, generator=draws, dtype=torch.float64) for shape in shapes)
+    sizes = torch.tensor([1.0, 30.0, 1000.0], dtype=torch.float64)
+    of_row = sizes.repeat_interleave(torch.tensor([3, 17, 17]))[:, None]
+    return [x.to(dtype) for x in (x * of_row, matrices / sizes[:, None, None], gradient * of_row)]
+
+
+def products_of(product: Float8Experts, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The output and the gradients of the rows and of the matrices."""
+    x, matrices, gradient = expert_factors(dtype)
+    x, matrices = x.requires_grad_(), matrices.requires_grad_()
+    output = product.linear(x, matrices, ENDS)
+    return [output.detach(), *torch.autograd.grad(output, (x, matrices), gradient)]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_each_expert_and_microbatch_is_quantised_by_itself(recipe: str) -> None:
+    x, matrices, gradient = expert_factors(torch.float64)
+    x, matrices, expected = x.requires_grad_(), matrices.requires_grad_(), []
+    for group, (start, stop) in enumerate(pairwise([0, *ENDS.tolist()])):
+        expected.append(Float8Linear.apply(x[start:stop], matrices[group // 2], recipe))
+    output = torch.cat(expected)
+    found = products_of(float8_experts(recipe), torch.float64)
+    for ours, definition in zip(found, [output, *torch.autograd.grad(output, (x, matrices), gradient)], strict=True):
+        torch.testing.assert_close(ours, definition, rtol=1e-13, atol=1e-13)
+
+
+def kernel(a: Any, b: Any, offsets: torch.Tensor, dtype: torch.dtype, fast: bool) -> torch.Tensor:
+    """What torch's kernel for Hopper checks and computes."""
+    with FakeTensorMode():
+        fakes = [
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for t in (a[0], b[0], a[1], b[1])
+        ]
+        ends = torch.empty(offsets.shape, dtype=torch.int32, device="cuda")
+        checked = torch._scaled_grouped_mm(*fakes, ends, out_dtype=dtype, use_fast_accum=fast)
+    assert offsets.is_contiguous() and dtype == torch.bfloat16
+    parts = list(pairwise([0, *offsets.tolist()]))
+    if b[0].ndim == 3:
+        rows = (a[0].float() / a[1][:, None]), b[0].float() / b[1][:, None]
+        result = torch.cat([rows[0][start:stop] @ matrix for (start, stop), matrix in zip(parts, rows[1], strict=True)])
+    else:
+        assert all(start % 16 == 0 for start, _ in parts)
+        scales = (scale.unflatten(0, (len(parts), -1)) for scale in (a[1], b[1]))
+        result = torch.stack(
+            [
+                (a[0][:, start:stop].float() / by_row[:, None]) @ (b[0][start:stop].float() / by_column)
+                for (start, stop), by_row, by_column in zip(parts, *scales, strict=True)
+            ]
+        )
+    assert result.shape == checked.shape
+    return result.to(dtype)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_the_grouped_kernel_gets_what_is_emulated(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8, "grouped_float8_product", kernel)
+    computed, emulated = (products_of(float8_experts(recipe, emulates), torch.bfloat16) for emulates in (False, True))
+    for ours, expected in zip(computed, emulated, strict=True):
+        assert ours.dtype == torch.bfloat16
+        errors = (ours.float() - expected.float()).norm(dim=-1)  # the kernel rounds each microbatch's product
+        assert (errors <= 2**-7 * expected.float().norm(dim=-1)).all()
+
+
+def test_master_weights_are_rounded_before_they_are_cast() -> None:
+    """float32 master weights give the numbers of their 16-bit copies."""
+    x, matrices, _ = expert_factors(torch.float32)
+    product, rows = float8_experts("rowwise"), x.bfloat16()
+    assert torch.equal(product.linear(rows, matrices, ENDS), product.linear(rows, matrices.bfloat16(), ENDS))
+
+
+def test_experts_have_float8_products_and_routers_have_none() -> None:
+    shape = model_config(Model(family="moe", overrides={"num_layers": 1, "num_shared_experts": 1}))
+    with torch.device("meta"):
+        model = build_model(shape, "moe")
+    patterns = ["layers.*.attention", "layers.*.mlp.experts.up"]
+    use_float8(model, Float8(enable=True, filter=patterns), emulates=True)
+    found = {name for name, module in model.named_modules() if getattr(module, "float8", None) is not None}
+    names = "experts.gate", "experts.down", "shared.gate", "shared.up", "shared.down"
+    assert found == {f"layers.0.mlp.{name}" for name in names}

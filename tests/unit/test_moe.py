@@ -15,7 +15,7 @@ from tests.reference.experts import PlainExperts
 from tests.unit.hugging_face_cases import MOE, moe_config, random_model, save_checkpoint
 from titan_like.checkpoint.loader import load_checkpoint, model_tensors
 from titan_like.config.load import load_config
-from titan_like.config.schema import Model
+from titan_like.config.schema import Float8, Model
 from titan_like.models import hugging_face
 from titan_like.models.layers import experts
 from titan_like.models.layers.experts import Router, SparseMLP, expert_product
@@ -55,7 +55,7 @@ def by_definition(mlp: SparseMLP) -> tuple[SparseMLP, PlainExperts]:
     copy = deepcopy(mlp)
     model: Any = torch.nn.ModuleDict({"mlp": copy})
     model.config = mlp.router.config
-    plain = PlainExperts(model)
+    plain = PlainExperts(model, Float8())
     plain.load["mlp"] = mlp.router.load.tolist()
     if mlp.router.bias is not None:
         plain.bias["mlp"] = mlp.router.bias.tolist()

@@ -115,7 +115,9 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 2 --model.family=moe --parallelism.tensor_parallel_degree=2 --parallelism.sequence_parallel=true \
 --model.overrides.qk_norm=all => degree = 2: MoE with qk_norm = "all" does not support tensor
 1 --model.family=moe --model.overrides.ffn_hidden_size=64 => no layer of moe debug is dense
-1 --model.family=moe --float8.enable=true => float8.enable = true: moe does not support float8
+6 --model.family=moe --model.overrides.num_experts=6 --float8.enable=true --parallelism.expert_parallel_degree=3 \
+--parallelism.tensor_parallel_degree=2 --parallelism.sequence_parallel=true --training.global_batch_size=48 \
+=> expert_parallel_degree = 3: does not fit float8 experts with tensor_parallel_degree = 2
 1 --model.family=moe --optimizer.name=muon \
 => optimizer.name = "muon": does not support the stacked expert weights
 3 --model.family=moe --parallelism.expert_parallel_degree=3 --training.global_batch_size=48 \

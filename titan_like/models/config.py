@@ -311,7 +311,7 @@ class WithExperts(TransformerConfig):
         return super().shrunk(seq_len) | {
             "num_experts": min(self.num_experts, 5),  # odd, so that mistakes in their order show
             "experts_per_token": min(self.experts_per_token, 2),
-            "expert_ffn_hidden_size": 24,
-            **({} if self.num_dense_layers else {"ffn_hidden_size": 24}),
+            "expert_ffn_hidden_size": 48,  # of whole 16, which float8 products need
+            **({} if self.num_dense_layers else {"ffn_hidden_size": 48}),
             "num_shared_experts": min(self.num_shared_experts, 2),
         }

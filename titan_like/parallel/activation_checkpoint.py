@@ -13,7 +13,12 @@ from titan_like.config.schema import ActivationCheckpoint
 from titan_like.models.layers import experts
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.extend import extend
-from titan_like.torch_private import float8_product, functional_collectives, grouped_product_operator
+from titan_like.torch_private import (
+    float8_product,
+    functional_collectives,
+    grouped_float8_operator,
+    grouped_product_operator,
+)
 
 # Selective mode (arXiv 2205.05198, section 5) saves the outputs of matrix products with weights and of their sums over
 # tensor-parallel processes. It recomputes everything else: the attention core, norms, activation functions, dropout,
@@ -24,6 +29,7 @@ _KEPT_OPERATIONS = {
     torch.ops.aten.linear.default,
     float8_product,
     grouped_product_operator,
+    grouped_float8_operator,
     torch.ops.titan_like.expert_product.default,
     functional_collectives.all_reduce.default,
     functional_collectives.reduce_scatter_tensor.default,

@@ -144,7 +144,8 @@ def build_stage(
             problem = f'torchao cannot be used ({error}); pip install "titan_like[float8]", or set it to false'
             raise ConfigError("float8.enable", True, problem) from None
 
-        use_float8(module, config.float8, emulates=device.type != "cuda" or dtype == torch.float64)
+        emulates = device.type != "cuda" or dtype == torch.float64
+        use_float8(module, config.float8, emulates, Group.of(mesh["tp"]) if layout.tensor > 1 else None)
     # A compiled layer's backward pass cannot be split. Zero-bubble schedules still run then, but gain nothing.
     splits_backward = layout.schedule in SPLIT_BACKWARD and not config.compile.enable
     weight_gradients = defer_weight_gradients(module) if splits_backward else None

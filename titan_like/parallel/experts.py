@@ -74,12 +74,13 @@ class SplitExperts(Experts):
 
     group: Group
     tensor_group: Group | None
+    microbatches = 1  # of other data-parallel ranks and this, whose rows float8 scales keep apart
 
     @torch.compiler.disable  # the host waits, and sends other numbers of rows in every step
     def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """As in the base class; ``x`` are the rows of this rank's tokens, and ``offsets`` those of all experts."""
         offsets_on_host, tensor = not self.gate.is_one_product(x.dtype), self.tensor_group
-        exchange = exchange_of(offsets, self.group, tensor, offsets_on_host)
+        exchange = exchange_of(offsets, self.group, tensor, offsets_on_host, self.microbatches)
         inverse = inverse_of(exchange.order)
         rows = all_to_all_rows(x, exchange.input_splits, exchange.output_splits, self.group)
         if tensor is not None:
@@ -102,10 +103,12 @@ class Exchange(NamedTuple):
     output_splits: list[int]  # rows from each rank
     gathered: list[int]  # rows of each tensor rank after that
     order: torch.Tensor  # int64 [rows], all of them sorted by expert
-    offsets: torch.Tensor  # int32 [experts here], ends of each expert's rows in this order; on the host if asked
+    offsets: torch.Tensor  # int32 [experts here · microbatches], ends of their rows in this order; on the host if asked
 
 
-def exchange_of(offsets: torch.Tensor, group: Group, tensor_group: Group | None, offsets_on_host: bool) -> Exchange:
+def exchange_of(
+    offsets: torch.Tensor, group: Group, tensor_group: Group | None, offsets_on_host: bool, microbatches: int = 1
+) -> Exchange:
     """Tell the ranks how many rows they will get. The host waits for what they tell.
 
     Args:
@@ -113,11 +116,13 @@ def exchange_of(offsets: torch.Tensor, group: Group, tensor_group: Group | None,
         group: the ranks, each of which holds E / ranks experts.
         tensor_group: the ranks that hold the other parts of the same experts, if they are split.
         offsets_on_host: whether to return the result's offsets on the host, or on the device.
+        microbatches: into as many parts of neighbouring ranks the offsets divide each expert's rows.
     """
     counts = offsets.diff(prepend=offsets.new_zeros(1)).view(group.size, -1)  # [to rank, experts of a rank]
     arriving = all_to_all(counts, group)  # [from rank, experts here]
     gathered = arriving[None] if tensor_group is None else all_gather(arriving[None], 0, tensor_group)
-    local_offsets = gathered.sum((0, 1)).cumsum(0).to(torch.int32)
+    parts = gathered.sum(0).unflatten(0, (microbatches, -1)).sum(1)  # [microbatches, experts here]
+    local_offsets = parts.t().flatten().cumsum(0).to(torch.int32)
     known = torch.cat((counts.sum(1), arriving.sum(1), gathered.sum((1, 2)), local_offsets)).tolist()
     sizes, known = known[: 2 * group.size], known[2 * group.size :]
     of_tensor_ranks, ends = known[: len(gathered)], known[len(gathered) :]

@@ -1,4 +1,4 @@
-"""Float8 products in the layers' linear modules, with torchao's recipes, casts and kernels.
+"""Float8 products in the layers' linear modules and experts, with torchao's recipes, casts and kernels.
 
 A linear module computes three products: its output, and the gradients of its input and of its weight. Here both factors
 of each product are float8 copies. A copy is the tensor times a scale that brings its largest magnitude to the largest
@@ -6,7 +6,8 @@ float8 number: one scale for the whole tensor ("tensorwise"), or one for each ro
 ("rowwise").
 
 The scale depends on the microbatch and the weights alone, never on the layout. Tensor-parallel ranks take the largest
-magnitude over all their shards, so each casts its shard as one process would cast the whole tensor.
+magnitude over all their shards, so each casts its shard as one process would cast the whole tensor. Each expert is cast
+by itself: its matrix, and the rows of each microbatch that are sent to it.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.schema import Float8
+from titan_like.models.layers.experts import ExpertLinear, expert_product, expert_weight_gradient
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.collectives import Group, all_reduce
 from titan_like.parallel.data import sharded_modules
+from titan_like.parallel.experts import SplitExperts
 from titan_like.parallel.tensor import matches_name
 from titan_like.parallel.weight_gradients import LinearGemms, WeightGradients, with_own_gemms
-from titan_like.torch_private import convert_gathers
+from titan_like.torch_private import convert_gathers, grouped_float8_product
 
 logging.disable(logging.WARNING)  # torchao warns of kernels for other GPUs that it cannot load
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: E402
@@ -135,13 +138,136 @@ def _rounded(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return weight if isinstance(weight, Float8TrainingTensor) else weight.to(dtype)
 
 
-def use_float8(model: Transformer, section: Float8, emulates: bool) -> None:
-    """Let the layers' linear modules compute in float8, in place. Apply it after tensor parallelism.
+@dataclass(frozen=True)
+class Float8Experts:
+    """The three products of stacked experts. All factors are e4m3, which alone the grouped kernel takes.
 
-    Modules that ``section.filter`` names, or whose sides are no multiples of 16, stay as they are.
+    Rows of tokens are sorted by group: by expert, and those of an expert by the microbatch they are from, because under
+    expert parallelism several data-parallel ranks send theirs. ``offsets`` are the ends of the groups, int32.
+    """
+
+    config: Float8LinearConfig
+    emulates: bool
+    group: Group | None = None  # tensor-parallel ranks that have other rows of the same microbatch and experts
+    expert_ranks: int = 1  # as many of them hold different experts
+
+    def linear(self, x: torch.Tensor, matrices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """[rows, in] and [E, out, in] → [rows, out]."""
+        return _ExpertLinear.apply(x, matrices, offsets.to(x.device), self)
+
+    @property
+    def is_tensorwise(self) -> bool:
+        """Whether a matrix, or all rows of a group, have one scale."""
+        return self.config.cast_config_input.scaling_granularity is _TENSORWISE
+
+    def cast(self, rows: torch.Tensor, dim: int, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows [n, k] in float8 for a sum over ``dim``, and their scale, [n, 1], or [groups, 1 or k] if dim is 0."""
+        if dim == 1 and not self.is_tensorwise:
+            by_row = scale = self.scale_of(rows.abs().amax(1, keepdim=True))
+        else:
+            scale = self.scale_of(self.largest(rows, offsets))
+            by_row = scale[_groups_of(rows, offsets)]
+        return to_fp8_saturated(_wide(rows) * by_row, e4m3_dtype), scale if dim == 0 else by_row
+
+    def scale_of(self, amax: torch.Tensor) -> torch.Tensor:
+        """Scales of float8 numbers whose largest magnitudes were these, float32."""
+        return amax_to_scale(amax, e4m3_dtype, self.config.round_scales_to_power_of_2)
+
+    def largest(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """The largest magnitudes of each group on all ranks: [n, k] → [groups, k], or [groups, 1]. 0 without rows."""
+        counts = offsets.diff(prepend=offsets.new_zeros(1))
+        amax = torch.segment_reduce(rows.abs(), "max", lengths=counts, axis=0, unsafe=True, initial=0.0)
+        amax = amax.amax(1, keepdim=True) if self.is_tensorwise else amax
+        if self.group is None:
+            return amax
+        mine = self.group.rank % self.expert_ranks  # EP groups are neighbouring ranks
+        by_rank = amax.new_zeros(self.expert_ranks, *amax.shape)
+        by_rank[mine] = amax
+        return all_reduce(by_rank, self.group, "max")[mine]
+
+    def by_expert(self, rows: torch.Tensor, matrices: torch.Tensor, offsets: torch.Tensor, fast: bool) -> torch.Tensor:
+        """Rows [n, k] times the matrices [E, k, m] of their experts → [n, m]."""
+        matrices = matrices.to(rows.dtype)
+        scale = self.scale_of(matrices.abs().amax((1, 2) if self.is_tensorwise else 1, keepdim=True))
+        a, (b, b_scale) = self.cast(rows, 1, offsets), (to_fp8_saturated(_wide(matrices) * scale, e4m3_dtype), scale)
+        per_expert = len(offsets) // len(matrices)
+        ends = offsets[per_expert - 1 :: per_expert].contiguous()
+        if self.emulates or rows.dtype != torch.bfloat16:
+            wide = _wide(rows).dtype
+            values = (b.to(wide) / b_scale).transpose(1, 2)
+            return expert_product(a[0].to(wide) / a[1], values, ends).to(rows.dtype)
+        columns = b.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel takes columns of them
+        factors = (a[0].contiguous(), a[1].flatten()), (columns, b_scale[:, 0].expand(-1, b.shape[2]).contiguous())
+        return grouped_float8_product(*factors, ends, rows.dtype, fast)
+
+    def weight_gradient(
+        self, gradient: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, num_experts: int
+    ) -> torch.Tensor:
+        """gradientᵀ · x of each expert, a sum over microbatches: [n, out] and [n, in] → [E, out, in]."""
+        (a, a_scale), (b, b_scale) = self.cast(gradient, 0, offsets), self.cast(x, 0, offsets)
+        of_group = _groups_of(x, offsets)
+        if self.emulates or x.dtype != torch.bfloat16:
+            wide = _wide(x).dtype
+            products = expert_weight_gradient(a.to(wide) / a_scale[of_group], b.to(wide) / b_scale[of_group], offsets)
+        else:
+            # The kernel takes groups of whole 16 rows. Zeros fill them up, without asking how many rows each has.
+            counts = offsets.diff(prepend=offsets.new_zeros(1))
+            filled = (counts + MULTIPLE - 1) // MULTIPLE * MULTIPLE
+            ends = filled.cumsum(0).to(torch.int32)
+            places = torch.arange(len(x), device=x.device) + (ends - filled - offsets + counts)[of_group]
+            size = (len(x) + (MULTIPLE - 1) * len(offsets)) // MULTIPLE * MULTIPLE
+            zeros = (data.new_zeros(size, data.shape[1], dtype=torch.uint8) for data in (a, b))
+            a, b = (
+                whole.index_copy(0, places, data.view(torch.uint8)).t().contiguous().view(e4m3_dtype)
+                for whole, data in zip(zeros, (a, b), strict=True)
+            )
+            factors = (a, a_scale.expand(-1, len(a)).flatten()), (b.t(), b_scale.expand(-1, len(b)).flatten())
+            fast = self.config.gemm_config_grad_weight.use_fast_accum
+            products = grouped_float8_product(*factors, ends, x.dtype, fast)
+        if len(products) > num_experts:
+            products = products.unflatten(0, (num_experts, -1)).sum(1)
+        return products.to(x.dtype)
+
+
+class _ExpertLinear(torch.autograd.Function):
+    """`Float8Experts.linear`, which saves what it casts, as `_Linear` does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, matrices: torch.Tensor, offsets: torch.Tensor, product: Float8Experts
+    ) -> torch.Tensor:
+        ctx.product = product
+        ctx.save_for_backward(x, matrices, offsets)
+        return product.by_expert(x, matrices.transpose(1, 2), offsets, product.config.gemm_config_output.use_fast_accum)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, matrices, offsets = ctx.saved_tensors
+        product: Float8Experts = ctx.product
+        fast = product.config.gemm_config_grad_input.use_fast_accum
+        x_gradient = product.by_expert(gradient, matrices, offsets, fast)
+        return x_gradient, product.weight_gradient(gradient, x, offsets, len(matrices)), None, None
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _groups_of(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Each row's group, [n], given the ends of the groups."""
+    numbers = torch.arange(len(rows), dtype=offsets.dtype, device=rows.device)
+    return torch.searchsorted(offsets, numbers, right=True)
+
+
+def use_float8(model: Transformer, section: Float8, emulates: bool, tensor_group: Group | None = None) -> None:
+    """Let the layers' linear modules and experts compute in float8, in place. Apply it after tensor parallelism.
+
+    Modules that ``section.filter`` names, or whose sides are no multiples of 16, stay as they are. The ranks of
+    ``tensor_group`` have other tokens of the same microbatch.
 
     Raises:
-        ConfigError: a pattern of the filter fits no module, or the sides of all modules or of a shard do not fit.
+        ConfigError: a pattern of the filter fits no module, or the sides of all modules or of a shard do not fit, or
+            the GPU lacks products for experts.
     """
     names = {name for name in (*dict(model.named_modules()), *model.absent) if name.startswith("layers.")}
     for pattern in section.filter:
@@ -152,12 +278,33 @@ def use_float8(model: Transformer, section: Float8, emulates: bool) -> None:
     config, found = Float8LinearConfig.from_recipe_name(section.recipe), list(float8_linears(model, section))
     problem = f"no linear module of the layers has sides that are multiples of {MULTIPLE}; set it to false"
     require(found or section.filter, "float8.enable", True, problem)
+    has_experts = any(isinstance(module, ExpertLinear) for _, module in found)
+    problem = "this GPU has no grouped float8 products for experts, unlike Hopper; name them in float8.filter, such as "
+    problem += '"layers.*.mlp.experts"'
+    fits = emulates or not has_experts or torch.cuda.get_device_capability() == (9, 0)
+    require(fits, "float8.enable", True, problem)
     # Modules of a kind share an object, which the compiler can then take for a constant of all layers' graphs.
     products: dict[int | None, Float8Product] = {}
+    experts = _experts_product(model, config, emulates, tensor_group)
     for name, module in found:
+        if isinstance(module, ExpertLinear):
+            module.float8 = experts
+            continue
         split, group = _split_of(name, module)
         product = products.setdefault(split, Float8Product(config, emulates, split, group))
         with_own_gemms(module).float8 = product
+
+
+def _experts_product(
+    model: Transformer, config: Float8LinearConfig, emulates: bool, tensor_group: Group | None
+) -> Float8Experts:
+    """The product of all experts. Ranks that exchange rows will keep those of each microbatch together."""
+    tensor, ranks = 1 if tensor_group is None else tensor_group.size, 1
+    for module in model.modules():
+        if isinstance(module, SplitExperts):
+            ranks = module.group.size
+            module.microbatches = max(1, ranks // tensor)
+    return Float8Experts(config, emulates, tensor_group if ranks < tensor else None, ranks)
 
 
 def _split_of(name: str, module: nn.Linear) -> tuple[int | None, Group | None]:
@@ -180,10 +327,14 @@ def _split_of(name: str, module: nn.Linear) -> tuple[int | None, Group | None]:
     return placement.dim if isinstance(placement, Shard) else None, Group.of(weight.device_mesh)
 
 
-def float8_linears(model: Transformer, section: Float8) -> Iterator[tuple[str, nn.Linear]]:
-    """The linear modules that compute in float8, by name. The choice does not depend on the layout."""
+def float8_linears(model: Transformer, section: Float8) -> Iterator[tuple[str, nn.Linear | ExpertLinear]]:
+    """The linear modules and experts that compute in float8, by name. The choice does not depend on the layout."""
     for name, module in model.layers.named_modules(prefix="layers"):
-        if not isinstance(module, nn.Linear) or module.in_features % MULTIPLE or module.out_features % MULTIPLE:
+        if (
+            not isinstance(module, nn.Linear | ExpertLinear)
+            or module.in_features % MULTIPLE
+            or module.out_features % MULTIPLE
+        ):
             continue
         parents = [name.rsplit(".", cut)[0] for cut in range(name.count(".") + 1)]
         if not any(matches_name(pattern, parent) for pattern in section.filter for parent in parents):

@@ -112,6 +112,12 @@ def check_expert_parallel(config: JobConfig, model: TransformerConfig, layout: L
     problem = 'MoE with qk_norm = "all" does not support tensor parallelism; use 1'
     norm = getattr(model, "qk_norm", "none")
     require(layout.tensor == 1 or norm != "all", "parallelism.tensor_parallel_degree", layout.tensor, problem)
+    problem = f"does not fit float8 experts with tensor_parallel_degree = {layout.tensor}, which keep the rows of each "
+    problem += "microbatch together; use a divisor or a multiple of it, or set float8.enable to false"
+    fits = degree % layout.tensor == 0 or layout.tensor % degree == 0
+    require(fits or not config.float8.enable, key, degree, problem)
+    problem = "does not support float8; use 1, or set float8.enable to false"
+    require(tensor == 1 or not config.float8.enable, tensor_key, tensor, problem)
     # FSDP2 gathers split experts within the layer, which torch's selective checkpoints do not expect to recompute.
     problem = 'does not work with split experts or tensor parallelism; use "experts", "full" or "none"'
     works = not layout.splits_experts or config.activation_checkpoint.mode != "selective"

@@ -267,8 +267,6 @@ def _check_experts(config: JobConfig, model: TransformerConfig) -> None:
         require(config.activation_checkpoint.mode != "experts", "activation_checkpoint.mode", "experts", problem)
         return
     family, rule = config.model.family, config.optimizer.name
-    problem = f"{family} does not support float8; set it to false"
-    require(not config.float8.enable, "float8.enable", True, problem)
     problem = f"does not support the stacked expert weights of {family}; use adamw or sgd"
     require(rule not in ("muon", "adafactor"), "optimizer.name", rule, problem)
     given = config.model.overrides.get("ffn_hidden_size")

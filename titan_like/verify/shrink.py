@@ -229,7 +229,8 @@ def small_expert_degree(layout: Layout, small: Layout) -> int:
     if layout.expert_shards == 1:
         return ranks
     divisors = [degree for degree in (2, 3, 4) if ranks % degree == 0 and ranks > degree]
-    return max(divisors, default=ranks)
+    whole = [degree for degree in divisors if degree % small.tensor == 0 or small.tensor % degree == 0]
+    return max(whole, default=ranks)  # which float8 experts need
 
 
 def shrink_stages(counts: list[int], stages: int) -> list[int]:

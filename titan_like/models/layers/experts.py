@@ -180,6 +180,8 @@ class ExpertLinear(nn.Module):
     over any number of processes, and each expert's matrix is as contiguous as in a checkpoint of its own.
     """
 
+    float8: Any = None  # a `titan_like.parallel.float8.Float8Experts`
+
     def __init__(self, config: WithExperts, in_features: int, out_features: int) -> None:
         super().__init__()
         self.num_experts, self.experts_per_token = config.num_experts, config.experts_per_token
@@ -193,6 +195,11 @@ class ExpertLinear(nn.Module):
         ``offsets`` may be on the host unless `is_one_product`.
         """
         weight = self.matrices()
+        if self.float8 is not None:
+            return self.float8.linear(x, weight, offsets)
+        if len(offsets) > self.num_experts:  # other linear layers of these experts compute in float8
+            per_expert = len(offsets) // self.num_experts
+            offsets = offsets[per_expert - 1 :: per_expert]
         if self.is_one_product(x.dtype):
             return grouped_product(x, weight.transpose(1, 2), offsets)
         return expert_product(x, weight, offsets)
@@ -200,6 +207,8 @@ class ExpertLinear(nn.Module):
     def is_one_product(self, dtype: torch.dtype) -> bool:
         """Whether all experts' products are one kernel, which reads on the device ends of each expert's rows."""
         # torch's grouped product needs rows of whole 16 bytes, and can be compiled in no other type.
+        if self.float8 is not None:
+            return True
         return dtype == torch.bfloat16 and self.in_features % 8 == self.out_features % 8 == 0
 
     def matrices(self) -> torch.Tensor:
@@ -272,7 +281,7 @@ def _(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Ten
 
 
 @torch.library.custom_op("titan_like::expert_weight_gradient", mutates_args=())
-def _weight_gradient(gradient: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def expert_weight_gradient(gradient: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """[rows, out] and [rows, in] → [E, out, in], zero for an expert without rows."""
     result = x.new_zeros(len(offsets), gradient.shape[1], x.shape[1])
     for matrix, (start, stop) in zip(result, pairwise([0, *offsets.tolist()]), strict=True):
@@ -281,7 +290,7 @@ def _weight_gradient(gradient: torch.Tensor, x: torch.Tensor, offsets: torch.Ten
     return result
 
 
-@_weight_gradient.register_fake
+@expert_weight_gradient.register_fake
 def _(gradient: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     return x.new_empty(len(offsets), gradient.shape[1], x.shape[1])
 
@@ -292,7 +301,7 @@ def _save_inputs(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tenso
 
 def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, weight, offsets = ctx.saved_tensors
-    return expert_product(gradient, weight.transpose(1, 2), offsets), _weight_gradient(gradient, x, offsets), None
+    return expert_product(gradient, weight.transpose(1, 2), offsets), expert_weight_gradient(gradient, x, offsets), None
 
 
 expert_product.register_autograd(_gradients, setup_context=_save_inputs)

@@ -169,7 +169,7 @@ class KnownLoads(experts.SplitExperts):
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """As in the base class."""
 
-        def exchange_of(ends: torch.Tensor, group: Group, tensor: Group | None, ends_on_host: bool) -> experts.Exchange:
+        def exchange_of(ends: torch.Tensor, group: Group, tensor: Group | None, *_: Any) -> experts.Exchange:
             counts = ends.diff(prepend=ends.new_zeros(1)).view(group.size, -1)
             arriving = experts.all_to_all(counts, group)
             gathered = arriving[None] if tensor is None else experts.all_gather(arriving[None], 0, tensor)
