@@ -96,6 +96,7 @@ def fused_adamw_(
     gradients: list[torch.Tensor],
     settings: dict[str, Any],
     found_inf: torch.Tensor | None,
+    factor: torch.Tensor | None = None,
 ) -> None:
     """One update of AdamW in place, unless the scalar ``found_inf`` is above 0.
 
@@ -103,14 +104,19 @@ def fused_adamw_(
         tensors: weights, first moments, second moments and numbers of updates so far (scalars).
         gradients: of the same shapes as the weights.
         settings: lr, betas, eps and weight_decay, as torch.optim.AdamW has them in a parameter group.
+        found_inf: a scalar.
+        factor: float64 scalar that multiplies the gradients, which may be changed by it.
     """
+    if factor is not None and gradients[0].dtype == torch.float64:  # the kernel takes a float32 scale
+        multiply_all_(gradients, factor)
+        factor = None
     weights, first_moments, second_moments, steps = tensors
     torch._foreach_add_(steps, 1.0)
     torch._fused_adamw_(
         weights, gradients, first_moments, second_moments, [], steps,
         lr=settings["lr"], beta1=settings["betas"][0], beta2=settings["betas"][1],
         weight_decay=settings["weight_decay"], eps=settings["eps"], amsgrad=False, maximize=False,
-        grad_scale=None, found_inf=found_inf,
+        grad_scale=None if factor is None else factor.reciprocal().float(), found_inf=found_inf,
     )  # fmt: skip
     if found_inf is not None:
         torch._foreach_sub_(steps, [found_inf] * len(steps))

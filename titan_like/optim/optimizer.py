@@ -19,7 +19,7 @@ from titan_like.config.errors import require
 from titan_like.config.schema import Optimizer as OptimizerSection
 from titan_like.optim.muon import Muon
 from titan_like.optim.registry import find_rule
-from titan_like.optim.shards import is_table, local, sharded_dimensions
+from titan_like.optim.shards import ShardedOptimizer, is_table, local, sharded_dimensions
 from titan_like.torch_private import fused_adamw_, multiply_all_, norms_of
 
 
@@ -245,7 +245,9 @@ def update(
     ``skip`` is a bool scalar on the device. Fused kernels read it themselves; for other implementations the host has to
     wait for it. ``factor``, a float64 scalar, multiplies the gradients first.
     """
-    if factor is not None:
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.factor = factor
+    elif factor is not None:
         gradients.multiply(factor)
     for group in optimizer.param_groups:
         group["lr"] = lr

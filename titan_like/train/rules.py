@@ -247,11 +247,9 @@ def _check_experts(config: JobConfig, model: TransformerConfig) -> None:
         problem = f"{config.model.family} has no experts to recompute; use one of the other modes"
         require(config.activation_checkpoint.mode != "experts", "activation_checkpoint.mode", "experts", problem)
         return
-    family, rule = config.model.family, config.optimizer.name
+    family = config.model.family
     problem = f"{family} does not support float8; set it to false"
     require(not config.float8.enable, "float8.enable", True, problem)
-    problem = f"does not support the stacked expert weights of {family}; use adamw or sgd"
-    require(rule not in ("muon", "adafactor"), "optimizer.name", rule, problem)
     given = config.model.overrides.get("ffn_hidden_size")
     problem = f"no layer of {family} {config.model.flavor} is dense; set model.overrides.expert_ffn_hidden_size"
     require(given in (None, 0, model.ffn_hidden_size), "model.overrides.ffn_hidden_size", given, problem)

@@ -28,6 +28,7 @@ from titan_like.models.layers import cross_entropy
 from titan_like.models.layers.cross_entropy import Vocabulary
 from titan_like.models.layers.init import local_part
 from titan_like.optim.optimizer import build_optimizer
+from titan_like.optim.shards import num_matrices
 from titan_like.parallel import cp_attention
 from titan_like.train.pending_step import PendingStep
 from titan_like.train.trainer import Trainer
@@ -63,13 +64,18 @@ class NarrowWatch(LayoutWatch):
         super().attach(trainer)
         self.clipped: dict[str, torch.Tensor] = {}  # parts of the gradients that the optimizer received
         self.parameters = [(name, p, nn.Parameter(_whole(p))) for name, p in trainer.model.named_parameters()]
+        for _, parameter, copy in self.parameters:
+            copy.num_matrices = num_matrices(parameter)  # type: ignore[attr-defined]
         self.optimizer = build_optimizer([(name, copy) for name, _, copy in self.parameters], trainer.config.optimizer)
         trainer.optimizer.register_step_pre_hook(self._keep_gradients)
 
     def _keep_gradients(self, *hooked: Any) -> None:
+        factor = getattr(self.trainer.optimizer, "factor", None)  # by which the optimizer itself multiplies
         for name, parameter, copy in self.parameters:
             if parameter.grad is not None:
                 copy.grad, self.clipped[name] = _whole(parameter.grad), local(parameter.grad).double()
+                if factor is not None:
+                    copy.grad, self.clipped[name] = copy.grad * factor, self.clipped[name] * factor
 
     @torch.no_grad()
     def end_step(self, issued: PendingStep) -> None:

@@ -121,6 +121,7 @@ class Parameter(NamedTuple):
     in_full: bool  # gradients of its uses add up in the master weights' type
     kinds: tuple[int, ...]  # of the layers that share it; empty for parameters of a single segment
     position: int  # of its gradient, in the order in which backward passes complete them
+    matrices: int = 1  # that are stacked in it
 
     @property
     def elements(self) -> int:

@@ -20,6 +20,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch, model_fields
 from titan_like.models import parts
 from titan_like.models.transformer import Transformer, shared_modules
+from titan_like.optim.shards import matrices_here
 from titan_like.parallel import apply as recipe
 from titan_like.parallel.context import CPShard
 from titan_like.parallel.data import groups_of, summed_in_full, units_of
@@ -254,5 +255,5 @@ def _list_parameters(
             shape = tuple(local_part(parameter.data).shape)
             one = id(parameter)
             flags = one in deferred, one in partial, one in in_full
-            row = Parameter(name, shape, *units[one], *flags, kinds, positions.get(one, 0))
+            row = Parameter(name, shape, *units[one], *flags, kinds, positions.get(one, 0), matrices_here(parameter))
             segments[_segment_of(name, module, num_kinds)].parameters.append(row)
