@@ -108,8 +108,6 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 --model.overrides.qk_norm=all => degree = 2: MoE with qk_norm = "all" does not support tensor
 1 --model.family=moe --model.overrides.ffn_hidden_size=64 => no layer of moe debug is dense
 1 --model.family=moe --float8.enable=true => float8.enable = true: moe does not support float8
-1 --model.family=moe --optimizer.name=muon \
-=> optimizer.name = "muon": does not support the stacked expert weights
 3 --model.family=moe --parallelism.expert_parallel_degree=3 --training.global_batch_size=48 \
 => degree = 3: does not divide the model's num_experts (8)
 6 --model.family=moe --parallelism.expert_parallel_degree=4 --training.global_batch_size=48 \

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from titan_like.config.schema import Optimizer as OptimizerSection
-from titan_like.models.layers.init import local_part
 from titan_like.optim.shards import (
     Block,
     Partial,
@@ -46,7 +45,7 @@ class Adafactor(ShardedOptimizer):
         """Each of the ``groups`` has its ``weight_decay``."""
         super().__init__(groups, section.lr)
         self.section = section
-        self._blocks: dict[torch.nn.Parameter, list[Block]] = {}
+        self.blocks: dict[torch.nn.Parameter, list[Block]] = {}
 
     def new_state(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Running means of squared gradients, the number of updates, and a first moment if there is one.
@@ -81,19 +80,6 @@ class Adafactor(ShardedOptimizer):
             before = found.get(dimension, UpdateTraffic((dimension,), "all_reduce", 0, 0))
             found[dimension] = before._replace(calls=before.calls + 2, bytes=before.bytes + size)
         return list(found.values())
-
-    def blocks(self, parameter: torch.nn.Parameter) -> list[Block]:
-        """This process's part of a parameter, with matrices numbered from the first that it has moments of."""
-        if parameter.ndim != 2:
-            return [Block(slice(0, 1), slice(None), 0)] if local(parameter).numel() else []
-        if parameter not in self._blocks:
-            mean = self.state[parameter]["exp_avg_sq_mean"]
-            first = local_part(mean)[1][0] if mean.ndim else 0
-            self._blocks[parameter] = [
-                block._replace(matrices=slice(block.matrices.start - first, block.matrices.stop - first))
-                for block in blocks_of(parameter)
-            ]
-        return self._blocks[parameter]
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # there is no closure
@@ -146,7 +132,9 @@ class _Update:
         self.parameter, self.group = parameter, group
         self.weight, self.gradient = (torch.atleast_1d(local(each)) for each in (parameter, parameter.grad))
         self.state = {key: torch.atleast_1d(local(value)) for key, value in optimizer.state[parameter].items()}
-        self.blocks = optimizer.blocks(parameter)
+        if parameter not in optimizer.blocks:
+            optimizer.blocks[parameter] = blocks_of(parameter)
+        self.blocks = optimizer.blocks[parameter]
         self.bucket = bucket
         self.number = number  # of the update, from 1: a scalar on the device
         self.factor = 1.0 if optimizer.factor is None else optimizer.factor
@@ -222,9 +210,10 @@ class _Update:
         clipped = rate / (root_mean_square / section.clip_threshold).clamp(min=1)
         for number, block in enumerate(self.blocks):
             weight = block.of(self.weight)
-            ones = (-1, *[1] * (weight.ndim - 1))
-            kept = (1 - rate * self.group["weight_decay"])[block.matrices].view(ones)
-            left = clipped[block.matrices].view(ones)
+            shape = (-1, *[1] * (weight.ndim - 1))
+            kept, left = (
+                (each[block.matrices].view(shape)) for each in (1 - rate * self.group["weight_decay"], clipped)
+            )
             if self.weight.ndim == 2:
                 left, right = block.of(self.gradient) * (self.by_row[number] * left), self.by_column[block.matrices]
             else:

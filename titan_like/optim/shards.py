@@ -134,7 +134,7 @@ def _keeps_matrices(parameter: torch.Tensor, size: int, placement: Any) -> bool:
 class Block(NamedTuple):
     """Consecutive matrices of a stack, of each of which a process holds the same rows."""
 
-    matrices: slice  # their numbers in the stack
+    matrices: slice  # their numbers among those of `matrices_here`
     rows: slice  # of the process's part of the stack
     offset: int  # of these rows in each matrix
 
@@ -144,9 +144,11 @@ class Block(NamedTuple):
 
 
 def blocks_of(parameter: torch.Tensor) -> list[Block]:
-    """A process's part of a stack of matrices, in the order of its rows. A single matrix is a stack of one."""
-    rows, height = _rows_here(parameter), parameter.shape[0] // num_matrices(parameter)
-    numbers, counts = (rows // height).unique_consecutive(return_counts=True)
+    """A process's part of a stack of matrices, in the order of its rows. Other parameters are stacks of one."""
+    if parameter.ndim != 2:
+        return [Block(slice(0, 1), slice(None), 0)] if local(parameter).numel() else []
+    rows, height = _rows_here(parameter), len(parameter) // num_matrices(parameter)
+    numbers, counts = (rows // height % matrices_here(parameter)).unique_consecutive(return_counts=True)
     blocks: list[Block] = []
     alike, start = None, 0  # what rows of matrices in one block have in common
     for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
