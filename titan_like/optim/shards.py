@@ -153,6 +153,7 @@ def blocks_of(parameter: torch.Tensor) -> list[Block]:
     alike, start = None, 0  # what rows of matrices in one block have in common
     for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
         first, here, offset = number, slice(start, start + count), int(rows[start]) % height
+        assert int(rows[here.stop - 1]) - int(rows[start]) == count - 1, "a rank holds a matrix's rows with gaps"
         if alike == (number, count, offset):
             last = blocks.pop()
             first, here = last.matrices.start, slice(last.rows.start, here.stop)
