@@ -31,7 +31,6 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | `ops.aten._grouped_mm` | the same, which selective recomputation keeps | all |
 | `_fused_adamw_` | an update without Python work for every parameter | all |
 | `cuda.memory._record_memory_history`, `._dump_snapshot` | snapshots of a GPU's memory | all |
-| `_utils._unflatten_dense_tensors` | all gradients in one allocation | all |
 
 Functions import what they need when they are called: planning must not load what only training uses.
 """  # noqa: E501
@@ -69,7 +68,6 @@ attention_by_elementary_operators = torch.ops.aten._scaled_dot_product_attention
 # to tensors, in the dtype of these; the Euclidean norm of each.
 multiply_all_, copy_all_ = torch._foreach_mul_, torch._foreach_copy_
 add_all_, norms_of = torch._foreach_add_, torch._foreach_norm
-views_of = torch._utils._unflatten_dense_tensors  # (one flat tensor, tensors) → its consecutive parts in their shapes
 
 
 def fake_tensor_mode() -> Any:
@@ -96,30 +94,21 @@ def fused_adamw_(
     gradients: list[torch.Tensor],
     settings: dict[str, Any],
     found_inf: torch.Tensor | None,
-    factor: torch.Tensor | None = None,
 ) -> None:
     """One update of AdamW in place, unless the scalar ``found_inf`` is above 0.
 
     Args:
-        tensors: weights, first moments, second moments and numbers of updates so far (scalars).
+        tensors: weights, first moments, second moments and numbers of updates, this one included (scalars).
         gradients: of the same shapes as the weights.
         settings: lr, betas, eps and weight_decay, as torch.optim.AdamW has them in a parameter group.
-        found_inf: a scalar.
-        factor: float64 scalar that multiplies the gradients, which may be changed by it.
     """
-    if factor is not None and gradients[0].dtype == torch.float64:  # the kernel takes a float32 scale
-        multiply_all_(gradients, factor)
-        factor = None
     weights, first_moments, second_moments, steps = tensors
-    torch._foreach_add_(steps, 1.0)
     torch._fused_adamw_(
         weights, gradients, first_moments, second_moments, [], steps,
         lr=settings["lr"], beta1=settings["betas"][0], beta2=settings["betas"][1],
         weight_decay=settings["weight_decay"], eps=settings["eps"], amsgrad=False, maximize=False,
-        grad_scale=None if factor is None else factor.reciprocal().float(), found_inf=found_inf,
+        grad_scale=None, found_inf=found_inf,
     )  # fmt: skip
-    if found_inf is not None:
-        torch._foreach_sub_(steps, [found_inf] * len(steps))
 
 
 def coalesced(group: dist.ProcessGroup, asynchronous: bool = False) -> AbstractContextManager[Any]:

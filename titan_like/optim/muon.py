@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from titan_like.config.schema import Optimizer as OptimizerSection
 from titan_like.models.layers.init import local_part
+from titan_like.optim.adamw import FusedAdamW, adamw_state
 from titan_like.optim.shards import (
-    ShardedOptimizer,
     UpdateTraffic,
     blocks_of,
     local,
@@ -23,7 +23,7 @@ from titan_like.optim.shards import (
     num_matrices,
     sharded_dimensions,
 )
-from titan_like.torch_private import copy_all_, fused_adamw_, views_of
+from titan_like.torch_private import copy_all_
 
 _Member = tuple[torch.nn.Parameter, dict[str, Any]]  # a matrix, or a stack of them, and its parameter group
 _Matrix = tuple[int, int]  # number of a parameter, and of a matrix in its stack
@@ -79,8 +79,9 @@ class MatrixExchange:
         """Send the matrices that `gather` returned back, to be written over the ``parts`` that it was given."""
         sent = [rectangle(matrix, place) for matrix, place in self._places(wholes)]
         received, pieces = self._exchange(sent, self.sizes_here, self.sizes_sent, parts[0]), self._pieces(parts)
+        views = received.split([piece.numel() for piece in pieces])
         if pieces:
-            copy_all_(pieces, views_of(received, pieces))
+            copy_all_(pieces, [view.view_as(piece) for view, piece in zip(views, pieces, strict=True)])
 
     def _pieces(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What this process holds of each matrix, in the order of their owners."""
@@ -128,7 +129,7 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-7  # the least norm by which a matrix is divided
 
 
-class Muon(ShardedOptimizer):
+class Muon(FusedAdamW):
     """Moves matrices along their orthogonalised momentum, and all other parameters as AdamW does.
 
     A sharded matrix is gathered on one rank, which orthogonalises it and sends the shards back. Each rank owns about as
@@ -141,7 +142,7 @@ class Muon(ShardedOptimizer):
 
     def __init__(self, groups: Iterable[dict[str, Any]], section: OptimizerSection) -> None:
         """Each of the ``groups`` has its ``weight_decay``; those with ``orthogonal`` set hold the matrices."""
-        super().__init__(groups, section.lr)
+        super().__init__(groups, section.lr, betas=section.betas, eps=section.eps)
         self.section = section
         # Matrices sharded over the same mesh dimensions, and how their ranks exchange them.
         self._sets: list[tuple[list[_Member], MatrixExchange | None]] | None = None
@@ -150,11 +151,7 @@ class Muon(ShardedOptimizer):
         """A matrix's momentum, or AdamW's moments, each of the parameter's shape, and the number of updates."""
         if group.get("orthogonal"):
             return {"momentum_buffer": torch.zeros_like(parameter)}
-        return {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
+        return adamw_state(parameter)
 
     def traffic(self) -> list[UpdateTraffic]:
         """Two all-to-alls for each set of mesh dimensions. The second sends about as many bytes as the first."""
@@ -180,9 +177,7 @@ class Muon(ShardedOptimizer):
             self._sets = [(members, _exchange_of(members, dimensions)) for dimensions, members in found.items()]
         for members, exchange in self._sets:
             self._update_matrices(members, exchange)
-        for group in self.param_groups:
-            if not group.get("orthogonal"):
-                self._update_by_adamw(group)
+        super().step()
 
     def _take_factors(self) -> None:
         """Set the coefficients of this step's running means, with which a skipped step changes nothing.
@@ -242,15 +237,6 @@ class Muon(ShardedOptimizer):
         if self.section.adjust_lr == "original":
             factor = math.sqrt(max(1, rows / columns))
         local(parameter).mul_(1 - self._kept * (lr * group["weight_decay"])).add_(update, alpha=-lr * factor)
-
-    def _update_by_adamw(self, group: dict[str, Any]) -> None:
-        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        states = [self.state[parameter] for parameter in parameters]
-        if parameters:
-            moments = [[local(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq", "step")]
-            gradients = [local(parameter.grad).to(parameter.dtype) for parameter in parameters]
-            settings = group | {"betas": self.section.betas, "eps": self.section.eps}
-            fused_adamw_(([local(p) for p in parameters], *moments), gradients, settings, self.found_inf, self.factor)
 
 
 def _exchange_of(members: list[_Member], dimensions: tuple[str, ...]) -> MatrixExchange | None:

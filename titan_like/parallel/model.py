@@ -19,7 +19,7 @@ from titan_like.data.batch import Batch, model_fields
 from titan_like.models.config import TransformerConfig
 from titan_like.models.parts import layers_of, one_of_each, shared_parameters
 from titan_like.models.transformer import Transformer, shared_modules
-from titan_like.optim.shards import local
+from titan_like.optim.shards import local, widen
 from titan_like.parallel.data import DataParallel
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.schedules.tables import Action
@@ -69,6 +69,12 @@ class ParallelModel:
         """The copies of one parameter that this process holds, in the order of its stages."""
         held = self.tied_stages.get(name, ())
         return [dict(stage.module.named_parameters())[name] for stage in self.stages if stage.index in held]
+
+    def mark_changed(self) -> None:
+        """Tell that something else than an update has changed the weights."""
+        for stage in self.stages:
+            if stage.data_parallel.copies is not None:
+                stage.data_parallel.copies.mark_changed()
 
     def train(self, mode: bool = True) -> None:
         """Switch dropout on or off."""
@@ -145,6 +151,7 @@ def sum_gradients_of_copies(model: ParallelModel, group: dist.ProcessGroup, rank
     exchange, sums = [], []
     for name, stages in model.tied_stages.items():
         held = model.copies_of(name)
+        widen(held)
         gradients = [local(p.grad) for p in held if p.grad is not None]
         assert len(gradients) == len(held), "a copy received no gradient"
         if not gradients:

@@ -66,10 +66,10 @@ def end_of_decay_forgotten(original: Any, section: Any, step: int, total: int) -
 
 
 @bug(Trainer, "_update")
-def gradients_not_unscaled(original: Any, self: Trainer, *update: Any, **skip: Any) -> None:
+def gradients_not_unscaled(_: Any, self: Trainer, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
     """float16's loss scale stays in the gradients."""
-    self.gradients_held.multiply(torch.as_tensor(self.loss_scale))
-    original(self, *update, **skip)
+    factor = (self.config.training.max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
+    trainer.update(self.optimizer, self.gradients_held, lr, factor, skip)
 
 
 @after_init
