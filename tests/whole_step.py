@@ -17,6 +17,9 @@ from titan_like.config.schema import JobConfig
 from titan_like.data.lengths import sample_length
 from titan_like.models import parts
 from titan_like.models.config import TransformerConfig
+from titan_like.optim import adamw
+from titan_like.optim.adamw import FusedAdamW
+from titan_like.optim.optimizer import Gradients, update
 from titan_like.parallel.apply import build_parallel_model, run_batches
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.mesh import build_mesh
@@ -41,7 +44,7 @@ class WholeStep(NamedTuple):
 
 
 def whole_step(config: JobConfig, model: TransformerConfig, layout: Layout, rank: int) -> WholeStep:
-    """Run the forward and backward passes of one process's step."""
+    """Run the passes and the update of one process's step."""
     work, device = workload_of(config, model, layout), torch.device("cpu")
     mode = fake_tensor_mode()
     with fake_process_group(rank, layout.num_processes), as_on_gpu(mode):
@@ -52,13 +55,20 @@ def whole_step(config: JobConfig, model: TransformerConfig, layout: Layout, rank
         runner = run_batches(config, parallel_model, mesh, device, work.micro_batch_size, length)
         recorder = Recorder([Segment()])
         key = TraceKey.of(work)
-        with mode, recorder, _resizes_recorded(recorder):
+        with mode:
+            optimizer = built_optimizer(config, parallel_model)
+            state = built_state(parallel_model, optimizer)
+        blocks = mock.patch.dict(adamw.BLOCK, cpu=1 << 22)  # few, because operators on fake tensors take a millisecond
+        with mode, recorder, _resizes_recorded(recorder), blocks:
             for parameter in parallel_model.parameters():
                 recorder.number_of(parameter.data)
+            for value in (value for values in optimizer.state.values() for value in values.values()):
+                recorder.ignore(value)
             batches = [microbatch(key) for _ in range(work.microbatches)]
             runner.forward_backward(batches, lambda losses, _: losses.sum())
-        with mode:
-            state = built_state(parallel_model, built_optimizer(config, parallel_model))
+            if isinstance(optimizer, FusedAdamW):
+                optimizer.write_copies(parallel_model.copied_units())
+                update(optimizer, Gradients([]), 1.0, torch.ones(()), torch.zeros(()))
     peak = max(accumulate(event.bytes for event in recorder.events))
     return WholeStep(peak + state.optimizer, state.parameters, state.optimizer, recorder.current.collectives)
 

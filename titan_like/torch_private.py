@@ -12,6 +12,7 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | `distributed._composable.replicate_with_fsdp` | ZeRO 0 in a lower precision than float32 | all |
 | `FSDPState._fsdp_param_groups` and its groups' parameters | reducing gradients after a split backward pass | a list from 2.12 on; from 2.15 on autograd accumulates in the reduction's dtype |
 | `FSDPParam._extensions_data`, `.sharded_param`, `._sharded_param_data` | gathering weights in float8 | all |
+| `FSDPCommContext.reduce_scatter_states` | freeing the input of the last reduction | `reduce_scatter_state` in 2.11 |
 | `FSDPParamGroup._fsdp_params_with_wider_grad_dtype` | the sum of a tied table's two uses | from 2.15 on |
 | `_dynamo` | importing it early, in the server that forks processes | all |
 | `distributed.distributed_c10d._resolve_process_group` | the group of an operator that can be compiled | all |
@@ -209,6 +210,25 @@ def reduce_fsdp_gradients(module: nn.Module, every_parameter: bool) -> None:
                 _convert_fresh_gradient(parameter)
             group.post_backward()
     root._root_post_backward_final_callback()
+
+
+def release_reduced(module: nn.Module) -> None:
+    """Free the input of FSDP2's last reduction, once that has ended, which FSDP2 would keep until the next one.
+
+    ``module`` is FSDP2's root module.
+    """
+    state = fsdp_state(module)
+    context = state._comm_ctx
+    kept = (
+        context.reduce_scatter_states if hasattr(context, "reduce_scatter_states") else [context.reduce_scatter_state]
+    )
+    for one in filter(None, kept):
+        if one.event is not None:
+            state._device_handle.current_stream().wait_event(one.event)
+    if hasattr(context, "reduce_scatter_states"):
+        kept.clear()
+    else:
+        context.reduce_scatter_state = None
 
 
 def sum_uses_in_full(module: nn.Module, name: str) -> None:

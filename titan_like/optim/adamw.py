@@ -78,7 +78,7 @@ class AdamWUnit:
         assert len(gradients) == len(self.parameters), "a parameter received no gradient"
         if self._is_sharded:
             gradients = [local(gradient) for gradient in gradients]
-        add_all_(self._steps, (found_inf <= 0).float())
+        add_all_(self._steps, [(found_inf <= 0).float()] * len(self._steps))
         if self.copied is None:
             self._update(gradients, factor, found_inf)
             return

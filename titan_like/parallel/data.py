@@ -36,6 +36,7 @@ from titan_like.torch_private import (
     SUMS_USES_IN_FULL,
     fsdp_state,
     reduce_fsdp_gradients,
+    release_reduced,
     replicate_modules,
     sum_uses_in_full,
 )
@@ -150,6 +151,7 @@ class DataParallel:
 
     def _set(self, is_last: bool, reduces: bool, frees: bool) -> None:
         if isinstance(self.model, FSDPModule):
+            release_reduced(self.model)  # now, because a forward pass has hidden that reduction
             self.model.set_is_last_backward(is_last)
             self.model.set_requires_gradient_sync(reduces)
             self.model.set_requires_all_reduce(is_last)  # the sum over replicas is needed only once per step

@@ -71,11 +71,6 @@ class ComputeCopies:
         for unit in self.units:
             unit.refresh()
 
-    def mark_changed(self) -> None:
-        """Tell that something else than an update has changed the master weights."""
-        for unit in self.units:
-            unit.is_written = False
-
     def before_backward(self, is_last: bool) -> None:
         """``is_last``: no pass of this step follows the backward pass that begins."""
         self._is_last = is_last

@@ -21,6 +21,7 @@ from titan_like.models.parts import layers_of, one_of_each, shared_parameters
 from titan_like.models.transformer import Transformer, shared_modules
 from titan_like.optim.shards import local, widen
 from titan_like.parallel.data import DataParallel
+from titan_like.parallel.gradients import CopiedUnit
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.schedules.tables import Action
 from titan_like.parallel.split import StageLayers, kinds_of_layers
@@ -70,11 +71,15 @@ class ParallelModel:
         held = self.tied_stages.get(name, ())
         return [dict(stage.module.named_parameters())[name] for stage in self.stages if stage.index in held]
 
+    def copied_units(self) -> list[CopiedUnit]:
+        """Weights of which forward passes use copies."""
+        copies = (stage.data_parallel.copies for stage in self.stages)
+        return [unit for one in copies if one is not None for unit in one.units]
+
     def mark_changed(self) -> None:
         """Tell that something else than an update has changed the weights."""
-        for stage in self.stages:
-            if stage.data_parallel.copies is not None:
-                stage.data_parallel.copies.mark_changed()
+        for unit in self.copied_units():
+            unit.is_written = False
 
     def train(self, mode: bool = True) -> None:
         """Switch dropout on or off."""

@@ -98,8 +98,7 @@ class TrainingState:
             rule = rule.model_copy(update={"lr": kept.lr, "matrix_lr": kept.matrix_lr})
         self.optimizer = build_optimizer(self.model.named_parameters(), rule)
         if type(self.optimizer) is FusedAdamW:  # and not Muon, which updates matrices in its own way
-            copies = [stage.data_parallel.copies for stage in self.model.stages]
-            self.optimizer.write_copies(unit for one in copies if one is not None for unit in one.units)
+            self.optimizer.write_copies(self.model.copied_units())
         self.partial_parameters = [p for stage in self.model.stages for p in partial_parameters(stage.module)]
         self.gradients_held = Gradients(self.model.parameters(), mesh, self.model.expert_mesh)
         self.gradients_counted = Gradients(self.model.counted_parameters(), mesh, self.model.expert_mesh)
