@@ -5,6 +5,7 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | name | used for | versions |
 |---|---|---|
 | `distributed.tensor._utils.compute_local_shape_and_global_offset` | finding which elements a rank holds | all |
+| `distributed.tensor.placement_types._StridedShard` | a rank's rows of every expert of a stack | all |
 | `ops._c10d_functional` | collectives that can be compiled and recomputed | all |
 | `ops.aten._scaled_mm` | float8 products that selective recomputation keeps | all |
 | `distributed._coalescing_manager` | several collectives as one | all |
@@ -49,13 +50,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as local_shape_and_offset
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["TorchDispatchMode", "local_shape_and_offset", "tree_leaves"]
+__all__ = ["StridedShard", "TorchDispatchMode", "local_shape_and_offset", "tree_leaves"]
 
 functional_collectives = torch.ops._c10d_functional
 

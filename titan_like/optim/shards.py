@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from titan_like.torch_private import flattened
+from titan_like.models.layers.init import local_part
+from titan_like.torch_private import StridedShard, flattened
 
 
 class UpdateTraffic(NamedTuple):
@@ -101,10 +102,11 @@ def sharded_dimensions(parameter: torch.Tensor, dim: int | None = None, in_matri
     With ``in_matrix``, only those that cut single matrices of a stack.
     """
     names = (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
+    left_out = _between_matrices(parameter) if in_matrix else ()
     return tuple(
         names[index]
-        for index, size, placement in _shards(parameter)
-        if dim in (None, placement.dim) and not (in_matrix and _keeps_matrices(parameter, size, placement))
+        for index, _, placement in _shards(parameter)
+        if dim in (None, placement.dim) and index not in left_out
     )
 
 
@@ -127,16 +129,17 @@ def num_matrices(parameter: torch.Tensor) -> int:
 
 def matrices_here(parameter: torch.Tensor) -> int:
     """How many matrices of a stack a process holds, counting those that it shares with others."""
-    kept = [size for _, size, placement in _shards(parameter) if _keeps_matrices(parameter, size, placement)]
-    return num_matrices(parameter) // prod(kept)
+    return num_matrices(parameter) // prod(_between_matrices(parameter).values())
 
 
-def _keeps_matrices(parameter: torch.Tensor, size: int, placement: Any) -> bool:
-    """Whether a mesh dimension splits a stack of matrices only between them."""
-    matrices = num_matrices(parameter)
-    # A strided shard is a part of each of ``split_factor`` equal parts.
-    parts = size * getattr(placement, "split_factor", 1)
-    return matrices > 1 and placement.dim == 0 and matrices % parts == 0
+def _between_matrices(parameter: torch.Tensor) -> dict[int, int]:
+    """Sizes of the mesh dimensions that split a stack only between its matrices, by their number."""
+    matrices, sizes = num_matrices(parameter), dict[int, int]()
+    for index, size, placement in _shards(parameter):
+        # A strided shard is a part of each of ``split_factor`` equal parts.
+        if placement.dim == 0 and matrices % (size * getattr(placement, "split_factor", 1)) == 0:
+            matrices, sizes[index] = matrices // size, size
+    return sizes
 
 
 class Block(NamedTuple):
@@ -155,30 +158,20 @@ def blocks_of(parameter: torch.Tensor) -> list[Block]:
     """A process's part of a stack of matrices, in the order of its rows. Other parameters are stacks of one."""
     if parameter.ndim != 2:
         return [Block(slice(0, 1), slice(None), 0)] if local(parameter).numel() else []
-    rows, height = _rows_here(parameter), len(parameter) // num_matrices(parameter)
-    numbers, counts = (rows // height % matrices_here(parameter)).unique_consecutive(return_counts=True)
+    height, here = len(parameter) // num_matrices(parameter), matrices_here(parameter)
+    part, (first, *_) = local_part(parameter)
     blocks: list[Block] = []
     alike, start = None, 0  # what rows of matrices in one block have in common
-    for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-        first, here, offset = number, slice(start, start + count), int(rows[start]) % height
-        assert int(rows[here.stop - 1]) - int(rows[start]) == count - 1, "a rank holds a matrix's rows with gaps"
+    for row in [first, *range(first - first % height + height, first + len(part), height)] if len(part) else ():
+        number, offset = row // height % here, row % height
+        count = min(height - offset, first + len(part) - row)
+        block = Block(slice(number, number + 1), slice(start, start + count), offset)
         if alike == (number, count, offset):
             last = blocks.pop()
-            first, here = last.matrices.start, slice(last.rows.start, here.stop)
-        blocks.append(Block(slice(first, number + 1), here, offset))
-        alike, start = (number + 1, count, offset), here.stop
+            block = Block(slice(last.matrices.start, number + 1), slice(last.rows.start, start + count), offset)
+        blocks.append(block)
+        alike, start = (number + 1, count, offset), start + count
     return blocks
-
-
-def _rows_here(parameter: torch.Tensor) -> torch.Tensor:
-    """The numbers of the rows that a process holds, in their order."""
-    rows = torch.arange(parameter.shape[0])
-    for index, size, placement in _shards(parameter):
-        if placement.dim == 0:
-            rank = parameter.device_mesh.get_local_rank(index)  # type: ignore[attr-defined]
-            parts = [part.chunk(size)[rank:] for part in rows.chunk(getattr(placement, "split_factor", 1))]
-            rows = torch.cat([rows[:0], *(part[0] for part in parts if part)])
-    return rows
 
 
 def shard_groups(
@@ -213,9 +206,13 @@ def zeros_along(parameter: torch.Tensor, dim: int | None) -> torch.Tensor:
     if not isinstance(parameter, DTensor) or not shape:
         return zeros
     placements: list[Any] = [Replicate()] * parameter.device_mesh.ndim
-    for index, size, placement in _shards(parameter):
-        if placement.dim == 0 and (dim == 0 or _keeps_matrices(parameter, size, placement)):
+    kept = _between_matrices(parameter)
+    for index, _, placement in _shards(parameter):
+        if placement.dim == 0 == dim:
             placements[index] = placement
+        elif index in kept:
+            finer = prod(size for other, size in kept.items() if other > index)
+            placements[index] = Shard(0) if finer == 1 else StridedShard(0, split_factor=finer)
         elif placement.dim == dim == 1:
             placements[index] = Shard(len(shape) - 1)
     stride = torch.empty(shape, device="meta").stride()

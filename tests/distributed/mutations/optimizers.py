@@ -62,14 +62,6 @@ def sharded_stacks_taken_for_one_matrix(original: Any, model: torch.nn.Module) -
         original(model)
 
 
-@bug(Muon, "_update_by_adamw")
-def factor_applied_twice_by_adamw(original: Any, self: Muon, group: dict[str, Any]) -> None:
-    """Muon's gradients of tables and vectors are multiplied before the kernel multiplies them."""
-    for parameter in group["params"] if self.factor is not None else ():
-        local(parameter.grad).mul_(self.factor)
-    original(self, group)
-
-
 @bug(Muon, "_take_factors")
 def factor_not_applied_to_matrices(original: Any, self: Muon) -> None:
     """Muon's momentum takes gradients that are not clipped."""
