@@ -188,8 +188,9 @@ class Muon(FusedAdamW):
         new = self._kept * (1 - beta) if self.factor is None else torch.where(self._skip, 0, self.factor * (1 - beta))
         self._total = 1 - self._kept * (1 - beta) + new
         self._share = new / self._total
-        # A direction's length does not matter, but that of a skipped step must be 0.
-        self._share_of_momentum = torch.where(self._skip, 0, beta / (beta + new))
+        # Gradients before a small factor are large, so their share is what must be exact. A direction's length does not
+        # matter, but that of a skipped step must be 0.
+        self._share_of_direction = torch.where(self._skip, 1, new / (beta + new))
 
     def _update_matrices(self, members: list[_Member], exchange: MatrixExchange | None) -> None:
         """Update the momenta and the matrices of one set."""
@@ -218,9 +219,12 @@ class Muon(FusedAdamW):
         momentum = local(self.state[parameter]["momentum_buffer"])
         gradient = torch.where(self._skip, momentum.new_zeros(1, 1), local(parameter.grad))
         momentum.lerp_(gradient, self._share.to(momentum.dtype))
-        if self.factor is not None:
+        share = self._share_of_direction.to(momentum.dtype)
+        if self.factor is None:
+            share = 1 - (1 - share)  # rounded as in torch.optim.Muon
+        else:
             momentum.mul_(self._total)
-        direction = torch.lerp(gradient, momentum, self._share_of_momentum.to(momentum.dtype), out=gradient)
+        direction = torch.lerp(momentum, gradient, share, out=gradient)
         return direction.to(self._dtype(parameter))  # the iteration would round it first thing, so before it is sent
 
     def _dtype(self, parameter: torch.Tensor) -> torch.dtype:
