@@ -37,13 +37,21 @@ from titan_like.torch_private import fake_tensor_mode
 class WholeStep(NamedTuple):
     """The peak memory of one process in a step, and the messages that it sends."""
 
-    peak: int  # most bytes of tensors at once, optimizer state included
+    passes: int  # most bytes of tensors at once in forward and backward passes, optimizer state included
+    update: int  # the same in the update
     weights: int  # bytes of master weights
     optimizer: int
     collectives: dict[Collective, tuple[int, int]]  # → calls, bytes
 
+    @property
+    def peak(self) -> int:
+        """Most bytes of tensors at once."""
+        return max(self.passes, self.update)
 
-def whole_step(config: JobConfig, model: TransformerConfig, layout: Layout, rank: int) -> WholeStep:
+
+def whole_step(
+    config: JobConfig, model: TransformerConfig, layout: Layout, rank: int, block: int = 1 << 22
+) -> WholeStep:
     """Run the passes and the update of one process's step."""
     work, device = workload_of(config, model, layout), torch.device("cpu")
     mode = fake_tensor_mode()
@@ -58,7 +66,7 @@ def whole_step(config: JobConfig, model: TransformerConfig, layout: Layout, rank
         with mode:
             optimizer = built_optimizer(config, parallel_model)
             state = built_state(parallel_model, optimizer)
-        blocks = mock.patch.dict(adamw.BLOCK, cpu=1 << 22)  # few, because operators on fake tensors take a millisecond
+        blocks = mock.patch.dict(adamw.BLOCK, cpu=block)  # few, because operators on fake tensors take a millisecond
         with mode, recorder, _resizes_recorded(recorder), blocks:
             for parameter in parallel_model.parameters():
                 recorder.number_of(parameter.data)
@@ -66,11 +74,15 @@ def whole_step(config: JobConfig, model: TransformerConfig, layout: Layout, rank
                 recorder.ignore(value)
             batches = [microbatch(key) for _ in range(work.microbatches)]
             runner.forward_backward(batches, lambda losses, _: losses.sum())
+            last = len(recorder.events)
             if isinstance(optimizer, FusedAdamW):
                 optimizer.write_copies(parallel_model.copied_units())
-                update(optimizer, Gradients([]), 1.0, torch.ones(()), torch.zeros(()))
-    peak = max(accumulate(event.bytes for event in recorder.events))
-    return WholeStep(peak + state.optimizer, state.parameters, state.optimizer, recorder.current.collectives)
+                gradients = Gradients(parallel_model.parameters(), mesh, parallel_model.expert_mesh)
+                update(optimizer, gradients, 1.0, torch.ones(()), torch.zeros(()))
+    levels = [state.optimizer + level for level in accumulate(event.bytes for event in recorder.events)]
+    return WholeStep(
+        max(levels[:last]), max(levels[last - 1 :]), state.parameters, state.optimizer, recorder.current.collectives
+    )
 
 
 @contextmanager

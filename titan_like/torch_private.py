@@ -24,6 +24,7 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | `_C._current_graph_task_id` | telling a recomputation from a forward pass | all |
 | `testing._internal.distributed.fake_pg` | running one process as if it were part of a large job | all |
 | `distributed.checkpoint.filesystem._StorageInfo` | finding a checkpoint's tensors in its files | all |
+| `Tensor._version` | finding weights that have changed | all |
 | `_foreach_mul_`, `_foreach_norm`, `_foreach_copy_`, `_foreach_add_` | all gradients in one kernel | all |
 | `_subclasses.fake_tensor.FakeTensorMode` | running the recipe without computing anything | all |
 | `utils._python_dispatch.TorchDispatchMode`, `OpOverload._schema` | recording the operators of a run | all |
@@ -71,6 +72,11 @@ attention_by_elementary_operators = torch.ops.aten._scaled_dot_product_attention
 # to tensors, in the dtype of these; the Euclidean norm of each.
 multiply_all_, copy_all_ = torch._foreach_mul_, torch._foreach_copy_
 add_all_, norms_of = torch._foreach_add_, torch._foreach_norm
+
+
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """How often each has been changed in place. Kernels of our own, and changes of a DTensor's part, do not count."""
+    return [tensor._version for tensor in tensors]
 
 
 def fake_tensor_mode() -> Any:

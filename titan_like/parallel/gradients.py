@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_like.optim.shards import local
 from titan_like.parallel.split import GRADIENT_UNIT_BYTES
-from titan_like.torch_private import coalesced, copy_all_
+from titan_like.torch_private import coalesced, copy_all_, versions_of
 
 
 class ComputeCopies:
@@ -52,10 +52,9 @@ class ComputeCopies:
             for name, master in owner.named_parameters(recurse=False):
                 if master not in known:
                     master.grad_dtype = None  # any
-                    known[master] = (
-                        master if master in unchanged else nn.Parameter(torch.empty_like(master, dtype=dtype))
-                    )
-                if master not in unchanged:
+                    has_copy = master not in unchanged
+                    known[master] = nn.Parameter(torch.empty_like(master, dtype=dtype)) if has_copy else master
+                if known[master] is not master:
                     vars(owner)[name] = known[master]
         for master in used_twice:
             known[master].grad_dtype = master.dtype
@@ -94,7 +93,7 @@ class CopiedUnit:
 
     def __init__(self, members: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
         self.masters, self.copies = [master for master, _ in members], [copy for _, copy in members]
-        self.is_written = False  # whether the copies are those of the master weights
+        self._versions = list[int]()  # of the master weights when an update has written the copies
         self._has_copy = [copy is not master for master, copy in members]
         self._of_masters, self._of_copies = _local(self.masters), _local(self.copies)
         self._freed: list[torch.Tensor] = []  # of these copies
@@ -122,7 +121,7 @@ class CopiedUnit:
             if frees and self._has_copy[number]:
                 self._of_copies[number].untyped_storage().resize_(0)
                 self._freed.append(self._of_copies[number])
-                self.is_written = False
+                self.mark_changed()
 
     @torch.no_grad()
     def hand_over(self) -> None:
@@ -140,8 +139,8 @@ class CopiedUnit:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the master weights, unless an update has."""
-        if not self.is_written:
+        """Copy the master weights, unless an update has and they are the same since."""
+        if versions_of(self.masters) != self._versions:
             self.allocate()
             if any(self._has_copy):
                 tensors = self._of_copies, self._of_masters
@@ -150,20 +149,21 @@ class CopiedUnit:
 
     def note_written(self) -> None:
         """The copies are those of the master weights, until these change."""
-        self.is_written = True
+        self._versions = versions_of(self.masters)
+
+    def mark_changed(self) -> None:
+        """The copies are not those of the master weights any more."""
+        self._versions = []
 
 
 def _in_units(
     members: list[tuple[nn.Parameter, nn.Parameter]], unit_bytes: int
 ) -> list[list[tuple[nn.Parameter, nn.Parameter]]]:
-    """Divide weights, in the order of the forward pass, so that a unit's copies take at least ``unit_bytes``.
-
-    All gradients of a unit have one type.
-    """
+    """Divide weights, in the order of the forward pass, so that a unit's copies take at least ``unit_bytes``."""
     units: list[list[tuple[nn.Parameter, nn.Parameter]]] = [[]]
     size = 0
     for member in reversed(members):
-        if size >= unit_bytes or (units[0] and units[0][0][1].grad_dtype != member[1].grad_dtype):
+        if size >= unit_bytes:
             units.insert(0, [])
             size = 0
         units[0].insert(0, member)

@@ -79,7 +79,7 @@ class ParallelModel:
     def mark_changed(self) -> None:
         """Tell that something else than an update has changed the weights."""
         for unit in self.copied_units():
-            unit.is_written = False
+            unit.mark_changed()
 
     def train(self, mode: bool = True) -> None:
         """Switch dropout on or off."""

@@ -218,12 +218,11 @@ class CopiedUnit(NamedTuple):
 
 def copied_units(stage: StageProgram, element: int) -> list[CopiedUnit]:
     """A stage's units, from its end. ``element``: bytes of an element of the copies."""
-    units, sizes, in_full = list[CopiedUnit](), list[int](), False
+    units, sizes = list[CopiedUnit](), list[int]()
     for segment in reversed(stage.segments):
         for parameter in reversed(segment.parameters):
-            if element * sum(sizes) >= GRADIENT_UNIT_BYTES or (sizes and parameter.in_full != in_full):
+            if element * sum(sizes) >= GRADIENT_UNIT_BYTES:
                 units.append(CopiedUnit(sum(sizes), max(sizes)))
                 sizes = []
             sizes.append(parameter.elements)
-            in_full = parameter.in_full
     return [*units, CopiedUnit(sum(sizes), max(sizes))]

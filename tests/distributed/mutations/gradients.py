@@ -162,6 +162,14 @@ def recomputation_rounds(original: Any, function: Any, *args: Any, **options: An
 
 
 @bug(gradients.CopiedUnit, "add_gradients")
+def gradients_summed_in_bfloat16(original: Any, self: gradients.CopiedUnit, frees: bool) -> None:
+    """Gradients of one process's microbatches are summed in the model's type, except for the last one."""
+    for total in self._gradients.values():
+        total.copy_(total.to(self.copies[0].dtype))
+    original(self, frees)
+
+
+@bug(gradients.CopiedUnit, "add_gradients")
 def gradients_kept_in_bfloat16(original: Any, self: gradients.CopiedUnit, frees: bool) -> None:
     """Gradients of one process's microbatches are summed and kept in the model's type."""
     original(self, frees)

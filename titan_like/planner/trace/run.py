@@ -248,12 +248,11 @@ def _list_parameters(
             for parameter in (parameter for part in unit for parameter in part.parameters()):
                 units.setdefault(id(parameter), (names[id(unit[0])], group.dimension))
         partial = {id(parameter) for parameter in partial_parameters(module)}
-        in_full = {id(parameter) for parameter in summed_in_full(module)}
         uses = [shared_modules(layer) for layer in modules[0].layers.values()]
         for name, parameter in module.named_parameters():
             kinds = tuple(kind for kind, shared in enumerate(uses) if name.partition(".")[0] in shared)
             shape = tuple(local_part(parameter.data).shape)
             one = id(parameter)
-            flags = one in deferred, one in partial, one in in_full
+            flags = one in deferred, one in partial
             row = Parameter(name, shape, *units[one], *flags, kinds, positions.get(one, 0), matrices_here(parameter))
             segments[_segment_of(name, module, num_kinds)].parameters.append(row)
