@@ -247,7 +247,7 @@ BUGS = [
     (optimizers.parts_put_together_in_reverse, [*MUON, *SEQUENCE], "tensor_parallel", Row.WEIGHT, "layers.0"),
     (optimizers.sharded_stacks_taken_for_one_matrix, [*MOE, *MUON, *ZERO_3], "zero_stage", Row.WEIGHT, "layers."),
     (optimizers.sharded_stacks_taken_for_one_matrix, [*MOE, *ADAFACTOR, *ZERO_3], "zero_stage", Row.WEIGHT, "layers."),
-    (optimizers.factor_not_applied_to_matrices, [*MUON, *BFLOAT16], "one_process", Row.UPDATE, "layers."),
+    (optimizers.factor_not_applied_to_matrices, [*MUON, *BFLOAT16], "one_process", Row.STATE, "layers."),
     (optimizers.momentum_forgotten_in_later_stages, [*MUON, *PIPELINE], "pipeline_parallel", Row.WEIGHT, "layers."),
     (experts.weights_not_renormalised, [*MOE, *ONE], "one_process", Row.LOSS, "layers.0.mlp"),
     (experts.bias_in_the_weights, [*MOE, *BIASED, *ONE], "one_process", Row.LOSS, "layers.0.mlp"),
