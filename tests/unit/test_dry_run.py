@@ -116,7 +116,8 @@ def test_state_of_rules_for_matrices_depends_on_shapes(optimizer: str) -> None:
 @pytest.mark.parametrize(("size", "here"), [(4, 2), (3, 8)])  # of 8 experts; 3 ranks cut some
 def test_adafactor_keeps_columns_of_each_expert_here(size: int, here: int) -> None:
     zero = ["--parallelism.zero_stage=3", f"--parallelism.data_parallel_shard_degree={size}"]
-    run = plan("--model.family=moe", "--optimizer.name=adafactor", *zero, "--training.global_batch_size=48")
+    batch = ["--training.global_batch_size=48", "--training.micro_batch_size=2"]
+    run = plan("--model.family=moe", "--optimizer.name=adafactor", *zero, *batch)
     # What is predicted leaves out a number for each matrix of 4 layers.
     assert run.state.optimizer - run.peak.optimizer == 4 * 3 * here * 4
 

@@ -205,12 +205,12 @@ def zeros_along(parameter: torch.Tensor, dim: int | None) -> torch.Tensor:
     zeros = torch.zeros(part, dtype=parameter.dtype, device=parameter.device)
     if not isinstance(parameter, DTensor) or not shape:
         return zeros
-    placements: list[Any] = [Replicate()] * parameter.device_mesh.ndim
-    kept = _between_matrices(parameter)
+    given: Any = parameter.placements  # those of a size of 1 too
+    as_rows = [Replicate() if each.is_replicate() or each.dim else each for each in given]
+    placements: list[Any] = as_rows if dim == 0 else [Replicate()] * len(as_rows)
+    kept = _between_matrices(parameter) if dim != 0 else {}
     for index, _, placement in _shards(parameter):
-        if placement.dim == 0 == dim:
-            placements[index] = placement
-        elif index in kept:
+        if index in kept:
             finer = prod(size for other, size in kept.items() if other > index)
             placements[index] = Shard(0) if finer == 1 else StridedShard(0, split_factor=finer)
         elif placement.dim == dim == 1:
