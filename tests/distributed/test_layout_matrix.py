@@ -145,6 +145,7 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {  # what the set has not: ranks a
     **by_rules(4, "moe", zero(3)),
     **by_rules(4, "moe", zero(1) | {"parallelism.expert_parallel_degree": 2}),
     **by_rules(4, "moe", tensor(2, True) | pipeline() | {"parallelism.expert_parallel_degree": 2}),
+    **by_rules(4, "moe", zero(1) | tensor(2, True) | {"parallelism.expert_tensor_parallel_degree": 2}),
 }
 EXHAUSTIVE: dict[str, tuple[int, dict[str, Any]]] = {  # on more ranks than the tests take otherwise
     "gpt 4 stages of 6 layers, balanced": (4, {"model.overrides": {"num_layers": 6}} | pipeline(4)),

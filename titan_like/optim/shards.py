@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from titan_like.models.layers.init import local_part
+from titan_like.models.layers.init import local_parts
 from titan_like.torch_private import StridedShard, flattened
 
 
@@ -59,8 +59,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def traffic(self) -> list[UpdateTraffic]:
-        """The collectives of an update."""
-        raise NotImplementedError
+        """The collectives of an update; none where every element is updated by itself."""
+        return []
 
     def members(self) -> Iterator[tuple[dict[str, Any], str, torch.nn.Parameter]]:
         """(group, name, parameter) of every parameter. Without names in the group, the name is empty."""
@@ -76,6 +76,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This process's part of a tensor of any shape. Writing to it writes to the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor, on every rank that holds a part of it. All of them call this."""
+    if not isinstance(tensor, DTensor) or not isinstance(tensor.placements[-1], StridedShard):
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    result = local(tensor).new_zeros(tensor.shape)  # torch does not know where ZeRO's shards of such rows are
+    for part, (start, *_) in local_parts(tensor):
+        result[start : start + len(part)] = part
+    for group in shard_groups(tensor):
+        dist.all_reduce(result, group=group)
+    return result
 
 
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -159,12 +171,15 @@ def blocks_of(parameter: torch.Tensor) -> list[Block]:
     if parameter.ndim != 2:
         return [Block(slice(0, 1), slice(None), 0)] if local(parameter).numel() else []
     height, here = len(parameter) // num_matrices(parameter), matrices_here(parameter)
-    part, (first, *_) = local_part(parameter)
+    runs = [(first, first + len(part)) for part, (first, *_) in local_parts(parameter) if len(part)]
+    starts = [
+        (row, end) for first, end in runs for row in (first, *range(first - first % height + height, end, height))
+    ]
     blocks: list[Block] = []
     alike, start = None, 0  # what rows of matrices in one block have in common
-    for row in [first, *range(first - first % height + height, first + len(part), height)] if len(part) else ():
+    for row, end in starts:  # of what is held of each matrix
         number, offset = row // height % here, row % height
-        count = min(height - offset, first + len(part) - row)
+        count = min(height - offset, end - row)
         block = Block(slice(number, number + 1), slice(start, start + count), offset)
         if alike == (number, count, offset):
             last = blocks.pop()
