@@ -45,11 +45,15 @@ def recompute(mode: str, every: int = 1) -> dict[str, Any]:
 UNEVEN = {
     "gpt": {"num_layers": 2, "hidden_size": 30, "num_attention_heads": 2, "vocab_multiple": 1},
     "llama": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_kv_heads": 2, "vocab_multiple": 1},
+    # ZeRO's shards cut experts: 2 · 24 rows of gate and up in blocks of 12, 6 · 24 of all experts in blocks of 36.
+    "moe": {"num_layers": 2, "hidden_size": 32, "num_experts": 6, "expert_ffn_hidden_size": 24},
 }
 RULES: dict[tuple[str, str], dict[str, Any]] = {
     ("adafactor", "gpt"): {"optimizer.clip_threshold": 4.0},
     ("adafactor", "llama"): {"optimizer.scale_parameter": True, "optimizer.beta1": 0.9, "optimizer.lr": 0.3},
+    ("adafactor", "moe"): {"optimizer.scale_parameter": True, "optimizer.lr": 0.3},
     ("muon", "gpt"): {},
+    ("muon", "moe"): {},
     ("muon", "llama"): {"optimizer.adjust_lr": "original", "optimizer.matrix_lr": 5e-3},
 }
 RULE_NAMES = tuple(dict.fromkeys(rule for rule, _ in RULES))

@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed import crash_worker
 from tests.distributed.launch import base_config, collect, launch
-from tests.distributed.layouts import pipeline, tensor, with_rule, zero
+from tests.distributed.layouts import RULE_NAMES, pipeline, tensor, with_rule, zero
 from titan_like.checkpoint.step_folders import complete_steps
 
 Digests = tuple[dict[str, str], dict[Any, str]]  # by layout, and by layouts before and after
@@ -21,6 +21,9 @@ EXPERTS = {
     "model.family": "moe",
     "model.overrides": {"hidden_size": 32, "expert_ffn_hidden_size": 16, "balance": "bias"},
 }
+
+
+SHARED_EXPERTS = {"parallelism.expert_parallel_degree": 2}
 
 
 def experts(degree: int, layout: dict[str, Any]) -> dict[str, Any]:
@@ -41,6 +44,8 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "adafactor, 2 replicas of zero2": with_rule("adafactor", "llama") | zero(2, 2),
         "muon, 2 stages of tensor 2": with_rule("muon", "gpt") | tensor(2, True) | pipeline(),
         "muon, tensor 2 of zero1": with_rule("muon", "gpt") | zero(1) | tensor(2, True),
+        **{f"{rule}, experts 2 of zero1": with_rule(rule, "moe") | SHARED_EXPERTS | zero(1) for rule in RULE_NAMES},
+        **{f"{rule}, zero3 of experts": with_rule(rule, "moe") | zero(3) for rule in RULE_NAMES},
     },
     2: {
         "zero0 of 2": zero(0),
@@ -70,6 +75,8 @@ LOADED = {
     ],
     "adafactor, 2 replicas of zero2": ["adafactor, tensor 2 of zero3"],
     "muon, tensor 2 of zero1": ["muon, 2 stages of tensor 2"],
+    **{f"{rule}, experts 2 of zero1": [f"{rule}, zero3 of experts"] for rule in RULE_NAMES},
+    **{f"{rule}, zero3 of experts": [f"{rule}, experts 2 of zero1"] for rule in RULE_NAMES},
     "1 rank without float8": ["float8 zero3 of 2"],
 }
 

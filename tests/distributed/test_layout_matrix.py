@@ -142,6 +142,10 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {  # what the set has not: ranks a
     **by_rules(4, "llama", zero(3) | tensor()),
     **by_rules(4, "gpt", tensor(2, True) | pipeline()),
     **by_rules(4, "gpt", zero(1) | pipeline(2, "zbv_zero_bubble"), layers=4),  # both ends on one rank
+    **by_rules(4, "moe", zero(3)),
+    **by_rules(4, "moe", zero(1) | {"parallelism.expert_parallel_degree": 2}),
+    **by_rules(4, "moe", tensor(2, True) | pipeline() | {"parallelism.expert_parallel_degree": 2}),
+    **by_rules(4, "moe", zero(1) | tensor(2, True) | {"parallelism.expert_tensor_parallel_degree": 2}),
 }
 EXHAUSTIVE: dict[str, tuple[int, dict[str, Any]]] = {  # on more ranks than the tests take otherwise
     "gpt 4 stages of 6 layers, balanced": (4, {"model.overrides": {"num_layers": 6}} | pipeline(4)),

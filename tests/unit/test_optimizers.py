@@ -18,8 +18,11 @@ SHAPES = {
     "layers.0.fc1.weight": (32, 8),
     "layers.0.fc1.bias": (32,),
     "layers.0.fc2.weight": (8, 32),
+    "layers.1.experts.weight": (24, 8),
+    "layers.1.wide_experts.weight": (24, 32),
     "output.weight": (20, 8),
 }
+EXPERTS = 3  # in each stack of experts
 Named = list[tuple[str, torch.nn.Parameter]]
 
 
@@ -28,7 +31,19 @@ def parameters(dtype: torch.dtype) -> Named:
     drawn = {
         name: 0.02 * torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()
     }
-    return [(name, torch.nn.Parameter(value.to(dtype))) for name, value in drawn.items()]
+    named = [(name, torch.nn.Parameter(value.to(dtype))) for name, value in drawn.items()]
+    for name, parameter in named:
+        parameter.num_matrices = EXPERTS if "experts" in name else 1
+    return named
+
+
+def apart(named: Named) -> Named:
+    """Each expert's matrix as a parameter of its own."""
+    return [
+        (f"{name}.{number}", torch.nn.Parameter(part.detach().clone()))
+        for name, parameter in named
+        for number, part in enumerate(parameter.chunk(EXPERTS if "experts" in name else 1))
+    ]
 
 
 def groups(named: Named) -> list[dict[str, Any]]:
@@ -37,24 +52,39 @@ def groups(named: Named) -> list[dict[str, Any]]:
     return [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
 
 
-def step_alike(optimizers: list[tuple[Named, list[torch.optim.Optimizer]]], steps: int = 6) -> None:
-    """Give all the same random gradients, which grow, so that updates are clipped."""
+def parts_of(name: str, named: Named) -> list[torch.nn.Parameter]:
+    """A parameter of that name, or what `apart` has made of it."""
+    return [parameter for other, parameter in named if other == name or other.startswith(f"{name}.")]
+
+
+def step_alike(
+    optimizers: list[tuple[Named, list[torch.optim.Optimizer]]], steps: int = 6, factor: float | None = None
+) -> None:
+    """Give all the same random gradients, which grow, so that updates are clipped.
+
+    Built-in rules multiply them by ``factor`` themselves, and others get the result.
+    """
     generator = torch.Generator().manual_seed(1)
+    known = None if factor is None else torch.tensor(factor, dtype=torch.float64)
     for step in range(steps):
-        for index, shape in enumerate(SHAPES.values()):
+        for name, shape in SHAPES.items():
             gradient = torch.randn(shape, generator=generator, dtype=torch.float64) * 1.5**step
-            for named, _ in optimizers:
-                named[index][1].grad = gradient.to(named[index][1].dtype, copy=True)
+            for named, rules in optimizers:
+                own = 1.0 if factor is None or hasattr(rules[0], "assign") else factor
+                parts = parts_of(name, named)
+                for part, values in zip(parts, gradient.chunk(len(parts)), strict=True):
+                    part.grad = (values * own).to(part.dtype)
         for named, rules in optimizers:
             for rule in rules:
                 if hasattr(rule, "assign"):
-                    update(rule, [p for _, p in named], LR, None, torch.tensor(False))
+                    update(rule, [p for _, p in named], LR, known, torch.tensor(False))
                 else:
                     rule.step()
 
 
 def worst_difference(found: Named, wanted: Named) -> float:
-    return max(((p - q).norm() / q.norm()).item() for (_, p), (_, q) in zip(found, wanted, strict=True))
+    whole = {name: torch.cat(parts_of(name, wanted)) for name, _ in found}
+    return max(((p - whole[name]).norm() / whole[name].norm()).item() for name, p in found)
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
@@ -77,7 +107,8 @@ def test_adamw_and_sgd_are_torch_s_with_decay_of_matrices(name: str, implementat
 def test_adafactor_is_that_of_transformers(
     dtype: torch.dtype, tolerance: float, relative_step: bool, scale_parameter: bool, beta1: float | None
 ) -> None:
-    mine, theirs = parameters(dtype), parameters(dtype)
+    """Which here updates each expert's matrix alone."""
+    mine, theirs = parameters(dtype), apart(parameters(dtype))
     choices: dict[str, Any] = {"relative_step": relative_step, "scale_parameter": scale_parameter, "beta1": beta1}
     section = Optimizer(name="adafactor", lr=LR, weight_decay=DECAY, clip_threshold=0.9, decay_rate=0.7, **choices)
     other = {"clip_threshold": 0.9, "decay_rate": -0.7, "lr": None if relative_step else LR}
@@ -85,7 +116,8 @@ def test_adafactor_is_that_of_transformers(
         [
             (mine, [build_optimizer(mine, section)]),
             (theirs, [TransformersAdafactor(groups(theirs), **other, **choices)]),
-        ]
+        ],
+        factor=0.01,
     )
     assert worst_difference(mine, theirs) < tolerance
 
@@ -108,8 +140,8 @@ def test_relative_step_follows_the_schedule() -> None:
 
 @pytest.mark.parametrize("adjust_lr", ["original", "match_rms_adamw"])
 def test_muon_is_that_of_torch_and_adamw(adjust_lr: str) -> None:
-    """torch orthogonalises in bfloat16. The matrices of the layers are equal bit for bit."""
-    mine, theirs = parameters(torch.float32), parameters(torch.float32)
+    """torch orthogonalises in bfloat16. The matrices of the layers are equal bit for bit, but for those in a stack."""
+    mine, theirs = parameters(torch.float32), apart(parameters(torch.float32))
     dtype: dict[str, Any] = {"newton_schulz_dtype": "bfloat16", "adjust_lr": adjust_lr}
     section = Optimizer(name="muon", lr=LR, matrix_lr=3 * LR, weight_decay=DECAY, **dtype)
     is_hidden = {name: name.startswith("layers.") and p.ndim == 2 for name, p in theirs}
@@ -121,8 +153,30 @@ def test_muon_is_that_of_torch_and_adamw(adjust_lr: str) -> None:
     ]
     step_alike([(mine, [build_optimizer(mine, section)]), (theirs, rules)])
     assert worst_difference(mine, theirs) < 1e-6
-    for (name, p), (_, q) in zip(mine, theirs, strict=True):
-        assert torch.equal(p, q) or not is_hidden[name], name
+    for name, p in mine:
+        assert "experts" in name or name not in is_hidden or torch.equal(p, dict(theirs)[f"{name}.0"]), name
+
+
+@pytest.mark.parametrize(("weights", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_factor_and_type_of_gradients_do_not_matter(
+    name: str, dtype: torch.dtype, weights: torch.dtype, tolerance: float
+) -> None:
+    """No square or momentum is rounded to 16 bits, gradients stay as they are, and a loss scale may be large."""
+    narrow, wide = parameters(weights), parameters(weights)
+    rules = [build_optimizer(named, Optimizer(name=name, lr=LR)) for named in (narrow, wide)]
+    generator, factor = torch.Generator().manual_seed(1), torch.tensor(1 / 7 / 4096, dtype=torch.float64)
+    for _ in range(4):
+        for (_, p), (_, q) in zip(narrow, wide, strict=True):
+            gradient = (4096 * torch.randn(p.shape, generator=generator)).to(dtype)
+            p.grad_dtype = None
+            p.grad, q.grad = gradient, (gradient * factor.expand(1)).to(weights)
+        kept = [p.grad.clone() for _, p in narrow]
+        update(rules[0], [p for _, p in narrow], LR, factor, torch.tensor(False))
+        update(rules[1], [p for _, p in wide], LR, None, torch.tensor(False))
+        assert all(torch.equal(p.grad, old) for (_, p), old in zip(narrow, kept, strict=True))
+    assert worst_difference(narrow, wide) < tolerance
 
 
 def test_muon_orthogonalises_in_the_type_it_is_told() -> None:

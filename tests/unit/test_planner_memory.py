@@ -119,8 +119,9 @@ ADAFACTOR_STATE, MUON_STATE = (optimizer_state(Optimizer(name=name)) for name in
 def test_state_of_optimizers_is_found_by_a_step():
     assert optimizer_state(Optimizer()) == ADAMW_STATE
     assert optimizer_state(Optimizer(name="sgd")) == (StateValues(), StateValues(), 0)
-    assert (StateValues(0, 1, 1), StateValues(0, 1, 1), 1) == ADAFACTOR_STATE
-    assert optimizer_state(Optimizer(name="adafactor", beta1=0.9)).tables == StateValues(1, 1, 1)
+    assert (StateValues(0, 1, 1, 1), StateValues(0, 1, 1, 1), 1) == ADAFACTOR_STATE
+    assert optimizer_state(Optimizer(name="adafactor", beta1=0.9)).tables == StateValues(1, 1, 1, 1)
     assert (StateValues(1), StateValues(2), 2) == MUON_STATE
     assert MUON_STATE.of("layers.0.x", (3, 5)) == 15 and MUON_STATE.of("embedding.weight", (3, 5)) == 30
     assert ADAFACTOR_STATE.of("layers.0.x", (0, 5)) == 5  # an empty shard knows the columns
+    assert ADAFACTOR_STATE.of("layers.0.x", (8, 5), 4) == 8 + 4 * 5  # each matrix of a stack has its own

@@ -118,8 +118,8 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 6 --model.family=moe --model.overrides.num_experts=6 --float8.enable=true --parallelism.expert_parallel_degree=3 \
 --parallelism.tensor_parallel_degree=2 --parallelism.sequence_parallel=true --training.global_batch_size=48 \
 => expert_parallel_degree = 3: does not fit float8 experts with tensor_parallel_degree = 2
-1 --model.family=moe --optimizer.name=muon \
-=> optimizer.name = "muon": does not support the stacked expert weights
+2 --model.family=moe --float8.enable=true --parallelism.tensor_parallel_degree=2 --parallelism.sequence_parallel=true \
+--parallelism.expert_tensor_parallel_degree=2 => expert_tensor_parallel_degree = 2: does not support float8
 3 --model.family=moe --parallelism.expert_parallel_degree=3 --training.global_batch_size=48 \
 => degree = 3: does not divide the model's num_experts (8)
 6 --model.family=moe --parallelism.expert_parallel_degree=4 --training.global_batch_size=48 \

@@ -10,11 +10,15 @@ import torch
 
 from titan_like.config.schema import Optimizer as OptimizerSection
 from titan_like.optim.shards import (
+    Block,
     Partial,
     ShardedOptimizer,
     UpdateTraffic,
+    blocks_of,
     is_table,
     local,
+    matrices_here,
+    num_matrices,
     shard_groups,
     sharded_dimensions,
     sum_partials,
@@ -30,7 +34,8 @@ class Adafactor(ShardedOptimizer):
 
     The moment of element (i, j) is row[i] · column[j] / mean, running means of squared gradients over a row, over a
     column and over the whole matrix (section 3 of the paper). Parameters that are not matrices keep a moment per
-    element. Means and norms are those of the whole parameter, whichever part of it a process holds.
+    element. Means and norms are those of the whole parameter, whichever part of it a process holds, and those of a
+    stack of matrices are those of each of them.
 
     Its settings are those of the paper: `clip_threshold` of section 6, `decay_rate` of section 7.2, `relative_step` and
     `scale_parameter` of section 8.
@@ -40,11 +45,13 @@ class Adafactor(ShardedOptimizer):
         """Each of the ``groups`` has its ``weight_decay``."""
         super().__init__(groups, section.lr)
         self.section = section
+        self.blocks: dict[torch.nn.Parameter, list[Block]] = {}
 
     def new_state(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Running means of squared gradients, the number of updates, and a first moment if there is one.
 
-        A matrix [rows, columns] has means [rows], [columns] and a scalar. Other parameters have means of their shape.
+        A matrix [rows, columns] has means [rows], [columns] and a scalar; a stack [matrices · rows, columns] has them
+        for each matrix, as [matrices · rows], [matrices, columns] and [matrices]. Others have means of their shape.
         """
         # All parameters share the tensor that counts updates, so that it takes one kernel.
         counts = (state["step"] for state in self.state.values() if state)
@@ -52,7 +59,7 @@ class Adafactor(ShardedOptimizer):
         if parameter.ndim == 2:
             state["exp_avg_sq_row"] = zeros_along(parameter, 0)
             state["exp_avg_sq_col"] = zeros_along(parameter, 1)
-            state["exp_avg_sq_mean"] = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+            state["exp_avg_sq_mean"] = zeros_along(parameter, None)
         else:
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         if self.section.beta1 is not None:
@@ -63,10 +70,10 @@ class Adafactor(ShardedOptimizer):
         """Two all-reduces in each mesh dimension, for the layers and for each table: before and after dividing."""
         sizes: Counter[tuple[str, int]] = Counter()  # bytes by mesh dimension and bucket
         for index, (_, name, parameter) in enumerate(self.members()):
-            scalars = 1 + self.section.scale_parameter + (parameter.ndim == 2)
-            vectors = list(zip(local(parameter).shape, (1, 0), strict=True)) if parameter.ndim == 2 else []
-            for size, dim in [*vectors, (scalars, None)]:
-                for dimension in sharded_dimensions(parameter, dim):
+            here, is_matrix = matrices_here(parameter), parameter.ndim == 2
+            vectors = [(local(zeros_along(parameter, dim)).numel(), 1 - dim) for dim in (0, 1) if is_matrix]
+            for size, dim in [*vectors, (here * (1 + self.section.scale_parameter + is_matrix), None)]:
+                for dimension in sharded_dimensions(parameter, dim, in_matrix=True):
                     sizes[dimension, _bucket(index, name, parameter)] += size * parameter.element_size()
         found: dict[str, UpdateTraffic] = {}
         for (dimension, _), size in sizes.items():
@@ -76,7 +83,7 @@ class Adafactor(ShardedOptimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # there is no closure
-        """Update every parameter. Gradients hold intermediate values afterwards."""
+        """Update every parameter."""
         self.begin_step()
         members = [member for member in self.members() if member[2].grad is not None]
         if not members:
@@ -107,7 +114,10 @@ def _bucket(index: int, name: str, parameter: torch.Tensor) -> int:
 
 
 class _Update:
-    """One update of one parameter, on this process's part of it."""
+    """One update of one parameter, on this process's part of it.
+
+    Sums, means and rates are vectors: one for each matrix of a stack. Other parameters are stacks of one.
+    """
 
     def __init__(
         self,
@@ -120,61 +130,96 @@ class _Update:
         assert parameter.grad is not None
         self.optimizer, self.section = optimizer, optimizer.section
         self.parameter, self.group = parameter, group
-        self.weight, factor = local(parameter), optimizer.factor
-        gradient = local(parameter.grad).to(self.weight.dtype)
-        self.gradient = gradient if factor is None else gradient.mul_(factor.to(self.weight.dtype))
-        self.state = {key: local(value) for key, value in optimizer.state[parameter].items()}
+        self.weight, self.gradient = (torch.atleast_1d(local(each)) for each in (parameter, parameter.grad))
+        self.state = {key: torch.atleast_1d(local(value)) for key, value in optimizer.state[parameter].items()}
+        if parameter not in optimizer.blocks:
+            optimizer.blocks[parameter] = blocks_of(parameter)
+        self.blocks = optimizer.blocks[parameter]
         self.bucket = bucket
         self.number = number  # of the update, from 1: a scalar on the device
+        self.factor = 1.0 if optimizer.factor is None else optimizer.factor
+        self.matrices, self.size = matrices_here(parameter), parameter.numel() // num_matrices(parameter)
 
     def _partial(self, tensor: torch.Tensor, dim: int | None = None) -> Partial:
-        return Partial(tensor, shard_groups(self.parameter, dim), self.bucket)
+        return Partial(tensor, shard_groups(self.parameter, dim, in_matrix=True), self.bucket)
+
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        return self.weight.new_zeros(self.matrices, *shape)
 
     def squares(self) -> list[Partial]:
-        """Sums of squares of this process's gradients and weights."""
-        squares = self.gradient.square() + _EPS_SQUARE
+        """Sums of squares of this process's gradients, before they are multiplied by the factor, and of its weights."""
         partials = []
         if self.weight.ndim == 2:
-            self.rows, self.columns, self.total = squares.sum(1), squares.sum(0), squares.sum()
+            length, width = self.weight.shape
+            self.rows, self.columns, self.total = self.weight.new_zeros(length), self._zeros(width), self._zeros()
+            for block in self.blocks:
+                squares = block.of(self.gradient).to(self.weight.dtype).square()
+                rows = squares.sum(2)
+                self.rows[block.rows] = rows.flatten()
+                self.columns[block.matrices], self.total[block.matrices] = squares.sum(1), rows.sum(1)
             partials += [self._partial(self.rows, 1), self._partial(self.columns, 0), self._partial(self.total)]
-        else:
-            self.elements = squares
         if self.section.scale_parameter:
-            self.weight_squares = self.weight.square().sum()
+            self.weight_squares = self._zeros()
+            for block in self.blocks:
+                norms = torch.linalg.vector_norm(block.of(self.weight).flatten(1), dim=1)
+                self.weight_squares[block.matrices] = norms.square()
             partials.append(self._partial(self.weight_squares))
         return partials
 
     def divide(self) -> Partial:
-        """Update the moments and divide the gradient by their root; the sum of squares of the result."""
-        share = self.number.pow(-self.section.decay_rate).to(self.weight.dtype)  # of the new squares
-        if self.weight.ndim == 2:
-            num_rows, num_columns = self.parameter.shape
-            row = self._average("exp_avg_sq_row", self.rows / num_columns, share)
-            column = self._average("exp_avg_sq_col", self.columns / num_rows, share)
-            mean = self._average("exp_avg_sq_mean", self.total / (num_rows * num_columns), share)
-            self.gradient.mul_((row / mean).rsqrt()[:, None]).mul_(column.rsqrt())
-        else:
-            self.gradient.mul_(self._average("exp_avg_sq", self.elements, share).rsqrt())
-        self.update_squares = self.gradient.square().sum()
+        """Update the moments; the sum of squares of the gradient divided by their root."""
+        dtype, share = self.weight.dtype, self.number.pow(-self.section.decay_rate).to(self.weight.dtype)
+
+        def average(key: str, squares: torch.Tensor) -> torch.Tensor:
+            new = squares * (self.factor * self.factor) + _EPS_SQUARE
+            return self._average(self.state[key].view_as(new), new, share)  # share: of the new squares
+
+        self.update_squares = self._zeros()
+        if self.weight.ndim != 2:
+            gradient = self.gradient.to(dtype)
+            self.quotient = gradient * (average("exp_avg_sq", gradient.square()).rsqrt() * self.factor)
+            self.update_squares += self.quotient.square().sum()
+            return self._partial(self.update_squares)
+        num_columns = self.parameter.shape[1]
+        row = average("exp_avg_sq_row", self.rows / num_columns)
+        column = average("exp_avg_sq_col", self.columns / (self.size // num_columns))
+        mean = average("exp_avg_sq_mean", self.total / self.size)
+        # Of elements [matrix, row, column] the product of these two is the factor over the root.
+        self.by_row = [(block.of(row) / mean[block.matrices, None]).rsqrt()[..., None] for block in self.blocks]
+        self.by_column = (column.rsqrt() * self.factor)[:, None]
+        for block, by_row in zip(self.blocks, self.by_row, strict=True):
+            norms = torch.linalg.vector_norm(block.of(self.gradient) * self.by_column[block.matrices], dim=2)
+            self.update_squares[block.matrices] = (norms * by_row[..., 0]).square().sum(1)
         return self._partial(self.update_squares)
 
-    def _average(self, key: str, new: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-        self.optimizer.assign(self.state[key], self.state[key].lerp(new, share))
-        return self.state[key]
+    def _average(self, old: torch.Tensor, new: torch.Tensor, share: torch.Tensor | float) -> torch.Tensor:
+        self.optimizer.assign(old, old.lerp(new, share))
+        return old
 
     def apply(self) -> None:
         """Clip the update and subtract it, times the learning rate, from the weights."""
-        optimizer, section, size = self.optimizer, self.section, self.parameter.numel()
-        lr = self.group["lr"]
+        section, lr = self.section, self.group["lr"]
         if section.relative_step:
             rate = self.number.rsqrt().clamp(max=1e-2) * (lr / section.lr)
         else:
             rate = torch.full_like(self.number, lr)
         if section.scale_parameter:
-            rate = rate * (self.weight_squares / size).sqrt().clamp(min=_EPS_SCALE)
-        rate = rate.to(self.weight.dtype)
-        root_mean_square = (self.update_squares / size).sqrt()
-        update = self.gradient.mul_(rate / (root_mean_square / section.clip_threshold).clamp(min=1))
-        if section.beta1 is not None:
-            update = self._average("exp_avg", update, torch.full_like(rate, 1 - section.beta1))
-        optimizer.assign(self.weight, self.weight * (1 - rate * self.group["weight_decay"]) - update)
+            rate = rate * (self.weight_squares / self.size).sqrt().clamp(min=_EPS_SCALE)
+        rate = rate.to(self.weight.dtype).expand(self.matrices)
+        root_mean_square = (self.update_squares / self.size).sqrt()
+        clipped = rate / (root_mean_square / section.clip_threshold).clamp(min=1)
+        for number, block in enumerate(self.blocks):
+            weight = block.of(self.weight)
+            shape = (-1, *[1] * (weight.ndim - 1))
+            kept, left = (
+                (each[block.matrices].view(shape)) for each in (1 - rate * self.group["weight_decay"], clipped)
+            )
+            if self.weight.ndim == 2:
+                left, right = block.of(self.gradient) * (self.by_row[number] * left), self.by_column[block.matrices]
+            else:
+                right = self.quotient
+            if section.beta1 is None:
+                new = torch.addcmul(weight * kept, left, right, value=-1)
+            else:
+                new = weight * kept - self._average(block.of(self.state["exp_avg"]), left * right, 1 - section.beta1)
+            self.optimizer.assign(weight, new)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -14,10 +14,21 @@ import torch.distributed as dist
 from titan_like.config.schema import Optimizer as OptimizerSection
 from titan_like.models.layers.init import local_part
 from titan_like.optim.adamw import FusedAdamW, adamw_state
-from titan_like.optim.shards import UpdateTraffic, local, mesh_over, sharded_dimensions
+from titan_like.optim.shards import (
+    UpdateTraffic,
+    blocks_of,
+    local,
+    matrices_here,
+    mesh_over,
+    num_matrices,
+    sharded_dimensions,
+)
+from titan_like.torch_private import copy_all_
 
-_Member = tuple[torch.nn.Parameter, dict[str, Any]]  # a matrix and its parameter group
-Block = tuple[tuple[int, ...], tuple[int, ...]]  # a process's part of a matrix: (offset, shape)
+_Member = tuple[torch.nn.Parameter, dict[str, Any]]  # a matrix, or a stack of them, and its parameter group
+_Matrix = tuple[int, int]  # number of a parameter, and of a matrix in its stack
+Place = tuple[tuple[int, int], tuple[int, int]]  # a process's part of a matrix: (offset, shape)
+_NOWHERE: Place = ((0, 0), (0, 0))
 
 
 class MatrixExchange:
@@ -26,51 +37,61 @@ class MatrixExchange:
     Gathering and scattering take one all-to-all each. Making it takes a collective too.
     """
 
-    def __init__(self, matrices: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-        self.group, self.rank, size = group, dist.get_rank(group), dist.get_world_size(group)
-        self.shapes = [tuple(matrix.shape) for matrix in matrices]
-        mine: list[Block] = [(offset, tuple(part.shape)) for part, offset in map(local_part, matrices)]
-        self.blocks: list[list[Block]] = [mine] * size  # by process and matrix
-        dist.all_gather_object(self.blocks, mine, group=group)
-        owners = assign_owners(self.shapes, size)
-        self.owned = [[index for index, owner in enumerate(owners) if owner == rank] for rank in range(size)]
+    def __init__(self, parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+        """``parameters`` are matrices [rows, columns], or stacks of them [matrices · rows, columns]."""
+        self.group, rank, size = group, dist.get_rank(group), dist.get_world_size(group)
+        self.shapes = [(len(each) // num_matrices(each), each.shape[1]) for each in parameters]
+        self.rows: dict[_Matrix, slice] = {}  # of this process's part of the parameter
+        mine: dict[_Matrix, Place] = {}
+        for number, parameter in enumerate(parameters):
+            part, (_, column) = local_part(parameter)
+            for block in blocks_of(parameter):
+                height, width = block.of(part).shape[1:]
+                for count, matrix in enumerate(range(block.matrices.start, block.matrices.stop)):
+                    first = block.rows.start + count * height
+                    self.rows[number, matrix] = slice(first, first + height)
+                    mine[number, matrix] = (block.offset, column), (height, width)
+        places: list[dict[_Matrix, Place]] = [mine] * size  # by process
+        dist.all_gather_object(places, mine, group=group)
+        matrices = sorted(set().union(*places))
+        owners = assign_owners([self.shapes[number] for number, _ in matrices], size)
+        owned = [[one for one, owner in zip(matrices, owners, strict=True) if owner == each] for each in range(size)]
+        self.counts = Counter(number for number, _ in owned[rank])  # of matrices that this process owns, by parameter
+        self.here = [[of_process.get(one, _NOWHERE) for one in owned[rank]] for of_process in places]
+        self.sent = [one for ones in owned for one in ones if one in mine]
+        self.sizes_here = [sum(prod(shape) for _, shape in of_process) for of_process in self.here]
+        self.sizes_sent = [sum(prod(mine.get(one, _NOWHERE)[1]) for one in ones) for ones in owned]
 
     def gather(self, parts: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Send this process's parts, [rows here, columns here], to their owners.
+        """Send this process's parts of the parameters, [rows here, columns here], to the matrices' owners.
 
         Returns:
-            The whole matrices, [rows, columns], that this process owns, by index.
+            The whole matrices that this process owns, [matrices, rows, columns], by the number of their parameter.
         """
-        sent = [parts[index] for indices in self.owned for index in indices]
-        send_sizes = [sum(parts[index].numel() for index in indices) for indices in self.owned]
-        received = self._exchange(sent, send_sizes, self._sizes_here(), like=parts[0])
-        wholes = {index: parts[0].new_empty(self.shapes[index]) for index in self.owned[self.rank]}
-        pieces = iter(received.split([prod(blocks[index][1]) for blocks in self.blocks for index in wholes]))
-        for blocks in self.blocks:
-            for index, whole in wholes.items():
-                rectangle(whole, blocks[index]).copy_(next(pieces).view(blocks[index][1]))
+        received = self._exchange(self._pieces(parts), self.sizes_sent, self.sizes_here, parts[0])
+        wholes = {number: parts[0].new_empty(count, *self.shapes[number]) for number, count in self.counts.items()}
+        arrived = iter(received.split([prod(shape) for of_process in self.here for _, shape in of_process]))
+        for matrix, place in self._places(wholes):
+            rectangle(matrix, place).copy_(next(arrived).view(place[1]))
         return wholes
 
-    def scatter(self, wholes: Mapping[int, torch.Tensor], like: torch.Tensor) -> list[torch.Tensor]:
-        """Send each process its part of the matrices, [rows, columns], that this process owns.
+    def scatter(self, wholes: Mapping[int, torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
+        """Send the matrices that `gather` returned back, to be written over the ``parts`` that it was given."""
+        sent = [rectangle(matrix, place) for matrix, place in self._places(wholes)]
+        received, pieces = self._exchange(sent, self.sizes_here, self.sizes_sent, parts[0]), self._pieces(parts)
+        views = received.split([piece.numel() for piece in pieces])
+        if pieces:
+            copy_all_(pieces, [view.view_as(piece) for view, piece in zip(views, pieces, strict=True)])
 
-        ``like`` has the parts' device and type.
+    def _pieces(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What this process holds of each matrix, in the order of their owners."""
+        return [parts[number][self.rows[number, matrix]] for number, matrix in self.sent]
 
-        Returns:
-            This process's parts of all matrices, [rows here, columns here].
-        """
-        sent = [rectangle(wholes[index], blocks[index]) for blocks in self.blocks for index in self.owned[self.rank]]
-        mine = self.blocks[self.rank]
-        receive_sizes = [sum(prod(mine[index][1]) for index in indices) for indices in self.owned]
-        received = self._exchange(sent, self._sizes_here(), receive_sizes, like)
-        order = [index for indices in self.owned for index in indices]
-        pieces = received.split([prod(mine[index][1]) for index in order])
-        parts = {index: piece.view(mine[index][1]) for index, piece in zip(order, pieces, strict=True)}
-        return [parts[index] for index in range(len(self.shapes))]
-
-    def _sizes_here(self) -> list[int]:
-        """Elements that each process holds of the matrices that this process owns."""
-        return [sum(prod(blocks[index][1]) for index in self.owned[self.rank]) for blocks in self.blocks]
+    def _places(self, wholes: Mapping[int, torch.Tensor]) -> Iterator[tuple[torch.Tensor, Place]]:
+        """Each matrix that this process owns, with what each process in turn holds of it."""
+        matrices = [matrix for stack in wholes.values() for matrix in stack]
+        for of_process in self.here:
+            yield from zip(matrices, of_process, strict=True)
 
     def _exchange(
         self, sent: list[torch.Tensor], send_sizes: list[int], receive_sizes: list[int], like: torch.Tensor
@@ -82,9 +103,9 @@ class MatrixExchange:
         return incoming
 
 
-def rectangle(whole: torch.Tensor, block: Block) -> torch.Tensor:
+def rectangle(whole: torch.Tensor, place: Place) -> torch.Tensor:
     """A view of a process's part of a matrix: [rows, columns] → [rows there, columns there]."""
-    for dim, (start, length) in enumerate(zip(*block, strict=True)):
+    for dim, (start, length) in enumerate(zip(*place, strict=True)):
         whole = whole.narrow(dim, min(start, whole.shape[dim]), length)  # an empty part may begin past the end
     return whole
 
@@ -112,7 +133,8 @@ class Muon(FusedAdamW):
     """Moves matrices along their orthogonalised momentum, and all other parameters as AdamW does.
 
     A sharded matrix is gathered on one rank, which orthogonalises it and sends the shards back. Each rank owns about as
-    much of this work as the others. Ranks with equal copies all do the same work.
+    much of this work as the others. Ranks with equal copies all do the same work. Each matrix of a stack is one by
+    itself.
 
     `match_rms_adamw` of `optimizer.adjust_lr` gives a matrix's update the root mean square that AdamW's have (arXiv
     2502.16982, section 2.2).
@@ -136,7 +158,8 @@ class Muon(FusedAdamW):
         sizes: Counter[tuple[str, ...]] = Counter()
         for group, _, parameter in self.members():
             if group.get("orthogonal"):
-                sizes[sharded_dimensions(parameter)] += local(parameter).numel() * self._dtype(parameter).itemsize
+                dimensions = sharded_dimensions(parameter, in_matrix=True)
+                sizes[dimensions] += local(parameter).numel() * self._dtype(parameter).itemsize
         return [
             UpdateTraffic(dimensions, "all_to_all", 2, 2 * size) for dimensions, size in sizes.items() if dimensions
         ]
@@ -145,39 +168,64 @@ class Muon(FusedAdamW):
     def step(self) -> None:  # type: ignore[override]  # there is no closure
         """Update every parameter."""
         self.begin_step()
+        self._take_factors()
         if self._sets is None:
             found: dict[tuple[str, ...], list[_Member]] = {}
             for group, _, parameter in self.members():
                 if group.get("orthogonal"):
-                    found.setdefault(sharded_dimensions(parameter), []).append((parameter, group))
+                    found.setdefault(sharded_dimensions(parameter, in_matrix=True), []).append((parameter, group))
             self._sets = [(members, _exchange_of(members, dimensions)) for dimensions, members in found.items()]
         for members, exchange in self._sets:
             self._update_matrices(members, exchange)
         super().step()
 
+    def _take_factors(self) -> None:
+        """Set the coefficients of this step's running means, with which a skipped step changes nothing.
+
+        With the factor f on gradients g, a momentum m becomes β·m + f·(1 - β)·g, a multiple of a mean of m and g.
+        """
+        beta, self._kept = self.section.momentum, 1 - self._skip.double()
+        new = self._kept * (1 - beta) if self.factor is None else torch.where(self._skip, 0, self.factor * (1 - beta))
+        self._total = 1 - self._kept * (1 - beta) + new
+        self._share = new / self._total
+        # Gradients before a small factor are large, so their share is what must be exact. A direction's length does not
+        # matter, but that of a skipped step must be 0.
+        self._share_of_direction = torch.where(self._skip, 1, new / (beta + new))
+
     def _update_matrices(self, members: list[_Member], exchange: MatrixExchange | None) -> None:
         """Update the momenta and the matrices of one set."""
         if exchange is None:
             for parameter, group in members:
-                self._apply(
-                    parameter, group, orthogonalise(self._direction(parameter), self.section.newton_schulz_steps)
-                )
+                stack = self._direction(parameter).unflatten(0, (matrices_here(parameter), -1))
+                self._apply(parameter, group, self._orthogonalise(stack).flatten(0, 1))
             return
         directions = [self._direction(parameter) for parameter, _ in members]
-        wholes = exchange.gather(directions)
-        wholes = {index: orthogonalise(whole, self.section.newton_schulz_steps) for index, whole in wholes.items()}
-        parts = exchange.scatter(wholes, like=directions[0])
-        for (parameter, group), part in zip(members, parts, strict=True):
-            self._apply(parameter, group, part)
+        wholes = {number: self._orthogonalise(stack) for number, stack in exchange.gather(directions).items()}
+        exchange.scatter(wholes, directions)
+        for (parameter, group), direction in zip(members, directions, strict=True):
+            self._apply(parameter, group, direction)
+
+    def _orthogonalise(self, stack: torch.Tensor) -> torch.Tensor:
+        # One matrix takes other kernels than a batch, whose results may differ in the last bits.
+        matrices = stack if len(stack) > 1 else stack[0]
+        return orthogonalise(matrices, self.section.newton_schulz_steps).view_as(stack)
 
     def _direction(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Update a matrix's momentum. Returns this process's part of what is to be orthogonalised."""
+        """Update a matrix's momentum. Returns this process's part of what is to be orthogonalised, 0 if it is skipped.
+
+        A skipped step's gradients may not be finite, so they are replaced in the one pass that may also cast them.
+        """
         assert parameter.grad is not None, "a matrix received no gradient"
-        gradient, momentum = local(parameter.grad), local(self.state[parameter]["momentum_buffer"])
-        gradient = gradient.to(momentum.dtype) if self.factor is None else gradient * self.factor.to(momentum.dtype)
-        self.assign(momentum, momentum.lerp(gradient, 1 - self.section.momentum))
-        # Rounded before it is sent: the iteration would round it first thing.
-        return gradient.lerp(momentum, self.section.momentum).to(self._dtype(parameter))
+        momentum = local(self.state[parameter]["momentum_buffer"])
+        gradient = torch.where(self._skip, momentum.new_zeros(1, 1), local(parameter.grad))
+        momentum.lerp_(gradient, self._share.to(momentum.dtype))
+        share = self._share_of_direction.to(momentum.dtype)
+        if self.factor is None:
+            share = 1 - (1 - share)  # rounded as in torch.optim.Muon
+        else:
+            momentum.mul_(self._total)
+        direction = torch.lerp(momentum, gradient, share, out=gradient)
+        return direction.to(self._dtype(parameter))  # the iteration would round it first thing, so before it is sent
 
     def _dtype(self, parameter: torch.Tensor) -> torch.dtype:
         if parameter.dtype == torch.float64:
@@ -187,33 +235,36 @@ class Muon(FusedAdamW):
 
     def _apply(self, parameter: torch.nn.Parameter, group: dict[str, Any], update: torch.Tensor) -> None:
         """Subtract this process's part of the orthogonal matrix, and decay, from its part of the weights."""
-        rows, columns = parameter.shape
+        rows, columns = len(parameter) // num_matrices(parameter), parameter.shape[1]
         lr = group["lr"] * (1.0 if self.section.matrix_lr is None else self.section.matrix_lr / self.section.lr)
         factor = 0.2 * math.sqrt(max(rows, columns))
         if self.section.adjust_lr == "original":
             factor = math.sqrt(max(1, rows / columns))
-        weight = local(parameter)
-        self.assign(weight, (weight * (1 - lr * group["weight_decay"])).add_(update, alpha=-lr * factor))
+        local(parameter).mul_(1 - self._kept * (lr * group["weight_decay"])).add_(update, alpha=-lr * factor)
 
 
 def _exchange_of(members: list[_Member], dimensions: tuple[str, ...]) -> MatrixExchange | None:
-    if not dimensions:
-        return None
     parameters = [parameter for parameter, _ in members]
+    if not dimensions:
+        shares = [num_matrices(p) * local(p).numel() == matrices_here(p) * p.numel() for p in parameters]
+        assert all(shares), "a process holds a part of a matrix that it takes for a whole one"
+        return None
     return MatrixExchange(parameters, mesh_over(parameters[0], dimensions).get_group())
 
 
-def orthogonalise(matrix: torch.Tensor, steps: int) -> torch.Tensor:
-    """Bring a matrix's singular values close to 1 by Newton-Schulz iterations, in its own dtype. [m, n] → [m, n].
+def orthogonalise(matrices: torch.Tensor, steps: int) -> torch.Tensor:
+    """Bring singular values of matrices close to 1 by Newton-Schulz iterations, in their own dtype.
 
     A step is x ← a·x + (b·g + c·g²)·x with g = x·xᵀ, which applies the polynomial a·s + b·s³ + c·s⁵ to every singular
-    value s. In bfloat16 this is what torch.optim.Muon computes.
+    value s. In bfloat16 this is what torch.optim.Muon computes. Shapes: [m, n] or [batch, m, n], as is the result.
     """
     a, b, c = _COEFFICIENTS
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if is_tall else matrix
-    x = x / x.norm().clamp(min=_EPS)  # no singular value is above the norm
+    multiply_add = torch.addmm if matrices.ndim == 2 else torch.baddbmm
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if is_tall else matrices
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    x = x / norm.clamp(min=_EPS)  # no singular value is above the norm
     for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if is_tall else x
+        gram = x @ x.mT
+        x = multiply_add(x, multiply_add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x

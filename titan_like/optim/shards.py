@@ -1,11 +1,14 @@
 """What optimizers that look at whole matrices need to know of shards, and an optimizer that never waits for the device.
 
 A process holds one rectangle of a parameter, which tensor parallelism and ZeRO have cut out along its two dimensions.
+A layer's experts are one parameter, a stack of matrices [matrices · rows, columns]; a process holds one rectangle of
+each matrix of which it holds anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +37,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     found_inf: torch.Tensor | None = None  # scalar; a step is skipped if it is above 0, as in torch's fused optimizers
     factor: torch.Tensor | None = None  # float64 scalar, by which a step multiplies the gradients first
-    _skip: torch.Tensor | None = None
+    _skip: torch.Tensor  # bool scalar
 
     def __init__(self, groups: Iterable[dict[str, Any]], lr: float) -> None:
         super().__init__(groups, {"lr": lr, "fused": True})  # "fused": `step` reads `found_inf` itself
@@ -42,7 +45,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def begin_step(self) -> None:
         """Create missing state, and look at `found_inf`."""
         self.init_state()
-        self._skip = None if self.found_inf is None else self.found_inf > 0
+        device = next(parameter.device for *_, parameter in self.members())
+        self._skip = torch.zeros((), device=device) > 0 if self.found_inf is None else self.found_inf > 0
 
     def init_state(self) -> None:
         """Create the state of parameters that have none. It needs no other process."""
@@ -66,10 +70,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def assign(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Write ``new`` to ``old``, of the same shape, unless the step is skipped. For use after `begin_step`."""
-        if self._skip is None:
-            old.copy_(new)
-        else:
-            torch.where(self._skip, old, new, out=old)
+        torch.where(self._skip, old, new, out=old)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -107,28 +108,94 @@ def is_table(name: str, parameter: torch.Tensor) -> bool:
     return parameter.ndim >= 2 and not name.startswith("layers.")
 
 
-def sharded_dimensions(parameter: torch.Tensor, dim: int | None = None) -> tuple[str, ...]:
-    """Names of the mesh dimensions that split a parameter, or its dimension ``dim``, among several processes."""
-    if not isinstance(parameter, DTensor):
-        return ()
-    mesh = parameter.device_mesh
-    names = mesh.mesh_dim_names or ()
+def sharded_dimensions(parameter: torch.Tensor, dim: int | None = None, in_matrix: bool = False) -> tuple[str, ...]:
+    """Names of the mesh dimensions that split a parameter, or its dimension ``dim``, among several processes.
+
+    With ``in_matrix``, only those that cut single matrices of a stack.
+    """
+    names = (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
+    left_out = _between_matrices(parameter) if in_matrix else ()
     return tuple(
         names[index]
-        for index, placement in enumerate(parameter.placements)
-        if not placement.is_replicate() and mesh.size(index) > 1 and dim in (None, _dim(placement))
+        for index, _, placement in _shards(parameter)
+        if dim in (None, placement.dim) and index not in left_out
     )
 
 
-def _dim(placement: Any) -> int:
-    return placement.dim  # Shard has it, and so have rows that ZeRO splits after tensor parallelism has
+def _shards(parameter: torch.Tensor) -> Iterator[tuple[int, int, Any]]:
+    """(number, size, placement) of the mesh dimensions that split a parameter.
+
+    A placement with a ``dim`` is torch's Shard, or a strided one: rows that ZeRO splits after tensor parallelism has.
+    """
+    if isinstance(parameter, DTensor):
+        sizes = parameter.device_mesh.shape
+        for index, (size, placement) in enumerate(zip(sizes, parameter.placements, strict=True)):
+            if not placement.is_replicate() and size > 1:
+                yield index, size, placement
 
 
-def shard_groups(parameter: torch.Tensor, dim: int | None = None) -> tuple[dist.ProcessGroup, ...]:
+def num_matrices(parameter: torch.Tensor) -> int:
+    """How many matrices are stacked in a parameter, as `titan_like.models.layers.experts.mark_stacks` says."""
+    return getattr(parameter, "num_matrices", 1)
+
+
+def matrices_here(parameter: torch.Tensor) -> int:
+    """How many matrices of a stack a process holds, counting those that it shares with others."""
+    return num_matrices(parameter) // prod(_between_matrices(parameter).values())
+
+
+def _between_matrices(parameter: torch.Tensor) -> dict[int, int]:
+    """Sizes of the mesh dimensions that split a stack only between its matrices, by their number."""
+    matrices, sizes = num_matrices(parameter), dict[int, int]()
+    for index, size, placement in _shards(parameter):
+        # A strided shard is a part of each of ``split_factor`` equal parts.
+        if placement.dim == 0 and matrices % (size * getattr(placement, "split_factor", 1)) == 0:
+            matrices, sizes[index] = matrices // size, size
+    return sizes
+
+
+class Block(NamedTuple):
+    """Consecutive matrices of a stack, of each of which a process holds the same rows."""
+
+    matrices: slice  # their numbers among those of `matrices_here`
+    rows: slice  # of the process's part of the stack
+    offset: int  # of these rows in each matrix
+
+    def of(self, part: torch.Tensor) -> torch.Tensor:
+        """A view of a process's part of a stack: [rows of all, …] → [matrices, rows of each, …]."""
+        return part[self.rows].unflatten(0, (self.matrices.stop - self.matrices.start, -1))
+
+
+def blocks_of(parameter: torch.Tensor) -> list[Block]:
+    """A process's part of a stack of matrices, in the order of its rows. Other parameters are stacks of one."""
+    if parameter.ndim != 2:
+        return [Block(slice(0, 1), slice(None), 0)] if local(parameter).numel() else []
+    height, here = len(parameter) // num_matrices(parameter), matrices_here(parameter)
+    runs = [(first, first + len(part)) for part, (first, *_) in local_parts(parameter) if len(part)]
+    starts = [
+        (row, end) for first, end in runs for row in (first, *range(first - first % height + height, end, height))
+    ]
+    blocks: list[Block] = []
+    alike, start = None, 0  # what rows of matrices in one block have in common
+    for row, end in starts:  # of what is held of each matrix
+        number, offset = row // height % here, row % height
+        count = min(height - offset, end - row)
+        block = Block(slice(number, number + 1), slice(start, start + count), offset)
+        if alike == (number, count, offset):
+            last = blocks.pop()
+            block = Block(slice(last.matrices.start, number + 1), slice(last.rows.start, start + count), offset)
+        blocks.append(block)
+        alike, start = (number + 1, count, offset), start + count
+    return blocks
+
+
+def shard_groups(
+    parameter: torch.Tensor, dim: int | None = None, in_matrix: bool = False
+) -> tuple[dist.ProcessGroup, ...]:
     """The process groups of `sharded_dimensions`."""
     if not isinstance(parameter, DTensor):
         return ()
-    return tuple(parameter.device_mesh.get_group(name) for name in sharded_dimensions(parameter, dim))
+    return tuple(parameter.device_mesh.get_group(name) for name in sharded_dimensions(parameter, dim, in_matrix))
 
 
 def mesh_over(parameter: torch.Tensor, dimensions: tuple[str, ...]) -> DeviceMesh:
@@ -140,18 +207,31 @@ def mesh_over(parameter: torch.Tensor, dimensions: tuple[str, ...]) -> DeviceMes
     return flattened(mesh[dimensions], "_".join(dimensions))
 
 
-def zeros_along(parameter: torch.Tensor, dim: int) -> torch.Tensor:
-    """Zeros for one number per index of a matrix's dimension: [rows] or [columns], split over processes as that is."""
-    shape = local(parameter).shape
-    part = torch.zeros(shape[dim], dtype=parameter.dtype, device=parameter.device)
-    if not isinstance(parameter, DTensor):
-        return part
-    placements = []
-    for placement in parameter.placements:
-        kept = not placement.is_replicate() and _dim(placement) == dim
-        placements.append((placement if dim == 0 else Shard(0)) if kept else Replicate())
-    size = torch.Size((parameter.shape[dim],))
-    return DTensor.from_local(part, parameter.device_mesh, placements, run_check=False, shape=size, stride=(1,))
+def zeros_along(parameter: torch.Tensor, dim: int | None) -> torch.Tensor:
+    """Zeros for each row of a parameter (``dim`` 0), each column of each matrix (1), or each matrix (None).
+
+    They are split over processes as those are. Shapes: [rows]; [columns] and [] of a single matrix, [matrices, columns]
+    and [matrices] of a stack.
+    """
+    number, last = num_matrices(parameter), () if dim is None else (dim,)
+    stack = number > 1 and dim != 0
+    shape = torch.Size([*[number] * stack, *(parameter.shape[each] for each in last)])
+    part = [*[matrices_here(parameter)] * stack, *(local(parameter).shape[each] for each in last)]
+    zeros = torch.zeros(part, dtype=parameter.dtype, device=parameter.device)
+    if not isinstance(parameter, DTensor) or not shape:
+        return zeros
+    given: Any = parameter.placements  # those of a size of 1 too
+    as_rows = [Replicate() if each.is_replicate() or each.dim else each for each in given]
+    placements: list[Any] = as_rows if dim == 0 else [Replicate()] * len(as_rows)
+    kept = _between_matrices(parameter) if dim != 0 else {}
+    for index, _, placement in _shards(parameter):
+        if index in kept:
+            finer = prod(size for other, size in kept.items() if other > index)
+            placements[index] = Shard(0) if finer == 1 else StridedShard(0, split_factor=finer)
+        elif placement.dim == dim == 1:
+            placements[index] = Shard(len(shape) - 1)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(zeros, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 class Partial(NamedTuple):

@@ -36,14 +36,14 @@ def update_work(section: OptimizerSection) -> UpdateWork:
     writes.
     """
     if section.name == "muon":
-        # A matrix takes 80 bytes, 52 more than under AdamW: momentum 12 and its assignment 12, direction 12, its norm
-        # and division by it 12, decay 8, the update's subtraction 12, and the weight's assignment 12.
-        return UpdateWork(28, 52, section.newton_schulz_steps, section.newton_schulz_dtype)
+        # A matrix takes 72 bytes, 44 more than under AdamW: gradients of skipped steps are replaced 8, momentum 12 and
+        # its factor 8, direction 12, its norm and division by it 12, decay 8 and the update's subtraction 12.
+        return UpdateWork(28, 44, section.newton_schulz_steps, section.newton_schulz_dtype)
     if section.name == "adafactor":
-        # Squares 8, ε₁ 8 and their three sums 12; two divisions 16; the update's squares 8 and their sum 4; rate 8,
-        # decay 8, subtraction 12 and assignment 12. A first moment is read and written twice with the update: 24. The
-        # weights' squares and their sum take 12.
-        return UpdateWork(96 + 24 * (section.beta1 is not None) + 12 * section.scale_parameter)
+        # Squares 8 and their two sums 8; division by the columns' moments 8 and its norms 4; division by the rows' 8,
+        # decay 8, division by the columns' and subtraction 12, and assignment 12. A first moment is read and written
+        # twice, and the update once more: 32. The weights' norm takes 4.
+        return UpdateWork(68 + 32 * (section.beta1 is not None) + 4 * section.scale_parameter)
     # Plain SGD adds the decay to the gradient and the gradient to the weight: 12 each.
     return UpdateWork(24) if section.name == "sgd" else ADAMW_WORK
 
@@ -57,6 +57,7 @@ class StateValues(NamedTuple):
     element: float = 0  # for each element: 2 for AdamW
     row: float = 0
     column: float = 0
+    more: float = 0  # for each column, for every further matrix of a stack
 
 
 class OptimizerState(NamedTuple):
@@ -66,13 +67,14 @@ class OptimizerState(NamedTuple):
     tables: StateValues  # matrices outside layers
     vector: float  # for each element of a vector
 
-    def of(self, name: str, shape: Sequence[int]) -> float:
-        """Values for a process's part of a parameter: a vector or a matrix."""
+    def of(self, name: str, shape: Sequence[int], matrices: int = 1) -> float:
+        """Values for a process's part of a parameter: a vector, or a matrix or a stack of several."""
         rows, *columns = shape
         if not columns:
             return self.vector * rows
         values = self.layers if name.startswith("layers.") else self.tables
-        return rows * (values.element * columns[0] + values.row) + values.column * columns[0]
+        by_column = values.column + (matrices - 1) * values.more
+        return rows * (values.element * columns[0] + values.row) + by_column * columns[0]
 
 
 ADAMW_STATE = OptimizerState(StateValues(element=2), StateValues(element=2), 2)
@@ -82,8 +84,8 @@ def optimizer_state(section: OptimizerSection) -> OptimizerState:
     """What the run's optimizer keeps.
 
     It is measured, so that it also holds for optimizers of other packages, whose state must be proportional to a
-    matrix's elements, rows or columns. Scalars, such as AdamW's number of updates, are left out. AdamW's is known,
-    because the first optimizer that torch makes imports its compiler, for 0.7 s.
+    matrix's elements, rows or columns. Scalars, such as AdamW's number of updates, are left out, and so is one for each
+    matrix of a stack. AdamW's is known, because the first optimizer that torch makes imports its compiler, for 0.7 s.
 
     Raises:
         ConfigError: as `build_optimizer`.
@@ -94,13 +96,17 @@ def optimizer_state(section: OptimizerSection) -> OptimizerState:
 @lru_cache(maxsize=64)
 def _optimizer_state(section: str) -> OptimizerState:
     from titan_like.optim.optimizer import build_optimizer  # imports DTensor, for 0.5 s
+    from titan_like.optim.shards import num_matrices
 
     square, tall, wide, vector = (_SIDE, _SIDE), (2 * _SIDE, _SIDE), (_SIDE, 2 * _SIDE), (_SIDE,)
+    stack = (4 * _SIDE, _SIDE)  # of 4 square matrices
     named: dict[tuple[str, tuple[int, ...]], torch.nn.Parameter] = {
         (kind, shape): torch.nn.Parameter(torch.zeros(shape))
         for kind in ("layers", "table")
-        for shape in (square, tall, wide, vector)
+        for shape in (square, tall, wide, stack, vector)
     }
+    for kind in ("layers", "table"):
+        named[kind, stack].num_matrices = 4  # type: ignore[attr-defined]
     members = [(f"{kind}.{number}", parameter) for number, ((kind, _), parameter) in enumerate(named.items())]
     optimizer = build_optimizer(members, OptimizerSection.model_validate_json(section))
     for _, parameter in members:
@@ -110,7 +116,8 @@ def _optimizer_state(section: str) -> OptimizerState:
     def kept(kind: str, shape: tuple[int, ...]) -> float:
         parameter = named[kind, shape]
         state = (value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor))
-        return sum(value.numel() * value.element_size() for value in state if value.ndim) / parameter.element_size()
+        kept = (value for value in state if value.numel() > num_matrices(parameter))
+        return sum(value.numel() * value.element_size() for value in kept) / parameter.element_size()
 
     def of_matrix(kind: str) -> StateValues:
         # With n = _SIDE, a matrix keeps e·rows·columns + r·rows + c·columns values: e·n² + (r + c)·n if it is square,
@@ -118,7 +125,8 @@ def _optimizer_state(section: str) -> OptimizerState:
         smallest, taller, wider = (kept(kind, shape) for shape in (square, tall, wide))
         element = _number((taller + wider - 3 * smallest) / _SIDE**2)
         row, column = ((more - smallest) / _SIDE - element * _SIDE for more in (taller, wider))
-        return StateValues(element, _number(row), _number(column))
+        stacked = kept(kind, stack) / _SIDE - 4 * (element * _SIDE + row)  # for each column, of 4 matrices
+        return StateValues(element, _number(row), _number(column), _number((stacked - column) / 3))
 
     return OptimizerState(of_matrix("layers"), of_matrix("table"), _number(kept("layers", vector) / _SIDE))
 

@@ -17,6 +17,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.data.lengths import sample_length
 from titan_like.models.config import TransformerConfig, WithExperts
 from titan_like.models.layers.cross_entropy import TokenLoss
+from titan_like.models.layers.experts import mark_stacks
 from titan_like.models.registry import build_model
 from titan_like.parallel.activation_checkpoint import apply_activation_checkpoint
 from titan_like.parallel.collectives import Group
@@ -164,6 +165,7 @@ def build_stage(
     data_parallel = DataParallel(module, mesh, expert_mesh, zero_stage, dtype, reduce_dtype, tuning)
     if not allocates_whole:  # after sharding, so that only this process's shards are ever allocated
         module.to_empty(device=device)
+    mark_stacks(module)
     gathers_weights = zero_stage > 0 and mesh["dp_shard"].size() > 1
     # The second part of a split backward pass sets gradients by hand, which float8 parameters do not take.
     if config.float8.enable and config.float8.recipe == "tensorwise" and gathers_weights and weight_gradients is None:

@@ -191,6 +191,6 @@ def _sharded_segment(
 
 
 def _sharded_parameter(parameter: Parameter, shards: dict[str, int], optimizer: OptimizerState) -> tuple[int, float]:
-    rows, *others = parameter.shape
-    shape = shard_rows(rows, shards[parameter.sharers]), *others
-    return prod(shape), optimizer.of(parameter.name, shape)
+    (rows, *others), size, matrices = parameter.shape, shards[parameter.sharers], parameter.matrices
+    shape = shard_rows(rows, size), *others
+    return prod(shape), optimizer.of(parameter.name, shape, matrices if matrices % size else matrices // size)

@@ -30,9 +30,11 @@ def update_time(work: Workload, profile: Profile, elements: Mapping[str, int]) -
     whole = trace(TraceKey.of(work._replace(tensor=1, sequence_parallel=False, expert=1, context=1)))
     size, longest, products = 0, 0.0, 0.0  # of all layers' matrices
     for layer, count in zip(whole.layers, work.model.layer_counts, strict=True):
-        for rows, columns in (one.shape for one in layer.parameters if len(one.shape) == 2):
+        for one in (one for one in layer.parameters if len(one.shape) == 2):
+            rows, columns = one.shape[0] // one.matrices, one.shape[1]
             step = sum(gemm_time(*sizes, 1, dtype, profile) for sizes in update.products(rows, columns))
-            size, longest, products = size + count * rows * columns, max(longest, step), products + count * step
+            size, longest = size + count * one.elements, max(longest, step)
+            products += count * one.matrices * step
     processes = work.tensor * (work.shard * work.context if work.zero_stage else 1)
     own = size / work.pipeline / processes
     computes = update.matrix_steps * max(longest, products / work.pipeline / processes)

@@ -99,8 +99,6 @@ def check_expert_parallel(config: JobConfig, model: TransformerConfig, layout: L
     width = model.expert_ffn_hidden_size
     problem = f"does not divide the model's expert_ffn_hidden_size ({width}); use 1, or another tensor_parallel_degree"
     require(width % tensor == 0, tensor_key, tensor, problem)
-    rule, problem = config.optimizer.name, "does not support experts split over tensor ranks; use adamw or sgd"
-    require(tensor == 1 or rule not in ("muon", "adafactor"), "optimizer.name", rule, problem)
     problem = f"does not divide the model's num_experts ({model.num_experts}); use a divisor of it"
     require(model.num_experts % degree == 0, key, degree, problem)
     ranks = layout.token_shards // layout.expert_tensor

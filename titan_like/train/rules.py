@@ -266,9 +266,7 @@ def _check_experts(config: JobConfig, model: TransformerConfig) -> None:
         problem = f"{config.model.family} has no experts to recompute; use one of the other modes"
         require(config.activation_checkpoint.mode != "experts", "activation_checkpoint.mode", "experts", problem)
         return
-    family, rule = config.model.family, config.optimizer.name
-    problem = f"does not support the stacked expert weights of {family}; use adamw or sgd"
-    require(rule not in ("muon", "adafactor"), "optimizer.name", rule, problem)
+    family = config.model.family
     given = config.model.overrides.get("ffn_hidden_size")
     problem = f"no layer of {family} {config.model.flavor} is dense; set model.overrides.expert_ffn_hidden_size"
     require(given in (None, 0, model.ffn_hidden_size), "model.overrides.ffn_hidden_size", given, problem)

@@ -27,7 +27,7 @@ from titan_like.models.layers import cross_entropy
 from titan_like.models.layers.cross_entropy import Vocabulary
 from titan_like.models.layers.init import local_part
 from titan_like.optim.optimizer import build_optimizer
-from titan_like.optim.shards import whole
+from titan_like.optim.shards import num_matrices, whole
 from titan_like.parallel import cp_attention
 from titan_like.train.pending_step import PendingStep
 from titan_like.train.trainer import Trainer
@@ -63,6 +63,8 @@ class NarrowWatch(LayoutWatch):
         """Copy the weights, and build the optimizer that repeats their updates."""
         super().attach(trainer)
         self.parameters = [(name, p, nn.Parameter(_whole(p))) for name, p in trainer.model.named_parameters()]
+        for _, parameter, copy in self.parameters:
+            copy.num_matrices = num_matrices(parameter)  # type: ignore[attr-defined]
         self.optimizer = build_optimizer([(name, copy) for name, _, copy in self.parameters], trainer.config.optimizer)
 
     @torch.no_grad()

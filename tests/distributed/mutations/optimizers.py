@@ -4,20 +4,22 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from tests.distributed.mutations import bug, under
 from tests.distributed.mutations.updates import after_init
 from titan_like.optim import adafactor, muon
-from titan_like.optim.muon import MatrixExchange
+from titan_like.optim.muon import MatrixExchange, Muon
 from titan_like.optim.shards import Partial, ShardedOptimizer, local
+from titan_like.parallel import apply
 from titan_like.train.trainer import Trainer
 
 
 def _not_summed_along(dim: int) -> Any:
     original = adafactor.shard_groups
 
-    def shard_groups(parameter: torch.Tensor, along: int | None = None) -> Any:
-        return () if along == dim else original(parameter, along)
+    def shard_groups(parameter: torch.Tensor, along: int | None = None, in_matrix: bool = False) -> Any:
+        return () if along == dim else original(parameter, along, in_matrix)
 
     return patch.object(adafactor, "shard_groups", shard_groups)
 
@@ -47,18 +49,33 @@ def skipped_steps_counted_as_updates(original: Any, self: Any, old: torch.Tensor
         original(self, old, new)
 
 
-@bug(muon, "sharded_dimensions")
-def shards_orthogonalised_alone(_original: Any, _: Any) -> Any:
+@bug(muon, "_exchange_of")
+def shards_orthogonalised_alone(_original: Any, *_: Any) -> Any:
     """Muon takes a process's part of a matrix for the whole."""
-    return ()
+    return None
+
+
+@bug(apply, "mark_stacks")
+def sharded_stacks_taken_for_one_matrix(original: Any, model: torch.nn.Module) -> None:
+    """Experts' weights that a process holds a part of lose the note that they are stacks."""
+    if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        original(model)
+
+
+@bug(Muon, "_take_factors")
+def factor_not_applied_to_matrices(original: Any, self: Muon) -> None:
+    """Muon's momentum takes gradients that are not clipped."""
+    factor, self.factor = self.factor, None
+    original(self)
+    self.factor = factor
 
 
 @bug(MatrixExchange, "gather")
 def parts_put_together_in_reverse(original: Any, self: MatrixExchange, parts: Any) -> Any:
     """Muon's owner of a matrix takes the first process's part for the last one's."""
-    blocks, self.blocks = self.blocks, self.blocks[::-1]
+    here, self.here = self.here, self.here[::-1]
     wholes = original(self, parts)
-    self.blocks = blocks
+    self.here = here
     return wholes
 
 

@@ -188,6 +188,8 @@ class ExpertLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.elements_per_token = config.experts_per_token * in_features * out_features
         self.weight = nn.Parameter(torch.empty(config.num_experts * out_features, in_features))
+        self.num_matrices = config.num_experts  # in the whole model
+        mark_stacks(self)
 
     def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """[rows, in], sorted by expert, and ends of each expert's rows, int32 [E] → [rows, out].
@@ -214,6 +216,17 @@ class ExpertLinear(nn.Module):
     def matrices(self) -> torch.Tensor:
         """The weight by expert: [E, out, in]."""
         return self.weight.view(self.num_experts, self.out_features, self.in_features)
+
+
+def mark_stacks(model: nn.Module) -> None:
+    """Note on each parameter that is a stack of matrices how many it has, for optimizers that look at whole matrices.
+
+    The note is lost where a parameter is replaced, so this is called again after that.
+    """
+    for module in model.modules():
+        if isinstance(module, ExpertLinear):
+            for _, parameter in module.named_parameters():
+                parameter.num_matrices = module.num_matrices  # type: ignore[attr-defined]
 
 
 class Experts(nn.Module):

@@ -120,6 +120,7 @@ class Parameter(NamedTuple):
     partial: bool  # sequence parallelism leaves its gradient partial
     kinds: tuple[int, ...]  # of the layers that share it; empty for parameters of a single segment
     position: int  # of its gradient, in the order in which backward passes complete them
+    matrices: int = 1  # that are stacked in it
 
     @property
     def elements(self) -> int:

@@ -20,6 +20,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch, model_fields
 from titan_like.models import parts
 from titan_like.models.transformer import Transformer, shared_modules
+from titan_like.optim.shards import matrices_here
 from titan_like.parallel import apply as recipe
 from titan_like.parallel.context import CPShard
 from titan_like.parallel.data import groups_of, summed_in_full, units_of
@@ -253,5 +254,6 @@ def _list_parameters(
             kinds = tuple(kind for kind, shared in enumerate(uses) if name.partition(".")[0] in shared)
             shape = tuple(local_part(parameter.data).shape)
             one = id(parameter)
-            row = Parameter(name, shape, *units[one], one in deferred, one in partial, kinds, positions.get(one, 0))
+            flags = one in deferred, one in partial
+            row = Parameter(name, shape, *units[one], *flags, kinds, positions.get(one, 0), matrices_here(parameter))
             segments[_segment_of(name, module, num_kinds)].parameters.append(row)
