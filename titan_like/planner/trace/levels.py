@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from itertools import starmap
+from types import MappingProxyType
 from typing import NamedTuple
 
-from titan_like.planner.trace.program import Moment, Segment, fullest
+from titan_like.planner.trace.program import Attention, Collective, Gemm, Moment, Segment, fullest
 
 FORWARD, BACKWARD, WEIGHTS = range(3)  # passes, in the order of `Segment.passes`
 
@@ -22,60 +24,192 @@ class Event(NamedTuple):
     repeats: bool = False  # while a backward pass repeats operators of the forward pass
 
 
+View = tuple[int, ...]
+"""Offset and shape of a tensor in its storage."""
+
+
+class Operator(NamedTuple):
+    """What wrote a storage in a forward pass, where a compiler may compute it again."""
+
+    kind: str  # pointwise, reduction, product, message, or other
+    sources: list[tuple[int, View]]  # storages that it read, and what of them
+    work: Gemm | Attention | Collective | None = None
+    size: int = 0  # bytes of a message
+
+
+class Compiled(NamedTuple):
+    """What a compiler, and offload, make of the events of a trace."""
+
+    events: list[Event]
+    recomputed: list[tuple[int, Operator]]  # by segment: what costs time to repeat
+    written: dict[int, int]  # by segment: bytes of what the repeated operators leave for others
+    moved: dict[int, list[int]]  # by segment: bytes of each storage that goes to the host's memory
+
+
 def events_as_compiled(
     events: list[Event],
-    compiled: Container[int],
-    made_from: Mapping[int, list[int]],
+    compiled: Collection[int],
+    operators: Mapping[int, Operator],
     needed: Container[int],
+    outside: Container[int],
     inside_kernels: Container[int],
-) -> list[Event]:
+    views: Mapping[int, Mapping[View, int]],
+    budget: float = 1.0,
+    offloaded: Mapping[int, Iterable[int]] = MappingProxyType({}),
+) -> Compiled:
     """The events with those of some segments changed to what they are if a compiler makes a graph of each pass.
 
     torch's min-cut partitioner does not keep for the backward pass what pointwise operators can compute again from
     tensors that are kept, unless the backward pass needs it in memory, as a matrix product does. A tensor that only the
-    kernel which computes it reads is never in memory.
+    kernel which computes it reads is never in memory. `Budget` has what it recomputes within a budget.
 
     Args:
         events: of all segments, operator by operator.
         compiled: the segments that are compiled.
-        made_from: storages that pointwise operators wrote in forward passes → the storages that these read.
+        operators: storage → what wrote it in a forward pass.
         needed: storages that a backward pass, or another segment, needs in memory.
+        outside: those that another segment needs.
         inside_kernels: storages that a single fused kernel writes and reads.
+        views: storage → bytes of each of its views that backward passes read.
+        budget: `activation_checkpoint.budget`.
+        offloaded: segment → storages that it moves to the host's memory, if they stay for the backward pass.
     """
     ends = {event.storage: event for event in events if event.bytes < 0}
-    availability: dict[int, bool] = {}
-
-    def stays(storage: int) -> bool:  # until the backward pass
-        return storage not in ends or ends[storage].which != FORWARD
-
-    def is_available(storage: int) -> bool:  # to the backward pass
-        if storage not in availability:
-            sources = made_from.get(storage)
-            availability[storage] = stays(storage) or (sources is not None and all(map(is_available, sources)))
-        return availability[storage]
-
-    def is_recomputed(event: Event) -> bool:
-        number = event.storage
-        return number in made_from and number not in needed and all(map(is_available, made_from[number]))
-
-    found, freed = list[Event](), dict[int, list[Event]]()  # freed: at the end of a forward pass, by segment
-    dropped = set[int]()
+    sizes = {event.storage: event.bytes for event in events if event.bytes > 0}
+    stay = {number for number in sizes if number not in ends or ends[number].which != FORWARD}
+    made = {event.storage: event.segment for event in events if event.bytes > 0 and event.which == FORWARD}
+    dropped, recomputed, written = set[int](), list[tuple[int, Operator]](), dict[int, int]()
+    for segment in compiled:
+        here = {number for number, owner in made.items() if owner == segment}
+        choice = Budget(operators, sizes, views, stay, here, needed, outside).choose(budget)
+        dropped |= choice.dropped
+        recomputed += [(segment, operator) for operator in choice.repeated() if operator.work is not None]
+    again = {number for number in dropped if number in needed or operators[number].kind != "pointwise"}
+    # At the end of a forward pass, and at the start of a backward pass, by segment.
+    freed, returned = defaultdict[int, list[Event]](list), defaultdict[int, list[Event]](list)
+    moved, gone = defaultdict[int, list[int]](list), set(dropped)
+    for segment, number in [(made[number], number) for number in sorted(dropped)]:
+        freed[segment].append(Event(segment, FORWARD, number, -sizes[number]))
+        if number in again:
+            returned[segment].append(Event(segment, BACKWARD, number, sizes[number], repeats=True))
+            written[segment] = written.get(segment, 0) + sizes[number]
+    for segment, number in [(segment, number) for segment, numbers in offloaded.items() for number in sorted(numbers)]:
+        if number in stay and number not in gone:
+            gone.add(number)
+            freed[segment].append(Event(segment, FORWARD, number, -sizes[number]))
+            returned[segment].append(Event(segment, BACKWARD, number, sizes[number]))
+            moved[segment].append(sizes[number])
+    found, absent = list[Event](), dropped - again
     for event in events:
-        if event.storage == 0 and event.which == FORWARD:
-            found += freed.pop(event.segment - 1, [])
-        elif event.storage in dropped:
+        if event.storage == 0:
+            found += freed.pop(event.segment - 1, []) if event.which == FORWARD else []
+            found += [event, *(returned.pop(event.segment, []) if event.which == BACKWARD else [])]
             continue
-        elif event.segment in compiled and event.bytes > 0:
-            end = ends.get(event.storage)
-            is_short = end is not None and (end.segment, end.which) == (event.segment, event.which)
-            if event.storage in inside_kernels and is_short:
-                dropped.add(event.storage)
-                continue
-            if event.which == FORWARD and stays(event.storage) and is_recomputed(event):
-                dropped.add(event.storage)
-                freed.setdefault(event.segment, []).append(event._replace(bytes=-event.bytes))
-        found.append(event)
-    return found
+        end = ends.get(event.storage)
+        is_short = end is not None and (end.segment, end.which) == (event.segment, event.which)
+        if event.bytes > 0 and event.segment in compiled and event.storage in inside_kernels and is_short:
+            absent.add(event.storage)
+        elif event.bytes > 0 or event.storage not in absent:
+            found.append(event)
+    return Compiled(found, recomputed, written, moved)
+
+
+class Budget:
+    """What torch's partitioner recomputes of one compiled segment (`choose_saved_values_set` in its `partitioners`).
+
+    A budget is the share that stays of the bytes that it keeps without one. It tries what costs little first: pointwise
+    operators whose results the backward pass needs in memory, then everything but products and reductions. Of these it
+    then keeps those that save most FLOPs within the budget. Messages are repeated only if nothing may be kept.
+    """
+
+    def __init__(
+        self,
+        operators: Mapping[int, Operator],
+        sizes: Mapping[int, int],
+        views: Mapping[int, Mapping[View, int]],
+        stay: Container[int],
+        here: set[int],
+        needed: Container[int],
+        outside: Container[int],
+    ) -> None:
+        """``stay``: storages that autograd keeps for the backward pass; ``here``: those that the segment wrote."""
+        self.operators, self.sizes, self.stay, self.outside = operators, sizes, stay, outside
+        self.here, self.views = here, views
+        self.kept = [number for number in here if number in stay and number not in outside]
+        self.cheap = {number for number in here & operators.keys() if operators[number].kind == "pointwise"}
+        self.cheap -= {number for number in here if number in outside}
+        self.allowed = {number for number in self.cheap if number not in needed}
+        self._available: dict[int, bool] = {}
+        self.dropped: set[int] = set()
+        self._allow(self.allowed)
+
+    def choose(self, budget: float) -> Budget:
+        """Fill in ``dropped``."""
+        total, operators = self._size(), self.operators
+        if budget == 1 or not total:
+            return self
+        known = {number for number in self.here & operators.keys() if number not in self.outside}
+        costly = {number for number in known if operators[number].kind in ("product", "reduction", "message")}
+        for allowed in (known,) if budget == 0 else (self.cheap, known - costly):
+            self._allow(allowed)
+            if budget == 0 or self._size() < budget * total:
+                return self
+        paths, waiting = set[int](), list(self.kept)
+        while waiting:  # what leads to something that the backward pass takes
+            number = waiting.pop()
+            if number in known and number not in paths:
+                paths.add(number)
+                waiting += [source for source, _ in operators[number].sources]
+        choices: list[tuple[float, int, frozenset[int]]] = [(0.0, 0, frozenset())]  # share, FLOPs, kept
+        messages = {number for number in costly if operators[number].kind == "message"}
+        for number in (costly & paths) - messages:
+            work, share = operators[number].work, self.sizes[number] / total
+            flops = work.flops if isinstance(work, Gemm) and not work.grouped else 1
+            more = [(old + share, saved + flops, kept | {number}) for old, saved, kept in choices]
+            best = -1
+            merged, choices = sorted([*choices, *more], key=lambda one: (one[0], -one[1])), []
+            for one in merged:
+                if one[0] <= budget and one[1] > best:
+                    choices.append(one)
+                    best = one[1]
+        self._allow(known - messages - choices[-1][2])
+        return self
+
+    def repeated(self) -> list[Operator]:
+        """The operators that the backward pass repeats, each once."""
+        found, waiting = dict[int, Operator](), list(self.dropped)
+        seen = set[int]()
+        while waiting:
+            number = waiting.pop()
+            if number not in seen and (number in self.dropped or number not in self.stay) and number in self.operators:
+                seen.add(number)
+                operator = self.operators[number]
+                found[id(operator)] = operator
+                waiting += [source for source, _ in operator.sources]
+        return list(found.values())
+
+    def _allow(self, allowed: set[int]) -> None:
+        """Drop what operators of ``allowed`` storages can compute from what is kept."""
+        self.allowed, self._available = allowed, {}
+        self.dropped = {number for number in self.kept if self._is_recomputed(number)}
+
+    def _is_recomputed(self, number: int) -> bool:
+        return number in self.allowed and all(starmap(self._is_available, self.operators[number].sources))
+
+    def _is_available(self, number: int, view: View) -> bool:  # to the backward pass
+        if number not in self._available:
+            self._available[number] = number not in self.sizes or self._is_recomputed(number)
+        stays = number in self.stay and (
+            view in self.views.get(number, {view}) or self._viewed(number) >= self.sizes[number]
+        )
+        return stays or self._available[number]
+
+    def _viewed(self, number: int) -> int:
+        """Bytes of a storage as torch counts them: each of its views by itself."""
+        return sum(self.views[number].values()) if number in self.views else self.sizes[number]
+
+    def _size(self) -> int:
+        return sum(self._viewed(number) for number in self.kept if number not in self.dropped)
 
 
 def fill_in_levels(
