@@ -96,10 +96,9 @@ class LayerTensors:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | View:
         """Take note of a tensor that autograd saves."""
-        storage = tensor.untyped_storage() if type(tensor) is torch.Tensor else None
-        if storage is None or storage.nbytes() < self.least:
-            return tensor
-        key = id(storage)
+        if hasattr(tensor, "__tensor_flatten__") or tensor.untyped_storage().nbytes() < self.least:
+            return tensor  # a DTensor or a float8 tensor is a weight
+        key = id(tensor.untyped_storage())
         if key not in self.saved:
             self.saved[key] = Saved(tensor)
         return View(self.saved[key], self, tensor.dtype, (tensor.size(), tensor.stride(), tensor.storage_offset()))

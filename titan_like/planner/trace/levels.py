@@ -37,23 +37,29 @@ class Operator(NamedTuple):
     size: int = 0  # bytes of a message
 
 
+class Storages(NamedTuple):
+    """What a trace knows of them, by number."""
+
+    operators: Mapping[int, Operator]  # what wrote them in a forward pass
+    needed: Container[int]  # a backward pass, or another segment, needs them in memory
+    outside: set[int]  # another segment does
+    inside_kernels: Container[int]  # a single fused kernel writes and reads them
+    views: Mapping[int, Mapping[View, int]]  # bytes of each view that backward passes read
+
+
 class Compiled(NamedTuple):
-    """What a compiler, and offload, make of the events of a trace."""
+    """What a compiler, and offload, make of the events of a trace, by segment."""
 
     events: list[Event]
-    recomputed: list[tuple[int, Operator]]  # by segment: what costs time to repeat
-    written: dict[int, int]  # by segment: bytes of what the repeated operators leave for others
-    moved: dict[int, list[int]]  # by segment: bytes of each storage that goes to the host's memory
+    recomputed: list[tuple[int, Operator]]  # what costs time to repeat
+    written: dict[int, int]  # bytes of what the repeated operators leave for others
+    moved: dict[int, list[int]]  # bytes of each storage that goes to the host's memory
 
 
 def events_as_compiled(
     events: list[Event],
     compiled: Collection[int],
-    operators: Mapping[int, Operator],
-    needed: Container[int],
-    outside: Container[int],
-    inside_kernels: Container[int],
-    views: Mapping[int, Mapping[View, int]],
+    storages: Storages,
     budget: float = 1.0,
     offloaded: Mapping[int, Iterable[int]] = MappingProxyType({}),
 ) -> Compiled:
@@ -61,16 +67,12 @@ def events_as_compiled(
 
     torch's min-cut partitioner does not keep for the backward pass what pointwise operators can compute again from
     tensors that are kept, unless the backward pass needs it in memory, as a matrix product does. A tensor that only the
-    kernel which computes it reads is never in memory. `Budget` has what it recomputes within a budget.
+    kernel which computes it reads is never in memory. `Partition` has what it recomputes within a budget.
 
     Args:
         events: of all segments, operator by operator.
         compiled: the segments that are compiled.
-        operators: storage → what wrote it in a forward pass.
-        needed: storages that a backward pass, or another segment, needs in memory.
-        outside: those that another segment needs.
-        inside_kernels: storages that a single fused kernel writes and reads.
-        views: storage → bytes of each of its views that backward passes read.
+        storages: those of the events.
         budget: `activation_checkpoint.budget`.
         offloaded: segment → storages that it moves to the host's memory, if they stay for the backward pass.
     """
@@ -78,27 +80,30 @@ def events_as_compiled(
     sizes = {event.storage: event.bytes for event in events if event.bytes > 0}
     stay = {number for number in sizes if number not in ends or ends[number].which != FORWARD}
     made = {event.storage: event.segment for event in events if event.bytes > 0 and event.which == FORWARD}
-    dropped, recomputed, written = set[int](), list[tuple[int, Operator]](), dict[int, int]()
+    dropped, recomputed, written = set[int](), list[tuple[int, Operator]](), defaultdict[int, int](int)
     for segment in compiled:
-        here = {number for number, owner in made.items() if owner == segment}
-        choice = Budget(operators, sizes, views, stay, here, needed, outside).choose(budget)
-        dropped |= choice.dropped
-        recomputed += [(segment, operator) for operator in choice.repeated() if operator.work is not None]
+        partition = Partition(storages, sizes, stay, {number for number, owner in made.items() if owner == segment})
+        partition.fit(budget)
+        dropped |= partition.dropped
+        recomputed += [(segment, operator) for operator in partition.repeated() if operator.work is not None]
+    needed, operators = storages.needed, storages.operators
     again = {number for number in dropped if number in needed or operators[number].kind != "pointwise"}
     # At the end of a forward pass, and at the start of a backward pass, by segment.
     freed, returned = defaultdict[int, list[Event]](list), defaultdict[int, list[Event]](list)
-    moved, gone = defaultdict[int, list[int]](list), set(dropped)
-    for segment, number in [(made[number], number) for number in sorted(dropped)]:
-        freed[segment].append(Event(segment, FORWARD, number, -sizes[number]))
-        if number in again:
-            returned[segment].append(Event(segment, BACKWARD, number, sizes[number], repeats=True))
-            written[segment] = written.get(segment, 0) + sizes[number]
-    for segment, number in [(segment, number) for segment, numbers in offloaded.items() for number in sorted(numbers)]:
-        if number in stay and number not in gone:
-            gone.add(number)
-            freed[segment].append(Event(segment, FORWARD, number, -sizes[number]))
-            returned[segment].append(Event(segment, BACKWARD, number, sizes[number]))
-            moved[segment].append(sizes[number])
+    moved, gone = defaultdict[int, list[int]](list), set[int]()
+    leaving = [(made[number], number) for number in dropped]
+    leaving += [(segment, number) for segment, numbers in offloaded.items() for number in stay.intersection(numbers)]
+    for segment, number in leaving:
+        if number in gone:
+            continue
+        gone.add(number)
+        size, is_dropped = sizes[number], number in dropped
+        freed[segment].append(Event(segment, FORWARD, number, -size))
+        if number in again or not is_dropped:
+            returned[segment].append(Event(segment, BACKWARD, number, size, repeats=is_dropped))
+            written[segment] += size * is_dropped
+        if not is_dropped:
+            moved[segment].append(size)
     found, absent = list[Event](), dropped - again
     for event in events:
         if event.storage == 0:
@@ -107,109 +112,91 @@ def events_as_compiled(
             continue
         end = ends.get(event.storage)
         is_short = end is not None and (end.segment, end.which) == (event.segment, event.which)
-        if event.bytes > 0 and event.segment in compiled and event.storage in inside_kernels and is_short:
+        if event.bytes > 0 and event.segment in compiled and event.storage in storages.inside_kernels and is_short:
             absent.add(event.storage)
         elif event.bytes > 0 or event.storage not in absent:
             found.append(event)
     return Compiled(found, recomputed, written, moved)
 
 
-class Budget:
-    """What torch's partitioner recomputes of one compiled segment (`choose_saved_values_set` in its `partitioners`).
+class Partition:
+    """What torch's partitioner recomputes of one compiled segment (`choose_saved_values_set` in its `partitioners`)."""
 
-    A budget is the share that stays of the bytes that it keeps without one. It tries what costs little first: pointwise
-    operators whose results the backward pass needs in memory, then everything but products and reductions. Of these it
-    then keeps those that save most FLOPs within the budget. Messages are repeated only if nothing may be kept.
-    """
-
-    def __init__(
-        self,
-        operators: Mapping[int, Operator],
-        sizes: Mapping[int, int],
-        views: Mapping[int, Mapping[View, int]],
-        stay: Container[int],
-        here: set[int],
-        needed: Container[int],
-        outside: Container[int],
-    ) -> None:
+    def __init__(self, storages: Storages, sizes: Mapping[int, int], stay: set[int], here: set[int]) -> None:
         """``stay``: storages that autograd keeps for the backward pass; ``here``: those that the segment wrote."""
-        self.operators, self.sizes, self.stay, self.outside = operators, sizes, stay, outside
-        self.here, self.views = here, views
-        self.kept = [number for number in here if number in stay and number not in outside]
-        self.cheap = {number for number in here & operators.keys() if operators[number].kind == "pointwise"}
-        self.cheap -= {number for number in here if number in outside}
-        self.allowed = {number for number in self.cheap if number not in needed}
-        self._available: dict[int, bool] = {}
+        self.operators, self.views, self.sizes, self.stay = storages.operators, storages.views, sizes, stay
+        self.kept = here & stay - storages.outside
+        self.known = here & self.operators.keys() - storages.outside
+        self.cheap = {number for number in self.known if self.operators[number].kind == "pointwise"}
         self.dropped: set[int] = set()
-        self._allow(self.allowed)
+        self._allow({number for number in self.cheap if number not in storages.needed})
 
-    def choose(self, budget: float) -> Budget:
-        """Fill in ``dropped``."""
+    def fit(self, budget: float) -> None:
+        """Recompute so much that ``budget`` stays of the bytes that are kept now.
+
+        First what costs little: pointwise operators whose results the backward pass needs in memory, then all but
+        products and reductions. Then those of these that cost fewest FLOPs. Messages are repeated only at 0.
+        """
         total, operators = self._size(), self.operators
         if budget == 1 or not total:
-            return self
-        known = {number for number in self.here & operators.keys() if number not in self.outside}
-        costly = {number for number in known if operators[number].kind in ("product", "reduction", "message")}
-        for allowed in (known,) if budget == 0 else (self.cheap, known - costly):
+            return
+        messages, costly = (
+            {number for number in self.known if operators[number].kind in kinds}
+            for kinds in (("message",), ("product", "reduction", "message"))
+        )
+        for allowed in (self.known,) if budget == 0 else (self.cheap, self.known - costly):
             self._allow(allowed)
             if budget == 0 or self._size() < budget * total:
-                return self
-        paths, waiting = set[int](), list(self.kept)
-        while waiting:  # what leads to something that the backward pass takes
-            number = waiting.pop()
-            if number in known and number not in paths:
-                paths.add(number)
-                waiting += [source for source, _ in operators[number].sources]
+                return
         choices: list[tuple[float, int, frozenset[int]]] = [(0.0, 0, frozenset())]  # share, FLOPs, kept
-        messages = {number for number in costly if operators[number].kind == "message"}
-        for number in (costly & paths) - messages:
-            work, share = operators[number].work, self.sizes[number] / total
+        for number in sorted(costly & self._ancestors(self.kept) - messages, key=lambda one: -self.sizes[one]):
+            work, share, best = operators[number].work, self.sizes[number] / total, -1
             flops = work.flops if isinstance(work, Gemm) and not work.grouped else 1
             more = [(old + share, saved + flops, kept | {number}) for old, saved, kept in choices]
-            best = -1
             merged, choices = sorted([*choices, *more], key=lambda one: (one[0], -one[1])), []
             for one in merged:
                 if one[0] <= budget and one[1] > best:
                     choices.append(one)
                     best = one[1]
-        self._allow(known - messages - choices[-1][2])
-        return self
+        self._allow(self.known - messages - choices[-1][2])
 
     def repeated(self) -> list[Operator]:
         """The operators that the backward pass repeats, each once."""
-        found, waiting = dict[int, Operator](), list(self.dropped)
-        seen = set[int]()
+        again = self._ancestors(self.dropped, self.stay - self.dropped)
+        return list({id(self.operators[number]): self.operators[number] for number in again}.values())
+
+    def _ancestors(self, numbers: set[int], until: Container[int] = ()) -> set[int]:
+        """Storages of the segment from which these are computed, and they themselves; none of ``until``."""
+        found, waiting = set[int](), list(numbers)
         while waiting:
             number = waiting.pop()
-            if number not in seen and (number in self.dropped or number not in self.stay) and number in self.operators:
-                seen.add(number)
-                operator = self.operators[number]
-                found[id(operator)] = operator
-                waiting += [source for source, _ in operator.sources]
-        return list(found.values())
+            if number in self.known and number not in found and number not in until:
+                found.add(number)
+                waiting += [source for source, _ in self.operators[number].sources]
+        return found
 
     def _allow(self, allowed: set[int]) -> None:
         """Drop what operators of ``allowed`` storages can compute from what is kept."""
-        self.allowed, self._available = allowed, {}
+        self._allowed, self._available = allowed, dict[int, bool]()
         self.dropped = {number for number in self.kept if self._is_recomputed(number)}
 
     def _is_recomputed(self, number: int) -> bool:
-        return number in self.allowed and all(starmap(self._is_available, self.operators[number].sources))
+        return number in self._allowed and all(starmap(self._is_available, self.operators[number].sources))
 
     def _is_available(self, number: int, view: View) -> bool:  # to the backward pass
+        is_whole = self._viewed(number) >= self.sizes.get(number, 0)
+        if number in self.stay and (is_whole or view in self.views[number]):
+            return True
         if number not in self._available:
             self._available[number] = number not in self.sizes or self._is_recomputed(number)
-        stays = number in self.stay and (
-            view in self.views.get(number, {view}) or self._viewed(number) >= self.sizes[number]
-        )
-        return stays or self._available[number]
+        return self._available[number]
 
     def _viewed(self, number: int) -> int:
         """Bytes of a storage as torch counts them: each of its views by itself."""
-        return sum(self.views[number].values()) if number in self.views else self.sizes[number]
+        return sum(self.views[number].values()) if number in self.views else self.sizes.get(number, 0)
 
     def _size(self) -> int:
-        return sum(self._viewed(number) for number in self.kept if number not in self.dropped)
+        return sum(map(self._viewed, self.kept - self.dropped))
 
 
 def fill_in_levels(

@@ -12,7 +12,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titan_like.planner.trace.levels import BACKWARD, FORWARD, Event, Operator, View, events_as_compiled, fill_in_levels
+from titan_like.planner.trace.levels import (
+    BACKWARD,
+    FORWARD,
+    Event,
+    Operator,
+    Storages,
+    View,
+    events_as_compiled,
+    fill_in_levels,
+)
 from titan_like.planner.trace.program import HOST, Attention, Collective, Gemm, Pass, Segment
 from titan_like.torch_private import TorchDispatchMode, process_group, schema_of
 
@@ -122,8 +131,6 @@ class Recorder(TorchDispatchMode):
         outputs = list(_tensors([result, *kwargs.values()]))
         changes_inputs = schema_of(func).is_mutable
         known = {self.number_of(tensor) for tensor in inputs}
-        for tensor in inputs if self.which == BACKWARD else ():
-            self._views[self.number_of(tensor)][_view(tensor)] = _bytes(tensor)
         elsewhere = {number for number in known if self._made_in[number] != self.segment}
         self._needed |= elsewhere
         self._outside |= elsewhere
@@ -135,6 +142,8 @@ class Recorder(TorchDispatchMode):
         is_view = not (changes_inputs or is_message) and written.keys() <= known
         if name in _FREE or name.startswith("_foreach") or is_view:  # lists are data parallelism's own
             return result
+        for tensor in inputs if self.which == BACKWARD else ():
+            self._views[self.number_of(tensor)][_view(tensor)] = _bytes(tensor)
         if changes_inputs and not outputs:
             outputs = inputs[:1]
         recomputed, current = self.is_recomputing(), self.current
@@ -215,8 +224,8 @@ class Recorder(TorchDispatchMode):
             for storage in group.writes
             if self._used_in[storage] == {number} and storage not in self._gradients
         }
-        storages = self._operators, self._needed, self._outside, inside, self._views
-        found = events_as_compiled(self.events, self.compiled, *storages, self.budget, self._offloaded)
+        storages = Storages(self._operators, self._needed, self._outside, inside, self._views)
+        found = events_as_compiled(self.events, self.compiled, storages, self.budget, self._offloaded)
         for index, operator in found.recomputed:
             self.segments[index].backward.add(operator.work and operator.work._replace(recomputed=True), operator.size)
         for index, sizes in found.moved.items():
