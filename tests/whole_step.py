@@ -17,6 +17,9 @@ from titan_like.config.schema import JobConfig
 from titan_like.data.lengths import sample_length
 from titan_like.models import parts
 from titan_like.models.config import TransformerConfig
+from titan_like.optim import adamw
+from titan_like.optim.adamw import FusedAdamW
+from titan_like.optim.optimizer import Gradients, update
 from titan_like.parallel.apply import build_parallel_model, run_batches
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.mesh import build_mesh
@@ -34,14 +37,22 @@ from titan_like.torch_private import fake_tensor_mode
 class WholeStep(NamedTuple):
     """The peak memory of one process in a step, and the messages that it sends."""
 
-    peak: int  # most bytes of tensors at once, optimizer state included
+    passes: int  # most bytes of tensors at once in forward and backward passes, optimizer state included
+    update: int  # the same in the update
     weights: int  # bytes of master weights
     optimizer: int
     collectives: dict[Collective, tuple[int, int]]  # → calls, bytes
 
+    @property
+    def peak(self) -> int:
+        """Most bytes of tensors at once."""
+        return max(self.passes, self.update)
 
-def whole_step(config: JobConfig, model: TransformerConfig, layout: Layout, rank: int) -> WholeStep:
-    """Run the forward and backward passes of one process's step."""
+
+def whole_step(
+    config: JobConfig, model: TransformerConfig, layout: Layout, rank: int, block: int = 1 << 22
+) -> WholeStep:
+    """Run the passes and the update of one process's step."""
     work, device = workload_of(config, model, layout), torch.device("cpu")
     mode = fake_tensor_mode()
     with fake_process_group(rank, layout.num_processes), as_on_gpu(mode):
@@ -52,15 +63,26 @@ def whole_step(config: JobConfig, model: TransformerConfig, layout: Layout, rank
         runner = run_batches(config, parallel_model, mesh, device, work.micro_batch_size, length)
         recorder = Recorder([Segment()])
         key = TraceKey.of(work)
-        with mode, recorder, _resizes_recorded(recorder):
+        with mode:
+            optimizer = built_optimizer(config, parallel_model)
+            state = built_state(parallel_model, optimizer)
+        blocks = mock.patch.dict(adamw.BLOCK, cpu=block)  # few, because operators on fake tensors take a millisecond
+        with mode, recorder, _resizes_recorded(recorder), blocks:
             for parameter in parallel_model.parameters():
                 recorder.number_of(parameter.data)
+            for value in (value for values in optimizer.state.values() for value in values.values()):
+                recorder.ignore(value)
             batches = [microbatch(key) for _ in range(work.microbatches)]
             runner.forward_backward(batches, lambda losses, _: losses.sum())
-        with mode:
-            state = built_state(parallel_model, built_optimizer(config, parallel_model))
-    peak = max(accumulate(event.bytes for event in recorder.events))
-    return WholeStep(peak + state.optimizer, state.parameters, state.optimizer, recorder.current.collectives)
+            last = len(recorder.events)
+            if isinstance(optimizer, FusedAdamW):
+                optimizer.write_copies(parallel_model.copied_units())
+                gradients = Gradients(parallel_model.parameters(), mesh, parallel_model.expert_mesh)
+                update(optimizer, gradients, 1.0, torch.ones(()), torch.zeros(()))
+    levels = [state.optimizer + level for level in accumulate(event.bytes for event in recorder.events)]
+    return WholeStep(
+        max(levels[:last]), max(levels[last - 1 :]), state.parameters, state.optimizer, recorder.current.collectives
+    )
 
 
 @contextmanager

@@ -12,6 +12,7 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | `distributed._composable.replicate_with_fsdp` | ZeRO 0 in a lower precision than float32 | all |
 | `FSDPState._fsdp_param_groups` and its groups' parameters | reducing gradients after a split backward pass | a list from 2.12 on; from 2.15 on autograd accumulates in the reduction's dtype |
 | `FSDPParam._extensions_data`, `.sharded_param`, `._sharded_param_data` | gathering weights in float8 | all |
+| `FSDPCommContext.reduce_scatter_states` | freeing the input of the last reduction | `reduce_scatter_state` in 2.11 |
 | `FSDPParamGroup._fsdp_params_with_wider_grad_dtype` | the sum of a tied table's two uses | from 2.15 on |
 | `_dynamo` | importing it early, in the server that forks processes | all |
 | `_dynamo.lookup_backend`, `_functorch.config` | compiling within a budget of activations | all |
@@ -23,6 +24,7 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | `_C._current_graph_task_id` | telling a recomputation from a forward pass | all |
 | `testing._internal.distributed.fake_pg` | running one process as if it were part of a large job | all |
 | `distributed.checkpoint.filesystem._StorageInfo` | finding a checkpoint's tensors in its files | all |
+| `Tensor._version` | finding weights that have changed | all |
 | `_foreach_mul_`, `_foreach_norm`, `_foreach_copy_`, `_foreach_add_` | all gradients in one kernel | all |
 | `_subclasses.fake_tensor.FakeTensorMode` | running the recipe without computing anything | all |
 | `utils._python_dispatch.TorchDispatchMode`, `OpOverload._schema` | recording the operators of a run | all |
@@ -32,7 +34,6 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | `ops.aten._grouped_mm` | the same, which selective recomputation keeps | all |
 | `_fused_adamw_` | an update without Python work for every parameter | all |
 | `cuda.memory._record_memory_history`, `._dump_snapshot` | snapshots of a GPU's memory | all |
-| `_utils._unflatten_dense_tensors` | all gradients in one allocation | all |
 
 Functions import what they need when they are called: planning must not load what only training uses.
 """  # noqa: E501
@@ -70,7 +71,11 @@ attention_by_elementary_operators = torch.ops.aten._scaled_dot_product_attention
 # to tensors, in the dtype of these; the Euclidean norm of each.
 multiply_all_, copy_all_ = torch._foreach_mul_, torch._foreach_copy_
 add_all_, norms_of = torch._foreach_add_, torch._foreach_norm
-views_of = torch._utils._unflatten_dense_tensors  # (one flat tensor, tensors) → its consecutive parts in their shapes
+
+
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """How often each has been changed in place. Kernels of our own, and changes of a DTensor's part, do not count."""
+    return [tensor._version for tensor in tensors]
 
 
 def fake_tensor_mode() -> Any:
@@ -101,20 +106,17 @@ def fused_adamw_(
     """One update of AdamW in place, unless the scalar ``found_inf`` is above 0.
 
     Args:
-        tensors: weights, first moments, second moments and numbers of updates so far (scalars).
+        tensors: weights, first moments, second moments and numbers of updates, this one included (scalars).
         gradients: of the same shapes as the weights.
         settings: lr, betas, eps and weight_decay, as torch.optim.AdamW has them in a parameter group.
     """
     weights, first_moments, second_moments, steps = tensors
-    torch._foreach_add_(steps, 1.0)
     torch._fused_adamw_(
         weights, gradients, first_moments, second_moments, [], steps,
         lr=settings["lr"], beta1=settings["betas"][0], beta2=settings["betas"][1],
         weight_decay=settings["weight_decay"], eps=settings["eps"], amsgrad=False, maximize=False,
         grad_scale=None, found_inf=found_inf,
     )  # fmt: skip
-    if found_inf is not None:
-        torch._foreach_sub_(steps, [found_inf] * len(steps))
 
 
 def coalesced(group: dist.ProcessGroup, asynchronous: bool = False) -> AbstractContextManager[Any]:
@@ -236,6 +238,25 @@ def reduce_fsdp_gradients(module: nn.Module, every_parameter: bool) -> None:
                 _convert_fresh_gradient(parameter)
             group.post_backward()
     root._root_post_backward_final_callback()
+
+
+def release_reduced(module: nn.Module) -> None:
+    """Free the input of FSDP2's last reduction, once that has ended, which FSDP2 would keep until the next one.
+
+    ``module`` is FSDP2's root module.
+    """
+    state = fsdp_state(module)
+    context = state._comm_ctx
+    kept = (
+        context.reduce_scatter_states if hasattr(context, "reduce_scatter_states") else [context.reduce_scatter_state]
+    )
+    for one in filter(None, kept):
+        if one.event is not None:
+            state._device_handle.current_stream().wait_event(one.event)
+    if hasattr(context, "reduce_scatter_states"):
+        kept.clear()
+    else:
+        context.reduce_scatter_state = None
 
 
 def sum_uses_in_full(module: nn.Module, name: str) -> None:

@@ -31,8 +31,8 @@ def test_buffers_are_reused_and_each_layer_is_fetched_as_the_one_above_begins(mo
     monkeypatch.setattr(offload.LayerTensors, "fetch", lambda self: (fetched.append(self), fetch(self))[1])
     tokens, weights = torch.arange(64).view(2, 32), {one.data_ptr() for one in model.parameters()}
     for _ in range(2):  # microbatches
-        model(tokens).float().square().sum().backward()
-        plain(tokens).float().square().sum().backward()
+        model(tokens)[..., :200].square().sum().backward()
+        plain(tokens)[..., :200].square().sum().backward()
     first, second = buffers[: len(buffers) // 2], buffers[len(buffers) // 2 :]
     assert len(first) == len(set(first)) and set(first) == set(second)
     held = {one.data_ptr() for free in host._free.values() for one in free}
@@ -48,5 +48,5 @@ def test_traced_layers_keep_nothing_large_and_move_all_of_it(tmp_path: Path) -> 
     key = TraceKey.of(workload_of(config, model_config(config.model), Layout()))
     plain, moved = (trace(key._replace(offload=offloads), tmp_path).layers[0] for offloads in (False, True))
     gone = plain.kept - moved.kept
-    assert 0 < moved.kept - moved.output + moved.output < plain.kept / 4
+    assert moved.kept < plain.kept / 4
     assert moved.offloaded == gone and moved.backward.flops() == plain.backward.flops()

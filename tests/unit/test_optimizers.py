@@ -8,8 +8,9 @@ import torch
 from transformers.optimization import Adafactor as TransformersAdafactor
 
 from titan_like.config.schema import Optimizer
+from titan_like.optim.adamw import FusedAdamW
 from titan_like.optim.muon import assign_owners
-from titan_like.optim.optimizer import FusedAdamW, build_optimizer, update
+from titan_like.optim.optimizer import build_optimizer, update
 
 LR, DECAY = 0.01, 0.1
 SHAPES = {
@@ -174,14 +175,14 @@ def test_matrices_are_spread_by_their_work() -> None:
 
 def test_fused_adamw_lets_go_of_its_state_and_takes_new_groups():
     parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
-    optimizer = FusedAdamW([parameters[0]], lr=0.1, fused=True)
+    optimizer = FusedAdamW([{"params": [parameters[0]], "weight_decay": 0.0}], lr=0.1, betas=(0.9, 0.95), eps=1e-8)
     for _ in range(2):
         parameters[0].grad = torch.ones(4)
         optimizer.step()
     moment = weakref.ref(optimizer.state[parameters[0]]["exp_avg"])
     optimizer.forget_state()
     assert moment() is None
-    optimizer.add_param_group({"params": [parameters[1]]})
+    optimizer.add_param_group({**optimizer.param_groups[0], "params": [parameters[1]]})
     for _ in range(2):
         before = [parameter.detach().clone() for parameter in parameters]
         for parameter in parameters:

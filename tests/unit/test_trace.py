@@ -216,6 +216,7 @@ def test_recomputation_repeats_products() -> None:
     [
         ("llama llama3.2_1b 1024 1 1 1", 4, 0.002),
         ("gpt gpt2_1558m 1024 2 1 1", 12, 0.005),
+        ("llama llama3.2_1b 1024 1 3 1", 4, 0.002),
         ("gpt debug 256 2 3 4 z0", 4, 0.002),
         ("llama llama3.2_1b 1024 1 2 4 z1 cp2 full", 4, 0.02),
         ("llama llama3.2_1b 1024 1 3 4 z2 tp2 sp selective", 4, 0.005),
@@ -223,7 +224,7 @@ def test_recomputation_repeats_products() -> None:
         ("llama llama3.2_1b 1024 1 4 4 z2 pp2 v2 interleaved_zero_bubble", 4, 0.02),
         ("moe debug 256 2 2 4 z3 ep2", 4, 0.03),
         ("t5 debug 256 2 2 4 z2 pp2", 4, 0.02),
-        ("t5 60m 512 1 1 1", 6, 0.002),
+        ("t5 60m 512 1 1 1", 6, 0.012),
         ("moe debug 256 2 2 4 z2 ep2", 4, 0.02),
         ("moe debug 256 2 2 4 z3 ep2 experts", 4, 0.02),
     ],

@@ -30,7 +30,7 @@ from titan_like.config.schema import Data, TokenOptions
 from titan_like.config.urls import StorageError
 from titan_like.models.hugging_face import family_module
 from titan_like.models.registry import config_class
-from titan_like.optim.optimizer import FusedAdamW
+from titan_like.optim.adamw import FusedAdamW
 from titan_like.optim.shards import ShardedOptimizer
 from titan_like.parallel.model import ParallelModel
 

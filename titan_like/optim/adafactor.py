@@ -120,7 +120,9 @@ class _Update:
         assert parameter.grad is not None
         self.optimizer, self.section = optimizer, optimizer.section
         self.parameter, self.group = parameter, group
-        self.weight, self.gradient = local(parameter), local(parameter.grad)
+        self.weight, factor = local(parameter), optimizer.factor
+        gradient = local(parameter.grad).to(self.weight.dtype)
+        self.gradient = gradient if factor is None else gradient.mul_(factor.to(self.weight.dtype))
         self.state = {key: local(value) for key, value in optimizer.state[parameter].items()}
         self.bucket = bucket
         self.number = number  # of the update, from 1: a scalar on the device

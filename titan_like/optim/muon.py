@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from titan_like.config.schema import Optimizer as OptimizerSection
 from titan_like.models.layers.init import local_part
-from titan_like.optim.shards import ShardedOptimizer, UpdateTraffic, local, mesh_over, sharded_dimensions
-from titan_like.torch_private import fused_adamw_
+from titan_like.optim.adamw import FusedAdamW, adamw_state
+from titan_like.optim.shards import UpdateTraffic, local, mesh_over, sharded_dimensions
 
 _Member = tuple[torch.nn.Parameter, dict[str, Any]]  # a matrix and its parameter group
 Block = tuple[tuple[int, ...], tuple[int, ...]]  # a process's part of a matrix: (offset, shape)
@@ -108,7 +108,7 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-7  # the least norm by which a matrix is divided
 
 
-class Muon(ShardedOptimizer):
+class Muon(FusedAdamW):
     """Moves matrices along their orthogonalised momentum, and all other parameters as AdamW does.
 
     A sharded matrix is gathered on one rank, which orthogonalises it and sends the shards back. Each rank owns about as
@@ -120,7 +120,7 @@ class Muon(ShardedOptimizer):
 
     def __init__(self, groups: Iterable[dict[str, Any]], section: OptimizerSection) -> None:
         """Each of the ``groups`` has its ``weight_decay``; those with ``orthogonal`` set hold the matrices."""
-        super().__init__(groups, section.lr)
+        super().__init__(groups, section.lr, betas=section.betas, eps=section.eps)
         self.section = section
         # Matrices sharded over the same mesh dimensions, and how their ranks exchange them.
         self._sets: list[tuple[list[_Member], MatrixExchange | None]] | None = None
@@ -129,11 +129,7 @@ class Muon(ShardedOptimizer):
         """A matrix's momentum, or AdamW's moments, each of the parameter's shape, and the number of updates."""
         if group.get("orthogonal"):
             return {"momentum_buffer": torch.zeros_like(parameter)}
-        return {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
+        return adamw_state(parameter)
 
     def traffic(self) -> list[UpdateTraffic]:
         """Two all-to-alls for each set of mesh dimensions. The second sends about as many bytes as the first."""
@@ -157,9 +153,7 @@ class Muon(ShardedOptimizer):
             self._sets = [(members, _exchange_of(members, dimensions)) for dimensions, members in found.items()]
         for members, exchange in self._sets:
             self._update_matrices(members, exchange)
-        for group in self.param_groups:
-            if not group.get("orthogonal"):
-                self._update_by_adamw(group)
+        super().step()
 
     def _update_matrices(self, members: list[_Member], exchange: MatrixExchange | None) -> None:
         """Update the momenta and the matrices of one set."""
@@ -180,6 +174,7 @@ class Muon(ShardedOptimizer):
         """Update a matrix's momentum. Returns this process's part of what is to be orthogonalised."""
         assert parameter.grad is not None, "a matrix received no gradient"
         gradient, momentum = local(parameter.grad), local(self.state[parameter]["momentum_buffer"])
+        gradient = gradient.to(momentum.dtype) if self.factor is None else gradient * self.factor.to(momentum.dtype)
         self.assign(momentum, momentum.lerp(gradient, 1 - self.section.momentum))
         # Rounded before it is sent: the iteration would round it first thing.
         return gradient.lerp(momentum, self.section.momentum).to(self._dtype(parameter))
@@ -199,15 +194,6 @@ class Muon(ShardedOptimizer):
             factor = math.sqrt(max(1, rows / columns))
         weight = local(parameter)
         self.assign(weight, (weight * (1 - lr * group["weight_decay"])).add_(update, alpha=-lr * factor))
-
-    def _update_by_adamw(self, group: dict[str, Any]) -> None:
-        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        states = [self.state[parameter] for parameter in parameters]
-        if parameters:
-            moments = [[local(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq", "step")]
-            gradients = [local(parameter.grad) for parameter in parameters]
-            settings = group | {"betas": self.section.betas, "eps": self.section.eps}
-            fused_adamw_(([local(p) for p in parameters], *moments), gradients, settings, self.found_inf)
 
 
 def _exchange_of(members: list[_Member], dimensions: tuple[str, ...]) -> MatrixExchange | None:

@@ -7,7 +7,7 @@ with its ``weight_decay`` and the ``names`` of its parameters. docs/optimizers.m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,67 +17,13 @@ from torch.distributed.tensor import DTensor
 from titan_like.config.entry_points import load_entry
 from titan_like.config.errors import require
 from titan_like.config.schema import Optimizer as OptimizerSection
+from titan_like.optim.adamw import FusedAdamW
 from titan_like.optim.muon import Muon
 from titan_like.optim.registry import find_rule
-from titan_like.optim.shards import is_table, local, sharded_dimensions
-from titan_like.torch_private import fused_adamw_, multiply_all_, norms_of
+from titan_like.optim.shards import ShardedOptimizer, is_table, sharded_dimensions, widen
+from titan_like.torch_private import multiply_all_, norms_of
 
-
-class _Group(NamedTuple):
-    """The tensors of a parameter group, as this process's parts."""
-
-    settings: dict[str, Any]  # of the group
-    parameters: list[torch.nn.Parameter]
-    is_sharded: bool
-    tensors: tuple[list[torch.Tensor], ...]  # weights, first moments, second moments and numbers of updates
-
-
-class FusedAdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` with ``fused=True``, whose steps after the first only pass lists to the fused kernel."""
-
-    found_inf: torch.Tensor | None = None  # scalar; a step is skipped if it is above 0, as torch.amp.GradScaler sets it
-    _groups: tuple[_Group, ...] = ()
-    _known: Any = None  # the state of the first parameter for which the groups were made
-
-    @torch.no_grad()
-    def step(self, closure: Callable | None = None) -> None:  # type: ignore[override]  # there is no closure
-        """Update every parameter. The first step creates the state, and so does the first one after it was cleared."""
-        groups = self._prepared()
-        gradients = [[p.grad for p in group.parameters if p.grad is not None] for group in groups]
-        if not groups or [len(one) for one in gradients] != [len(group.parameters) for group in groups]:
-            super().step()
-            return
-        for group, found in zip(groups, gradients, strict=True):
-            parts = [local(one) for one in found] if group.is_sharded else found
-            fused_adamw_(group.tensors, parts, group.settings, self.found_inf)
-
-    def forget_state(self) -> None:
-        """Free the state, to be loaded or created again."""
-        self.state.clear()
-        self._groups, self._known = (), None
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in the base class."""
-        super().add_param_group(param_group)
-        self._groups, self._known = (), None
-
-    def _prepared(self) -> tuple[_Group, ...]:
-        """The groups, or none while a parameter has no state."""
-        known = next((self.state.get(group["params"][0]) for group in self.param_groups if group["params"]), None)
-        if known is not None and known is self._known:
-            return self._groups
-        groups = []
-        for settings in self.param_groups:
-            parameters = settings["params"]
-            if not all(self.state.get(parameter) for parameter in parameters):
-                return ()
-            if parameters:
-                weights, keys = [local(parameter) for parameter in parameters], ("exp_avg", "exp_avg_sq", "step")
-                states = [[local(self.state[parameter][key]) for parameter in parameters] for key in keys]
-                is_sharded = any(isinstance(parameter.data, DTensor) for parameter in parameters)
-                groups.append(_Group(settings, parameters, is_sharded, (weights, *states)))
-        self._groups, self._known = tuple(groups), known
-        return self._groups
+_COUNTED_AT_ONCE = 1 << 24  # elements
 
 
 class Gradients:
@@ -118,22 +64,26 @@ class Gradients:
         return found
 
     def norm(self) -> torch.Tensor:
-        """Euclidean norm of all gradients: a scalar of their dtype, equal on every rank of the mesh.
+        """Euclidean norm of all gradients: a scalar, at least float32, equal on every rank of the mesh.
 
         Over all pipeline stages together, there must be each parameter of the model exactly once.
         """
-        return self._sum_over_shards(lambda gradients: torch.stack(norms_of(gradients)).square().sum()).sqrt()
+        return self._sum_over_shards(_sum_of_squares).sqrt()
 
     def count_zeros(self) -> torch.Tensor:
         """Number of gradient elements that are exactly zero: an integer scalar, summed over all ranks of the mesh."""
-        return self._sum_over_shards(
-            lambda gradients: torch.stack([one.numel() - torch.count_nonzero(one) for one in gradients]).sum()
-        )
+        return self._sum_over_shards(lambda gradients: torch.stack([_zeros_in(one) for one in gradients]).sum())
+
+    def widen(self) -> None:
+        """Convert gradients in a 16-bit dtype to the dtype of their weights."""
+        for parameters in self._by_dimensions.values():
+            widen(parameters)
 
     def multiply(self, factor: torch.Tensor) -> None:
         """Multiply all gradients by a scalar, in place."""
         for gradients in self.local().values():
-            multiply_all_(gradients, factor.to(gradients[0].dtype))
+            for dtype, members in _by_dtype(gradients).items():
+                multiply_all_(members, factor.to(dtype))
 
     def _sum_over_shards(self, reduce_local: Callable[[list[torch.Tensor]], torch.Tensor]) -> torch.Tensor:
         """Reduce the local gradients, then sum over the process groups that shard them, then over the stages.
@@ -154,6 +104,28 @@ class Gradients:
         return total
 
 
+def _by_dtype(tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, list[torch.Tensor]]:
+    found: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.dtype, []).append(tensor)
+    return found
+
+
+def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
+    # 16-bit gradients are read as they are, and added up in float32.
+    lists = _by_dtype(gradients).items()
+    sums = [
+        torch.stack(norms_of(one, 2, torch.promote_types(dtype, torch.float32))).square().sum() for dtype, one in lists
+    ]
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+
+
+def _zeros_in(gradient: torch.Tensor) -> torch.Tensor:
+    """Number of elements that are zero. A GPU counts with a temporary of each part's size."""
+    parts = gradient.reshape(-1).split(_COUNTED_AT_ONCE)
+    return gradient.numel() - torch.stack([torch.count_nonzero(part) for part in parts]).sum()
+
+
 def _part(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
     if not isinstance(gradient, DTensor):
         return gradient
@@ -164,10 +136,11 @@ def _part(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor
 
 
 def adamw(groups: list[dict[str, Any]], section: OptimizerSection) -> torch.optim.Optimizer:
-    """AdamW (arXiv 1711.05101) with torch's fused, foreach or for-loop implementation."""
-    fused, foreach = section.implementation == "fused", section.implementation == "foreach"
-    kind = FusedAdamW if fused else torch.optim.AdamW
-    return kind(groups, section.lr, section.betas, section.eps, fused=fused or None, foreach=foreach or None)
+    """AdamW (arXiv 1711.05101), fused in one pass or with torch's foreach or for-loop implementation."""
+    if section.implementation == "fused":
+        return FusedAdamW(groups, section.lr, betas=section.betas, eps=section.eps)
+    foreach = section.implementation == "foreach"
+    return torch.optim.AdamW(groups, section.lr, section.betas, section.eps, foreach=foreach)
 
 
 def sgd(groups: list[dict[str, Any]], section: OptimizerSection) -> torch.optim.Optimizer:
@@ -245,10 +218,14 @@ def update(
     ``skip`` is a bool scalar on the device. Fused kernels read it themselves; for other implementations the host has to
     wait for it. ``factor``, a float64 scalar, multiplies the gradients first.
     """
-    if factor is not None:
-        gradients.multiply(factor)
     for group in optimizer.param_groups:
         group["lr"] = lr
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.factor = factor
+    else:
+        gradients.widen()
+        if factor is not None:
+            gradients.multiply(factor)
     if optimizer.defaults.get("fused"):
         optimizer.found_inf = skip.to(torch.float32)  # type: ignore[attr-defined]  # as torch.amp.GradScaler sets it
         optimizer.step()

@@ -32,6 +32,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     found_inf: torch.Tensor | None = None  # scalar; a step is skipped if it is above 0, as in torch's fused optimizers
+    factor: torch.Tensor | None = None  # float64 scalar, by which a step multiplies the gradients first
     _skip: torch.Tensor | None = None
 
     def __init__(self, groups: Iterable[dict[str, Any]], lr: float) -> None:
@@ -78,6 +79,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Size of this process's parts of tensors, in bytes."""
     return sum(local(tensor).nbytes for tensor in tensors)
+
+
+@torch.no_grad()
+def widen(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Convert gradients in a 16-bit dtype to the dtype of their parameters, one after the other."""
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
+            parameter.grad = parameter.grad.to(parameter.dtype)
 
 
 def is_table(name: str, parameter: torch.Tensor) -> bool:

@@ -31,10 +31,12 @@ from titan_like.parallel.gradients import ComputeCopies, GradientAllReduce
 from titan_like.parallel.mesh import one_dimension
 from titan_like.parallel.split import units_of_layers
 from titan_like.parallel.tuning import DEFAULT_TUNING, Tuning
+from titan_like.parallel.weight_gradients import LinearGemms
 from titan_like.torch_private import (
     SUMS_USES_IN_FULL,
     fsdp_state,
     reduce_fsdp_gradients,
+    release_reduced,
     replicate_modules,
     sum_uses_in_full,
 )
@@ -44,6 +46,11 @@ def summed_in_full(model: Transformer) -> list[nn.Parameter]:
     """Weights that are used twice, whose gradients of both uses add up in the master weights' type."""
     is_used_twice = model.config.tied_embeddings and model.is_first and model.is_last
     return list(model.embedding.parameters()) if SUMS_USES_IN_FULL and is_used_twice else []
+
+
+def _in_float8(model: Transformer) -> list[nn.Parameter]:
+    """Weights that their modules cast to float8, and that need no copy in another dtype."""
+    return [m.weight for m in model.modules() if isinstance(m, LinearGemms) and m.float8 is not None]
 
 
 class DataParallel:
@@ -68,12 +75,12 @@ class DataParallel:
         # Until the all-reduce over replicas, FSDP2 keeps the sum over microbatches as one flat tensor.
         self._keeps_flat_sums = zero_stage >= 2 and mesh["dp_replicate"].size() > 1
         self._all_reduces: list[GradientAllReduce] = []
-        self._copies: ComputeCopies | None = None
+        self.copies: ComputeCopies | None = None
         of_dense, of_experts = groups_of(mesh, expert_mesh)
         full_precision = dtype in (torch.float32, torch.float64)
         if shares_nothing(mesh, expert_mesh):
-            twice = summed_in_full(model)
-            self._copies = None if full_precision else ComputeCopies(model, dtype, twice, tuning.gradient_bytes)
+            special = summed_in_full(model), _in_float8(model)
+            self.copies = None if full_precision else ComputeCopies(model, dtype, *special, tuning.gradient_bytes)
         elif not full_precision or zero_stage > 0:
             policy = MixedPrecisionPolicy(
                 param_dtype=None if full_precision else dtype,
@@ -94,26 +101,30 @@ class DataParallel:
 
     def before_forward(self) -> None:
         """Prepare for passes with the weights as they are now. Call it once for all microbatches of a step."""
-        if self._copies is not None:
-            self._copies.refresh()
+        if self.copies is not None:
+            self.copies.refresh()
 
     def before_backward(self, is_last: bool) -> None:
         """Set what a microbatch's backward pass will communicate and free. ``is_last``: it is the step's last one."""
         for all_reduce in self._all_reduces:
             all_reduce.enabled = is_last
+        if self.copies is not None:
+            self.copies.before_backward(is_last)
         if summed_in_full(self.model) and isinstance(self.model, FSDPModule):
             sum_uses_in_full(self.model, "embedding.weight")
         self._set(is_last=is_last, reduces=is_last or self.zero_stage >= 2, frees=is_last or self.zero_stage == 3)
 
     def after_backward(self) -> None:
         """Take up the gradients of one backward pass, or of a part of it."""
-        if self._copies is not None:
-            self._copies.add_gradients()
+        if self.copies is not None:
+            self.copies.add_gradients()
 
     def before_split_backward(self) -> None:
         """Keep FSDP2 from reducing at the end of a backward pass that defers the weights' gradients."""
         for all_reduce in self._all_reduces:
             all_reduce.enabled = False
+        if self.copies is not None:
+            self.copies.before_backward(is_last=False)
         self._set(is_last=False, reduces=False, frees=self.zero_stage == 3)
 
     def reduce_gradients(self, is_last: bool) -> None:
@@ -130,8 +141,8 @@ class DataParallel:
         """Wait, after a step's last backward pass, until its gradients are complete."""
         for all_reduce in self._all_reduces:
             all_reduce.wait()
-        if self._copies is not None:
-            self._copies.hand_over()
+        if self.copies is not None:
+            self.copies.hand_over()
 
     def free_gathered_parameters(self) -> None:
         """Keep only the shards, after forward passes that no backward pass follows."""
@@ -140,6 +151,7 @@ class DataParallel:
 
     def _set(self, is_last: bool, reduces: bool, frees: bool) -> None:
         if isinstance(self.model, FSDPModule):
+            release_reduced(self.model)  # now, because a forward pass has hidden that reduction
             self.model.set_is_last_backward(is_last)
             self.model.set_requires_gradient_sync(reduces)
             self.model.set_requires_all_reduce(is_last)  # the sum over replicas is needed only once per step

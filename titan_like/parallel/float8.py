@@ -108,7 +108,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, part: torch.Tensor, product: Float8Product, keeper: Any) -> torch.Tensor:
         rows = x.flatten(0, -2)
-        a, b = product.cast("input", rows, 1), product.cast("weight", part, 1)
+        a, b = product.cast("input", rows, 1), product.cast("weight", _rounded(part, x.dtype), 1)
         ctx.product, ctx.keeper = product, keeper
         ctx.save_for_backward(x, part, a[1], b[1])
         result = product.multiply(a, (b[0].t(), b[1].t()), x.dtype, product.config.gemm_config_output.use_fast_accum)
@@ -119,15 +119,20 @@ class _Linear(torch.autograd.Function):
         x, part, x_scale, scale = ctx.saved_tensors
         product: Float8Product = ctx.product
         rows, outer = x.flatten(0, -2), gradient.flatten(0, -2)
-        for_x = product.cast("gradient", outer, 1)
+        for_x, weight = product.cast("gradient", outer, 1), _rounded(part, x.dtype)
         fast = product.config.gemm_config_grad_input.use_fast_accum
-        x_gradient = product.multiply(for_x, product.cast("weight", part, 0, scale), x.dtype, fast).view_as(x)
+        x_gradient = product.multiply(for_x, product.cast("weight", weight, 0, scale), x.dtype, fast).view_as(x)
         for_weight = product.cast("gradient", outer, 0, for_x[1])
         factors = for_weight, product.cast("input", rows, 0, x_scale), x.dtype
         if ctx.keeper is None:
             return x_gradient, product.weight_gradient(*factors), None, None
         ctx.keeper(partial(product.weight_gradient, *factors))
         return x_gradient, None, None, None
+
+
+def _rounded(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A weight as a module without float8 uses it. A master weight of `ComputeCopies` comes as it is."""
+    return weight if isinstance(weight, Float8TrainingTensor) else weight.to(dtype)
 
 
 def use_float8(model: Transformer, section: Float8, emulates: bool) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from itertools import compress
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_like.optim.shards import local
 from titan_like.parallel.split import GRADIENT_UNIT_BYTES
-from titan_like.torch_private import add_all_, coalesced, copy_all_, views_of
+from titan_like.torch_private import coalesced, copy_all_, versions_of
 
 
 class ComputeCopies:
@@ -25,7 +26,12 @@ class ComputeCopies:
 
     A copy is an attribute of the instance, which Python finds before the module's registered parameter of the same
     name. So the optimizer, checkpoints and the gradient norm see master weights alone, and nothing is swapped in a
-    step. Weights are cast once a step, however many microbatches it has.
+    step. Weights are cast once a step, however many microbatches it has: by the update that changes them, or before the
+    first forward pass.
+
+    Gradients of the first microbatch stay in the copies' dtype, and those of further ones are added to them in float32.
+    A step of one microbatch hands them over as they are. If there are several units, a step's last backward pass frees
+    the copies of each unit that it leaves.
     """
 
     def __init__(
@@ -33,93 +39,131 @@ class ComputeCopies:
         module: nn.Module,
         dtype: torch.dtype,
         used_twice: Iterable[nn.Parameter] = (),
+        uncopied: Iterable[nn.Parameter] = (),
         unit_bytes: int = GRADIENT_UNIT_BYTES,
     ) -> None:
-        """The module's parameters must be allocated. The gradients of uses of ``used_twice`` add up in float32 too."""
+        """The module's parameters must be allocated.
+
+        The gradients of uses of ``used_twice`` add up in float32 too. Weights in ``uncopied`` are used as they are.
+        """
+        unchanged = set(uncopied)
         known: dict[nn.Parameter, nn.Parameter] = {}
         for owner in module.modules():
             for name, master in owner.named_parameters(recurse=False):
                 if master not in known:
-                    known[master] = nn.Parameter(torch.empty_like(master, dtype=dtype))
-                vars(owner)[name] = known[master]
+                    master.grad_dtype = None  # any
+                    has_copy = master not in unchanged
+                    known[master] = nn.Parameter(torch.empty_like(master, dtype=dtype)) if has_copy else master
+                if known[master] is not master:
+                    vars(owner)[name] = known[master]
         for master in used_twice:
             known[master].grad_dtype = master.dtype
-        self._of_masters, self._of_copies = _local(known), _local(known.values())
-        self._units = [_Unit(members) for members in _in_units(list(known.items()), unit_bytes)]
+        self.units = [CopiedUnit(members) for members in _in_units(list(known.items()), unit_bytes)]
+        self._frees = len(self.units) > 1
+        self._is_last = False
         # A backward pass reaches a unit's first weight last. What is missing then is taken up later.
-        for number, unit in enumerate(self._units[1:], 1):
+        for number, unit in enumerate(self.units[1:], 1):
             unit.copies[0].register_post_accumulate_grad_hook(partial(self._on_gradient, number))
 
-    @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the master weights, which may have changed."""
-        copy_all_(self._of_copies, self._of_masters)
+        """Make the copies those of the master weights, unless the last update has."""
+        for unit in self.units:
+            unit.refresh()
+
+    def before_backward(self, is_last: bool) -> None:
+        """``is_last``: no pass of this step follows the backward pass that begins."""
+        self._is_last = is_last
 
     def _on_gradient(self, number: int, _copy: torch.Tensor) -> None:
-        for unit in self._units[number:]:
-            unit.add_gradients()
+        for unit in self.units[number:]:
+            unit.add_gradients(self._is_last and self._frees)
 
     def add_gradients(self) -> None:
-        """Add the gradients of a backward pass to their sums, and free them."""
-        for unit in self._units:
-            unit.add_gradients()
+        """Take up the gradients of a backward pass."""
+        self._on_gradient(0, torch.empty(0))
 
     def hand_over(self) -> None:
         """Make the sums the gradients of the master weights, after a step's last backward pass."""
-        for unit in self._units:
+        for unit in self.units:
             unit.hand_over()
 
 
-class _Unit:
+class CopiedUnit:
     """Weights whose gradients are added up together: master weights and their copies."""
 
     def __init__(self, members: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
         self.masters, self.copies = [master for master, _ in members], [copy for _, copy in members]
-        self._like = _local(self.masters)
-        self._size = sum(part.numel() for part in self._like)
+        self._versions = list[int]()  # of the master weights when an update has written the copies
+        self._has_copy = [copy is not master for master, copy in members]
+        self._of_masters, self._of_copies = _local(self.masters), _local(self.copies)
+        self._freed: list[torch.Tensor] = []  # of these copies
+        self._one = self._of_masters[0].new_ones(1)
         self._is_sharded = any(isinstance(master.data, DTensor) for master in self.masters)
-        self._sums: list[torch.Tensor] = []  # float32, of this process's part of each gradient
-        self._received: set[int] = set()  # numbers of the weights that have a gradient
+        # By a weight's number: its gradient of the first microbatch, and the float32 sum of all as soon as there are
+        # several.
+        self._gradients: dict[int, torch.Tensor] = {}
 
     @torch.no_grad()
-    def add_gradients(self) -> None:
-        """Add the copies' gradients, as far as there are any, to their sums, and free them."""
-        here = [number for number, copy in enumerate(self.copies) if copy.grad is not None]
-        if not here:
-            return
-        found = [copy.grad for copy in self.copies if copy.grad is not None]
-        found = _local(found) if self._is_sharded else found
-        if self._sums or len(here) < len(self.copies):
-            self._sums = self._sums or views_of(self._like[0].new_zeros(self._size), self._like)
-            add_all_([self._sums[number] for number in here], found)
-        else:
-            self._sums = views_of(self._like[0].new_empty(self._size), self._like)
-            copy_all_(self._sums, found)
-        self._received.update(here)
-        for copy in self.copies:
+    def add_gradients(self, frees: bool) -> None:
+        """Take up the gradients that there are. With ``frees``, their copies are not needed any more in this step."""
+        for number, copy in enumerate(self.copies):
+            if copy.grad is None:
+                continue
+            new = local(copy.grad) if self._is_sharded else copy.grad
             copy.grad = None
+            known = self._gradients.get(number)
+            if known is None:
+                self._gradients[number] = new
+            elif known.dtype == self._of_masters[number].dtype:
+                known.add_(new)
+            else:  # times 1, which makes it a sum in the dtype of master weights
+                self._gradients[number] = torch.addcmul(known, new, self._one)
+            if frees and self._has_copy[number]:
+                self._of_copies[number].untyped_storage().resize_(0)
+                self._freed.append(self._of_copies[number])
+                self.mark_changed()
 
     @torch.no_grad()
     def hand_over(self) -> None:
-        """Make the sums the gradients of the master weights."""
-        for number in self._received:
-            master, gradient = self.masters[number], self._sums[number]
+        """Make the gradients those of the master weights."""
+        for number, gradient in self._gradients.items():
+            master = self.masters[number]
             master.grad = split_as(gradient, master) if self._is_sharded else gradient
-        self._sums = []
-        self._received.clear()
+        self._gradients = {}
+
+    def allocate(self) -> None:
+        """Make room for the copies that have been freed."""
+        for copy in self._freed:
+            copy.untyped_storage().resize_(copy.nbytes)
+        self._freed = []
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the master weights, unless an update has and they are the same since."""
+        if versions_of(self.masters) != self._versions:
+            self.allocate()
+            if any(self._has_copy):
+                tensors = self._of_copies, self._of_masters
+                copies, masters = (list(compress(parts, self._has_copy)) for parts in tensors)
+                copy_all_(copies, masters)
+
+    def note_written(self) -> None:
+        """The copies are those of the master weights, until these change."""
+        self._versions = versions_of(self.masters)
+
+    def mark_changed(self) -> None:
+        """The copies are not those of the master weights any more."""
+        self._versions = []
 
 
 def _in_units(
     members: list[tuple[nn.Parameter, nn.Parameter]], unit_bytes: int
 ) -> list[list[tuple[nn.Parameter, nn.Parameter]]]:
-    """Divide weights, in the order of the forward pass, so that a unit's copies take at least ``unit_bytes``.
-
-    All gradients of a unit have one type.
-    """
+    """Divide weights, in the order of the forward pass, so that a unit's copies take at least ``unit_bytes``."""
     units: list[list[tuple[nn.Parameter, nn.Parameter]]] = [[]]
     size = 0
     for member in reversed(members):
-        if size >= unit_bytes or (units[0] and units[0][0][1].grad_dtype != member[1].grad_dtype):
+        if size >= unit_bytes:
             units.insert(0, [])
             size = 0
         units[0].insert(0, member)

@@ -19,8 +19,9 @@ from titan_like.data.batch import Batch, model_fields
 from titan_like.models.config import TransformerConfig
 from titan_like.models.parts import layers_of, one_of_each, shared_parameters
 from titan_like.models.transformer import Transformer, shared_modules
-from titan_like.optim.shards import local
+from titan_like.optim.shards import local, widen
 from titan_like.parallel.data import DataParallel
+from titan_like.parallel.gradients import CopiedUnit
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.schedules.tables import Action
 from titan_like.parallel.split import StageLayers, kinds_of_layers
@@ -69,6 +70,16 @@ class ParallelModel:
         """The copies of one parameter that this process holds, in the order of its stages."""
         held = self.tied_stages.get(name, ())
         return [dict(stage.module.named_parameters())[name] for stage in self.stages if stage.index in held]
+
+    def copied_units(self) -> list[CopiedUnit]:
+        """Weights of which forward passes use copies."""
+        copies = (stage.data_parallel.copies for stage in self.stages)
+        return [unit for one in copies if one is not None for unit in one.units]
+
+    def mark_changed(self) -> None:
+        """Tell that something else than an update has changed the weights."""
+        for unit in self.copied_units():
+            unit.mark_changed()
 
     def train(self, mode: bool = True) -> None:
         """Switch dropout on or off."""
@@ -145,6 +156,7 @@ def sum_gradients_of_copies(model: ParallelModel, group: dist.ProcessGroup, rank
     exchange, sums = [], []
     for name, stages in model.tied_stages.items():
         held = model.copies_of(name)
+        widen(held)
         gradients = [local(p.grad) for p in held if p.grad is not None]
         assert len(gradients) == len(held), "a copy received no gradient"
         if not gradients:

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from titan_like.models.layers.cross_entropy import TokenLoss
 from titan_like.models.transformer import Transformer
+from titan_like.optim.shards import widen
 from titan_like.parallel.tensor_styles import STYLES, Norm, Region, Style, TensorParallel, split_logits
 from titan_like.torch_private import coalesced
 
@@ -110,6 +111,7 @@ def sum_partial_gradients(parameters: Sequence[nn.Parameter]) -> None:
     Call it after a step's last backward pass and before gradients are read. Sums commute, so data parallelism may have
     summed them already.
     """
+    widen(parameters)
     gradients = [parameter.grad for parameter in parameters if isinstance(parameter.grad, DTensor)]
     if not gradients:
         return

@@ -205,9 +205,7 @@ def dry_run(config: JobConfig) -> DryRun:
 
 def built_optimizer(config: JobConfig, model: ParallelModel) -> torch.optim.Optimizer:
     """The model's optimizer with the state that it has after its first step."""
-    # The fused implementation needs a real device, but keeps the same state.
-    section = config.optimizer.model_copy(update={"implementation": "foreach"})
-    optimizer = build_optimizer(model.named_parameters(), section)
+    optimizer = build_optimizer(model.named_parameters(), config.optimizer)
     materialise_optimizer_state(optimizer)
     return optimizer
 

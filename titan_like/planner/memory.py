@@ -108,8 +108,13 @@ def step_memory(work: Workload, ranks: Iterable[int] | None = None, reduce_bytes
     return {rank: rank_memory(work, rank, reduce_bytes) for rank in chosen}
 
 
-def rank_memory(work: Workload, rank: int, reduce_bytes: int = 4, messages: bool = True) -> StepMemory:
-    """The fullest moment of a step on one pipeline rank; arguments as for `step_memory` and `occupancy`."""
+def rank_moments(
+    work: Workload, rank: int, reduce_bytes: int = 4, messages: bool = True
+) -> tuple[StepMemory, StepMemory]:
+    """The fullest moment of the forward and backward passes of a step, and that of the update, on one pipeline rank.
+
+    Arguments are as for `step_memory` and `occupancy`.
+    """
     sharding, shape = sharding_of(work, reduce_bytes), (work.pipeline, work.virtual_stages, work.microbatches)
     splits = splits_backward(work.schedule, work.pipeline, work.compiled)
     occupied = occupancy(work.schedule, *shape, rank, splits, messages)
@@ -133,13 +138,17 @@ def rank_memory(work: Workload, rank: int, reduce_bytes: int = 4, messages: bool
     running = usages[occupied.running[fullest]]
     found = int(gathered[fullest]) + running.gathered, int(kept[fullest]) + running.gradients
     copies = round(sharding.compute * sharding.copied * sum(stage.elements for stage in stages))
-    return StepMemory(
-        parameters=sharding.master * sum(shard for shard, _ in elements),
-        gradients=found[1],
-        optimizer=round(sharding.master * sum(state for _, state in elements)),
-        gathered=found[0] + copies,
-        activations=int(totals[fullest]) - sum(found),
+    held = sharding.master * sum(shard for shard, _ in elements), round(sharding.master * sum(e for _, e in elements))
+    at_update = sum(
+        stage.at_update(shard, work.microbatches) for stage, (shard, _) in zip(stages, elements, strict=True)
     )
+    in_passes = StepMemory(held[0], found[1], held[1], found[0] + copies, int(totals[fullest]) - sum(found))
+    return in_passes, StepMemory(held[0], at_update, held[1], copies, 0)
+
+
+def rank_memory(work: Workload, rank: int, reduce_bytes: int = 4, messages: bool = True) -> StepMemory:
+    """The fullest moment of a step on one pipeline rank; arguments as for `step_memory` and `occupancy`."""
+    return max(rank_moments(work, rank, reduce_bytes, messages), key=lambda moment: moment.total)
 
 
 def candidates(work: Workload) -> tuple[int, ...]:

@@ -20,9 +20,10 @@ from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, Action, schedul
 
 # What a stage has of gathered weights, after a forward and after a backward pass.
 NOT_GATHERED, AFTER_FORWARD, AFTER_BACKWARD = range(3)
-# What it has of gradients. Gradients of a split backward pass's first part may wait for the second part. After a second
-# part without any, those of matrices were the last to be summed.
-NO_GRADIENTS, FIRST_PARTS, SUMS, SUMS_AND_FIRST_PARTS, MATRICES, MATRICES_AND_FIRST_PARTS, FINISHED = range(7)
+# What it has of gradients: of one backward pass, or sums. Those of a split backward pass's first part may wait for the
+# second part. After a second part without any, those of matrices were the last to be summed.
+NO_GRADIENTS, FIRST_PARTS, OF_ONE_PASS, SUMS, SUMS_AND_FIRST_PARTS, MATRICES, MATRICES_AND_FIRST_PARTS = range(7)
+FINISHED = 7
 _WITH_FIRST_PARTS = {NO_GRADIENTS: FIRST_PARTS, SUMS: SUMS_AND_FIRST_PARTS, MATRICES: MATRICES_AND_FIRST_PARTS}
 WAITING = frozenset(_WITH_FIRST_PARTS.values())  # first parts wait
 
@@ -150,6 +151,8 @@ def _occupancy(layout: Layout, microbatches: int, rank: int, splits: bool, with_
             weights[n] = AFTER_BACKWARD
         if kind == "I":
             gradients[n] = _WITH_FIRST_PARTS.get(gradients[n], gradients[n])
+        elif gradients[n] == NO_GRADIENTS:
+            gradients[n] = OF_ONE_PASS
         else:  # a second part also reduces what the first parts of later microbatches have left
             gradients[n] = SUMS if kind == "B" or gradients[n] in WAITING else MATRICES
         if left[n] == 0:

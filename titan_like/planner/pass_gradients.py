@@ -7,10 +7,11 @@ sums over microbatches, or reduced over processes. FSDP2 keeps the input of a re
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from titan_like.parallel.split import GRADIENT_UNIT_BYTES
-from titan_like.planner.occupancy import NO_GRADIENTS, PassKind
+from titan_like.planner.occupancy import NO_GRADIENTS, OF_ONE_PASS, PassKind
 from titan_like.planner.stages import StageProgram
 from titan_like.planner.trace.program import Segment
 
@@ -78,7 +79,8 @@ class PassGradients:
     def __init__(self, stage: StageMemory, one: PassKind) -> None:
         self.stage, self.keeping = stage, stage.keeping
         self.reduces = self.keeping.wrapped and one.kind == "B" and (self.keeping.zero_stage >= 2 or one.is_last)
-        self.accumulated, self.retained = stage.accumulated(one.gradients)
+        self.accumulated, retained = stage.accumulated(one.gradients)
+        self.retained = retained * (one.kind == "W")  # a backward pass frees it first
         self.is_first = one.gradients == NO_GRADIENTS
         self.has_shards = stage.has_shards(one.gradients)
         self.done = self.fresh = self.outside = 0  # elements: all so far, of the current unit, outside layers
@@ -164,43 +166,63 @@ class PassGradients:
 
 
 class CopiedGradients(PassGradients):
-    """Gradients of `ComputeCopies`, which adds up units of at least `GRADIENT_UNIT_BYTES`."""
+    """Gradients of `ComputeCopies`, which takes up units of at least `GRADIENT_UNIT_BYTES`.
+
+    Bytes are less those of the copies that a step's last backward pass frees.
+    """
 
     def __init__(self, stage: StageMemory, one: PassKind) -> None:
         super().__init__(stage, one)
-        self.limits = _copied_units(stage.stage, self.keeping.compute)
-        self.produced = sum(segment.produced for segment in stage.stage.segments)
+        self.units = copied_units(stage.stage, self.keeping.compute)
+        self.limits = list(accumulate(unit.elements for unit in self.units))
+        self.frees = one.is_last and len(self.units) > 1
+        self.is_second = one.gradients == OF_ONE_PASS
+
+    def _after(self, taken: int, done: int) -> int:
+        """Once the gradients of ``taken`` elements of ``done`` are taken up."""
+        compute = self.keeping.compute
+        sums = self.accumulated + compute * done * self.is_first
+        if self.is_second:
+            sums += (self.keeping.master - compute) * taken
+        return sums + compute * (done - taken) * (not self.is_first) - compute * taken * self.frees
 
     def during(self, part: Placed, produced: int) -> int:
         """As in the base class."""
-        done = self.done + produced
-        taken = max((limit for limit in self.limits if limit <= done), default=0)
-        size = self.keeping.compute * (done - taken)
-        # When a unit is complete, its gradients and their sums exist.
-        for limit, before in zip(self.limits, [0, *self.limits], strict=False):
-            if self.done < limit <= done:
-                size = max(size, self.keeping.compute * (limit - before))
-        return size + (self.keeping.master * taken if self.is_first else self.accumulated)
+        done, before, most = self.done + produced, 0, 0
+        for unit, limit in zip(self.units[:-1], self.limits, strict=False):  # the last one comes after the pass
+            if limit > done:
+                break
+            if self.done < limit:  # its gradients exist, and of one of them the sum besides
+                most = max(most, self._at(unit, before, limit))
+            before = limit
+        return max(most, self._after(before, done))
+
+    def _at(self, unit: CopiedUnit, before: int, done: int) -> int:
+        return self._after(before, done) + self.keeping.master * unit.largest_parameter * self.is_second
 
     def complete(self, unit: Reduced, repeats: int = 0) -> Iterator[tuple[int, int, bool]]:
-        """As in the base class. The rest is added up after the pass."""
-        taken = max((limit for limit in self.limits if limit <= self.done), default=0)
-        is_over = self.done >= self.produced
-        sums = self.done if is_over else taken
-        summed = self.keeping.master * sums if self.is_first else self.accumulated
-        yield self.keeping.compute * (self.done - taken) + summed, 0, False
+        """As in the base class. The rest is taken up after the pass."""
+        taken = max((limit for limit in self.limits[:-1] if limit <= self.done), default=0)
+        yield self._after(taken, self.done), 0, False
         self.done += unit.elements * repeats
+        if self.done == self.limits[-1]:
+            yield self._at(self.units[-1], self.done - self.units[-1].elements, self.done), 0, False
 
 
-def _copied_units(stage: StageProgram, element: int) -> list[int]:
-    """Numbers of elements, counted from the end of the stage, after which `ComputeCopies` adds gradients up."""
-    limits, size, done, in_full = [], 0, 0, False
+class CopiedUnit(NamedTuple):
+    """Weights whose gradients `ComputeCopies` takes up together."""
+
+    elements: int
+    largest_parameter: int
+
+
+def copied_units(stage: StageProgram, element: int) -> list[CopiedUnit]:
+    """A stage's units, from its end. ``element``: bytes of an element of the copies."""
+    units, sizes = list[CopiedUnit](), list[int]()
     for segment in reversed(stage.segments):
         for parameter in reversed(segment.parameters):
-            if size >= GRADIENT_UNIT_BYTES or (size and parameter.in_full != in_full):
-                limits.append(done)
-                size = 0
-            size += element * parameter.elements
-            done += parameter.elements
-            in_full = parameter.in_full
-    return limits
+            if element * sum(sizes) >= GRADIENT_UNIT_BYTES:
+                units.append(CopiedUnit(sum(sizes), max(sizes)))
+                sizes = []
+            sizes.append(parameter.elements)
+    return [*units, CopiedUnit(sum(sizes), max(sizes))]

@@ -19,11 +19,12 @@ from titan_like.planner.occupancy import (
     MATRICES,
     MATRICES_AND_FIRST_PARTS,
     NO_GRADIENTS,
+    OF_ONE_PASS,
     SUMS,
     WAITING,
     PassKind,
 )
-from titan_like.planner.pass_gradients import Keeping, PassGradients, Placed, Reduced
+from titan_like.planner.pass_gradients import Keeping, PassGradients, Placed, Reduced, copied_units
 from titan_like.planner.stages import StageProgram, Unit
 from titan_like.planner.trace.program import Segment
 
@@ -89,6 +90,9 @@ class StageMemory:
         self.last_reduced = (highest.experts or highest.elements) if self.matrices else whole_pass
         in_units = (sum(_matrices(unit)) for unit in reversed(stage.units) if unit.name == "layers")
         self.last_matrices = self.last_reduced if keeping.replicated else next(filter(None, in_units), 0)
+        units = copied_units(stage, keeping.compute) if keeping.copied else []
+        self.copied_units = sorted(unit.elements for unit in units) if len(units) > 1 else []
+        self.freed = keeping.compute * sum(self.copied_units)  # bytes of copies, by a step's last backward pass
         self._moments: dict[PassKind, list[Usage]] = {}
         self._usages: dict[tuple[tuple[PassKind, ...], int], list[Usage]] = {}  # by passes and shard
         self._states: dict[int, tuple[list[int], list[int]]] = {}
@@ -118,14 +122,31 @@ class StageMemory:
         keep, vectors = self.keeping, self.elements - self.matrices
         if state == NO_GRADIENTS or (keep.wrapped and state == FINISHED):
             return 0, 0
-        if not keep.wrapped:  # copies have whole sums as soon as one of their gradients exists
-            first_parts = state == FIRST_PARTS and not keep.copied
-            return keep.master * (vectors if first_parts else self.elements), 0
+        if not keep.wrapped:
+            if keep.copied and state == FINISHED:
+                return keep.master * self.elements - self.freed, 0
+            element = keep.compute if keep.copied and state in (FIRST_PARTS, OF_ONE_PASS) else keep.master
+            return element * (vectors if state == FIRST_PARTS else self.elements), 0
         if keep.zero_stage < 2:
             return keep.reduce * (vectors if state == FIRST_PARTS else self.elements), 0
         waiting = vectors if state in WAITING else 0
         last = self.last_matrices if state in (MATRICES, MATRICES_AND_FIRST_PARTS) else self.last_reduced
-        return keep.reduce * waiting, keep.reduce * last * (state != FIRST_PARTS)
+        return keep.reduce * waiting, keep.reduce * last * (state not in WAITING)
+
+    def at_update(self, shard: int, microbatches: int) -> int:
+        """Bytes of gradients during the optimizer's update, less those of copies that have been freed.
+
+        The update makes a unit's copies again before it frees the unit's gradients, the smallest unit first.
+        """
+        keep = self.keeping
+        if not keep.copied:
+            return self.gradients(FINISHED, shard)
+        element = keep.compute if microbatches == 1 else keep.master
+        most = held = element * self.elements - self.freed
+        for size in self.copied_units:
+            most = max(most, held + keep.compute * size)
+            held -= (element - keep.compute) * size
+        return most
 
     def states(self, shard: int) -> tuple[list[int], list[int]]:
         """Bytes of gathered weights, and of gradients, in each of their states. ``shard``: as for `gradients`."""

@@ -26,6 +26,7 @@ from titan_like.data.loader import BackgroundLoader, merge_states
 from titan_like.hugging_face.origin import origin_files
 from titan_like.metrics.console import Console
 from titan_like.metrics.run_files import run_of
+from titan_like.optim.adamw import FusedAdamW
 from titan_like.optim.optimizer import Gradients, LossScaler, build_optimizer
 from titan_like.optim.schedule import Schedule
 from titan_like.parallel.apply import build_pipeline
@@ -96,6 +97,8 @@ class TrainingState:
         if kept := self.kept_schedule:
             rule = rule.model_copy(update={"lr": kept.lr, "matrix_lr": kept.matrix_lr})
         self.optimizer = build_optimizer(self.model.named_parameters(), rule)
+        if type(self.optimizer) is FusedAdamW:  # and not Muon, which updates matrices in its own way
+            self.optimizer.write_copies(self.model.copied_units())
         self.partial_parameters = [p for stage in self.model.stages for p in partial_parameters(stage.module)]
         self.gradients_held = Gradients(self.model.parameters(), mesh, self.model.expert_mesh)
         self.gradients_counted = Gradients(self.model.counted_parameters(), mesh, self.model.expert_mesh)
@@ -216,6 +219,7 @@ class TrainingState:
         state = resume(self.run.checkpoint_folder, is_usable, self.model, self.optimizer)
         if state is None:
             return False
+        self.model.mark_changed()
         if state.data and state.data != self.run.datasets["train"].fingerprint:
             problem = f"the checkpoint of step {state.step} in {self.run.checkpoint_folder} was trained on other data"
             changed = "".join(f" (data.{key} was {value})" for key, value in self._changed_data(state))

@@ -49,7 +49,7 @@ class Row(StrEnum):
     FIGURES = "losses and loads of experts that are reported"
     EQUAL = "losses and norms equal on all ranks"
     ZEROS = "gradient elements that are zero"
-    CLIPPED = "gradients after clipping"
+    STATE = "optimizer state"
     UPDATE = "updates from these gradients"
     WEIGHT = "weights"
     REPLICAS = "copies equal on all ranks"

@@ -38,6 +38,7 @@ from titan_like.verify.watch import LayoutWatch, Watch, digest, steps_alone
 
 _LOST = 1e-4  # by float32 in moments and bias corrections, as a share of the learning rate or of the update
 _WEIGHT_ROUNDINGS = 4  # of a weight, in units of its type
+_STATE_ROUNDINGS = 64  # of moments over a few steps, and of sums of squares, in units of float32
 
 _TRAVELLING, _MERGED = "gradients of keys", "attention to several blocks of keys"
 _LOSS_ROUNDING = 1e-5  # relative, of a loss that is computed in float32 from hundreds of positions
@@ -61,54 +62,51 @@ class NarrowWatch(LayoutWatch):
     def attach(self, trainer: Trainer) -> None:
         """Copy the weights, and build the optimizer that repeats their updates."""
         super().attach(trainer)
-        self.clipped: dict[str, torch.Tensor] = {}  # parts of the gradients that the optimizer received
         self.parameters = [(name, p, nn.Parameter(_whole(p))) for name, p in trainer.model.named_parameters()]
         self.optimizer = build_optimizer([(name, copy) for name, _, copy in self.parameters], trainer.config.optimizer)
-        trainer.optimizer.register_step_pre_hook(self._keep_gradients)
-
-    def _keep_gradients(self, *hooked: Any) -> None:
-        for name, parameter, copy in self.parameters:
-            if parameter.grad is not None:
-                copy.grad, self.clipped[name] = _whole(parameter.grad), local(parameter.grad).double()
 
     @torch.no_grad()
     def end_step(self, issued: PendingStep) -> None:
-        """Check the update: a good step updates every parameter, a bad one none.
+        """Check the update and the optimizer's state: a good step changes those of every parameter, a bad one none.
 
-        Clipping must go by the norm that the step reports.
+        Clipping must go by the norm that the step reports. AdamW's update hardly depends on it, but its moments do.
         """
         super().end_step(issued)
         if issued.step > self.small.num_steps:
             return
-        is_good, unclipped = issued.step not in self.small.bad_steps, dict(self.gradients)
+        is_good, gradients = issued.step not in self.small.bad_steps, dict(self.gradients)
         before = [copy.detach().clone() for _, _, copy in self.parameters]
+        max_norm, grad_norm = self.trainer.config.training.max_norm, issued.read()[0].grad_norm
+        factor = min(1.0, max_norm / (grad_norm + 1e-6)) if max_norm else 1.0
         if is_good:
+            for name, _, copy in self.parameters:
+                copy.grad = _whole(gradients[name]) * factor if name in gradients else None
             for group in self.optimizer.param_groups:
                 group["lr"] = issued.lr
             self.optimizer.step()
-        max_norm, grad_norm = self.trainer.config.training.max_norm, issued.read()[0].grad_norm
-        factor = min(1.0, max_norm / (grad_norm + 1e-6)) if max_norm else 1.0
         for (name, parameter, copy), old in zip(self.parameters, before, strict=True):
             new = _whole(parameter)
             if not is_good:
                 self.report.require(torch.equal(new, old), Key(issued.step, Row.SKIPPED, name), "it is updated")
-            elif name not in self.clipped:
+            elif name not in gradients:
                 self.report.require(False, Key(issued.step, Row.UPDATE, name), "it is not updated")
             else:
-                clipped = local(unclipped[name]).double() * factor
-                size = clipped.norm().item() or 1.0
-                # Elements below the smallest normal number lose digits when they are divided by a loss scale.
-                allowed = 8 * EPS[SINGLE] + math.sqrt(clipped.numel()) * 1e-37 / size
-                off = distance(self.clipped[name], clipped) / size
-                self.report.add(Key(issued.step, Row.CLIPPED, name), off, allowed)
                 rounding, moved = _WEIGHT_ROUNDINGS * EPS[SINGLE] * old.norm().item(), distance(copy, old)
                 lost = _LOST * max(issued.lr * math.sqrt(old.numel()), moved)
                 size = max(moved, rounding, 1e-30)
                 off = distance(new, copy) / size
                 self.report.add(Key(issued.step, Row.UPDATE, name), off, (rounding + lost) / size)
+            self._compare_state(Key(issued.step, Row.STATE, name), parameter, self.optimizer.state[copy])
             copy.copy_(new)  # the next update starts from the trainer's own weights
             copy.grad = None
-        self.clipped = {}
+
+    def _compare_state(self, key: Key, parameter: torch.Tensor, expected: dict[str, torch.Tensor]) -> None:
+        for what, exact in expected.items():
+            if isinstance(exact, torch.Tensor):
+                # Squares below the smallest normal number lose digits.
+                size, floor = exact.double().norm().item() or 1.0, math.sqrt(exact.numel()) * 1e-37
+                off = distance(_whole(self.trainer.optimizer.state[parameter][what]), exact.double()) / size
+                self.report.add(key, off, _STATE_ROUNDINGS * EPS[SINGLE] + floor / size, what)
 
 
 class HalfWatch(NarrowWatch):

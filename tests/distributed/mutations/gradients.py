@@ -182,20 +182,20 @@ def offloaded_tensors_of_the_layer_below(original: Any, self: LayerTensors, grad
     original(self, gradient)
 
 
-@bug(gradients, "add_all_")
-def gradients_summed_in_bfloat16(original: Any, sums: list[torch.Tensor], new: list[torch.Tensor]) -> None:
+@bug(gradients.CopiedUnit, "add_gradients")
+def gradients_summed_in_bfloat16(original: Any, self: gradients.CopiedUnit, frees: bool) -> None:
     """Gradients of one process's microbatches are summed in the model's type, except for the last one."""
-    for total in sums:
-        total.copy_(total.to(new[0].dtype))
-    original(sums, new)
+    for total in self._gradients.values():
+        total.copy_(total.to(self.copies[0].dtype))
+    original(self, frees)
 
 
-@bug(gradients, "add_all_")
-def gradients_kept_in_bfloat16(original: Any, sums: list[torch.Tensor], new: list[torch.Tensor]) -> None:
+@bug(gradients.CopiedUnit, "add_gradients")
+def gradients_kept_in_bfloat16(original: Any, self: gradients.CopiedUnit, frees: bool) -> None:
     """Gradients of one process's microbatches are summed and kept in the model's type."""
-    original(sums, new)
-    for total in sums:
-        total.copy_(total.to(new[0].dtype))
+    original(self, frees)
+    for total in self._gradients.values():
+        total.copy_(total.to(self.copies[0].dtype))
 
 
 @bug(data, "MixedPrecisionPolicy")
@@ -214,10 +214,10 @@ def validation_an_update_behind(original: Any, self: data.DataParallel) -> None:
 @bug(gradients.ComputeCopies, "_on_gradient")
 def gradients_of_complete_units_lost(_: Any, self: gradients.ComputeCopies, number: int, _copy: torch.Tensor) -> None:
     """A unit of gradients in the half type that is complete drops them instead of adding them up."""
-    for unit in self._units[number:]:
-        for copy in unit.copies:
-            copy.grad = None if unit._sums else copy.grad
-        unit.add_gradients()
+    for unit in self.units[number:]:
+        for known, copy in enumerate(unit.copies):
+            copy.grad = None if known in unit._gradients else copy.grad
+        unit.add_gradients(frees=False)
 
 
 @bug(cross_entropy, "_add_product")

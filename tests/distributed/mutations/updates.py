@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 
 from tests.distributed.mutations import bug
-from titan_like.optim import schedule
+from titan_like.optim import adamw, schedule
 from titan_like.optim.optimizer import Gradients, LossScaler
 from titan_like.train import trainer, training_state
 from titan_like.train.trainer import Trainer
@@ -66,10 +66,10 @@ def end_of_decay_forgotten(original: Any, section: Any, step: int, total: int) -
 
 
 @bug(Trainer, "_update")
-def gradients_not_unscaled(original: Any, self: Trainer, *update: Any, **skip: Any) -> None:
+def gradients_not_unscaled(_: Any, self: Trainer, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
     """float16's loss scale stays in the gradients."""
-    self.gradients_held.multiply(torch.as_tensor(self.loss_scale))
-    original(self, *update, **skip)
+    factor = (self.config.training.max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
+    trainer.update(self.optimizer, self.gradients_held, lr, factor, skip)
 
 
 @after_init
@@ -122,3 +122,32 @@ def small_gradients_scaled_up(_: Any, self: Trainer, grad_norm: torch.Tensor, lr
     """Clipping brings every gradient to max_norm, smaller ones too."""
     factor = self.config.training.max_norm / (grad_norm + 1e-6) / self.loss_scale
     trainer.update(self.optimizer, self.gradients_held, lr, factor, skip)
+
+
+@bug(Trainer, "_update")
+def clip_applied_twice(_: Any, self: Trainer, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
+    """The clip factor multiplies gradients twice."""
+    clip = (self.config.training.max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
+    trainer.update(self.optimizer, self.gradients_held, lr, clip.square() / self.loss_scale, skip)
+
+
+@bug(adamw.AdamWUnit, "step")
+def clip_not_applied(original: Any, self: adamw.AdamWUnit, factor: torch.Tensor | None, *skip: Any) -> None:
+    """The update takes gradients as they are."""
+    original(self, None, *skip)
+
+
+@bug(adamw, "fused_adamw_")
+def skip_ignored_for_vectors(original: Any, tensors: Any, gradients: Any, settings: Any, found_inf: Any) -> None:
+    """A step that is to be skipped updates the parameters that do not decay."""
+    original(tensors, gradients, settings, found_inf if settings["weight_decay"] else torch.zeros_like(found_inf))
+
+
+@bug(adamw.InBlocks, "__call__")
+def copies_written_before_weights(original: Any, self: adamw.InBlocks, *update: Any) -> None:
+    """The copies with which the next step computes are an update behind."""
+    weights = [[weight.clone() for weight in block.copied] for block in self._blocks]
+    original(self, *update)
+    for block, old in zip(self._blocks, weights, strict=True):
+        for copy, weight in zip(block.copies, old, strict=True):
+            copy.copy_(weight)

@@ -148,14 +148,14 @@ class Partition:
             self._allow(allowed)
             if budget == 0 or self._size() < budget * total:
                 return
-        choices: list[tuple[float, int, frozenset[int]]] = [(0.0, 0, frozenset())]  # share, FLOPs, kept
+        choices: list[tuple[int, int, frozenset[int]]] = [(0, 0, frozenset())]  # bytes, FLOPs, kept
         for number in sorted(costly & self._ancestors(self.kept) - messages, key=lambda one: -self.sizes[one]):
-            work, share, best = operators[number].work, self.sizes[number] / total, -1
+            work, size, best = operators[number].work, self.sizes[number], -1
             flops = work.flops if isinstance(work, Gemm) and not work.grouped else 1
-            more = [(old + share, saved + flops, kept | {number}) for old, saved, kept in choices]
+            more = [(old + size, saved + flops, kept | {number}) for old, saved, kept in choices]
             merged, choices = sorted([*choices, *more], key=lambda one: (one[0], -one[1])), []
             for one in merged:
-                if one[0] <= budget and one[1] > best:
+                if one[0] <= budget * total and one[1] > best:
                     choices.append(one)
                     best = one[1]
         self._allow(self.known - messages - choices[-1][2])

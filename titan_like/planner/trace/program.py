@@ -129,7 +129,6 @@ class Parameter(NamedTuple):
     sharers: str  # mesh dimension over which ZeRO shards it
     deferred: bool  # the second part of a split backward pass computes its gradient
     partial: bool  # sequence parallelism leaves its gradient partial
-    in_full: bool  # gradients of its uses add up in the master weights' type
     kinds: tuple[int, ...]  # of the layers that share it; empty for parameters of a single segment
     position: int  # of its gradient, in the order in which backward passes complete them
 

@@ -250,12 +250,10 @@ def _list_parameters(
             for parameter in (parameter for part in unit for parameter in part.parameters()):
                 units.setdefault(id(parameter), (names[id(unit[0])], group.dimension))
         partial = {id(parameter) for parameter in partial_parameters(module)}
-        in_full = {id(parameter) for parameter in summed_in_full(module)}
         uses = [shared_modules(layer) for layer in modules[0].layers.values()]
         for name, parameter in module.named_parameters():
             kinds = tuple(kind for kind, shared in enumerate(uses) if name.partition(".")[0] in shared)
             shape = tuple(local_part(parameter.data).shape)
             one = id(parameter)
-            flags = one in deferred, one in partial, one in in_full
-            row = Parameter(name, shape, *units[one], *flags, kinds, positions.get(one, 0))
+            row = Parameter(name, shape, *units[one], one in deferred, one in partial, kinds, positions.get(one, 0))
             segments[_segment_of(name, module, num_kinds)].parameters.append(row)

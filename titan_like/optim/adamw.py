@@ -1,0 +1,234 @@
+"""AdamW in one pass over the parameters: clipping, the update and the weights' 16-bit copies touch each number once.
+
+For a weight with a 16-bit gradient and copy an update moves 28 bytes: it reads gradient, weight and moments, and writes
+all but the gradient. To convert and multiply gradients, update and copy one after the other would take 48.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from titan_like.optim.shards import ShardedOptimizer, local
+from titan_like.torch_private import add_all_, copy_all_, fused_adamw_, multiply_all_
+
+# Elements that torch's kernel updates at once. On a CPU, what they take stays in its caches.
+BLOCK = {"cpu": 1 << 18, "cuda": 1 << 24}
+
+Update = Callable[[Sequence[torch.Tensor], torch.Tensor | None, torch.Tensor], None]
+"""Updates some `Tensors` by (gradients, a scalar that multiplies them, a scalar above 0 if only copies are written)."""
+
+
+class CopiedUnit(Protocol):
+    """Weights of which a model uses 16-bit copies."""
+
+    masters: list[torch.nn.Parameter]
+    copies: list[torch.nn.Parameter]  # a weight that is used as it is stands for its copy
+
+    def allocate(self) -> None:
+        """Make room for the copies' content."""
+
+    def note_written(self) -> None:
+        """The copies are those of the updated weights."""
+
+
+class Tensors(NamedTuple):
+    """This process's parts of some parameters; what belongs to one has the same place in each list."""
+
+    settings: list[dict[str, Any]]  # its group: lr, betas, eps and weight_decay
+    weights: list[torch.Tensor]
+    copies: list[torch.Tensor | None]
+    first_moments: list[torch.Tensor]
+    second_moments: list[torch.Tensor]
+    steps: list[torch.Tensor]  # scalars: numbers of updates, this one included
+
+
+def adamw_state(parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """AdamW's state before the first update: the number of updates, and two moments of the parameter's shape."""
+    step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+
+
+class AdamWUnit:
+    """Parameters that are updated together."""
+
+    def __init__(
+        self,
+        members: Sequence[tuple[dict[str, Any], torch.nn.Parameter]],
+        state: Mapping[Any, Any],
+        copied: CopiedUnit | None = None,
+    ) -> None:
+        """``members``: (group, parameter). ``state``: of the optimizer, as `adamw_state` begins it."""
+        self.copied, self.parameters = copied, [parameter for _, parameter in members]
+        self._is_sharded = any(isinstance(parameter.data, DTensor) for parameter in self.parameters)
+        pairs = [] if copied is None else zip(copied.masters, copied.copies, strict=True)
+        copies = {master: local(copy) for master, copy in pairs if copy is not master}
+        of_state = [[local(state[p][key]) for p in self.parameters] for key in ("exp_avg", "exp_avg_sq", "step")]
+        weights = [local(parameter) for parameter in self.parameters]
+        tensors = Tensors([group for group, _ in members], weights, [copies.get(p) for p in self.parameters], *of_state)
+        self._steps, self._update = tensors.steps, update_of(tensors)
+
+    def step(self, factor: torch.Tensor | None, found_inf: torch.Tensor) -> None:
+        """Update the parameters by their gradients times ``factor``, and free these if there are copies."""
+        gradients = [one.grad for one in self.parameters if one.grad is not None]
+        assert len(gradients) == len(self.parameters), "a parameter received no gradient"
+        if self._is_sharded:
+            gradients = [local(gradient) for gradient in gradients]
+        add_all_(self._steps, [(found_inf <= 0).float()] * len(self._steps))
+        if self.copied is None:
+            self._update(gradients, factor, found_inf)
+            return
+        self.copied.allocate()
+        self._update(gradients, factor, found_inf)
+        self.copied.note_written()
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+class FusedAdamW(ShardedOptimizer):
+    """AdamW (arXiv 1711.05101). Gradients of float32 weights may be in a 16-bit dtype.
+
+    `factor` multiplies them, and a step is skipped on the device if `found_inf` is above 0.
+    """
+
+    _units: tuple[AdamWUnit, ...] = ()
+    _known: Any = None  # the state of the first parameter for which the units were made
+    _copied: tuple[CopiedUnit, ...] = ()
+
+    def __init__(self, groups: Iterable[dict[str, Any]], lr: float, **settings: Any) -> None:
+        """``settings``: betas, eps and weight_decay of groups that have none."""
+        super().__init__([settings | group for group in groups], lr)
+
+    def new_state(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """See `adamw_state`."""
+        return adamw_state(parameter)
+
+    def write_copies(self, units: Iterable[CopiedUnit]) -> None:
+        """Let updates write the copies of these weights, and free the gradients of each unit after it.
+
+        A unit's copies exist before its gradients are freed, so the largest unit comes last.
+        """
+        self._copied = tuple(sorted(units, key=lambda unit: sum(local(one).numel() for one in unit.masters)))
+        self._units, self._known = (), None
+
+    def forget_state(self) -> None:
+        """Free the state, to be loaded or created again."""
+        self.state.clear()
+        self._units, self._known = (), None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in the base class."""
+        super().add_param_group(param_group)
+        self._units, self._known = (), None
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]  # there is no closure
+        """Update every parameter."""
+        found_inf = self.found_inf
+        for unit in self._prepared():
+            if found_inf is None:
+                found_inf = torch.zeros((), device=unit.parameters[0].device)
+            unit.step(self.factor, found_inf)
+
+    def _prepared(self) -> tuple[AdamWUnit, ...]:
+        """The units, which are made again when the state has been replaced."""
+        known = next((self.state.get(group["params"][0]) for group in self.param_groups if group["params"]), None)
+        if known is not None and known is self._known:
+            return self._units
+        self.init_state()
+        groups = {parameter: group for group, _, parameter in self.members() if not group.get("orthogonal")}
+        units = [AdamWUnit([(groups.pop(p), p) for p in one.masters], self.state, one) for one in self._copied]
+        if groups:
+            units.append(AdamWUnit([(group, parameter) for parameter, group in groups.items()], self.state))
+        self._units = tuple(units)
+        self._known = next(self.state[group["params"][0]] for group in self.param_groups if group["params"])
+        return self._units
+
+
+def update_of(tensors: Tensors) -> Update:
+    """What updates some tensors on their device."""
+    if tensors.weights[0].is_cuda and {weight.dtype for weight in tensors.weights} == {torch.float32}:
+        from titan_like.optim.adamw_kernel import OneKernel  # imports Triton
+
+        return OneKernel(tensors)
+    return InBlocks(tensors, BLOCK[tensors.weights[0].device.type])
+
+
+class _Piece(NamedTuple):
+    """Elements of one tensor."""
+
+    member: int
+    start: int
+    stop: int
+    is_whole: bool
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements, as a view."""
+        return tensor if self.is_whole else tensor.view(-1)[self.start : self.stop]
+
+
+class _Block(NamedTuple):
+    """Pieces of one group that are updated at once."""
+
+    settings: dict[str, Any]
+    pieces: list[_Piece]
+    tensors: tuple[list[torch.Tensor], ...]  # weights, moments and numbers of updates
+    scaled: list[torch.Tensor]  # room for gradients in the weights' dtype
+    copies: list[torch.Tensor]
+    copied: list[torch.Tensor]  # of the weights, those that have copies
+
+
+class InBlocks:
+    """Updates blocks of elements by torch's fused kernel."""
+
+    def __init__(self, tensors: Tensors, size: int) -> None:
+        self._blocks: list[_Block] = []
+        weights = tensors.weights
+        room = torch.empty(min(size, max(sum(one.numel() for one in weights), 1)), dtype=weights[0].dtype)
+        room = room.to(weights[0].device)
+        order = sorted(range(len(weights)), key=lambda index: id(tensors.settings[index]))
+        for _, members in groupby(order, key=lambda index: id(tensors.settings[index])):
+            block, used = list[_Piece](), 0
+            for index in members:
+                start, end = 0, weights[index].numel()
+                while start < end:
+                    stop = min(end, start + size - used)
+                    block.append(_Piece(index, start, stop, stop - start == end))
+                    used, start = used + stop - start, stop
+                    if used == size:
+                        self._add(block, tensors, room)
+                        block, used = [], 0
+            if block:
+                self._add(block, tensors, room)
+
+    def _add(self, pieces: list[_Piece], tensors: Tensors, room: torch.Tensor) -> None:
+        _, weights, copies, *moments, steps = tensors
+        parts = [[piece.of(tensor[piece.member]) for piece in pieces] for tensor in (weights, *moments)]
+        with_copies = [
+            (piece.of(copy), part)
+            for piece, part in zip(pieces, parts[0], strict=True)
+            if (copy := copies[piece.member]) is not None
+        ]
+        sizes = [piece.stop - piece.start for piece in pieces]
+        scaled = [one.view_as(part) for one, part in zip(room[: sum(sizes)].split(sizes), parts[0], strict=True)]
+        numbers = [steps[piece.member] for piece in pieces]
+        settings = tensors.settings[pieces[0].member]
+        block = settings, pieces, (*parts, numbers), scaled, [c for c, _ in with_copies], [w for _, w in with_copies]
+        self._blocks.append(_Block(*block))
+
+    def __call__(self, gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found_inf: torch.Tensor) -> None:
+        """See `Update`."""
+        for block in self._blocks:
+            parts = [piece.of(gradients[piece.member]) for piece in block.pieces]
+            if factor is not None or any(part.dtype != block.scaled[0].dtype for part in parts):
+                copy_all_(block.scaled, parts)
+                parts = block.scaled
+            if factor is not None:
+                multiply_all_(parts, factor.to(parts[0].dtype))
+            fused_adamw_(block.tensors, parts, block.settings, found_inf)
+            if block.copies:
+                copy_all_(block.copies, block.copied)
