@@ -1,20 +1,22 @@
-"""Check everything that needs a GPU, in at most nine minutes: scripts/gpu_check.sh --json gpu_check.json
+"""Check everything that needs a GPU, in at most four minutes: scripts/gpu_check.sh --json gpu_check.json
 
-1. speed      tokens/s, TFLOP/s and MFU of a 124M and a 1.3B GPT, eager and compiled, as train.py logs them.
-2. waits      how often the host waits for the GPU in a step that logs nothing.
-3. checkpoint a run resumed from a checkpoint has bit-identical losses to one that never stopped.
-4. memory     the allocator's peak in a step against the planner's prediction, by model and recomputation.
-5. parity     what scripts/verify.py compares, on the GPU, for each layout that fits on one GPU.
+waits      how often the host waits for the GPU in a step that logs nothing.
+checkpoint a run resumed from a checkpoint has bit-identical losses to one that never stopped.
+memory     the allocator's peak in a step against the planner's prediction, by model and recomputation.
+parity     what scripts/verify.py compares, on the GPU, for each layout that fits on one GPU.
+speed      tokens/s, TFLOP/s and MFU of a 124M and a 1.3B GPT, eager and compiled, as train.py logs them.
 
-Each part runs in its own processes, so a failure does not affect the others; the file is written after each part. A
-part ends when its share of the time, plus what earlier parts have left over, is up; it names the cases not reached.
-Without a GPU, or with --tiny, the same code runs on small models to test the script; its times mean nothing.
+Nothing but speed depends on what else runs, so the other parts run beside each other, and with them the models of
+`speed`, with two layers, to compile; then speed is measured alone. Each case runs in its own processes, so a failure
+does not affect the others; the file is written after each part, which names the cases that time did not reach. Without
+a GPU, or with --tiny, the same code runs on small models to test the script; its times mean nothing.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -23,20 +25,25 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from threading import Lock
+from typing import Any
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.runs import ROOT, parser_of, read_records, write
+from benchmarks.readme_table import checks_of
+from benchmarks.runs import ROOT, forget_tuning, machine, origin, parser_of, read_records, trainer_of, write
 
-MOST_WAITS = 0  # of a step: its numbers are read later
-LIMIT = 530.0  # seconds for the whole check, of which no part may use the shares of the later ones
+LIMIT, ALONE = 235.0, 90.0  # seconds for the whole check, and the last of them for speed
+BESIDE, SHARES = 8, 3  # processes beside each other, and those among which parity is shared
+SIZE = ["--training.micro_batch_size=2", "--training.global_batch_size=4", "--training.seq_len=32"]
 ONE = ["--parallelism.data_parallel_shard_degree=1"]
 QUIET = ["--data.dataset=stdlib", "--evaluation.interval=0", "--training.max_norm=1.0"]
-COMPILED = "--compile.enable=true"
+COMPILED, GRAPHS = "--compile.enable=true", "--compile.cudagraphs=true"
+SELECTIVE = "--activation_checkpoint.mode=selective"
 OUTSIDE = ["--checkpoint.enable=false", "--metrics.log_interval=10"]
 
 DOCUMENTS = ["--data.reset_position_ids=true", "--data.reset_attention_mask=true", "--data.eod_mask_loss=true"]
@@ -46,16 +53,13 @@ Row = dict[str, Any]  # the result of one case: "case", "ok", and figures or "pr
 PARITY = {
     "gpt, gradient accumulation": ["debug_gpt.toml", "--training.global_batch_size=16"],
     "gpt, full recomputation, compiled": ["debug_gpt.toml", "--activation_checkpoint.mode=full", COMPILED],
+    "gpt, CUDA graphs": ["debug_gpt.toml", GRAPHS],
     "gpt, float16": ["debug_gpt.toml", "--training.dtype=float16"],
     "llama, ZeRO 3, bfloat16": ["debug_llama.toml", "--parallelism.zero_stage=3", "--training.dtype=bfloat16"],
     "llama, document masks": ["debug_llama.toml", *DOCUMENTS],
-    "gpt, document masks and prefixes, compiled": [
-        *["debug_gpt.toml", *DOCUMENTS, "--data.prefix_lm=true", COMPILED],
-    ],
-    "llama, selective recomputation, document masks": [
-        *["debug_llama.toml", *DOCUMENTS, "--activation_checkpoint.mode=selective"],
-    ],
-    "llama, selective recomputation": ["debug_llama.toml", "--activation_checkpoint.mode=selective"],
+    "gpt, prefixes in documents, compiled": ["debug_gpt.toml", *DOCUMENTS, "--data.prefix_lm=true", COMPILED],
+    "llama, document masks, selective recomputation": ["debug_llama.toml", *DOCUMENTS, SELECTIVE],
+    "llama, selective recomputation": ["debug_llama.toml", SELECTIVE],
 }
 MEMORY = {
     f"{family} {flavor} {mode}": (family, flavor, mode)
@@ -63,32 +67,31 @@ MEMORY = {
     for mode in ("none", "selective", "full")
 }
 SPEED = {
-    "124M eager": ("gpt2_124m", 16, False),
-    "124M compiled": ("gpt2_124m", 16, True),
-    "1.3B eager": ("gpt3_1.3b", 8, False),
-    "1.3B compiled": ("gpt3_1.3b", 8, True),
+    "124M eager": ("gpt2_124m", 16, []),
+    "124M compiled": ("gpt2_124m", 16, [COMPILED]),
+    "124M compiled, CUDA graphs": ("gpt2_124m", 16, [COMPILED, GRAPHS]),
+    "1.3B eager": ("gpt3_1.3b", 8, []),
+    "1.3B compiled": ("gpt3_1.3b", 8, [COMPILED]),
 }
-
-
-WAITS = {"eager": [], "compiled": [COMPILED], "document masks": DOCUMENTS}
+WAITS = {"eager": [], "compiled": [COMPILED], "document masks": DOCUMENTS, "CUDA graphs": [GRAPHS]}
 CHECKPOINT = {"bfloat16": [], "float16": []}
 
 
 class OutOfTimeError(Exception):
-    """The part's time is up; the message is what its last program has printed by then."""
+    """The time is up; the message is what the last program has printed by then."""
 
 
-def speed(cases: Row, tiny: bool) -> Iterator[Row]:
-    """Train each model for a few steps."""
-    for case, (flavor, micro_batch_size, compiled) in cases.items():
+def speed(cases: Row, tiny: bool, *more: str) -> Iterator[Row]:
+    """Train each model for a few steps, with ``more`` settings."""
+    for case, (flavor, micro_batch_size, how) in cases.items():
         steps, leave_out = (6, 2) if tiny else (24, 10)
-        settings = ["--training.micro_batch_size=2", "--training.global_batch_size=4", "--training.seq_len=32"]
+        settings = SIZE
         if not tiny:
             settings = [f"--model.flavor={flavor}", "--model.overrides.dropout=0.0", "--training.seq_len=1024"]
             settings += [f"--training.micro_batch_size={micro_batch_size}", "--training.dtype=bfloat16"]
-            settings += [f"--training.global_batch_size={2 * micro_batch_size}", f"--compile.enable={compiled}".lower()]
+            settings += [f"--training.global_batch_size={2 * micro_batch_size}", *how]
         with tempfile.TemporaryDirectory() as folder:
-            done = train(folder, f"--training.steps={steps}", *OUTSIDE, *settings)
+            done = train(folder, f"--training.steps={steps}", *OUTSIDE, *settings, *more)
             records = read_records(folder)[leave_out:]
         row: Row = {"case": case, "ok": done.returncode == 0 and bool(records), **problem_of(done)}
         for name in ("step_time_s", "tokens_per_second", "tflops_per_device", "mfu_model", "hfu", "data_time_s"):
@@ -97,20 +100,25 @@ def speed(cases: Row, tiny: bool) -> Iterator[Row]:
         yield row | {"peak_memory_bytes": max((record["peak_memory_bytes"] for record in records), default=0)}
 
 
+def compiles(cases: Row, tiny: bool) -> Iterator[Row]:
+    """Compile what `speed` will measure, with fewer layers, because those of a kind share their kernels."""
+    wanted = {case: value for case, value in cases.items() if COMPILED in value[2]}
+    return speed({} if tiny else wanted, tiny, "--model.overrides.num_layers=2")
+
+
 def waits(cases: Row, tiny: bool) -> Iterator[Row]:
     """Count host waits in a separate process."""
     for case, settings in cases.items():
         done = worker("waits", "--metrics.log_interval=1000", *settings)
         row = {"case": case, **result_of(done)}
-        yield row | {"ok": done.returncode == 0 and row["waits"] <= MOST_WAITS}
+        yield row | {"ok": done.returncode == 0 and row["waits"] == 0}
 
 
 def checkpoint(cases: Row, tiny: bool) -> Iterator[Row]:
     """Train six steps, then repeat the last three from the checkpoint of the third."""
-    size = ["--training.micro_batch_size=2", "--training.global_batch_size=4", "--training.seq_len=32"]
-    size += ["--checkpoint.enable=true", "--checkpoint.interval=3", "--job.deterministic=true", "--training.steps=6"]
+    often = ["--checkpoint.enable=true", "--checkpoint.interval=3", "--job.deterministic=true", "--training.steps=6"]
     for dtype in cases:
-        settings = [*size, f"--training.dtype={'float32' if tiny else dtype}"]
+        settings = [*SIZE, *often, f"--training.dtype={'float32' if tiny else dtype}"]
         with tempfile.TemporaryDirectory() as whole, tempfile.TemporaryDirectory() as again:
             done = train(whole, *settings)
             folder = [f"--checkpoint.folder={whole}/checkpoint", "--checkpoint.load_step=3"]
@@ -150,20 +158,13 @@ def parity(cases: Row, tiny: bool) -> Iterator[Row]:
         left = left[len(rows) :]
 
 
-class Part(NamedTuple):
-    """A part of the check."""
-
-    run: Callable[[Row, bool], Iterator[Row]]  # the settings of each case by name, and whether models are tiny
-    cases: Row
-    seconds: float  # its share of the time
-
-
-PARTS = {
-    "speed": Part(speed, SPEED, 160),
-    "waits": Part(waits, WAITS, 60),
-    "checkpoint": Part(checkpoint, CHECKPOINT, 60),
-    "memory": Part(memory, MEMORY, 100),
-    "parity": Part(parity, PARITY, 150),
+# Each takes the settings of its cases by name, and whether models are tiny.
+PARTS: dict[str, tuple[Callable[[Row, bool], Iterator[Row]], Row]] = {
+    "parity": (parity, PARITY),
+    "memory": (memory, MEMORY),
+    "waits": (waits, WAITS),
+    "checkpoint": (checkpoint, CHECKPOINT),
+    "speed": (speed, SPEED),
 }
 
 
@@ -171,7 +172,7 @@ def python(arguments: list[str]) -> subprocess.CompletedProcess[str]:
     """Run a program of this repository.
 
     Raises:
-        OutOfTimeError: the time of the part is up.
+        OutOfTimeError: the time is up.
     """
     left = deadline - time.monotonic()
     if left <= 0:
@@ -238,11 +239,11 @@ def peak(settings: list[str]) -> Iterator[Row]:
 
 
 def host_waits(settings: list[str]) -> Iterator[Row]:
-    """How often the third step waits for the GPU, and where. On a CPU it counts reads of tensors' values instead."""
+    """How often the fourth step waits for the GPU, and where. On a CPU it counts reads of tensors' values instead."""
     import torch
 
     trainer, data = trainer_of(settings)
-    for _ in range(2):
+    for _ in range(3):  # the third records a CUDA graph
         trainer.train_step(data)
     if trainer.run.device.type == "cpu":
         reads: list[str] = []
@@ -272,20 +273,6 @@ def noting(calls: list[str], method: Callable[[Any], Any]) -> Callable[[Any], An
         return method(self)
 
     return call
-
-
-def trainer_of(settings: list[str]) -> Any:
-    """A trainer in a process group of one process, and its data."""
-    from titan_like.config import load_config
-    from titan_like.train.job import process_group
-    from titan_like.train.rules import resolve_settings
-    from titan_like.train.setup import prepare_run
-    from titan_like.train.trainer import Trainer
-
-    run = prepare_run(resolve_settings(load_config([*settings, "--training.steps=10"])))
-    process_group(run.device).__enter__()  # released when the process ends
-    trainer = Trainer(run)
-    return trainer, trainer._load_data()
 
 
 def verify(arguments: list[str]) -> Iterator[Row]:
@@ -348,30 +335,47 @@ def main() -> int:
     global deadline
     import torch
 
-    from benchmarks.runs import machine
-
     parser = parser_of(__doc__)
     parser.add_argument("--tiny", action="store_true", help="small models (the default without a GPU)")
     parser.add_argument("--only", choices=PARTS, action="append", help="run only these parts")
     options = parser.parse_args()
     tiny = options.tiny or not torch.cuda.is_available()
-    result: dict[str, Any] = {"machine": machine(), "tiny": tiny}
-    chosen, ends = [name for name in PARTS if name in (options.only or PARTS)], time.monotonic() + LIMIT
-    for number, name in enumerate(chosen):
-        part, began = PARTS[name], time.monotonic()
-        deadline = ends - sum(PARTS[later].seconds for later in chosen[number + 1 :])
-        cases = dict(list(part.cases.items())[: 1 if tiny else None])
+    began, chosen = time.monotonic(), [name for name in PARTS if name in (options.only or PARTS)]
+    cases = {name: list(PARTS[name][1].items())[: 1 if tiny else None] for name in chosen}
+    result: dict[str, Any] = {"machine": machine(), "tiny": tiny, **origin()}
+    result |= {name: [] for name in chosen} | {f"{name}_not_reached": [] for name in chosen}
+
+    def run(name: str, part: Callable[[Row, bool], Iterator[Row]], own: Row) -> None:
         rows: list[Row] = []
         try:
-            for row in part.run(cases, tiny):
+            for row in part(own, tiny):
                 rows.append(row)
                 show(name, row)
         except OutOfTimeError:
-            print(f"{name:10} NOT OK: no time for {', '.join(list(cases)[len(rows) :])}", flush=True)
-        seconds, missed = round(time.monotonic() - began, 1), list(cases)[len(rows) :]
-        result |= {name: rows, f"{name}_seconds": seconds, f"{name}_not_reached": missed}
-        print(f"{name:10} {seconds} s", flush=True)
-        write(options.json, result)
+            print(f"{name:10} NOT OK: no time for {', '.join(list(own)[len(rows) :])}", flush=True)
+        with writing:
+            if part is not compiles:
+                result[name] += rows
+                result[f"{name}_not_reached"] += list(own)[len(rows) :]
+            result["seconds"] = round(time.monotonic() - began, 1)
+            write(options.json, result)
+
+    writing, deadline = Lock(), began + LIMIT - (ALONE if "speed" in chosen else 0)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        with ThreadPoolExecutor(1 if tiny else BESIDE) as pool:
+            shares = [(name, k) for name in chosen for k in range(SHARES if name == "parity" and not tiny else 1)]
+            started = []
+            for name, share in shares:
+                own = dict(cases[name][share :: SHARES if name == "parity" and not tiny else 1])
+                started.append(pool.submit(run, name, compiles if name == "speed" else PARTS[name][0], own))
+        for future in started:
+            future.result()
+        forget_tuning(cache)
+        deadline = began + LIMIT
+        if "speed" in chosen:
+            run("speed", speed, dict(cases["speed"]))
+    print(checks_of(result))
     return 0 if all(all(row["ok"] for row in result[n]) and not result[f"{n}_not_reached"] for n in chosen) else 1
 
 

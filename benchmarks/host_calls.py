@@ -27,7 +27,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from runs import ROOT, arguments, machine, parser_of, write
+from runs import ROOT, arguments, machine, parser_of, trainer_of, write
 
 sys.path.insert(0, str(ROOT))
 _COMPILER = ("torch/_dynamo/", "torch/_functorch/", "torch/_inductor/", "torchinductor_")
@@ -85,14 +85,8 @@ def count_step(step: Callable[[], object]) -> dict[str, Counter[str]]:
 
 def measure(options: argparse.Namespace, folder: str) -> list[dict[str, Counter[str]]]:
     """Count a step of a GPT-2 of each depth, on each of the processes that torchrun has started."""
-    from titan_like.config.load import load_config
-    from titan_like.train.job import process_group
-    from titan_like.train.rules import resolve_settings
-    from titan_like.train.setup import prepare_run
-    from titan_like.train.trainer import Trainer
-
     hidden, processes = options.hidden_size, int(os.environ.get("WORLD_SIZE", "1"))
-    runs = []
+    found = []
     for layers in options.layers:
         shape = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": 2, "ffn_hidden_size": 4 * hidden}
         settings = {
@@ -104,22 +98,17 @@ def measure(options: argparse.Namespace, folder: str) -> list[dict[str, Counter[
             "training.micro_batch_size": 2,
             "training.global_batch_size": 2 * options.microbatches * processes,
             "training.max_norm": 1.0,
-            "training.steps": 100,
             "parallelism.zero_stage": options.zero_stage,
             "checkpoint.enable": False,
             "evaluation.interval": 0,
             "metrics.log_interval": 1000,
             "compile.enable": not options.eager,
         }
-        runs.append(prepare_run(resolve_settings(load_config(arguments(settings)))))
-    found = []
-    with process_group(runs[0].device):
-        for run in runs:
-            trainer = Trainer(run)
-            with closing(trainer._load_data()) as data:
-                for _ in range(4):
-                    trainer.train_step(data)
-                found.append(count_step(partial(trainer.train_step, data)))
+        trainer, data = trainer_of(arguments(settings))
+        with closing(data):
+            for _ in range(4):
+                trainer.train_step(data)
+            found.append(count_step(partial(trainer.train_step, data)))
     return found
 
 

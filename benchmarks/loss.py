@@ -1,23 +1,19 @@
-"""Time and memory of the loss with its output matrix, forward and backward, in several ways.
+"""Memory of the loss with its output matrix, forward and backward, in several ways.
 
-    python benchmarks/loss.py [--positions 8192 --vocab 128256 --hidden 2048] [--dtype float32] [--time] [--json FILE]
+    python benchmarks/loss.py [--positions 8192 --vocab 128256 --hidden 2048] [--dtype float32] [--json FILE]
 
 ours      `titan_like.models.layers.cross_entropy`: chunks of positions, each with its gradient
-whole     whole logits, whose gradient overwrites them (what a CPU needs at least without chunks)
 eager     whole logits, a float32 copy and torch's cross entropy, as most training loops have it
 torch     `F.linear_cross_entropy`, where torch has it (from 2.13 on)
 
 Bytes are the most at any moment beyond inputs and weights, counted operator by operator on tensors without memory, so
 no machine is too small. Operators that compute on a GPU in one compiled kernel are counted as on a CPU, block by block.
-`--time` measures seconds too, in turns; it needs the memory.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -70,33 +66,6 @@ def ours(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.T
     return cross_entropy.TokenLoss(len(weight), len(weight))(x[None], weight, None, labels[None], factor)
 
 
-class _InPlace(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(logits, labels)
-        rows = max(1, cross_entropy.BLOCK_BYTES // (4 * logits.shape[1]))
-        losses = [
-            F.cross_entropy(block.float(), label, reduction="none")
-            for block, label in zip(logits.split(rows), labels.split(rows), strict=True)
-        ]
-        return torch.cat(losses).sum()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        logits, labels = ctx.saved_tensors
-        rows = max(1, cross_entropy.BLOCK_BYTES // (4 * logits.shape[1]))
-        for block, label in zip(logits.split(rows), labels.split(rows), strict=True):
-            probability = block.softmax(1, dtype=torch.float32)
-            probability.scatter_add_(1, label[:, None], torch.full((len(label), 1), -1.0))
-            torch.mul(probability, gradient, out=block)
-        return logits, None
-
-
-def whole(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Whole logits, in place."""
-    return _InPlace.apply(F.linear(x, weight), labels)
-
-
 def eager(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Whole logits and torch's cross entropy in float32."""
     return F.cross_entropy(F.linear(x, weight).float(), labels, reduction="sum")
@@ -107,17 +76,9 @@ def fused(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.
     return F.linear_cross_entropy(x, weight, labels, reduction="sum")  # type: ignore[attr-defined]
 
 
-SIDES: dict[str, Side] = {"ours": ours, "whole": whole, "eager": eager}
+SIDES: dict[str, Side] = {"ours": ours, "eager": eager}
 if hasattr(F, "linear_cross_entropy"):
     SIDES["torch"] = fused
-
-
-def tensors(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x [positions, hidden], weight [vocab, hidden] and labels [positions]."""
-    dtype, generator = getattr(torch, options.dtype), torch.Generator().manual_seed(0)
-    x = torch.randn(options.positions, options.hidden, generator=generator).to(dtype).requires_grad_()
-    weight = torch.randn(options.vocab, options.hidden, generator=generator).mul_(0.02).to(dtype).requires_grad_()
-    return x, weight, torch.randint(options.vocab, (options.positions,), generator=generator)
 
 
 def peak_bytes(side: Side, options: argparse.Namespace) -> int:
@@ -132,18 +93,6 @@ def peak_bytes(side: Side, options: argparse.Namespace) -> int:
         return live.peak
 
 
-def seconds(options: argparse.Namespace, rounds: int = 3) -> dict[str, float]:
-    """Median seconds of each side, in turns."""
-    inputs, found = tensors(options), dict[str, list[float]]()
-    for _ in range(rounds):
-        for name, side in SIDES.items():
-            began = time.perf_counter()
-            side(*inputs).backward()
-            found.setdefault(name, []).append(time.perf_counter() - began)
-            inputs[0].grad = inputs[1].grad = None
-    return {name: statistics.median(times) for name, times in found.items()}
-
-
 def main() -> None:
     """Measure every side and print the table."""
     parser = parser_of(__doc__)
@@ -151,18 +100,12 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=128_256)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--time", action="store_true")
     options = parser.parse_args()
     bytes_of = {name: peak_bytes(side, options) for name, side in SIDES.items()}
-    times = seconds(options) if options.time else {}
     ours_over = {name: round(bytes_of["ours"] / size, 3) for name, size in bytes_of.items()}
-    rows = [
-        {"side": name, "peak_bytes": size, "ours_over_it": ours_over[name], "seconds": times.get(name)}
-        for name, size in bytes_of.items()
-    ]
+    rows = [{"side": name, "peak_bytes": size, "ours_over_it": ours_over[name]} for name, size in bytes_of.items()]
     for row in rows:
-        timed = "" if row["seconds"] is None else f"{row['seconds']:9.2f} s"
-        print(f"{row['side']:6} {row['peak_bytes'] / 2**20:10,.0f} MiB   ours ÷ it {row['ours_over_it']:.2f} {timed}")
+        print(f"{row['side']:6} {row['peak_bytes'] / 2**20:10,.0f} MiB   ours ÷ it {row['ours_over_it']:.2f}")
     shape = {name: getattr(options, name) for name in ("positions", "vocab", "hidden", "dtype")}
     write(options.json, {"torch": torch.__version__, **shape, "rows": rows})
 

@@ -147,18 +147,22 @@ def train_hf(config: Any, shape: Any, tokens: Any) -> list[float]:
     import torch
     import transformers
 
+    from titan_like.models.hugging_face import architecture_of
+
     on_gpu = torch.cuda.is_available()
-    mapping = shape.family_module("hugging_face")
-    model_class = getattr(transformers, mapping.ARCHITECTURE)
     # The default bos_token_id and eos_token_id are beyond a small vocabulary.
-    fields = mapping.to_fields(shape) | {"bos_token_id": 0, "eos_token_id": 0}
+    fields = shape.family_module("hugging_face").to_fields(shape) | {"bos_token_id": 0, "eos_token_id": 0}
+    name = architecture_of(shape, fields["model_type"])
+    model_class = getattr(transformers, name)
     with torch.device("cuda" if on_gpu else "cpu"):
         model = model_class(model_class.config_class.from_dict(fields))
     expected, found = shape.num_parameters(padded=False), sum(p.numel() for p in model.parameters())
     if expected != found:
-        raise RuntimeError(f"the models differ: {expected:,} parameters here, {found:,} in {mapping.ARCHITECTURE}")
+        raise RuntimeError(f"the models differ: {expected:,} parameters here, {found:,} in {name}")
     if model.config._attn_implementation != "sdpa":
-        raise RuntimeError(f"{mapping.ARCHITECTURE} would use {model.config._attn_implementation} attention, not sdpa")
+        raise RuntimeError(f"{name} would use {model.config._attn_implementation} attention, not sdpa")
+    if on_gpu and hasattr(shape, "num_experts") and model.config._experts_implementation != "grouped_mm":
+        raise RuntimeError(f"{name} would not use grouped products for experts")
     arguments = transformers.TrainingArguments(
         output_dir=str(Path(config.job.dump_folder) / "hf"),
         per_device_train_batch_size=config.training.micro_batch_size,
@@ -173,6 +177,7 @@ def train_hf(config: Any, shape: Any, tokens: Any) -> list[float]:
         bf16=config.training.dtype == "bfloat16",
         torch_compile=config.compile.enable,
         torch_compile_backend=compile_backend() if config.compile.enable else None,
+        gradient_checkpointing=config.activation_checkpoint.mode == "full",
         use_cpu=not on_gpu,
         logging_strategy="no",
         save_strategy="no",

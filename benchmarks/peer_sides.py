@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # Layers up to which a model is compiled as a whole. Compiling 16 layers takes 95 s on a machine with an H100, and 48
 # several minutes. Layers that are compiled one by one train a large model as fast, but leave Trainer's loss uncompiled.
-BARE_WHOLE, TRAINER_WHOLE = 12, 16
+WHOLE = {"bare": 12, "trainer": 16}
 
 Outcome = tuple[float, float, str]
 
@@ -55,7 +55,7 @@ def train_bare(config: Any, shape: Any, argv: list[str]) -> Outcome:
     def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
-    whole = shape.num_layers <= BARE_WHOLE
+    whole = is_whole("bare", shape)
     if whole:
         loss_of = compiled(lambda tokens, labels: token_loss(model(tokens), labels))
     else:
@@ -72,6 +72,11 @@ def train_bare(config: Any, shape: Any, argv: list[str]) -> Outcome:
     return losses[0].item(), losses[-1].item(), remark_of(whole)
 
 
+def is_whole(side: str, shape: Any) -> bool:
+    """Whether a side compiles the model as a whole, or the one that it stands for here."""
+    return int(os.environ.get("PEERS_LAYERS") or shape.num_layers) <= WHOLE[side]
+
+
 def remark_of(whole: bool) -> str:
     """How a model was compiled."""
     return "whole model compiled" if whole else "layers compiled one by one"
@@ -83,7 +88,7 @@ def train_trainer(config: Any, shape: Any, argv: list[str]) -> Outcome:
 
     from benchmarks.overhead import train_hf
 
-    whole = shape.num_layers <= TRAINER_WHOLE
+    whole = is_whole("trainer", shape)
     if not whole:
         os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
     samples = config.training.micro_batch_size * config.training.steps
@@ -141,7 +146,7 @@ def train_torchtitan(config: Any, shape: Any, argv: list[str]) -> Outcome:
         "training": sizes | {"max_norm": training.max_norm},
         "optimizer": {"lr": config.optimizer.lr, "implementation": "fused"},
         "lr_scheduler": {"warmup_steps": 2},
-        "activation_checkpoint": {"mode": "none"},
+        "activation_checkpoint": {"mode": config.activation_checkpoint.mode},
         "compile": {"enable": config.compile.enable},
         "metrics": {"log_freq": config.metrics.log_interval},
     }
@@ -184,6 +189,8 @@ def main(side: str, argv: list[str]) -> None:
     config = load_config(argv)
     folder = Path(config.job.dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
+    if os.environ.get("PEERS_LAYERS") and side != "ours":  # it only compiles, and has no use for the optimizer's state
+        torch.optim.AdamW.step = lambda *_: None
     first_loss, last_loss, remark = SIDES[side](config, model_config(config.model), argv)
     ends = clock.ends
     if len(ends) != config.training.steps:

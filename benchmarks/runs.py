@@ -8,7 +8,9 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,38 @@ def read_records(folder: Path | str) -> list[Record]:
     """The lines of a run's metrics.jsonl."""
     path = Path(folder, "metrics.jsonl")
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def origin() -> dict[str, str | None]:
+    """The date, in UTC, and the commit of this checkout, marked if files differ; None without git."""
+    origin: dict[str, str | None] = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": None}
+    with suppress(OSError, subprocess.CalledProcessError):
+        command = ["git", "describe", "--always", "--dirty"]
+        origin["commit"] = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return origin
+
+
+def forget_tuning(cache: str) -> None:
+    """Delete what autotuning chose while other processes used the GPU; kernels stay in the compile cache."""
+    for path in Path(cache).rglob("*.best_config"):
+        path.unlink()
+
+
+def trainer_of(settings: Iterable[str]) -> Any:
+    """A trainer in this process, in its process group, which ends with the process, and its data."""
+    import torch
+
+    from titan_like.config import load_config
+    from titan_like.train.job import process_group
+    from titan_like.train.rules import resolve_settings
+    from titan_like.train.setup import prepare_run
+    from titan_like.train.trainer import Trainer
+
+    run = prepare_run(resolve_settings(load_config([*settings, "--training.steps=10"])))
+    if not torch.distributed.is_initialized():
+        process_group(run.device).__enter__()
+    trainer = Trainer(run)
+    return trainer, trainer._load_data()
 
 
 def machine() -> dict[str, Any]:

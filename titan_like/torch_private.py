@@ -5,6 +5,8 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | name | used for | versions |
 |---|---|---|
 | `distributed.tensor._utils.compute_local_shape_and_global_offset` | finding which elements a rank holds | all |
+| `distributed.tensor.placement_types._StridedShard` | a rank's rows of every expert of a stack | all |
+| `distributed.tensor._shards_wrapper.LocalShardsWrapper` | these rows in a checkpoint | all |
 | `ops._c10d_functional` | collectives that can be compiled and recomputed | all |
 | `ops.aten._scaled_mm` | float8 products that selective recomputation keeps | all |
 | `distributed._coalescing_manager` | several collectives as one | all |
@@ -14,7 +16,7 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | `FSDPParam._extensions_data`, `.sharded_param`, `._sharded_param_data` | gathering weights in float8 | all |
 | `FSDPCommContext.reduce_scatter_states` | freeing the input of the last reduction | `reduce_scatter_state` in 2.11 |
 | `FSDPParamGroup._fsdp_params_with_wider_grad_dtype` | the sum of a tied table's two uses | from 2.15 on |
-| `_dynamo` | importing it early, in the server that forks processes | all |
+| `_dynamo`, `_dynamo.mark_dynamic` | importing it early, in the server that forks processes; graphs for any number of rows | all |
 | `_dynamo.lookup_backend`, `_functorch.config` | compiling within a budget of activations | all |
 | `distributed.distributed_c10d._resolve_process_group` | the group of an operator that can be compiled | all |
 | `ops.aten._scaled_dot_product_flash_attention`, `…_for_cpu` and their backward passes | attention with the denominators of its softmax | all |
@@ -50,14 +52,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as local_shape_and_offset
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["TorchDispatchMode", "local_shape_and_offset", "tree_leaves"]
+__all__ = ["LocalShardsWrapper", "StridedShard", "TorchDispatchMode", "local_shape_and_offset", "tree_leaves"]
 
 functional_collectives = torch.ops._c10d_functional
 
@@ -200,6 +204,11 @@ def is_in_backward_pass() -> bool:
 def import_compiler() -> None:
     """Import what `torch.compile`, and much else in torch, would import when it is first used."""
     import torch._dynamo  # noqa: F401
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Let graphs that are compiled for a tensor take any size of ``dim``, of at least 2."""
+    torch._dynamo.mark_dynamic(tensor, dim)
 
 
 @cache

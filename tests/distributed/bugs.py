@@ -84,6 +84,7 @@ CHATS = ["--data.dataset", "conversations", "--data.paths", '["chats.jsonl"]', *
 BIASED = ["--model.overrides.balance", "bias", "--model.overrides.router_score", "sigmoid"]
 SHARED = ["--model.overrides.num_shared_experts", "1", "--model.overrides.num_dense_layers", "1"]
 EXPERTS = [*MOE, "--parallelism.expert_parallel_degree", "2"]
+SPLIT_EXPERTS = [*MOE, *SEQUENCE, "--parallelism.expert_tensor_parallel_degree", "2"]
 EXPERTS_OF_FOUR = [*EXPERTS, "--parallelism.data_parallel_shard_degree", "4", "--training.global_batch_size", "16"]
 Z_LOSS = ["--model.overrides.z_loss_coefficient", "0.1"]
 
@@ -95,7 +96,7 @@ ADAFACTOR, MUON = (["--optimizer.name", name] for name in ("adafactor", "muon"))
 LLAMA_ONE, LLAMA_STAGES = (["--job.config_file", LLAMA, *layout] for layout in (ONE, PIPELINE))
 REDUCED_IN_BFLOAT16 = [*ZERO_1, *BFLOAT16[:2], "--training.reduce_dtype", "bfloat16"]
 MANY_MASKED = [*PAIRS, "--data.mlm_probability", "0.5", *ONE]
-PP, TP, CP = "pipeline_parallel", "tensor_parallel", "context_parallel"
+PP, TP, CP, ETP = "pipeline_parallel", "tensor_parallel", "context_parallel", "expert_tensor_parallel"
 CORE, CROSS = "layers.0.attention.core", "layers.3.cross_attention:"
 
 # Each bug with a layout that shows it, the axis at fault, the row of the first difference, and how the name of the
@@ -268,6 +269,9 @@ BUGS = [
     (experts.norm_without_other_ranks_experts, [*EXPERTS, *SEQUENCE], "expert_parallel", Row.NORM, ""),
     (experts.experts_averaged_over_their_group, EXPERTS_OF_FOUR, "expert_parallel", Row.GRADIENT, "layers.1.mlp"),
     (experts.experts_gradients_doubled, [*EXPERTS, *DATA], "expert_parallel", Row.GRADIENT, "layers.1.mlp"),
+    (experts.partial_sums_of_split_experts, SPLIT_EXPERTS, ETP, Row.LOSS, "layers.0.mlp"),
+    (experts.split_experts_summed_over_tensor_ranks, SPLIT_EXPERTS, ETP, Row.GRADIENT, "layers.1.mlp"),
+    (experts.norm_of_split_experts_of_each_rank, SPLIT_EXPERTS, ETP, Row.NORM, ""),
     (experts.routers_not_summed_over_tensor_ranks, [*MOE, *SEQUENCE], "tensor_parallel", Row.GRADIENT, "layers.1.mlp"),
     (experts.padding_of_the_first_rank, [*MOE, *CHATS, *SEQUENCE], "tensor_parallel", Row.GRADIENT, "layers.1.mlp"),
     (experts.experts_not_summed, [*EXPERTS_OF_FOUR, *ZERO_0[2:]], "expert_parallel", Row.GRADIENT, "layers.1.mlp"),

@@ -27,6 +27,7 @@ def experts(degree: int, layout: dict[str, Any]) -> dict[str, Any]:
     return EXPERTS | layout | {"parallelism.expert_parallel_degree": degree}
 
 
+SPLIT_EXPERTS = experts(1, tensor(2, True) | {"parallelism.expert_tensor_parallel_degree": 2})
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     4: {
         "zero3 of 4": zero(3),
@@ -35,6 +36,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "tensor 2 of zero1": tensor(2, True) | zero(1),
         "experts 4 of zero1": experts(4, zero(1)),
         "experts 2 of tensor 2 of zero2": experts(2, tensor(2, True) | zero(2)),
+        "experts split over tensor 2 of zero1": SPLIT_EXPERTS | zero(1),
         "adafactor, tensor 2 of zero3": with_rule("adafactor", "llama") | zero(3) | tensor(),
         "adafactor, 2 replicas of zero2": with_rule("adafactor", "llama") | zero(2, 2),
         "muon, 2 stages of tensor 2": with_rule("muon", "gpt") | tensor(2, True) | pipeline(),
@@ -61,7 +63,11 @@ LOADED = {
         name for layouts in LAYOUTS.values() for name, settings in layouts.items() if "model" not in str(settings)
     ],
     "experts 2 of tensor 2 of zero2": ["experts 4 of zero1", "1 rank with experts"],
-    "1 rank with experts": ["experts 4 of zero1", "experts 2 of tensor 2 of zero2"],
+    "experts split over tensor 2 of zero1": ["experts 4 of zero1"],
+    "experts 4 of zero1": ["experts split over tensor 2 of zero1"],
+    "1 rank with experts": [
+        *("experts 4 of zero1", "experts 2 of tensor 2 of zero2", "experts split over tensor 2 of zero1")
+    ],
     "adafactor, 2 replicas of zero2": ["adafactor, tensor 2 of zero3"],
     "muon, tensor 2 of zero1": ["muon, 2 stages of tensor 2"],
     "1 rank without float8": ["float8 zero3 of 2"],

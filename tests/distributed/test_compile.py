@@ -6,17 +6,18 @@ import pytest
 import torch
 import torch._dynamo
 
-from tests.distributed.launch import launch, trainer_of
-from tests.distributed.layouts import sizes
+from tests.distributed.launch import collect, launch, trainer_of
+from tests.distributed.layouts import sizes, tensor
 from titan_like.verify.watch import steps_alone
 
 SETTINGS = sizes(32, 2, 8, 6) | {"model.overrides": {"num_layers": 2}, "training.dtype": "bfloat16"}
 SETTINGS |= {"data.reset_position_ids": True, "data.reset_attention_mask": True}
 SETTINGS |= {"compile.enable": True, "checkpoint.enable": False}
+SPLIT_EXPERTS = tensor(2, True) | {"parallelism.expert_tensor_parallel_degree": 2}
 
 
-def train_steadily(rank, folder, family):
-    trainer = trainer_of(folder, SETTINGS | {"model.family": family})
+def train_steadily(rank, folder, family, layout=None):
+    trainer = trainer_of(folder, SETTINGS | {"model.family": family} | (layout or {}))
     data = trainer._load_data()
     for _ in range(2):
         trainer.train_step(data)
@@ -24,6 +25,7 @@ def train_steadily(rank, folder, family):
         for _ in range(2):
             trainer.train_step(data)
     data.close()
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def graphs_of_recomputed_experts(rank, folder):
@@ -41,6 +43,18 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="torch.compile on a CPU
 def test_nothing_is_compiled_again_after_the_second_step(tmp_path, family):
     """From step to step documents change, and in GPT dropout's seeds."""
     launch(train_steadily, 1, tmp_path, family)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"parallelism.expert_parallel_degree": 2, "parallelism.zero_stage": 3},
+        pytest.param(SPLIT_EXPERTS | {"training.dtype": "float32"}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_split_experts_are_a_graph_for_any_number_of_rows(tmp_path, layout):
+    """The others are what is before and after the exchange, in and around the module with the experts."""
+    assert collect(train_steadily, 2, tmp_path, "moe", layout) == [5, 5]
 
 
 def test_layers_that_an_axis_alters_share_a_graph(tmp_path):

@@ -10,7 +10,7 @@ import torch
 
 from tests.distributed.launch import all_stages, base_config, by_name, collect, launch, trainer_of
 from tests.distributed.layouts import pipeline, tensor, zero
-from tests.unit.hugging_face_cases import gpt_config, llama_config, random_model, save_checkpoint
+from tests.unit.hugging_face_cases import gpt_config, llama_config, moe_config, random_model, save_checkpoint
 from titan_like.checkpoint.loader import CheckpointWeights
 from titan_like.config.errors import RunError
 from titan_like.hugging_face.convert import from_hugging_face, to_hugging_face
@@ -25,6 +25,7 @@ SIZES = {"num_layers": 4, "vocab_size": 301, "max_seq_len": 64}  # an odd vocabu
 MODELS = {
     "gpt": gpt_config(**SIZES, hidden_size=30, num_attention_heads=2),  # tied; shards over 4 ranks are uneven
     "llama": llama_config(**SIZES),
+    "moe": moe_config(**SIZES),
 }
 BFLOAT16 = {"training.dtype": "bfloat16"}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
@@ -39,20 +40,23 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "2 stages of tensor 2": pipeline() | tensor(),
         "tensor 2 of zero 3": tensor(2, True) | zero(3),
         "2 replicas of zero 3": zero(3, 2),
+        "experts split over tensor 2 of zero 3": tensor(2, True)
+        | zero(3)
+        | {"parallelism.expert_tensor_parallel_degree": 2},
     },
 }
 CHOSEN = {  # each layout with one of the models; both where training follows
     "gpt": ["1 rank", "zero 3", "both ends of a V", "2 stages of tensor 2", "tensor 2 of zero 3"],
     "llama": ["1 rank", "tensor", "zero 0 in bfloat16", "2 stages of tensor 2", "2 replicas of zero 3"],
+    "moe": ["experts split over tensor 2 of zero 3"],
 }
 SOURCES = {"hugging face": "hf", "imported": "run/step-0", "of a run": "run/step-5"}
 
 
 def build(folder: Path, model: str, source: Path, settings: dict[str, Any]) -> Trainer:
     config = MODELS[model]
-    family = "gpt" if model == "gpt" else "llama"
     own = {
-        "model.family": family,
+        "model.family": model,
         "model.flavor": "x",
         "model.flavors": {"x": config.model_dump(mode="json", exclude_none=True)},
         "training.steps": 2,

@@ -56,6 +56,7 @@ def experts(degree: int) -> dict[str, Any]:
 
 
 HALF, FULL, SEQUENCE = {"training.dtype": "bfloat16"}, recompute("full"), tensor(2, True)
+SPLIT = SEQUENCE | {"parallelism.expert_tensor_parallel_degree": 2}
 V_SHAPED = pipeline(2, "zbv_zero_bubble")
 SHARED = {"num_layers": 3, "num_shared_experts": 1, "num_dense_layers": 1, "ffn_hidden_size": 64}
 CASES = [
@@ -94,6 +95,8 @@ CASES = [
     case("moe ep2 2 replicas zero0 half", experts(2) | zero(0, 2) | HALF, **SHARED),
     case("moe ep2 tp2 recompute zero0", experts(2) | SEQUENCE | FULL | zero(0), **SHARED),
     case("moe ep2 tp2 cp2 zero3 half", experts(2) | SEQUENCE | context() | zero(3) | HALF, **SHARED),
+    case("moe etp2 zero1 half", SPLIT | zero(1) | HALF, **SHARED),
+    case("moe ep2 etp2 recompute zero2", SPLIT | experts(2) | FULL | zero(2), **SHARED),
     case("moe ep2 pp2 zero2", experts(2) | pipeline() | zero(2), num_layers=4),
     case("moe ep2 5 layers zero3 half", experts(2) | zero(3) | HALF, 110_000, num_layers=5),
 ]
@@ -198,7 +201,8 @@ def planned(case: Case, rank: int, folder: Path) -> tuple[dict[Message, Amount],
     model, layout = model_config(config.model), resolve_layout(config.parallelism, RANKS)
     rest, tensor_rank = divmod(rank, layout.tensor)
     pipeline_rank, shard = rest // layout.weight_ranks, rest % layout.weight_shards
-    shards = {"dp_shard": shard, "expert_shard": (shard * layout.tensor + tensor_rank) // layout.expert}
+    inside = layout.expert * layout.expert_tensor
+    shards = {"dp_shard": shard, "expert_shard": (shard * layout.tensor + tensor_rank) // inside}
     work, reduce_bytes = workload_of(config, model, layout), BYTES[config.training.reduce_dtype]
     with case.layer_units(), fresh_stages(folder):
         traffic = step_traffic(work, Coordinates(pipeline_rank, shards), reduce_bytes)
@@ -219,8 +223,9 @@ def test_what_every_rank_sends_and_holds(measured: Measured, case: Case, tmp_pat
         assert dict(calls) == found["calls"], rank
         sent = found["bytes"]
         if "moe" in case.name:
-            exchange = found["ranks"].get("ep"), "all_to_all"
-            rows.update(planned=sizes.pop(exchange, 0), sent=sent.pop(exchange, 0))
+            for name in ("ep", "etp"):
+                exchange = found["ranks"].get(name), "all_to_all"
+                rows.update(planned=sizes.pop(exchange, 0), sent=sent.pop(exchange, 0))
         assert dict(sizes) == sent, rank
         held[memory] = max(found["held"], held.get(memory, 0))
     assert rows["planned"] == rows["sent"]

@@ -57,6 +57,14 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 1 '--evaluation.sets=[{name="a", paths="x"}, {name="a", paths="y"}]' --evaluation.interval=1 => "a": names two sets
 1 '--evaluation.sets={name="a", paths="x"}' => evaluation.sets = ['a'] ; set evaluation.interval
 2 '--profiling.trace_ranks=[0, 2]' => profiling.trace_ranks = [0, 2] ; the job's ranks are 0 to 1
+# CUDA graphs
+2 --compile.cudagraphs=true => compile.cudagraphs = true ; needs one process, and this layout has 2
+1 --compile.cudagraphs=true --model.family=moe => does not support moe, whose experts
+1 --compile.cudagraphs=true --activation_checkpoint.mode=full => activation_checkpoint.mode = "full" ; set it to false
+1 --compile.cudagraphs=true --data.reset_attention_mask=true => document masks (data.reset_attention_mask)
+1 --compile.cudagraphs=true --data.prefix_lm=true => prefixes (data.prefix_lm)
+1 --compile.cudagraphs=true --model.family=bert --model.overrides.sentence_head=pair \
+--data.sentence_objective=sentence_order => heads that predict tokens and pair
 # optimizers
 1 '--optimizer.betas=[0.9, 1.0]' => optimizer.betas ; below 1
 1 --optimizer.clip_threshold=0 => optimizer.clip_threshold
@@ -116,6 +124,15 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 => degree = 4: does not divide shard × context × tensor
 2 --model.family=moe --parallelism.expert_parallel_degree=2 --activation_checkpoint.mode=selective \
 => activation_checkpoint.mode = "selective": does not work with split experts
+2 --model.family=moe --parallelism.tensor_parallel_degree=2 --parallelism.sequence_parallel=true \
+--parallelism.expert_tensor_parallel_degree=4 \
+=> parallelism.expert_tensor_parallel_degree = 4: must be 1 or tensor_parallel_degree (2)
+2 --model.family=moe --parallelism.tensor_parallel_degree=2 --parallelism.sequence_parallel=true \
+--parallelism.expert_tensor_parallel_degree=2 --model.overrides.expert_ffn_hidden_size=33 \
+=> expert_tensor_parallel_degree = 2: does not divide the model's expert_ffn_hidden_size (33)
+2 --model.family=moe --parallelism.tensor_parallel_degree=2 --parallelism.sequence_parallel=true \
+--parallelism.expert_tensor_parallel_degree=2 --parallelism.expert_parallel_degree=2 \
+=> expert_parallel_degree = 2: does not divide shard × context = 1·1 = 1; use a divisor of it
 2 --model.family=llama --parallelism.expert_parallel_degree=2 \
 => parallelism.expert_parallel_degree = 2: llama has no experts; use 1
 1 --model.family=llama --activation_checkpoint.mode=experts => llama has no experts to recompute

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from titan_like.checkpoint.reader import TensorReader
 from titan_like.checkpoint.step_folders import (
@@ -29,10 +30,12 @@ from titan_like.config.paths import file_problem
 from titan_like.config.schema import Data, TokenOptions
 from titan_like.config.urls import StorageError
 from titan_like.models.hugging_face import family_module
+from titan_like.models.layers.init import local_parts
 from titan_like.models.registry import config_class
 from titan_like.optim.adamw import FusedAdamW
 from titan_like.optim.shards import ShardedOptimizer
 from titan_like.parallel.model import ParallelModel
+from titan_like.torch_private import LocalShardsWrapper, StridedShard
 
 _BUFFERS = "buffers."
 _TIME_TO_END = 10.0  # seconds that a stopped job is given to end
@@ -58,6 +61,19 @@ def optimizer_tensors(model: ParallelModel | nn.Module, optimizer: torch.optim.O
         for name, parameter in _by_name(model).items()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
+
+
+def in_parts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors with what torch's checkpoints need to know where shards of several parts are."""
+    result = {}
+    for name, tensor in tensors.items():
+        result[name] = tensor
+        if isinstance(tensor, DTensor) and isinstance(tensor.placements[-1], StridedShard):
+            parts = local_parts(tensor)
+            shards = LocalShardsWrapper([part for part, _ in parts], [offset for _, offset in parts])
+            result[name] = tensor.detach()
+            result[name]._local_tensor = shards  # type: ignore[attr-defined]
+    return result
 
 
 def _by_name(model: ParallelModel | nn.Module) -> dict[str, nn.Parameter]:
@@ -175,7 +191,7 @@ def load_checkpoint(
             materialise_optimizer_state(optimizer)
         tensors |= optimizer_tensors(model, optimizer)
     try:
-        dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+        dcp.load(in_parts(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
     except CheckpointException as error:  # a BaseException, raised on every rank
         raise RuntimeError(first_failure(error)) from error
     if isinstance(model, ParallelModel):

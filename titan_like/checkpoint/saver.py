@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem, 
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.tensor import DTensor
 
-from titan_like.checkpoint.loader import first_failure
+from titan_like.checkpoint.loader import first_failure, in_parts
 from titan_like.checkpoint.step_folders import (
     RunState,
     begin_checkpoint,
@@ -194,7 +194,7 @@ class Saver:
                 mark = [uuid4().hex]
                 dist.broadcast_object_list(mark, src=0, group=self._group)
                 writer = TensorWriter(unfinished_path(self.folder, run.step), mark[0])
-                dcp.save(tensors, storage_writer=writer, process_group=self._group)
+                dcp.save(in_parts(tensors), storage_writer=writer, process_group=self._group)
             except CheckpointException as error:  # raised on every rank
                 problem = self._explained(first_failure(error), tensors)
         if problem is None:

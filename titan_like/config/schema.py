@@ -244,6 +244,9 @@ class Parallelism(Section):
         "auto", "how a CP group attends to whole sequences (docs/long_context.md)"
     )
     expert_parallel_degree: Degree = option(1, "ranks of an expert-parallel (EP) group")
+    expert_tensor_parallel_degree: Degree = option(
+        1, "ranks that each expert's matrices are split over: 1 or tensor_parallel_degree"
+    )
     data_parallel_replicate_degree: Degree = option(1, "full replicas of the ZeRO-sharded group")
     data_parallel_shard_degree: int = option(
         -1, "ranks that ZeRO shards over; -1 uses all that the other degrees leave", ge=-1, le=2**20
@@ -277,6 +280,9 @@ class Compile(Section):
     """torch.compile of the transformer layers."""
 
     enable: bool = option(False, "compile each transformer layer")
+    cudagraphs: bool = option(
+        False, "launch a step's passes as one CUDA graph: for one process whose host cannot keep up"
+    )
 
 
 class Float8(Section):

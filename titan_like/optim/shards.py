@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from titan_like.torch_private import flattened
+from titan_like.models.layers.init import local_parts
+from titan_like.torch_private import StridedShard, flattened
 
 
 class UpdateTraffic(NamedTuple):
@@ -54,8 +55,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def traffic(self) -> list[UpdateTraffic]:
-        """The collectives of an update."""
-        raise NotImplementedError
+        """The collectives of an update; none where every element is updated by itself."""
+        return []
 
     def members(self) -> Iterator[tuple[dict[str, Any], str, torch.nn.Parameter]]:
         """(group, name, parameter) of every parameter. Without names in the group, the name is empty."""
@@ -74,6 +75,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This process's part of a tensor of any shape. Writing to it writes to the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor, on every rank that holds a part of it. All of them call this."""
+    if not isinstance(tensor, DTensor) or not isinstance(tensor.placements[-1], StridedShard):
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    result = local(tensor).new_zeros(tensor.shape)  # torch does not know where ZeRO's shards of such rows are
+    for part, (start, *_) in local_parts(tensor):
+        result[start : start + len(part)] = part
+    for group in shard_groups(tensor):
+        dist.all_reduce(result, group=group)
+    return result
 
 
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -22,6 +22,7 @@ from titan_like.parallel.activation_checkpoint import apply_activation_checkpoin
 from titan_like.parallel.collectives import Group
 from titan_like.parallel.compile import compile_layers
 from titan_like.parallel.context import apply_context_parallel
+from titan_like.parallel.cuda_graph import GraphedModel
 from titan_like.parallel.data import DataParallel, shares_nothing
 from titan_like.parallel.experts import apply_expert_parallel
 from titan_like.parallel.layout import Layout, method_of, resolve_layout
@@ -58,7 +59,7 @@ def run_batches(
     """Wrap a model in the object that runs microbatches of ``batch`` sequences of ``seq_len`` through its stages."""
     layout = resolve_layout(config.parallelism, mesh.size())
     if layout.pipeline == 1:
-        return WholeModel(model, layout)
+        return GraphedModel(model, layout) if config.compile.cudagraphs else WholeModel(model, layout)
     from titan_like.parallel.pipeline import Pipeline  # importing torch's pipelining takes a second
 
     hidden_shape = batch, seq_len // layout.sequence_shards, model.stages[0].module.config.hidden_size
@@ -128,7 +129,7 @@ def build_stage(
         if isinstance(part, TokenLoss):
             part.chunk = tuning.loss_logits
     if expert_mesh is not None:
-        apply_expert_parallel(module, expert_mesh["ep"])
+        apply_expert_parallel(module, expert_mesh["ep", "etp"] if layout.expert_tensor > 1 else expert_mesh["ep"])
     if layout.tensor > 1:
         try:
             apply_tensor_parallel(module, mesh["tp"], layout.sequence_parallel)

@@ -28,7 +28,8 @@ class Axis:
 
 def in_layout(config: JobConfig, layout: Layout) -> JobConfig:
     """The configuration in this layout. Settings that a degree of 1 does not allow are reset."""
-    values = replace(layout, expert=math.gcd(layout.expert, layout.token_shards)).settings()
+    ranks = layout.token_shards // layout.expert_tensor
+    values = replace(layout, expert=math.gcd(layout.expert, ranks)).settings()
     return edit(config, values | ({"parallelism.pipeline_layers": None} if layout.pipeline == 1 else {}))
 
 
@@ -84,12 +85,16 @@ def _no_sequence(config: JobConfig) -> JobConfig:
 _PLAIN = {"mode": "none", "every_n_layers": 1, "budget": None}
 _NO_RECOMPUTATION: dict[str, Any] = {f"activation_checkpoint.{name}": value for name, value in _PLAIN.items()}
 
-_EXPERT_GROUP = ("tensor_parallel", "context_parallel", "zero_stage", "data_parallel")
+_WITHIN = {
+    "expert": ("tensor_parallel", "context_parallel", "zero_stage", "data_parallel"),
+    "expert_tensor": ("tensor_parallel",),
+}
 
 
 def _axis(degree: Degree) -> Axis:
-    name, within = degree.name, _EXPERT_GROUP if degree.name == "expert" else ()
-    return Axis(f"{name}_parallel", f"{name} parallelism", lambda config: changed(config, **{name: 1}), within)
+    name, within = degree.name, _WITHIN.get(degree.name, ())
+    title = f"{name.replace('_', ' ')} parallelism"
+    return Axis(f"{name}_parallel", title, lambda config: changed(config, **{name: 1}), within)
 
 
 ACCUMULATION = Axis("accumulation", "accumulation over microbatches", _no_accumulation)
@@ -106,6 +111,7 @@ AXES = (
     Axis("offload", "offload of activations", lambda c: edit(c, {"activation_checkpoint.offload": False})),
     Axis("recompute", "recomputation of activations", lambda c: edit(c, _NO_RECOMPUTATION)),
     Axis("compile", "compilation", lambda c: edit(c, {"compile.enable": False})),
+    Axis("cudagraphs", "CUDA graphs", lambda c: edit(c, {"compile.cudagraphs": False})),
     ACCUMULATION,
 )
 

@@ -88,7 +88,21 @@ def all_to_all_rows(x: torch.Tensor, input_splits: list[int], output_splits: lis
 
     [rows, …] → output_splits[0] rows of rank 0, and so on.
     """
-    return _AllToAllRows.apply(x, input_splits, output_splits, group)
+    return x if group.size == 1 else _AllToAllRows.apply(x, input_splits, output_splits, group)
+
+
+def gather_rows(x: torch.Tensor, sizes: list[int], group: Group) -> torch.Tensor:
+    """Gather what ranks have numbers of rows of their own of: [sizes[rank], …] → [sum of sizes, …].
+
+    The gradients are summed where the rows are from.
+    """
+    return all_to_all_rows(x.repeat(group.size, 1), [len(x)] * group.size, sizes, group)
+
+
+def reduce_scatter_rows(x: torch.Tensor, sizes: list[int], group: Group) -> torch.Tensor:
+    """Sum over the group and keep what `gather_rows` took from this rank: [sum of sizes, …] → [sizes[rank], …]."""
+    own = sizes[group.rank]
+    return all_to_all_rows(x, sizes, [own] * group.size, group).unflatten(0, (group.size, own)).sum(0)
 
 
 def all_to_all(x: torch.Tensor, group: Group) -> torch.Tensor:

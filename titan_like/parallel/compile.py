@@ -1,4 +1,8 @@
-"""Compiling layers: one graph for all layers of a kind. Communication hooks stay outside of it."""
+"""Compiling layers: one graph for all layers of a kind. Communication hooks stay outside of it.
+
+Where ranks exchange rows of experts, there are a few: before, between and after, of which that between takes any number
+of rows.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,9 @@ from torch import nn
 
 from titan_like.config.schema import ActivationCheckpoint
 from titan_like.models.transformer import Transformer
+from titan_like.parallel.experts import SplitExperts
 from titan_like.parallel.extend import extend
-from titan_like.torch_private import inductor_within
+from titan_like.torch_private import inductor_within, mark_dynamic
 
 
 class Compiled(nn.Module):
@@ -27,6 +32,22 @@ class Compiled(nn.Module):
 def compile_layers(model: Transformer, section: ActivationCheckpoint, fullgraph: bool) -> None:
     """Compile each layer of a model, or of one pipeline stage, when it first runs; every n-th within a budget."""
     for name, layer in model.layers.items():
+        for module in layer.modules():
+            if isinstance(module, SplitExperts):
+                module.compute = _for_any_rows(module.compute)  # type: ignore[method-assign]
         is_within = section.budget is not None and int(name) % section.every_n_layers == 0
         backend = inductor_within(section.budget) if is_within else "inductor"
         extend(layer, Compiled, compiled=torch.compile(layer.forward, backend=backend, fullgraph=fullgraph))
+
+
+def _for_any_rows(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Compile a function of rows, of which there are as many as a router sends, in one graph."""
+    compiled = torch.compile(function, fullgraph=True)
+
+    def run(rows: torch.Tensor, *inputs: Any) -> torch.Tensor:
+        if len(rows) < 2:  # a compiler makes graphs of their own for these numbers
+            return function(rows, *inputs)
+        mark_dynamic(rows, 0)
+        return compiled(rows, *inputs)
+
+    return run

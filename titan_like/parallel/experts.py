@@ -2,7 +2,11 @@
 
 Every rank has tokens of its own: of its samples, of its CP shard of them, and under sequence parallelism of its part of
 that. It sends each token's row to the processes with the token's experts, and they send the
-results back. Experts are never cut, so a process multiplies with whole matrices.
+results back.
+
+Tensor parallelism leaves experts whole, or splits each expert's first two matrices by columns and its last by rows over
+the tensor ranks. Then these gather each other's rows, and the partial sums go back to where a row is from, as with
+Megatron-LM's expert tensor parallelism.
 
 How many rows a process gets depends on the router. The host must know that to allocate them, and waits for it once in a
 layer's forward pass. The exchange of gradients needs no wait.
@@ -10,38 +14,54 @@ layer's forward pass. The exchange of gradients needs no wait.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 from titan_like.models.layers.experts import ExpertLinear, Experts, inverse_of, permuted
 from titan_like.models.transformer import Transformer
-from titan_like.parallel.collectives import Group, all_to_all, all_to_all_rows
+from titan_like.parallel.collectives import (
+    Group,
+    all_gather,
+    all_to_all,
+    all_to_all_rows,
+    gather_rows,
+    reduce_scatter_rows,
+)
 from titan_like.parallel.extend import extend
+from titan_like.torch_private import StridedShard
 
 
 def apply_expert_parallel(model: Transformer, mesh: DeviceMesh) -> None:
-    """Give each rank of a one-dimensional mesh as many consecutive experts of every layer. Changes the model in place.
+    """Give each rank of the mesh as many consecutive experts of every layer. Changes the model in place.
 
-    Their matrices become DTensors. Apply it before tensor parallelism, on the meta device or with equal weights on all
-    ranks. The mesh's size must divide the number of experts; with a size of 1 nothing is exchanged.
+    A second dimension of the mesh has the tensor ranks that split each expert. The matrices become DTensors. Apply it
+    before tensor parallelism, on the meta device or with equal weights on all ranks. The mesh's sizes must divide the
+    number of experts and an expert's width; with a size of 1 nothing is exchanged.
     """
-    group = Group.of(mesh)
+    assert mesh.mesh_dim_names is not None
+    group, *tensor_groups = (Group.of(mesh[name]) for name in mesh.mesh_dim_names)
+    tensor = tensor_groups[0].size if tensor_groups else 1
     for module in list(model.modules()):
-        if isinstance(module, ExpertLinear):
-            module.weight = torch.nn.Parameter(
-                distribute_tensor(module.weight.data, mesh, [Shard(0)], src_data_rank=None)
-            )
-            module.num_experts //= group.size
-            extend(module, SplitExpertLinear)
-        elif isinstance(module, Experts) and group.size > 1:
-            extend(module, SplitExperts, group=group)
+        if not isinstance(module, Experts):
+            continue
+        for linear in (module.gate, module.up, module.down):
+            linear.num_experts //= group.size
+            by_expert = Shard(1) if linear is module.down else StridedShard(0, split_factor=linear.num_experts)
+            placements: Sequence[Placement] = [Shard(0), by_expert][: mesh.ndim]
+            weight = distribute_tensor(linear.weight.data, mesh, placements, src_data_rank=None)
+            linear.weight = torch.nn.Parameter(weight)
+            extend(linear, SplitExpertLinear)
+        module.gate.out_features = module.up.out_features = module.down.in_features = module.down.in_features // tensor
+        if mesh.size() > 1:
+            extend(module, SplitExperts, group=group, tensor_group=tensor_groups[0] if tensor_groups else None)
 
 
 class SplitExpertLinear(ExpertLinear):
-    """The matrices of this rank's experts."""
+    """The matrices of this rank's experts, or its parts of them."""
 
     def matrices(self) -> torch.Tensor:
         """The weight by expert: [experts here, out, in]."""
@@ -50,46 +70,60 @@ class SplitExpertLinear(ExpertLinear):
 
 
 class SplitExperts(Experts):
-    """Experts of which each rank of a group holds some."""
+    """Experts of which each rank of a group holds some, or parts that a tensor-parallel group has together."""
 
     group: Group
+    tensor_group: Group | None
 
-    @torch.compiler.disable  # the number of rows differs in every step
+    @torch.compiler.disable  # the host waits, and sends other numbers of rows in every step
     def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """As in the base class; ``x`` are the rows of this rank's tokens, and ``offsets`` those of all experts."""
-        offsets_on_host = not self.gate.is_one_product(x.dtype)
-        input_splits, output_splits, order, offsets = exchange_of(offsets, self.group, offsets_on_host)
-        inverse = inverse_of(order)
-        rows = all_to_all_rows(x, input_splits, output_splits, self.group)
-        rows = super().forward(permuted(rows, order, inverse), offsets)
-        return all_to_all_rows(permuted(rows, inverse, order), output_splits, input_splits, self.group)
+        offsets_on_host, tensor = not self.gate.is_one_product(x.dtype), self.tensor_group
+        exchange = exchange_of(offsets, self.group, tensor, offsets_on_host)
+        inverse = inverse_of(exchange.order)
+        rows = all_to_all_rows(x, exchange.input_splits, exchange.output_splits, self.group)
+        if tensor is not None:
+            rows = gather_rows(rows, exchange.gathered, tensor)
+        rows = self.compute(permuted(rows, exchange.order, inverse), exchange.offsets)
+        rows = permuted(rows, inverse, exchange.order)
+        if tensor is not None:
+            rows = reduce_scatter_rows(rows, exchange.gathered, tensor)
+        return all_to_all_rows(rows, exchange.output_splits, exchange.input_splits, self.group)
+
+    def compute(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """What this rank's experts make of the rows that they got; as in the base class."""
+        return super().forward(rows, offsets)
 
 
 class Exchange(NamedTuple):
-    """What the ranks of a group send each other. Rows arrive sorted by the rank that sent them, then by expert."""
+    """What ranks send each other. Rows arrive sorted by tensor rank, by the rank that sent them, and by expert."""
 
     input_splits: list[int]  # rows to each rank
     output_splits: list[int]  # rows from each rank
-    order: torch.Tensor  # int64 [rows received], the rows sorted by expert
+    gathered: list[int]  # rows of each tensor rank after that
+    order: torch.Tensor  # int64 [rows], all of them sorted by expert
     offsets: torch.Tensor  # int32 [experts here], ends of each expert's rows in this order; on the host if asked
 
 
-def exchange_of(offsets: torch.Tensor, group: Group, offsets_on_host: bool) -> Exchange:
+def exchange_of(offsets: torch.Tensor, group: Group, tensor_group: Group | None, offsets_on_host: bool) -> Exchange:
     """Tell the ranks how many rows they will get. The host waits for what they tell.
 
     Args:
         offsets: int32 [E], ends of each expert's rows among the rows of this rank, which are sorted by expert.
         group: the ranks, each of which holds E / ranks experts.
+        tensor_group: the ranks that hold the other parts of the same experts, if they are split.
         offsets_on_host: whether to return the result's offsets on the host, or on the device.
     """
     counts = offsets.diff(prepend=offsets.new_zeros(1)).view(group.size, -1)  # [to rank, experts of a rank]
     arriving = all_to_all(counts, group)  # [from rank, experts here]
-    local_offsets = arriving.sum(0).cumsum(0).to(torch.int32)
-    known = torch.cat((counts.sum(1), arriving.sum(1), local_offsets)).tolist()
-    input_splits, output_splits = known[: group.size], known[group.size : 2 * group.size]
-    numbers = torch.arange(counts.shape[1], device=offsets.device).repeat(group.size)
-    experts = numbers.repeat_interleave(arriving.flatten(), output_size=sum(output_splits))
+    gathered = arriving[None] if tensor_group is None else all_gather(arriving[None], 0, tensor_group)
+    local_offsets = gathered.sum((0, 1)).cumsum(0).to(torch.int32)
+    known = torch.cat((counts.sum(1), arriving.sum(1), gathered.sum((1, 2)), local_offsets)).tolist()
+    sizes, known = known[: 2 * group.size], known[2 * group.size :]
+    of_tensor_ranks, ends = known[: len(gathered)], known[len(gathered) :]
+    numbers = torch.arange(counts.shape[1], device=offsets.device).repeat(gathered.shape[0] * group.size)
+    experts = numbers.repeat_interleave(gathered.flatten(), output_size=sum(of_tensor_ranks))
     order = experts.sort(stable=True).indices
     if offsets_on_host:
-        local_offsets = torch.tensor(known[2 * group.size :], dtype=torch.int32)
-    return Exchange(input_splits, output_splits, order, local_offsets)
+        local_offsets = torch.tensor(ends, dtype=torch.int32)
+    return Exchange(sizes[: group.size], sizes[group.size :], of_tensor_ranks, order, local_offsets)

@@ -59,7 +59,7 @@ class ComputeCopies:
         for master in used_twice:
             known[master].grad_dtype = master.dtype
         self.units = [CopiedUnit(members) for members in _in_units(list(known.items()), unit_bytes)]
-        self._frees = len(self.units) > 1
+        self.frees = len(self.units) > 1  # may be turned off, which keeps the copies where they are
         self._is_last = False
         # A backward pass reaches a unit's first weight last. What is missing then is taken up later.
         for number, unit in enumerate(self.units[1:], 1):
@@ -76,7 +76,7 @@ class ComputeCopies:
 
     def _on_gradient(self, number: int, _copy: torch.Tensor) -> None:
         for unit in self.units[number:]:
-            unit.add_gradients(self._is_last and self._frees)
+            unit.add_gradients(self._is_last and self.frees)
 
     def add_gradients(self) -> None:
         """Take up the gradients of a backward pass."""

@@ -31,8 +31,12 @@ FACTORS = (
     Degree("context", "context_parallel_degree", "context", "cp", "dp_shard"),
     Degree("tensor", "tensor_parallel_degree", "tensor", "tp", "tp"),
 )
-# In the order of the fields of `Layout`. An EP group is part of a replica's data, context and tensor ranks.
-DEGREES = (*FACTORS, Degree("expert", "expert_parallel_degree", "experts", "ep", "ep"))
+# In the order of the fields of `Layout`. These two are part of a replica's data, context and tensor ranks.
+DEGREES = (
+    *FACTORS,
+    Degree("expert", "expert_parallel_degree", "experts", "ep", "ep"),
+    Degree("expert_tensor", "expert_tensor_parallel_degree", "expert tensor", "etp", "etp"),
+)
 KEYS = {degree.name: degree.key for degree in DEGREES} | {
     "schedule": "pipeline_schedule",
     "virtual_stages": "virtual_stages_per_rank",
@@ -45,7 +49,7 @@ class Layout:
     """Degrees of parallelism and the pipeline's schedule. The product of `FACTORS` is the number of processes.
 
     Without pipeline parallelism the schedule is 1F1B. ``virtual_stages`` is the number of stages on each rank, as the
-    schedule prescribes it. Sequence parallelism is off without tensor parallelism.
+    schedule prescribes it. Without tensor parallelism there is neither sequence nor expert tensor parallelism.
     """
 
     pipeline: int = 1
@@ -54,6 +58,7 @@ class Layout:
     context: int = 1
     tensor: int = 1
     expert: int = 1
+    expert_tensor: int = 1  # 1 or `tensor`: each expert is whole, or split over the tensor ranks
     schedule: str = "1f1b"
     virtual_stages: int = 1
     sequence_parallel: bool = False
@@ -63,6 +68,7 @@ class Layout:
         object.__setattr__(self, "schedule", schedule)
         object.__setattr__(self, "virtual_stages", stages_per_rank(schedule, self.virtual_stages))
         object.__setattr__(self, "sequence_parallel", self.sequence_parallel and self.tensor > 1)
+        object.__setattr__(self, "expert_tensor", min(self.expert_tensor, self.tensor))
 
     @property
     def num_processes(self) -> int:
@@ -99,8 +105,8 @@ class Layout:
 
     @property
     def expert_shards(self) -> int:
-        """Number of ranks of a replica that hold the same experts, over which ZeRO shards them."""
-        return self.token_shards // self.expert
+        """Number of ranks of a replica that hold the same parts of the same experts, over which ZeRO shards them."""
+        return self.token_shards // self.expert_tensor // self.expert
 
     @property
     def splits_experts(self) -> bool:

@@ -32,10 +32,12 @@ def one_dimension(mesh: DeviceMesh, name: str, *dimensions: str) -> DeviceMesh:
 def build_expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     """The same ranks, by the ranks that hold the same experts. All processes of the job call it.
 
-    EP groups are neighbours among the ranks of ``dp_shard`` and ``tp``, which all have different tokens.
+    EP groups are neighbours among the ranks of ``dp_shard`` and ``tp``, which all have different tokens. Where tensor
+    parallelism splits experts too, its groups are those of ``etp``.
     """
-    sizes = layout.pipeline, layout.replicate, layout.expert_shards, layout.expert
-    return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "expert_shard", "ep"))
+    sizes = {"pp": layout.pipeline, "dp_replicate": layout.replicate, "expert_shard": layout.expert_shards}
+    sizes |= {"ep": layout.expert} | ({"etp": layout.expert_tensor} if layout.expert_tensor > 1 else {})
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def context_group(layout: Layout) -> Group:

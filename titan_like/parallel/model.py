@@ -111,8 +111,11 @@ class WholeModel(TimedPasses):
 
     def forward_backward(self, batches: Sequence[Batch], loss_function: LossFunction) -> None:
         """Accumulate the gradients of all microbatches' losses."""
+        self.stage.data_parallel.before_forward()
+        self._run(batches, loss_function)
+
+    def _run(self, batches: Sequence[Batch], loss_function: LossFunction) -> None:
         data_parallel = self.stage.data_parallel
-        data_parallel.before_forward()
         for microbatch, batch in enumerate(batches):
             with self.timed(Action("F", 0, microbatch)):
                 loss = loss_function(self.stage.module(batch.tokens, **model_fields(batch)), microbatch)

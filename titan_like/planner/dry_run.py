@@ -43,7 +43,7 @@ from titan_like.parallel.schedules.simulate import bubble_fraction, max_in_fligh
 from titan_like.parallel.schedules.tables import Action, schedule_table
 from titan_like.planner.auto import with_chosen_layout
 from titan_like.planner.forecast import check_profile
-from titan_like.planner.memory import StepMemory, rank_memory
+from titan_like.planner.memory import StepMemory, rank_moments
 from titan_like.planner.predict import workload_of
 from titan_like.planner.stages import sharding_of, stages_of
 from titan_like.planner.trace.program import HOST
@@ -118,6 +118,8 @@ class DryRun:
     state: RankState  # of the stages as built, and of their optimizer after one step
     copies: int  # bytes of weights in a 16-bit type that stay between steps
     peak: StepMemory  # fullest moment of a step, on the first process that shards these stages
+    in_passes: int  # bytes at the fullest moment of the passes, most often as a backward pass starts
+    in_update: int  # and at that of the optimizer's step
     schedule: Schedule
     traffic: dict[Message, Amount]  # of one step
     groups: dict[str, int]  # process group → number of its processes
@@ -177,6 +179,7 @@ def dry_run(config: JobConfig) -> DryRun:
         group = "_".join(names)
         traffic[Message(group, kind, "optimizer")] = Amount(calls, size)
         groups[group] = prod(coordinates[name][1] for name in names)
+    moments = rank_moments(work, at, reduce_bytes)
     steps, samples = (total_steps(training), total_samples(training)) if has_length else (0, 0)
     return DryRun(
         family=config.model.family,
@@ -195,7 +198,9 @@ def dry_run(config: JobConfig) -> DryRun:
         stages=stages,
         state=state,
         copies=state.num_parameters * sharding.compute * sharding.copied,
-        peak=rank_memory(work, at, reduce_bytes),
+        peak=max(moments, key=lambda moment: moment.total),
+        in_passes=moments[0].total,
+        in_update=moments[1].total,
         schedule=schedule_of(work, layout, at),
         traffic=traffic,
         groups=groups,

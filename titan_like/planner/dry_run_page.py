@@ -52,7 +52,7 @@ def format_dry_run(run: DryRun) -> str:
 
 
 def _places(run: DryRun) -> Iterator[str]:
-    for name, (coordinate, size) in sorted(run.mesh.items(), key=lambda item: item[0] in ("expert_shard", "ep")):
+    for name, (coordinate, size) in sorted(run.mesh.items(), key=lambda item: item[0] in ("expert_shard", "ep", "etp")):
         context = run.groups["cp"] if name == "dp_shard" else 1  # its innermost ranks
         yield f"{name} {coordinate // context} of {size // context}"
         if context > 1:
@@ -113,6 +113,7 @@ def _format_memory(run: DryRun) -> list[str]:
         f"{_size(state.parameters + state.optimizer + run.copies)} between steps",
         f"        at most {_size(peak.total)} in a step, of which activations {_size(peak.activations)}, gradients "
         f"{_size(peak.gradients)}, gathered parameters {_size(peak.gathered)}",
+        f"        forward and backward passes {_size(run.in_passes)}, optimizer step {_size(run.in_update)}",
     ]
 
 

@@ -129,7 +129,10 @@ def checked_profile(config: JobConfig, num_processes: int, profile: Profile | No
     profile.device.peak_flops(compute_type(config))  # raises ConfigError
     per_node = cluster.gpus_per_node or profile.gpus_per_node
     return of_own_trainer(profile, training.dtype, training.reduce_dtype).changed(
-        gpus_per_node=per_node, node_bandwidth=bandwidth, one_node=num_processes <= per_node
+        gpus_per_node=per_node,
+        node_bandwidth=bandwidth,
+        one_node=num_processes <= per_node,
+        operator_time=0.0 if config.compile.cudagraphs else profile.operator_time,  # one launch for all of a step's
     )
 
 

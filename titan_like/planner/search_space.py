@@ -156,7 +156,8 @@ class Space:
 
     def _with_tensor(self, context: int, tensor: int, sequence: bool) -> Iterator[Workload]:
         # The trainer's rules are asked as early as they can be decided, so that each refusal prunes most layouts.
-        work = self._base._replace(context=context, tensor=tensor, sequence_parallel=sequence)
+        split = self.config.parallelism.expert_tensor_parallel_degree
+        work = self._base._replace(context=context, tensor=tensor, sequence_parallel=sequence, expert_tensor=split)
         work = work._replace(context_method=method_of(self.configured(work), self.model).name)
         left, rest = divmod(self.num_gpus, tensor * context)
         if rest or not all(self._accepts(rule, work) for rule in _RULES_OF_TENSOR):
@@ -167,7 +168,8 @@ class Space:
             shard = left // pipeline
             whole, rest = divmod(self._base.global_batch_size, shard)
             batches = self._choices("micro_batch_size", divisors(whole) if whole and not rest else [1])
-            degrees = self._choices("expert", [n for n in self._experts if shard * context * tensor % n == 0])
+            ranks = shard * context * tensor // work.expert_tensor
+            degrees = self._choices("expert", [n for n in self._experts if ranks % n == 0])
             for micro, expert in itertools.product(batches, degrees):
                 of_batch = work._replace(pipeline=pipeline, shard=shard, micro_batch_size=micro, expert=expert)
                 for mode in self._choices("recompute", self._modes):
@@ -212,7 +214,7 @@ class Space:
         Experts are shared within each.
         """
         # The processes that share experts are a multiple of this number of shards.
-        multiple = group.expert // gcd(group.expert, group.context * group.tensor)
+        multiple = group.expert // gcd(group.expert, group.context * group.tensor // group.expert_tensor)
         innermost = group.context * group.tensor
         key = group.data_parallel, multiple, innermost
         if key not in self._splits:

@@ -171,7 +171,8 @@ def sharding_of(work: Workload, reduce_bytes: int = BYTES["float32"]) -> Shardin
 
 def shard_groups(work: Workload) -> dict[str, tuple[int, int]]:
     """By the mesh dimension over which ZeRO shards: processes over which it does, and the stride of their ranks."""
-    return {"dp_shard": (work.shard * work.context, work.tensor), "expert_shard": (work.expert_shards, work.expert)}
+    inside = work.expert * work.expert_tensor
+    return {"dp_shard": (work.shard * work.context, work.tensor), "expert_shard": (work.expert_shards, inside)}
 
 
 def shard_rows(rows: int, shards: int, rank: int = 0) -> int:

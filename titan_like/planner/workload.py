@@ -41,6 +41,7 @@ class Workload(NamedTuple):
     pipeline: int = 1
     context: int = 1
     expert: int = 1  # processes that share a layer's experts, among those of data, context and tensor parallelism
+    expert_tensor: int = 1  # processes that split each expert's matrices: 1 or `tensor`
     expert_load: float = 1.0  # rows on the process with the most work for its experts, relative to equal loads
     context_method: str = "all_gather"
     schedule: str = "1f1b"
@@ -74,8 +75,8 @@ class Workload(NamedTuple):
 
     @property
     def expert_shards(self) -> int:
-        """Processes of a replica that hold the same experts, as in `Layout`."""
-        return self.shard * self.context * self.tensor // self.expert
+        """Processes of a replica that hold the same parts of the same experts, as in `Layout`."""
+        return self.shard * self.context * self.tensor // self.expert_tensor // self.expert
 
     @property
     def shares_experts(self) -> bool:

@@ -15,7 +15,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.hugging_face.folder import is_hugging_face, local_folder, open_hugging_face, slice_reader
 from titan_like.models.config import TransformerConfig
 from titan_like.models.hugging_face import fill_part
-from titan_like.models.layers.init import local_part
+from titan_like.models.layers.init import local_parts
 from titan_like.parallel.model import ParallelModel
 
 _KEY = "checkpoint.initial_load_path"
@@ -86,7 +86,8 @@ def _read_hugging_face(folder: Path, model: ParallelModel) -> str | None:
             tensor = tensors.get(f"model.{stored.name}")
             is_new = stored.name.startswith(may_lack) and not stored.sources.keys() <= source.tensors.keys()
             if tensor is not None and not is_new:  # otherwise another pipeline stage holds it
-                fill_part(*local_part(tensor), stored, read)
+                for part, offset in local_parts(tensor):
+                    fill_part(part, offset, stored, read)
         for copy, original in model.copies():
             copy.copy_(original)
     except Exception as error:  # a damaged file may raise anything

@@ -89,13 +89,24 @@ def check_stages(config: JobConfig, model: TransformerConfig, layout: Layout) ->
 def check_expert_parallel(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
     """Refuse a degree that does not divide the model's experts, and layouts that experts do not support."""
     degree, key = layout.expert, "parallelism.expert_parallel_degree"
+    tensor, tensor_key = config.parallelism.expert_tensor_parallel_degree, "parallelism.expert_tensor_parallel_degree"
     if not isinstance(model, WithExperts):
-        require(degree <= 1, key, degree, f"{config.model.family} has no experts; use 1")
+        for own_key, own_degree in ((key, degree), (tensor_key, tensor)):
+            require(own_degree <= 1, own_key, own_degree, f"{config.model.family} has no experts; use 1")
         return
+    problem = f"must be 1 or tensor_parallel_degree ({layout.tensor})"
+    require(tensor in (1, layout.tensor), tensor_key, tensor, problem)
+    width = model.expert_ffn_hidden_size
+    problem = f"does not divide the model's expert_ffn_hidden_size ({width}); use 1, or another tensor_parallel_degree"
+    require(width % tensor == 0, tensor_key, tensor, problem)
+    rule, problem = config.optimizer.name, "does not support experts split over tensor ranks; use adamw or sgd"
+    require(tensor == 1 or rule not in ("muon", "adafactor"), "optimizer.name", rule, problem)
     problem = f"does not divide the model's num_experts ({model.num_experts}); use a divisor of it"
     require(model.num_experts % degree == 0, key, degree, problem)
-    factors = f"shard × context × tensor = {layout.shard}·{layout.context}·{layout.tensor} = {layout.token_shards}"
-    require(layout.token_shards % degree == 0, key, degree, f"does not divide {factors}; use a divisor of it")
+    ranks = layout.token_shards // layout.expert_tensor
+    factors = f"shard × context × tensor = {layout.shard}·{layout.context}·{layout.tensor} = {ranks}"
+    factors = factors if tensor == 1 else f"shard × context = {layout.shard}·{layout.context} = {ranks}"
+    require(ranks % degree == 0, key, degree, f"does not divide {factors}; use a divisor of it")
     problem = "MoE with tensor parallelism needs sequence parallelism; set it to true"
     require(layout.tensor == 1 or layout.sequence_parallel, "parallelism.sequence_parallel", False, problem)
     problem = 'MoE with qk_norm = "all" does not support tensor parallelism; use 1'

@@ -86,6 +86,7 @@ def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Lay
         rules += [lambda: _check_batches(config, layout), lambda: _check_ranks(config, layout)]
     if model is not None and layout is not None:
         rules += [
+            lambda: _check_cudagraphs(config, model, layout),
             lambda: check_tensor_parallel(config, model, layout),
             lambda: check_expert_parallel(config, model, layout),
             lambda: check_context_parallel(config, model, layout),
@@ -253,6 +254,25 @@ def _check_recomputation(config: JobConfig, model: TransformerConfig) -> None:
         f"torch would recompute dropout with other random numbers; set model.overrides.dropout = 0 (it is {dropout})"
     )
     require(dropout == 0, key, "budget", f"{problem}, or use another mode")
+
+
+def _check_cudagraphs(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
+    """Refuse what a graph cannot hold: collectives, the random state of recomputation, shapes made from data."""
+    family, data = config.model.family, config.data
+    mode, processes, heads = config.activation_checkpoint.mode, layout.num_processes, list(model.predictions)
+    rules = {
+        f"needs one process, and this layout has {processes}": processes == 1,
+        f"does not support {family}, whose experts get another number of tokens in each step": not isinstance(
+            model, WithExperts
+        ),
+        f'does not support activation_checkpoint.mode = "{mode}"': mode == "none",
+        "does not support activation_checkpoint.offload": not config.activation_checkpoint.offload,
+        "does not support document masks (data.reset_attention_mask)": not data.reset_attention_mask,
+        "does not support prefixes (data.prefix_lm)": not data.prefix_lm,
+        f"does not support heads that predict {' and '.join(heads)}": heads == ["tokens"],
+    }
+    for problem, holds in rules.items():
+        require(holds or not config.compile.cudagraphs, "compile.cudagraphs", True, f"{problem}; set it to false")
 
 
 def _check_ranks(config: JobConfig, layout: Layout) -> None:

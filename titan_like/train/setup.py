@@ -100,6 +100,8 @@ def prepare_run(settings: Settings) -> Run:
     if cache := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):  # torch's optimizers import the compiler, which makes it
         check_writable("environment variable TORCHINDUCTOR_CACHE_DIR", Path(cache), make=True)
     device, saved = select_device(config.training.dtype, config.float8.enable), checkpoint_bytes(config, model)
+    problem = "needs a GPU, and this machine has none; set it to false"
+    require(device.type == "cuda" or not config.compile.cudagraphs, "compile.cudagraphs", True, problem)
     check_folders(config, model, make=True)
     if config.checkpoint.enable:
         check_room(checkpoint_folder(config), saved)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from safetensors import safe_open
 
-from titan_like.models.layers.init import local_part
+from titan_like.models.layers.init import local_parts
+from titan_like.optim.shards import local
 from titan_like.verify.samples import batches
 from titan_like.verify.shrink import Small
 
@@ -135,11 +136,12 @@ class Reference:
 
     def part(self, key: Key, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """This process's part of ``value``, and what the reference has there."""
-        part, offset = local_part(value)
-        where = tuple(slice(start, start + length) for start, length in zip(offset, part.shape, strict=True))
-        file = _opened(self.file)
-        expected = file.get_slice(str(key))[where] if where else file.get_tensor(str(key))
-        return part, expected.to(part.device)
+        file, shard, expected = _opened(self.file), local(value), []
+        for part, offset in local_parts(value):
+            where = tuple(slice(start, start + length) for start, length in zip(offset, part.shape, strict=True))
+            expected.append(file.get_slice(str(key))[where] if where else file.get_tensor(str(key)))
+        whole = torch.cat(expected) if len(expected) > 1 else expected[0]
+        return shard, whole.to(shard.device)
 
 
 @cache

@@ -20,7 +20,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from titan_like.data.batch import Batch
 from titan_like.metrics.record import StepRecord
@@ -28,6 +27,7 @@ from titan_like.models.layers import cross_entropy
 from titan_like.models.layers.cross_entropy import Vocabulary
 from titan_like.models.layers.init import local_part
 from titan_like.optim.optimizer import build_optimizer
+from titan_like.optim.shards import whole
 from titan_like.parallel import cp_attention
 from titan_like.train.pending_step import PendingStep
 from titan_like.train.trainer import Trainer
@@ -267,4 +267,4 @@ def _bits(trainer: Trainer, parameter: torch.nn.Parameter) -> dict[str, tuple[to
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     """A float64 copy of a whole tensor. All ranks that share it call this together."""
-    return local(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).double()
+    return local(whole(tensor)).double()

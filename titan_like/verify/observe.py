@@ -28,6 +28,7 @@ from titan_like.verify.shrink import Small
 from titan_like.verify.watch import LayoutWatch, StepWatch, steps_alone
 
 _NEVER = 1_000_000  # steps
+_EAGER = {"compile.enable": False, "compile.cudagraphs": False}  # else no module and no function is called
 _OTHER_MASKS = 0.1  # rounding changes gradients by less than this share, other masks of dropout by more
 
 
@@ -39,8 +40,9 @@ def observe(member: Member, reference: Reference, config: JobConfig, kind: str) 
         config = edit(config, {"metrics.log_interval": small.num_steps})
     if kind in HALF:
         half = HalfWatch(reference, report)
-        saves_at_end = edit(config, {"checkpoint.enable": True, "checkpoint.interval": _NEVER})
-        trainer = Trainer(run_of(member, small, saves_at_end, member.folder), observer=half)
+        saves_at_end = {"checkpoint.enable": True, "checkpoint.interval": _NEVER, "compile.cudagraphs": False}
+        config = edit(config, saves_at_end)
+        trainer = Trainer(run_of(member, small, config, member.folder), observer=half)
         with half.watched_sums():
             run_through(trainer, half)
         half.check_run()
@@ -58,7 +60,7 @@ def observe(member: Member, reference: Reference, config: JobConfig, kind: str) 
 def observe_places(member: Member, reference: Reference, config: JobConfig, kind: str) -> Report:
     """Compare what every module computes in the last step of the reference."""
     report, small, outputs = Report(kind, member.rank), reference.small, Outputs()
-    config = in_type(edit(config, {"compile.enable": False}), kind)  # compiled layers call no modules
+    config = in_type(edit(config, _EAGER), kind)
     watch = StepWatch(small, lambda *_: None, reference.known)
     watch.names, watch.outputs = reference.names, outputs
     run_through(Trainer(run_of(member, small, config, member.folder), observer=watch), watch)
@@ -75,7 +77,7 @@ def observe_dropout(member: Member, reference: Reference, config: JobConfig, _: 
     rate = max(small.dropout or 0.0, RATE)
     config = edit(config, {"model.overrides": {"dropout": rate}})
     watch, again = (StepWatch(small, lambda *_: None) for _ in range(2))
-    plain = edit(config, {"compile.enable": False})  # functions are watched
+    plain = edit(config, _EAGER)
     trainer = Trainer(run_of(member, small, plain, member.folder), observer=watch)
     with recorded_draws(trainer) as draws:
         steps_alone(trainer, 1)
@@ -130,7 +132,7 @@ def observe_resumed(
 
 def check_resumed_dropout(member: Member, report: Report, small: Small, config: JobConfig, folder: Path) -> None:
     """Resume with dropout for a step, from a checkpoint of another layout. A run without a stop must drop the same."""
-    config = edit(config, {"model.overrides": {"dropout": RATE}, "compile.enable": False})  # functions are watched
+    config = edit(config, _EAGER | {"model.overrides": {"dropout": RATE}})
     resumed = Trainer(run_of(member, small, config, folder))
     straight = Trainer(run_of(member, small, edit(config, {"checkpoint.enable": False}), folder))
     steps_alone(straight, resumed.step)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_like.data.lengths import sample_length
 from titan_like.models.layers.cross_entropy import TokenLoss
+from titan_like.models.layers.experts import ExpertLinear, Experts
 from titan_like.parallel.cp_attention import shard_positions
 from titan_like.parallel.tensor_styles import ColumnLinear
 from titan_like.torch_private import is_in_backward_pass
@@ -46,7 +47,7 @@ class Outputs:
         for name, module in model.named_modules():
             if isinstance(module, TokenLoss):
                 module.register_forward_pre_hook(lambda *_: self.predictions.add(self.order[-1][1]))
-            elif name:
+            elif name and not isinstance(module, Experts | ExpertLinear):  # whose rows are in the order of experts
                 module.register_forward_pre_hook(partial(self._note_inputs, name))
                 module.register_forward_hook(partial(self._note_output, name))
 

@@ -160,6 +160,7 @@ def shrink(
         "lr_scheduler.decay_steps": decay_steps,
         "parallelism.context_parallel_method": method,
         "parallelism.pipeline_layers": per_stage,
+        "compile.cudagraphs": config.compile.cudagraphs and on_gpus,
         "activation_checkpoint.every_n_layers": min(config.activation_checkpoint.every_n_layers, 2),
         "data.num_workers": min(config.data.num_workers, 1),
         **spans,
@@ -193,6 +194,7 @@ def shrink(
         "experts": (fields.get("num_experts", 0), getattr(model, "num_experts", 0)),
         "hidden units": (fields["hidden_size"], model.hidden_size),
         "tokens of the vocabulary": (fields["vocab_size"], model.vocab_size),
+        "CUDA graphs": (int(small.compile.cudagraphs), int(config.compile.cudagraphs)),
     }
     limits = [f"{few} of {many} {name}" for name, (few, many) in sizes.items() if few < many]
     two_layers = 2 * min(kind.parameters for kind in model.parts.kinds) // layout.tensor
@@ -221,12 +223,13 @@ def shrink_degrees(layout: Layout) -> Layout:
 
 def small_expert_degree(layout: Layout, small: Layout) -> int:
     """A degree for the small layout that leaves several ranks with the same experts exactly if the original's does."""
-    if layout.expert == 1 or small.token_shards == 1:
+    ranks = small.token_shards // small.expert_tensor
+    if layout.expert == 1 or ranks == 1:
         return 1
     if layout.expert_shards == 1:
-        return small.token_shards
-    divisors = [degree for degree in (2, 3, 4) if small.token_shards % degree == 0 and small.token_shards > degree]
-    return max(divisors, default=small.token_shards)
+        return ranks
+    divisors = [degree for degree in (2, 3, 4) if ranks % degree == 0 and ranks > degree]
+    return max(divisors, default=ranks)
 
 
 def shrink_stages(counts: list[int], stages: int) -> list[int]:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from titan_like.data.batch import Batch, map_tensors
 from titan_like.metrics.record import StepRecord, named_losses
 from titan_like.models.layers.experts import Router
-from titan_like.models.layers.init import local_part
+from titan_like.models.layers.init import local_part, local_parts
 from titan_like.models.transformer import Transformer
 from titan_like.train.observer import Observer
 from titan_like.train.pending_step import PendingStep
@@ -193,7 +193,7 @@ class LayoutWatch(StepWatch):
     def _share_copies(self, step: int) -> None:
         """Share digests of the weights, to be compared among processes that hold the same weights."""
         for name, parameter in self.trainer.model.named_parameters():
-            shard, offset = local_part(parameter)
+            shard, (_, offset) = local_part(parameter)[0], local_parts(parameter)[0]
             self.report.share(Key(step, Row.REPLICAS, f"{name} @ {offset} {list(shard.shape)}"), digest(shard))
 
     def end_step(self, issued: PendingStep) -> None:

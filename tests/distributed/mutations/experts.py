@@ -13,11 +13,13 @@ from titan_like.checkpoint import loader
 from titan_like.models.layers import experts
 from titan_like.models.layers.experts import ExpertLinear, Router, Routing, SparseMLP
 from titan_like.optim import optimizer
+from titan_like.optim.shards import sharded_dimensions
 from titan_like.parallel import experts as shared_experts
 from titan_like.parallel import tensor_styles
 from titan_like.parallel.data import DataParallel
 from titan_like.parallel.expert_balance import ExpertBalance
 from titan_like.parallel.model import WholeModel
+from titan_like.train import training_state
 from titan_like.train.trainer import Trainer
 
 
@@ -165,6 +167,28 @@ def padding_of_the_first_rank(original: Any, self: Any, *inputs: Any) -> Any:
     """Every tensor-parallel rank takes the first rank's part of the padding for its own."""
     with patch.object(self, "tensor_group", SimpleNamespace(size=self.tensor_group.size, rank=0)):
         return original(self, *inputs)
+
+
+@bug(shared_experts, "reduce_scatter_rows")
+def partial_sums_of_split_experts(_: Any, x: torch.Tensor, sizes: list[int], group: Any) -> torch.Tensor:
+    """A tensor rank takes its own part of an expert's result for the whole."""
+    return x.split(sizes)[group.rank]
+
+
+@bug(training_state, "partial_parameters")
+def split_experts_summed_over_tensor_ranks(original: Any, model: Any) -> list[torch.nn.Parameter]:
+    """The gradients of split experts are summed over the tensor ranks, each of which has its own part of them."""
+    weights = [module.weight for module in model.modules() if isinstance(module, ExpertLinear)]
+    return original(model) + [weight for weight in weights if "etp" in sharded_dimensions(weight.data)]
+
+
+@bug(optimizer.Gradients, "__init__")
+def norm_of_split_experts_of_each_rank(original: Any, self: optimizer.Gradients, *arguments: Any) -> None:
+    """The gradient norm counts each part of an expert on every tensor rank."""
+    original(self, *arguments)
+    for dimensions in [one for one in self._by_dimensions if "etp" in one]:
+        self._by_dimensions[(*dimensions, "tp")] = self._by_dimensions.pop(dimensions)
+        self._of_dtensors.add((*dimensions, "tp"))
 
 
 @bug(DataParallel, "__init__")

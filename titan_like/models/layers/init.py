@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titan_like.torch_private import local_shape_and_offset
+from titan_like.torch_private import StridedShard, local_shape_and_offset
 
 
 def generator_of(device: torch.device) -> torch.Generator:
@@ -44,21 +44,21 @@ def fill_normal(
     parameter: nn.Parameter, seed: int, name: str, std: float | torch.Tensor, block: int = BLOCK_ELEMENTS
 ) -> None:
     """Write the initial value into a parameter, or into this rank's shard of it. ``std`` may be a tensor [rows]."""
-    local, offset = local_part(parameter)
-    if local.numel() == 0:
-        return
-    start, stop = offset[0], offset[0] + local.shape[0]
-    if isinstance(std, torch.Tensor):
-        value = normal_rows(seed, name, parameter.shape, 1.0, start, stop, block) * std[start:stop, None]
-    else:
-        value = normal_rows(seed, name, parameter.shape, std, start, stop, block)
-    for dim in range(1, parameter.ndim):
-        value = value.narrow(dim, offset[dim], local.shape[dim])
-    local.copy_(value)
+    for local, offset in local_parts(parameter):
+        if local.numel() == 0:
+            continue
+        start, stop = offset[0], offset[0] + local.shape[0]
+        if isinstance(std, torch.Tensor):
+            value = normal_rows(seed, name, parameter.shape, 1.0, start, stop, block) * std[start:stop, None]
+        else:
+            value = normal_rows(seed, name, parameter.shape, std, start, stop, block)
+        for dim in range(1, parameter.ndim):
+            value = value.narrow(dim, offset[dim], local.shape[dim])
+        local.copy_(value)
 
 
 def local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """This rank's shard of a parameter, [rows here, …], and its offset in the full one.
+    """This rank's shard of a parameter, [rows here, …], and its offset in the full one, or that of its first row.
 
     Writing to the shard writes to the parameter.
     """
@@ -66,3 +66,30 @@ def local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
         return parameter.detach(), (0,) * parameter.ndim
     _, offset = local_shape_and_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return parameter.to_local().detach(), tuple(offset)
+
+
+def local_parts(parameter: torch.Tensor) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
+    """This rank's shard as consecutive parts, [rows, …], each with its offset in the full parameter.
+
+    There is one, unless tensor ranks split the rows of every matrix of a stack. Of [E · out, in] a rank then holds
+    out / ranks rows of each of some experts, or what ZeRO leaves it of all these rows.
+    """
+    if not isinstance(parameter, DTensor) or not isinstance(parameter.placements[-1], StridedShard):
+        return [local_part(parameter)]
+    mesh, coordinates = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+    assert coordinates is not None
+    # Among the rows of this tensor rank alone, experts and ZeRO's shards are consecutive.
+    *others, (ranks, rank) = zip(mesh.shape, coordinates, strict=True)
+    start, rows, width = 0, parameter.shape[0] // ranks, 0
+    for placement, (size, index) in zip(parameter.placements[-2::-1], others[::-1], strict=True):
+        if not placement.is_replicate():
+            rows = -(-rows // size)
+            start += index * rows
+            width = width or rows // parameter.placements[-1].split_factor
+    shard = parameter.to_local().detach()
+    parts, stop = [], start + len(shard)
+    for expert in range(start // width, -(-stop // width)):
+        first, last = max(start, expert * width), min(stop, (expert + 1) * width)
+        offset = first + expert * width * (ranks - 1) + rank * width
+        parts.append((shard[first - start : last - start], (offset, *[0] * (shard.ndim - 1))))
+    return parts or [(shard, (parameter.shape[0], *[0] * (shard.ndim - 1)))]

@@ -35,6 +35,7 @@ class TraceKey(NamedTuple):
     context: int = 1
     context_method: str = "all_gather"
     expert: int = 1
+    expert_tensor: int = 1
     expert_load: float = 1.0
     pipelined: bool = False  # the two ends are in different stages
     splits_backward: bool = False
@@ -50,7 +51,7 @@ class TraceKey(NamedTuple):
             _one_of_each(work.model, work.dropout), work.seq_len, work.decoder_seq_len, work.micro_batch_size,
             stored_dtype(work.dtype), work.recompute, work.tensor, work.sequence_parallel and work.tensor > 1,
             work.context, work.context_method if work.context > 1 else "all_gather", work.expert,
-            work.expert_load if work.expert > 1 else 1.0, work.pipeline > 1,
+            work.expert_tensor, work.expert_load if work.expert > 1 else 1.0, work.pipeline > 1,
             splits, work.compiled, work.budget, work.offload,
         )  # fmt: skip
 

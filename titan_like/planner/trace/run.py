@@ -62,9 +62,10 @@ class _WithoutDataParallel:
 
 def run_trace(key: TraceKey) -> Program:
     """Trace one microbatch on the first process of the smallest layout with the key's degrees."""
-    shard = key.expert // gcd(key.expert, key.context * key.tensor)
+    shard = key.expert // gcd(key.expert, key.context * key.tensor // key.expert_tensor)
     # With a second replica no group holds all ranks, so each has the name that the recipe gives it.
-    layout = Layout(1, 2, shard, key.context, key.tensor, key.expert, sequence_parallel=key.sequence_parallel)
+    degrees = 1, 2, shard, key.context, key.tensor, key.expert, key.expert_tensor
+    layout = Layout(*degrees, sequence_parallel=key.sequence_parallel)
     mode, dtype = fake_tensor_mode(), getattr(torch, key.dtype)
     kinds = len(key.model.layer_counts)
     every_schedule = SCHEDULES if key.splits_backward else ()

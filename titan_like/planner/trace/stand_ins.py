@@ -172,12 +172,15 @@ class KnownLoads(experts.SplitExperts):
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """As in the base class."""
 
-        def exchange_of(ends: torch.Tensor, group: Group, ends_on_host: bool) -> experts.Exchange:
+        def exchange_of(ends: torch.Tensor, group: Group, tensor: Group | None, ends_on_host: bool) -> experts.Exchange:
             counts = ends.diff(prepend=ends.new_zeros(1)).view(group.size, -1)
             arriving = experts.all_to_all(counts, group)
+            gathered = arriving[None] if tensor is None else experts.all_gather(arriving[None], 0, tensor)
             sent, received = ([int(load * len(x)) // group.size] * group.size for load in (1, self.load))
-            order = ends.new_empty(sum(received), dtype=torch.int64)
-            return experts.Exchange(sent, received, order, arriving.sum(0).to(torch.int32))
+            of_tensor_ranks = [sum(received)] * len(gathered)
+            order = ends.new_empty(sum(of_tensor_ranks), dtype=torch.int64)
+            local_ends = gathered.sum((0, 1)).to(torch.int32)
+            return experts.Exchange(sent, received, of_tensor_ranks, order, local_ends)
 
         with mock.patch.object(experts, "exchange_of", exchange_of):
             return super().forward(x, ends)
