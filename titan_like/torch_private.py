@@ -17,6 +17,7 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | `FSDPCommContext.reduce_scatter_states` | freeing the input of the last reduction | `reduce_scatter_state` in 2.11 |
 | `FSDPParamGroup._fsdp_params_with_wider_grad_dtype` | the sum of a tied table's two uses | from 2.15 on |
 | `_dynamo`, `_dynamo.mark_dynamic` | importing it early, in the server that forks processes; graphs for any number of rows | all |
+| `_dynamo.lookup_backend`, `_functorch.config` | compiling within a budget of activations | all |
 | `distributed.distributed_c10d._resolve_process_group` | the group of an operator that can be compiled | all |
 | `ops.aten._scaled_dot_product_flash_attention`, `…_for_cpu` and their backward passes | attention with the denominators of its softmax | all |
 | `DeviceMesh._flatten` | one group of ranks over several dimensions of the mesh | all |
@@ -44,7 +45,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -234,6 +235,27 @@ def import_compiler() -> None:
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
     """Let graphs that are compiled for a tensor take any size of ``dim``, of at least 2."""
     torch._dynamo.mark_dynamic(tensor, dim)
+
+
+@cache
+def inductor_within(budget: float) -> Callable[..., Any]:
+    """A backend of `torch.compile` whose backward passes recompute so much that ``budget`` of the activations stays.
+
+    The partitioner reads the setting while it compiles, so it is set for that time. Caches of compiled code have it in
+    their keys. One object for all layers, because the compiler makes a graph for each backend.
+    """
+
+    def compile_graph(*args: Any, **options: Any) -> Any:
+        import torch._functorch.config as settings
+        from torch._dynamo import lookup_backend
+
+        changes: dict[str, Any] = {"activation_memory_budget": budget}
+        if hasattr(settings, "unsafe_treat_script_objects_as_zero_size"):
+            changes["unsafe_treat_script_objects_as_zero_size"] = True  # meshes and process groups hold no tensors
+        with settings.patch(changes):
+            return lookup_backend("inductor")(*args, **options)
+
+    return compile_graph
 
 
 def reduce_fsdp_gradients(module: nn.Module, every_parameter: bool) -> None:

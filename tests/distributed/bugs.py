@@ -47,6 +47,8 @@ ASYNCHRONOUS = ["--checkpoint.async", "true", *ONE]
 TWELVE = [*DATA, "--training.global_batch_size", "48"]  # microbatches, of two processes
 ACCUMULATION = ["--training.global_batch_size", "16", *ONE]
 RECOMPUTATION = ["--activation_checkpoint.mode", "full", *ONE]
+BUDGET = ["--activation_checkpoint.mode", "budget", "--activation_checkpoint.budget"]
+OFFLOAD = ["--activation_checkpoint.offload", "true"]
 LLAMA_TENSOR = ["--job.config_file", LLAMA, "--parallelism.zero_stage", "0", *TENSOR]
 LLAMA_SEQUENCE = [*LLAMA_TENSOR, "--parallelism.sequence_parallel", "true"]
 
@@ -191,6 +193,9 @@ BUGS = [
     (gradients.norm_of_one_shard, ZERO_1, "zero_stage", Row.NORM, ""),
     (gradients.tied_table_counted_twice, PIPELINE, "pipeline_parallel", Row.NORM, ""),
     (gradients.recomputation_rounds, RECOMPUTATION, "recompute", Row.GRADIENT, "layers."),
+    (gradients.offloaded_tensors_read_before_they_are_back, [*OFFLOAD, *ONE], "offload", Row.GRADIENT, "layers."),
+    (gradients.offloaded_tensors_read_before_they_are_back, [*OFFLOAD, *ZERO_3], "offload", Row.GRADIENT, "layers."),
+    (gradients.offloaded_tensors_of_the_layer_below, [*OFFLOAD, *SEQUENCE], "offload", Row.GRADIENT, "layers."),
     (dropout.same_dropout_in_every_step, ONE, "one_process", Row.MASKS_DIFFER, ""),
     (dropout.random_state_restored_by_rank, DATA, "resume", Row.DROPOUT_RESUMED, ""),
     (dropout.random_state_restored_by_rank, TENSOR, "resume", Row.DROPOUT_RESUMED, ""),

@@ -138,6 +138,12 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 2 --model.family=llama --parallelism.expert_parallel_degree=2 \
 => parallelism.expert_parallel_degree = 2: llama has no experts; use 1
 1 --model.family=llama --activation_checkpoint.mode=experts => llama has no experts to recompute
+1 --activation_checkpoint.budget=0.5 => activation_checkpoint.budget = 0.5 ; mode = "budget"
+1 --activation_checkpoint.mode=budget --compile.enable=true => activation_checkpoint.budget ; from 0 to 1
+1 --activation_checkpoint.mode=budget --activation_checkpoint.budget=0 => compile.enable to true
+1 --activation_checkpoint.mode=budget --activation_checkpoint.budget=0 --compile.enable=true \
+--model.overrides.dropout=0.1 => activation_checkpoint.mode ; dropout = 0 (it is 0.1)
+1 --activation_checkpoint.mode=selective --activation_checkpoint.offload=true => activation_checkpoint.offload ; compile
 """.replace("\\\n", "").strip()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._functorch.aot_autograd import aot_function
@@ -81,3 +82,10 @@ def test_a_compiled_layer_keeps_what_torchs_partitioner_does(
     layer._forward_pre_hooks.clear()
     kept = bytes_kept(layer, (hidden.detach().requires_grad_(), *others))
     assert trace(key, tmp_path).layers[0].kept == pytest.approx(kept, rel=within)
+    for budget in (0.8, 0.6, 0.5, 0.4, 0.2, 0.1):
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            kept = bytes_kept(layer, (hidden.detach().requires_grad_(), *others))
+        traced = trace(key._replace(recompute="budget", budget=budget), tmp_path).layers[0]
+        assert traced.kept == pytest.approx(kept, rel=0.02), budget
+        repeated = traced.backward.flops(recomputed=True) - traced.backward.flops()
+        assert (repeated > 0) == (budget <= 0.6), budget

@@ -259,10 +259,21 @@ class Parallelism(Section):
 class ActivationCheckpoint(Section):
     """Recomputation of activations in the backward pass, which saves memory."""
 
-    mode: Literal["none", "full", "selective", "experts"] = option(
-        "none", "full: whole layers; selective: all except matmuls; experts: only routers and experts"
+    mode: Literal["none", "full", "selective", "experts", "budget"] = option(
+        "none",
+        "full: whole layers; selective: all except matmuls; experts: only routers and experts; budget: what the "
+        "compiler chooses so that a layer keeps a share of its activations",
     )
     every_n_layers: Layers = option(1, "checkpoint every n-th layer", gt=0)
+    budget: float | None = option(
+        None,
+        "with mode budget: that share, from 0 (a compiled layer keeps its input) to 1 (nothing more is recomputed)",
+        ge=0,
+        le=1,
+    )
+    offload: bool = option(
+        False, "keep in the host's memory what layers save for the backward pass, and fetch it a layer ahead"
+    )
 
 
 class Compile(Section):

@@ -39,12 +39,16 @@ def head_flops(model: TransformerConfig, seq_len: int, decoder_seq_len: int = 0)
 def recomputed_flops(
     model: TransformerConfig, seq_len: int, recompute: ActivationCheckpoint, decoder_seq_len: int = 0
 ) -> int:
-    """The same in what activation checkpointing computes again: whole layers, attention cores, or experts."""
+    """The same in what activation checkpointing computes again: whole layers, attention cores, or experts.
+
+    Of what a compiler chooses within a budget, only the whole layers of a budget of 0 are known.
+    """
     lengths, width, found = (seq_len, decoder_seq_len), 4 * model.attention_size, 0
+    mode = "full" if recompute.budget == 0 else recompute.mode
     for count, kind in zip(recomputed_layers(model, recompute), model.parts.kinds, strict=True):
         core = width * kind.scores(lengths)
         of_mode = {"full": 2 * kind.products(lengths) + core, "selective": core, "experts": 2 * kind.experts * seq_len}
-        found += count * of_mode.get(recompute.mode, 0)
+        found += count * of_mode.get(mode, 0)
     return found
 
 

@@ -29,6 +29,7 @@ from titan_like.parallel.experts import apply_expert_parallel
 from titan_like.parallel.layout import Layout, method_of, resolve_layout
 from titan_like.parallel.mesh import build_expert_mesh, context_group
 from titan_like.parallel.model import ParallelModel, Stage, WholeModel, stages_of_tied_parameters
+from titan_like.parallel.offload import offload_activations
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
 from titan_like.parallel.split import StageLayers, layers_per_stage, split_layers
 from titan_like.parallel.tensor import apply_tensor_parallel
@@ -155,9 +156,12 @@ def build_stage(
     if not recomputes_whole_layers:
         apply_activation_checkpoint(module, config.activation_checkpoint)
     if config.compile.enable:
-        compile_layers(module, fullgraph=expert_mesh is None)  # split experts exchange rows outside of graphs
+        # Split experts exchange rows outside of graphs.
+        compile_layers(module, config.activation_checkpoint, fullgraph=expert_mesh is None)
     if recomputes_whole_layers:
         apply_activation_checkpoint(module, config.activation_checkpoint)
+    if config.activation_checkpoint.offload:
+        offload_activations(module, device, tuning)
     allocates_whole = zero_stage == 0 or shares_nothing(mesh, expert_mesh)
     if allocates_whole:  # hooks and copies need parameters that are already allocated
         module.to_empty(device=device)

@@ -82,7 +82,8 @@ def _no_sequence(config: JobConfig) -> JobConfig:
     return config if isinstance(model_config(config.model), WithExperts) else changed(config, sequence_parallel=False)
 
 
-_NO_RECOMPUTATION: dict[str, Any] = {"activation_checkpoint.mode": "none", "activation_checkpoint.every_n_layers": 1}
+_PLAIN = {"mode": "none", "every_n_layers": 1, "budget": None}
+_NO_RECOMPUTATION: dict[str, Any] = {f"activation_checkpoint.{name}": value for name, value in _PLAIN.items()}
 
 _WITHIN = {
     "expert": ("tensor_parallel", "context_parallel", "zero_stage", "data_parallel"),
@@ -107,6 +108,7 @@ AXES = (
     Axis("zero_stage", "the ZeRO stage", _no_zero, ("data_parallel", "context_parallel")),
     Axis("replicas", "replicas (HSDP)", _no_replicas, ("zero_stage", "data_parallel")),
     Axis("data_parallel", "data parallelism", lambda c: changed(c, replicate=1, shard=1)),
+    Axis("offload", "offload of activations", lambda c: edit(c, {"activation_checkpoint.offload": False})),
     Axis("recompute", "recomputation of activations", lambda c: edit(c, _NO_RECOMPUTATION)),
     Axis("compile", "compilation", lambda c: edit(c, {"compile.enable": False})),
     Axis("cudagraphs", "CUDA graphs", lambda c: edit(c, {"compile.cudagraphs": False})),

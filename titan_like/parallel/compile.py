@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from titan_like.config.schema import ActivationCheckpoint
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.experts import SplitExperts
 from titan_like.parallel.extend import extend
-from titan_like.torch_private import mark_dynamic
+from titan_like.torch_private import inductor_within, mark_dynamic
 
 
 class Compiled(nn.Module):
@@ -28,13 +29,15 @@ class Compiled(nn.Module):
         return self.compiled(*inputs, **named)
 
 
-def compile_layers(model: Transformer, fullgraph: bool) -> None:
-    """Compile each layer of a model, or of one pipeline stage, when it first runs."""
-    for layer in model.layers.values():
+def compile_layers(model: Transformer, section: ActivationCheckpoint, fullgraph: bool) -> None:
+    """Compile each layer of a model, or of one pipeline stage, when it first runs; every n-th within a budget."""
+    for name, layer in model.layers.items():
         for module in layer.modules():
             if isinstance(module, SplitExperts):
                 module.compute = _for_any_rows(module.compute)  # type: ignore[method-assign]
-        extend(layer, Compiled, compiled=torch.compile(layer.forward, fullgraph=fullgraph))
+        is_within = section.budget is not None and int(name) % section.every_n_layers == 0
+        backend = inductor_within(section.budget) if is_within else "inductor"
+        extend(layer, Compiled, compiled=torch.compile(layer.forward, backend=backend, fullgraph=fullgraph))
 
 
 def _for_any_rows(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

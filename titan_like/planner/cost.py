@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from titan_like.planner.profile import Profile
-from titan_like.planner.trace.program import Attention, Gemm, Pass, Segment
+from titan_like.planner.trace.program import HOST, Attention, Gemm, Pass, Segment
 from titan_like.planner.workload import NARROW, Workload, element_bytes, stored_dtype
 
 # Rows, columns, and rate relative to the largest tile: smaller tiles reuse less of what they load.
@@ -121,13 +121,17 @@ def pass_times(one: Pass, is_layer: bool, groups: Groups, kernels: Kernels, prof
     for again in (False, True):
         eager, in_groups = (both[1] if again else both[0] - both[1] for both in (one.eager_bytes, one.fused_bytes))
         seconds[again] += ((1 - fused) * eager + fused * in_groups) / profile.memory_rate
+    copies = 0.0  # to or from the host's memory, beside everything else
     for (kind, group, _), (calls, nbytes) in one.collectives.items():
-        if group in groups:
+        if group == HOST:
+            copies += nbytes / profile.host_bandwidth
+        elif group in groups:
             size, stride = groups[group]
             time = calls * collective_time(kind, nbytes / calls, size, stride, profile)
             if kind in _MESSAGES:  # arrive during attention to what is there; backward, sums wait for each other
                 time, hides = max(0.0, time - hides), max(0.0, hides - time)
             exposed += time * (profile.expert_exposed if group == EXPERTS else profile.tensor_exposed)
+    exposed = max(exposed, copies - sum(seconds))
     launches = one.fused_launches if kernels.compiled else one.launches
     return Times(seconds[0], seconds[1], exposed, launches * profile.operator_time)
 

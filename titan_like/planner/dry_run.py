@@ -46,6 +46,7 @@ from titan_like.planner.forecast import check_profile
 from titan_like.planner.memory import StepMemory, rank_moments
 from titan_like.planner.predict import workload_of
 from titan_like.planner.stages import sharding_of, stages_of
+from titan_like.planner.trace.program import HOST
 from titan_like.planner.trace.run import fake_process_group
 from titan_like.planner.traffic import Amount, Coordinates, Message, step_traffic
 from titan_like.planner.workload import BYTES, Workload
@@ -172,7 +173,7 @@ def dry_run(config: JobConfig) -> DryRun:
     shards = {name: coordinate for name, (coordinate, _) in coordinates.items()}
     traffic = step_traffic(work, Coordinates(at, shards), reduce_bytes)
     groups = {name: size for name, (_, size) in coordinates.items()} | {"cp": layout.context, "dp": layout.weight_ranks}
-    groups["expert_dp"] = layout.replicate * layout.expert_shards
+    groups |= {"expert_dp": layout.replicate * layout.expert_shards, HOST: 1}
     # Rules of other packages are taken to send nothing.
     for names, kind, calls, size in optimizer.traffic() if isinstance(optimizer, ShardedOptimizer) else ():
         group = "_".join(names)

@@ -218,6 +218,8 @@ def workload_of(config: JobConfig, model: TransformerConfig, layout: Layout) -> 
         zero_stage=config.parallelism.zero_stage,
         recompute=recompute.mode,
         recompute_every=recompute.every_n_layers,
+        budget=1.0 if recompute.budget is None else recompute.budget,
+        offload=recompute.offload,
         dtype=compute_type(config),
         dropout=getattr(model, "dropout", 0.0) > 0,
         compiled=config.compile.enable,

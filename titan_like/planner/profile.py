@@ -208,6 +208,7 @@ class Profile:
     # how the stack works
     nvlink_latency: Amount = 3e-6  # per hop of a ring
     network_latency: Amount = 1e-5
+    host_bandwidth: Rate = 2.5e10  # between a GPU and pinned memory, in bytes per second: PCIe 4.0 × 16
     nvlink_switch: bool = True  # otherwise each GPU has equal shares of its links to all others of the node
     gathers_per_layer: Count = 1  # under ZeRO 3
     ring_part: Efficiency = 1.0  # the largest share of a node's network cards that one ring can use

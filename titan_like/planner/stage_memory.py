@@ -63,6 +63,10 @@ class StageMemory:
         # Between the passes over a microbatch: the output is sent and freed, the input is not.
         kept = sum([segment.kept for segment in stage.segments])
         self.held = kept + self.received - (0 if stage.is_last else stage.message)
+        # A layer's tensors are on the way to the host, or from it, while the next one computes. The trace also moves
+        # the input of a stage's first layer, which stays.
+        self.moving = max([segment.offloaded for segment in stage.segments])
+        self.held += self.received * (self.moving > 0)
         self.deferred = sum([segment.deferred for segment in stage.segments])
         self.elements = stage.elements
         self.matrices = sum([segment.matrices for segment in stage.segments])
@@ -167,7 +171,7 @@ class StageMemory:
             self._moments[one] = _fullest(moments)
         sums, factor = self.keeping.master * shard * self.has_shards(one.gradients), self.keeping.master * shard
         found = [
-            Usage(activations, gradients + sums + factor * reduced // self.elements, gathered)
+            Usage(activations + self.moving, gradients + sums + factor * reduced // self.elements, gathered)
             for activations, gradients, gathered, reduced in self._moments[one]
         ]
         return max(found, key=sum)

@@ -228,9 +228,14 @@ def _stage_program(
     ``before``: layers of earlier stages, modulo n.
     """
     program = source(key)
-    plain = program if every == 1 else source(key._replace(recompute="none"))
+    plain = program if every == 1 else source(key._replace(recompute="none", budget=1.0))
     kinds = [kind for kind, count in enumerate(counts) for _ in range(count)]
     layers = [(plain if (before + n) % every else program).layers[kind] for n, kind in enumerate(kinds)]
+    if key.offload and is_last:  # whose last layer keeps its tensors
+        last = len(kinds) - 1
+        recompute = ("none", 1.0) if (before + last) % every else (key.recompute, key.budget)
+        on_device = source(key._replace(offload=False, recompute=recompute[0], budget=recompute[1]))
+        layers[last] = on_device.layers[kinds[last]]
     segments = [*[program.entry] * is_first, program.inputs, *layers, *[program.head] * is_last]
     element = BYTES[stored_dtype(key.dtype)]
     groups = units_of_layers([element * sum(program.layers[kind].elements.values()) for kind in kinds])

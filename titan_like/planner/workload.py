@@ -47,8 +47,10 @@ class Workload(NamedTuple):
     schedule: str = "1f1b"
     virtual_stages: int = 1
     sequence_parallel: bool = False
-    recompute: Literal["none", "full", "selective", "experts"] = "none"  # selective: only the attention core
+    recompute: Literal["none", "full", "selective", "experts", "budget"] = "none"  # selective: only the attention core
     recompute_every: int = 1
+    budget: float = 1.0  # with recompute "budget"
+    offload: bool = False
     dtype: str = "bfloat16"
     dropout: bool = False
     compiled: bool = False  # a compiler fuses the layers' operators between products
@@ -69,7 +71,7 @@ class Workload(NamedTuple):
     @property
     def activation_checkpoint(self) -> ActivationCheckpoint:
         """What is recomputed, as a section of the configuration."""
-        return ActivationCheckpoint(mode=self.recompute, every_n_layers=self.recompute_every)
+        return ActivationCheckpoint(mode=self.recompute, every_n_layers=self.recompute_every, budget=self.budget)
 
     @property
     def expert_shards(self) -> int:

@@ -81,7 +81,7 @@ def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Lay
     if model is not None:
         rules += [lambda: _check_compile(config, model), lambda: _check_masks(config, model)]
         rules += [lambda: _check_tasks(config, model), lambda: _check_sentences(config, model)]
-        rules.append(lambda: _check_experts(config, model))
+        rules += [lambda: _check_experts(config, model), lambda: _check_recomputation(config, model)]
     if layout is not None:
         rules += [lambda: _check_batches(config, layout), lambda: _check_ranks(config, layout)]
     if model is not None and layout is not None:
@@ -237,6 +237,25 @@ def _check_compile(config: JobConfig, model: TransformerConfig) -> None:
     require(getattr(model, "dropout", 0) <= 0 or layout.sequence_parallel, "compile.enable", True, problem)
 
 
+def _check_recomputation(config: JobConfig, model: TransformerConfig) -> None:
+    section, dropout, key = config.activation_checkpoint, getattr(model, "dropout", 0), "activation_checkpoint.budget"
+    if section.mode != "budget":
+        problem = 'only activation_checkpoint.mode = "budget" reads it; set that, or leave it out'
+        require(section.budget is None, key, section.budget, problem)
+        # Selective checkpoints keep products in a cache of their own, and not where autograd saves tensors.
+        problem = "does not reach what selective recomputation keeps; set compile.enable to true, or use another mode"
+        works = not section.offload or section.mode != "selective" or config.compile.enable
+        require(works, "activation_checkpoint.offload", True, problem)
+        return
+    require(section.budget is not None, key, None, 'mode "budget" needs it; set a number from 0 to 1')
+    key, problem = "activation_checkpoint.mode", "it is the compiler that keeps to a budget; set compile.enable to true"
+    require(config.compile.enable, key, "budget", problem)
+    problem = (
+        f"torch would recompute dropout with other random numbers; set model.overrides.dropout = 0 (it is {dropout})"
+    )
+    require(dropout == 0, key, "budget", f"{problem}, or use another mode")
+
+
 def _check_cudagraphs(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
     """Refuse what a graph cannot hold: collectives, the random state of recomputation, shapes made from data."""
     family, data = config.model.family, config.data
@@ -247,6 +266,7 @@ def _check_cudagraphs(config: JobConfig, model: TransformerConfig, layout: Layou
             model, WithExperts
         ),
         f'does not support activation_checkpoint.mode = "{mode}"': mode == "none",
+        "does not support activation_checkpoint.offload": not config.activation_checkpoint.offload,
         "does not support document masks (data.reset_attention_mask)": not data.reset_attention_mask,
         "does not support prefixes (data.prefix_lm)": not data.prefix_lm,
         f"does not support heads that predict {' and '.join(heads)}": heads == ["tokens"],

@@ -135,7 +135,7 @@ def run_of(member: Member, small: Small, config: JobConfig, folder: Path) -> Run
         device=torch.device(member.device),
         datasets={"train": training_samples(small.config), "validation": validation_samples(small.config)},
         masks=masks_of_run(config),
-        tuning=Tuning(small.unit_bytes, _GRADIENT_BYTES, _LOGITS, _ELEMENTS),
+        tuning=Tuning(small.unit_bytes, _GRADIENT_BYTES, _LOGITS, 1, 0, _ELEMENTS),
     )
 
 

@@ -16,6 +16,7 @@ from titan_like.optim.optimizer import Gradients
 from titan_like.parallel import activation_checkpoint, data, gradients
 from titan_like.parallel.collectives import CopyToTensorRegion
 from titan_like.parallel.model import ParallelModel, WholeModel
+from titan_like.parallel.offload import LayerTensors
 from titan_like.parallel.pipeline import Pipeline, RunningStage, TableSchedule
 from titan_like.torch_private import is_in_backward_pass
 from titan_like.train import trainer
@@ -159,6 +160,26 @@ def recomputation_rounds(original: Any, function: Any, *args: Any, **options: An
         return function(x * 1.001 if is_in_backward_pass() else x, *others)
 
     return original(changed, *args, **options)
+
+
+@bug(LayerTensors, "wait")
+def offloaded_tensors_read_before_they_are_back(original: Any, self: LayerTensors) -> None:
+    """Nothing waits for the copies from the host. On a CPU, which has made them by then, none has come yet."""
+    if not self.is_fetched:
+        original(self)
+    elif self.host.stream is None:
+        for saved in self.saved.values():
+            saved.on_device.zero_()
+
+
+@bug(LayerTensors, "begin_backward")
+def offloaded_tensors_of_the_layer_below(original: Any, self: LayerTensors, gradient: torch.Tensor) -> None:
+    """A layer gets back what another one has saved in storages of the same sizes."""
+    others = [] if self.is_fetched or self.below is None else self.below.saved.values()
+    for mine, other in zip(self.saved.values(), others, strict=False):
+        if mine.on_host.shape == other.on_host.shape and mine.on_host.dtype == other.on_host.dtype:
+            mine.on_host, other.on_host = other.on_host, mine.on_host
+    original(self, gradient)
 
 
 @bug(gradients.CopiedUnit, "add_gradients")

@@ -44,6 +44,7 @@ _LEAST_MEMORY: dict[str, Any] = {
     "training.micro_batch_size": 1,
     "activation_checkpoint.mode": "full",
     "activation_checkpoint.every_n_layers": 1,
+    "activation_checkpoint.budget": None,
 }
 _CHOSEN = ("parallelism.zero_stage", "training.micro_batch_size", "activation_checkpoint.mode")  # of the fastest layout
 _MOST_NODES = 4096

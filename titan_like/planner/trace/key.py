@@ -40,6 +40,8 @@ class TraceKey(NamedTuple):
     pipelined: bool = False  # the two ends are in different stages
     splits_backward: bool = False
     compiled: bool = False
+    budget: float = 1.0
+    offload: bool = False
 
     @classmethod
     def of(cls, work: Workload) -> TraceKey:
@@ -50,7 +52,7 @@ class TraceKey(NamedTuple):
             stored_dtype(work.dtype), work.recompute, work.tensor, work.sequence_parallel and work.tensor > 1,
             work.context, work.context_method if work.context > 1 else "all_gather", work.expert,
             work.expert_tensor, work.expert_load if work.expert > 1 else 1.0, work.pipeline > 1,
-            splits, work.compiled,
+            splits, work.compiled, work.budget, work.offload,
         )  # fmt: skip
 
     @property

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from itertools import starmap
+from types import MappingProxyType
 from typing import NamedTuple
 
-from titan_like.planner.trace.program import Moment, Segment, fullest
+from titan_like.planner.trace.program import Attention, Collective, Gemm, Moment, Segment, fullest
 
 FORWARD, BACKWARD, WEIGHTS = range(3)  # passes, in the order of `Segment.passes`
 
@@ -22,60 +24,179 @@ class Event(NamedTuple):
     repeats: bool = False  # while a backward pass repeats operators of the forward pass
 
 
+View = tuple[int, ...]
+"""Offset and shape of a tensor in its storage."""
+
+
+class Operator(NamedTuple):
+    """What wrote a storage in a forward pass, where a compiler may compute it again."""
+
+    kind: str  # pointwise, reduction, product, message, or other
+    sources: list[tuple[int, View]]  # storages that it read, and what of them
+    work: Gemm | Attention | Collective | None = None
+    size: int = 0  # bytes of a message
+
+
+class Storages(NamedTuple):
+    """What a trace knows of them, by number."""
+
+    operators: Mapping[int, Operator]  # what wrote them in a forward pass
+    needed: Container[int]  # a backward pass, or another segment, needs them in memory
+    outside: set[int]  # another segment does
+    inside_kernels: Container[int]  # a single fused kernel writes and reads them
+    views: Mapping[int, Mapping[View, int]]  # bytes of each view that backward passes read
+
+
+class Compiled(NamedTuple):
+    """What a compiler, and offload, make of the events of a trace, by segment."""
+
+    events: list[Event]
+    recomputed: list[tuple[int, Operator]]  # what costs time to repeat
+    written: dict[int, int]  # bytes of what the repeated operators leave for others
+    moved: dict[int, list[int]]  # bytes of each storage that goes to the host's memory
+
+
 def events_as_compiled(
     events: list[Event],
-    compiled: Container[int],
-    made_from: Mapping[int, list[int]],
-    needed: Container[int],
-    inside_kernels: Container[int],
-) -> list[Event]:
+    compiled: Collection[int],
+    storages: Storages,
+    budget: float = 1.0,
+    offloaded: Mapping[int, Iterable[int]] = MappingProxyType({}),
+) -> Compiled:
     """The events with those of some segments changed to what they are if a compiler makes a graph of each pass.
 
     torch's min-cut partitioner does not keep for the backward pass what pointwise operators can compute again from
     tensors that are kept, unless the backward pass needs it in memory, as a matrix product does. A tensor that only the
-    kernel which computes it reads is never in memory.
+    kernel which computes it reads is never in memory. `Partition` has what it recomputes within a budget.
 
     Args:
         events: of all segments, operator by operator.
         compiled: the segments that are compiled.
-        made_from: storages that pointwise operators wrote in forward passes → the storages that these read.
-        needed: storages that a backward pass, or another segment, needs in memory.
-        inside_kernels: storages that a single fused kernel writes and reads.
+        storages: those of the events.
+        budget: `activation_checkpoint.budget`.
+        offloaded: segment → storages that it moves to the host's memory, if they stay for the backward pass.
     """
     ends = {event.storage: event for event in events if event.bytes < 0}
-    availability: dict[int, bool] = {}
-
-    def stays(storage: int) -> bool:  # until the backward pass
-        return storage not in ends or ends[storage].which != FORWARD
-
-    def is_available(storage: int) -> bool:  # to the backward pass
-        if storage not in availability:
-            sources = made_from.get(storage)
-            availability[storage] = stays(storage) or (sources is not None and all(map(is_available, sources)))
-        return availability[storage]
-
-    def is_recomputed(event: Event) -> bool:
-        number = event.storage
-        return number in made_from and number not in needed and all(map(is_available, made_from[number]))
-
-    found, freed = list[Event](), dict[int, list[Event]]()  # freed: at the end of a forward pass, by segment
-    dropped = set[int]()
-    for event in events:
-        if event.storage == 0 and event.which == FORWARD:
-            found += freed.pop(event.segment - 1, [])
-        elif event.storage in dropped:
+    sizes = {event.storage: event.bytes for event in events if event.bytes > 0}
+    stay = {number for number in sizes if number not in ends or ends[number].which != FORWARD}
+    made = {event.storage: event.segment for event in events if event.bytes > 0 and event.which == FORWARD}
+    dropped, recomputed, written = set[int](), list[tuple[int, Operator]](), defaultdict[int, int](int)
+    for segment in compiled:
+        partition = Partition(storages, sizes, stay, {number for number, owner in made.items() if owner == segment})
+        partition.fit(budget)
+        dropped |= partition.dropped
+        recomputed += [(segment, operator) for operator in partition.repeated() if operator.work is not None]
+    needed, operators = storages.needed, storages.operators
+    again = {number for number in dropped if number in needed or operators[number].kind != "pointwise"}
+    # At the end of a forward pass, and at the start of a backward pass, by segment.
+    freed, returned = defaultdict[int, list[Event]](list), defaultdict[int, list[Event]](list)
+    moved, gone = defaultdict[int, list[int]](list), set[int]()
+    leaving = [(made[number], number) for number in dropped]
+    leaving += [(segment, number) for segment, numbers in offloaded.items() for number in stay.intersection(numbers)]
+    for segment, number in leaving:
+        if number in gone:
             continue
-        elif event.segment in compiled and event.bytes > 0:
-            end = ends.get(event.storage)
-            is_short = end is not None and (end.segment, end.which) == (event.segment, event.which)
-            if event.storage in inside_kernels and is_short:
-                dropped.add(event.storage)
-                continue
-            if event.which == FORWARD and stays(event.storage) and is_recomputed(event):
-                dropped.add(event.storage)
-                freed.setdefault(event.segment, []).append(event._replace(bytes=-event.bytes))
-        found.append(event)
-    return found
+        gone.add(number)
+        size, is_dropped = sizes[number], number in dropped
+        freed[segment].append(Event(segment, FORWARD, number, -size))
+        if number in again or not is_dropped:
+            returned[segment].append(Event(segment, BACKWARD, number, size, repeats=is_dropped))
+            written[segment] += size * is_dropped
+        if not is_dropped:
+            moved[segment].append(size)
+    found, absent = list[Event](), dropped - again
+    for event in events:
+        if event.storage == 0:
+            found += freed.pop(event.segment - 1, []) if event.which == FORWARD else []
+            found += [event, *(returned.pop(event.segment, []) if event.which == BACKWARD else [])]
+            continue
+        end = ends.get(event.storage)
+        is_short = end is not None and (end.segment, end.which) == (event.segment, event.which)
+        if event.bytes > 0 and event.segment in compiled and event.storage in storages.inside_kernels and is_short:
+            absent.add(event.storage)
+        elif event.bytes > 0 or event.storage not in absent:
+            found.append(event)
+    return Compiled(found, recomputed, written, moved)
+
+
+class Partition:
+    """What torch's partitioner recomputes of one compiled segment (`choose_saved_values_set` in its `partitioners`)."""
+
+    def __init__(self, storages: Storages, sizes: Mapping[int, int], stay: set[int], here: set[int]) -> None:
+        """``stay``: storages that autograd keeps for the backward pass; ``here``: those that the segment wrote."""
+        self.operators, self.views, self.sizes, self.stay = storages.operators, storages.views, sizes, stay
+        self.kept = here & stay - storages.outside
+        self.known = here & self.operators.keys() - storages.outside
+        self.cheap = {number for number in self.known if self.operators[number].kind == "pointwise"}
+        self.dropped: set[int] = set()
+        self._allow({number for number in self.cheap if number not in storages.needed})
+
+    def fit(self, budget: float) -> None:
+        """Recompute so much that ``budget`` stays of the bytes that are kept now.
+
+        First what costs little: pointwise operators whose results the backward pass needs in memory, then all but
+        products and reductions. Then those of these that cost fewest FLOPs. Messages are repeated only at 0.
+        """
+        total, operators = self._size(), self.operators
+        if budget == 1 or not total:
+            return
+        messages, costly = (
+            {number for number in self.known if operators[number].kind in kinds}
+            for kinds in (("message",), ("product", "reduction", "message"))
+        )
+        for allowed in (self.known,) if budget == 0 else (self.cheap, self.known - costly):
+            self._allow(allowed)
+            if budget == 0 or self._size() < budget * total:
+                return
+        choices: list[tuple[int, int, frozenset[int]]] = [(0, 0, frozenset())]  # bytes, FLOPs, kept
+        for number in sorted(costly & self._ancestors(self.kept) - messages, key=lambda one: -self.sizes[one]):
+            work, size, best = operators[number].work, self.sizes[number], -1
+            flops = work.flops if isinstance(work, Gemm) and not work.grouped else 1
+            more = [(old + size, saved + flops, kept | {number}) for old, saved, kept in choices]
+            merged, choices = sorted([*choices, *more], key=lambda one: (one[0], -one[1])), []
+            for one in merged:
+                if one[0] <= budget * total and one[1] > best:
+                    choices.append(one)
+                    best = one[1]
+        self._allow(self.known - messages - choices[-1][2])
+
+    def repeated(self) -> list[Operator]:
+        """The operators that the backward pass repeats, each once."""
+        again = self._ancestors(self.dropped, self.stay - self.dropped)
+        return list({id(self.operators[number]): self.operators[number] for number in again}.values())
+
+    def _ancestors(self, numbers: set[int], until: Container[int] = ()) -> set[int]:
+        """Storages of the segment from which these are computed, and they themselves; none of ``until``."""
+        found, waiting = set[int](), list(numbers)
+        while waiting:
+            number = waiting.pop()
+            if number in self.known and number not in found and number not in until:
+                found.add(number)
+                waiting += [source for source, _ in self.operators[number].sources]
+        return found
+
+    def _allow(self, allowed: set[int]) -> None:
+        """Drop what operators of ``allowed`` storages can compute from what is kept."""
+        self._allowed, self._available = allowed, dict[int, bool]()
+        self.dropped = {number for number in self.kept if self._is_recomputed(number)}
+
+    def _is_recomputed(self, number: int) -> bool:
+        return number in self._allowed and all(starmap(self._is_available, self.operators[number].sources))
+
+    def _is_available(self, number: int, view: View) -> bool:  # to the backward pass
+        is_whole = self._viewed(number) >= self.sizes.get(number, 0)
+        if number in self.stay and (is_whole or view in self.views[number]):
+            return True
+        if number not in self._available:
+            self._available[number] = number not in self.sizes or self._is_recomputed(number)
+        return self._available[number]
+
+    def _viewed(self, number: int) -> int:
+        """Bytes of a storage as torch counts them: each of its views by itself."""
+        return sum(self.views[number].values()) if number in self.views else self.sizes.get(number, 0)
+
+    def _size(self) -> int:
+        return sum(map(self._viewed, self.kept - self.dropped))
 
 
 def fill_in_levels(

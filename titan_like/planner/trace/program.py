@@ -16,6 +16,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
 
 PASSES = ("forward", "backward", "weights")
+HOST = "host"  # the group of a `Collective` that is a copy to or from the host's memory
 
 
 class Gemm(NamedTuple):
@@ -97,6 +98,16 @@ class Pass:
     fused_launches: int = 0
     moments: list[Moment] = field(default_factory=list)  # those that may be the fullest
 
+    def add(self, work: Gemm | Attention | Collective | None, size: int) -> None:
+        """Count an operator, or a message of ``size`` bytes."""
+        if isinstance(work, Gemm):
+            self.gemms[work] = self.gemms.get(work, 0) + 1
+        elif isinstance(work, Attention):
+            self.attention[work] = self.attention.get(work, 0) + 1
+        elif work is not None:
+            calls, total = self.collectives.get(work, (0, 0))
+            self.collectives[work] = calls + 1, total + size
+
     def flops(self, recomputed: bool = False, causal: bool = False) -> int:
         """FLOPs of GEMMs and attention.
 
@@ -159,6 +170,11 @@ class Segment:
     def largest_parameter(self) -> int:
         """Elements of the largest parameter."""
         return max((parameter.elements for parameter in self.parameters), default=0)
+
+    @cached_property
+    def offloaded(self) -> int:
+        """Bytes that a layer moves to the host's memory."""
+        return sum(size for (_, group, _), (_, size) in self.forward.collectives.items() if group == HOST)
 
     @cached_property
     def forward_peak(self) -> int:

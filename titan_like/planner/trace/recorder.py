@@ -12,8 +12,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titan_like.planner.trace.levels import BACKWARD, FORWARD, Event, events_as_compiled, fill_in_levels
-from titan_like.planner.trace.program import Attention, Collective, Gemm, Pass, Segment
+from titan_like.planner.trace.levels import (
+    BACKWARD,
+    FORWARD,
+    Event,
+    Operator,
+    Storages,
+    View,
+    events_as_compiled,
+    fill_in_levels,
+)
+from titan_like.planner.trace.program import HOST, Attention, Collective, Gemm, Pass, Segment
 from titan_like.torch_private import TorchDispatchMode, process_group, schema_of
 
 _GROUPED = {"_grouped_mm", "expert_product", "expert_weight_gradient"}  # with a matrix for each group of rows
@@ -41,10 +50,15 @@ class Recorder(TorchDispatchMode):
     """Records what runs inside it. `enter` says which segment and pass that is."""
 
     def __init__(
-        self, segments: list[Segment], is_recomputing: Callable[[], bool] = lambda: False, compiled: range = range(0)
+        self,
+        segments: list[Segment],
+        is_recomputing: Callable[[], bool] = lambda: False,
+        compiled: range = range(0),
+        budget: float = 1.0,
     ) -> None:
-        """``compiled``: the segments of which a compiler makes one graph each for the forward and backward pass."""
+        """``compiled``: the segments of which a compiler makes one graph each for both passes, within a ``budget``."""
         super().__init__()
+        self.budget = budget
         self.segments, self.is_recomputing, self.compiled = segments, is_recomputing, compiled
         self.groups: dict[str, tuple[int, int]] = {}  # as `Program.groups`
         self.segment, self.which = 0, FORWARD
@@ -57,8 +71,12 @@ class Recorder(TorchDispatchMode):
         self._gradients: dict[int, tuple[int, int]] = {}
         self._fused = [FusedGroup(segments[0].forward, False, {}, {})]
         self._used_in: defaultdict[int, set[int]] = defaultdict(set)  # storage → fused groups
-        self._made_from: dict[int, list[int]] = {}  # storages that a compiler may compute twice → of their inputs
+        self._operators: dict[int, Operator] = {}  # storages that a compiler may compute twice → what wrote them
         self._needed: set[int] = set()  # storages that a backward pass, or another segment, needs in memory
+        self._outside: set[int] = set()  # those that another segment needs
+        # Storage → bytes of its views that backward passes read, by offset and shape.
+        self._views: defaultdict[int, dict[View, int]] = defaultdict(dict)
+        self._offloaded: defaultdict[int, set[int]] = defaultdict(set)  # segment → storages
 
     def enter(self, segment: int, which: int, gradient: torch.Tensor | None = None) -> None:
         """Begin a pass over a segment, a backward pass from this gradient."""
@@ -113,31 +131,45 @@ class Recorder(TorchDispatchMode):
         outputs = list(_tensors([result, *kwargs.values()]))
         changes_inputs = schema_of(func).is_mutable
         known = {self.number_of(tensor) for tensor in inputs}
-        self._needed |= {number for number in known if self._made_in[number] != self.segment}
+        elsewhere = {number for number in known if self._made_in[number] != self.segment}
+        self._needed |= elsewhere
+        self._outside |= elsewhere
+        if name == "to_host":
+            self._offloaded[self.segment] |= known
+            return result
         written = {self.number_of(tensor): tensor for tensor in outputs}
         is_message = "c10d" in func.namespace
         is_view = not (changes_inputs or is_message) and written.keys() <= known
         if name in _FREE or name.startswith("_foreach") or is_view:  # lists are data parallelism's own
             return result
+        for tensor in inputs if self.which == BACKWARD else ():
+            self._views[self.number_of(tensor)][_view(tensor)] = _bytes(tensor)
         if changes_inputs and not outputs:
             outputs = inputs[:1]
         recomputed, current = self.is_recomputing(), self.current
         current.launches += 1
+        work: Gemm | Attention | Collective | None = None
+        kind, size = "other", 0
         if is_message:
-            self._collective(name, args, inputs, outputs, recomputed)
+            kind, (work, size) = "message", self._collective(name, args, inputs, outputs, recomputed)
         elif name in _GEMMS:
-            gemm = _gemm(name, inputs, recomputed)
-            current.gemms[gemm] = current.gemms.get(gemm, 0) + 1
+            kind, work = "product" if name not in _GROUPED else "other", _gemm(name, inputs, recomputed)
         elif "attention" in name:
-            core = _attention(name, args, inputs, recomputed)
-            current.attention[core] = current.attention.get(core, 0) + 1
+            work = _attention(name, args, inputs, recomputed)
         else:
+            kind = "pointwise"
             self._pointwise(inputs, outputs, recomputed)
-            if self.which == FORWARD and not (changes_inputs or torch.Tag.nondeterministic_seeded in func.tags):
-                # Torch's partitioner keeps the results of reductions.
-                largest = max(map(_bytes, inputs), default=0)
-                made = [number for number, tensor in written.items() if 4 * _bytes(tensor) >= largest]
-                self._made_from |= {number: list(known) for number in made if number not in known}
+        current.add(work, size)
+        if self.which == FORWARD and not (changes_inputs or torch.Tag.nondeterministic_seeded in func.tags):
+            read, left = sum(map(_bytes, inputs)), sum(map(_bytes, outputs))
+            if kind == "pointwise":
+                read = max(map(_bytes, inputs), default=0)
+            sources = [(self.number_of(tensor), _view(tensor)) for tensor in inputs]
+            for number in written.keys() - known:
+                left = _bytes(written[number]) if kind == "pointwise" else left
+                is_reduction = kind in ("pointwise", "other") and 4 * left < read
+                self._operators[number] = Operator("reduction" if is_reduction else kind, sources, work, size)
+        if kind == "pointwise":
             return result
         for number in known:
             self._used_in[number].add(_OUTSIDE)
@@ -148,22 +180,19 @@ class Recorder(TorchDispatchMode):
 
     def _collective(
         self, name: str, args: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor], recomputed: bool
-    ) -> None:
+    ) -> tuple[Collective | None, int]:
         kind = next((kind for start, kind in _COLLECTIVES.items() if name.startswith(start)), name)
         boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
         group = process_group(args[-1]) if boxed is None else dist.ProcessGroup.unbox(boxed)
         if group.size() == 1:
-            return
+            return None, 0
         label, ranks = group.group_desc.removeprefix("mesh_"), dist.get_process_group_ranks(group)
         self.groups[label] = group.size(), ranks[1] - ranks[0]
         moved = outputs[:1] if kind == "all_gather" else inputs
         if kind == "all_to_all":  # the busiest rank receives more than it sends, or returns more than it gets back
             moved = max(inputs, outputs, key=lambda some: sum(map(_bytes, some)))
         moved = moved[1:] if name.startswith("_reduce_scatter_base") else moved  # whose first input is its result
-        size = sum(map(_bytes, moved))
-        key = Collective(kind, label, recomputed)
-        calls, total = self.current.collectives.get(key, (0, 0))
-        self.current.collectives[key] = calls + 1, total + size
+        return Collective(kind, label, recomputed), sum(map(_bytes, moved))
 
     def _pointwise(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], recomputed: bool) -> None:
         if recomputed != self._fused[-1].recomputed:
@@ -195,13 +224,22 @@ class Recorder(TorchDispatchMode):
             for storage in group.writes
             if self._used_in[storage] == {number} and storage not in self._gradients
         }
-        events = events_as_compiled(self.events, self.compiled, self._made_from, self._needed, inside)
-        fill_in_levels(self.segments, events, self._gradients)
+        storages = Storages(self._operators, self._needed, self._outside, inside, self._views)
+        found = events_as_compiled(self.events, self.compiled, storages, self.budget, self._offloaded)
+        for index, operator in found.recomputed:
+            self.segments[index].backward.add(operator.work and operator.work._replace(recomputed=True), operator.size)
+        for index, sizes in found.moved.items():
+            for one, kind in ((self.segments[index].forward, "to_host"), (self.segments[index].backward, "from_host")):
+                one.collectives[Collective(kind, HOST, False)] = len(sizes), sum(sizes)
+        fill_in_levels(self.segments, found.events, self._gradients)
         for number, (owner, recomputed, reads, writes) in enumerate(self._fused):
             if reads or writes:
                 left = sum(size for storage, size in writes.items() if self._used_in[storage] - {number})
                 owner.fused_bytes = _plus(owner.fused_bytes, sum(reads.values()) + left, recomputed)
                 owner.fused_launches += 1
+        for index, size in found.written.items():
+            backward = self.segments[index].backward
+            backward.fused_bytes = _plus(backward.fused_bytes, 2 * size, True)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -214,6 +252,10 @@ def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
         for one in value if isinstance(value, list | tuple) else (value,):
             if isinstance(one, torch.Tensor):
                 yield local_part(one)
+
+
+def _view(tensor: torch.Tensor) -> View:
+    return tensor.storage_offset(), *tensor.shape
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -30,6 +30,7 @@ from titan_like.parallel.model import Stage
 from titan_like.parallel.schedules.tables import SCHEDULES
 from titan_like.parallel.split import StageLayers
 from titan_like.parallel.tensor import partial_parameters
+from titan_like.parallel.tuning import Tuning
 from titan_like.parallel.weight_gradients import Product
 from titan_like.planner.trace.key import TraceKey
 from titan_like.planner.trace.levels import BACKWARD, FORWARD, WEIGHTS
@@ -82,10 +83,11 @@ def run_trace(key: TraceKey) -> Program:
         mesh = build_mesh(layout, "cpu")
         with parts.WithoutInit():
             config = _config(key, layout)
-            stages, expert_mesh = recipe.build_stages(config, key.model, mesh, torch.device("cpu"), splits)
+            where = mesh, torch.device("cpu"), splits, Tuning(layers_on_device=0)
+            stages, expert_mesh = recipe.build_stages(config, key.model, *where)
         segments = [Segment() for _ in range(_FIRST_LAYER + kinds + 1)]
         compiled = range(_FIRST_LAYER, _FIRST_LAYER + kinds * key.compiled)
-        recorder = Recorder(segments, lambda: recomputation.depth > 0, compiled)
+        recorder = Recorder(segments, lambda: recomputation.depth > 0, compiled, key.budget)
         modules = [stage.module for stage in stages]
         for twice in (parameter for module in modules for parameter in summed_in_full(module)):
             if not isinstance(twice, DTensor):  # of which FSDP2 rounds the sum
@@ -114,6 +116,7 @@ def _config(key: TraceKey, layout: Layout) -> JobConfig:
         "training.global_batch_size": key.micro_batch_size * layout.data_parallel,
         "parallelism.context_parallel_method": key.context_method,
         "activation_checkpoint.mode": key.recompute,
+        "activation_checkpoint.offload": key.offload,
     }
     return edit(JobConfig(), values | layout.settings())
 

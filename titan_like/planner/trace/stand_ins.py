@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from titan_like.models.layers import cross_entropy
-from titan_like.parallel import activation_checkpoint, cp_attention, experts, tensor_styles
+from titan_like.parallel import activation_checkpoint, cp_attention, experts, offload, tensor_styles
 from titan_like.parallel.collectives import Group
 from titan_like.torch_private import attention_by_elementary_operators, is_in_backward_pass
 
@@ -73,6 +73,9 @@ _loss_gradient = _operator(
     lambda logits, columns, denominator, scale, size: None,
     "(Tensor(a!) logits, Tensor columns, Tensor denominator, Tensor scale, int size) -> ()",
 )
+
+
+_to_host = _operator("to_host", lambda tensor: None, "(Tensor tensor) -> ()")
 
 
 def _merged_all_reduce(tensors: Any, group: Any, operation: Any, *options: Any) -> Any:
@@ -228,6 +231,10 @@ def as_on_gpu(mode: Any, dtype: torch.dtype | None = None, expert_load: float = 
         (F, "scaled_dot_product_attention", _scaled_dot_product_attention),
         (F, "dropout", _dropout),
         (F, "rms_norm", lambda x, shape, weight=None, eps=None: _RMSNorm.apply(x, weight)),
+        # What is offloaded stays, so that a compiled layer's events are sorted out first.
+        (offload.HostMemory, "store", lambda _, flat: _to_host(flat)),
+        (offload.LayerTensors, "leave", lambda _: None),
+        (offload.LayerTensors, "fetch", lambda _: None),
         (cross_entropy, "_statistics", _loss_statistics),
         (cross_entropy, "_write_gradient", _loss_gradient),
         (cross_entropy, "BLOCK_BYTES", 1 << 60),  # a GPU takes a chunk's logits at once

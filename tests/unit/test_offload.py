@@ -1,0 +1,52 @@
+"""Offload of activations: which tensors go to the host's memory, when, and what the planner says of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from titan_like.config.load import load_config
+from titan_like.models.registry import build_model, model_config
+from titan_like.parallel import offload
+from titan_like.parallel.layout import Layout
+from titan_like.parallel.tuning import Tuning
+from titan_like.planner.predict import workload_of
+from titan_like.planner.trace import trace
+from titan_like.planner.trace.key import TraceKey
+
+RUN = ["--model.family=llama", "--model.flavor=debug", "--training.steps=1", "--training.micro_batch_size=2"]
+
+
+def test_buffers_are_reused_and_each_layer_is_fetched_as_the_one_above_begins(monkeypatch) -> None:
+    model = build_model(model_config(load_config(RUN).model), "llama")
+    model.init_weights(0)
+    plain = build_model(model_config(load_config(RUN).model), "llama")
+    plain.load_state_dict(model.state_dict())
+    offload.offload_activations(model, torch.device("cpu"), Tuning(offload_bytes=1))
+    host = model.layers["0"].offload_host
+    buffers, fetched = [], []
+    load, fetch = host.load, offload.LayerTensors.fetch
+    monkeypatch.setattr(host, "load", lambda buffer, flat: (buffers.append(buffer.data_ptr()), load(buffer, flat)))
+    monkeypatch.setattr(offload.LayerTensors, "fetch", lambda self: (fetched.append(self), fetch(self))[1])
+    tokens, weights = torch.arange(64).view(2, 32), {one.data_ptr() for one in model.parameters()}
+    for _ in range(2):  # microbatches
+        model(tokens)[..., :200].square().sum().backward()
+        plain(tokens)[..., :200].square().sum().backward()
+    first, second = buffers[: len(buffers) // 2], buffers[len(buffers) // 2 :]
+    assert len(first) == len(set(first)) and set(first) == set(second)
+    held = {one.data_ptr() for free in host._free.values() for one in free}
+    assert held == set(first) and not held & weights
+    layers = list(dict.fromkeys(fetched))
+    assert len(layers) == 2 * len(model.layers) and all(layer.saved == {} for layer in layers)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
+
+
+def test_traced_layers_keep_nothing_large_and_move_all_of_it(tmp_path: Path) -> None:
+    config = load_config([*RUN, "--training.seq_len=4096"])
+    key = TraceKey.of(workload_of(config, model_config(config.model), Layout()))
+    plain, moved = (trace(key._replace(offload=offloads), tmp_path).layers[0] for offloads in (False, True))
+    gone = plain.kept - moved.kept
+    assert moved.kept < plain.kept / 4
+    assert moved.offloaded == gone and moved.backward.flops() == plain.backward.flops()
