@@ -34,7 +34,7 @@ def private_names(text):
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_other_file_has_one(path):
-    if path.name != "torch_private.py":
+    if path.parent.name != "torch_private":
         assert private_names(path.read_text(encoding="utf-8")) == set()
 
 
@@ -53,18 +53,18 @@ def test_no_other_file_calls_a_private_method_of_an_object_of_torch():
         elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
             ours.add(node.attr if isinstance(node, ast.Attribute) else node.id)
     foreign = {
-        (path.name, node.attr)
+        (path.parent.name, node.attr)
         for path, tree in trees.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
         if node.attr not in ours | PUBLIC_ENOUGH | OVERRIDDEN
     }
-    assert {file for file, _ in foreign} == {"torch_private.py"}, foreign
-    table = (PACKAGE / "torch_private.py").read_text(encoding="utf-8")
+    assert {folder for folder, _ in foreign} == {"torch_private"}, foreign
+    table = (PACKAGE / "torch_private" / "__init__.py").read_text(encoding="utf-8")
     assert all(f".{name}`" in table for name in OVERRIDDEN)
 
 
 def test_the_file_has_those_that_it_names():
-    found = private_names((PACKAGE / "torch_private.py").read_text(encoding="utf-8"))
+    found = private_names((PACKAGE / "torch_private" / "__init__.py").read_text(encoding="utf-8"))
     assert {"torch.ops._c10d_functional", "torch._foreach_mul_", "torch._C._current_graph_task_id"} <= found
     assert len(found) >= 10

@@ -32,7 +32,7 @@ from titan_like.parallel.mesh import one_dimension
 from titan_like.parallel.split import units_of_layers
 from titan_like.parallel.tuning import DEFAULT_TUNING, Tuning
 from titan_like.parallel.weight_gradients import LinearGemms
-from titan_like.torch_private import (
+from titan_like.torch_private.fsdp import (
     SUMS_USES_IN_FULL,
     fsdp_state,
     reduce_fsdp_gradients,

@@ -33,7 +33,8 @@ from titan_like.parallel.data import sharded_modules
 from titan_like.parallel.experts import SplitExperts
 from titan_like.parallel.tensor import matches_name
 from titan_like.parallel.weight_gradients import LinearGemms, WeightGradients, with_own_gemms
-from titan_like.torch_private import convert_gathers, grouped_float8_product
+from titan_like.torch_private import grouped_float8_product
+from titan_like.torch_private.fsdp import convert_gathers
 
 logging.disable(logging.WARNING)  # torchao warns of kernels for other GPUs that it cannot load
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: E402
