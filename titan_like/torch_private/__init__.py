@@ -43,7 +43,7 @@ Functions import what they need when they are called: planning must not load wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
