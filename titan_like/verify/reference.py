@@ -8,6 +8,8 @@ Float8 products are part of what is computed exactly. In float64 the numbers tha
 rounding, so layouts must agree as closely as without them. In narrower types some roundings tip, in one layout and not
 in another, and their number is a matter of chance: there the tolerance is at least one rounding to float8, and one more
 for every update, which passes on what has tipped before it.
+
+In 16-bit dtypes rounding also sends tokens to other experts. One token in 128 that does changes gradients by `REROUTED`.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from safetensors.torch import save_file
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import rampup_batch_sizes
+from titan_like.models.config import WithExperts
 from titan_like.models.registry import model_config
 from titan_like.parallel.axes import on_one_process
 from titan_like.parallel.layout import resolve_layout
@@ -46,6 +49,7 @@ NEGLIGIBLE = 1e-8  # a gradient below this share of the norm of all gradients is
 # process may even compute exactly zero, so its own distance from the exact result says nothing.
 CANCELLED = {dtype: MARGIN * eps / NEGLIGIBLE for dtype, eps in EPS.items()}
 TIPPED = 2.0**-3  # half the distance of neighbouring numbers of e5m2, which gradients become, relative to the smaller
+REROUTED = (2 / 128) ** 0.5  # of their norm, if tokens' gradients are independent: two experts differ by such a token's
 FEW = 16  # elements: so few numbers may be right by chance in one step, but not in all
 
 _LARGE_MODEL = 1_000_000  # parameters
@@ -203,6 +207,7 @@ def is_cancelled(gradient: torch.Tensor, whole: float) -> bool:
 def allowances(small: Small, dtype: str, sizes: dict[Key, float], exact: Trace, draws: list[Trace]) -> dict[Key, float]:
     """How far a layout may be from the exact result in a type, given runs of one process in that type."""
     rounding = TIPPED if small.config.float8.enable and dtype != EXACT else 0.0
+    rerouted = REROUTED * (dtype in HALF and isinstance(model_config(small.config.model), WithExperts))
     allowed, shares, worst = dict[Key, float](), dict[Key, float](), dict[Key, float]()
     tips = tipped(exact, draws[0]) if dtype == EXACT and small.num_steps else {}
     for key in draws[-1].values.keys() & exact.values.keys():
@@ -223,6 +228,7 @@ def allowances(small: Small, dtype: str, sizes: dict[Key, float], exact: Trace, 
         if exact.values[key].numel() < FEW:
             share = worst[key._replace(step=0)]
         least = max(FLOOR[dtype], rounding * key.step, WEIGHTS_FLOOR * (key.row in (Row.WEIGHT, Row.PLACE)))
+        least = max(least, rerouted * (key.row in GRADIENTS))
         if key.row in GRADIENTS and is_cancelled(exact.values[key], exact.number(key.step, GRADIENTS[key.row])):
             least = max(least, CANCELLED[dtype])
         allowed[key] = max(MARGIN * share, least, tips.get(key, 0.0) / sizes[key])
