@@ -49,7 +49,7 @@ NEGLIGIBLE = 1e-8  # a gradient below this share of the norm of all gradients is
 # process may even compute exactly zero, so its own distance from the exact result says nothing.
 CANCELLED = {dtype: MARGIN * eps / NEGLIGIBLE for dtype, eps in EPS.items()}
 TIPPED = 2.0**-3  # half the distance of neighbouring numbers of e5m2, which gradients become, relative to the smaller
-REROUTED = (2 / 128) ** 0.5  # of their norm, where gradients of tokens are independent, and two experts differ by one's
+REROUTED = (2 / 128) ** 0.5  # of the norm, if the gradients of tokens are independent: two experts change
 FEW = 16  # elements: so few numbers may be right by chance in one step, but not in all
 
 _LARGE_MODEL = 1_000_000  # parameters
