@@ -41,6 +41,8 @@ class Adafactor(ShardedOptimizer):
     `scale_parameter` of section 8.
     """
 
+    takes_factor = True
+
     def __init__(self, groups: Iterable[dict[str, Any]], section: OptimizerSection) -> None:
         """Each of the ``groups`` has its ``weight_decay``."""
         super().__init__(groups, section.lr)

@@ -95,6 +95,7 @@ class FusedAdamW(ShardedOptimizer):
     `factor` multiplies them, and a step is skipped on the device if `found_inf` is above 0.
     """
 
+    takes_factor = True
     _units: tuple[AdamWUnit, ...] = ()
     _known: Any = None  # the state of the first parameter for which the units were made
     _copied: tuple[CopiedUnit, ...] = ()

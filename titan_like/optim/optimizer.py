@@ -220,7 +220,7 @@ def update(
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
-    if isinstance(optimizer, ShardedOptimizer):
+    if isinstance(optimizer, ShardedOptimizer) and optimizer.takes_factor:
         optimizer.factor = factor
     else:
         gradients.widen()

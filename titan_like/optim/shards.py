@@ -36,7 +36,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     found_inf: torch.Tensor | None = None  # scalar; a step is skipped if it is above 0, as in torch's fused optimizers
-    factor: torch.Tensor | None = None  # float64 scalar, by which a step multiplies the gradients first
+    takes_factor = False  # whether a step multiplies gradients, which may be in a 16-bit dtype, by `factor` itself
+    factor: torch.Tensor | None = None  # float64 scalar
     _skip: torch.Tensor  # bool scalar
 
     def __init__(self, groups: Iterable[dict[str, Any]], lr: float) -> None:

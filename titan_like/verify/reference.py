@@ -9,7 +9,7 @@ rounding, so layouts must agree as closely as without them. In narrower types so
 in another, and their number is a matter of chance: there the tolerance is at least one rounding to float8, and one more
 for every update, which passes on what has tipped before it.
 
-In 16-bit dtypes rounding also sends tokens to other experts. One token in 128 that does changes gradients by `REROUTED`.
+In 16-bit dtypes rounding also sends tokens to other experts; one token in 128 changes gradients by `REROUTED`.
 """
 
 from __future__ import annotations
