@@ -20,7 +20,7 @@ from titan_like.torch_private import add_all_, copy_all_, fused_adamw_, multiply
 BLOCK = {"cpu": 1 << 18, "cuda": 1 << 24}
 
 Update = Callable[[Sequence[torch.Tensor], torch.Tensor | None, torch.Tensor], None]
-"""Updates some `Tensors` by (gradients, a scalar that multiplies them, a scalar above 0 if only copies are written)."""
+"""Updates some `Tensors` by (gradients, a scalar that multiplies them, a scalar: 1 if only copies are written, or 0)."""
 
 
 class CopiedUnit(Protocol):
@@ -78,7 +78,7 @@ class AdamWUnit:
         assert len(gradients) == len(self.parameters), "a parameter received no gradient"
         if self._is_sharded:
             gradients = [local(gradient) for gradient in gradients]
-        add_all_(self._steps, [(found_inf <= 0).float()] * len(self._steps))
+        add_all_(self._steps, [1 - found_inf] * len(self._steps))
         if self.copied is None:
             self._update(gradients, factor, found_inf)
             return
@@ -92,7 +92,7 @@ class AdamWUnit:
 class FusedAdamW(ShardedOptimizer):
     """AdamW (arXiv 1711.05101). Gradients of float32 weights may be in a 16-bit dtype.
 
-    `factor` multiplies them, and a step is skipped on the device if `found_inf` is above 0.
+    `factor` multiplies them, and a step is skipped on the device if `found_inf` is 1 and not 0.
     """
 
     takes_factor = True
@@ -126,7 +126,6 @@ class FusedAdamW(ShardedOptimizer):
         super().add_param_group(param_group)
         self._units, self._known = (), None
 
-    @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # there is no closure
         """Update every parameter."""
         found_inf = self.found_inf
@@ -177,6 +176,7 @@ class _Block(NamedTuple):
 
     settings: dict[str, Any]
     pieces: list[_Piece]
+    is_whole: bool  # whether all pieces are whole tensors
     tensors: tuple[list[torch.Tensor], ...]  # weights, moments and numbers of updates
     scaled: list[torch.Tensor]  # room for gradients in the weights' dtype
     copies: list[torch.Tensor]
@@ -218,13 +218,23 @@ class InBlocks:
         scaled = [one.view_as(part) for one, part in zip(room[: sum(sizes)].split(sizes), parts[0], strict=True)]
         numbers = [steps[piece.member] for piece in pieces]
         settings = tensors.settings[pieces[0].member]
-        block = settings, pieces, (*parts, numbers), scaled, [c for c, _ in with_copies], [w for _, w in with_copies]
+        is_whole = all(piece.is_whole for piece in pieces)
+        block = (
+            settings,
+            pieces,
+            is_whole,
+            (*parts, numbers),
+            scaled,
+            [c for c, _ in with_copies],
+            [w for _, w in with_copies],
+        )
         self._blocks.append(_Block(*block))
 
     def __call__(self, gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found_inf: torch.Tensor) -> None:
         """See `Update`."""
         for block in self._blocks:
-            parts = [piece.of(gradients[piece.member]) for piece in block.pieces]
+            pieces = block.pieces  # whole ones are taken without a call for each
+            parts = [gradients[one.member] if block.is_whole else one.of(gradients[one.member]) for one in pieces]
             if factor is not None or any(part.dtype != block.scaled[0].dtype for part in parts):
                 copy_all_(block.scaled, parts)
                 parts = block.scaled

@@ -104,20 +104,16 @@ class Gradients:
         return total
 
 
-def _by_dtype(tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, list[torch.Tensor]]:
-    found: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        found.setdefault(tensor.dtype, []).append(tensor)
-    return found
+def _by_dtype(tensors: list[torch.Tensor]) -> dict[torch.dtype, list[torch.Tensor]]:
+    return {dtype: [one for one in tensors if one.dtype == dtype] for dtype in {one.dtype for one in tensors}}
 
 
 def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
     # 16-bit gradients are read as they are, and added up in float32.
-    lists = _by_dtype(gradients).items()
-    sums = [
-        torch.stack(norms_of(one, 2, torch.promote_types(dtype, torch.float32))).square().sum() for dtype, one in lists
-    ]
-    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+    if len({one.dtype for one in gradients}) > 1:
+        return torch.stack([_sum_of_squares(alike) for alike in _by_dtype(gradients).values()]).sum()
+    wide = torch.promote_types(gradients[0].dtype, torch.float32)
+    return torch.stack(norms_of(gradients, 2, wide)).square().sum()
 
 
 def _zeros_in(gradient: torch.Tensor) -> torch.Tensor:

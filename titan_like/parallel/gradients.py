@@ -103,7 +103,6 @@ class CopiedUnit:
         # several.
         self._gradients: dict[int, torch.Tensor] = {}
 
-    @torch.no_grad()
     def add_gradients(self, frees: bool) -> None:
         """Take up the gradients that there are. With ``frees``, their copies are not needed any more in this step."""
         for number, copy in enumerate(self.copies):
@@ -111,10 +110,9 @@ class CopiedUnit:
                 continue
             new = local(copy.grad) if self._is_sharded else copy.grad
             copy.grad = None
-            known = self._gradients.get(number)
-            if known is None:
+            if number not in self._gradients:
                 self._gradients[number] = new
-            elif known.dtype == self._of_masters[number].dtype:
+            elif (known := self._gradients[number]).dtype == self._of_masters[number].dtype:
                 known.add_(new)
             else:  # times 1, which makes it a sum in the dtype of master weights
                 self._gradients[number] = torch.addcmul(known, new, self._one)
@@ -123,7 +121,6 @@ class CopiedUnit:
                 self._freed.append(self._of_copies[number])
                 self.mark_changed()
 
-    @torch.no_grad()
     def hand_over(self) -> None:
         """Make the gradients those of the master weights."""
         for number, gradient in self._gradients.items():
@@ -137,7 +134,6 @@ class CopiedUnit:
             copy.untyped_storage().resize_(copy.nbytes)
         self._freed = []
 
-    @torch.no_grad()
     def refresh(self) -> None:
         """Copy the master weights, unless an update has and they are the same since."""
         if versions_of(self.masters) != self._versions:
