@@ -20,7 +20,7 @@ from titan_like.torch_private import add_all_, copy_all_, fused_adamw_, multiply
 BLOCK = {"cpu": 1 << 18, "cuda": 1 << 24}
 
 Update = Callable[[Sequence[torch.Tensor], torch.Tensor | None, torch.Tensor], None]
-"""Updates some `Tensors` by (gradients, a scalar that multiplies them, a scalar: 1 if only copies are written, or 0)."""
+"""Updates some `Tensors` by (gradients, their factor, whether only copies are written: 1 or 0); both are scalars."""
 
 
 class CopiedUnit(Protocol):
