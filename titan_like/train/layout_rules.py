@@ -99,6 +99,10 @@ def check_expert_parallel(config: JobConfig, model: TransformerConfig, layout: L
     width = model.expert_ffn_hidden_size
     problem = f"does not divide the model's expert_ffn_hidden_size ({width}); use 1, or another tensor_parallel_degree"
     require(width % tensor == 0, tensor_key, tensor, problem)
+    # Each stage makes the groups that gather its own matrices, and all processes must make the same groups.
+    may_lack_experts = layout.pipeline > 1 and getattr(model, "num_dense_layers", 0) > 0
+    problem = "muon does not support it in a pipeline of layers with and without experts; use 1, or adamw"
+    require(tensor == 1 or config.optimizer.name != "muon" or not may_lack_experts, tensor_key, tensor, problem)
     problem = f"does not divide the model's num_experts ({model.num_experts}); use a divisor of it"
     require(model.num_experts % degree == 0, key, degree, problem)
     ranks = layout.token_shards // layout.expert_tensor
