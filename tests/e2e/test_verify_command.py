@@ -60,7 +60,8 @@ def test_same_layout_ends_with_0_and_writes_json(tmp_path: Path) -> None:
     assert verdict["outcome"] == "same"
     assert verdict["first_difference"] is None and verdict["blame"] is None and verdict["place"] is None
     degrees = {"pipeline": 2, "replicate": 1, "shard": 1, "context": 1, "tensor": 1, "expert": 1}
-    assert verdict["layout"] == degrees | {"schedule": "1f1b", "virtual_stages": 1, "sequence_parallel": False}
+    degrees |= {"expert_tensor": 1, "virtual_stages": 1}
+    assert verdict["layout"] == degrees | {"schedule": "1f1b", "sequence_parallel": False}
     rows = {(check["kind"], check["row"], check["step"]) for check in verdict["checks"]}
     # Two updates, and between them a step that is not finite; then one with large logits.
     wanted = {("float64", "gradients", 1), ("float64", "gradients", 3), ("float32", "updates from these gradients", 1)}

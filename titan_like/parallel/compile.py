@@ -36,8 +36,8 @@ def compile_layers(model: Transformer, section: ActivationCheckpoint, fullgraph:
             if isinstance(module, SplitExperts):
                 module.compute = _for_any_rows(module.compute)  # type: ignore[method-assign]
         is_within = section.budget is not None and int(name) % section.every_n_layers == 0
-        backend = inductor_within(section.budget) if is_within else "inductor"
-        extend(layer, Compiled, compiled=torch.compile(layer.forward, backend=backend, fullgraph=fullgraph))
+        backend = {"backend": inductor_within(section.budget)} if is_within else {}
+        extend(layer, Compiled, compiled=torch.compile(layer.forward, fullgraph=fullgraph, **backend))
 
 
 def _for_any_rows(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
