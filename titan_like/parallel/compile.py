@@ -36,7 +36,7 @@ def compile_layers(model: Transformer, section: ActivationCheckpoint, fullgraph:
             if isinstance(module, SplitExperts):
                 module.compute = _for_any_rows(module.compute)  # type: ignore[method-assign]
         is_within = section.budget is not None and int(name) % section.every_n_layers == 0
-        backend = {"backend": inductor_within(section.budget)} if is_within else {}
+        backend: dict[str, Any] = {"backend": inductor_within(section.budget)} if is_within else {}
         extend(layer, Compiled, compiled=torch.compile(layer.forward, fullgraph=fullgraph, **backend))
 
 
