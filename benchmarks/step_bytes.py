@@ -14,12 +14,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from runs import ROOT, parser_of, write
-
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.runs import parser_of, write
 from tests import whole_step
 from titan_like.config.load import load_config
 from titan_like.models.registry import model_config
@@ -41,7 +41,7 @@ class Traffic(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes = 0
+        self.bytes, self.is_active = 0, False
         self.cache: OrderedDict[tuple[int, int], int] = OrderedDict()  # (storage, offset) → bytes
 
     def touch(self, tensor: Any) -> None:
@@ -94,12 +94,12 @@ def measure(model: str, microbatches: int, settings: list[str]) -> dict[str, Any
     shape, where, traffic = model_config(config.model), resolve_layout(config.parallelism, 1), Traffic()
 
     def counted(original: Callable, *args: Any, **named: Any) -> Any:
-        if traffic in traffic_in_use:
+        if traffic.is_active:
             return original(*args, **named)
-        traffic_in_use.append(traffic)
         with traffic:
+            traffic.is_active = True
             result = original(*args, **named)
-        traffic_in_use.pop()
+            traffic.is_active = False
         return result
 
     def update(optimizer: Any, gradients: Any, *rest: Any) -> None:
@@ -108,7 +108,7 @@ def measure(model: str, microbatches: int, settings: list[str]) -> dict[str, Any
         for unit in optimizer._copied:  # as the next step begins
             unit.refresh()
 
-    traffic_in_use, original_update = list[Traffic](), whole_step.update
+    original_update = whole_step.update
     with ExitStack() as stack:
         for name in ("_on_gradient", "add_gradients", "hand_over"):
             function = getattr(ComputeCopies, name)
