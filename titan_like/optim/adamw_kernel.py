@@ -79,6 +79,7 @@ class OneKernel:
 
     def __init__(self, tensors: Tensors) -> None:
         settings, weights, self.copies, *moments, self.steps = tensors
+        assert all(one.is_contiguous() for column in (weights, *moments) for one in column)
         self.settings, self.device, numels = settings[0], weights[0].device, [one.numel() for one in weights]
         table = [*([one.data_ptr() for one in column] for column in (weights, *moments)), numels]
         self.is_aligned = not any(value % 16 for column in table for value in column)
