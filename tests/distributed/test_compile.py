@@ -1,6 +1,7 @@
 """Nothing is compiled again after the second step. `test_layout_matrix` has the gradients of compiled layers."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,11 @@ import torch._dynamo
 
 from tests.distributed.launch import Case, base_config, collect, launch, train_case, trainer_of, worst
 from tests.distributed.layouts import sizes, tensor
+from titan_like.config.schema import ActivationCheckpoint
+from titan_like.models.layers.experts import Experts
+from titan_like.parallel.compile import compile_layers
+from titan_like.parallel.experts import SplitExperts
+from titan_like.parallel.extend import extend
 from titan_like.verify.watch import steps_alone
 
 SETTINGS = sizes(32, 2, 8, 6) | {"model.overrides": {"num_layers": 2}, "training.dtype": "bfloat16"}
@@ -65,6 +71,23 @@ def test_nothing_is_compiled_again_after_the_second_step(tmp_path, family):
 def test_split_experts_are_a_graph_for_any_number_of_rows(tmp_path, layout):
     """The others are what is before and after the exchange, in and around the module with the experts."""
     assert collect(train_steadily, 2, tmp_path, "moe", layout) == [5, 5]
+
+
+def test_the_graph_of_split_experts_keeps_to_a_budget():
+    sizes = SimpleNamespace(hidden_size=64, expert_ffn_hidden_size=96, num_experts=4, experts_per_token=2)
+    rows, ends = torch.randn(512, 64, requires_grad=True), torch.arange(128, 513, 128, dtype=torch.int32)
+    kept = list[int]()
+    for section in (ActivationCheckpoint(), ActivationCheckpoint(mode="budget", budget=0.0)):
+        layer = torch.nn.Module()
+        layer.experts = Experts(sizes)
+        extend(layer.experts, SplitExperts, group=None, tensor_group=None)
+        weights = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+        compile_layers(SimpleNamespace(layers={"0": layer}), section, fullgraph=False)
+        saved = list[torch.Tensor]()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x) or x, lambda x: x):
+            layer.experts.compute(rows, ends)
+        kept.append(sum(x.nbytes for x in saved if x.untyped_storage().data_ptr() not in weights))
+    assert kept[0] > 4 * rows.nbytes and kept[1] < 1.1 * rows.nbytes
 
 
 @pytest.mark.slow

@@ -325,3 +325,14 @@ def test_shapes_are_near_those_of_the_papers(family, parameters, width, layers):
 def test_a_family_without_so_small_a_model_says_which_it_has():
     with pytest.raises(ConfigError, match=r"--params = .*the nearest llama model has [0-9,]+ parameters"):
         shape_of(Model(family="llama", flavor="llama3.1_8b"), 1e8, 2048)
+
+
+def test_a_budget_of_the_file_is_not_part_of_the_modes_that_are_searched():
+    budget = ["--activation_checkpoint.mode=budget", "--activation_checkpoint.budget=0.5", "--compile.enable=true"]
+    config = load_config(["--job.config_file=debug_gpt", *budget, "--model.overrides.dropout=0"])
+    space = Space(config, model_config(config.model), 2)
+    assert {(work.recompute, work.budget) for work in space.groups()} == {
+        (mode, 1.0) for mode in ("none", "selective", "full")
+    }
+    fixed = Space(config, model_config(config.model), 2, frozenset({"activation_checkpoint.mode"}))
+    assert {(work.recompute, work.budget) for work in fixed.groups()} == {("budget", 0.5)}

@@ -179,7 +179,7 @@ class _Block(NamedTuple):
     is_whole: bool  # whether all pieces are whole tensors
     tensors: tuple[list[torch.Tensor], ...]  # weights, moments and numbers of updates
     scaled: list[torch.Tensor]  # room for gradients in the weights' dtype
-    copies: list[torch.Tensor]
+    copies: list[tuple[_Piece, torch.Tensor]]  # whole ones, which may be freed now, with their pieces
     copied: list[torch.Tensor]  # of the weights, those that have copies
 
 
@@ -209,26 +209,17 @@ class InBlocks:
     def _add(self, pieces: list[_Piece], tensors: Tensors, room: torch.Tensor) -> None:
         _, weights, copies, *moments, steps = tensors
         parts = [[piece.of(tensor[piece.member]) for piece in pieces] for tensor in (weights, *moments)]
-        with_copies = [
-            (piece.of(copy), part)
+        found = [
+            (piece, copy, part)
             for piece, part in zip(pieces, parts[0], strict=True)
             if (copy := copies[piece.member]) is not None
         ]
         sizes = [piece.stop - piece.start for piece in pieces]
         scaled = [one.view_as(part) for one, part in zip(room[: sum(sizes)].split(sizes), parts[0], strict=True)]
-        numbers = [steps[piece.member] for piece in pieces]
-        settings = tensors.settings[pieces[0].member]
+        numbers, settings = [steps[piece.member] for piece in pieces], tensors.settings[pieces[0].member]
         is_whole = all(piece.is_whole for piece in pieces)
-        block = (
-            settings,
-            pieces,
-            is_whole,
-            (*parts, numbers),
-            scaled,
-            [c for c, _ in with_copies],
-            [w for _, w in with_copies],
-        )
-        self._blocks.append(_Block(*block))
+        with_copies = [(piece, copy) for piece, copy, _ in found], [part for *_, part in found]
+        self._blocks.append(_Block(settings, pieces, is_whole, (*parts, numbers), scaled, *with_copies))
 
     def __call__(self, gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found_inf: torch.Tensor) -> None:
         """See `Update`."""
@@ -242,4 +233,5 @@ class InBlocks:
                 multiply_all_(parts, factor.to(parts[0].dtype))
             fused_adamw_(block.tensors, parts, block.settings, found_inf)
             if block.copies:
-                copy_all_(block.copies, block.copied)
+                copies = [copy if block.is_whole else piece.of(copy) for piece, copy in block.copies]
+                copy_all_(copies, block.copied)

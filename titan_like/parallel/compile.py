@@ -32,17 +32,17 @@ class Compiled(nn.Module):
 def compile_layers(model: Transformer, section: ActivationCheckpoint, fullgraph: bool) -> None:
     """Compile each layer of a model, or of one pipeline stage, when it first runs; every n-th within a budget."""
     for name, layer in model.layers.items():
-        for module in layer.modules():
-            if isinstance(module, SplitExperts):
-                module.compute = _for_any_rows(module.compute)  # type: ignore[method-assign]
         is_within = section.budget is not None and int(name) % section.every_n_layers == 0
         backend: dict[str, Any] = {"backend": inductor_within(section.budget)} if is_within else {}
+        for module in layer.modules():
+            if isinstance(module, SplitExperts):
+                module.compute = _for_any_rows(module.compute, backend)  # type: ignore[method-assign]
         extend(layer, Compiled, compiled=torch.compile(layer.forward, fullgraph=fullgraph, **backend))
 
 
-def _for_any_rows(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _for_any_rows(function: Callable[..., torch.Tensor], backend: dict[str, Any]) -> Callable[..., torch.Tensor]:
     """Compile a function of rows, of which there are as many as a router sends, in one graph."""
-    compiled = torch.compile(function, fullgraph=True)
+    compiled = torch.compile(function, fullgraph=True, **backend)
 
     def run(rows: torch.Tensor, *inputs: Any) -> torch.Tensor:
         if len(rows) < 2:  # a compiler makes graphs of their own for these numbers

@@ -72,6 +72,8 @@ class Space:
         self.model, self.num_gpus, self.fixed = model, num_gpus, fixed
         if STAGE_SIZES not in fixed:
             config = edit(config, {STAGE_SIZES: None})
+        if _KEY["recompute"] not in fixed:
+            config = edit(config, {_KEY["recompute"]: "none", "activation_checkpoint.budget": None})
         if config.parallelism.data_parallel_shard_degree == -1:
             self.fixed = fixed - {"parallelism.data_parallel_shard_degree"}
         self.config = config

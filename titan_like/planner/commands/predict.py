@@ -51,7 +51,8 @@ def describe(forecast: Forecast) -> str:
     if forecast.is_host_bound:
         lines.append(
             f"host-bound: issuing a step's work takes about {1e3 * forecast.host_seconds:,.0f} ms, the GPU needs "
-            f"{1e3 * forecast.device_seconds:,.0f} ms; larger microbatches, or compile.cudagraphs, use it better"
+            f"{1e3 * forecast.device_seconds:,.0f} ms; larger microbatches use it better, or compile.cudagraphs where "
+            "it works"
         )
     memory = forecast.memory
     verdict = "fits" if memory.fits else "DOES NOT FIT"
