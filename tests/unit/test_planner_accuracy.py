@@ -14,6 +14,7 @@ import pytest
 from benchmarks.accuracy import Prediction, accuracy, predict_row, profile_for_group, rank_correlation, sweeps
 from benchmarks.published_rows import published_rows
 from titan_like.config import ConfigError, load_config
+from titan_like.models.registry import model_config
 from titan_like.planner.commands.calibrate import calibrated, fit, leave_one_group_out, log_errors
 from titan_like.planner.commands.predict import describe
 from titan_like.planner.predict import predict
@@ -160,9 +161,12 @@ OWN = json.loads((ROOT / "benchmarks/results/titan_rows.json").read_text(encodin
 @pytest.mark.parametrize("row", OWN, ids=range(len(OWN)))
 def test_this_trainer_on_an_h100_and_an_h200(row):
     gpu = f"--cluster.gpu={row['gpu']}", "--cluster.gpus_per_node=1"
-    found = predict(load_config([*row["command"].split()[1:], *gpu]))
+    config = load_config([*row["command"].split()[1:], *gpu])
+    found = predict(config)
     assert found.profile.name == "titan_h100"
-    assert found.time.total == pytest.approx(row["step_time_s"], rel=0.05)
+    # When they were measured, a step moved 52 bytes a parameter outside the layers. Now it moves 30.
+    then = 22 * model_config(config.model).num_parameters() / found.profile.memory_rate
+    assert found.time.total + then == pytest.approx(row["step_time_s"], rel=0.05)
     assert sum(found.memory.ranks[0][:5]) == pytest.approx(row["peak_memory_bytes"], rel=0.11)
     assert ("host-bound: issuing a step's work takes" in describe(found)) == found.is_host_bound
 

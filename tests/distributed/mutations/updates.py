@@ -149,5 +149,5 @@ def copies_written_before_weights(original: Any, self: adamw.InBlocks, *update: 
     weights = [[weight.clone() for weight in block.copied] for block in self._blocks]
     original(self, *update)
     for block, old in zip(self._blocks, weights, strict=True):
-        for copy, weight in zip(block.copies, old, strict=True):
-            copy.copy_(weight)
+        for (piece, copy), weight in zip(block.copies, old, strict=True):
+            piece.of(copy).copy_(weight)

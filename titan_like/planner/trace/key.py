@@ -80,11 +80,12 @@ def _known(model: TransformerConfig) -> TransformerConfig:
 def _code(family: type[TransformerConfig]) -> str:
     """Hash of the code that a trace of this family runs."""
     root, package = Path(titan_like.__file__).parent, Path(inspect.getfile(family)).parent
-    folders = [root / "models", root / "parallel", root / "config", Path(__file__).parent]
+    names = "models", "parallel", "config", "torch_private"
+    folders = [*(root / name for name in names), Path(__file__).parent]
     files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
     if not package.is_relative_to(root):
         files += sorted(package.rglob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in [*files, root / "torch_private.py"])).hexdigest()
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def default_folder() -> Path:
