@@ -33,7 +33,7 @@ class CopiedUnit(Protocol):
         """Make room for the copies' content."""
 
     def note_written(self) -> None:
-        """The copies are those of the updated weights."""
+        """The copies equal the updated weights."""
 
 
 class Tensors(NamedTuple):

@@ -29,7 +29,7 @@ class ComputeCopies:
     step. Weights are cast once a step, however many microbatches it has: by the update that changes them, or before the
     first forward pass.
 
-    Gradients of the first microbatch stay in the copies' dtype, and those of further ones are added to them in float32.
+    Gradients of the first microbatch stay in the copies' dtype; later microbatches are added to them in float32.
     A step of one microbatch hands them over as they are. If there are several units, a step's last backward pass frees
     the copies of each unit that it leaves.
     """
@@ -66,7 +66,7 @@ class ComputeCopies:
             unit.copies[0].register_post_accumulate_grad_hook(partial(self._on_gradient, number))
 
     def refresh(self) -> None:
-        """Make the copies those of the master weights, unless the last update has."""
+        """Cast the master weights into the copies, unless the last update has."""
         for unit in self.units:
             unit.refresh()
 
@@ -122,7 +122,7 @@ class CopiedUnit:
                 self.mark_changed()
 
     def hand_over(self) -> None:
-        """Make the gradients those of the master weights."""
+        """Give the gradients to the master weights."""
         for number, gradient in self._gradients.items():
             master = self.masters[number]
             master.grad = split_as(gradient, master) if self._is_sharded else gradient
@@ -144,11 +144,11 @@ class CopiedUnit:
                 copy_all_(copies, masters)
 
     def note_written(self) -> None:
-        """The copies are those of the master weights, until these change."""
+        """The copies equal the master weights, until these change."""
         self._versions = versions_of(self.masters)
 
     def mark_changed(self) -> None:
-        """The copies are not those of the master weights any more."""
+        """The copies no longer equal the master weights."""
         self._versions = []
 
 

@@ -119,7 +119,7 @@ class DryRun:
     copies: int  # bytes of weights in a 16-bit type that stay between steps
     peak: StepMemory  # fullest moment of a step, on the first process that shards these stages
     in_passes: int  # bytes at the fullest moment of the passes, most often as a backward pass starts
-    in_update: int  # and at that of the optimizer's step
+    in_update: int  # and at the fullest moment of the optimizer's step
     schedule: Schedule
     traffic: dict[Message, Amount]  # of one step
     groups: dict[str, int]  # process group → number of its processes

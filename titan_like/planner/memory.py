@@ -111,7 +111,7 @@ def step_memory(work: Workload, ranks: Iterable[int] | None = None, reduce_bytes
 def rank_moments(
     work: Workload, rank: int, reduce_bytes: int = 4, messages: bool = True
 ) -> tuple[StepMemory, StepMemory]:
-    """The fullest moment of the forward and backward passes of a step, and that of the update, on one pipeline rank.
+    """The fullest moments of a step's forward and backward passes and of its update, on one pipeline rank.
 
     Arguments are as for `step_memory` and `occupancy`.
     """

@@ -168,7 +168,7 @@ class PassGradients:
 class CopiedGradients(PassGradients):
     """Gradients of `ComputeCopies`, which takes up units of at least `GRADIENT_UNIT_BYTES`.
 
-    Bytes are less those of the copies that a step's last backward pass frees.
+    The copies that a step's last backward pass frees are subtracted.
     """
 
     def __init__(self, stage: StageMemory, one: PassKind) -> None:

@@ -191,7 +191,7 @@ def of_own_trainer(profile: Profile, dtype: str, reduce_dtype: str = "float32") 
         message_shards=False,
         fusion=0.0,
         accumulation_bytes=BYTES[dtype] + 8.0,
-        # AdamW 28 and the norm 4; from gradients in half types 26 and 2, and the new copy of a weight 2.
+        # AdamW 28 and the norm 4; with 16-bit gradients 26 and 2, and the weight's 16-bit copy 2.
         optimizer_traffic=32.0 - 2.0 * (BYTES[dtype] < 4),
         gradient_bytes=BYTES[reduce_dtype],
         parameter_bytes=BYTES[dtype],

@@ -134,7 +134,7 @@ class StageMemory:
         return keep.reduce * waiting, keep.reduce * last * (state not in WAITING)
 
     def at_update(self, shard: int, microbatches: int) -> int:
-        """Bytes of gradients during the optimizer's update, less those of copies that have been freed.
+        """Bytes of gradients during the optimizer's update, less the copies that have been freed.
 
         The update makes a unit's copies again before it frees the unit's gradients, the smallest unit first.
         """
