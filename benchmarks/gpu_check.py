@@ -38,12 +38,13 @@ from benchmarks.readme_table import checks_of
 from benchmarks.runs import ROOT, forget_tuning, machine, origin, parser_of, read_records, trainer_of, write
 
 LIMIT, ALONE = 235.0, 90.0  # seconds for the whole check, and the last of them for speed
-BESIDE, SHARES = 8, 3  # processes beside each other, and those among which parity is shared
+BESIDE, SHARES = 8, 4  # processes beside each other, and those among which parity is shared
 SIZE = ["--training.micro_batch_size=2", "--training.global_batch_size=4", "--training.seq_len=32"]
 ONE = ["--parallelism.data_parallel_shard_degree=1"]
 QUIET = ["--data.dataset=stdlib", "--evaluation.interval=0", "--training.max_norm=1.0"]
 COMPILED, GRAPHS = "--compile.enable=true", "--compile.cudagraphs=true"
-SELECTIVE = "--activation_checkpoint.mode=selective"
+SELECTIVE, OFFLOAD = "--activation_checkpoint.mode=selective", "--activation_checkpoint.offload=true"
+BUDGET = ["--activation_checkpoint.mode=budget", "--activation_checkpoint.budget=0.5"]
 OUTSIDE = ["--checkpoint.enable=false", "--metrics.log_interval=10"]
 
 DOCUMENTS = ["--data.reset_position_ids=true", "--data.reset_attention_mask=true", "--data.eod_mask_loss=true"]
@@ -60,6 +61,9 @@ PARITY = {
     "gpt, prefixes in documents, compiled": ["debug_gpt.toml", *DOCUMENTS, "--data.prefix_lm=true", COMPILED],
     "llama, document masks, selective recomputation": ["debug_llama.toml", *DOCUMENTS, SELECTIVE],
     "llama, selective recomputation": ["debug_llama.toml", SELECTIVE],
+    "llama, offload": ["debug_llama.toml", OFFLOAD],
+    "llama, offload, recomputation by budget, compiled": ["debug_llama.toml", OFFLOAD, *BUDGET, COMPILED],
+    "moe, offload, compiled": ["debug_moe.toml", OFFLOAD, COMPILED],
 }
 MEMORY = {
     f"{family} {flavor} {mode}": (family, flavor, mode)

@@ -142,12 +142,13 @@ def train_torchtitan(config: Any, shape: Any, argv: list[str]) -> Outcome:
     sizes = {"local_batch_size": training.micro_batch_size, "seq_len": training.seq_len, "steps": training.steps}
     settings = {
         "job": {"dump_folder": config.job.dump_folder},
-        "model": {"name": "peers", "flavor": "shape"},
+        "model": {"name": "peers", "flavor": "shape", "converters": ["quantize.linear.float8"] * config.float8.enable},
         "training": sizes | {"max_norm": training.max_norm},
         "optimizer": {"lr": config.optimizer.lr, "implementation": "fused"},
         "lr_scheduler": {"warmup_steps": 2},
         "activation_checkpoint": {"mode": config.activation_checkpoint.mode},
         "compile": {"enable": config.compile.enable},
+        "quantize": {"linear": {"float8": {"filter_fqns": ["output"]}}},  # as float8 here leaves it out
         "metrics": {"log_freq": config.metrics.log_interval},
     }
     path = Path(config.job.dump_folder) / "torchtitan.toml"

@@ -90,6 +90,10 @@ MODELS = {
     "llama1b": Model("Llama 3.2 1B, untied", "llama", "llama3.2_1b", 4, 2048, 30, {"tied_embeddings": False}),
     "1558m": Model("GPT-2 1558M", "gpt", "gpt2_1558m", 8, 1024, 24, {"dropout": 0.0}),
     "llama8b": Model("Llama 3.1 8B, 8 layers", "llama", "llama3.1_8b", 2, 4096, 20, {"num_layers": 8}),
+    "llama8b_float8": Model(
+        *("Llama 3.1 8B, 8 layers, float8", "llama", "llama3.1_8b", 2, 4096, 20, {"num_layers": 8}),
+        {"float8.enable": True},
+    ),
     "olmoe": Model("OLMoE, 4 layers", "moe", "olmoe_1b_7b", 4, 2048, 24, {"num_layers": 4}),
     "llama1b_32k": Model(
         *("Llama 3.2 1B, untied, recomputed", "llama", "llama3.2_1b", 1, 32768, 12, {"tied_embeddings": False}),
@@ -106,6 +110,7 @@ CASES = [
     Case("124m", "ours", 45, 5), Case("124m", "bare", 60, 12), Case("124m", "trainer", 65, 12),
     Case("llama1b", "ours", 45, 14), Case("llama1b", "torchtitan", 45, 16), Case("llama1b", "trainer", 95, 31),
     Case("llama8b", "ours", 45, 30), Case("llama8b", "torchtitan", 45, 23),
+    Case("llama8b_float8", "ours", 60, 30), Case("llama8b_float8", "torchtitan", 60, 23),
     Case("olmoe", "ours", 60, 22), Case("olmoe", "trainer", 70, 26),
     Case("1558m", "ours", 50, 6), Case("1558m", "bare", 50, 7),
     Case("llama1b_32k", "ours", 60, 16), Case("llama1b_32k", "torchtitan", 60), Case("llama1b", "bare", 45),
