@@ -27,7 +27,7 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | `testing._internal.distributed.fake_pg` | running one process as if it were part of a large job | all |
 | `distributed.checkpoint.filesystem._StorageInfo` | finding a checkpoint's tensors in its files | all |
 | `Tensor._version` | finding weights that have changed | all |
-| `_foreach_mul_`, `_foreach_norm`, `_foreach_copy_`, `_foreach_add_` | all gradients in one kernel | all |
+| `_foreach_mul_`, `_foreach_norm`, `_foreach_copy_` | all gradients in one kernel | all |
 | `_subclasses.fake_tensor.FakeTensorMode` | running the recipe without computing anything | all |
 | `utils._python_dispatch.TorchDispatchMode`, `OpOverload._schema` | recording the operators of a run | all |
 | `utils._pytree.tree_leaves` | the tensors in what a module returns | all |
@@ -68,10 +68,9 @@ grouped_float8_operator = torch.ops.aten._scaled_grouped_mm.default
 attention_by_elementary_operators = torch.ops.aten._scaled_dot_product_attention_math
 
 
-# On lists of tensors: multiply all by a scalar tensor of their dtype; copy to tensors that may have another dtype; add
-# to tensors, in the dtype of these; the Euclidean norm of each.
-multiply_all_, copy_all_ = torch._foreach_mul_, torch._foreach_copy_
-add_all_, norms_of = torch._foreach_add_, torch._foreach_norm
+# On lists of tensors: multiply all by a scalar tensor of their dtype; copy to tensors that may have another dtype;
+# the Euclidean norm of each.
+multiply_all_, copy_all_, norms_of = torch._foreach_mul_, torch._foreach_copy_, torch._foreach_norm
 
 
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
