@@ -35,7 +35,7 @@ def assert_alike(ours: nn.Module, theirs: nn.Module, same: Same, run: Any) -> No
         (output := run(module, own := x.clone().requires_grad_()), torch.autograd.grad(output, own, upstream, True)[0])
         for module in (ours, theirs)
     )
-    for module, output in ((ours, result), (theirs, expected)):
+    for output in (result, expected):
         output.backward(upstream)
     gradients = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
     pairs = {name: (named[name].grad, of_theirs(gradients)) for name, of_theirs in same}

@@ -260,7 +260,7 @@ def mark_stacks(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, ExpertLinear):
-            module.weight.num_matrices = module.num_matrices  # type: ignore[assignment]
+            module.weight.num_matrices = module.num_matrices  # type: ignore[attr-defined]
 
 
 class Experts(nn.Module):
