@@ -90,7 +90,7 @@ def megatron_flops_per_token(
     so utilisations do not use it. It is computed from the weights, so it also covers GQA and SwiGLU.
     """
     layers, head = layer_flops(model, seq_len, decoder_seq_len), head_flops(model, seq_len, decoder_seq_len)
-    again = sum(recomputed_layers(model, recompute)) / model.num_layers if recompute.mode == "full" else 0
+    again = sum(recomputed_layers(model, recompute)) / sum(model.layer_counts) if recompute.mode == "full" else 0
     return (3 + again) * ((layers + 0.75 * head) / seq_len)
 
 
@@ -126,7 +126,7 @@ class ThroughputMeter:
         full = model_flops_per_token(*sizes, decoder_seq_len=decoder)
         causal = model_flops_per_token(*sizes, causal=True, decoder_seq_len=decoder)
         if num_pairs:  # forward and backward of QKᵀ and PV: 3 · 2 · 2 for each element and pair
-            per_key = 12 * self.model.attention_size * self.model.num_layers
+            per_key = 12 * self.model.attention_size * sum(self.model.layer_counts)
             causal = full - per_key * (self.seq_len - num_pairs / tokens)
 
         def utilisation(flops_per_token: float) -> float | None:

@@ -127,9 +127,20 @@ class TransformerConfig(BaseModel):
         """What the model predicts: a tensor that it returns, and a term of the loss, for each.
 
         "tokens": logits over the vocabulary at every position; "pair": logits of the two classes of a pair of
-        sentences; "choice": the score of one of several options.
+        sentences; "choice": the score of one of several options. "mtp", the last one: the token after the next, which
+        is a term of the loss alone.
         """
         return ("tokens",)
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """Factor of each prediction's mean loss in the loss."""
+        return (1.0,) * len(self.predictions)
+
+    @property
+    def uses_table_last(self) -> bool:
+        """Whether the last pipeline stage uses the embedding table too."""
+        return self.tied_embeddings or "mtp" in self.predictions
 
     @property
     def head_dim(self) -> int:
