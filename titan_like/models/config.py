@@ -272,6 +272,10 @@ class WithExperts(TransformerConfig):
     expert_ffn_hidden_size: int = Field(0, ge=0, le=2**23, description="width of one expert; 0 means ffn_hidden_size")
     num_shared_experts: int = Field(0, ge=0, le=2**10, description="number of shared experts (fused into one MLP)")
     num_dense_layers: int = Field(0, ge=0, description="first layers with a dense MLP of ffn_hidden_size")
+    router_bias: bool = Field(False, description="whether the router's logits have biases")
+    router_groups: int = Field(1, gt=0, description="groups of consecutive experts")
+    router_top_groups: int = Field(1, gt=0, description="groups that a token's experts are in")
+    expert_bias: bool = Field(False, description="whether the experts' three matrices have biases")
     router_score: Literal["softmax", "sigmoid"] = Field(
         "softmax", description="router scores: softmax over all experts, or the sigmoid of each logit"
     )
@@ -315,6 +319,16 @@ class WithExperts(TransformerConfig):
                 "experts_per_token 1 with renormalize gives every expert the weight 1, from which the router learns "
                 "nothing; set renormalize to false"
             )
+        size, rest = divmod(self.num_experts, self.router_groups)
+        if self.router_groups > 1 and (rest or size < 2):
+            raise ValueError(
+                f"router_groups {self.router_groups} must divide num_experts {self.num_experts} into groups of 2 or more"
+            )
+        if self.router_top_groups > self.router_groups or self.experts_per_token > self.router_top_groups * size:
+            raise ValueError(
+                f"router_top_groups {self.router_top_groups} must be at most router_groups ({self.router_groups}), and "
+                f"that many groups must have experts_per_token ({self.experts_per_token}) experts"
+            )
         if self.num_dense_layers >= self.num_layers:
             raise ValueError(
                 f"num_dense_layers {self.num_dense_layers} of num_layers {self.num_layers} leave no layer with "
@@ -339,7 +353,8 @@ class WithExperts(TransformerConfig):
     @property
     def active_parameters(self) -> int:
         """Trainable parameters, except those of experts that a token is not sent to."""
-        expert = 3 * self.hidden_size * self.expert_ffn_hidden_size
+        hidden, ffn = self.hidden_size, self.expert_ffn_hidden_size
+        expert = 3 * hidden * ffn + self.expert_bias * (2 * ffn + hidden)
         unused = (self.num_layers - self.num_dense_layers) * (self.num_experts - self.experts_per_token)
         return self.num_parameters() - unused * expert
 
@@ -348,11 +363,15 @@ class WithExperts(TransformerConfig):
         return {"num_layers": num_layers, "num_dense_layers": min(self.num_dense_layers, 1)}
 
     def shrunk(self, seq_len: int) -> dict[str, Any]:
-        """Few, small experts."""
+        """Few, small experts, in up to 3 groups."""
         if not self.num_experts:
             return super().shrunk(seq_len)
+        groups = min(self.router_groups, 3)
         return super().shrunk(seq_len) | {
-            "num_experts": min(self.num_experts, 5),  # odd, so that mistakes in their order show
+            # Odd, so that mistakes in their order show.
+            "num_experts": 3 * groups if groups > 1 else min(self.num_experts, 5),
+            "router_groups": groups,
+            "router_top_groups": min(self.router_top_groups, groups - (self.router_top_groups < self.router_groups)),
             "experts_per_token": min(self.experts_per_token, 2),
             "expert_ffn_hidden_size": 48,  # of whole 16, which float8 products need
             **({} if self.num_dense_layers else {"ffn_hidden_size": 48}),

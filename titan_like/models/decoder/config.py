@@ -61,10 +61,6 @@ class DecoderConfig(WithHeadSize, WithExperts):
     residual_scale: float = Field(1.0, gt=0, le=1e6, description="factor on what a block adds to the hidden states")
     logit_scale: float = Field(1.0, gt=0, le=1e6, description="factor on the logits")
     final_softcap: float = Field(0.0, ge=0, le=1e6, description="logits become cap · tanh(logit / cap); 0: none")
-    router_bias: bool = Field(False, description="whether the router's logits have a bias")
-    expert_bias: bool = Field(False, description="whether the experts' matrices have biases")
-    router_groups: int = Field(1, gt=0, description="groups of experts (DeepSeek-V3)")
-    router_top_groups: int = Field(1, gt=0, description="groups that a token's experts are in")
     q_lora_rank: int = Field(0, ge=0, le=2**20, description="latent attention: width of the queries' latent; 0: none")
     kv_lora_rank: int = Field(0, ge=0, le=2**20, description="latent attention: width of keys' and values' latent")
     nope_head_size: int = Field(0, ge=0, le=2**20, description="latent attention: part of a head without positions")
@@ -129,9 +125,6 @@ class DecoderConfig(WithHeadSize, WithExperts):
             "residual_scale": self.residual_scale != 1,
             "logit_scale": self.logit_scale != 1,
             "final_softcap": self.final_softcap != 0,
-            "router_bias": self.router_bias,
-            "expert_bias": self.expert_bias,
-            "router_groups": self.router_groups != 1 or self.router_top_groups != 1,
             "kv_lora_rank": bool(self.kv_lora_rank),
             "mtp_layers": bool(self.mtp_layers),
         }
