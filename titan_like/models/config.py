@@ -333,7 +333,8 @@ class WithExperts(TransformerConfig):
         size, rest = divmod(self.num_experts, self.router_groups)
         if self.router_groups > 1 and (rest or size < 2):
             raise ValueError(
-                f"router_groups {self.router_groups} must divide num_experts {self.num_experts} into groups of 2 or more"
+                f"router_groups {self.router_groups} must divide num_experts {self.num_experts} into groups of 2 or "
+                "more; choose another divisor"
             )
         if self.router_top_groups > self.router_groups or self.experts_per_token > self.router_top_groups * size:
             raise ValueError(
@@ -366,7 +367,7 @@ class WithExperts(TransformerConfig):
         """Trainable parameters, except those of experts that a token is not sent to."""
         hidden, ffn = self.hidden_size, self.expert_ffn_hidden_size
         expert = 3 * hidden * ffn + self.expert_bias * (2 * ffn + hidden)
-        unused = (self.num_layers - self.num_dense_layers) * (self.num_experts - self.experts_per_token)
+        unused = (sum(self.layer_counts) - self.num_dense_layers) * (self.num_experts - self.experts_per_token)
         return self.num_parameters() - unused * expert
 
     def with_layers(self, num_layers: int) -> dict[str, int]:

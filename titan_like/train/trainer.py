@@ -155,9 +155,9 @@ class Trainer(ValidatedState):
         # Not before there is a batch: torch seeds under a lock, with which worker processes must not be forked.
         seed_step(config.job.seed, self.step + 1, self.dropout_stream)
 
-        # The loss is the mean over the valid tokens of the global batch, or a weighted sum of such means, one for each of
-        # the model's predictions. Counting the labels first lets every microbatch divide by the same numbers, so gradients
-        # only need to be summed.
+        # The loss is the mean over the valid tokens of the global batch, or a weighted sum of such means, one for each
+        # of the model's predictions. Counting the labels first lets every microbatch divide by the same numbers, so
+        # gradients only need to be summed.
         predictions = self.run.model.predictions
         num_each, num_tokens, num_pairs = self._count(batches)
         coefficients = torch.tensor(self.run.model.coefficients, dtype=self.loss_dtype).to(device, non_blocking=True)

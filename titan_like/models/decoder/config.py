@@ -30,7 +30,7 @@ class DecoderConfig(WithHeadSize, WithExperts):
 
     supports_masks: ClassVar[bool] = True
     # No position table depends on the length.
-    not_in_weights: ClassVar = WithExperts.not_in_weights | {"max_seq_len"}
+    not_in_weights: ClassVar = WithExperts.not_in_weights | {"max_seq_len", "mtp_coefficient"}
 
     tied_embeddings: bool = Field(False, description="the output matrix is the embedding table")
     num_experts: int = Field(0, ge=0, le=2**14, description="experts per layer; 0: all MLPs are dense")
@@ -68,11 +68,15 @@ class DecoderConfig(WithHeadSize, WithExperts):
         0, ge=0, le=2**20, description="latent attention: rotated part; all heads share its key"
     )
     value_head_size: int = Field(0, ge=0, le=2**20, description="latent attention: width of a head's values")
-    mtp_layers: int = Field(0, ge=0, le=8, description="layers that predict further tokens (DeepSeek-V3)")
+    mtp_layers: int = Field(0, ge=0, le=1, description="layers that predict the token after the next (DeepSeek-V3)")
+    mtp_coefficient: float = Field(0.3, gt=0, le=1e6, description="factor of their loss in the loss (DeepSeek-V3's λ)")
 
     @model_validator(mode="before")
     @classmethod
     def _fill_defaults(cls, values: dict) -> dict:
+        if values.get("kv_lora_rank") and not values.get("head_size"):
+            parts = (values.get(name) for name in ("nope_head_size", "rope_head_size"))
+            values = values | {"head_size": sum(part for part in parts if isinstance(part, int))}
         filled = super()._fill_defaults(values)  # type: ignore[operator]
         pattern, kinds = filled.get("layer_pattern"), filled.get("kinds")
         if isinstance(kinds or {}, dict) and isinstance(pattern or [], list) and (kinds or pattern):
@@ -95,6 +99,29 @@ class DecoderConfig(WithHeadSize, WithExperts):
         return self
 
     @model_validator(mode="after")
+    def _check_latent(self) -> DecoderConfig:
+        sizes = {name: getattr(self, f"{name}_head_size") for name in ("nope", "rope", "value")}
+        if not self.kv_lora_rank:
+            for name in (name for name in ("q_lora_rank", *map("{}_head_size".format, sizes)) if getattr(self, name)):
+                raise ValueError(
+                    f"{name} {getattr(self, name)} needs latent attention; set kv_lora_rank, or {name} = 0"
+                )
+            return self
+        if not all(sizes.values()) or self.head_size != sizes["nope"] + sizes["rope"]:
+            raise ValueError(
+                f"latent attention needs nope_head_size, rope_head_size and value_head_size ({list(sizes.values())}), "
+                f"and the first two make up head_size ({self.head_size}); set them"
+            )
+        if sizes["value"] > self.head_size:
+            raise ValueError(f"value_head_size {sizes['value']} is more than head_size {self.head_size}; choose less")
+        fixed = {"num_kv_heads": self.num_attention_heads, "qk_norm": "none", "rotary_fraction": 1.0}
+        for name in (name for name, value in fixed.items() if getattr(self, name) != value):
+            raise ValueError(f"latent attention has no {name} {getattr(self, name)}; leave it at {fixed[name]}")
+        if self.attention_bias == "qkv":
+            raise ValueError('latent attention has no attention_bias "qkv"; use "none" or "all"')
+        return self
+
+    @model_validator(mode="after")
     def _check_kinds(self) -> DecoderConfig:
         if unused := self.kinds.keys() - set(self.layer_pattern or [FULL]):
             raise ValueError(f"layer_pattern has no layer of kind {min(unused)}; add it there, or leave the kind out")
@@ -111,22 +138,20 @@ class DecoderConfig(WithHeadSize, WithExperts):
             "kinds": bool(self.kinds),
             "rope_scaling": self.rope_scaling is not None and self.rope_scaling.type != "llama3",
             "rotary_fraction": self.rotary_fraction != 1,
-            "attention_bias": self.attention_bias != "none",
-            "attention_scale": self.attention_scale != 0,
+            "attention_bias": self.attention_bias != "none" and not self.kv_lora_rank,
+            "attention_scale": self.attention_scale != 0 and not self.kv_lora_rank,
             "attention_softcap": self.attention_softcap != 0,
             "attention_sinks": self.attention_sinks,
             "norm": self.norm != "rms",
             "norm_offset": self.norm_offset,
             "block": self.block != "pre",
             "mlp_bias": self.mlp_bias,
-            "activation": self.activation != "silu",
+            "activation": self.activation not in ("silu", "clamped_swiglu"),
             "gated": not self.gated,
             "embedding_scale": self.embedding_scale != 1,
             "residual_scale": self.residual_scale != 1,
             "logit_scale": self.logit_scale != 1,
             "final_softcap": self.final_softcap != 0,
-            "kv_lora_rank": bool(self.kv_lora_rank),
-            "mtp_layers": bool(self.mtp_layers),
         }
         for name in (name for name, is_set in absent.items() if is_set):
             raise ValueError(f"{name} is not supported yet; leave it at {type(self).model_fields[name].default!r}")
@@ -134,8 +159,34 @@ class DecoderConfig(WithHeadSize, WithExperts):
 
     @property
     def rotary_size(self) -> int:
-        """Dimensions of each head that are rotated, the first ones."""
-        return int(self.head_dim * self.rotary_fraction)
+        """Dimensions of each head that are rotated: the first ones, or the last ones in latent attention."""
+        return self.rope_head_size or int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def attention_size(self) -> int:
+        """Width of all query heads together, of which FLOPs are counted: in latent attention the mean with values."""
+        if not self.kv_lora_rank:
+            return super().attention_size
+        return self.num_attention_heads * (self.head_size + self.value_head_size) // 2
+
+    @property
+    def predictions(self) -> tuple[str, ...]:
+        """The next token, and maybe the one after it."""
+        return ("tokens", "mtp") if self.mtp_layers else ("tokens",)
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """Factor of each prediction's mean loss in the loss."""
+        return (1.0, self.mtp_coefficient)[: 1 + self.mtp_layers]
+
+    @property
+    def layer_counts(self) -> tuple[int, ...]:
+        """As in the base class. The layer for multi-token prediction is a kind of its own, the last."""
+        return super().layer_counts + (1,) * self.mtp_layers
+
+    def with_layers(self, num_layers: int) -> dict[str, int]:
+        """As in the base class, with the layer for multi-token prediction among the ``num_layers``."""
+        return super().with_layers(num_layers - self.mtp_layers)
 
     def kind_of(self, layer: int) -> str:
         """The name of the kind of the layer with this number."""
@@ -144,6 +195,9 @@ class DecoderConfig(WithHeadSize, WithExperts):
     def shrunk(self, seq_len: int) -> dict[str, Any]:
         """Heads together stay wider than the hidden states, and scaled frequencies in effect."""
         fields = super().shrunk(seq_len) | {"head_size": 32 if self.attention_size > self.hidden_size else 0}
+        if self.kv_lora_rank:
+            sizes = {"kv_lora_rank": 48, "nope_head_size": 32, "rope_head_size": 16, "value_head_size": 16}
+            fields |= sizes | {"head_size": 48, "q_lora_rank": 32 * (self.q_lora_rank > 0)}
         if self.rope_scaling is not None:
             fields["rope_scaling"] = self.rope_scaling.model_dump() | {"original_max_seq_len": seq_len // 2}
         return fields
