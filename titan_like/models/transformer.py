@@ -120,8 +120,7 @@ class Transformer(nn.Module):
         for name in () if is_first else self.entry:
             if name != "embedding" or not keeps_table:
                 delattr(self, name)
-        last = (*self.head, "output", "output_bias", "mask_padding", "token_loss", "next_embedding")
-        for name in () if is_last else last:
+        for name in () if is_last else (*self.head, "output", "output_bias", "mask_padding", "token_loss"):
             delattr(self, name)
         self.absent = frozenset(names.difference(name for name, _ in self.named_modules()))
 
