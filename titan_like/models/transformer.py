@@ -69,6 +69,7 @@ class Transformer(nn.Module):
     pooled: tuple[str, ...] = ()  # of these, the ones that compute once a sequence, not once a token
     may_be_new: tuple[str, ...] = ()  # modules that begin anew where initial weights lack them, such as a new head
     has_output_bias = False
+    final_softcap = 0.0  # logits become final_softcap · tanh(logit / final_softcap); 0: they stay
     initial_elements = BLOCK_ELEMENTS  # of initial weights that one generator draws
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -88,7 +89,7 @@ class Transformer(nn.Module):
         )
         self.output_bias = VocabularyBias(config.padded_vocab_size) if self.has_output_bias else nn.Identity()
         self.mask_padding: nn.Module = PaddingMask(config.vocab_size, config.padded_vocab_size)
-        self.token_loss: nn.Module = TokenLoss(config.vocab_size, config.padded_vocab_size)
+        self.token_loss: nn.Module = TokenLoss(config.vocab_size, config.padded_vocab_size, self.final_softcap)
 
     def keep_stage(self, layers: range, is_first: bool, is_last: bool) -> None:
         """Drop what other pipeline stages hold.
@@ -128,6 +129,10 @@ class Transformer(nn.Module):
         """
         return ()
 
+    def inputs_of(self, layer: int, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Those of the `layer_inputs` that the layer with this number takes: all, unless there are kinds of layers."""
+        return inputs
+
     def forward(
         self,
         x: torch.Tensor,
@@ -158,11 +163,11 @@ class Transformer(nn.Module):
             types: tuple[torch.Tensor, ...] = () if token_types is None else (token_types,)
             x = self.embed(x, positions, *lengths, *types)
         inputs: tuple[Any, ...] = self.layer_inputs(positions, *lengths)
-        if document_mask is not None:
-            inputs = (*inputs, document_mask)
-        for layer in self.layers.values():
+        mask = () if document_mask is None else (document_mask,)
+        for name, layer in self.layers.items():
             takes_mask = padding_mask is not None and getattr(layer, "takes_padding_mask", False)
-            x = layer(x, *inputs, **({"padding_mask": padding_mask} if takes_mask else {}))
+            further = {"padding_mask": padding_mask} if takes_mask else {}
+            x = layer(x, *self.inputs_of(int(name), inputs), *mask, **further)
         if not self.is_last:
             return x
         if encoder_len is not None:
@@ -194,7 +199,8 @@ class Transformer(nn.Module):
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """The output matrix's input [batch, seq, hidden] → [batch, seq, padded vocab]; those of padding are -inf."""
         logits = self.output(x, self.embedding.weight) if self.config.tied_embeddings else self.output(x)
-        return self.mask_padding(self.output_bias(logits))
+        logits, cap = self.output_bias(logits), self.final_softcap
+        return self.mask_padding(cap * (logits / cap).tanh() if cap else logits)
 
     def loss_of_tokens(self, x: torch.Tensor, labels: Labels, factor: torch.Tensor) -> torch.Tensor:
         """The output matrix's input [batch, seq, hidden] and labels [batch, seq] → `TokenLoss`, a scalar."""
@@ -208,7 +214,8 @@ class Transformer(nn.Module):
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.ndim == 1:
-                nn.init.ones_(parameter)
+                owner = self.get_submodule(name.rpartition(".")[0])
+                nn.init.constant_(parameter, getattr(owner, "initial_vector", 1.0))
             else:
                 fill_normal(parameter, seed, name, self.initial_std(name, parameter), self.initial_elements)
         for module in self.modules():

@@ -13,6 +13,7 @@ from torch import nn
 
 from titan_like.models.layers.interval_attention import interval_attention
 from titan_like.models.layers.key_ranges import KeyRanges
+from titan_like.models.layers.norms import Norm
 from titan_like.models.layers.positions import apply_rope
 
 
@@ -119,22 +120,27 @@ class SelfAttention(nn.Module):
         scale: float | None = None,
         qk_norm: Literal["none", "head", "all"] = "none",
         norm_eps: float = 1e-5,
+        norm: Callable[[int, float], Norm] = nn.RMSNorm,
+        proj_bias: bool | None = None,
     ) -> None:
         """``head_dim`` is hidden_size / num_attention_heads by default; ``scale`` is as in the core.
 
         ``qk_norm`` normalises queries and keys before the rotation: each head by itself, as in Qwen3, or all of a
-        token's together, as in OLMoE (arXiv 2409.02060).
+        token's together, as in OLMoE (arXiv 2409.02060). ``norm`` makes a norm of this width and epsilon.
+        ``proj_bias`` is that of the output projection, if not ``bias``.
         """
         super().__init__()
         self.head_dim = hidden_size // num_attention_heads if head_dim is None else head_dim
         self.q_norm, self.k_norm = (
-            None if qk_norm == "none" else nn.RMSNorm(self.head_dim * (1 if qk_norm == "head" else heads), norm_eps)
+            None if qk_norm == "none" else norm(self.head_dim * (1 if qk_norm == "head" else heads), norm_eps)
             for heads in (num_attention_heads, num_kv_heads)
         )
+        self.is_norm_of_heads = qk_norm == "head"
         self.queries_per_kv_head = num_attention_heads // num_kv_heads
         self.qkv = nn.Linear(hidden_size, (num_attention_heads + 2 * num_kv_heads) * self.head_dim, bias=bias)
         self.core = AttentionCore(dropout, is_causal, scale)
-        self.proj = nn.Linear(num_attention_heads * self.head_dim, hidden_size, bias=bias)
+        proj_bias = bias if proj_bias is None else proj_bias
+        self.proj = nn.Linear(num_attention_heads * self.head_dim, hidden_size, bias=proj_bias)
 
     def forward(
         self,
@@ -145,7 +151,7 @@ class SelfAttention(nn.Module):
     ) -> torch.Tensor:
         """[batch, seq, hidden] → [batch, seq, hidden].
 
-        ``rope`` is (cos, sin), each [seq, head_dim / 2] or [batch, seq, head_dim / 2]. ``document_mask`` and ``bias``
+        ``rope`` is (cos, sin), each [seq, rotated / 2] or [batch, seq, rotated / 2]. ``document_mask`` and ``bias``
         are as in the core.
         """
         batch, seq, _ = x.shape
@@ -154,16 +160,14 @@ class SelfAttention(nn.Module):
         # One split instead of three slices, because its backward pass writes the gradient only once.
         q, k, v = (part.flatten(2, 3) for part in qkv.split([group, 1, 1], dim=3))  # [batch, seq, heads, head_dim]
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = _normalised(q, self.q_norm), _normalised(k, self.k_norm)
+            if self.is_norm_of_heads:
+                q, k = self.q_norm(q), self.k_norm(k)
+            else:
+                q, k = (norm(x.flatten(2)).view(x.shape) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
         if rope is not None:
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         attended = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), document_mask, bias)
         return self.proj(attended.transpose(1, 2).flatten(2, 3))
-
-
-def _normalised(x: torch.Tensor, norm: nn.RMSNorm) -> torch.Tensor:
-    """[batch, seq, heads, head_dim] → the same shape. The norm is as wide as one head, or as all of them."""
-    return norm(x.reshape(*x.shape[:2], -1, *norm.normalized_shape)).view(x.shape)
 
 
 class CrossAttention(nn.Module):

@@ -63,15 +63,15 @@ _rms_norm_backward = _operator(
 )
 _loss_statistics = _operator(
     "loss_statistics",
-    lambda logits, columns, size: logits.new_empty(
+    lambda logits, columns, size, cap: logits.new_empty(
         2, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32)
     ),
-    "(Tensor logits, Tensor columns, int size) -> Tensor",
+    "(Tensor(a!) logits, Tensor columns, int size, float cap) -> Tensor",
 )
 _loss_gradient = _operator(
     "loss_gradient",
-    lambda logits, columns, denominator, scale, size: None,
-    "(Tensor(a!) logits, Tensor columns, Tensor denominator, Tensor scale, int size) -> ()",
+    lambda logits, columns, denominator, scale, size, cap: None,
+    "(Tensor(a!) logits, Tensor columns, Tensor denominator, Tensor scale, int size, float cap) -> ()",
 )
 
 
