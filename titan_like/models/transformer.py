@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from titan_like.models.config import TransformerConfig
+from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.cross_entropy import TokenLoss
 from titan_like.models.layers.experts import Router
 from titan_like.models.layers.init import BLOCK_ELEMENTS, fill_normal
@@ -128,6 +130,29 @@ class Transformer(nn.Module):
         """
         return ()
 
+    def key_ranges(
+        self, batch: int, positions: torch.Tensor, document_mask: KeyRanges | None
+    ) -> dict[str, KeyRanges | None]:
+        """The masks of layers whose attention has a window, a soft cap or sinks, by layer; one for all alike.
+
+        ``positions`` are [seq] or [batch, seq].
+        """
+        masks: dict[int, KeyRanges | None] = {}
+        for core in self._cores.values():
+            if core.window not in masks:
+                masks[core.window] = core.key_ranges(batch, positions.shape[-1], positions.device, document_mask)
+        return {name: masks[core.window] for name, core in self._cores.items()}
+
+    @cached_property
+    def _cores(self) -> dict[str, AttentionCore]:
+        """An attention core of each layer whose cores are alike and need key ranges, by layer."""
+        found = {}
+        for name, layer in self.layers.items():
+            cores = [module for module in layer.modules() if isinstance(module, AttentionCore) and module.needs_ranges]
+            if len({core.window for core in cores}) == 1:
+                found[name] = cores[0]
+        return found
+
     def forward(
         self,
         x: torch.Tensor,
@@ -157,12 +182,14 @@ class Transformer(nn.Module):
         if self.is_first:
             types: tuple[torch.Tensor, ...] = () if token_types is None else (token_types,)
             x = self.embed(x, positions, *lengths, *types)
+        masks = self.key_ranges(len(x), positions, document_mask) if encoder_len is None else {}
         inputs: tuple[Any, ...] = self.layer_inputs(positions, *lengths)
-        if document_mask is not None:
-            inputs = (*inputs, document_mask)
-        for layer in self.layers.values():
+        for name, layer in self.layers.items():
             takes_mask = padding_mask is not None and getattr(layer, "takes_padding_mask", False)
-            x = layer(x, *inputs, **({"padding_mask": padding_mask} if takes_mask else {}))
+            mask = masks.get(name, document_mask)
+            x = layer(
+                x, *inputs, *(() if mask is None else (mask,)), **({"padding_mask": padding_mask} if takes_mask else {})
+            )
         if not self.is_last:
             return x
         if encoder_len is not None:
@@ -203,9 +230,9 @@ class Transformer(nn.Module):
         return self.token_loss(x, table, getattr(self.output_bias, "bias", None), labels, factor)
 
     def init_weights(self, seed: int) -> None:
-        """Draw matrices from N(0, `initial_std`²); biases become 0, norm weights 1, and routers begin a training."""
+        """Draw matrices from N(0, `initial_std`²); biases and sinks become 0, norm weights 1; routers begin anew."""
         for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith(("bias", "sinks")):
                 nn.init.zeros_(parameter)
             elif parameter.ndim == 1:
                 nn.init.ones_(parameter)
