@@ -136,7 +136,7 @@ def test_eager_attention_of_transformers() -> None:
         hidden = ~sliding_window_causal_mask_function(9 if core.window else seq_len)(zero, zero, order[:, None], order)
         mask = torch.zeros(1, 1, seq_len, seq_len).masked_fill(hidden, -math.inf)
         attention = types.SimpleNamespace(num_key_value_groups=2, training=False, sinks=core.sinks)
-        expected, _ = module.eager_attention_forward(attention, *leaves[:3], mask, 8**-0.5, **theirs)
+        expected, _ = module.eager_attention_forward(attention, *leaves[:3], mask, scaling=8**-0.5, **theirs)
         weight = torch.randn(expected.shape, generator=generator)
         wanted = [expected, *torch.autograd.grad((expected * weight).sum(), leaves)]
         result = core(*leaves[:3]).transpose(1, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -106,15 +107,13 @@ class DecoderConfig(WithHeadSize, WithExperts):
 
     @model_validator(mode="after")
     def _check_features(self) -> DecoderConfig:
+        own = self.rope_theta, self.rope_scaling
         absent = {
-            "layer_pattern": bool(self.layer_pattern),
-            "kinds": bool(self.kinds),
+            "kinds": any((kind.rope_theta, kind.rope_scaling) != own for kind in self.kinds.values()),
             "rope_scaling": self.rope_scaling is not None and self.rope_scaling.type != "llama3",
             "rotary_fraction": self.rotary_fraction != 1,
             "attention_bias": self.attention_bias != "none",
             "attention_scale": self.attention_scale != 0,
-            "attention_softcap": self.attention_softcap != 0,
-            "attention_sinks": self.attention_sinks,
             "norm": self.norm != "rms",
             "norm_offset": self.norm_offset,
             "block": self.block != "pre",
@@ -141,9 +140,42 @@ class DecoderConfig(WithHeadSize, WithExperts):
         """The name of the kind of the layer with this number."""
         return self.layer_pattern[layer % len(self.layer_pattern)] if self.layer_pattern else FULL
 
+    @property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """Layers differ in their kind, and in whether they have experts; kinds are numbered as they first appear."""
+        layers = self._layers(self.num_layers)
+        numbers = {layer: number for number, layer in enumerate(dict.fromkeys(layers))}
+        return tuple(numbers[layer] for layer in layers)
+
+    @property
+    def layer_counts(self) -> tuple[int, ...]:
+        """As `layer_kinds` says."""
+        return tuple(Counter(self._layers(self.num_layers)).values())
+
+    def _layers(self, count: int) -> list[tuple[bool, str]]:
+        """(whether the MLP is dense, name of the kind) of so many first layers."""
+        return [(number < self.num_dense_layers, self.kind_of(number)) for number in range(count)]
+
+    def with_layers(self, num_layers: int) -> dict[str, Any]:
+        """One layer of each kind, and then those that follow in the pattern, whose MLPs are not dense."""
+        if not self.layer_pattern:
+            return super().with_layers(num_layers)
+        layers = list(dict.fromkeys(self._layers(self.num_layers)))
+        if len(layers) < num_layers:
+            first = self._layers(num_layers)
+            more = [(False, kind) for _, kind in first[len(layers) :]]
+            layers = first if set(layers) == set(first) else layers + more
+        num_dense = sum(is_dense for is_dense, _ in layers)
+        return {"num_layers": num_layers, "num_dense_layers": num_dense, "layer_pattern": [kind for _, kind in layers]}
+
     def shrunk(self, seq_len: int) -> dict[str, Any]:
-        """Heads together stay wider than the hidden states, and scaled frequencies in effect."""
+        """Heads together stay wider than the hidden states, and windows and scaled frequencies in effect."""
         fields = super().shrunk(seq_len) | {"head_size": 32 if self.attention_size > self.hidden_size else 0}
         if self.rope_scaling is not None:
             fields["rope_scaling"] = self.rope_scaling.model_dump() | {"original_max_seq_len": seq_len // 2}
+        windows = sorted({kind.window for kind in self.kinds.values()} - {0})
+        if windows:
+            sizes = {0: 0} | {window: seq_len // 3 + number for number, window in enumerate(windows)}
+            kinds = {name: kind.model_copy(update={"window": sizes[kind.window]}) for name, kind in self.kinds.items()}
+            fields["kinds"] = {name: kind.model_dump() for name, kind in kinds.items()}
         return fields

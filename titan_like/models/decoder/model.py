@@ -61,6 +61,9 @@ class Decoder(Transformer):
             head_dim=config.head_dim,
             qk_norm=config.qk_norm,
             norm_eps=config.norm_eps,
+            softcap=config.attention_softcap,
+            window=config.kinds[config.kind_of(number)].window if config.kinds else 0,
+            sinks=config.attention_sinks,
         )
         has_experts = config.num_experts > 0 and number >= config.num_dense_layers
         mlp = SparseMLP(config) if has_experts else SwiGLUMLP(hidden, config.ffn_hidden_size)
