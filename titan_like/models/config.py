@@ -132,15 +132,20 @@ class TransformerConfig(BaseModel):
 
     @property
     def layer_counts(self) -> tuple[int, ...]:
-        """How many layers of each kind there are. All layers of a kind are alike, and follow each other."""
+        """How many layers of each kind there are. All layers of a kind are alike; `layer_kinds` says where they are."""
         return (self.num_layers,)
+
+    @property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """The kind of each layer, as a number in `layer_counts`. By default those of a kind follow each other."""
+        return tuple(kind for kind, count in enumerate(self.layer_counts) for _ in range(count))
 
     def with_layers(self, num_layers: int) -> dict[str, int]:
         """The fields that give the model another depth."""
         return {"num_layers": num_layers}
 
     def one_of_each(self) -> TransformerConfig:
-        """The shape with one layer of each kind."""
+        """The shape with one layer of each kind, in the order of their numbers."""
         return self.model_copy(update=self.with_layers(len(self.layer_counts)))
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from titan_like.models.config import TransformerConfig
+from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.cross_entropy import TokenLoss
 from titan_like.models.layers.experts import Router
 from titan_like.models.layers.init import BLOCK_ELEMENTS, fill_normal
@@ -133,6 +135,29 @@ class Transformer(nn.Module):
         """Those of the `layer_inputs` that the layer with this number takes: all, unless there are kinds of layers."""
         return inputs
 
+    def key_ranges(
+        self, batch: int, positions: torch.Tensor, document_mask: KeyRanges | None
+    ) -> dict[str, KeyRanges | None]:
+        """The masks of layers whose attention has a window, a soft cap or sinks, by layer; one for all alike.
+
+        ``positions`` are [seq] or [batch, seq].
+        """
+        masks: dict[int, KeyRanges | None] = {}
+        for core in self._cores.values():
+            if core.window not in masks:
+                masks[core.window] = core.key_ranges(batch, positions.shape[-1], positions.device, document_mask)
+        return {name: masks[core.window] for name, core in self._cores.items()}
+
+    @cached_property
+    def _cores(self) -> dict[str, AttentionCore]:
+        """An attention core of each layer whose cores are alike and need key ranges, by layer."""
+        found = {}
+        for name, layer in self.layers.items():
+            cores = [module for module in layer.modules() if isinstance(module, AttentionCore) and module.needs_ranges]
+            if len({core.window for core in cores}) == 1:
+                found[name] = cores[0]
+        return found
+
     def forward(
         self,
         x: torch.Tensor,
@@ -162,12 +187,13 @@ class Transformer(nn.Module):
         if self.is_first:
             types: tuple[torch.Tensor, ...] = () if token_types is None else (token_types,)
             x = self.embed(x, positions, *lengths, *types)
+        masks = self.key_ranges(len(x), positions, document_mask) if encoder_len is None else {}
         inputs: tuple[Any, ...] = self.layer_inputs(positions, *lengths)
-        mask = () if document_mask is None else (document_mask,)
         for name, layer in self.layers.items():
             takes_mask = padding_mask is not None and getattr(layer, "takes_padding_mask", False)
+            mask = masks.get(name, document_mask)
             further = {"padding_mask": padding_mask} if takes_mask else {}
-            x = layer(x, *self.inputs_of(int(name), inputs), *mask, **further)
+            x = layer(x, *self.inputs_of(int(name), inputs), *(() if mask is None else (mask,)), **further)
         if not self.is_last:
             return x
         if encoder_len is not None:
@@ -209,9 +235,9 @@ class Transformer(nn.Module):
         return self.token_loss(x, table, getattr(self.output_bias, "bias", None), labels, factor)
 
     def init_weights(self, seed: int) -> None:
-        """Draw matrices from N(0, `initial_std`²); biases become 0, norm weights 1, and routers begin a training."""
+        """Draw matrices from N(0, `initial_std`²); biases and sinks become 0, norm weights 1; routers begin anew."""
         for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith(("bias", "sinks")):
                 nn.init.zeros_(parameter)
             elif parameter.ndim == 1:
                 owner = self.get_submodule(name.rpartition(".")[0])

@@ -341,17 +341,30 @@ def split_logits(part: torch.Tensor, mesh: DeviceMesh, padded_vocab_size: int) -
 
 
 class SplitHeads(TensorParallel):
-    """Gives each rank its own attention dropout, because it has its own heads. All other random numbers are shared."""
+    """An attention core whose heads are split: its sinks too, and each rank has its own attention dropout.
+
+    All other random numbers are shared.
+    """
+
+    placements: ClassVar = {"sinks": Shard(0)}
+    dropout: float
+    sinks: Any
 
     @classmethod
     def split(cls, module: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-        """As in the base class, where there is dropout. With sequence parallelism no random numbers are shared."""
-        if module.dropout and not sequence_parallel:
+        """As in the base class, where there are sinks or dropout. With sequence parallelism no random numbers are
+        shared.
+        """
+        if module.sinks is not None or (module.dropout and not sequence_parallel):
             super().split(module, mesh, sequence_parallel)
+
+    def local_sinks(self) -> torch.Tensor | None:
+        """Those of this rank's heads."""
+        return None if self.sinks is None else local(self.sinks)
 
     def forward(self, *inputs: Any) -> torch.Tensor:
         """As the module itself, on [batch, heads here, seq, head_dim], with a random stream of this rank."""
-        if not self.training:
+        if not (self.training and self.dropout):
             return super().forward(*inputs)
         # All ranks draw the same number from the CPU's generator, which needs no wait for the device. Activation
         # checkpointing restores that generator, so a recomputation draws the same number again.

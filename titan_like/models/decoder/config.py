@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -114,9 +115,6 @@ class DecoderConfig(WithHeadSize, WithExperts):
             "short_factors and long_factors": lengths <= {self.rotary_size // 2},
         }
         absent = {
-            "kinds.window": any(kind.window for kind in self.kinds.values()),
-            "attention_softcap": self.attention_softcap != 0,
-            "attention_sinks": self.attention_sinks,
             "kv_lora_rank": bool(self.kv_lora_rank),
             "mtp_layers": bool(self.mtp_layers),
         }
@@ -143,6 +141,34 @@ class DecoderConfig(WithHeadSize, WithExperts):
         """The kind of this name."""
         return self.kinds.get(name) or LayerKind(rope_theta=self.rope_theta, rope_scaling=self.rope_scaling)
 
+    @property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """Layers differ in their kind, and in whether they have experts; kinds are numbered as they first appear."""
+        layers = self._layers(self.num_layers)
+        numbers = {layer: number for number, layer in enumerate(dict.fromkeys(layers))}
+        return tuple(numbers[layer] for layer in layers)
+
+    @property
+    def layer_counts(self) -> tuple[int, ...]:
+        """As `layer_kinds` says."""
+        return tuple(Counter(self._layers(self.num_layers)).values())
+
+    def _layers(self, count: int) -> list[tuple[bool, str]]:
+        """(whether the MLP is dense, name of the kind) of so many first layers."""
+        return [(number < self.num_dense_layers, self.kind_of(number)) for number in range(count)]
+
+    def with_layers(self, num_layers: int) -> dict[str, Any]:
+        """One layer of each kind, and then those that follow in the pattern, whose MLPs are not dense."""
+        if not self.layer_pattern:
+            return super().with_layers(num_layers)
+        layers = list(dict.fromkeys(self._layers(self.num_layers)))
+        if len(layers) < num_layers:
+            first = self._layers(num_layers)
+            more = [(False, kind) for _, kind in first[len(layers) :]]
+            layers = first if set(layers) == set(first) else layers + more
+        num_dense = sum(is_dense for is_dense, _ in layers)
+        return {"num_layers": num_layers, "num_dense_layers": num_dense, "layer_pattern": [kind for _, kind in layers]}
+
     def shrunk(self, seq_len: int) -> dict[str, Any]:
         """Heads together stay wider than the hidden states, and windows, caps and scaled frequencies in effect."""
         has_own_head = self.rotary_fraction != 1 or self.attention_scale or any(self._factors())
@@ -157,9 +183,10 @@ class DecoderConfig(WithHeadSize, WithExperts):
                 fields[name] = fields[name][:: max(1, 2 * len(fields[name]) // rotary)][: rotary // 2]
             return fields | {"original_max_seq_len": seq_len // 2}
 
+        windows = sorted({kind.window for kind in self.kinds.values()} - {0})
+        sizes = {0: 0} | {window: seq_len // 3 + number for number, window in enumerate(windows)}
         kinds = {
-            name: kind.model_dump()
-            | {"window": min(kind.window, max(2, seq_len // 3)), "rope_scaling": small(kind.rope_scaling)}
+            name: kind.model_dump() | {"window": sizes[kind.window], "rope_scaling": small(kind.rope_scaling)}
             for name, kind in self.kinds.items()
         }
         return super().shrunk(seq_len) | {

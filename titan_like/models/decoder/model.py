@@ -94,6 +94,9 @@ class Decoder(Transformer):
             qk_norm=config.qk_norm,
             norm_eps=config.norm_eps,
             norm=partial(make_norm, kind=config.norm, offset=config.norm_offset),
+            softcap=config.attention_softcap,
+            window=config.kind(config.kind_of(number)).window,
+            sinks=config.attention_sinks,
         )
         if config.num_experts and number >= config.num_dense_layers:
             return DecoderLayer(config, attention, SparseMLP(config))
