@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -199,8 +199,8 @@ class Transformer(nn.Module):
         more. A stage that is not the first takes hidden states [batch, seq, hidden] in place of tokens. One that is not
         the last returns them. Layers get ``document_mask`` as their last argument, if it is given, `embed` gets
         ``token_types``, and ``padding_mask`` goes to the layers that say they take it. With ``encoder_len`` the first
-        tokens are an encoder's, and predictions and losses are those of the others. With ``next_tokens`` a last layer
-        that takes them adds its own output, for ``next_labels``.
+        tokens are an encoder's, and predictions and losses are those of the others. A last layer may take
+        ``next_tokens``, for losses alone, and adds its own output, for ``next_labels``.
         """
         if positions is None:
             seq_len = x.shape[1] * (1 if self.is_first else self.sequence_shards)
@@ -214,9 +214,9 @@ class Transformer(nn.Module):
         for name, layer in self.layers.items():
             takes_mask, is_padding = getattr(layer, "takes_padding_mask", False), padding_mask
             further: dict[str, torch.Tensor] = {}
-            if next_tokens is not None and next_labels is not None and getattr(layer, "takes_next_tokens", False):
+            if loss_factors is not None and next_tokens is not None and getattr(layer, "takes_next_tokens", False):
                 further["next_embedding"] = self.embed_next(next_tokens)
-                is_padding = next_labels == IGNORED_LABEL
+                is_padding = cast(torch.Tensor, next_labels) == IGNORED_LABEL  # no other of its positions counts
             if is_padding is not None and takes_mask:
                 further["padding_mask"] = is_padding
             mask = masks.get(name, document_mask)
