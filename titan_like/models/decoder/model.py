@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from titan_like.models.decoder.config import DecoderConfig, LayerKind
-from titan_like.models.layers.attention import SelfAttention
+from titan_like.models.layers.attention import AttentionCore, SelfAttention
 from titan_like.models.layers.experts import SparseMLP
 from titan_like.models.layers.key_ranges import KeyRanges
+from titan_like.models.layers.latent_attention import LatentAttention, LatentSizes
 from titan_like.models.layers.mlp import GatedMLP, PlainMLP
 from titan_like.models.layers.norms import make_norm
 from titan_like.models.layers.positions import rope_cos_sin, rope_frequencies, rope_magnitude
@@ -64,15 +65,44 @@ def norm_of(config: DecoderConfig) -> nn.Module:
     return make_norm(config.hidden_size, config.norm_eps, config.norm, config.norm_offset)
 
 
+class MTPLayer(DecoderLayer):
+    """A decoder layer that sees each next token too, to predict the one after it (arXiv 2412.19437, section 2.2).
+
+    Its modules outside attention and MLP have DeepSeek's names; ``norm`` is before the output matrix.
+    """
+
+    takes_next_tokens = True
+
+    def __init__(self, config: DecoderConfig, attention: nn.Module, mlp: nn.Module) -> None:
+        super().__init__(config, attention, mlp)
+        self.enorm, self.hnorm = norm_of(config), norm_of(config)
+        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.norm = norm_of(config)
+
+    def forward(
+        self, x: torch.Tensor, *inputs: Any, next_embedding: torch.Tensor | None = None, **mlp: Any
+    ) -> torch.Tensor:
+        """[batch, seq, hidden] → the same and, after it, what predicts tokens after the next: [2 · batch, seq, hidden].
+
+        Without ``next_embedding``, the embeddings of the next tokens, [batch, seq, hidden] → the same.
+        """
+        if next_embedding is None:
+            return x
+        both = torch.cat((self.enorm(next_embedding), self.hnorm(x)), 2)
+        return torch.cat((x, self.norm(super().forward(self.eh_proj(both), *inputs, **mlp))))
+
+
 class Decoder(Transformer):
     """A decoder over token sequences [batch, seq]; see `Transformer.forward`."""
 
-    residual_outputs = ("attention.proj", "down")
+    residual_outputs: tuple[str, ...] = ("attention.proj", "down")
     config: DecoderConfig
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
-        self.layers.update({str(i): self.new_layer(i) for i in range(config.num_layers)})
+        if config.kv_lora_rank:
+            self.residual_outputs = ("heads.proj", "down")
+        self.layers.update({str(i): self.new_layer(i) for i in range(sum(config.layer_counts))})
         self.norm = norm_of(config)
 
     @property
@@ -83,8 +113,22 @@ class Decoder(Transformer):
     def new_layer(self, number: int) -> DecoderLayer:
         """Build the layer with this number."""
         config, hidden = self.config, self.config.hidden_size
-        attention = SelfAttention(
-            hidden,
+        window = config.kind(config.kind_of(number)).window
+        attention = self.new_latent_attention(window) if config.kv_lora_rank else self.new_attention(window)
+        mlp: nn.Module
+        if config.num_experts and number >= config.num_dense_layers:
+            mlp = SparseMLP(config)
+        else:
+            kind_of_mlp = GatedMLP if config.gated else PlainMLP
+            mlp = kind_of_mlp(hidden, config.ffn_hidden_size, config.activation, bias=config.mlp_bias)
+        kind = DecoderLayer if number < config.num_layers else MTPLayer
+        return kind(config, attention, mlp)
+
+    def new_attention(self, window: int) -> SelfAttention:
+        """Build the attention of a layer."""
+        config = self.config
+        return SelfAttention(
+            config.hidden_size,
             config.num_attention_heads,
             config.num_kv_heads,
             bias=config.attention_bias != "none",
@@ -95,19 +139,32 @@ class Decoder(Transformer):
             norm_eps=config.norm_eps,
             norm=partial(make_norm, kind=config.norm, offset=config.norm_offset),
             softcap=config.attention_softcap,
-            window=config.kind(config.kind_of(number)).window,
+            window=window,
             sinks=config.attention_sinks,
         )
-        if config.num_experts and number >= config.num_dense_layers:
-            return DecoderLayer(config, attention, SparseMLP(config))
-        kind = GatedMLP if config.gated else PlainMLP
-        return DecoderLayer(
-            config, attention, kind(hidden, config.ffn_hidden_size, config.activation, bias=config.mlp_bias)
+
+    def new_latent_attention(self, window: int) -> LatentAttention:
+        """Build the latent attention of a layer."""
+        config = self.config
+        sizes = LatentSizes(
+            config.q_lora_rank,
+            config.kv_lora_rank,
+            config.nope_head_size,
+            config.rope_head_size,
+            config.value_head_size,
         )
+        heads = config.num_attention_heads
+        sinks, scale = heads if config.attention_sinks else 0, config.attention_scale or None
+        core = AttentionCore(0.0, scale=scale, softcap=config.attention_softcap, window=window, num_sinks=sinks)
+        return LatentAttention(config.hidden_size, heads, sizes, core, bias=config.attention_bias == "all")
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """tokens [batch, seq] → hidden states [batch, seq, hidden]. Positions enter in the attention."""
         return _scaled(self.embedding(tokens), self.config.embedding_scale)
+
+    def embed_next(self, next_tokens: torch.Tensor) -> torch.Tensor:
+        """As in the base class."""
+        return _scaled(super().embed_next(next_tokens), self.config.embedding_scale)
 
     def layer_inputs(self, positions: torch.Tensor) -> tuple[Any, ...]:
         """The rotary (cos, sin) of each kind of layer, each [*positions.shape, rotated / 2], or None without rotation.
