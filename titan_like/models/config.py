@@ -341,7 +341,8 @@ class WithExperts(TransformerConfig):
         size, rest = divmod(self.num_experts, self.router_groups)
         if self.router_groups > 1 and (rest or size < 2):
             raise ValueError(
-                f"router_groups {self.router_groups} must divide num_experts {self.num_experts} in groups of 2 or more"
+                f"router_groups {self.router_groups} must divide num_experts {self.num_experts} into groups of 2 or "
+                "more; choose another divisor"
             )
         if self.router_top_groups > self.router_groups or self.experts_per_token > self.router_top_groups * size:
             raise ValueError(

@@ -220,10 +220,7 @@ class DecoderConfig(WithHeadSize, WithExperts):
         """Heads together stay wider than the hidden states, and windows, caps and scaled frequencies in effect."""
         has_own_head = self.rotary_fraction != 1 or self.attention_scale or any(self._factors())
         head = 32 if self.attention_size > self.hidden_size else 16 if has_own_head else 0
-        head = 48 if self.kv_lora_rank else head
-        rotary = 16 if self.kv_lora_rank else 2 * max(1, round(head * self.rotary_fraction / 2))
-        latent = {"kv_lora_rank": 48, "nope_head_size": 32, "rope_head_size": 16, "value_head_size": 16}
-        latent["q_lora_rank"] = 32 * (self.q_lora_rank > 0)
+        rotary = 2 * max(1, round(head * self.rotary_fraction / 2))
 
         def small(scaling: RopeScaling | None) -> dict[str, Any] | None:
             if scaling is None:
@@ -235,19 +232,24 @@ class DecoderConfig(WithHeadSize, WithExperts):
 
         windows = sorted({kind.window for kind in self.kinds.values()} - {0})
         sizes = {0: 0} | {window: seq_len // 3 + number for number, window in enumerate(windows)}
+        latent: dict[str, Any] = {}
+        if self.kv_lora_rank:
+            latent = {"kv_lora_rank": 48, "nope_head_size": 32, "rope_head_size": 16, "value_head_size": 16}
+            latent |= {"head_size": 48, "rotary_fraction": 1.0, "q_lora_rank": 32 * (self.q_lora_rank > 0)}
+            head, rotary = 48, 16
         kinds = {
             name: kind.model_dump() | {"window": sizes[kind.window], "rope_scaling": small(kind.rope_scaling)}
             for name, kind in self.kinds.items()
         }
         return super().shrunk(seq_len) | {
             "head_size": head,
-            "rotary_fraction": rotary / head if has_own_head and not self.kv_lora_rank else 1.0,
+            "rotary_fraction": rotary / head if has_own_head else 1.0,
             "attention_scale": self.attention_scale * (self.head_dim / (head or 1)) ** 0.5,
             "attention_softcap": min(self.attention_softcap, 1.0),
             "final_softcap": min(self.final_softcap, 1.0),
             "rope_scaling": small(self.rope_scaling),
             "kinds": kinds,
-            **(latent if self.kv_lora_rank else {}),
+            **latent,
         }
 
     def _factors(self) -> list[list[float]]:
