@@ -16,11 +16,12 @@ from tests.unit.hugging_face_cases import moe_config
 from titan_like.config.schema import Data, JobConfig, Model
 from titan_like.data.batch import Batch, collate, model_fields, num_labels
 from titan_like.data.masks import Masks, masks_of
+from titan_like.models.config import RopeScaling
 from titan_like.models.decoder.model import DecoderLayer
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.cross_entropy import IGNORED_LABEL
 from titan_like.models.layers.experts import SparseMLP
-from titan_like.models.layers.latent_attention import LatentAttention, LatentSizes
+from titan_like.models.layers.latent_attention import LatentAttention, LatentSizes, latent_scale
 from titan_like.models.registry import build_model, model_config
 
 HIDDEN, SEQ = 64, 21
@@ -67,9 +68,10 @@ def test_latent_attention_is_that_of_deepseek_v3(query_rank):
         attn_implementation="eager",
     )  # fmt: skip
     theirs = deepseek.DeepseekV3Attention(config, 0)
-    core = AttentionCore(0.0, scale=theirs.scaling)
+    scaling = RopeScaling(type="yarn", factor=4.0, original_max_seq_len=8, mscale=1.0, mscale_all_dim=1.0)
+    core = AttentionCore(0.0, scale=latent_scale(16, scaling))
     ours = LatentAttention(HIDDEN, 3, LatentSizes(query_rank, 20, nope=10, rope=6, value=9), core, bias=True)
-    assert theirs.scaling > 1.2 * 16**-0.5
+    assert latent_scale(16, scaling) > 1.2 * latent_scale(16, None) == 1.2 / 4
     same: Same = [
         ("heads.q.weight", lambda w: halves(w["q_b_proj.weight" if query_rank else "q_proj.weight"], 10, 6)),
         ("kv_a.weight", lambda w: halves(w["kv_a_proj_with_mqa.weight"], 20, 6)),

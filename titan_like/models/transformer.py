@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -123,8 +123,7 @@ class Transformer(nn.Module):
         for name in () if is_first else self.entry:
             if name != "embedding" or not keeps_table:
                 delattr(self, name)
-        last = (*self.head, "output", "output_bias", "mask_padding", "token_loss", "next_embedding")
-        for name in () if is_last else last:
+        for name in () if is_last else (*self.head, "output", "output_bias", "mask_padding", "token_loss"):
             delattr(self, name)
         self.absent = frozenset(names.difference(name for name, _ in self.named_modules()))
 
@@ -200,8 +199,8 @@ class Transformer(nn.Module):
         more. A stage that is not the first takes hidden states [batch, seq, hidden] in place of tokens. One that is not
         the last returns them. Layers get ``document_mask`` as their last argument, if it is given, `embed` gets
         ``token_types``, and ``padding_mask`` goes to the layers that say they take it. With ``encoder_len`` the first
-        tokens are an encoder's, and predictions and losses are those of the others. With ``next_tokens`` a last layer
-        that takes them adds its own output, for ``next_labels``.
+        tokens are an encoder's, and predictions and losses are those of the others. A last layer may take
+        ``next_tokens``, for losses alone, and adds its own output, for ``next_labels``.
         """
         if positions is None:
             seq_len = x.shape[1] * (1 if self.is_first else self.sequence_shards)
@@ -214,14 +213,14 @@ class Transformer(nn.Module):
         inputs: tuple[Any, ...] = self.layer_inputs(positions, *lengths)
         for name, layer in self.layers.items():
             takes_mask, is_padding = getattr(layer, "takes_padding_mask", False), padding_mask
-            mask = masks.get(name, document_mask)
-            options: dict[str, torch.Tensor] = {}
-            if next_tokens is not None and next_labels is not None and getattr(layer, "takes_next_tokens", False):
-                options["next_embedding"] = self.embed_next(next_tokens)
-                is_padding = next_labels == IGNORED_LABEL
+            further: dict[str, torch.Tensor] = {}
+            if loss_factors is not None and next_tokens is not None and getattr(layer, "takes_next_tokens", False):
+                further["next_embedding"] = self.embed_next(next_tokens)
+                is_padding = cast(torch.Tensor, next_labels) == IGNORED_LABEL  # no other of its positions counts
             if is_padding is not None and takes_mask:
-                options["padding_mask"] = is_padding
-            x = layer(x, *self.inputs_of(int(name), inputs), *(() if mask is None else (mask,)), **options)
+                further["padding_mask"] = is_padding
+            mask = masks.get(name, document_mask)
+            x = layer(x, *self.inputs_of(int(name), inputs), *(() if mask is None else (mask,)), **further)
         if not self.is_last:
             return x
         if encoder_len is not None:

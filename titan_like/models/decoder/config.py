@@ -173,8 +173,8 @@ class DecoderConfig(WithHeadSize, WithExperts):
         return tuple(dict.fromkeys(self.layer_pattern or [FULL]))
 
     def kind_of(self, layer: int) -> str:
-        """The name of the kind of the layer with this number."""
-        return self.layer_pattern[layer % len(self.layer_pattern)] if self.layer_pattern else FULL
+        """The name of the kind of the layer with this number. That for multi-token prediction is of the first kind."""
+        return self._layers(layer + 1)[layer][1] if layer < self.num_layers else self.kind_names[0]
 
     def kind(self, name: str) -> LayerKind:
         """The kind of this name."""
@@ -184,25 +184,26 @@ class DecoderConfig(WithHeadSize, WithExperts):
     def layer_kinds(self) -> tuple[int, ...]:
         """Layers differ in their kind, and in whether they have experts; kinds are numbered as they first appear.
 
-        The layer for multi-token prediction is a kind of its own, the last.
+        The layer for multi-token prediction is the last layer, and a kind of its own.
         """
         layers = self._layers(self.num_layers)
         numbers = {layer: number for number, layer in enumerate(dict.fromkeys(layers))}
-        return (*(numbers[layer] for layer in layers), *[len(numbers)] * self.mtp_layers)
+        return *(numbers[layer] for layer in layers), *[len(numbers)] * self.mtp_layers
 
     @property
     def layer_counts(self) -> tuple[int, ...]:
         """As `layer_kinds` says."""
-        return tuple(Counter(self.layer_kinds).values())
+        return *Counter(self._layers(self.num_layers)).values(), *[1] * self.mtp_layers
 
     def _layers(self, count: int) -> list[tuple[bool, str]]:
         """(whether the MLP is dense, name of the kind) of so many first layers."""
-        return [(number < self.num_dense_layers, self.kind_of(number)) for number in range(count)]
+        names = self.layer_pattern or [FULL]
+        return [(number < self.num_dense_layers, names[number % len(names)]) for number in range(count)]
 
     def with_layers(self, num_layers: int) -> dict[str, Any]:
         """One layer of each kind, and then those that follow in the pattern, whose MLPs are not dense.
 
-        The one for multi-token prediction is among the ``num_layers``.
+        The layer for multi-token prediction is one of the ``num_layers``.
         """
         num_layers -= self.mtp_layers
         if not self.layer_pattern:
@@ -235,7 +236,7 @@ class DecoderConfig(WithHeadSize, WithExperts):
         if self.kv_lora_rank:
             latent = {"kv_lora_rank": 48, "nope_head_size": 32, "rope_head_size": 16, "value_head_size": 16}
             latent |= {"head_size": 48, "rotary_fraction": 1.0, "q_lora_rank": 32 * (self.q_lora_rank > 0)}
-            rotary = 16
+            head, rotary = 48, 16
         kinds = {
             name: kind.model_dump() | {"window": sizes[kind.window], "rope_scaling": small(kind.rope_scaling)}
             for name, kind in self.kinds.items()

@@ -12,7 +12,7 @@ from titan_like.models.decoder.config import DecoderConfig, LayerKind
 from titan_like.models.layers.attention import AttentionCore, SelfAttention
 from titan_like.models.layers.experts import SparseMLP
 from titan_like.models.layers.key_ranges import KeyRanges
-from titan_like.models.layers.latent_attention import LatentAttention, LatentSizes
+from titan_like.models.layers.latent_attention import LatentAttention, LatentSizes, latent_scale
 from titan_like.models.layers.mlp import GatedMLP, PlainMLP
 from titan_like.models.layers.norms import make_norm
 from titan_like.models.layers.positions import rope_cos_sin, rope_frequencies, rope_magnitude
@@ -75,9 +75,8 @@ class MTPLayer(DecoderLayer):
 
     def __init__(self, config: DecoderConfig, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__(config, attention, mlp)
-        self.enorm, self.hnorm = norm_of(config), norm_of(config)
+        self.enorm, self.hnorm, self.norm = norm_of(config), norm_of(config), norm_of(config)
         self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        self.norm = norm_of(config)
 
     def forward(
         self, x: torch.Tensor, *inputs: Any, next_embedding: torch.Tensor | None = None, **mlp: Any
@@ -102,7 +101,7 @@ class Decoder(Transformer):
         super().__init__(config)
         if config.kv_lora_rank:
             self.residual_outputs = ("heads.proj", "down")
-        self.layers.update({str(i): self.new_layer(i) for i in range(sum(config.layer_counts))})
+        self.layers.update({str(i): self.new_layer(i) for i in range(len(config.layer_kinds))})
         self.norm = norm_of(config)
 
     @property
@@ -112,20 +111,16 @@ class Decoder(Transformer):
 
     def new_layer(self, number: int) -> DecoderLayer:
         """Build the layer with this number."""
-        config, hidden = self.config, self.config.hidden_size
-        window = config.kind(config.kind_of(number)).window
-        attention = self.new_latent_attention(window) if config.kv_lora_rank else self.new_attention(window)
-        mlp: nn.Module
+        config, mlp = self.config, GatedMLP if self.config.gated else PlainMLP
+        layer = DecoderLayer if number < config.num_layers else MTPLayer
+        attention = self.new_latent_attention(number) if config.kv_lora_rank else self.new_attention(number)
         if config.num_experts and number >= config.num_dense_layers:
-            mlp = SparseMLP(config)
-        else:
-            kind_of_mlp = GatedMLP if config.gated else PlainMLP
-            mlp = kind_of_mlp(hidden, config.ffn_hidden_size, config.activation, bias=config.mlp_bias)
-        kind = DecoderLayer if number < config.num_layers else MTPLayer
-        return kind(config, attention, mlp)
+            return layer(config, attention, SparseMLP(config))
+        dense = mlp(config.hidden_size, config.ffn_hidden_size, config.activation, bias=config.mlp_bias)
+        return layer(config, attention, dense)
 
-    def new_attention(self, window: int) -> SelfAttention:
-        """Build the attention of a layer."""
+    def new_attention(self, number: int) -> SelfAttention:
+        """Build the attention of the layer with this number."""
         config = self.config
         return SelfAttention(
             config.hidden_size,
@@ -139,32 +134,27 @@ class Decoder(Transformer):
             norm_eps=config.norm_eps,
             norm=partial(make_norm, kind=config.norm, offset=config.norm_offset),
             softcap=config.attention_softcap,
-            window=window,
+            window=config.kind(config.kind_of(number)).window,
             sinks=config.attention_sinks,
         )
 
-    def new_latent_attention(self, window: int) -> LatentAttention:
-        """Build the latent attention of a layer."""
-        config = self.config
-        sizes = LatentSizes(
-            config.q_lora_rank,
-            config.kv_lora_rank,
-            config.nope_head_size,
-            config.rope_head_size,
-            config.value_head_size,
-        )
-        heads = config.num_attention_heads
-        sinks, scale = heads if config.attention_sinks else 0, config.attention_scale or None
-        core = AttentionCore(0.0, scale=scale, softcap=config.attention_softcap, window=window, num_sinks=sinks)
+    def new_latent_attention(self, number: int) -> LatentAttention:
+        """Build the latent attention of the layer with this number."""
+        config, kind = self.config, self.config.kind(self.config.kind_of(number))
+        ranks, heads = (config.q_lora_rank, config.kv_lora_rank), config.num_attention_heads
+        sizes = LatentSizes(*ranks, config.nope_head_size, config.rope_head_size, config.value_head_size)
+        scale = config.attention_scale or latent_scale(config.head_size, kind.rope_scaling)
+        num_sinks = heads if config.attention_sinks else 0
+        core = AttentionCore(0.0, True, scale, config.attention_softcap, kind.window, num_sinks)
         return LatentAttention(config.hidden_size, heads, sizes, core, bias=config.attention_bias == "all")
-
-    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """tokens [batch, seq] → hidden states [batch, seq, hidden]. Positions enter in the attention."""
-        return _scaled(self.embedding(tokens), self.config.embedding_scale)
 
     def embed_next(self, next_tokens: torch.Tensor) -> torch.Tensor:
         """As in the base class."""
         return _scaled(super().embed_next(next_tokens), self.config.embedding_scale)
+
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """tokens [batch, seq] → hidden states [batch, seq, hidden]. Positions enter in the attention."""
+        return _scaled(self.embedding(tokens), self.config.embedding_scale)
 
     def layer_inputs(self, positions: torch.Tensor) -> tuple[Any, ...]:
         """The rotary (cos, sin) of each kind of layer, each [*positions.shape, rotated / 2], or None without rotation.
