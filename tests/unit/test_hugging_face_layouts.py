@@ -1,5 +1,6 @@
 """Where files store parameters: rows in other orders, several parameters in one tensor, quantised weights."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -77,8 +78,8 @@ def in_parts(read, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """All of a tensor, read in pieces that begin and end inside of blocks."""
     *ends, last = ([*range(0, size, 37), size] for size in shape)
     rows = [
-        torch.cat([read(name, (*one, slice(a, b))) for a, b in zip(last, last[1:], strict=False)], -1)
-        for one in ([slice(a, b)] for a, b in zip(ends[-1], ends[-1][1:], strict=False))
+        torch.cat([read(name, (*one, slice(a, b))) for a, b in pairwise(last)], -1)
+        for one in ([slice(a, b)] for a, b in pairwise(ends[-1]))
     ]
     return torch.cat(rows)
 

@@ -83,8 +83,8 @@ def read_quantized(tensor: FileTensor, index: tuple[slice, ...], read: Read) -> 
         of_axes = zip(index, tensor.shape, tensor.block, strict=True)
         blocks = [torch.arange(*part.indices(size)) // step for part, size, step in of_axes]
         found = read(scales, tuple(slice(int(one[0]), int(one[-1]) + 1) for one in blocks)).float()
-        rows, columns = (one - one[0] for one in blocks)
-        return values * found[rows][:, columns]
+        of_rows, of_columns = (one - one[0] for one in blocks)
+        return values * found[of_rows][:, of_columns]
     experts, columns, rows = index
     begin, end, _ = columns.indices(tensor.shape[1])
     groups = slice(begin // _MXFP4_BLOCK, -(-end // _MXFP4_BLOCK))
