@@ -137,14 +137,19 @@ class PooledLinear(ReplicatedLinear):
 class ReplicatedRouter(TensorParallel):
     """Replicates a router. Sequence parallelism gives each rank tokens of its own to route."""
 
-    placements: ClassVar = {"weight": Replicate()}
-    partial_gradients = ("weight",)
+    placements: ClassVar = {"weight": Replicate(), "logit_bias": Replicate()}
+    partial_gradients = ("weight", "logit_bias")
+    logit_bias: torch.Tensor | None
 
     def forward(self, x: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
         """[tokens of this rank, hidden] and the padding of all ranks' tokens → what the router decides about them."""
         if padding_mask is not None and self.sequence_parallel:
             padding_mask = padding_mask.chunk(self.tensor_group.size, dim=1)[self.tensor_group.rank]
-        return super().forward(x, padding_mask, local(self.weight))
+        return super().forward(x, padding_mask)
+
+    def linear(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As in the router itself, from copies on this rank."""
+        return local(self.weight), None if self.logit_bias is None else local(self.logit_bias)
 
 
 class FirstTokenOfAll(TensorParallel):

@@ -6,7 +6,7 @@ from titan_like.config.errors import require
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import rampup_batch_sizes
 from titan_like.data.lengths import sample_length
-from titan_like.models.config import TransformerConfig, WithExperts
+from titan_like.models.config import TransformerConfig, has_experts
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.schedules.tables import SCHEDULES, check_schedule
 
@@ -90,7 +90,7 @@ def check_expert_parallel(config: JobConfig, model: TransformerConfig, layout: L
     """Refuse a degree that does not divide the model's experts, and layouts that experts do not support."""
     degree, key = layout.expert, "parallelism.expert_parallel_degree"
     tensor, tensor_key = config.parallelism.expert_tensor_parallel_degree, "parallelism.expert_tensor_parallel_degree"
-    if not isinstance(model, WithExperts):
+    if not has_experts(model):
         for own_key, own_degree in ((key, degree), (tensor_key, tensor)):
             require(own_degree <= 1, own_key, own_degree, f"{config.model.family} has no experts; use 1")
         return

@@ -37,6 +37,21 @@ class ReluMLP(nn.Module):
         return self.down(F.relu(self.up(x)))
 
 
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) · up, elementwise (arXiv 2002.05202)."""
+    return F.silu(gate) * up
+
+
+def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """GPT-OSS's: gate · σ(1.702 · gate) · (up + 1), elementwise, of gate up to 7 and up from -7 to 7."""
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+GATED_ACTIVATIONS = {"silu": swiglu, "clamped_swiglu": clamped_swiglu}
+"""Of gate and up, by name."""
+
+
 class GatedMLP(nn.Module):
     """down(activation(gate(x)) · up(x)) without biases (arXiv 2002.05202)."""
 

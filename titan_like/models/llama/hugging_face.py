@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from titan_like.models.config import TransformerConfig
+from titan_like.models.decoder.config import DecoderConfig
 from titan_like.models.hugging_face import Fields, Stored, fused, read_fields, validated, whole, written_fields
 from titan_like.models.llama.config import LlamaConfig
 
@@ -37,7 +38,7 @@ def stored_parameters(config: LlamaConfig) -> Iterator[Stored]:
     )
 
 
-def stored_around_mlps(config: LlamaConfig, of_mlp: Callable[[int, str, str], Iterator[Stored]]) -> Iterator[Stored]:
+def stored_around_mlps(config: DecoderConfig, of_mlp: Callable[[int, str, str], Iterator[Stored]]) -> Iterator[Stored]:
     """All parameters. ``of_mlp`` tells those of a layer's MLP from its number, and its names here and there."""
     hidden, width, vocab = config.hidden_size, config.attention_size, config.vocab_size
     table, head = (config.padded_vocab_size, hidden), "lm_head.weight"

@@ -1,0 +1,149 @@
+"""The shape of a decoder. The defaults are Llama's: pre-RMSNorm, rotary positions, SwiGLU, no biases."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from titan_like.models.config import RopeScaling, WithExperts, WithHeadSize
+
+FULL = "full"  # the kind of all layers, unless layer_pattern names others
+
+
+class LayerKind(BaseModel):
+    """What a layer's attention sees. Layers of all kinds have the same parameters."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    window: int = Field(0, ge=0, le=2**27, description="keys that a query sees, its own included; 0: all before it")
+    rope_theta: float = Field(ge=0, le=1e30, description="base of the rotary frequencies; 0: no rotation")
+    rope_scaling: RopeScaling | None = Field(None, description="scaling of the rotary frequencies")
+
+
+class DecoderConfig(WithHeadSize, WithExperts):
+    """The shape of a decoder with dense MLPs or, if there are experts, with experts after the first dense layers.
+
+    Raises:
+        pydantic.ValidationError: as for every `TransformerConfig`, or fields do not go together.
+    """
+
+    supports_masks: ClassVar[bool] = True
+    # No position table depends on the length.
+    not_in_weights: ClassVar = WithExperts.not_in_weights | {"max_seq_len"}
+
+    tied_embeddings: bool = Field(False, description="the output matrix is the embedding table")
+    num_experts: int = Field(0, ge=0, le=2**14, description="experts per layer; 0: all MLPs are dense")
+    experts_per_token: int = Field(0, ge=0, description="experts that each token is routed to (top-k)")
+    rope_theta: float = Field(10_000.0, gt=0, le=1e30, description="base of the rotary frequencies")
+    rope_scaling: RopeScaling | None = Field(None, description="scaling of the rotary frequencies")
+    rotary_fraction: float = Field(1.0, gt=0, le=1, description="part of each head, its first, that is rotated")
+    layer_pattern: list[str] = Field([], description="kinds of the layers, repeated; empty: all are full")
+    kinds: dict[str, LayerKind] = Field({}, description="by name; rope_theta and rope_scaling default to the model's")
+    attention_bias: Literal["none", "qkv", "all"] = Field("none", description="which attention projections have biases")
+    qk_norm: Literal["none", "head", "all"] = Field(
+        "none", description="norm of queries and keys: of each head (Qwen3) or of all heads together (OLMo 2)"
+    )
+    attention_scale: float = Field(0.0, ge=0, le=1e6, description="factor on the scores; 0: 1 / √head_size")
+    attention_softcap: float = Field(0.0, ge=0, le=1e6, description="scores become cap · tanh(score / cap); 0: none")
+    attention_sinks: bool = Field(False, description="a learned logit for each head that takes part in the softmax")
+    norm: Literal["rms", "layer"] = Field("rms", description="RMSNorm, or LayerNorm with a bias")
+    norm_offset: bool = Field(False, description="norms multiply by 1 + weight, which begins at 0 (Gemma)")
+    block: Literal["pre", "post", "sandwich", "parallel"] = Field(
+        "pre", description="norms before a block, after it, both; or attention and MLP of the same hidden states"
+    )
+    mlp_bias: bool = Field(False, description="whether dense MLPs have biases")
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"] = Field(
+        "silu", description="activation of MLPs and experts; gelu is exact, and relu2 the square of relu"
+    )
+    gated: bool = Field(True, description="down(activation(gate) · up), or down(activation(up))")
+    embedding_scale: float = Field(1.0, gt=0, le=1e6, description="factor on the embeddings")
+    residual_scale: float = Field(1.0, gt=0, le=1e6, description="factor on what a block adds to the hidden states")
+    logit_scale: float = Field(1.0, gt=0, le=1e6, description="factor on the logits")
+    final_softcap: float = Field(0.0, ge=0, le=1e6, description="logits become cap · tanh(logit / cap); 0: none")
+    q_lora_rank: int = Field(0, ge=0, le=2**20, description="latent attention: width of the queries' latent; 0: none")
+    kv_lora_rank: int = Field(0, ge=0, le=2**20, description="latent attention: width of keys' and values' latent")
+    nope_head_size: int = Field(0, ge=0, le=2**20, description="latent attention: part of a head without positions")
+    rope_head_size: int = Field(
+        0, ge=0, le=2**20, description="latent attention: rotated part; all heads share its key"
+    )
+    value_head_size: int = Field(0, ge=0, le=2**20, description="latent attention: width of a head's values")
+    mtp_layers: int = Field(0, ge=0, le=8, description="layers that predict further tokens (DeepSeek-V3)")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_defaults(cls, values: dict) -> dict:
+        filled = super()._fill_defaults(values)  # type: ignore[operator]
+        pattern, kinds = filled.get("layer_pattern"), filled.get("kinds")
+        if isinstance(kinds or {}, dict) and isinstance(pattern or [], list) and (kinds or pattern):
+            given = {name: filled[name] for name in ("rope_theta", "rope_scaling") if name in filled}
+            rope = {"rope_theta": cls.model_fields["rope_theta"].default} | given
+            names = [name for name in pattern or [FULL] if isinstance(name, str)]
+            filled["kinds"] = {
+                name: rope | kind if isinstance(kind, dict) else kind
+                for name, kind in ({name: {} for name in names} | (kinds or {})).items()
+            }
+        return filled
+
+    @model_validator(mode="after")
+    def _check_rotary(self) -> DecoderConfig:
+        if self.rotary_size % 2 or not self.rotary_size:
+            raise ValueError(
+                f"head_size {self.head_size} · rotary_fraction {self.rotary_fraction:g} = {self.rotary_size} is odd or "
+                "0, but rotary positions need pairs of dimensions; make it even"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_kinds(self) -> DecoderConfig:
+        if unused := self.kinds.keys() - set(self.layer_pattern or [FULL]):
+            raise ValueError(f"layer_pattern has no layer of kind {min(unused)}; add it there, or leave the kind out")
+        if len(self.layer_pattern) > self.num_layers:
+            raise ValueError(
+                f"layer_pattern has {len(self.layer_pattern)} layers, but num_layers is {self.num_layers}; shorten it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_features(self) -> DecoderConfig:
+        absent = {
+            "layer_pattern": bool(self.layer_pattern),
+            "kinds": bool(self.kinds),
+            "rope_scaling": self.rope_scaling is not None and self.rope_scaling.type != "llama3",
+            "rotary_fraction": self.rotary_fraction != 1,
+            "attention_bias": self.attention_bias != "none",
+            "attention_scale": self.attention_scale != 0,
+            "attention_softcap": self.attention_softcap != 0,
+            "attention_sinks": self.attention_sinks,
+            "norm": self.norm != "rms",
+            "norm_offset": self.norm_offset,
+            "block": self.block != "pre",
+            "mlp_bias": self.mlp_bias,
+            "activation": self.activation != "silu",
+            "gated": not self.gated,
+            "embedding_scale": self.embedding_scale != 1,
+            "residual_scale": self.residual_scale != 1,
+            "logit_scale": self.logit_scale != 1,
+            "final_softcap": self.final_softcap != 0,
+            "kv_lora_rank": bool(self.kv_lora_rank),
+            "mtp_layers": bool(self.mtp_layers),
+        }
+        for name in (name for name, is_set in absent.items() if is_set):
+            raise ValueError(f"{name} is not supported yet; leave it at {type(self).model_fields[name].default!r}")
+        return self
+
+    @property
+    def rotary_size(self) -> int:
+        """Dimensions of each head that are rotated, the first ones."""
+        return int(self.head_dim * self.rotary_fraction)
+
+    def kind_of(self, layer: int) -> str:
+        """The name of the kind of the layer with this number."""
+        return self.layer_pattern[layer % len(self.layer_pattern)] if self.layer_pattern else FULL
+
+    def shrunk(self, seq_len: int) -> dict[str, Any]:
+        """Heads together stay wider than the hidden states, and scaled frequencies in effect."""
+        fields = super().shrunk(seq_len) | {"head_size": 32 if self.attention_size > self.hidden_size else 0}
+        if self.rope_scaling is not None:
+            fields["rope_scaling"] = self.rope_scaling.model_dump() | {"original_max_seq_len": seq_len // 2}
+        return fields
