@@ -169,7 +169,12 @@ def norm(ours: str, theirs: str, hidden: int) -> Iterator[Stored]:
 
 
 def fused(
-    config: TransformerConfig, name: str, columns: tuple[int, ...], sources: tuple[str, ...], transposed: bool = False
+    config: TransformerConfig,
+    name: str,
+    columns: tuple[int, ...],
+    sources: tuple[str, ...],
+    transposed: bool = False,
+    pairs: tuple[int, int, int] | None = None,
 ) -> Stored:
     """A fused projection, ordered [kv_heads, queries per kv head + 2, head_dim], or [kv_heads, 2, head_dim].
 
@@ -181,7 +186,7 @@ def fused(
     shapes = {
         source: (length, *columns)[:: -1 if transposed else 1] for source, length in zip(sources, rows, strict=True)
     }
-    return Stored(name, (sum(parts), *columns), shapes, parts, config.num_kv_heads, transposed)
+    return Stored(name, (sum(parts), *columns), shapes, parts, config.num_kv_heads, transposed, pairs=pairs)
 
 
 @torch.no_grad()
