@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from tests.reference.float8 import Float8Linear
 from titan_like.config.schema import Float8
+from titan_like.models.config import has_experts
 from titan_like.models.layers.experts import ExpertLinear, SparseMLP
-from titan_like.models.moe.config import MoEConfig
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.expert_balance import FIGURES
 
@@ -24,7 +24,7 @@ class PlainExperts:
         self.bias: dict[str, list[float]] = {}
         self.sent: dict[str, list[int]] = {}  # tokens of this step so far
         self.sums: list[float]  # over these tokens and all layers: the balance and the z-loss without coefficients
-        if not isinstance(model.config, MoEConfig):
+        if not has_experts(model.config):
             return
         self.config = model.config
         for name, module in model.named_modules():
@@ -65,7 +65,7 @@ class PlainExperts:
         for expert in range(config.num_experts):
             is_sent, own = chosen == expert, copies[chosen == expert]
             gate, up = self._linear(own, mlp.experts.gate, expert), self._linear(own, mlp.experts.up, expert)
-            if getattr(config, "activation", "silu") == "silu":
+            if config.activation == "silu":
                 inner = F.silu(gate) * up
             else:
                 inner = gate.clamp(max=7) * torch.sigmoid(1.702 * gate.clamp(max=7)) * (1 + up.clamp(-7, 7))

@@ -29,7 +29,7 @@ def take_definitions(model: Transformer, config: JobConfig, in_pairs: bool = Fal
     for name, module in model.named_modules():
         if isinstance(module, RelativeBias):
             module.forward = partial(_bias_by_distance, module)
-        if isinstance(module, AttentionCore) and (takes_pairs or in_pairs):
+        if isinstance(module, AttentionCore) and (takes_pairs or in_pairs or module.needs_ranges):
             module.forward = partial(_attend_to_pairs, module)
         if name == "position_embedding":
             module.forward = partial(_rows_of, module)
@@ -72,15 +72,33 @@ def _attend_to_pairs(
 ) -> torch.Tensor:  # fmt: skip
     """Attention with a mask of all pairs in place of key ranges, or a bias."""
     rate, is_grouped = core.dropout if core.training else 0.0, q.shape[1] != k.shape[1]
-    mask = bias
+    mask, order, keys = bias, torch.arange(q.shape[2]), torch.arange(k.shape[2])
     if ranges is not None:
-        keys = torch.arange(k.shape[2], device=k.device)
         mask = ((ranges.first[..., None] <= keys) & (keys < ranges.end[..., None]))[:, None]
     elif bias is None and core.is_causal:
         mask = q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+    if core.window:
+        assert mask is not None
+        mask = mask & (order[:, None] - keys < core.window)
+    if core.softcap or core.sinks is not None:
+        return _capped_and_drained(core, q, k, v, mask)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=rate, scale=core.scale, enable_gqa=is_grouped
     )
+
+
+def _capped_and_drained(
+    core: AttentionCore, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Scores that a soft cap bounds, and a sink that takes probability, in at least float32 as kernels do."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1).to(dtype) for x in (k, v))
+    scores = q.to(dtype) @ k.transpose(2, 3) * core.scale_of(q)
+    scores = core.softcap * torch.tanh(scores / core.softcap) if core.softcap else scores
+    scores = scores if mask is None else scores.masked_fill(~mask, -math.inf)
+    if core.sinks is not None:
+        scores = torch.cat((core.sinks.to(dtype)[:, None, None].expand(*scores.shape[:3], 1), scores), 3)
+    return (scores.softmax(3)[..., -k.shape[2] :] @ v).to(q.dtype)
 
 
 def _bias_by_distance(module: RelativeBias, _queries: torch.Tensor, seq_len: int) -> torch.Tensor:

@@ -132,15 +132,20 @@ class TransformerConfig(BaseModel):
 
     @property
     def layer_counts(self) -> tuple[int, ...]:
-        """How many layers of each kind there are. All layers of a kind are alike, and follow each other."""
+        """How many layers of each kind there are. All layers of a kind are alike; `layer_kinds` says where they are."""
         return (self.num_layers,)
+
+    @property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """The kind of each layer, as a number in `layer_counts`. By default those of a kind follow each other."""
+        return tuple(kind for kind, count in enumerate(self.layer_counts) for _ in range(count))
 
     def with_layers(self, num_layers: int) -> dict[str, int]:
         """The fields that give the model another depth."""
         return {"num_layers": num_layers}
 
     def one_of_each(self) -> TransformerConfig:
-        """The shape with one layer of each kind."""
+        """The shape with one layer of each kind, in the order of their numbers."""
         return self.model_copy(update=self.with_layers(len(self.layer_counts)))
 
     @property
@@ -272,6 +277,9 @@ class WithExperts(TransformerConfig):
     expert_ffn_hidden_size: int = Field(0, ge=0, le=2**23, description="width of one expert; 0 means ffn_hidden_size")
     num_shared_experts: int = Field(0, ge=0, le=2**10, description="number of shared experts (fused into one MLP)")
     num_dense_layers: int = Field(0, ge=0, description="first layers with a dense MLP of ffn_hidden_size")
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"] = Field(
+        "silu", description="activation of MLPs and experts; gelu is exact, and relu2 the square of relu"
+    )
     router_bias: bool = Field(False, description="whether the router's logits have biases")
     router_groups: int = Field(1, gt=0, description="groups of consecutive experts")
     router_top_groups: int = Field(1, gt=0, description="groups that a token's experts are in")
@@ -322,7 +330,7 @@ class WithExperts(TransformerConfig):
         size, rest = divmod(self.num_experts, self.router_groups)
         if self.router_groups > 1 and (rest or size < 2):
             raise ValueError(
-                f"router_groups {self.router_groups} must divide num_experts {self.num_experts} into groups of 2 or more"
+                f"router_groups {self.router_groups} must divide num_experts {self.num_experts} in groups of 2 or more"
             )
         if self.router_top_groups > self.router_groups or self.experts_per_token > self.router_top_groups * size:
             raise ValueError(

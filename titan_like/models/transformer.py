@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from titan_like.models.config import TransformerConfig
+from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.cross_entropy import TokenLoss
 from titan_like.models.layers.experts import Router
 from titan_like.models.layers.init import BLOCK_ELEMENTS, fill_normal
@@ -69,6 +71,7 @@ class Transformer(nn.Module):
     pooled: tuple[str, ...] = ()  # of these, the ones that compute once a sequence, not once a token
     may_be_new: tuple[str, ...] = ()  # modules that begin anew where initial weights lack them, such as a new head
     has_output_bias = False
+    final_softcap = 0.0  # logits become final_softcap · tanh(logit / final_softcap); 0: they stay
     initial_elements = BLOCK_ELEMENTS  # of initial weights that one generator draws
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -88,7 +91,7 @@ class Transformer(nn.Module):
         )
         self.output_bias = VocabularyBias(config.padded_vocab_size) if self.has_output_bias else nn.Identity()
         self.mask_padding: nn.Module = PaddingMask(config.vocab_size, config.padded_vocab_size)
-        self.token_loss: nn.Module = TokenLoss(config.vocab_size, config.padded_vocab_size)
+        self.token_loss: nn.Module = TokenLoss(config.vocab_size, config.padded_vocab_size, self.final_softcap)
 
     def keep_stage(self, layers: range, is_first: bool, is_last: bool) -> None:
         """Drop what other pipeline stages hold.
@@ -128,6 +131,33 @@ class Transformer(nn.Module):
         """
         return ()
 
+    def inputs_of(self, layer: int, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Those of the `layer_inputs` that the layer with this number takes: all, unless there are kinds of layers."""
+        return inputs
+
+    def key_ranges(
+        self, batch: int, positions: torch.Tensor, document_mask: KeyRanges | None
+    ) -> dict[str, KeyRanges | None]:
+        """The masks of layers whose attention has a window, a soft cap or sinks, by layer; one for all alike.
+
+        ``positions`` are [seq] or [batch, seq].
+        """
+        masks: dict[int, KeyRanges | None] = {}
+        for core in self._cores.values():
+            if core.window not in masks:
+                masks[core.window] = core.key_ranges(batch, positions.shape[-1], positions.device, document_mask)
+        return {name: masks[core.window] for name, core in self._cores.items()}
+
+    @cached_property
+    def _cores(self) -> dict[str, AttentionCore]:
+        """An attention core of each layer whose cores are alike and need key ranges, by layer."""
+        found = {}
+        for name, layer in self.layers.items():
+            cores = [module for module in layer.modules() if isinstance(module, AttentionCore) and module.needs_ranges]
+            if len({core.window for core in cores}) == 1:
+                found[name] = cores[0]
+        return found
+
     def forward(
         self,
         x: torch.Tensor,
@@ -157,12 +187,13 @@ class Transformer(nn.Module):
         if self.is_first:
             types: tuple[torch.Tensor, ...] = () if token_types is None else (token_types,)
             x = self.embed(x, positions, *lengths, *types)
+        masks = self.key_ranges(len(x), positions, document_mask) if encoder_len is None else {}
         inputs: tuple[Any, ...] = self.layer_inputs(positions, *lengths)
-        if document_mask is not None:
-            inputs = (*inputs, document_mask)
-        for layer in self.layers.values():
+        for name, layer in self.layers.items():
             takes_mask = padding_mask is not None and getattr(layer, "takes_padding_mask", False)
-            x = layer(x, *inputs, **({"padding_mask": padding_mask} if takes_mask else {}))
+            mask = masks.get(name, document_mask)
+            further = {"padding_mask": padding_mask} if takes_mask else {}
+            x = layer(x, *self.inputs_of(int(name), inputs), *(() if mask is None else (mask,)), **further)
         if not self.is_last:
             return x
         if encoder_len is not None:
@@ -194,7 +225,8 @@ class Transformer(nn.Module):
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """The output matrix's input [batch, seq, hidden] → [batch, seq, padded vocab]; those of padding are -inf."""
         logits = self.output(x, self.embedding.weight) if self.config.tied_embeddings else self.output(x)
-        return self.mask_padding(self.output_bias(logits))
+        logits, cap = self.output_bias(logits), self.final_softcap
+        return self.mask_padding(cap * (logits / cap).tanh() if cap else logits)
 
     def loss_of_tokens(self, x: torch.Tensor, labels: Labels, factor: torch.Tensor) -> torch.Tensor:
         """The output matrix's input [batch, seq, hidden] and labels [batch, seq] → `TokenLoss`, a scalar."""
@@ -203,12 +235,13 @@ class Transformer(nn.Module):
         return self.token_loss(x, table, getattr(self.output_bias, "bias", None), labels, factor)
 
     def init_weights(self, seed: int) -> None:
-        """Draw matrices from N(0, `initial_std`²); biases become 0, norm weights 1, and routers begin a training."""
+        """Draw matrices from N(0, `initial_std`²); biases and sinks become 0, norm weights 1; routers begin anew."""
         for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith(("bias", "sinks")):
                 nn.init.zeros_(parameter)
             elif parameter.ndim == 1:
-                nn.init.ones_(parameter)
+                owner = self.get_submodule(name.rpartition(".")[0])
+                nn.init.constant_(parameter, getattr(owner, "initial_vector", 1.0))
             else:
                 fill_normal(parameter, seed, name, self.initial_std(name, parameter), self.initial_elements)
         for module in self.modules():

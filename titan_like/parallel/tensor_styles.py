@@ -23,11 +23,13 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from titan_like.models.layers.cross_entropy import Vocabulary, scaled_loss
 from titan_like.models.layers.init import generator_of
+from titan_like.models.layers.norms import factor_of, normalise
 from titan_like.parallel.collectives import (
     CopyFromFirstRank,
     CopyToTensorRegion,
     Group,
     ReduceFromTensorRegion,
+    SumOfRanks,
     all_gather,
 )
 from titan_like.parallel.extend import extend
@@ -185,15 +187,29 @@ class Norm(TensorParallel):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the activation between layers; x and the result have the same shape."""
-        if isinstance(self, nn.LayerNorm):
-            return F.layer_norm(x, self.normalized_shape, local(self.weight), local(self.bias), self.eps)
-        return F.rms_norm(x, self.normalized_shape, local(self.weight), self.eps)
+        bias = getattr(self, "bias", None)
+        return normalise(self, x, local(self.weight), None if bias is None else local(bias))  # type: ignore[arg-type]
 
 
 class HeadNorm(Norm):
     """A norm over each head in a region: the weights are replicated, and a rank normalises its own heads."""
 
     is_in_region = True
+
+
+class SplitNorm(TensorParallel):
+    """An RMSNorm over all heads in a region: each rank has its own heads, and their part of the weight."""
+
+    placements: ClassVar = {"weight": Shard(0)}
+    normalized_shape: Any
+    eps: float
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., width of this rank] → the same shape. The ranks' sums of squares are added up."""
+        values = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = SumOfRanks.apply(values.square().sum(-1, keepdim=True), self.tensor_group)
+        root = (squares / self.normalized_shape[0] + self.eps).rsqrt()
+        return (values * root * factor_of(self, local(self.weight))).to(x.dtype)
 
 
 class VocabularyEmbedding(TensorParallel):
@@ -262,6 +278,7 @@ class VocabularyLoss(TensorParallel):
     """
 
     chunk: int | None
+    softcap: float
 
     def forward(
         self,
@@ -276,7 +293,8 @@ class VocabularyLoss(TensorParallel):
         here = group.vocabulary(self.padded_vocab_size)
         tokens = min(max(self.vocab_size - here.start, 0), len(here))
         most = -(-self.padded_vocab_size // group.size)
-        vocabulary = Vocabulary(tokens, self.vocab_size, most, here.start, partial(combine, group), self.chunk)
+        sizes = tokens, self.vocab_size, most, here.start
+        vocabulary = Vocabulary(*sizes, partial(combine, group), self.chunk, self.softcap)
         bias = None if bias is None else local(bias)
         return scaled_loss(self.copy_to_region(x), local(weight), bias, labels, factor, vocabulary)
 
@@ -323,17 +341,30 @@ def split_logits(part: torch.Tensor, mesh: DeviceMesh, padded_vocab_size: int) -
 
 
 class SplitHeads(TensorParallel):
-    """Gives each rank its own attention dropout, because it has its own heads. All other random numbers are shared."""
+    """An attention core whose heads are split: its sinks too, and each rank has its own attention dropout.
+
+    All other random numbers are shared.
+    """
+
+    placements: ClassVar = {"sinks": Shard(0)}
+    dropout: float
+    sinks: Any
 
     @classmethod
     def split(cls, module: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-        """As in the base class, where there is dropout. With sequence parallelism no random numbers are shared."""
-        if module.dropout and not sequence_parallel:
+        """As in the base class, where there are sinks or dropout. With sequence parallelism no random numbers are
+        shared.
+        """
+        if module.sinks is not None or (module.dropout and not sequence_parallel):
             super().split(module, mesh, sequence_parallel)
+
+    def local_sinks(self) -> torch.Tensor | None:
+        """Those of this rank's heads."""
+        return None if self.sinks is None else local(self.sinks)
 
     def forward(self, *inputs: Any) -> torch.Tensor:
         """As the module itself, on [batch, heads here, seq, head_dim], with a random stream of this rank."""
-        if not self.training:
+        if not (self.training and self.dropout):
             return super().forward(*inputs)
         # All ranks draw the same number from the CPU's generator, which needs no wait for the device. Activation
         # checkpointing restores that generator, so a recomputation draws the same number again.
@@ -354,6 +385,7 @@ STYLES: dict[str, type[TensorParallel]] = {
     "cross_region": CrossRegion,
     "norm": Norm,
     "head_norm": HeadNorm,
+    "split_norm": SplitNorm,
     "replicated_linear": ReplicatedLinear,
     "router": ReplicatedRouter,
     "split_heads": SplitHeads,

@@ -197,7 +197,7 @@ class Space:
 
     def _fullest(self, group: Workload, choice: tuple[str, int]) -> int:
         """Layers on the rank with the most."""
-        return max(map(sum, pipeline_of(self.member(group, *choice, 0, 1, group.shard)).layers))
+        return max(pipeline_of(self.member(group, *choice, 0, 1, group.shard)).layers)
 
     def _schedules(self, pipeline: int) -> list[tuple[str, int]]:
         if pipeline == 1:

@@ -111,9 +111,6 @@ def check_expert_parallel(config: JobConfig, model: TransformerConfig, layout: L
     require(ranks % degree == 0, key, degree, f"does not divide {factors}; use a divisor of it")
     problem = "MoE with tensor parallelism needs sequence parallelism; set it to true"
     require(layout.tensor == 1 or layout.sequence_parallel, "parallelism.sequence_parallel", False, problem)
-    problem = 'MoE with qk_norm = "all" does not support tensor parallelism; use 1'
-    norm = getattr(model, "qk_norm", "none")
-    require(layout.tensor == 1 or norm != "all", "parallelism.tensor_parallel_degree", layout.tensor, problem)
     problem = f"does not fit float8 experts with tensor_parallel_degree = {layout.tensor}, which keep the rows of each "
     problem += "microbatch together; use a divisor or a multiple of it, or set float8.enable to false"
     fits = degree % layout.tensor == 0 or layout.tensor % degree == 0

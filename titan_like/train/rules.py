@@ -304,6 +304,8 @@ def _check_masks(config: JobConfig, model: TransformerConfig) -> None:
     for key in ("reset_position_ids", "reset_attention_mask", "prefix_lm"):
         problem = f"{family} has only {_ATTENTION[model.objective]} attention over whole samples; leave it out"
         require(not getattr(section, key) or model.supports_masks, f"data.{key}", True, problem)
+    windows = section.prefix_lm and any(core.window for kind in model.parts.kinds for core in kind.cores)
+    require(not windows, "data.prefix_lm", True, f"{family} has layers with a window, which is causal; leave it out")
     problem = f"{family} {learns}, never the first token of the next document; leave it out"
     require(not section.eod_mask_loss or model.is_causal, "data.eod_mask_loss", True, problem)
     for objective, (example, keys) in _ONLY_FOR.items():

@@ -21,7 +21,7 @@ from titan_like.data.lengths import sample_length
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.tokenizer import describe_vocabulary
 from titan_like.metrics.console import LineContext, format_log_line, format_sources
-from titan_like.metrics.flops import ThroughputMeter
+from titan_like.metrics.flops import ThroughputMeter, visible_pairs
 from titan_like.metrics.hardware import device_name, memory_bytes, peak_memory_bytes, peak_tflops
 from titan_like.metrics.profiling import StepProfiler
 from titan_like.metrics.record import StepRecord, named_losses
@@ -204,12 +204,12 @@ class Trainer(ValidatedState):
 
     def _count(self, batches: Sequence[Batch]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Count the global batch, in float64: its labels of each prediction [predictions], its tokens that are not
-        padding, and the pairs of a query and a key that document masks leave (0 if samples have no masks).
+        padding, and the pairs of a query and a key that document masks leave in all layers (0 without masks).
         """
         num_each = torch.stack([num_labels(batch, self.run.model.predictions) for batch in batches]).sum(0)
-        pairs = [(seen.end - seen.first).sum() for batch in batches if (seen := batch.document_mask) is not None]
+        masks = [mask for batch in batches if (mask := batch.document_mask) is not None]
         num_tokens = torch.stack(list(map(count_tokens, batches))).sum()
-        num_pairs = torch.stack(pairs).sum() if pairs else torch.zeros_like(num_tokens)
+        num_pairs = sum([visible_pairs(self.run.model, mask) for mask in masks], torch.zeros_like(num_tokens))
         counts = torch.cat((num_each, num_tokens[None], num_pairs[None]))
         if self.token_group.size() > 1:
             dist.all_reduce(counts, group=self.token_group)

@@ -44,7 +44,7 @@ def mask_by_local_position(cp_shard: CPShard, batch: Batch, length: int) -> Batc
     """A query sees as many keys as its number in the CP shard says."""
     if batch.document_mask is None:
         return batch
-    first, end, _ = batch.document_mask
+    first, end, *_ = batch.document_mask
     return batch._replace(document_mask=KeyRanges(first, torch.arange(1, end.shape[1] + 1).expand_as(end)))
 
 
@@ -115,8 +115,8 @@ def backward_ring_stands_still() -> Iterator[None]:
         own[:] = [block]
         yield from original(block, *ring)
 
-    def gradients(here: list[torch.Tensor], keys: torch.Tensor, block: Any, scale: float) -> tuple[torch.Tensor, ...]:
-        return in_backward(here, own[0][..., block.keys, :], block, scale)
+    def gradients(here: list[torch.Tensor], keys: torch.Tensor, block: Any, how: Any) -> tuple[torch.Tensor, ...]:
+        return in_backward(here, own[0][..., block.keys, :], block, how)
 
     with patch.object(cp_attention, "_passing", passing), patch.object(cp_attention, "_gradients", gradients):
         yield

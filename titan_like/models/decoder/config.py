@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -53,9 +54,6 @@ class DecoderConfig(WithHeadSize, WithExperts):
         "pre", description="norms before a block, after it, both; or attention and MLP of the same hidden states"
     )
     mlp_bias: bool = Field(False, description="whether dense MLPs have biases")
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"] = Field(
-        "silu", description="activation of MLPs and experts; gelu is exact, and relu2 the square of relu"
-    )
     gated: bool = Field(True, description="down(activation(gate) · up), or down(activation(up))")
     embedding_scale: float = Field(1.0, gt=0, le=1e6, description="factor on the embeddings")
     residual_scale: float = Field(1.0, gt=0, le=1e6, description="factor on what a block adds to the hidden states")
@@ -106,30 +104,23 @@ class DecoderConfig(WithHeadSize, WithExperts):
 
     @model_validator(mode="after")
     def _check_features(self) -> DecoderConfig:
+        lengths = {len(factors) for factors in self._factors() if factors}
+        rules = {
+            "experts are gated; set gated to true": self.gated or not self.num_experts,
+            "activation clamped_swiglu is that of a gated MLP; set gated to true": self.gated
+            or self.activation != "clamped_swiglu",
+            'qk_norm "all" is an RMSNorm; set norm to rms, or qk_norm to "head" or "none"': self.qk_norm != "all"
+            or self.norm == "rms",
+            f"longrope needs a factor for each of the {self.rotary_size // 2} pairs of rotated dimensions; set as many "
+            "short_factors and long_factors": lengths <= {self.rotary_size // 2},
+        }
         absent = {
-            "layer_pattern": bool(self.layer_pattern),
-            "kinds": bool(self.kinds),
-            "rope_scaling": self.rope_scaling is not None and self.rope_scaling.type != "llama3",
-            "rotary_fraction": self.rotary_fraction != 1,
-            "attention_bias": self.attention_bias != "none",
-            "attention_scale": self.attention_scale != 0,
-            "attention_softcap": self.attention_softcap != 0,
-            "attention_sinks": self.attention_sinks,
-            "norm": self.norm != "rms",
-            "norm_offset": self.norm_offset,
-            "block": self.block != "pre",
-            "mlp_bias": self.mlp_bias,
-            "activation": self.activation != "silu",
-            "gated": not self.gated,
-            "embedding_scale": self.embedding_scale != 1,
-            "residual_scale": self.residual_scale != 1,
-            "logit_scale": self.logit_scale != 1,
-            "final_softcap": self.final_softcap != 0,
             "kv_lora_rank": bool(self.kv_lora_rank),
             "mtp_layers": bool(self.mtp_layers),
         }
-        for name in (name for name, is_set in absent.items() if is_set):
-            raise ValueError(f"{name} is not supported yet; leave it at {type(self).model_fields[name].default!r}")
+        rules |= {f"{name} is not supported yet; leave it out": not is_set for name, is_set in absent.items()}
+        for problem in (problem for problem, holds in rules.items() if not holds):
+            raise ValueError(problem)
         return self
 
     @property
@@ -137,13 +128,77 @@ class DecoderConfig(WithHeadSize, WithExperts):
         """Dimensions of each head that are rotated, the first ones."""
         return int(self.head_dim * self.rotary_fraction)
 
+    @property
+    def kind_names(self) -> tuple[str, ...]:
+        """The names of the kinds of layers, in the order in which they begin."""
+        return tuple(dict.fromkeys(self.layer_pattern or [FULL]))
+
     def kind_of(self, layer: int) -> str:
         """The name of the kind of the layer with this number."""
         return self.layer_pattern[layer % len(self.layer_pattern)] if self.layer_pattern else FULL
 
+    def kind(self, name: str) -> LayerKind:
+        """The kind of this name."""
+        return self.kinds.get(name) or LayerKind(rope_theta=self.rope_theta, rope_scaling=self.rope_scaling)
+
+    @property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """Layers differ in their kind, and in whether they have experts; kinds are numbered as they first appear."""
+        layers = self._layers(self.num_layers)
+        numbers = {layer: number for number, layer in enumerate(dict.fromkeys(layers))}
+        return tuple(numbers[layer] for layer in layers)
+
+    @property
+    def layer_counts(self) -> tuple[int, ...]:
+        """As `layer_kinds` says."""
+        return tuple(Counter(self._layers(self.num_layers)).values())
+
+    def _layers(self, count: int) -> list[tuple[bool, str]]:
+        """(whether the MLP is dense, name of the kind) of so many first layers."""
+        return [(number < self.num_dense_layers, self.kind_of(number)) for number in range(count)]
+
+    def with_layers(self, num_layers: int) -> dict[str, Any]:
+        """One layer of each kind, and then those that follow in the pattern, whose MLPs are not dense."""
+        if not self.layer_pattern:
+            return super().with_layers(num_layers)
+        layers = list(dict.fromkeys(self._layers(self.num_layers)))
+        if len(layers) < num_layers:
+            first = self._layers(num_layers)
+            more = [(False, kind) for _, kind in first[len(layers) :]]
+            layers = first if set(layers) == set(first) else layers + more
+        num_dense = sum(is_dense for is_dense, _ in layers)
+        return {"num_layers": num_layers, "num_dense_layers": num_dense, "layer_pattern": [kind for _, kind in layers]}
+
     def shrunk(self, seq_len: int) -> dict[str, Any]:
-        """Heads together stay wider than the hidden states, and scaled frequencies in effect."""
-        fields = super().shrunk(seq_len) | {"head_size": 32 if self.attention_size > self.hidden_size else 0}
-        if self.rope_scaling is not None:
-            fields["rope_scaling"] = self.rope_scaling.model_dump() | {"original_max_seq_len": seq_len // 2}
-        return fields
+        """Heads together stay wider than the hidden states, and windows, caps and scaled frequencies in effect."""
+        has_own_head = self.rotary_fraction != 1 or self.attention_scale or any(self._factors())
+        head = 32 if self.attention_size > self.hidden_size else 16 if has_own_head else 0
+        rotary = 2 * max(1, round(head * self.rotary_fraction / 2))
+
+        def small(scaling: RopeScaling | None) -> dict[str, Any] | None:
+            if scaling is None:
+                return None
+            fields = scaling.model_dump()
+            for name in ("short_factors", "long_factors"):
+                fields[name] = fields[name][:: max(1, 2 * len(fields[name]) // rotary)][: rotary // 2]
+            return fields | {"original_max_seq_len": seq_len // 2}
+
+        windows = sorted({kind.window for kind in self.kinds.values()} - {0})
+        sizes = {0: 0} | {window: seq_len // 3 + number for number, window in enumerate(windows)}
+        kinds = {
+            name: kind.model_dump() | {"window": sizes[kind.window], "rope_scaling": small(kind.rope_scaling)}
+            for name, kind in self.kinds.items()
+        }
+        return super().shrunk(seq_len) | {
+            "head_size": head,
+            "rotary_fraction": rotary / head if has_own_head else 1.0,
+            "attention_scale": self.attention_scale * (self.head_dim / (head or 1)) ** 0.5,
+            "attention_softcap": min(self.attention_softcap, 1.0),
+            "final_softcap": min(self.final_softcap, 1.0),
+            "rope_scaling": small(self.rope_scaling),
+            "kinds": kinds,
+        }
+
+    def _factors(self) -> list[list[float]]:
+        scalings = [kind.rope_scaling for kind in (self.kind(name) for name in self.kind_names)]
+        return [factors for one in scalings if one is not None for factors in (one.short_factors, one.long_factors)]

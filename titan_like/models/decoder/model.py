@@ -2,41 +2,66 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from titan_like.models.decoder.config import DecoderConfig
+from titan_like.models.decoder.config import DecoderConfig, LayerKind
 from titan_like.models.layers.attention import SelfAttention
 from titan_like.models.layers.experts import SparseMLP
 from titan_like.models.layers.key_ranges import KeyRanges
-from titan_like.models.layers.mlp import SwiGLUMLP
-from titan_like.models.layers.positions import rope_cos_sin, rope_frequencies
-from titan_like.models.transformer import Transformer
+from titan_like.models.layers.mlp import GatedMLP, PlainMLP
+from titan_like.models.layers.norms import make_norm
+from titan_like.models.layers.positions import rope_cos_sin, rope_frequencies, rope_magnitude
+from titan_like.models.transformer import Labels, Transformer
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """A block of attention and one of an MLP. What a block computes is added to the hidden states."""
 
     def __init__(self, config: DecoderConfig, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
-        hidden = config.hidden_size
+        self.block, self.residual_scale = config.block, config.residual_scale
         self.takes_padding_mask = isinstance(mlp, SparseMLP)  # experts do not count padding
-        self.attention_norm = nn.RMSNorm(hidden, config.norm_eps)
+        has_two = config.block == "sandwich"
+        self.attention_norm = norm_of(config)
         self.attention = attention
-        self.mlp_norm = nn.RMSNorm(hidden, config.norm_eps)
+        self.attention_post_norm = norm_of(config) if has_two else None
+        self.mlp_norm = norm_of(config)
         self.mlp = mlp
+        self.mlp_post_norm = norm_of(config) if has_two else None
 
     def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, document_mask: KeyRanges | None = None, **mlp: Any
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        document_mask: KeyRanges | None = None,
+        **mlp: Any,
     ) -> torch.Tensor:
-        """[batch, seq, hidden] → [batch, seq, hidden]; cos and sin are [seq, head_dim / 2], or with a batch before.
+        """[batch, seq, hidden] → [batch, seq, hidden]; cos and sin are [seq, rotated / 2], or with a batch before.
 
-        Causal without ``document_mask``. The MLP takes further inputs.
+        Causal without ``document_mask``, and without positions if cos and sin are None. The MLP takes further inputs.
         """
-        x = x + self.attention(self.attention_norm(x), (cos, sin), document_mask)
-        return x + self.mlp(self.mlp_norm(x), **mlp)
+        rope = None if cos is None else (cos, sin)
+        if self.block == "post":
+            x = self.add(x, self.attention(x, rope, document_mask), self.attention_norm)
+            return self.add(x, self.mlp(x, **mlp), self.mlp_norm)
+        after = self.add(x, self.attention(self.attention_norm(x), rope, document_mask), self.attention_post_norm)
+        entered = x if self.block == "parallel" else after
+        return self.add(after, self.mlp(self.mlp_norm(entered), **mlp), self.mlp_post_norm)
+
+    def add(self, x: torch.Tensor, result: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
+        """The hidden states x plus what a block computed, normalised and scaled; all [batch, seq, hidden]."""
+        result = result if norm is None else norm(result)
+        return x + (result if self.residual_scale == 1 else self.residual_scale * result)
+
+
+def norm_of(config: DecoderConfig) -> nn.Module:
+    """A norm over the hidden states."""
+    return make_norm(config.hidden_size, config.norm_eps, config.norm, config.norm_offset)
 
 
 class Decoder(Transformer):
@@ -48,7 +73,12 @@ class Decoder(Transformer):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         self.layers.update({str(i): self.new_layer(i) for i in range(config.num_layers)})
-        self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = norm_of(config)
+
+    @property
+    def final_softcap(self) -> float:  # type: ignore[override]
+        """The soft cap of the logits."""
+        return self.config.final_softcap
 
     def new_layer(self, number: int) -> DecoderLayer:
         """Build the layer with this number."""
@@ -57,24 +87,59 @@ class Decoder(Transformer):
             hidden,
             config.num_attention_heads,
             config.num_kv_heads,
-            bias=False,
+            bias=config.attention_bias != "none",
+            proj_bias=config.attention_bias == "all",
             head_dim=config.head_dim,
+            scale=config.attention_scale or None,
             qk_norm=config.qk_norm,
             norm_eps=config.norm_eps,
+            norm=partial(make_norm, kind=config.norm, offset=config.norm_offset),
+            softcap=config.attention_softcap,
+            window=config.kind(config.kind_of(number)).window,
+            sinks=config.attention_sinks,
         )
-        has_experts = config.num_experts > 0 and number >= config.num_dense_layers
-        mlp = SparseMLP(config) if has_experts else SwiGLUMLP(hidden, config.ffn_hidden_size)
-        return DecoderLayer(config, attention, mlp)
+        if config.num_experts and number >= config.num_dense_layers:
+            return DecoderLayer(config, attention, SparseMLP(config))
+        kind = GatedMLP if config.gated else PlainMLP
+        return DecoderLayer(
+            config, attention, kind(hidden, config.ffn_hidden_size, config.activation, bias=config.mlp_bias)
+        )
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """tokens [batch, seq] → hidden states [batch, seq, hidden]. Positions enter in the attention."""
-        return self.embedding(tokens)
+        return _scaled(self.embedding(tokens), self.config.embedding_scale)
 
-    def layer_inputs(self, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The rotary (cos, sin), each [*positions.shape, head_dim / 2], computed once for all layers."""
-        config = self.config
-        frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling, positions.device)
-        return rope_cos_sin(positions, frequencies)
+    def layer_inputs(self, positions: torch.Tensor) -> tuple[Any, ...]:
+        """The rotary (cos, sin) of each kind of layer, each [*positions.shape, rotated / 2], or None without rotation.
+
+        They are computed once for all layers. Of a single kind, (cos, sin) is the result itself.
+        """
+        tables = [self._cos_sin(self.config.kind(name), positions) for name in self.config.kind_names]
+        return tables[0] if len(tables) == 1 else tuple(tables)
+
+    def _cos_sin(self, kind: LayerKind, positions: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        if not kind.rope_theta:
+            return None, None
+        rope = self.config.rotary_size, kind.rope_theta, kind.rope_scaling
+        frequencies = rope_frequencies(*rope, positions.device, positions.shape[-1] * self.context_shards)
+        return rope_cos_sin(positions, frequencies, rope_magnitude(kind.rope_scaling))
+
+    def inputs_of(self, layer: int, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """As in the base class: (cos, sin) of the layer's kind."""
+        names = self.config.kind_names
+        return inputs if len(names) == 1 else inputs[names.index(self.config.kind_of(layer))]
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """As in the base class."""
+        return super().logits(_scaled(x, self.config.logit_scale))
+
+    def loss_of_tokens(self, x: torch.Tensor, labels: Labels, factor: torch.Tensor) -> torch.Tensor:
+        """As in the base class."""
+        return super().loss_of_tokens(_scaled(x, self.config.logit_scale), labels, factor)
+
+
+def _scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+    return x if factor == 1 else factor * x
 
 
 build = Decoder

@@ -30,8 +30,11 @@ LLAMA = _AROUND_MLPS | _DENSE
 def _plan(config: DecoderConfig) -> dict[str, str]:
     """Experts are left to `titan_like.parallel.experts`. Shared ones are split as dense MLPs are."""
     plan = dict(_AROUND_MLPS)
-    if config.qk_norm == "head":
-        plan |= {f"layers.*.attention.{part}_norm": "head_norm" for part in "qk"}
+    if config.block == "sandwich":
+        plan |= {f"layers.*.{block}_post_norm": "norm" for block in ("attention", "mlp")}
+    if config.qk_norm != "none":
+        style = "head_norm" if config.qk_norm == "head" else "split_norm"
+        plan |= {f"layers.*.attention.{part}_norm": style for part in "qk"}
     dense = [_MLP]
     if config.num_experts:
         plan[f"{_MLP}.router"] = "router"
@@ -39,6 +42,8 @@ def _plan(config: DecoderConfig) -> dict[str, str]:
         dense += [f"{_MLP}.shared"] if config.num_shared_experts else []
     for prefix in dense:
         plan |= {prefix + name.removeprefix(_MLP): style for name, style in _DENSE.items()}
+        if not config.gated:
+            del plan[f"{prefix}.gate"]
     return plan
 
 

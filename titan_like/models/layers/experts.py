@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from titan_like.models.layers.mlp import GATED_ACTIVATIONS, SwiGLUMLP
+from titan_like.models.layers.mlp import GATED_ACTIVATIONS, GatedMLP
 from titan_like.torch_private import grouped_product
 
 if TYPE_CHECKING:
@@ -269,7 +269,7 @@ class Experts(nn.Module):
     def __init__(self, config: WithExperts) -> None:
         super().__init__()
         hidden, ffn = config.hidden_size, config.expert_ffn_hidden_size
-        self.gated = GATED_ACTIVATIONS[getattr(config, "activation", "silu")]
+        self.gated = GATED_ACTIVATIONS[config.activation]
         self.gate = ExpertLinear(config, hidden, ffn)
         self.up = ExpertLinear(config, hidden, ffn)
         self.down = ExpertLinear(config, ffn, hidden)
@@ -289,7 +289,7 @@ class SparseMLP(nn.Module):
         self.router = router or Router(config)
         self.experts = Experts(config)
         shared = config.num_shared_experts * config.expert_ffn_hidden_size
-        self.shared = SwiGLUMLP(config.hidden_size, shared) if shared else None
+        self.shared = GatedMLP(config.hidden_size, shared, config.activation) if shared else None
 
     def forward(self, x: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
         """[batch, seq, hidden] → [batch, seq, hidden]. ``padding_mask`` is that of `Router.forward`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -24,22 +23,14 @@ class GeluMLP(nn.Module):
         return self.fc2(F.gelu(self.fc1(x), approximate=self.approximate))
 
 
-class ReluMLP(nn.Module):
-    """down(relu(up(x))) without biases, as in the original T5 (arXiv 1910.10683)."""
-
-    def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
-        self.down = nn.Linear(ffn_hidden_size, hidden_size, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, seq, hidden] → [batch, seq, hidden]."""
-        return self.down(F.relu(self.up(x)))
+def relu2(x: torch.Tensor) -> torch.Tensor:
+    """The square of relu, elementwise (arXiv 2109.08668)."""
+    return F.relu(x).square()
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) · up, elementwise (arXiv 2002.05202)."""
-    return F.silu(gate) * up
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU by its tanh approximation, elementwise."""
+    return F.gelu(x, approximate="tanh")
 
 
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -48,33 +39,51 @@ def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
-GATED_ACTIVATIONS = {"silu": swiglu, "clamped_swiglu": clamped_swiglu}
-"""Of gate and up, by name."""
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": gelu_tanh, "relu": F.relu, "relu2": relu2}
+"""Elementwise functions, by name."""
 
 
-class GatedMLP(nn.Module):
-    """down(activation(gate(x)) · up(x)) without biases (arXiv 2002.05202)."""
+def _times_up(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return activation(gate) * up
 
-    activation: Callable[[torch.Tensor], torch.Tensor]  # elementwise; of the class
+    return gated
 
-    def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
+
+GATED_ACTIVATIONS = {name: _times_up(function) for name, function in ACTIVATIONS.items()}
+"""Elementwise functions of gate and up, by name (arXiv 2002.05202)."""
+GATED_ACTIVATIONS["clamped_swiglu"] = clamped_swiglu
+
+
+class PlainMLP(nn.Module):
+    """down(activation(up(x))), as in the original T5 (arXiv 1910.10683)."""
+
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, activation: str, bias: bool = False) -> None:
+        """``activation`` is one of `ACTIVATIONS`."""
         super().__init__()
-        self.gate = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
-        self.up = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
-        self.down = nn.Linear(ffn_hidden_size, hidden_size, bias=False)
+        self.activation = ACTIVATIONS[activation]
+        self.up = nn.Linear(hidden_size, ffn_hidden_size, bias=bias)
+        self.down = nn.Linear(ffn_hidden_size, hidden_size, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, seq, hidden] → [batch, seq, hidden]."""
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+        return self.down(self.activation(self.up(x)))
 
 
-class SwiGLUMLP(GatedMLP):
-    """A gated MLP with SiLU, as in Llama."""
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) · up(x)), with SiLU as in Llama (SwiGLU, arXiv 2002.05202)."""
 
-    activation = staticmethod(F.silu)
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, activation: str = "silu", bias: bool = False) -> None:
+        """``activation`` is one of `GATED_ACTIVATIONS`."""
+        super().__init__()
+        self.gated = GATED_ACTIVATIONS[activation]
+        self.gate = nn.Linear(hidden_size, ffn_hidden_size, bias=bias)
+        self.up = nn.Linear(hidden_size, ffn_hidden_size, bias=bias)
+        self.down = nn.Linear(ffn_hidden_size, hidden_size, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, seq, hidden] → [batch, seq, hidden]."""
+        return self.down(self.gated(self.gate(x), self.up(x)))
 
 
-class GeGLUMLP(GatedMLP):
-    """A gated MLP with GELU in its tanh approximation, as in T5 v1.1."""
-
-    activation = staticmethod(partial(F.gelu, approximate="tanh"))
+SwiGLUMLP = GatedMLP  # the name by which families of one's own import it
