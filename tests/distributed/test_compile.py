@@ -75,6 +75,7 @@ def test_split_experts_are_a_graph_for_any_number_of_rows(tmp_path, layout):
 
 def test_the_graph_of_split_experts_keeps_to_a_budget():
     sizes = SimpleNamespace(hidden_size=64, expert_ffn_hidden_size=96, num_experts=4, experts_per_token=2)
+    sizes.expert_bias, sizes.activation = False, "silu"
     rows, ends = torch.randn(512, 64, requires_grad=True), torch.arange(128, 513, 128, dtype=torch.int32)
     kept = list[int]()
     for section in (ActivationCheckpoint(), ActivationCheckpoint(mode="budget", budget=0.0)):

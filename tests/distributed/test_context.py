@@ -19,12 +19,17 @@ from titan_like.parallel.extend import extend
 
 BATCH, HEADS, KV_HEADS, LENGTH, HEAD_DIM = 2, 8, 4, 32, 8
 MASKS = ("causal", "documents", "prefix", "bidirectional")
+# Windows that end within chunks of the sequence, and documents that do.
+FEATURES: dict[str, dict[str, Any]] = {
+    "window": {"window": 11}, "window documents": {"window": 7}, "softcap": {"softcap": 0.7},
+    "sinks": {"num_sinks": HEADS}, "all documents": {"window": 3, "softcap": 0.7, "num_sinks": HEADS},
+}  # fmt: skip
 
 
 def mask_of(mask: str) -> KeyRanges | None:
     """Documents of 5, 11, 1 and 15 tokens, and in the second sample of 32; a prefix of 9 tokens in each."""
     order = torch.arange(LENGTH).expand(BATCH, -1)
-    if mask in ("causal", "bidirectional"):
+    if mask in ("causal", "bidirectional", "window", "softcap", "sinks"):
         return None
     if mask == "prefix":
         return KeyRanges(torch.zeros_like(order), torch.maximum(order + 1, torch.full_like(order, 9)))
@@ -46,9 +51,13 @@ def attend_on_shards(rank: int, size: int) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(0)
         shapes = [(BATCH, heads, LENGTH, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
         *inputs, gradient = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-        for mask in MASKS:
+        for mask in (*MASKS, *FEATURES):
             for method in CORES:
-                whole, part = AttentionCore(0.0, mask != "bidirectional"), AttentionCore(0.0, mask != "bidirectional")
+                options = FEATURES.get(mask, {"is_causal": mask != "bidirectional"})
+                whole, part = (AttentionCore(0.0, **options).to(torch.float64) for _ in range(2))
+                for core in (whole, part):
+                    if core.sinks is not None:
+                        torch.nn.init.normal_(core.sinks, generator=torch.Generator().manual_seed(1))
                 leaves = [x.clone().requires_grad_() for x in inputs]
                 expected = whole(*leaves, mask_of(mask))
                 expected.backward(gradient)
@@ -65,6 +74,10 @@ def attend_on_shards(rank: int, size: int) -> dict[str, Any]:
                 pairs = [(result, expected), *((x.grad, y.grad) for x, y in zip(own, leaves, strict=True))]
                 norms = [y.double().norm() for _, y in pairs]
                 errors = [(x.double() - y[:, :, places]).norm() / n for (x, y), n in zip(pairs, norms, strict=True)]
+                if whole.sinks is not None and part.sinks is not None:  # a rank has the part of its queries or heads
+                    total = part.sinks.grad.clone()
+                    dist.all_reduce(total)
+                    errors.append((total - whole.sinks.grad).norm() / whole.sinks.grad.norm())
                 name = f"{dtype} {method} {mask}".removeprefix("torch.")
                 for kind, taken, given in sent.calls:
                     messages[kind] += max(taken, given)
@@ -79,7 +92,7 @@ def attended(request: pytest.FixtureRequest) -> tuple[int, list[dict[str, Any]]]
 
 def test_every_method_is_exact_with_every_mask(attended: tuple[int, list[dict[str, Any]]]) -> None:
     _, ranks = attended
-    assert all(len(found) == 2 * len(MASKS) * len(CORES) for found in ranks)
+    assert all(len(found) == 2 * (len(MASKS) + len(FEATURES)) * len(CORES) for found in ranks)
     for found in ranks:
         for name, (errors, _) in found.items():
             if name.startswith("float64"):
@@ -95,7 +108,7 @@ def test_bytes_are_those_of_the_formulas(attended: tuple[int, list[dict[str, Any
     size, ranks = attended
     for found in ranks:
         for name, (_, sent) in found.items():
-            dtype, method, _ = name.split()
+            dtype, method, *_ = name.split()
             element, wide = (8, 8) if dtype == "float64" else (2, 4)
             row = BATCH * LENGTH * HEAD_DIM // size  # elements of a head on a process
             if method == "all_gather":

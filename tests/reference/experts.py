@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from tests.reference.float8 import Float8Linear
 from titan_like.config.schema import Float8
-from titan_like.models.layers.experts import SparseMLP
-from titan_like.models.moe.config import MoEConfig
+from titan_like.models.config import has_experts
+from titan_like.models.layers.experts import ExpertLinear, SparseMLP
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.expert_balance import FIGURES
 
@@ -23,8 +23,8 @@ class PlainExperts:
         self.load: dict[str, list[float]] = {}  # layer → each expert's share of the last good step's tokens
         self.bias: dict[str, list[float]] = {}
         self.sent: dict[str, list[int]] = {}  # tokens of this step so far
-        self.sums: list[float]  # over these tokens and all layers: the balance and the z-loss without coefficients
-        if not isinstance(model.config, MoEConfig):
+        self.sums: dict[str, list[float]] = {}  # over these tokens: the balance and the z-loss without coefficients
+        if not has_experts(model.config):
             return
         self.config = model.config
         for name, module in model.named_modules():
@@ -41,10 +41,17 @@ class PlainExperts:
         config, tokens = self.config, x.flatten(0, 1)
         exact = torch.promote_types(x.dtype, torch.float32)
         logits = tokens.to(exact) @ mlp.router.weight.to(exact).t()
+        if mlp.router.logit_bias is not None:
+            logits = logits + mlp.router.logit_bias.to(exact)
         exponentials = (logits - logits.max(1, keepdim=True).values.detach()).exp()
         probabilities = exponentials / exponentials.sum(1, keepdim=True)
         scores = probabilities if config.router_score == "softmax" else 1 / (1 + (-logits).exp())
         ranked = scores.detach() + torch.tensor(self.bias[name], dtype=exact, device=x.device)
+        for row in ranked if config.router_top_groups < config.router_groups else ():
+            groups = row.chunk(config.router_groups)  # views
+            sums = [sum(group.sort(descending=True).values[:2]).item() for group in groups]
+            for group in sorted(range(len(groups)), key=lambda number: -sums[number])[config.router_top_groups :]:
+                groups[group].fill_(-math.inf)
         chosen = ranked.argsort(dim=1, descending=True, stable=True)[:, : config.experts_per_token]
         weights = torch.stack([scores[torch.arange(len(scores)), one] for one in chosen.t()], 1)
         if config.renormalize:
@@ -56,18 +63,20 @@ class PlainExperts:
         copies = tokens[:, None].expand(-1, config.experts_per_token, -1)  # one for each choice
         results = torch.zeros_like(copies)
         for expert in range(config.num_experts):
-            gate, up, down = (
-                linear.weight.unflatten(0, (config.num_experts, -1))[expert]
-                for linear in (mlp.experts.gate, mlp.experts.up, mlp.experts.down)
-            )
             is_sent, own = chosen == expert, copies[chosen == expert]
-            inner = F.silu(self._linear(own, gate)) * self._linear(own, up)
-            results = results.masked_scatter(is_sent[..., None], self._linear(inner, down))
+            gate, up = self._linear(own, mlp.experts.gate, expert), self._linear(own, mlp.experts.up, expert)
+            if config.activation == "silu":
+                inner = F.silu(gate) * up
+            else:
+                inner = gate.clamp(max=7) * torch.sigmoid(1.702 * gate.clamp(max=7)) * (1 + up.clamp(-7, 7))
+            results = results.masked_scatter(is_sent[..., None], self._linear(inner, mlp.experts.down, expert))
         total = (results * weights[..., None]).sum(1).to(x.dtype).view(x.shape)
         return total if mlp.shared is None else total + mlp.shared(x)
 
-    def _linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return Float8Linear.apply(x, weight, self.float8.recipe) if self.float8.enable else x @ weight.t()
+    def _linear(self, x: torch.Tensor, linear: ExpertLinear, expert: int) -> torch.Tensor:
+        weight = linear.weight.unflatten(0, (self.config.num_experts, -1))[expert]
+        result = Float8Linear.apply(x, weight, self.float8.recipe) if self.float8.enable else x @ weight.t()
+        return result if linear.bias is None else result + linear.bias.unflatten(0, (-1, len(weight)))[expert]
 
     def _note(self, name: str, logits: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor) -> None:
         config, balance = self.config, logits.new_zeros(())
@@ -76,7 +85,7 @@ class PlainExperts:
             share = (scores[:, expert] / scores.sum(1)).sum()
             balance = balance + config.num_experts * self.load[name][expert] * share
         z = (logits.exp().sum(1).log() ** 2).sum()
-        self.sums = [old + new.item() for old, new in zip(self.sums, (balance, z), strict=True)]
+        self.sums[name] = [old + new.item() for old, new in zip(self.sums[name], (balance, z), strict=True)]
         coefficient = config.balance_coefficient if config.balance == "auxiliary" else 0.0
         self.losses.append(coefficient * balance + config.z_loss_coefficient * z)
 
@@ -84,10 +93,12 @@ class PlainExperts:
         """What a step reports of its experts, by its names in metrics.jsonl."""
         if not self.sent:
             return {}
-        tokens = [sum(sent) for sent in self.sent.values()]  # times the experts of each, in each layer
         shares = [number * len(sent) / sum(sent) for sent in self.sent.values() for number in sent]
         entropies = [-sum(n / sum(sent) * math.log(n / sum(sent)) for n in sent if n) for sent in self.sent.values()]
-        losses = [total * self.config.experts_per_token / tokens[0] for total in self.sums]
+        each = [
+            [x * self.config.experts_per_token / sum(self.sent[name]) for x in self.sums[name]] for name in self.sent
+        ]
+        losses = map(sum, zip(*each, strict=True))
         entropy = sum(entropies) / len(entropies) / math.log(self.config.num_experts)
         found = (*losses, min(shares), max(shares), entropy)
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in zip(FIGURES, found, strict=True)}
@@ -100,7 +111,7 @@ class PlainExperts:
     def forget(self) -> None:
         """After a step that updates nothing, or before the first: nothing is counted yet."""
         self.sent = {name: [0] * self.config.num_experts for name in self.load}
-        self.sums = [0.0, 0.0]
+        self.sums = {name: [0.0, 0.0] for name in self.load}
 
     def update(self) -> None:
         """After a step: its loads are those of the next one, and biases move towards equal loads."""

@@ -29,7 +29,7 @@ def take_definitions(model: Transformer, config: JobConfig, in_pairs: bool = Fal
     for name, module in model.named_modules():
         if isinstance(module, RelativeBias):
             module.forward = partial(_bias_by_distance, module)
-        if isinstance(module, AttentionCore) and (takes_pairs or in_pairs):
+        if isinstance(module, AttentionCore) and (takes_pairs or in_pairs or module.needs_ranges):
             module.forward = partial(_attend_to_pairs, module)
         if name == "position_embedding":
             module.forward = partial(_rows_of, module)
@@ -42,10 +42,10 @@ def _rows_of(table: nn.Module, positions: torch.Tensor) -> torch.Tensor:
 
 
 def _rotary(model: Llama, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin), each [*positions.shape, head_dim / 2], one position at a time, and as precise as the model's own."""
+    """(cos, sin), each [*positions.shape, rotated / 2], one position at a time, and as precise as the model's own."""
     config = model.config
-    turns = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling, positions.device)
-    defined = turns.new_tensor([_turn(config, pair) for pair in range(config.head_dim // 2)])
+    turns = rope_frequencies(config.rotary_size, config.rope_theta, config.rope_scaling, positions.device)
+    defined = turns.new_tensor([_turn(config, pair) for pair in range(config.rotary_size // 2)])
     if not torch.allclose(turns, defined, rtol=1e-5, atol=0.0):  # else the model's own, which float32 rounds
         turns = defined
     angles = torch.stack([at * turns for at in positions.flatten().tolist()]).unflatten(0, positions.shape)
@@ -54,7 +54,7 @@ def _rotary(model: Llama, positions: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 def _turn(config: LlamaConfig, pair: int) -> float:
     """The angle by which a position turns a pair of dimensions, with the scaling of Llama 3.1."""
-    angle, scaling = config.rope_theta ** (-2 * pair / config.head_dim), config.rope_scaling
+    angle, scaling = config.rope_theta ** (-2 * pair / config.rotary_size), config.rope_scaling
     if scaling is None:
         return angle
     context, wave = scaling.original_max_seq_len, 2 * math.pi / angle
@@ -72,15 +72,33 @@ def _attend_to_pairs(
 ) -> torch.Tensor:  # fmt: skip
     """Attention with a mask of all pairs in place of key ranges, or a bias."""
     rate, is_grouped = core.dropout if core.training else 0.0, q.shape[1] != k.shape[1]
-    mask = bias
+    mask, order, keys = bias, torch.arange(q.shape[2]), torch.arange(k.shape[2])
     if ranges is not None:
-        keys = torch.arange(k.shape[2], device=k.device)
         mask = ((ranges.first[..., None] <= keys) & (keys < ranges.end[..., None]))[:, None]
     elif bias is None and core.is_causal:
         mask = q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+    if core.window:
+        assert mask is not None
+        mask = mask & (order[:, None] - keys < core.window)
+    if core.softcap or core.sinks is not None:
+        return _capped_and_drained(core, q, k, v, mask)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=rate, scale=core.scale, enable_gqa=is_grouped
     )
+
+
+def _capped_and_drained(
+    core: AttentionCore, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Scores that a soft cap bounds, and a sink that takes probability, in at least float32 as kernels do."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1).to(dtype) for x in (k, v))
+    scores = q.to(dtype) @ k.transpose(2, 3) * core.scale_of(q)
+    scores = core.softcap * torch.tanh(scores / core.softcap) if core.softcap else scores
+    scores = scores if mask is None else scores.masked_fill(~mask, -math.inf)
+    if core.sinks is not None:
+        scores = torch.cat((core.sinks.to(dtype)[:, None, None].expand(*scores.shape[:3], 1), scores), 3)
+    return (scores.softmax(3)[..., -k.shape[2] :] @ v).to(q.dtype)
 
 
 def _bias_by_distance(module: RelativeBias, _queries: torch.Tensor, seq_len: int) -> torch.Tensor:

@@ -82,20 +82,23 @@ def test_products_of_chunks_add_up_in_float32(monkeypatch):
 
 
 @pytest.mark.slow
-def test_compiled_form_is_the_same():
+@pytest.mark.parametrize("cap", [0.0, 3.0])
+def test_compiled_form_is_the_same(cap):
     """GPUs run the two kernels compiled, in another form of the gradient."""
     generator = torch.Generator().manual_seed(0)
     logits = 5 * torch.randn(12, PADDED, generator=generator)
     columns = torch.randint(-1, VOCAB, (12,), generator=generator)
     denominator, scale = logits[:, :VOCAB].logsumexp(1), torch.rand(12, generator=generator)
     plain, fused, compiled = logits.clone(), logits.clone(), logits.clone()
-    cross_entropy._write_gradient(plain, columns, denominator, scale, VOCAB)
-    cross_entropy._write_fused_gradient(fused, columns, denominator, scale, VOCAB)
-    cross_entropy._compiled(cross_entropy._write_fused_gradient)(compiled, columns, denominator, scale, VOCAB)
+    cross_entropy._write_gradient(plain, columns, denominator, scale, VOCAB, cap)
+    cross_entropy._write_fused_gradient(fused, columns, denominator, scale, VOCAB, cap)
+    cross_entropy._compiled(cross_entropy._write_fused_gradient)(compiled, columns, denominator, scale, VOCAB, cap)
     torch.testing.assert_close(fused, plain, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-7)
-    found = cross_entropy._compiled(cross_entropy._statistics)(logits, columns, VOCAB)
-    torch.testing.assert_close(found, cross_entropy._statistics(logits, columns, VOCAB), rtol=1e-6, atol=1e-6)
+    again = logits.clone()
+    found = cross_entropy._compiled(cross_entropy._statistics)(logits, columns, VOCAB, cap)
+    torch.testing.assert_close(found, cross_entropy._statistics(again, columns, VOCAB, cap), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logits, again, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("wrong", [VOCAB, PADDED, -5])

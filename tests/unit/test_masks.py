@@ -1,12 +1,15 @@
 """Masks of packed documents and prefixes, and attention over intervals, against definitions pair by pair in float64."""
 
+import importlib
 import math
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers.masking_utils import sliding_window_causal_mask_function
 
 from tests.e2e.scripts import Script
 from titan_like.config import ConfigError
@@ -40,36 +43,106 @@ def intervals(batch: int, seq: int, generator: torch.Generator) -> KeyRanges:
     return KeyRanges(torch.tensor(first), torch.tensor(end))
 
 
+def within(visible: KeyRanges, window: int) -> KeyRanges:
+    """The same without keys that are ``window`` or more before the query."""
+    order = torch.arange(visible.first.shape[1])
+    return visible._replace(first=torch.maximum(visible.first, order - window + 1))
+
+
 def dense(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float | None = None
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float | None = None,
+    softcap: float = 0.0, sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Attention by definition. mask: [batch, 1, queries, keys]."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.transpose(2, 3) * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
-    return scores.masked_fill(~mask, -math.inf).softmax(3) @ v
+    scores = softcap * (scores / softcap).tanh() if softcap else scores
+    scores = scores.masked_fill(~mask, -math.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:3], 1)), 3)
+    return scores.softmax(3)[..., : k.shape[2]] @ v
 
 
 @pytest.mark.parametrize("block_bytes", [8 << 20, 4096, 1])  # one block a document, some, one a query
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_interval_attention_and_its_gradients(kv_heads: int, block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kv_heads", "window", "softcap", "has_sinks"), [
+    (4, 0, 0.0, False), (2, 0, 1.5, True), (1, 5, 0.0, True), (2, 1, 1.5, False), (1, 37, 0.0, False),
+])  # fmt: skip
+def test_interval_attention_and_its_gradients(
+    kv_heads: int, window: int, softcap: float, has_sinks: bool, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("titan_like.models.layers.interval_attention.BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("titan_like.models.layers.interval_attention._FEW_KEYS", 4)
     generator = torch.Generator().manual_seed(kv_heads)
     visible = intervals(3, 37, generator)
+    visible = within(visible, window) if window else visible
     q, k, v, weight = (
         torch.randn(3, 37, heads, 8, generator=generator, dtype=torch.float64).transpose(1, 2)
         for heads in (4, kv_heads, kv_heads, 4)
     )
+    sinks = [torch.randn(4, generator=generator, dtype=torch.float64)] if has_sinks else []
     results = []
     for attend in (
-        lambda *qkv: interval_attention(*qkv, visible.first, visible.end, 0.7),
-        lambda *qkv: dense(*qkv, visible.mask(), 0.7),
+        lambda q, k, v, *sinks: interval_attention(q, k, v, visible.first, visible.end, 0.7, softcap, *sinks),
+        lambda q, k, v, *sinks: dense(q, k, v, visible.mask(), 0.7, softcap, *sinks),
     ):
-        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, *sinks)]
         output = attend(*leaves)
         (output * weight).sum().backward()
         results.append([output.detach(), *(leaf.grad for leaf in leaves)])
     for found, wanted in zip(*results, strict=True):
         assert (found - wanted).abs().max() <= 1e-12 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("seq_len", [7, 40, 300])
+def test_windows_hide_keys_by_their_number_in_the_row(seq_len: int) -> None:
+    """With and without documents. A window counts the token itself; one of the whole sequence is no window."""
+    generator = torch.Generator().manual_seed(seq_len)
+    order = torch.arange(seq_len).expand(2, -1)
+    causal = KeyRanges(torch.zeros_like(order), order + 1)
+    documents = intervals(2, seq_len, generator)._replace(end=order + 1)
+    q, k, v = (torch.randn(2, 4, seq_len, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    for window in (1, 7, 130):
+        core = AttentionCore(0.0, window=window)
+        for given, whole in ((None, causal), (documents, documents)):
+            wanted = dense(q, k, v, within(whole, window).mask())
+            made = core.key_ranges(2, seq_len, q.device, given)
+            assert (made is given) == (window >= seq_len)
+            for mask in (given, made):  # whether the core makes it or the model has made it
+                assert (core(q, k, v, mask) - wanted).abs().max() <= 1e-12 * wanted.abs().max()
+    with pytest.raises(ValueError, match="a window of 5 got a mask for a window of 6"):
+        AttentionCore(0.0, window=5)(q, k, v, within(causal, 6)._replace(window=6))
+    for refused in ({"dropout": 0.1, "softcap": 2.0}, {"dropout": 0.0, "is_causal": False, "window": 2}):
+        with pytest.raises(ValueError, match=r"set (dropout|it) to 0"):
+            AttentionCore(**refused)
+
+
+def test_eager_attention_of_transformers() -> None:
+    """Mistral's windows, Gemma 2's soft caps and GPT-OSS's sinks: the result and gradients, in float32."""
+    cases = {
+        "mistral": ({"window": 9}, {}),
+        "gemma2": ({"softcap": 0.6, "window": 9}, {"softcap": 0.6}),
+        "gpt_oss": ({"num_sinks": 4, "window": 9}, {}),
+    }
+    for name, (options, theirs) in cases.items():
+        generator, seq_len = torch.Generator().manual_seed(1), 45
+        module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+        core = AttentionCore(0.0, **options)  # type: ignore[arg-type]
+        shapes = [(2, heads, seq_len, 8) for heads in (4, 2, 2)]
+        leaves = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+        if core.sinks is not None:
+            torch.nn.init.normal_(core.sinks, generator=generator)
+            leaves.append(core.sinks)
+        order, zero = torch.arange(seq_len), torch.zeros((), dtype=torch.int64)
+        hidden = ~sliding_window_causal_mask_function(9 if core.window else seq_len)(zero, zero, order[:, None], order)
+        mask = torch.zeros(1, 1, seq_len, seq_len).masked_fill(hidden, -math.inf)
+        attention = types.SimpleNamespace(num_key_value_groups=2, training=False, sinks=core.sinks)
+        expected, _ = module.eager_attention_forward(attention, *leaves[:3], mask, scaling=8**-0.5, **theirs)
+        weight = torch.randn(expected.shape, generator=generator)
+        wanted = [expected, *torch.autograd.grad((expected * weight).sum(), leaves)]
+        result = core(*leaves[:3]).transpose(1, 2)
+        found = [result, *torch.autograd.grad((result * weight).sum(), leaves)]
+        for one, other in zip(found, wanted, strict=True):
+            assert (one - other).abs().max() <= 2e-6 * other.abs().max(), name
 
 
 def test_half_types_round_only_their_inputs_and_outputs() -> None:
@@ -85,7 +158,9 @@ def test_half_types_round_only_their_inputs_and_outputs() -> None:
 def test_operator_is_correct_for_torch() -> None:
     visible = intervals(2, 12, torch.Generator().manual_seed(0))
     q, k, v = (torch.randn(2, 2, 12, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    torch.library.opcheck(torch.ops.titan_like.interval_attention.default, (q, k, v, visible.first, visible.end, 0.5))
+    sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    inputs = q, k, v, visible.first, visible.end, sinks, 0.5, 2.0
+    torch.library.opcheck(torch.ops.titan_like.interval_attention.default, inputs)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 1e-30])  # a mask of all pairs where probabilities may be dropped

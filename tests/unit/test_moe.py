@@ -31,6 +31,8 @@ SWITCHES: list[dict[str, Any]] = [
     {"balance": "bias", "renormalize": False},
     {"experts_per_token": 1, "renormalize": False},
     {"experts_per_token": 5, "z_loss_coefficient": 0.3, "balance_coefficient": 0.2},
+    {"router_bias": True, "expert_bias": True},
+    {"router_groups": 3, "router_top_groups": 2, "num_experts": 9, "balance": "bias", "experts_per_token": 3},
 ]
 
 
@@ -40,9 +42,9 @@ def random_mlp(**values: Any) -> SparseMLP:
     with torch.no_grad():
         for tensor in mlp.parameters():
             tensor.copy_(0.3 * torch.randn(tensor.shape, generator=generator, dtype=torch.float64))
-        mlp.router.load.copy_(torch.rand(5, generator=generator, dtype=torch.float64))
-        if mlp.router.bias is not None:
-            mlp.router.bias.copy_(torch.randn(5, generator=generator, dtype=torch.float64))
+        for buffer in (mlp.router.load, mlp.router.bias):
+            if buffer is not None:
+                buffer.copy_(torch.rand(buffer.shape, generator=generator, dtype=torch.float64))
     return mlp
 
 
@@ -80,7 +82,7 @@ def test_results_losses_and_gradients_are_as_defined(values, pads):
         assert (one - other).norm() < 1e-12 * other.norm(), name
     counts, per_token = plain.sent["mlp"], mlp.router.config.experts_per_token
     assert mlp.router.counts.tolist() == counts and sum(counts) == (16 if pads else 21) * per_token
-    assert mlp.router.loss_sums.tolist() == pytest.approx(plain.sums, rel=1e-12)
+    assert mlp.router.loss_sums.tolist() == pytest.approx(plain.sums["mlp"], rel=1e-12)
     # Outside of training nothing is counted.
     with torch.no_grad():
         assert torch.equal(mlp.eval()(x), result)
@@ -155,6 +157,22 @@ def test_the_grouped_product_and_the_loop_are_one():
     for exact, found in zip(*results, strict=True):  # summed in float32 and rounded once, by half a unit at most
         assert found.dtype == torch.bfloat16
         assert ((found.double() - exact).abs() <= 2**-8 * exact.abs() + 64 * 2**-24 * exact.abs().max()).all()
+
+
+def test_grouped_biases_are_those_of_the_loop():
+    """Of outputs that a tensor-parallel rank has, too. One expert has no rows."""
+    ends, own = torch.tensor([0, 6, 17, 17, 21], dtype=torch.int32), torch.Generator().manual_seed(1)
+    linear = random_mlp(expert_bias=True).experts.gate.bfloat16()
+    result, upstream = torch.empty(21, 40), torch.randn(21, 40, generator=own).bfloat16()
+    linear.first_bias = 8
+    (exact, gradient), (rows, other) = (
+        (found := linear.to(kind).bias_rows(result.to(kind), ends),
+         torch.autograd.grad(found, linear.bias, upstream.to(kind))[0])
+        for kind in (torch.float64, torch.bfloat16)
+    )  # fmt: skip
+    assert torch.equal(rows.double(), exact) and exact[:, :8].eq(0).all() and exact[:, 32:].eq(0).all()
+    assert torch.equal(exact[0, 8:32], linear.bias[24:48].double())
+    torch.testing.assert_close(other.double(), gradient, rtol=2**-8, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -36,7 +36,7 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 1 --model.family=moe --model.overrides.experts_per_token=1 => experts_per_token 1 with renormalize
 1 --model.family=moe --model.overrides.num_dense_layers=4 \
 => num_dense_layers 4 of num_layers 4 leave no layer with experts
-1 --model.family=moe --model.overrides.head_size=7 => head_size 7 is odd
+1 --model.family=moe --model.overrides.head_size=7 => = 7 is odd
 # lengths and batches; the batch is of 16 samples
 1 '--training.batch_size_rampup=[4, 4]' --training.samples=100 => [4, 4] ; [start, increment, samples]
 1 '--training.batch_size_rampup=[0, 4, 10]' --training.samples=100 => three positive integers

@@ -17,7 +17,7 @@ from tests.traces import microbatch_flops
 from tests.whole_step import whole_step
 from titan_like.config.load import load_config
 from titan_like.config.schema import JobConfig
-from titan_like.metrics.flops import model_flops_per_token
+from titan_like.metrics.flops import hardware_flops_per_token, model_flops_per_token, recomputed_layers
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout, resolve_layout
@@ -34,6 +34,8 @@ from titan_like.planner.traffic import Coordinates, step_traffic
 from titan_like.planner.workload import Workload
 
 Run = tuple[JobConfig, TransformerConfig, Layout]
+# Kinds of layers that take turns, of equal parameters and different cost.
+KINDS = {"layer_pattern": '["near","near","full"]', "kinds": "{near={window=24}}", "attention_sinks": "true"}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -49,7 +51,10 @@ def a_run(layout: str, dtype: str = "bfloat16", **overrides: Any) -> Run:
     """A run in the words of benchmarks/trace_memory.py, with one to three layers a stage."""
     family, flavor, seq_len, micro, microbatches, processes, *words = layout.split()
     settings = {"training.dtype": dtype, "model.family": family, "model.flavor": flavor, "training.steps": 1}
+    every_second = "full2" in words
+    words = ["full" if word == "full2" else word for word in words]
     settings |= {"training.seq_len": seq_len, "training.micro_batch_size": micro} | settings_of(words)
+    settings |= {"activation_checkpoint.every_n_layers": 2} if every_second else {}
     settings |= {f"model.overrides.{name}": value for name, value in overrides.items()}
     degrees = ("tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree")
     data_parallel = int(processes)
@@ -202,6 +207,37 @@ def test_flops_are_those_of_the_formula(layout: str) -> None:
     assert found == per_token * work.tokens / work.tensor
 
 
+@pytest.mark.parametrize("layout", [
+    "llama debug 64 2 2 4 full2", "llama debug 64 2 2 4 cp2 all_gather", "llama debug 64 2 2 4 cp2 ulysses",
+    "llama debug 64 2 2 4 cp2 ring", "llama debug 64 2 2 4 tp2 sp pp2 v2 interleaved_1f1b", "moe debug 64 2 2 4 ep2",
+])  # fmt: skip
+@pytest.mark.parametrize("cap", [0, 2])
+def test_flops_of_kinds_that_take_turns(layout: str, cap: float) -> None:
+    """Layers with a window have those of its keys, on whichever stage they are."""
+    dense = {"num_dense_layers": 1} if layout.startswith("moe") else {}
+    work = work_of(a_run(layout, num_layers=5, attention_softcap=cap, **KINDS, **dense))
+    assert work.model.layer_kinds == ((0, 1, 2, 1, 1) if dense else (0, 0, 1, 0, 0))
+    causal = work.context > 1 and not cap
+    per_token = model_flops_per_token(work.model, work.seq_len, causal)
+    found = sum(microbatch_flops(work, rank, causal=causal) for rank in range(work.pipeline))
+    assert found == pytest.approx(per_token * work.tokens / work.tensor, rel=1e-4 if work.context > 1 else 0)
+    parts, (full, near) = work.model.parts, (64 * 64, 64 * 24)
+    scores = full + 4 * near
+    products = sum(parts.kinds[kind].matrices[0] for kind in work.model.layer_kinds) + parts.head_matrices
+    assert model_flops_per_token(work.model, 64) == 6 * (products + 2 * work.model.attention_size * scores / 64)
+    hidden = full - 64 * 64 // 2 + 4 * (24 * 24 // 2)  # from the first 24 queries a window hides what the mask does
+    per_token = 12 * work.model.attention_size / 64
+    causal_flops = model_flops_per_token(work.model, 64, causal=True)
+    assert model_flops_per_token(work.model, 64) - causal_flops == pytest.approx(per_token * hidden)
+    if "full2" in layout:  # layers 0, 2 and 4
+        recompute = work.activation_checkpoint
+        more = hardware_flops_per_token(work.model, 64, recompute) - model_flops_per_token(work.model, 64)
+        assert recomputed_layers(work.model, recompute) == (2, 1)
+        skipped = 3 * 2 * 128 * 384 * work.tokens  # nothing needs the result of a recomputed layer's last product
+        again = microbatch_flops(work, 0, recomputed=True) - microbatch_flops(work, 0)
+        assert more * work.tokens - skipped == again
+
+
 def test_recomputation_repeats_products() -> None:
     plain, full = (work_of(a_run(f"llama debug 64 2 2 4 {words}")) for words in ("", "full"))
     assert microbatch_flops(full, 0) == microbatch_flops(plain, 0)
@@ -227,10 +263,15 @@ def test_recomputation_repeats_products() -> None:
         ("t5 60m 512 1 1 1", 6, 0.012),
         ("moe debug 256 2 2 4 z2 ep2", 4, 0.02),
         ("moe debug 256 2 2 4 z3 ep2 experts", 4, 0.02),
+        ("llama llama3.2_1b 1024 1 3 1 kinds", 5, 0.004),
+        ("llama llama3.2_1b 1024 1 4 4 z3 pp2 v2 interleaved_1f1b kinds", 5, 0.02),
+        ("llama llama3.2_1b 1024 1 2 4 z1 cp2 ring full2 kinds", 5, 0.02),
     ],
 )
 def test_the_peak_is_that_of_the_whole_step(layout: str, layers: int, within: float) -> None:
-    config, model, where = a_run(layout, num_layers=layers)
+    config, model, where = a_run(
+        layout.removesuffix(" kinds"), num_layers=layers, **(KINDS if layout.endswith(" kinds") else {})
+    )
     work = workload_of(config, model, where)
     for rank in range(work.pipeline):
         whole = whole_step(config, model, where, rank * (where.num_processes // where.pipeline))

@@ -17,6 +17,7 @@ import tomli
 from titan_like.config.errors import ConfigError, first_line, require, unknown
 
 FAMILIES = {
+    "decoder": "titan_like.models.decoder.config:DecoderConfig",
     "gpt": "titan_like.models.gpt.config:GPTConfig",
     "llama": "titan_like.models.llama.config:LlamaConfig",
     "moe": "titan_like.models.moe.config:MoEConfig",

@@ -1,9 +1,10 @@
 """FLOPs of training in three conventions, each with a name.
 
-- ``hardware``: with recomputation and the full attention matrix (arXiv 2104.04473, appendix). HFU is this rate over the
+- ``hardware``: with recomputation and the full attention matrix (arXiv 2104.04473, appendix), or as many keys for each
+  query as a layer's window has. HFU is this rate over the
   peak. It counts the whole forward pass of a recomputed layer; torch skips that layer's last matmul if nothing
   after it needs the result.
-- ``model``: without recomputation, with the full attention matrix. It gives MFU as defined in arXiv 2204.02311.
+- ``model``: without recomputation, with the same attention matrix. It gives MFU as defined in arXiv 2204.02311.
 - ``causal``: without recomputation, with the half of the attention matrix that a causal mask leaves. Where samples have
   masks of their own (documents, prefixes, padding), with the pairs of a query and a key that those leave.
 
@@ -13,11 +14,17 @@ positions of each sample.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
-from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from titan_like.config.schema import ActivationCheckpoint
 from titan_like.models.config import TransformerConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from titan_like.models.layers.key_ranges import KeyRanges
 
 
 def layer_flops(model: TransformerConfig, seq_len: int, decoder_seq_len: int = 0, causal: bool = False) -> int:
@@ -75,10 +82,19 @@ def recomputed_layers(model: TransformerConfig, recompute: ActivationCheckpoint)
     """Number of layers of each kind that activation checkpointing applies to."""
     if recompute.mode == "none":
         return (0,) * len(model.layer_counts)
-    return tuple(
-        len(range(-first % recompute.every_n_layers, count, recompute.every_n_layers))
-        for first, count in zip(accumulate(model.layer_counts, initial=0), model.layer_counts, strict=False)
-    )
+    chosen = Counter(model.layer_kinds[:: recompute.every_n_layers])
+    return tuple(chosen[kind] for kind in range(len(model.layer_counts)))
+
+
+def visible_pairs(model: TransformerConfig, mask: KeyRanges) -> torch.Tensor:
+    """Pairs of a query and a key that a batch's mask leaves within the layers' windows, in all layers: a scalar."""
+    windows = Counter[int]()
+    for kind, count in zip(model.parts.kinds, model.layer_counts, strict=True):
+        for core in kind.cores:
+            windows[core.window] += count
+    seen = mask.end - mask.first
+    pairs = [count * (seen.clamp(max=window) if window else seen).sum() for window, count in windows.items()]
+    return sum(pairs, seen.new_zeros(()))
 
 
 def megatron_flops_per_token(
@@ -90,7 +106,7 @@ def megatron_flops_per_token(
     so utilisations do not use it. It is computed from the weights, so it also covers GQA and SwiGLU.
     """
     layers, head = layer_flops(model, seq_len, decoder_seq_len), head_flops(model, seq_len, decoder_seq_len)
-    again = sum(recomputed_layers(model, recompute)) / model.num_layers if recompute.mode == "full" else 0
+    again = sum(recomputed_layers(model, recompute)) / sum(model.layer_counts) if recompute.mode == "full" else 0
     return (3 + again) * ((layers + 0.75 * head) / seq_len)
 
 
@@ -119,15 +135,17 @@ class ThroughputMeter:
     def measure(self, tokens: int, seconds: float, num_pairs: float = 0) -> Throughput:
         """Rates of a step that took ``seconds`` for ``tokens`` tokens on all devices together.
 
-        ``num_pairs`` counts the keys that all queries of the step see, if its samples have masks of their own.
+        ``num_pairs`` counts the keys that all queries of the step see in all layers, if its samples have masks of their
+        own.
         """
         per_device = tokens / seconds / self.num_devices / 1e12
         sizes, decoder = (self.model, self.seq_len), self.decoder_seq_len
         full = model_flops_per_token(*sizes, decoder_seq_len=decoder)
         causal = model_flops_per_token(*sizes, causal=True, decoder_seq_len=decoder)
         if num_pairs:  # forward and backward of QKᵀ and PV: 3 · 2 · 2 for each element and pair
-            per_key = 12 * self.model.attention_size * self.model.num_layers
-            causal = full - per_key * (self.seq_len - num_pairs / tokens)
+            kinds = zip(self.model.layer_counts, self.model.parts.kinds, strict=True)
+            scores = sum(count * kind.scores((self.seq_len, decoder)) for count, kind in kinds) / self.seq_len
+            causal = full - 12 * self.model.attention_size * (scores - num_pairs / tokens)
 
         def utilisation(flops_per_token: float) -> float | None:
             return None if self.peak_tflops is None else flops_per_token * per_device / self.peak_tflops

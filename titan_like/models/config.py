@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -14,22 +14,43 @@ if TYPE_CHECKING:
 
 
 class RopeScaling(BaseModel):
-    """Llama 3.1's scaling of the rotary frequencies to longer contexts; see `rope_frequencies` for the formula.
+    """Scaling of the rotary frequencies to longer contexts; `titan_like.models.layers.positions` has the formulas.
 
     Raises:
-        pydantic.ValidationError: ``low_freq_factor`` is not below ``high_freq_factor``.
+        pydantic.ValidationError: a field that the type needs is missing, or ``low_freq_factor`` is not below
+            ``high_freq_factor``.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
+    type: Literal["llama3", "linear", "yarn", "longrope"] = Field("llama3", description="the formula")
     factor: float = Field(gt=0, description="how much longer the context becomes")
-    low_freq_factor: float = Field(gt=0, description="wavelengths above original_max_seq_len / this are stretched")
-    high_freq_factor: float = Field(gt=0, description="wavelengths below original_max_seq_len / this are kept")
-    original_max_seq_len: int = Field(gt=0, description="context length of the first training phase, tokens")
+    original_max_seq_len: int = Field(0, ge=0, description="context length of the first training phase, tokens")
+    low_freq_factor: float = Field(0, ge=0, description="llama3: wavelengths above original_max_seq_len / this stretch")
+    high_freq_factor: float = Field(0, ge=0, description="llama3: wavelengths below original_max_seq_len / this stay")
+    beta_fast: float = Field(32, gt=0, description="yarn: frequencies with more turns in the original context stay")
+    beta_slow: float = Field(1, gt=0, description="yarn: frequencies with fewer turns are divided by factor")
+    truncate: bool = Field(True, description="yarn: round the limits between them to whole pairs of dimensions")
+    attention_factor: float = Field(0, ge=0, description="yarn, longrope: factor on cos and sin; 0: by the formula")
+    mscale: float = Field(0, ge=0, description="yarn: DeepSeek's terms of attention_factor")
+    mscale_all_dim: float = Field(0, ge=0, description="yarn: the other one")
+    short_factors: list[float] = Field(
+        [], description="longrope: divisors of the frequencies up to the original context"
+    )
+    long_factors: list[float] = Field([], description="longrope: divisors of the frequencies of longer contexts")
 
     @model_validator(mode="after")
-    def _check_order(self) -> RopeScaling:
-        if self.low_freq_factor >= self.high_freq_factor:
+    def _check_fields(self) -> RopeScaling:
+        needed = {
+            "llama3": ("original_max_seq_len", "low_freq_factor", "high_freq_factor"),
+            "yarn": ("original_max_seq_len",),
+            "longrope": ("original_max_seq_len", "short_factors", "long_factors"),
+        }.get(self.type, ())
+        if missing := [name for name in needed if not getattr(self, name)]:
+            raise ValueError(
+                f"{self.type} scaling needs {' and '.join(missing)}; set {'it' if len(missing) == 1 else 'them'}"
+            )
+        if self.type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(
                 f"low_freq_factor {self.low_freq_factor} must be below high_freq_factor {self.high_freq_factor}"
             )
@@ -111,15 +132,20 @@ class TransformerConfig(BaseModel):
 
     @property
     def layer_counts(self) -> tuple[int, ...]:
-        """How many layers of each kind there are. All layers of a kind are alike, and follow each other."""
+        """How many layers of each kind there are. All layers of a kind are alike; `layer_kinds` says where they are."""
         return (self.num_layers,)
+
+    @property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """The kind of each layer, as a number in `layer_counts`. By default those of a kind follow each other."""
+        return tuple(kind for kind, count in enumerate(self.layer_counts) for _ in range(count))
 
     def with_layers(self, num_layers: int) -> dict[str, int]:
         """The fields that give the model another depth."""
         return {"num_layers": num_layers}
 
     def one_of_each(self) -> TransformerConfig:
-        """The shape with one layer of each kind."""
+        """The shape with one layer of each kind, in the order of their numbers."""
         return self.model_copy(update=self.with_layers(len(self.layer_counts)))
 
     @property
@@ -127,9 +153,20 @@ class TransformerConfig(BaseModel):
         """What the model predicts: a tensor that it returns, and a term of the loss, for each.
 
         "tokens": logits over the vocabulary at every position; "pair": logits of the two classes of a pair of
-        sentences; "choice": the score of one of several options.
+        sentences; "choice": the score of one of several options. "mtp", the last one: the token after the next, which
+        is a term of the loss alone.
         """
         return ("tokens",)
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """Factor of each prediction's mean loss in the loss."""
+        return (1.0,) * len(self.predictions)
+
+    @property
+    def uses_table_last(self) -> bool:
+        """Whether the last pipeline stage uses the embedding table too."""
+        return self.tied_embeddings or "mtp" in self.predictions
 
     @property
     def head_dim(self) -> int:
@@ -153,19 +190,16 @@ class TransformerConfig(BaseModel):
 
     @classmethod
     def family_module(cls, name: str) -> Any:
-        """Import a module of the family's package: model, sharding or hugging_face.
+        """Import a module of the family's package, or of the family that it extends: model or hugging_face.
 
         Raises:
-            ConfigError: the package has no module of that name.
+            ConfigError: neither package has a module of that name.
         """
-        package = cls.__module__.rpartition(".")[0]
-        try:
-            return importlib.import_module(f"{package}.{name}")
-        except ModuleNotFoundError as error:
-            if error.name != f"{package}.{name}":
-                raise
+        found = module_beside(cls, TransformerConfig, name)
+        if found is None:
             problem = f"the package has no module {name}, which is needed here; add it"
-            raise ConfigError("model.family", package, problem) from None
+            raise ConfigError("model.family", cls.__module__.rpartition(".")[0], problem)
+        return found
 
     def shrunk(self, seq_len: int) -> dict[str, Any]:
         """Family-specific fields to change in a small copy of the model with sequences of ``seq_len``."""
@@ -194,6 +228,18 @@ class TransformerConfig(BaseModel):
         padding = 0 if padded else (self.padded_vocab_size - self.vocab_size) * parts.token
         layers = sum(count * kind.parameters for count, kind in zip(self.layer_counts, parts.kinds, strict=True))
         return parts.entry + parts.shared + layers + parts.head - padding
+
+
+def module_beside(kind: type, base: type, name: str) -> Any:
+    """The module ``name`` in the package of a class or of the nearest of its bases below ``base``; None without one."""
+    modules = dict.fromkeys(one.__module__ for one in kind.__mro__ if issubclass(one, base))
+    for package in (name.rpartition(".")[0] for name in modules if "." in name and name != base.__module__):
+        try:
+            return importlib.import_module(f"{package}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{package}.{name}":
+                raise
+    return None
 
 
 class WithHeadSize(TransformerConfig):
@@ -242,6 +288,13 @@ class WithExperts(TransformerConfig):
     expert_ffn_hidden_size: int = Field(0, ge=0, le=2**23, description="width of one expert; 0 means ffn_hidden_size")
     num_shared_experts: int = Field(0, ge=0, le=2**10, description="number of shared experts (fused into one MLP)")
     num_dense_layers: int = Field(0, ge=0, description="first layers with a dense MLP of ffn_hidden_size")
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"] = Field(
+        "silu", description="activation of MLPs and experts; gelu is exact, and relu2 the square of relu"
+    )
+    router_bias: bool = Field(False, description="whether the router's logits have biases")
+    router_groups: int = Field(1, gt=0, description="groups of consecutive experts")
+    router_top_groups: int = Field(1, gt=0, description="groups that a token's experts are in")
+    expert_bias: bool = Field(False, description="whether the experts' three matrices have biases")
     router_score: Literal["softmax", "sigmoid"] = Field(
         "softmax", description="router scores: softmax over all experts, or the sigmoid of each logit"
     )
@@ -260,6 +313,8 @@ class WithExperts(TransformerConfig):
     @classmethod
     def _fill_defaults(cls, values: dict) -> dict:
         filled = super()._fill_defaults(values)  # type: ignore[operator]
+        if not filled.get("num_experts"):
+            return filled
         filled["expert_ffn_hidden_size"] = filled.get("expert_ffn_hidden_size") or filled["ffn_hidden_size"]
         if not filled.get("num_dense_layers"):  # no MLP has the width of dense ones
             filled["ffn_hidden_size"] = filled["expert_ffn_hidden_size"]
@@ -267,6 +322,13 @@ class WithExperts(TransformerConfig):
 
     @model_validator(mode="after")
     def _check_experts(self) -> WithExperts:
+        if not self.num_experts:
+            for name in ("experts_per_token", "expert_ffn_hidden_size", "num_shared_experts", "num_dense_layers"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} {getattr(self, name)} needs experts; set num_experts, or {name} = 0")
+            return self
+        if not self.experts_per_token:
+            raise ValueError(f"num_experts {self.num_experts} needs experts_per_token; set it to at least 1")
         if self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"experts_per_token {self.experts_per_token} is more than num_experts {self.num_experts}; choose less"
@@ -275,6 +337,17 @@ class WithExperts(TransformerConfig):
             raise ValueError(
                 "experts_per_token 1 with renormalize gives every expert the weight 1, from which the router learns "
                 "nothing; set renormalize to false"
+            )
+        size, rest = divmod(self.num_experts, self.router_groups)
+        if self.router_groups > 1 and (rest or size < 2):
+            raise ValueError(
+                f"router_groups {self.router_groups} must divide num_experts {self.num_experts} into groups of 2 or "
+                "more; choose another divisor"
+            )
+        if self.router_top_groups > self.router_groups or self.experts_per_token > self.router_top_groups * size:
+            raise ValueError(
+                f"router_top_groups {self.router_top_groups} must be at most router_groups ({self.router_groups}), and "
+                f"that many groups must have experts_per_token ({self.experts_per_token}) experts"
             )
         if self.num_dense_layers >= self.num_layers:
             raise ValueError(
@@ -286,6 +359,8 @@ class WithExperts(TransformerConfig):
     @property
     def split_widths(self) -> dict[str, int]:
         """Tensor parallelism splits the MLPs of dense layers, and shared experts."""
+        if not self.num_experts:
+            return super().split_widths
         widths = {"ffn_hidden_size": self.ffn_hidden_size} if self.num_dense_layers else {}
         return widths | {"width of shared experts": self.num_shared_experts * self.expert_ffn_hidden_size}
 
@@ -298,8 +373,9 @@ class WithExperts(TransformerConfig):
     @property
     def active_parameters(self) -> int:
         """Trainable parameters, except those of experts that a token is not sent to."""
-        expert = 3 * self.hidden_size * self.expert_ffn_hidden_size
-        unused = (self.num_layers - self.num_dense_layers) * (self.num_experts - self.experts_per_token)
+        hidden, ffn = self.hidden_size, self.expert_ffn_hidden_size
+        expert = 3 * hidden * ffn + self.expert_bias * (2 * ffn + hidden)
+        unused = (sum(self.layer_counts) - self.num_dense_layers) * (self.num_experts - self.experts_per_token)
         return self.num_parameters() - unused * expert
 
     def with_layers(self, num_layers: int) -> dict[str, int]:
@@ -307,11 +383,22 @@ class WithExperts(TransformerConfig):
         return {"num_layers": num_layers, "num_dense_layers": min(self.num_dense_layers, 1)}
 
     def shrunk(self, seq_len: int) -> dict[str, Any]:
-        """Few, small experts."""
+        """Few, small experts, in up to 3 groups."""
+        if not self.num_experts:
+            return super().shrunk(seq_len)
+        groups = min(self.router_groups, 3)
         return super().shrunk(seq_len) | {
-            "num_experts": min(self.num_experts, 5),  # odd, so that mistakes in their order show
+            # Odd, so that mistakes in their order show.
+            "num_experts": 3 * groups if groups > 1 else min(self.num_experts, 5),
+            "router_groups": groups,
+            "router_top_groups": min(self.router_top_groups, groups - (self.router_top_groups < self.router_groups)),
             "experts_per_token": min(self.experts_per_token, 2),
             "expert_ffn_hidden_size": 48,  # of whole 16, which float8 products need
             **({} if self.num_dense_layers else {"ffn_hidden_size": 48}),
             "num_shared_experts": min(self.num_shared_experts, 2),
         }
+
+
+def has_experts(config: TransformerConfig) -> TypeGuard[WithExperts]:
+    """Whether any layer of the model has experts."""
+    return isinstance(config, WithExperts) and config.num_experts > 0

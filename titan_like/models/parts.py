@@ -29,6 +29,16 @@ class Core(NamedTuple):
     queries: int
     keys: int
     is_causal: bool
+    window: int = 0  # most keys that a query sees; 0: all, or with a causal mask all up to its own
+
+    def scores(self, lengths: Lengths, causal: bool) -> int:
+        """Elements of a sample's attention matrix in one head that are within the window.
+
+        ``causal`` leaves out those that a causal mask hides, to half an element for each query.
+        """
+        queries, keys = lengths[self.queries], lengths[self.keys]
+        seen = min(self.window or keys, keys)
+        return queries * seen * (2 * keys - seen) // (2 * max(keys, 1)) if causal and self.is_causal else queries * seen
 
 
 class LayerParts(NamedTuple):
@@ -44,10 +54,8 @@ class LayerParts(NamedTuple):
         return self.matrices[0] * lengths[0] + self.matrices[1] * lengths[1]
 
     def scores(self, lengths: Lengths, causal: bool = False) -> int:
-        """Elements of a sample's attention matrices in one head. ``causal`` counts half of those with a causal mask."""
-        halves = [2 - (causal and core.is_causal) for core in self.cores]
-        full = (lengths[core.queries] * lengths[core.keys] for core in self.cores)
-        return sum(number * elements // 2 for number, elements in zip(halves, full, strict=True))
+        """Elements of a sample's attention matrices in one head; arguments as of `Core.scores`."""
+        return sum(core.scores(lengths, causal) for core in self.cores)
 
 
 class Parts(NamedTuple):
@@ -57,7 +65,8 @@ class Parts(NamedTuple):
     shared: int  # parameters of modules that layers share
     entry: int  # parameters before the layers, without a table that is also the output matrix
     head: int  # parameters after the layers, with a table that is also the output matrix
-    head_matrices: int  # elements of the matrices among them that are applied to every token, not once a sequence
+    # Elements of the matrices among them that are applied to every token, not once a sequence, for each time they are.
+    head_matrices: int
     token: int  # parameters that each token of the vocabulary has in the two ends
 
 
@@ -78,13 +87,17 @@ def _shared(config: TransformerConfig) -> Transformer:
 @lru_cache(maxsize=4096)
 def parts_of(config: TransformerConfig) -> Parts:
     """Count the sizes of a model's parts."""
-    model = one_of_each(config)
+    model, predicts_next = one_of_each(config), "mtp" in config.predictions
     return Parts(
         tuple(map(_layer_parts, layers_of(model))),
         sum(parameter.numel() for _, parameter in shared_parameters(model)),
         sum(p.numel() for name, p in entry_parameters(model) if not (config.tied_embeddings and is_table(name))),
         sum(parameter.numel() for _, parameter in head_parameters(model)),
-        sum(p.numel() for name, p in head_parameters(model) if p.ndim == 2 and name.split(".")[0] not in model.pooled),
+        sum(
+            p.numel() * (1 + predicts_next * (name in ("output.weight", "embedding.weight")))
+            for name, p in head_parameters(model)
+            if p.ndim == 2 and name.split(".")[0] not in model.pooled
+        ),
         sum(p[0].numel() for m in (model.embedding, model.output, model.output_bias) for p in m.parameters()),
     )
 
@@ -97,7 +110,7 @@ def _layer_parts(layer: nn.Module) -> LayerParts:
     for module in layer.modules():
         seen = 0 if module in of_memory else stack
         if isinstance(module, AttentionCore):
-            cores.append(Core(stack, seen, module.is_causal))
+            cores.append(Core(stack, seen, module.is_causal, module.window))
         for parameter in module.parameters(recurse=False):
             if parameter.ndim == 2:
                 # Of stacked matrices each position uses a few.

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.data.lengths import sample_length
-from titan_like.models.config import TransformerConfig, WithExperts
+from titan_like.models.config import TransformerConfig, has_experts
 from titan_like.models.layers.cross_entropy import TokenLoss
 from titan_like.models.layers.experts import mark_stacks
 from titan_like.models.registry import build_model
@@ -94,7 +94,7 @@ def build_stages(
     """Build some stages, by their number in the pipeline, and the mesh that splits experts, if they need their own."""
     layout = resolve_layout(config.parallelism, mesh.size())
     context = context_group(layout) if layout.context > 1 else None
-    has_own_mesh = isinstance(model_config, WithExperts) and layout.splits_experts
+    has_own_mesh = has_experts(model_config) and layout.splits_experts
     expert_mesh = build_expert_mesh(layout, mesh.device_type) if has_own_mesh else None
     stages = [
         build_stage(config, model_config, mesh, device, index, split, context, expert_mesh, tuning)

@@ -10,7 +10,7 @@ from typing import Any
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig, Training
 from titan_like.data.batch_size import rampup_batch_sizes
-from titan_like.models.config import WithExperts
+from titan_like.models.config import has_experts
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import DEGREES, Degree, Layout
 from titan_like.parallel.schedules.tables import check_schedule
@@ -79,7 +79,7 @@ def _no_replicas(config: JobConfig) -> JobConfig:
 
 def _no_sequence(config: JobConfig) -> JobConfig:
     """Without sequence parallelism, which experts need."""
-    return config if isinstance(model_config(config.model), WithExperts) else changed(config, sequence_parallel=False)
+    return config if has_experts(model_config(config.model)) else changed(config, sequence_parallel=False)
 
 
 _PLAIN = {"mode": "none", "every_n_layers": 1, "budget": None}

@@ -156,6 +156,21 @@ class ReduceFromTensorRegion(torch.autograd.Function):
         return _spread(gradient, ctx.sequence_parallel, ctx.group), None, None
 
 
+class SumOfRanks(torch.autograd.Function):
+    """Every rank gets the sum of what the ranks have, and the sum of its gradients on all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        """x and the sum have the same shape."""
+        ctx.group = group
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Each rank's result depends on the x of all."""
+        return all_reduce(gradient, ctx.group), None
+
+
 class CopyFromFirstRank(torch.autograd.Function):
     """Gives every rank the first one's tensor, from which all compute the same result."""
 

@@ -76,6 +76,11 @@ class ContextCore(AttentionCore):
 
     group: Group
 
+    def query_order(self, seq_len, device):  # type: ignore[no-untyped-def]  # as in the base class
+        """As in the base class."""
+        length = seq_len * self.group.size
+        return shard_positions(length, self.group.size, self.group.rank, device), length
+
 
 class GatheredCore(ContextCore):
     """Every rank gets all keys and values. Their gradients are reduce-scattered."""
@@ -85,11 +90,20 @@ class GatheredCore(ContextCore):
         keys = unshard(gathered(torch.stack((k, v)), self.group))
         if document_mask is not None or bias is not None or not self.is_causal:
             return super().attend(q, keys[0], keys[1], document_mask, bias)
-        return cp_attention(q, keys, (None, None), True, self.scale_of(q), self.group, travels=False)
+        return cp_attention(q, keys, None, self, self.group, travels=False)
 
 
 class UlyssesCore(ContextCore):
     """Every rank gets some heads of the whole sequence (arXiv 2309.14509)."""
+
+    def query_order(self, seq_len, device):  # type: ignore[no-untyped-def]  # as in the base class
+        """As in the base class."""
+        return AttentionCore.query_order(self, seq_len * self.group.size, device)
+
+    def local_sinks(self) -> torch.Tensor | None:
+        """As in the base class."""
+        sinks = super().local_sinks()
+        return None if sinks is None else sinks.chunk(self.group.size)[self.group.rank]
 
     def attend(self, q, k, v, document_mask, bias):  # type: ignore[no-untyped-def]  # as in the base class
         """As in the base class."""
@@ -104,10 +118,11 @@ class UlyssesCore(ContextCore):
 class RingCore(ContextCore):
     """The keys and values of one rank at a time pass by (arXiv 2310.01889)."""
 
+    takes_blocks = False
+
     def attend(self, q, k, v, document_mask, bias):  # type: ignore[no-untyped-def]  # as in the base class
         """As in the base class; there is no bias."""
-        ranges = (None, None) if document_mask is None else (document_mask.first, document_mask.end)
-        return cp_attention(q, torch.stack((k, v)), ranges, self.is_causal, self.scale_of(q), self.group, travels=True)
+        return cp_attention(q, torch.stack((k, v)), document_mask, self, self.group, travels=True)
 
 
 CORES: dict[str, type[ContextCore]] = {"all_gather": GatheredCore, "ulysses": UlyssesCore, "ring": RingCore}

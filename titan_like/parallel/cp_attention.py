@@ -17,16 +17,18 @@ import torch
 import torch.distributed as dist
 
 from titan_like.models.layers import interval_attention
+from titan_like.models.layers.attention import AttentionCore
+from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.parallel.collectives import Group
 from titan_like.torch_private import flash_attention, flash_attention_gradients, process_group
 
 
-def shard_positions(length: int, size: int, rank: int) -> torch.Tensor:
+def shard_positions(length: int, size: int, rank: int, device: torch.device | None = None) -> torch.Tensor:
     """The positions in a rank's CP shard, in ascending order: int64 [length / size].
 
     They are chunk ``rank`` of 2 · size from the head and from the tail; ``length`` must be a multiple of 2 · size.
     """
-    chunks = torch.arange(length).chunk(2 * size)
+    chunks = torch.arange(length, device=device).chunk(2 * size)
     return torch.cat((chunks[rank], chunks[-1 - rank]))
 
 
@@ -57,6 +59,8 @@ class Exchange(NamedTuple):
 
     is_causal: bool  # without ranges of keys: attention is causal, or sees all keys
     scale: float  # multiplies the scores
+    softcap: float  # as in `AttentionCore`
+    window: int  # of the ranges, as in `KeyRanges`
     name: str  # of the CP group
     size: int
     rank: int
@@ -68,23 +72,27 @@ Ranges = tuple[Tensor | None, Tensor | None]  # first and end
 
 
 def cp_attention(
-    q: Tensor, keys: Tensor, ranges: Ranges, is_causal: bool, scale: float, group: Group, travels: bool
+    q: Tensor, keys: Tensor, ranges: KeyRanges | None, core: AttentionCore, group: Group, travels: bool
 ) -> Tensor:
     """q [batch, heads, queries, head_dim] → the same shape.
 
     ``keys`` and values are [2, batch, kv_heads, keys, head_dim], of the CP shard if they travel, else of the sequence.
-    ``ranges``, int64 [batch, queries] each, say which keys of the whole sequence each query sees.
+    ``ranges`` say which keys of the whole sequence each query sees; without them, ``core`` has no soft cap.
     """
     has_flash = q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] % 8 == 0 and q.shape[3] <= 256
-    if ranges[0] is None and q.is_cuda and not has_flash:
+    if ranges is None and q.is_cuda and not has_flash:
+        positions = core.query_order(q.shape[2], q.device)[0].expand(len(q), -1)
         length = q.shape[2] * group.size
-        positions = shard_positions(length, group.size, group.rank).to(q.device).expand(len(q), -1)
-        ranges = torch.zeros_like(positions), positions + 1 if is_causal else torch.full_like(positions, length)
-    return _attention(q, keys, *ranges, *Exchange(is_causal, scale, group.name, group.size, group.rank, travels))[0]
+        ranges = KeyRanges(
+            torch.zeros_like(positions), positions + 1 if core.is_causal else torch.full_like(positions, length)
+        )
+    first, end, _, window = ranges or (None, None, None, 0)
+    settings = core.is_causal, core.scale_of(q), core.softcap, window, group.name, group.size, group.rank, travels
+    return _attention(q, keys, first, end, core.local_sinks(), *Exchange(*settings))[0]
 
 
 def cp_attention_forward(
-    q: Tensor, keys: Tensor, first: Tensor | None, end: Tensor | None, *settings: Any
+    q: Tensor, keys: Tensor, first: Tensor | None, end: Tensor | None, sinks: Tensor | None, *settings: Any
 ) -> tuple[Tensor, Tensor]:
     """`cp_attention` without gradients: its result, and the logarithm of the softmax's denominators, [..., queries].
 
@@ -92,19 +100,19 @@ def cp_attention_forward(
     """
     how, dtype = Exchange(*settings), _accumulator(q)
     output = interval_attention.empty_like(q).to(dtype).zero_()
-    denominator = q.new_full(q.shape[:3], -math.inf, dtype=dtype)
+    denominator = interval_attention.denominators_before(q, sinks)
     for source, held_keys in _passing(keys, how):
         for block in _blocks(q.shape[2], (first, end), how, source):
-            result, total = _attend(q[:, :, block.queries], held_keys[..., block.keys, :], block, how.scale)
+            result, total = _attend(q[:, :, block.queries], held_keys[..., block.keys, :], block, how)
             _merge(output[:, :, block.queries], denominator[:, :, block.queries], result, total)
     return output.to(q.dtype), denominator
 
 
 def cp_attention_backward(
-    gradient: Tensor, q: Tensor, keys: Tensor, first: Tensor | None, end: Tensor | None,
+    gradient: Tensor, q: Tensor, keys: Tensor, first: Tensor | None, end: Tensor | None, sinks: Tensor | None,
     output: Tensor, denominator: Tensor, *settings: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradients of q and of the keys and values, from that of the result of `cp_attention_forward`."""
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, keys and values, and sinks, from that of the result of `cp_attention_forward`."""
     how = Exchange(*settings)
     of_q = torch.zeros_like(q, dtype=denominator.dtype)
     of_keys = torch.zeros_like(keys, dtype=denominator.dtype)
@@ -113,23 +121,29 @@ def cp_attention_backward(
             of_keys = _exchange(of_keys, how)
         for block in _blocks(q.shape[2], (first, end), how, source):
             parts = [x[:, :, block.queries] for x in (gradient, q, output, denominator)]
-            of_queries, *of_both = _gradients(parts, held_keys[..., block.keys, :], block, how.scale)
+            of_queries, *of_both = _gradients(parts, held_keys[..., block.keys, :], block, how)
             of_q[:, :, block.queries] += of_queries
             for total, result in zip(of_keys[..., block.keys, :].unbind(), of_both, strict=True):
                 total += result
     of_keys = _exchange(of_keys, how) if how.travels else of_keys
-    return of_q.to(q.dtype), of_keys.to(keys.dtype)
+    of_sinks = q.new_empty(0)
+    if sinks is not None:
+        mean = (gradient.to(denominator.dtype) * output).sum(3)
+        of_sinks = interval_attention.sink_gradient(sinks, denominator, mean)
+    return of_q.to(q.dtype), of_keys.to(keys.dtype), of_sinks
 
 
 # Operators of their own, because a compiler could not trace the messages. The planner runs the functions themselves.
-_INPUTS, _SETTINGS = "Tensor q, Tensor keys, Tensor? first, Tensor? end", "bool c, float s, str g, int n, int r, bool t"
+_INPUTS = "Tensor q, Tensor keys, Tensor? first, Tensor? end, Tensor? sinks"
+_SETTINGS = "bool c, float s, float m, int w, str g, int n, int r, bool t"
 _attention = torch.library.custom_op(
     "titan_like::cp_attention", cp_attention_forward, mutates_args=(),
     schema=f"({_INPUTS}, {_SETTINGS}) -> (Tensor, Tensor)",
 )  # fmt: skip
 _attention_gradients = torch.library.custom_op(
     "titan_like::cp_attention_backward", cp_attention_backward, mutates_args=(),
-    schema=f"(Tensor gradient, {_INPUTS}, Tensor output, Tensor denominator, {_SETTINGS}) -> (Tensor, Tensor)",
+    schema=f"(Tensor gradient, {_INPUTS}, Tensor output, Tensor denominator, {_SETTINGS})"
+    " -> (Tensor, Tensor, Tensor)",
 )  # fmt: skip
 
 
@@ -199,19 +213,20 @@ def _blocks(length: int, ranges: Ranges, how: Exchange, source: int | None) -> I
                     yield Block(queries, keys, is_causal=number == query_number)
 
 
-def _attend(q: torch.Tensor, keys: torch.Tensor, block: Block, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend(q: Tensor, keys: Tensor, block: Block, how: Exchange) -> tuple[Tensor, Tensor]:
     k, v = keys
     if block.first is not None and block.end is not None:
-        return interval_attention.attend(q, k, v, block.first, block.end, scale)
-    return flash_attention(q, k, v, block.is_causal, scale)
+        return interval_attention.attend(q, k, v, block.first, block.end, how.scale, how.softcap)
+    return flash_attention(q, k, v, block.is_causal, how.scale)
 
 
-def _gradients(parts: list[torch.Tensor], keys: torch.Tensor, block: Block, scale: float) -> tuple[torch.Tensor, ...]:
+def _gradients(parts: list[Tensor], keys: Tensor, block: Block, how: Exchange) -> tuple[Tensor, ...]:
     (gradient, q, output, denominator), (k, v) = parts, keys
     if block.first is not None and block.end is not None:
-        mean = (gradient.to(denominator.dtype) * output).sum(3)
-        return interval_attention.gradients(gradient, q, k, v, block.first, block.end, scale, denominator, mean)
-    return flash_attention_gradients(gradient, q, k, v, output, denominator, block.is_causal, scale)
+        mean, ranges = (gradient.to(denominator.dtype) * output).sum(3), (block.first, block.end)
+        scaled = how.scale, how.softcap
+        return interval_attention.gradients(gradient, q, k, v, *ranges, *scaled, denominator, mean)
+    return flash_attention_gradients(gradient, q, k, v, output, denominator, block.is_causal, how.scale)
 
 
 def _merge(output: torch.Tensor, denominator: torch.Tensor, result: torch.Tensor, total: torch.Tensor) -> None:
@@ -230,17 +245,22 @@ def _accumulator(x: torch.Tensor) -> torch.dtype:
 _attention.register_fake(
     lambda q, *_: (interval_attention.empty_like(q), q.new_empty(q.shape[:3], dtype=_accumulator(q)))
 )
-_attention_gradients.register_fake(lambda _, q, keys, *__: (torch.empty_like(q), torch.empty_like(keys)))
+_attention_gradients.register_fake(
+    lambda _, q, keys, first, end, sinks, *__: (
+        *map(torch.empty_like, (q, keys)), q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    )
+)  # fmt: skip
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, keys, first, end, *ctx.settings = inputs
-    ctx.save_for_backward(q, keys, first, end, *output)
+    *tensors, ctx.settings = *inputs[:5], inputs[5:]
+    ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx: Any, gradient: torch.Tensor, _denominator: None) -> tuple[torch.Tensor | None, ...]:
-    return *_attention_gradients(gradient, *ctx.saved_tensors, *ctx.settings), None, None, *[None] * len(ctx.settings)
+    *found, of_sinks = _attention_gradients(gradient, *ctx.saved_tensors, *ctx.settings)
+    return *found, None, None, of_sinks if ctx.needs_input_grad[4] else None, *[None] * len(ctx.settings)
 
 
 _attention.register_autograd(_backward, setup_context=_save)

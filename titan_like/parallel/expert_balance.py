@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_like.models.config import WithExperts
+from titan_like.models.config import has_experts
 from titan_like.models.layers.experts import Router
 from titan_like.parallel.mesh import one_dimension
 from titan_like.parallel.model import ParallelModel
@@ -32,7 +32,7 @@ class ExpertBalance:
         modules = (module for stage in model.stages for module in stage.module.modules())
         self.routers = [module for module in modules if isinstance(module, Router)]
         # Whether some stage has routers, if not this one.
-        self.is_of_model = isinstance(model.stages[0].module.config, WithExperts)
+        self.is_of_model = has_experts(model.stages[0].module.config)
         if not self.is_of_model:
             return
         # Experts need sequence parallelism, so all ranks of a stage have tokens of their own.

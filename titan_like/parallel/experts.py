@@ -50,11 +50,16 @@ def apply_expert_parallel(model: Transformer, mesh: DeviceMesh) -> None:
             continue
         for linear in (module.gate, module.up, module.down):
             linear.num_experts //= group.size
-            by_expert = Shard(1) if linear is module.down else StridedShard(0, split_factor=linear.num_experts)
-            placements: Sequence[Placement] = [Shard(0), by_expert][: mesh.ndim]
-            weight = distribute_tensor(linear.weight.data, mesh, placements, src_data_rank=None)
-            linear.weight = torch.nn.Parameter(weight)
+            by_rows = StridedShard(0, split_factor=linear.num_experts)
+            for name, parameter in list(linear.named_parameters()):
+                # Each tensor rank adds its part of `down`'s biases to its partial sums, so that they are added once.
+                split = Shard(1) if linear is module.down and name == "weight" else by_rows
+                placements: Sequence[Placement] = [Shard(0), split][: mesh.ndim]
+                distributed = distribute_tensor(parameter.data, mesh, placements, src_data_rank=None)
+                linear.register_parameter(name, torch.nn.Parameter(distributed))
             extend(linear, SplitExpertLinear)
+        if tensor_groups:
+            module.down.first_bias = module.down.out_features // tensor * tensor_groups[0].rank
         module.gate.out_features = module.up.out_features = module.down.in_features = module.down.in_features // tensor
         if mesh.size() > 1:
             extend(module, SplitExperts, group=group, tensor_group=tensor_groups[0] if tensor_groups else None)
@@ -67,6 +72,11 @@ class SplitExpertLinear(ExpertLinear):
         """The weight by expert: [experts here, out, in]."""
         assert isinstance(self.weight, DTensor)
         return self.weight.to_local().view(self.num_experts, self.out_features, self.in_features)
+
+    def biases(self) -> torch.Tensor:
+        """The biases by expert: [experts here, outputs whose biases this rank adds]."""
+        assert isinstance(self.bias, DTensor)
+        return self.bias.to_local().view(self.num_experts, -1)
 
 
 class SplitExperts(Experts):

@@ -32,6 +32,7 @@ from titan_like.parallel.collectives import Group, all_reduce
 from titan_like.parallel.data import sharded_modules
 from titan_like.parallel.experts import SplitExperts
 from titan_like.parallel.tensor import matches_name
+from titan_like.parallel.tensor_styles import ReplicatedLinear
 from titan_like.parallel.weight_gradients import LinearGemms, WeightGradients, with_own_gemms
 from titan_like.torch_private import grouped_float8_product
 from titan_like.torch_private.fsdp import convert_gathers
@@ -60,6 +61,7 @@ class Float8Product:
     emulates: bool  # computes with the float8 numbers in float32 or wider, for devices without float8 products
     split: int | None = None  # dimension of the weight [out, in] that tensor-parallel ranks share
     group: Group | None = None
+    splits_tokens: bool = False  # whether each of these ranks has other tokens, and the whole weight
 
     def linear(
         self, x: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, deferred: WeightGradients | None
@@ -76,10 +78,11 @@ class Float8Product:
         """
         if isinstance(tensor, Float8TrainingTensor):
             return tensor._data, tensor._scale
+        tokens = 0 if self.splits_tokens else None
         to, split = {
-            "input": (self.config.cast_config_input, 1 if self.split == 1 else None),
+            "input": (self.config.cast_config_input, 1 if self.split == 1 else tokens),
             "weight": (self.config.cast_config_weight, self.split),
-            "gradient": (self.config.cast_config_grad_output, 1 if self.split == 0 else None),
+            "gradient": (self.config.cast_config_grad_output, 1 if self.split == 0 else tokens),
         }[role]
         is_tensorwise = to.scaling_granularity is _TENSORWISE
         wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
@@ -285,14 +288,15 @@ def use_float8(model: Transformer, section: Float8, emulates: bool, tensor_group
     fits = emulates or not has_experts or torch.cuda.get_device_capability() == (9, 0)
     require(fits, "float8.enable", True, problem)
     # Modules of a kind share an object, which the compiler can then take for a constant of all layers' graphs.
-    products: dict[int | None, Float8Product] = {}
+    products: dict[tuple[int | None, bool], Float8Product] = {}
     experts = _experts_product(model, config, emulates, tensor_group)
     for name, module in found:
         if isinstance(module, ExpertLinear):
             module.float8 = experts
             continue
         split, group = _split_of(name, module)
-        product = products.setdefault(split, Float8Product(config, emulates, split, group))
+        of_part = isinstance(module, ReplicatedLinear) and module.sequence_parallel
+        product = products.setdefault((split, of_part), Float8Product(config, emulates, split, group, of_part))
         with_own_gemms(module).float8 = product
 
 

@@ -24,7 +24,7 @@ from titan_like.parallel.data import DataParallel
 from titan_like.parallel.gradients import CopiedUnit
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.schedules.tables import Action
-from titan_like.parallel.split import StageLayers, kinds_of_layers
+from titan_like.parallel.split import StageLayers
 from titan_like.parallel.timeline import TimedPasses
 from titan_like.parallel.weight_gradients import WeightGradients
 
@@ -136,13 +136,13 @@ class WholeModel(TimedPasses):
 
 def stages_of_tied_parameters(model: TransformerConfig, splits: Sequence[StageLayers]) -> dict[str, tuple[int, ...]]:
     """Name of each parameter that several stages hold → numbers of these stages."""
-    small, kinds = one_of_each(model), kinds_of_layers(model)
+    small, kinds = one_of_each(model), model.layer_kinds
     uses = [shared_modules(layer) for layer in layers_of(small)]
     stages_of = {}
     for name, _ in shared_parameters(small):
         module = name.partition(".")[0]
         stages_of[name] = [i for i, split in enumerate(splits) if any(module in uses[kinds[n]] for n in split.layers)]
-    if model.tied_embeddings:
+    if model.uses_table_last:
         stages_of["embedding.weight"] = [i for i, split in enumerate(splits) if split.is_first or split.is_last]
     return {name: tuple(stages) for name, stages in stages_of.items() if len(stages) > 1}
 

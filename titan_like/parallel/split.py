@@ -43,7 +43,7 @@ def layer_costs(model: TransformerConfig, seq_len: int, decoder_seq_len: int = 0
     """
     parts, lengths = model.parts, (seq_len, decoder_seq_len)
     of_kind = [kind.products(lengths) + 2 * model.attention_size * kind.scores(lengths) for kind in parts.kinds]
-    of_layer = [cost for cost, count in zip(of_kind, model.layer_counts, strict=True) for _ in range(count)]
+    of_layer = [of_kind[kind] for kind in model.layer_kinds]
     output = parts.head_matrices * (decoder_seq_len if model.has_decoder else seq_len)
     return [cost / of_layer[0] for cost in of_layer], output / of_layer[0]
 
@@ -89,11 +89,6 @@ def balanced_layers(num_layers: int, num_stages: int, last_extra: float) -> list
         counts[stage] += 1
         heapreplace(cheapest, cost_with_one_more(stage))
     return counts
-
-
-def kinds_of_layers(model: TransformerConfig) -> list[int]:
-    """The kind of each layer, as a number in `TransformerConfig.layer_counts`."""
-    return [kind for kind, count in enumerate(model.layer_counts) for _ in range(count)]
 
 
 def split_layers(counts: list[int]) -> list[StageLayers]:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from titan_like.models.config import module_beside
 from titan_like.models.layers.cross_entropy import TokenLoss
 from titan_like.models.transformer import Transformer
 from titan_like.optim.shards import widen
@@ -49,8 +50,17 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, sequence_paralle
 
 
 def family_plan(model: Transformer) -> Plan:
-    """The tensor-parallel plan in the `sharding` module of the model's family, which may be a function of the shape."""
-    plan = model.config.family_module("sharding").TENSOR_PARALLEL_PLAN
+    """The tensor-parallel plan beside the model's class, or beside the class that it extends: in the module `sharding`.
+
+    It may be a function of the shape.
+
+    Raises:
+        ValueError: there is no such module.
+    """
+    module = module_beside(type(model), Transformer, "sharding")
+    if module is None:
+        raise ValueError(f"the package of {type(model).__name__} has no module sharding, which is needed here; add it")
+    plan = module.TENSOR_PARALLEL_PLAN
     return plan(model.config) if callable(plan) else plan
 
 

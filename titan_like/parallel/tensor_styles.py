@@ -23,11 +23,13 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from titan_like.models.layers.cross_entropy import Vocabulary, scaled_loss
 from titan_like.models.layers.init import generator_of
+from titan_like.models.layers.norms import factor_of, normalise
 from titan_like.parallel.collectives import (
     CopyFromFirstRank,
     CopyToTensorRegion,
     Group,
     ReduceFromTensorRegion,
+    SumOfRanks,
     all_gather,
 )
 from titan_like.parallel.extend import extend
@@ -137,14 +139,19 @@ class PooledLinear(ReplicatedLinear):
 class ReplicatedRouter(TensorParallel):
     """Replicates a router. Sequence parallelism gives each rank tokens of its own to route."""
 
-    placements: ClassVar = {"weight": Replicate()}
-    partial_gradients = ("weight",)
+    placements: ClassVar = {"weight": Replicate(), "logit_bias": Replicate()}
+    partial_gradients = ("weight", "logit_bias")
+    logit_bias: torch.Tensor | None
 
     def forward(self, x: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
         """[tokens of this rank, hidden] and the padding of all ranks' tokens → what the router decides about them."""
         if padding_mask is not None and self.sequence_parallel:
             padding_mask = padding_mask.chunk(self.tensor_group.size, dim=1)[self.tensor_group.rank]
-        return super().forward(x, padding_mask, local(self.weight))
+        return super().forward(x, padding_mask)
+
+    def linear(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As in the router itself, from copies on this rank."""
+        return local(self.weight), None if self.logit_bias is None else local(self.logit_bias)
 
 
 class FirstTokenOfAll(TensorParallel):
@@ -180,9 +187,8 @@ class Norm(TensorParallel):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the activation between layers; x and the result have the same shape."""
-        if isinstance(self, nn.LayerNorm):
-            return F.layer_norm(x, self.normalized_shape, local(self.weight), local(self.bias), self.eps)
-        return F.rms_norm(x, self.normalized_shape, local(self.weight), self.eps)
+        bias = getattr(self, "bias", None)
+        return normalise(self, x, local(self.weight), None if bias is None else local(bias))  # type: ignore[arg-type]
 
 
 class HeadNorm(Norm):
@@ -191,14 +197,29 @@ class HeadNorm(Norm):
     is_in_region = True
 
 
+class SplitNorm(TensorParallel):
+    """An RMSNorm over all heads in a region: each rank has its own heads, and their part of the weight."""
+
+    placements: ClassVar = {"weight": Shard(0)}
+    normalized_shape: Any
+    eps: float
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., width of this rank] → the same shape. The ranks' sums of squares are added up."""
+        values = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = SumOfRanks.apply(values.square().sum(-1, keepdim=True), self.tensor_group)
+        root = (squares / self.normalized_shape[0] + self.eps).rsqrt()
+        return (values * root * factor_of(self, local(self.weight))).to(x.dtype)
+
+
 class VocabularyEmbedding(TensorParallel):
     """Splits the rows of the table. A rank gives zeros for tokens in other ranks' rows, and the results are summed."""
 
     placements: ClassVar = {"weight": Shard(0)}
     num_embeddings: int
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens [batch, seq] → activation between layers.
+    def forward(self, tokens: torch.Tensor, table: torch.Tensor | None = None) -> torch.Tensor:
+        """tokens [batch, seq] → activation between layers, by rows of the module's own table or of another one.
 
         Raises:
             ValueError: sequence parallelism cannot split the sequence into equal parts.
@@ -210,7 +231,8 @@ class VocabularyEmbedding(TensorParallel):
         here = self.tensor_group.vocabulary(self.num_embeddings)
         elsewhere = (tokens < here.start) | (tokens >= here.stop)
         rows = (tokens - here.start).masked_fill(elsewhere, 0)
-        return self.reduce_from_region(F.embedding(rows, local(self.weight)).masked_fill(elsewhere[..., None], 0))
+        part = F.embedding(rows, local(self.weight if table is None else table))
+        return self.reduce_from_region(part.masked_fill(elsewhere[..., None], 0))
 
 
 class PositionEmbedding(TensorParallel):
@@ -257,6 +279,7 @@ class VocabularyLoss(TensorParallel):
     """
 
     chunk: int | None
+    softcap: float
 
     def forward(
         self,
@@ -271,7 +294,8 @@ class VocabularyLoss(TensorParallel):
         here = group.vocabulary(self.padded_vocab_size)
         tokens = min(max(self.vocab_size - here.start, 0), len(here))
         most = -(-self.padded_vocab_size // group.size)
-        vocabulary = Vocabulary(tokens, self.vocab_size, most, here.start, partial(combine, group), self.chunk)
+        sizes = tokens, self.vocab_size, most, here.start
+        vocabulary = Vocabulary(*sizes, partial(combine, group), self.chunk, self.softcap)
         bias = None if bias is None else local(bias)
         return scaled_loss(self.copy_to_region(x), local(weight), bias, labels, factor, vocabulary)
 
@@ -318,17 +342,30 @@ def split_logits(part: torch.Tensor, mesh: DeviceMesh, padded_vocab_size: int) -
 
 
 class SplitHeads(TensorParallel):
-    """Gives each rank its own attention dropout, because it has its own heads. All other random numbers are shared."""
+    """An attention core whose heads are split: its sinks too, and each rank has its own attention dropout.
+
+    All other random numbers are shared.
+    """
+
+    placements: ClassVar = {"sinks": Shard(0)}
+    dropout: float
+    sinks: Any
 
     @classmethod
     def split(cls, module: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-        """As in the base class, where there is dropout. With sequence parallelism no random numbers are shared."""
-        if module.dropout and not sequence_parallel:
+        """As in the base class, where there are sinks or dropout. With sequence parallelism no random numbers are
+        shared.
+        """
+        if module.sinks is not None or (module.dropout and not sequence_parallel):
             super().split(module, mesh, sequence_parallel)
+
+    def local_sinks(self) -> torch.Tensor | None:
+        """Those of this rank's heads."""
+        return None if self.sinks is None else local(self.sinks)
 
     def forward(self, *inputs: Any) -> torch.Tensor:
         """As the module itself, on [batch, heads here, seq, head_dim], with a random stream of this rank."""
-        if not self.training:
+        if not (self.training and self.dropout):
             return super().forward(*inputs)
         # All ranks draw the same number from the CPU's generator, which needs no wait for the device. Activation
         # checkpointing restores that generator, so a recomputation draws the same number again.
@@ -349,6 +386,7 @@ STYLES: dict[str, type[TensorParallel]] = {
     "cross_region": CrossRegion,
     "norm": Norm,
     "head_norm": HeadNorm,
+    "split_norm": SplitNorm,
     "replicated_linear": ReplicatedLinear,
     "router": ReplicatedRouter,
     "split_heads": SplitHeads,

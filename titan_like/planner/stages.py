@@ -12,7 +12,7 @@ from typing import NamedTuple
 from titan_like.parallel.split import units_of_layers
 from titan_like.planner.trace import TraceKey, trace
 from titan_like.planner.trace.program import Parameter, Program, Segment
-from titan_like.planner.workload import BYTES, Workload, element_bytes, pipeline_of, stored_dtype
+from titan_like.planner.workload import BYTES, Kinds, Workload, element_bytes, pipeline_of, stored_dtype
 
 
 class Unit(NamedTuple):
@@ -82,7 +82,7 @@ class StageProgram:
 class StageKind(NamedTuple):
     """What pipeline stages have in common that take equally long."""
 
-    counts: tuple[int, ...]  # of layers of each kind
+    layers: Kinds
     before: int  # layers of earlier stages, modulo n where every n-th layer is recomputed
     is_first: bool
     is_last: bool
@@ -101,9 +101,9 @@ class RankKind(NamedTuple):
 class PipelineKinds:
     """Which stages of a pipeline, and which ranks, are equal."""
 
-    def __init__(self, stages: tuple[tuple[int, ...], ...], ranks: tuple[int, ...], every: int) -> None:
-        """Arguments: layers of each kind by stage, the stages' ranks, and which layers are recomputed."""
-        before = [layers % every for layers in accumulate(map(sum, stages), initial=0)]
+    def __init__(self, stages: tuple[Kinds, ...], ranks: tuple[int, ...], every: int) -> None:
+        """Arguments: kinds of the layers by stage, the stages' ranks, and which layers are recomputed."""
+        before = [layers % every for layers in accumulate(map(len, stages), initial=0)]
         self.crosses = [one != other for one, other in pairwise(ranks)]  # whether a message crosses each boundary
         first, last = [n == 0 for n in range(len(stages))], [n == len(stages) - 1 for n in range(len(stages))]
         sends = [False, *self.crosses], [*self.crosses, False]
@@ -204,7 +204,7 @@ def pipeline_program(work: Workload, source: Source = trace) -> PipelineProgram:
 
 @lru_cache(maxsize=65536)
 def _pipeline_program(
-    key: TraceKey, stages: tuple[tuple[int, ...], ...], ranks: tuple[int, ...], every: int, source: Source
+    key: TraceKey, stages: tuple[Kinds, ...], ranks: tuple[int, ...], every: int, source: Source
 ) -> PipelineProgram:
     alike = _pipeline_kinds(stages, ranks, every)
     return PipelineProgram(alike, [_stage_program(key, *kind[:4], every, source) for kind in alike.kinds])
@@ -216,20 +216,19 @@ _pipeline_kinds = lru_cache(maxsize=65536)(PipelineKinds)
 @lru_cache(maxsize=65536)
 def _stage_program(
     key: TraceKey,
-    counts: tuple[int, ...],
+    kinds: Kinds,
     before: int,
     is_first: bool,
     is_last: bool,
     every: int,
     source: Source,
 ) -> StageProgram:
-    """A stage with so many layers of each kind, of which every n-th of the model is recomputed.
+    """A stage with layers of these kinds, of which every n-th of the model is recomputed.
 
     ``before``: layers of earlier stages, modulo n.
     """
     program = source(key)
     plain = program if every == 1 else source(key._replace(recompute="none", budget=1.0))
-    kinds = [kind for kind, count in enumerate(counts) for _ in range(count)]
     layers = [(plain if (before + n) % every else program).layers[kind] for n, kind in enumerate(kinds)]
     if key.offload and is_last:  # whose last layer keeps its tensors
         last = len(kinds) - 1
@@ -245,7 +244,7 @@ def _stage_program(
     return StageProgram(tuple(segments), *where, *others)
 
 
-def _ends(program: Program, kinds: list[int], is_first: bool, is_last: bool) -> Iterator[Unit]:
+def _ends(program: Program, kinds: Kinds, is_first: bool, is_last: bool) -> Iterator[Unit]:
     entry = program.entry.parameters if is_first else []
     for name, sharers in {parameter.unit: parameter.sharers for parameter in entry if parameter.unit}.items():
         yield Unit(name, sharers, tuple(parameter for parameter in entry if parameter.unit == name))

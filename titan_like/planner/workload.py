@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from itertools import islice
 from typing import Literal, NamedTuple
@@ -26,8 +25,8 @@ def element_bytes(dtype: str) -> int:
     return BYTES[stored_dtype(dtype)]
 
 
-Counts = tuple[int, ...]
-"""Numbers of layers of each kind, as `TransformerConfig.layer_counts`."""
+Kinds = tuple[int, ...]
+"""The kinds of successive layers, as in `TransformerConfig.layer_kinds`."""
 
 
 class Workload(NamedTuple):
@@ -112,37 +111,30 @@ class Workload(NamedTuple):
 class PipelineRanks(NamedTuple):
     """How a pipeline's ranks share the model's layers."""
 
-    stages: tuple[Counts, ...]  # layers of each stage
+    stages: tuple[Kinds, ...]  # layers of each stage
     ranks: tuple[int, ...]  # rank of each stage
-    layers: tuple[Counts, ...]  # layers of each rank, over all its stages
+    layers: tuple[int, ...]  # number of layers of each rank, over all its stages
     largest: tuple[int, ...]  # may be fullest: both ends, and the first rank with each combination of stages
 
 
 def pipeline_of(work: Workload) -> PipelineRanks:
     """How the ranks of a run's pipeline share its layers. Layouts with the same stages share one cached result."""
-    return _pipeline(work.stage_layers, work.model.layer_counts, work.schedule, work.pipeline, work.virtual_stages)
+    return _pipeline(work.stage_layers, work.model, work.schedule, work.pipeline, work.virtual_stages)
 
 
 @cache
 def _pipeline(
-    stage_layers: tuple[int, ...] | None, layer_counts: Counts, schedule: str, pipeline: int, virtual: int
+    stage_layers: tuple[int, ...] | None, model: TransformerConfig, schedule: str, pipeline: int, virtual: int
 ) -> PipelineRanks:
     ranks = tuple(stage_ranks(schedule, pipeline, virtual))
-    stages = tuple(_kinds_of_stages(stage_layers or equal_stages(sum(layer_counts), len(ranks)), layer_counts))
-    of_rank: list[list[Counts]] = [[] for _ in range(pipeline)]
-    for rank, counts in zip(ranks, stages, strict=True):
-        of_rank[rank].append(counts)
-    layers = tuple(tuple(map(sum, zip(*counts, strict=True))) for counts in of_rank)
-    largest = {0, pipeline - 1, *(of_rank.index(counts) for counts in of_rank)}
-    return PipelineRanks(stages, ranks, layers, tuple(sorted(largest)))
-
-
-def _kinds_of_stages(stages: tuple[int, ...], layer_counts: Counts) -> Iterator[Counts]:
-    """The layers of each stage by kind, from their numbers. The layers of a kind follow each other."""
-    kinds = iter([kind for kind, count in enumerate(layer_counts) for _ in range(count)])
-    for layers in stages:
-        here = list(islice(kinds, layers))
-        yield tuple(here.count(kind) for kind in range(len(layer_counts)))
+    kinds = iter(model.layer_kinds)
+    counts = stage_layers or equal_stages(model.num_layers, len(ranks))
+    stages = tuple(tuple(islice(kinds, count)) for count in counts)
+    of_rank: list[list[Kinds]] = [[] for _ in range(pipeline)]
+    for rank, layers in zip(ranks, stages, strict=True):
+        of_rank[rank].append(layers)
+    largest = {0, pipeline - 1, *(of_rank.index(layers) for layers in of_rank)}
+    return PipelineRanks(stages, ranks, tuple(sum(map(len, one)) for one in of_rank), tuple(sorted(largest)))
 
 
 def equal_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:

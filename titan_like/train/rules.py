@@ -18,7 +18,7 @@ from titan_like.data.batch_size import NO_EPOCHS, check_length, check_rampup, ra
 from titan_like.data.registry import find_dataset
 from titan_like.metrics.devices import find_device
 from titan_like.metrics.writers import check_trackers
-from titan_like.models.config import NUM_OPTIONS, TransformerConfig, WithExperts
+from titan_like.models.config import NUM_OPTIONS, TransformerConfig, has_experts
 from titan_like.models.registry import model_config
 from titan_like.optim.registry import check_optimizer
 from titan_like.optim.schedule import check_decay, schedule_length
@@ -262,9 +262,7 @@ def _check_cudagraphs(config: JobConfig, model: TransformerConfig, layout: Layou
     mode, processes, heads = config.activation_checkpoint.mode, layout.num_processes, list(model.predictions)
     rules = {
         f"needs one process, and this layout has {processes}": processes == 1,
-        f"does not support {family}, whose experts get another number of tokens in each step": not isinstance(
-            model, WithExperts
-        ),
+        f"does not support {family}, whose experts get another number of tokens in each step": not has_experts(model),
         f'does not support activation_checkpoint.mode = "{mode}"': mode == "none",
         "does not support activation_checkpoint.offload": not config.activation_checkpoint.offload,
         "does not support document masks (data.reset_attention_mask)": not data.reset_attention_mask,
@@ -282,7 +280,7 @@ def _check_ranks(config: JobConfig, layout: Layout) -> None:
 
 def _check_experts(config: JobConfig, model: TransformerConfig) -> None:
     """Refuse what does not support stacked expert weights."""
-    if not isinstance(model, WithExperts):
+    if not has_experts(model):
         problem = f"{config.model.family} has no experts to recompute; use one of the other modes"
         require(config.activation_checkpoint.mode != "experts", "activation_checkpoint.mode", "experts", problem)
         return
@@ -306,6 +304,8 @@ def _check_masks(config: JobConfig, model: TransformerConfig) -> None:
     for key in ("reset_position_ids", "reset_attention_mask", "prefix_lm"):
         problem = f"{family} has only {_ATTENTION[model.objective]} attention over whole samples; leave it out"
         require(not getattr(section, key) or model.supports_masks, f"data.{key}", True, problem)
+    windows = section.prefix_lm and any(core.window for kind in model.parts.kinds for core in kind.cores)
+    require(not windows, "data.prefix_lm", True, f"{family} has layers with a window, which is causal; leave it out")
     problem = f"{family} {learns}, never the first token of the next document; leave it out"
     require(not section.eod_mask_loss or model.is_causal, "data.eod_mask_loss", True, problem)
     for objective, (example, keys) in _ONLY_FOR.items():

@@ -21,7 +21,7 @@ from titan_like.data.lengths import sample_length
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.tokenizer import describe_vocabulary
 from titan_like.metrics.console import LineContext, format_log_line, format_sources
-from titan_like.metrics.flops import ThroughputMeter
+from titan_like.metrics.flops import ThroughputMeter, visible_pairs
 from titan_like.metrics.hardware import device_name, memory_bytes, peak_memory_bytes, peak_tflops
 from titan_like.metrics.profiling import StepProfiler
 from titan_like.metrics.record import StepRecord, named_losses
@@ -155,12 +155,13 @@ class Trainer(ValidatedState):
         # Not before there is a batch: torch seeds under a lock, with which worker processes must not be forked.
         seed_step(config.job.seed, self.step + 1, self.dropout_stream)
 
-        # The loss is the mean over the valid tokens of the global batch, or a sum of such means, one for each of the
-        # model's predictions. Counting the labels first lets every microbatch divide by the same numbers, so gradients
-        # only need to be summed.
+        # The loss is the mean over the valid tokens of the global batch, or a weighted sum of such means, one for each
+        # of the model's predictions. Counting the labels first lets every microbatch divide by the same numbers, so
+        # gradients only need to be summed.
         predictions = self.run.model.predictions
         num_each, num_tokens, num_pairs = self._count(batches)
-        factors = self.loss_scale / num_each.to(self.loss_dtype)
+        coefficients = torch.tensor(self.run.model.coefficients, dtype=self.loss_dtype).to(device, non_blocking=True)
+        factors = self.loss_scale * coefficients / num_each.to(self.loss_dtype)
         losses = torch.zeros(len(predictions), device=device, dtype=self.loss_dtype)
 
         def add_loss(output: ModelOutput, microbatch: int) -> torch.Tensor:
@@ -204,12 +205,12 @@ class Trainer(ValidatedState):
 
     def _count(self, batches: Sequence[Batch]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Count the global batch, in float64: its labels of each prediction [predictions], its tokens that are not
-        padding, and the pairs of a query and a key that document masks leave (0 if samples have no masks).
+        padding, and the pairs of a query and a key that document masks leave in all layers (0 without masks).
         """
         num_each = torch.stack([num_labels(batch, self.run.model.predictions) for batch in batches]).sum(0)
-        pairs = [(seen.end - seen.first).sum() for batch in batches if (seen := batch.document_mask) is not None]
+        masks = [mask for batch in batches if (mask := batch.document_mask) is not None]
         num_tokens = torch.stack(list(map(count_tokens, batches))).sum()
-        num_pairs = torch.stack(pairs).sum() if pairs else torch.zeros_like(num_tokens)
+        num_pairs = sum([visible_pairs(self.run.model, mask) for mask in masks], torch.zeros_like(num_tokens))
         counts = torch.cat((num_each, num_tokens[None], num_pairs[None]))
         if self.token_group.size() > 1:
             dist.all_reduce(counts, group=self.token_group)
@@ -253,7 +254,7 @@ class Trainer(ValidatedState):
         Raises:
             RunError: gradients are not finite and `health.skip_nonfinite` is false, or a save failed.
         """
-        config, predictions = self.config, self.run.model.predictions
+        config, predictions, coefficients = self.config, self.run.model.predictions, self.run.model.coefficients
         values, seconds = issued.read()
         tokens, num_pairs = issued.global_batch_size * config.training.seq_len, values.terms[len(predictions)]
         finite, scales_loss = math.isfinite(values.grad_norm), self.scaler is not None
@@ -276,7 +277,7 @@ class Trainer(ValidatedState):
         record = StepRecord(
             step=issued.step,
             loss=values.loss,
-            losses=named_losses(predictions, values.terms[: len(predictions)]),
+            losses=named_losses(predictions, [x / c for x, c in zip(values.terms, coefficients, strict=False)]),
             experts=dict(zip(FIGURES, values.terms[len(predictions) + 1 :], strict=False)),
             grad_norm=values.grad_norm,
             lr=issued.lr,

@@ -17,7 +17,9 @@ def _preload() -> None:
     import titan_like.verify.observe  # noqa: F401
     from titan_like.config.entry_points import names_of
     from titan_like.metrics.devices import known_device
+    from titan_like.models.config import module_beside
     from titan_like.models.registry import config_class, flavors
+    from titan_like.models.transformer import Transformer
     from titan_like.torch_private import import_compiler
 
     import_compiler()
@@ -25,8 +27,7 @@ def _preload() -> None:
     for family in names_of("model.family"):
         with suppress(Exception):  # a broken family of another package, which concerns only its own runs
             flavors(family)
-            for module in ("model", "sharding"):
-                config_class(family).family_module(module)
+            module_beside(config_class(family).family_module("model").build, Transformer, "sharding")
 
 
 gc.disable()  # the imports make 400,000 objects, hardly any of them garbage

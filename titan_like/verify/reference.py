@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import rampup_batch_sizes
-from titan_like.models.config import WithExperts
+from titan_like.models.config import has_experts
 from titan_like.models.registry import model_config
 from titan_like.parallel.axes import on_one_process
 from titan_like.parallel.layout import resolve_layout
@@ -207,7 +207,7 @@ def is_cancelled(gradient: torch.Tensor, whole: float) -> bool:
 def allowances(small: Small, dtype: str, sizes: dict[Key, float], exact: Trace, draws: list[Trace]) -> dict[Key, float]:
     """How far a layout may be from the exact result in a type, given runs of one process in that type."""
     rounding = TIPPED if small.config.float8.enable and dtype != EXACT else 0.0
-    rerouted = REROUTED * (dtype in HALF and isinstance(model_config(small.config.model), WithExperts))
+    rerouted = REROUTED * (dtype in HALF and has_experts(model_config(small.config.model)))
     allowed, shares, worst = dict[Key, float](), dict[Key, float](), dict[Key, float]()
     tips = tipped(exact, draws[0]) if dtype == EXACT and small.num_steps else {}
     for key in draws[-1].values.keys() & exact.values.keys():

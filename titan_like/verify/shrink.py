@@ -262,7 +262,8 @@ def fields_of_length(model: TransformerConfig, original: int, seq_len: int, expe
     """Fields of the small model that depend on the length of its sequences, given the original's."""
     fields = {"max_seq_len": seq_len + 3 if model.max_seq_len > original else seq_len, **model.shrunk(seq_len)}
     if expert > 1:
-        fields["num_experts"] = expert * -(-fields["num_experts"] // expert)
+        unit = math.lcm(expert, fields["router_groups"])
+        fields["num_experts"] = unit * -(-fields["num_experts"] // unit)
     return fields
 
 

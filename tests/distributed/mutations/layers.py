@@ -8,11 +8,11 @@ from torch import nn
 
 from tests.distributed.mutations import bug
 from titan_like.models import transformer
+from titan_like.models.decoder import model as decoder_model
+from titan_like.models.decoder.model import Decoder
 from titan_like.models.gpt.model import GPT
 from titan_like.models.layers import init
 from titan_like.models.layers.attention import SelfAttention
-from titan_like.models.llama import model as llama_model
-from titan_like.models.llama.model import Llama
 from titan_like.models.transformer import Transformer
 from titan_like.parallel import apply, tensor_styles
 from titan_like.parallel.collectives import Group
@@ -60,8 +60,10 @@ def softmax_combined_in_bfloat16(original: Any, group: Group, parts: torch.Tenso
     return original(group, parts.bfloat16()).to(parts.dtype)
 
 
-@bug(Llama, "layer_inputs")
-def positions_begin_anew_in_each_part(original: Any, self: Llama, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+@bug(Decoder, "layer_inputs")
+def positions_begin_anew_in_each_part(
+    original: Any, self: Decoder, positions: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """Under sequence parallelism rotary positions are those within a process's part of the sequence."""
     return original(self, positions % (positions.shape[-1] // self.sequence_shards))
 
@@ -119,14 +121,14 @@ def stages_after_the_fourth_in_reverse(original: Any, counts: list[int]) -> list
     return stages if len(stages) < 5 else [*stages[:3], stages[4], stages[3], *stages[5:]]
 
 
-@bug(llama_model, "rope_cos_sin")
+@bug(decoder_model, "rope_cos_sin")
 def rotary_table_ends_at_128(original: Any, positions: Any, *rest: Any) -> Any:
     """All later positions are turned as the 128th is."""
     return original(positions.clamp(max=127), *rest)
 
 
-@bug(Llama, "layer_inputs")
-def rotary_table_of_later_stages_ends_at_128(original: Any, self: Llama, positions: torch.Tensor) -> Any:
+@bug(Decoder, "layer_inputs")
+def rotary_table_of_later_stages_ends_at_128(original: Any, self: Decoder, positions: torch.Tensor) -> Any:
     """Pipeline stages after the first turn all later positions as the 128th."""
     return original(self, positions if self.is_first else positions.clamp(max=127))
 

@@ -12,17 +12,41 @@ import torch.nn.functional as F
 from torch import nn
 
 from titan_like.models.layers.interval_attention import interval_attention
-from titan_like.models.layers.key_ranges import KeyRanges
+from titan_like.models.layers.key_ranges import KeyRanges, block_mask
+from titan_like.models.layers.norms import Norm
 from titan_like.models.layers.positions import apply_rope
 
 
 class AttentionCore(nn.Module):
-    """Softmax attention over given queries, keys and values. It has no parameters."""
+    """Softmax attention over given queries, keys and values. It has no parameters, except sinks."""
 
-    def __init__(self, dropout: float, is_causal: bool = True, scale: float | None = None) -> None:
-        """``scale`` multiplies the scores; None is 1/√head_dim."""
+    takes_blocks = True  # whether FlexAttention computes it on GPUs, if keys are in ranges
+    sinks: nn.Parameter | None
+
+    def __init__(
+        self,
+        dropout: float,
+        is_causal: bool = True,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        window: int = 0,
+        num_sinks: int = 0,
+    ) -> None:
+        """``scale`` multiplies the scores; None is 1/√head_dim. Then scores s become softcap · tanh(s / softcap).
+
+        A query sees at most the ``window`` keys that end with its own. ``num_sinks`` heads, 0 or all, have one more
+        logit each, a parameter, that has no value (arXiv 2309.17453, section 3.2).
+
+        Raises:
+            ValueError: no kernel computes the combination.
+        """
         super().__init__()
-        self.dropout, self.is_causal, self.scale = dropout, is_causal, scale
+        if dropout and (softcap or num_sinks):
+            raise ValueError("attention with a soft cap or sinks drops no probabilities; set dropout to 0")
+        if window and not is_causal:
+            raise ValueError("a window is that of causal attention; set it to 0")
+        self.dropout, self.is_causal, self.scale, self.softcap, self.window = dropout, is_causal, scale, softcap, window
+        self.register_parameter("sinks", nn.Parameter(torch.empty(num_sinks)) if num_sinks else None)
 
     def forward(
         self,
@@ -39,14 +63,52 @@ class AttentionCore(nn.Module):
         result, may be narrower; they are padded with zeros, because flash attention takes one width for all.
 
         Raises:
-            ValueError: both are given.
+            ValueError: both are given, or a bias with a window, a soft cap or sinks.
         """
-        if bias is not None and document_mask is not None:
+        if bias is not None and (document_mask is not None or self.needs_ranges):
             raise ValueError("attention takes either the keys that queries see, or a bias that hides the others")
+        if self.needs_ranges:
+            document_mask = self.key_ranges(q.shape[0], q.shape[2], q.device, document_mask)
         width, padding = v.shape[3], k.shape[3] - v.shape[3]
         if padding > 0:
             return self.attend(q, k, F.pad(v, (0, padding)), document_mask, bias)[..., :width]
         return self.attend(q, k, v, document_mask, bias)
+
+    @property
+    def needs_ranges(self) -> bool:
+        """Whether a kernel for intervals computes it in any case, because torch's others lack what it has."""
+        return self.window > 0 or self.softcap > 0 or self.sinks is not None
+
+    def key_ranges(
+        self, batch: int, seq_len: int, device: torch.device, document_mask: KeyRanges | None
+    ) -> KeyRanges | None:
+        """The keys that ``seq_len`` queries on this process see within the window; None: plain causal attention.
+
+        All cores with equal windows may share the result, which they get as their ``document_mask``.
+
+        Raises:
+            ValueError: the mask is that of another window.
+        """
+        order, num_keys = self.query_order(seq_len, device)
+        window = self.window if self.window < num_keys else 0
+        if document_mask is not None and document_mask.window not in (0, window):
+            raise ValueError(f"attention with a window of {window} got a mask for a window of {document_mask.window}")
+        has_kernel = document_mask is not None or not (self.softcap or self.sinks is not None)
+        if has_kernel and window == (0 if document_mask is None else document_mask.window):
+            return document_mask
+        if document_mask is None:
+            end = order + 1 if self.is_causal else torch.full_like(order, num_keys)
+            document_mask = KeyRanges(torch.zeros_like(order).expand(batch, -1), end.expand(batch, -1))
+        first = torch.maximum(document_mask.first, order - window + 1) if window else document_mask.first
+        blocks = block_mask(first, document_mask.end, num_keys) if first.is_cuda and self.takes_blocks else None
+        return KeyRanges(first, document_mask.end, blocks, window)
+
+    def query_order(self, seq_len: int, device: torch.device) -> tuple[torch.Tensor, int]:
+        """The numbers, in the whole sequence, of the queries that it computes, int64 [queries]; the number of keys.
+
+        ``seq_len`` is that of the queries that it is given.
+        """
+        return torch.arange(seq_len, device=device), seq_len
 
     def attend(
         self,
@@ -69,27 +131,56 @@ class AttentionCore(nn.Module):
                 scale=self.scale,
                 enable_gqa=is_grouped,
             )  # fmt: skip
-        if document_mask.blocks is None or q.dtype == torch.float64:  # which FlexAttention lacks
-            return interval_attention(q, k, v, document_mask.first, document_mask.end, self.scale_of(q))
-        return flex_attention(q, k, v, document_mask.blocks, is_grouped, self.scale)
+        return ranged_attention(q, k, v, document_mask, self.scale_of(q), self.softcap, self.local_sinks())
+
+    def local_sinks(self) -> torch.Tensor | None:
+        """The sinks of the heads that this process computes: [heads]. An axis that splits heads extends it."""
+        return self.sinks
 
     def scale_of(self, q: torch.Tensor) -> float:
         """What multiplies the scores of queries [batch, heads, seq, head_dim]."""
         return 1 / math.sqrt(q.shape[3]) if self.scale is None else self.scale
 
 
-def flex_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Any, is_grouped: bool, scale: float | None
+def ranged_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ranges: KeyRanges,
+    scale: float,
+    softcap: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """FlexAttention (arXiv 2412.05496) over the `BlockMask` ``blocks``; shapes are as in `AttentionCore`.
+    """Attention to ranges of keys, without dropout, by FlexAttention if there are blocks; as in `AttentionCore`."""
+    if ranges.blocks is None or q.dtype == torch.float64:  # which FlexAttention lacks
+        return interval_attention(q, k, v, ranges.first, ranges.end, scale, softcap, sinks)
+    return flex_attention(q, k, v, ranges.blocks, scale, softcap, sinks)
+
+
+def flex_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    blocks: Any,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """FlexAttention (arXiv 2412.05496) over the `BlockMask` ``blocks``; the rest is as in `AttentionCore`.
 
     It is compiled, because otherwise it would compute a matrix of all pairs.
     """
     from torch.nn.attention import flex_attention as flex
 
-    if torch.compiler.is_compiling():
-        return flex.flex_attention(q, k, v, block_mask=blocks, scale=scale, enable_gqa=is_grouped)
-    return _compiled_flex_attention()(q, k, v, block_mask=blocks, scale=scale, enable_gqa=is_grouped)
+    attend: Callable[..., Any] = flex.flex_attention
+    if not torch.compiler.is_compiling():
+        attend = _compiled_flex_attention()
+    options: dict[str, Any] = {"block_mask": blocks, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    options |= {"score_mod": _soft_capped(softcap)} if softcap else {}
+    if sinks is None:
+        return attend(q, k, v, **options)
+    output, more = attend(q, k, v, return_aux=flex.AuxRequest(lse=True), **options)
+    return (output * (more.lse - sinks[:, None]).sigmoid()[..., None]).to(output.dtype)
 
 
 @cache
@@ -97,6 +188,14 @@ def _compiled_flex_attention() -> Callable:
     from torch.nn.attention import flex_attention as flex
 
     return torch.compile(flex.flex_attention)
+
+
+@cache
+def _soft_capped(softcap: float) -> Callable[..., torch.Tensor]:
+    def capped(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
 
 
 class SelfAttention(nn.Module):
@@ -119,22 +218,31 @@ class SelfAttention(nn.Module):
         scale: float | None = None,
         qk_norm: Literal["none", "head", "all"] = "none",
         norm_eps: float = 1e-5,
+        softcap: float = 0.0,
+        window: int = 0,
+        sinks: bool = False,
+        norm: Callable[[int, float], Norm] = nn.RMSNorm,
+        proj_bias: bool | None = None,
     ) -> None:
-        """``head_dim`` is hidden_size / num_attention_heads by default; ``scale`` is as in the core.
+        """``head_dim`` is hidden_size / num_attention_heads by default; ``scale``, ``softcap``, ``window`` and sinks,
+        one for each head, are as in the core.
 
         ``qk_norm`` normalises queries and keys before the rotation: each head by itself, as in Qwen3, or all of a
-        token's together, as in OLMoE (arXiv 2409.02060).
+        token's together, as in OLMoE (arXiv 2409.02060). ``norm`` makes a norm of this width and epsilon.
+        ``proj_bias`` is that of the output projection, if not ``bias``.
         """
         super().__init__()
         self.head_dim = hidden_size // num_attention_heads if head_dim is None else head_dim
         self.q_norm, self.k_norm = (
-            None if qk_norm == "none" else nn.RMSNorm(self.head_dim * (1 if qk_norm == "head" else heads), norm_eps)
+            None if qk_norm == "none" else norm(self.head_dim * (1 if qk_norm == "head" else heads), norm_eps)
             for heads in (num_attention_heads, num_kv_heads)
         )
+        self.is_norm_of_heads = qk_norm == "head"
         self.queries_per_kv_head = num_attention_heads // num_kv_heads
         self.qkv = nn.Linear(hidden_size, (num_attention_heads + 2 * num_kv_heads) * self.head_dim, bias=bias)
-        self.core = AttentionCore(dropout, is_causal, scale)
-        self.proj = nn.Linear(num_attention_heads * self.head_dim, hidden_size, bias=bias)
+        self.core = AttentionCore(dropout, is_causal, scale, softcap, window, num_attention_heads if sinks else 0)
+        proj_bias = bias if proj_bias is None else proj_bias
+        self.proj = nn.Linear(num_attention_heads * self.head_dim, hidden_size, bias=proj_bias)
 
     def forward(
         self,
@@ -145,7 +253,7 @@ class SelfAttention(nn.Module):
     ) -> torch.Tensor:
         """[batch, seq, hidden] → [batch, seq, hidden].
 
-        ``rope`` is (cos, sin), each [seq, head_dim / 2] or [batch, seq, head_dim / 2]. ``document_mask`` and ``bias``
+        ``rope`` is (cos, sin), each [seq, rotated / 2] or [batch, seq, rotated / 2]. ``document_mask`` and ``bias``
         are as in the core.
         """
         batch, seq, _ = x.shape
@@ -154,16 +262,14 @@ class SelfAttention(nn.Module):
         # One split instead of three slices, because its backward pass writes the gradient only once.
         q, k, v = (part.flatten(2, 3) for part in qkv.split([group, 1, 1], dim=3))  # [batch, seq, heads, head_dim]
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = _normalised(q, self.q_norm), _normalised(k, self.k_norm)
+            if self.is_norm_of_heads:
+                q, k = self.q_norm(q), self.k_norm(k)
+            else:
+                q, k = (norm(x.flatten(2)).view(x.shape) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
         if rope is not None:
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         attended = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), document_mask, bias)
         return self.proj(attended.transpose(1, 2).flatten(2, 3))
-
-
-def _normalised(x: torch.Tensor, norm: nn.RMSNorm) -> torch.Tensor:
-    """[batch, seq, heads, head_dim] → the same shape. The norm is as wide as one head, or as all of them."""
-    return norm(x.reshape(*x.shape[:2], -1, *norm.normalized_shape)).view(x.shape)
 
 
 class CrossAttention(nn.Module):

@@ -36,6 +36,7 @@ class Vocabulary(NamedTuple):
     # [2, positions] of this process → of all: log of the softmax's denominator, and the label's logit
     combine: Callable[[torch.Tensor], torch.Tensor] | None = None
     chunk: int | None = None  # logits of a chunk; None: `CHUNK_LOGITS`
+    softcap: float = 0.0  # logits become softcap · tanh(logit / softcap); 0: they stay
 
 
 def num_chunks(positions: int, columns: int, device: str, chunk: int | None = None) -> int:
@@ -51,9 +52,9 @@ class TokenLoss(nn.Module):
 
     chunk: int | None = None  # logits of a chunk; None: as many as suit the device
 
-    def __init__(self, vocab_size: int, padded_vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, padded_vocab_size: int, softcap: float = 0.0) -> None:
         super().__init__()
-        self.vocab_size, self.padded_vocab_size = vocab_size, padded_vocab_size
+        self.vocab_size, self.padded_vocab_size, self.softcap = vocab_size, padded_vocab_size, softcap
 
     def forward(
         self,
@@ -67,7 +68,8 @@ class TokenLoss(nn.Module):
 
         x [batch, seq, hidden], weight [padded vocab, hidden], bias [padded vocab], labels [batch, seq], factor scalar.
         """
-        vocabulary = Vocabulary(self.vocab_size, self.vocab_size, self.padded_vocab_size, chunk=self.chunk)
+        sizes = self.vocab_size, self.vocab_size, self.padded_vocab_size
+        vocabulary = Vocabulary(*sizes, chunk=self.chunk, softcap=self.softcap)
         return scaled_loss(x, weight, bias, labels, factor, vocabulary)
 
 
@@ -158,50 +160,63 @@ def _loss(
     is_valid, columns = labels != IGNORED_LABEL, labels - vocabulary.first
     columns = columns.masked_fill((columns < 0) | (columns >= vocabulary.size), -1)  # the label's column, or -1
     parts = zip(logits.split(rows), columns.split(rows), strict=True)
-    found = torch.cat([statistics(block, column, vocabulary.size) for block, column in parts], 1)
+    size, cap = vocabulary.size, vocabulary.softcap
+    found = torch.cat([statistics(block, column, size, cap) for block, column in parts], 1)
     denominator, target = found if vocabulary.combine is None else vocabulary.combine(found)
     is_wrong = is_valid & ((labels < 0) | (labels >= vocabulary.whole))
     scale = (factor * is_valid).masked_fill(is_wrong, torch.nan)  # [positions]
     if with_gradient:
         split = (part.split(rows) for part in (logits, columns, denominator, scale))
         for block, column, total, factors in zip(*split, strict=True):
-            write_gradient(block, column, total, factors, vocabulary.size)
+            write_gradient(block, column, total, factors, size, cap)
     return (denominator - target).masked_fill(~is_valid, 0).masked_fill(is_wrong, torch.nan).sum() * factor
 
 
-def _statistics(logits: torch.Tensor, columns: torch.Tensor, size: int) -> torch.Tensor:
+def _statistics(logits: torch.Tensor, columns: torch.Tensor, size: int, cap: float) -> torch.Tensor:
     """Logarithm of this process's part of the softmax's denominator, and the label's logit or else 0.
 
-    logits [positions, columns], columns [positions] → [2, positions].
+    logits [positions, columns], columns [positions] → [2, positions]. A soft cap overwrites the logits.
     """
+    if cap:
+        logits.copy_(cap * (logits.to(_accumulator(logits)) / cap).tanh())
     values = logits.to(_accumulator(logits))
     target = values.gather(1, columns.clamp(min=0)[:, None])[:, 0].masked_fill(columns < 0, 0)
     return torch.stack((values[:, :size].logsumexp(1), target))
 
 
 def _write_gradient(
-    logits: torch.Tensor, columns: torch.Tensor, denominator: torch.Tensor, scale: torch.Tensor, size: int
+    logits: torch.Tensor, columns: torch.Tensor, denominator: torch.Tensor, scale: torch.Tensor, size: int, cap: float
 ) -> None:
     """Overwrite logits [positions, columns] by their gradient: the probability, minus one at the label, scaled.
 
-    columns, denominator and scale are [positions]; padding, from column ``size`` on, gets zero.
+    columns, denominator and scale are [positions]; padding, from column ``size`` on, gets zero. The gradient is that of
+    the logits before the soft cap.
     """
     probability = (logits[:, :size] - denominator[:, None]).exp_()  # in the type of the denominator
     if size:
         here = (columns >= 0).to(scale.dtype)
         probability.scatter_add_(1, columns.clamp(min=0)[:, None], -here[:, None])
+    if cap:
+        probability *= _slope(logits[:, :size], cap, probability.dtype)
     torch.mul(probability, scale[:, None], out=logits[:, :size])
     logits[:, size:] = 0
 
 
 def _write_fused_gradient(
-    logits: torch.Tensor, columns: torch.Tensor, denominator: torch.Tensor, scale: torch.Tensor, size: int
+    logits: torch.Tensor, columns: torch.Tensor, denominator: torch.Tensor, scale: torch.Tensor, size: int, cap: float
 ) -> None:
     """`_write_gradient` in the form of which a compiler makes one kernel, without a float32 copy of the logits."""
     order = torch.arange(logits.shape[1], device=logits.device)
     probability = (logits - denominator[:, None]).exp()
     gradient = torch.where(order == columns[:, None], probability - 1, probability) * scale[:, None]
+    if cap:
+        gradient = gradient * _slope(logits, cap, gradient.dtype)
     logits.copy_(torch.where(order < size, gradient, 0))
+
+
+def _slope(capped: torch.Tensor, cap: float, dtype: torch.dtype) -> torch.Tensor:
+    """The derivative of a soft cap, given what it made of the logits."""
+    return 1 - (capped.to(dtype) / cap).square()
 
 
 @cache

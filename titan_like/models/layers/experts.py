@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from titan_like.models.layers.mlp import SwiGLUMLP
+from titan_like.models.layers.mlp import GATED_ACTIVATIONS, GatedMLP
 from titan_like.torch_private import grouped_product
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class Router(nn.Module):
         super().__init__()
         self.config, experts = config, config.num_experts
         self.weight = nn.Parameter(torch.empty(experts, config.hidden_size))
+        self.logit_bias = nn.Parameter(torch.empty(experts)) if config.router_bias else None
         self.register_buffer("load", torch.empty(experts))
         self.register_buffer("bias", torch.empty(experts) if config.balance == "bias" else None)
         for name, value in (
@@ -68,16 +69,14 @@ class Router(nn.Module):
             if buffer is not None:
                 buffer.zero_()
 
-    def forward(
-        self, x: torch.Tensor, padding_mask: torch.Tensor | None = None, weight: torch.Tensor | None = None
-    ) -> Routing:
+    def forward(self, x: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Routing:
         """[n, hidden] → which experts its tokens are sent to.
 
         ``padding_mask``, bool [batch, seq] with n elements, is True for padding, which is routed but never counted.
-        ``weight``, if given, is used in place of the router's own.
         """
         config, dtype = self.config, torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(dtype), (self.weight if weight is None else weight).to(dtype))
+        weight, bias = self.linear()
+        logits = F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
         scores = logits.softmax(1) if config.router_score == "softmax" else logits.sigmoid()
         experts = self.choose(scores.detach() if self.bias is None else scores.detach() + self.bias)
         weights = scores.gather(1, experts)
@@ -90,9 +89,22 @@ class Router(nn.Module):
         routing = Routing(weights, order, offsets.to(torch.int32))
         return self._with_losses(routing, logits, scores, padding_mask) if self.training else routing
 
+    def linear(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight [E, hidden] and bias [E] of the logits."""
+        return self.weight, self.logit_bias
+
     def choose(self, scores: torch.Tensor) -> torch.Tensor:
-        """Scores with the bias, [n, E] → the experts of each token, int64 [n, k]. A router of your own overrides it."""
-        return scores.topk(self.config.experts_per_token, dim=1).indices
+        """Scores with the bias, [n, E] → the experts of each token, int64 [n, k]. A router of your own overrides it.
+
+        Of several groups of consecutive experts, those with the largest sums of their two best scores are chosen first.
+        """
+        config = self.config
+        if config.router_top_groups < config.router_groups:
+            groups = scores.unflatten(1, (config.router_groups, -1))
+            best = groups.topk(2).values.sum(2).topk(config.router_top_groups).indices
+            is_left = torch.ones_like(groups[..., :1], dtype=torch.bool).scatter(1, best[..., None], False)
+            scores = groups.masked_fill(is_left, -torch.inf).flatten(1)
+        return scores.topk(config.experts_per_token, dim=1).indices
 
     def _with_losses(
         self, routing: Routing, logits: torch.Tensor, scores: torch.Tensor, padding_mask: torch.Tensor | None
@@ -174,13 +186,15 @@ def inverse_of(order: torch.Tensor) -> torch.Tensor:
 
 
 class ExpertLinear(nn.Module):
-    """A linear layer for each expert, without biases.
+    """A linear layer for each expert.
 
-    The matrices are stacked in one parameter, [E · out, in], of which [E, out, in] is a view. So ZeRO shards it evenly
-    over any number of processes, and each expert's matrix is as contiguous as in a checkpoint of its own.
+    The matrices are stacked in one parameter, [E · out, in], of which [E, out, in] is a view, and the biases in another
+    one, [E · out]. So ZeRO shards them evenly over any number of processes, and each expert's matrix is as contiguous
+    as in a checkpoint of its own.
     """
 
     float8: Any = None  # a `titan_like.parallel.float8.Float8Experts`
+    first_bias = 0  # output to which this process adds its first bias; others add those of the other outputs
 
     def __init__(self, config: WithExperts, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -188,6 +202,7 @@ class ExpertLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.elements_per_token = config.experts_per_token * in_features * out_features
         self.weight = nn.Parameter(torch.empty(config.num_experts * out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(config.num_experts * out_features)) if config.expert_bias else None
         self.num_matrices = config.num_experts  # in the whole model
         mark_stacks(self)
 
@@ -196,15 +211,30 @@ class ExpertLinear(nn.Module):
 
         ``offsets`` may be on the host unless `is_one_product`.
         """
-        weight = self.matrices()
-        if self.float8 is not None:
-            return self.float8.linear(x, weight, offsets)
-        if len(offsets) > self.num_experts:  # other linear layers of these experts compute in float8
+        by_expert = offsets
+        if len(offsets) > self.num_experts:  # linear layers of these experts compute in float8
             per_expert = len(offsets) // self.num_experts
-            offsets = offsets[per_expert - 1 :: per_expert]
-        if self.is_one_product(x.dtype):
-            return grouped_product(x, weight.transpose(1, 2), offsets)
-        return expert_product(x, weight, offsets)
+            by_expert = offsets[per_expert - 1 :: per_expert]
+        if self.float8 is not None:
+            result = self.float8.linear(x, self.matrices(), offsets)
+        elif self.is_one_product(x.dtype):
+            result = grouped_product(x, self.matrices().transpose(1, 2), by_expert)
+        else:
+            result = expert_product(x, self.matrices(), by_expert)
+        return result if self.bias is None else result + self.bias_rows(result, by_expert)
+
+    def bias_rows(self, result: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """The bias of each row's expert, [rows, out], or of the outputs of this process, and 0 for others.
+
+        It is a product with ones, so that a bias's gradient is a sum over rows in a fixed order.
+        """
+        biases = self.biases()  # [E, out]
+        if result.dtype == torch.bfloat16 and biases.shape[1] % 8 == 0:
+            ones = result.new_ones(len(result), 8)
+            rows = grouped_product(ones, F.pad(biases[:, None], (0, 0, 0, 7)), offsets.to(result.device))
+        else:
+            rows = expert_product(result.new_ones(len(result), 1), biases[:, :, None], offsets)
+        return F.pad(rows, (self.first_bias, result.shape[1] - rows.shape[1] - self.first_bias))
 
     def is_one_product(self, dtype: torch.dtype) -> bool:
         """Whether all experts' products are one kernel, which reads on the device ends of each expert's rows."""
@@ -217,6 +247,11 @@ class ExpertLinear(nn.Module):
         """The weight by expert: [E, out, in]."""
         return self.weight.view(self.num_experts, self.out_features, self.in_features)
 
+    def biases(self) -> torch.Tensor:
+        """The biases by expert: [E, out]."""
+        assert self.bias is not None
+        return self.bias.view(self.num_experts, -1)
+
 
 def mark_stacks(model: nn.Module) -> None:
     """Note on each parameter that is a stack of matrices how many it has, for optimizers that look at whole matrices.
@@ -225,16 +260,16 @@ def mark_stacks(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, ExpertLinear):
-            for _, parameter in module.named_parameters():
-                parameter.num_matrices = module.num_matrices  # type: ignore[attr-defined]
+            module.weight.num_matrices = module.num_matrices  # type: ignore[attr-defined]
 
 
 class Experts(nn.Module):
-    """down(silu(gate(x)) · up(x)) of each expert, on its own rows."""
+    """A gated MLP for each expert, on its own rows."""
 
     def __init__(self, config: WithExperts) -> None:
         super().__init__()
         hidden, ffn = config.hidden_size, config.expert_ffn_hidden_size
+        self.gated = GATED_ACTIVATIONS[config.activation]
         self.gate = ExpertLinear(config, hidden, ffn)
         self.up = ExpertLinear(config, hidden, ffn)
         self.down = ExpertLinear(config, ffn, hidden)
@@ -243,7 +278,7 @@ class Experts(nn.Module):
         """[rows, hidden], sorted by expert, and ends of each expert's rows, int32 [E] → [rows, hidden]."""
         if not self.gate.is_one_product(x.dtype):
             offsets = offsets.cpu()  # here the host waits, and in none of the nine products of both passes
-        return self.down(F.silu(self.gate(x, offsets)) * self.up(x, offsets), offsets)
+        return self.down(self.gated(self.gate(x, offsets), self.up(x, offsets)), offsets)
 
 
 class SparseMLP(nn.Module):
@@ -254,7 +289,7 @@ class SparseMLP(nn.Module):
         self.router = router or Router(config)
         self.experts = Experts(config)
         shared = config.num_shared_experts * config.expert_ffn_hidden_size
-        self.shared = SwiGLUMLP(config.hidden_size, shared) if shared else None
+        self.shared = GatedMLP(config.hidden_size, shared, config.activation) if shared else None
 
     def forward(self, x: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
         """[batch, seq, hidden] → [batch, seq, hidden]. ``padding_mask`` is that of `Router.forward`."""

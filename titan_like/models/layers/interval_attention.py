@@ -1,7 +1,8 @@
 """Attention over one interval of keys for each query, on CPUs, without a matrix of all pairs.
 
 It goes through the queries in blocks: first by runs of queries whose intervals begin at the same key, such as the
-queries of one document, then by memory. The backward pass computes the probabilities again.
+queries of one document, or overlap, as sliding windows do, then by memory. The backward pass computes the probabilities
+again.
 """
 
 from __future__ import annotations
@@ -13,10 +14,18 @@ from typing import Any
 import torch
 
 BLOCK_BYTES = 8 << 20  # of attention scores at a time
+_FEW_KEYS = 128  # that a block may have although no query sees half of them
 
 
 def interval_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: torch.Tensor, end: torch.Tensor, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    first: torch.Tensor,
+    end: torch.Tensor,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Softmax attention in which query i sees keys first[i] to end[i] - 1. It is an operator, so it can be compiled.
 
@@ -27,35 +36,65 @@ def interval_attention(
         first: int64 [batch, queries].
         end: int64 [batch, queries].
         scale: multiplies the scores.
+        softcap: scores s become softcap · tanh(s / softcap); 0: they stay.
+        sinks: [heads], one more logit of each head, without a value.
 
     Returns:
         The shape of q.
     """
-    return _attention(q, k, v, first, end, scale)[0]
+    return _attention(q, k, v, first, end, sinks, scale, softcap)[0]
 
 
 @torch.library.custom_op("titan_like::interval_attention", mutates_args=())
 def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: torch.Tensor, end: torch.Tensor, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    first: torch.Tensor,
+    end: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return attend(q, k, v, first, end, scale)
+    return attend(q, k, v, first, end, scale, softcap, sinks)
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: torch.Tensor, end: torch.Tensor, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    first: torch.Tensor,
+    end: torch.Tensor,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(what `interval_attention` returns, the logarithm of the softmax's denominator [batch, heads, queries]).
 
-    The latter is at least float32. A query that sees no key gets zeros, and the logarithm of 0.
+    The latter is at least float32. A query that sees no key gets zeros, and the logarithm of 0 without a sink.
     """
-    output, denominator = empty_like(q).zero_(), q.new_full(q.shape[:3], -math.inf, dtype=_accumulator(q))
+    output, denominator = empty_like(q).zero_(), denominators_before(q, sinks)
     for row, queries, keys, visible in _blocks(q, first, end):
-        scores = _scores(q[row, :, queries], k[row, :, keys], visible, scale)
+        scores = _scores(q[row, :, queries], k[row, :, keys], visible, scale, softcap)
         total = scores.logsumexp(2, keepdim=True)
+        total = torch.logaddexp(total, denominator[row, :, queries].reshape(total.shape))
         mixed = _probability(scores, total) @ v[row, :, keys].to(scores.dtype)
         output[row, :, queries] = mixed.view(q.shape[1], -1, v.shape[3]).to(q.dtype)
         denominator[row, :, queries] = total.view(q.shape[1], -1)
     return output, denominator
+
+
+def denominators_before(q: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """The logarithms of the softmax's denominators before any key: [batch, heads, queries], at least float32."""
+    if sinks is None:
+        return q.new_full(q.shape[:3], -math.inf, dtype=_accumulator(q))
+    return sinks.to(_accumulator(q))[:, None].expand(q.shape[:3]).clone()
+
+
+def sink_gradient(sinks: torch.Tensor, denominator: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """The gradient of sinks [heads], given what `gradients` takes: a sink draws probability from what has values."""
+    probability = (sinks.to(denominator.dtype)[:, None] - denominator).exp_()
+    return (probability * mean).sum((0, 2)).neg_().to(sinks.dtype)
 
 
 @torch.library.custom_op("titan_like::interval_attention_backward", mutates_args=())
@@ -66,13 +105,16 @@ def _gradients(
     v: torch.Tensor,
     first: torch.Tensor,
     end: torch.Tensor,
+    sinks: torch.Tensor | None,
     output: torch.Tensor,
     denominator: torch.Tensor,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     mean = (gradient.to(denominator.dtype) * output).sum(3)
-    of_q, of_k, of_v = gradients(gradient, q, k, v, first, end, scale, denominator, mean)
-    return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
+    of_q, of_k, of_v = gradients(gradient, q, k, v, first, end, scale, softcap, denominator, mean)
+    of_sinks = q.new_empty(0) if sinks is None else sink_gradient(sinks, denominator, mean)
+    return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), of_sinks
 
 
 def gradients(
@@ -83,6 +125,7 @@ def gradients(
     first: torch.Tensor,
     end: torch.Tensor,
     scale: float,
+    softcap: float,
     denominator: torch.Tensor,
     mean: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -95,14 +138,15 @@ def gradients(
     of_q, of_k, of_v = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
     for row, queries, keys, visible in _blocks(q, first, end):
         part, key = q[row, :, queries], k[row, :, keys].to(dtype)
-        scores = _scores(part, key, visible, scale)
+        scores = _scores(part, key, visible, scale, softcap)
+        slope = (1 - (scores / softcap).square_()).clamp_(min=0) if softcap else None  # hidden scores are infinite
         probability = _probability(scores, denominator[row, :, queries].reshape(groups, -1, 1))
         out = gradient[row, :, queries].to(dtype).reshape(groups, -1, v.shape[3])
         of_v[row, :, keys] += probability.transpose(1, 2) @ out
         of_scores = out @ v[row, :, keys].to(dtype).transpose(1, 2)
         of_scores -= mean[row, :, queries].reshape(groups, -1, 1)
         of_scores *= probability
-        of_scores *= scale
+        of_scores *= scale if slope is None else slope.mul_(scale)
         of_q[row, :, queries] = (of_scores @ key).view(part.shape)
         of_k[row, :, keys] += of_scores.transpose(1, 2) @ part.to(dtype).reshape(groups, -1, q.shape[3])
     return of_q, of_k, of_v
@@ -117,7 +161,11 @@ def _blocks(
         start = 0
         while start < seq_len:
             stop, last = start, ends[start]
-            while stop < seq_len and begins[stop] == begins[start]:
+            while stop < seq_len:
+                if begins[stop] != begins[start]:
+                    most = max(2 * (ends[stop] - begins[stop]), _FEW_KEYS)
+                    if not (begins[start] < begins[stop] < last and ends[stop] - begins[start] <= most):
+                        break
                 last = max(last, ends[stop])
                 if stop > start and (stop + 1 - start) * (last - begins[start]) * bytes_per_key > BLOCK_BYTES:
                     break
@@ -125,15 +173,18 @@ def _blocks(
             last = max(ends[start:stop])
             if last > begins[start]:
                 keys = torch.arange(begins[start], last, device=end.device)
-                yield row, slice(start, stop), slice(begins[start], last), keys < end[row, start:stop, None]
+                visible = (first[row, start:stop, None] <= keys) & (keys < end[row, start:stop, None])
+                yield row, slice(start, stop), slice(begins[start], last), visible
             start = stop
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale: float) -> torch.Tensor:
+def _scores(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale: float, softcap: float) -> torch.Tensor:
     """q [heads, queries, head_dim], k [kv_heads, keys, head_dim] → [kv_heads, queries of its heads, keys]."""
     dtype, heads, queries = _accumulator(q), q.shape[0], q.shape[1]
     scores = q.to(dtype).reshape(k.shape[0], -1, q.shape[2]) @ k.to(dtype).transpose(1, 2)
     scores *= scale
+    if softcap:
+        scores.div_(softcap).tanh_().mul_(softcap)
     scores.view(heads, queries, -1).masked_fill_(~visible, -math.inf)
     return scores
 
@@ -154,17 +205,22 @@ def empty_like(q: torch.Tensor) -> torch.Tensor:
 
 
 _attention.register_fake(lambda q, *_: (empty_like(q), q.new_empty(q.shape[:3], dtype=_accumulator(q))))
-_gradients.register_fake(lambda _, q, k, v, *__: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)))
+_gradients.register_fake(
+    lambda _, q, k, v, first, end, sinks, *__: (
+        *map(torch.empty_like, (q, k, v)), q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    )
+)  # fmt: skip
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    *tensors, ctx.scale = inputs
+    *tensors, ctx.scale, ctx.softcap = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx: Any, gradient: torch.Tensor, _denominator: None) -> tuple[torch.Tensor | None, ...]:
-    return (*_gradients(gradient, *ctx.saved_tensors, ctx.scale), None, None, None)
+    *found, of_sinks = _gradients(gradient, *ctx.saved_tensors, ctx.scale, ctx.softcap)
+    return *found, None, None, of_sinks if ctx.needs_input_grad[5] else None, None, None
 
 
 _attention.register_autograd(_backward, setup_context=_save)

@@ -22,6 +22,7 @@ class KeyRanges(NamedTuple):
     first: torch.Tensor  # int64 [batch, queries]
     end: torch.Tensor  # int64 [batch, queries]
     blocks: BlockMask | None = None  # the same for FlexAttention, for all layers; only on GPUs
+    window: int = 0  # most keys that a query sees, itself included, if it is the layer's own window that says so
 
     def mask(self) -> torch.Tensor:
         """bool [batch, 1, queries, keys]: True where a query sees a key. It takes memory for every pair."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -24,42 +23,74 @@ class GeluMLP(nn.Module):
         return self.fc2(F.gelu(self.fc1(x), approximate=self.approximate))
 
 
-class ReluMLP(nn.Module):
-    """down(relu(up(x))) without biases, as in the original T5 (arXiv 1910.10683)."""
+def relu2(x: torch.Tensor) -> torch.Tensor:
+    """The square of relu, elementwise (arXiv 2109.08668)."""
+    return F.relu(x).square()
 
-    def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU by its tanh approximation, elementwise."""
+    return F.gelu(x, approximate="tanh")
+
+
+def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """GPT-OSS's: gate · σ(1.702 · gate) · (up + 1), elementwise, of gate up to 7 and up from -7 to 7."""
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+_OfOne, _OfTwo = Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+ACTIVATIONS: dict[str, _OfOne] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu": F.relu,
+    "relu2": relu2,
+}
+"""Elementwise functions, by name."""
+
+
+def _times_up(activation: _OfOne) -> _OfTwo:
+    def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return activation(gate) * up
+
+    return gated
+
+
+GATED_ACTIVATIONS: dict[str, _OfTwo] = {name: _times_up(function) for name, function in ACTIVATIONS.items()}
+"""Elementwise functions of gate and up, by name (arXiv 2002.05202)."""
+GATED_ACTIVATIONS["clamped_swiglu"] = clamped_swiglu
+
+
+class PlainMLP(nn.Module):
+    """down(activation(up(x))), as in the original T5 (arXiv 1910.10683)."""
+
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, activation: str, bias: bool = False) -> None:
+        """``activation`` is one of `ACTIVATIONS`."""
         super().__init__()
-        self.up = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
-        self.down = nn.Linear(ffn_hidden_size, hidden_size, bias=False)
+        self.activation = ACTIVATIONS[activation]
+        self.up = nn.Linear(hidden_size, ffn_hidden_size, bias=bias)
+        self.down = nn.Linear(ffn_hidden_size, hidden_size, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, seq, hidden] → [batch, seq, hidden]."""
-        return self.down(F.relu(self.up(x)))
+        return self.down(self.activation(self.up(x)))
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) · up(x)) without biases (arXiv 2002.05202)."""
+    """down(activation(gate(x)) · up(x)), with SiLU as in Llama (SwiGLU, arXiv 2002.05202)."""
 
-    activation: Callable[[torch.Tensor], torch.Tensor]  # elementwise; of the class
-
-    def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, activation: str = "silu", bias: bool = False) -> None:
+        """``activation`` is one of `GATED_ACTIVATIONS`."""
         super().__init__()
-        self.gate = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
-        self.up = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
-        self.down = nn.Linear(ffn_hidden_size, hidden_size, bias=False)
+        self.gated = GATED_ACTIVATIONS[activation]
+        self.gate = nn.Linear(hidden_size, ffn_hidden_size, bias=bias)
+        self.up = nn.Linear(hidden_size, ffn_hidden_size, bias=bias)
+        self.down = nn.Linear(ffn_hidden_size, hidden_size, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, seq, hidden] → [batch, seq, hidden]."""
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+        return self.down(self.gated(self.gate(x), self.up(x)))
 
 
-class SwiGLUMLP(GatedMLP):
-    """A gated MLP with SiLU, as in Llama."""
-
-    activation = staticmethod(F.silu)
-
-
-class GeGLUMLP(GatedMLP):
-    """A gated MLP with GELU in its tanh approximation, as in T5 v1.1."""
-
-    activation = staticmethod(partial(F.gelu, approximate="tanh"))
+SwiGLUMLP = GatedMLP  # the name by which families of one's own import it

@@ -11,32 +11,77 @@ from torch import nn
 from titan_like.models.config import RopeScaling
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> torch.Tensor:
-    """Angle per position of each pair of dimensions: float32 [head_dim / 2].
+def rope_frequencies(
+    size: int, theta: float, scaling: RopeScaling | None, device: torch.device, seq_len: int = 0
+) -> torch.Tensor:
+    """Angle per position of each pair of ``size`` rotated dimensions: float32 [size / 2].
 
-    With scaling (Llama 3.1), long wavelengths are stretched by ``factor``, short ones are kept, and those in between
-    are interpolated. `RopeScaling` defines long and short relative to the original context.
+    llama3 stretches long wavelengths by ``factor``, keeps short ones and interpolates those in between; `RopeScaling`
+    defines long and short relative to the original context. yarn (arXiv 2309.00071) does the same along the dimensions,
+    and linear scaling (arXiv 2306.15595) stretches all. longrope (arXiv 2402.13753) divides by ``short_factors``, or by
+    ``long_factors`` if sequences of ``seq_len`` tokens are longer than the original context.
     """
-    frequencies = theta ** -(torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    frequencies = theta ** -(torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
     if scaling is None:
         return frequencies
-    turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)  # rotations over the original context
-    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    keep = keep.clamp(0, 1)
+    if scaling.type == "linear":
+        return frequencies / scaling.factor
+    if scaling.type == "longrope":
+        is_long = seq_len > scaling.original_max_seq_len
+        return frequencies / frequencies.new_tensor(scaling.long_factors if is_long else scaling.short_factors)
+    if scaling.type == "yarn":
+
+        def pair(turns: float) -> float:  # whose frequency makes so many turns over the original context
+            context = scaling.original_max_seq_len
+            return size * math.log(context / (2 * math.pi * turns)) / (2 * math.log(theta))
+
+        low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+        if scaling.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, size - 1)
+        order = torch.arange(size // 2, device=device, dtype=torch.float32)
+        keep = 1 - ((order - low) / (high - low + 0.001 * (low == high))).clamp(0, 1)
+    else:
+        turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)  # rotations over the original context
+        keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        keep = keep.clamp(0, 1)
     return frequencies * (keep + (1 - keep) / scaling.factor)
 
 
-def rope_cos_sin(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin) of integer positions [..., seq], each float32 [..., seq, head_dim / 2]."""
+def rope_magnitude(scaling: RopeScaling | None) -> float:
+    """The factor on cos and sin, 1 except with yarn and longrope."""
+    if scaling is None or scaling.type not in ("yarn", "longrope"):
+        return 1.0
+    if scaling.attention_factor:
+        return scaling.attention_factor
+    logarithm = math.log(max(scaling.factor, 1.0))
+    if scaling.type == "longrope":
+        return math.sqrt(1 + logarithm / math.log(scaling.original_max_seq_len))
+    if scaling.mscale and scaling.mscale_all_dim:
+        return (0.1 * scaling.mscale * logarithm + 1) / (0.1 * scaling.mscale_all_dim * logarithm + 1)
+    return 0.1 * logarithm + 1
+
+
+def rope_cos_sin(
+    positions: torch.Tensor, frequencies: torch.Tensor, magnitude: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cos, sin) of integer positions [..., seq], each float32 [..., seq, rotated / 2], times ``magnitude``."""
     angles = positions[..., None].float() * frequencies
-    return angles.cos(), angles.sin()
+    if magnitude == 1:
+        return angles.cos(), angles.sin()
+    return angles.cos() * magnitude, angles.sin() * magnitude
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x, [batch, seq, heads, head_dim]. Dimension i pairs with i + head_dim / 2, as in Hugging Face's Llama.
+    """Rotate x, [batch, seq, heads, head_dim]. Dimension i pairs with i + rotated / 2, as in Hugging Face's Llama.
 
-    cos and sin are [seq, head_dim / 2], or [batch, seq, head_dim / 2] where positions differ between sequences.
+    cos and sin are [seq, rotated / 2], or [batch, seq, rotated / 2] where positions differ between sequences. Of heads
+    that are wider than that, the first dimensions are rotated.
     """
+    width = 2 * cos.shape[-1]
+    if width < x.shape[-1]:
+        turned, rest = x.split([width, x.shape[-1] - width], -1)
+        return torch.cat((apply_rope(turned, cos, sin), rest), -1)
     first, second = x.chunk(2, dim=-1)
     # Broadcast over heads. Both are float32, so the products are at least float32.
     cos, sin = cos[..., None, :], sin[..., None, :]

@@ -1,70 +1,7 @@
-"""Llama: rotary positions, pre-RMSNorm, SwiGLU, grouped-query attention, no biases (Llama 2 and 3)."""
+"""A Llama is a decoder with the defaults. Families of one's own extend it under these names."""
 
-from __future__ import annotations
+from titan_like.models.decoder.model import Decoder as Llama
+from titan_like.models.decoder.model import DecoderLayer as LlamaLayer
+from titan_like.models.decoder.model import build
 
-from typing import Any
-
-import torch
-from torch import nn
-
-from titan_like.models.layers.attention import SelfAttention
-from titan_like.models.layers.key_ranges import KeyRanges
-from titan_like.models.layers.mlp import SwiGLUMLP
-from titan_like.models.layers.positions import rope_cos_sin, rope_frequencies
-from titan_like.models.llama.config import LlamaConfig
-from titan_like.models.transformer import Transformer
-
-
-class LlamaLayer(nn.Module):
-    """Pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    takes_padding_mask = False  # true of experts, which do not count padding
-
-    def __init__(self, config: LlamaConfig, attention: SelfAttention, mlp: nn.Module) -> None:
-        super().__init__()
-        hidden = config.hidden_size
-        self.attention_norm = nn.RMSNorm(hidden, config.norm_eps)
-        self.attention = attention
-        self.mlp_norm = nn.RMSNorm(hidden, config.norm_eps)
-        self.mlp = mlp
-
-    def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, document_mask: KeyRanges | None = None, **mlp: Any
-    ) -> torch.Tensor:
-        """[batch, seq, hidden] → [batch, seq, hidden]; cos and sin are [seq, head_dim / 2], or with a batch before.
-
-        Causal without ``document_mask``. The MLP takes further inputs.
-        """
-        x = x + self.attention(self.attention_norm(x), (cos, sin), document_mask)
-        return x + self.mlp(self.mlp_norm(x), **mlp)
-
-
-class Llama(Transformer):
-    """Llama over token sequences [batch, seq]; see `Transformer.forward`."""
-
-    residual_outputs = ("attention.proj", "mlp.down")
-    config: LlamaConfig
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config)
-        self.layers.update({str(i): self.new_layer(i) for i in range(config.num_layers)})
-        self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
-
-    def new_layer(self, number: int) -> LlamaLayer:
-        """Build the layer with this number."""
-        config, hidden = self.config, self.config.hidden_size
-        attention = SelfAttention(hidden, config.num_attention_heads, config.num_kv_heads, bias=False)
-        return LlamaLayer(config, attention, SwiGLUMLP(hidden, config.ffn_hidden_size))
-
-    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """tokens [batch, seq] → hidden states [batch, seq, hidden]. Positions enter in the attention."""
-        return self.embedding(tokens)
-
-    def layer_inputs(self, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The rotary (cos, sin), each [*positions.shape, head_dim / 2], computed once for all layers."""
-        config = self.config
-        frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling, positions.device)
-        return rope_cos_sin(positions, frequencies)
-
-
-build = Llama
+__all__ = ["Llama", "LlamaLayer", "build"]

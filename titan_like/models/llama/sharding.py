@@ -1,19 +1,5 @@
-"""Llama's tensor-parallel plan: module name → name of a style in `titan_like.parallel.tensor_styles.STYLES`."""
+"""The tensor-parallel plan of a Llama, for families of one's own that extend it."""
 
-TENSOR_PARALLEL_PLAN = {
-    "embedding": "vocabulary_embedding",
-    "layers.*.attention_norm": "norm",
-    "layers.*.attention": "region",
-    "layers.*.attention.qkv": "column_linear",  # its rows are ordered by head groups, so each rank gets whole groups
-    "layers.*.attention.core": "split_heads",
-    "layers.*.attention.proj": "row_linear",
-    "layers.*.mlp_norm": "norm",
-    "layers.*.mlp": "region",
-    "layers.*.mlp.gate": "column_linear",
-    "layers.*.mlp.up": "column_linear",
-    "layers.*.mlp.down": "row_linear",
-    "norm": "norm",
-    "output": "vocabulary_output",
-    "mask_padding": "vocabulary_mask",
-    "token_loss": "vocabulary_loss",
-}
+from titan_like.models.decoder.sharding import LLAMA as TENSOR_PARALLEL_PLAN
+
+__all__ = ["TENSOR_PARALLEL_PLAN"]

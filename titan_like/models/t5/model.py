@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from titan_like.models.layers.attention import CrossAttention, SelfAttention
-from titan_like.models.layers.mlp import GeGLUMLP, ReluMLP
+from titan_like.models.layers.mlp import GatedMLP, PlainMLP
 from titan_like.models.layers.positions import RelativeBias
 from titan_like.models.t5.config import T5Config
 from titan_like.models.transformer import Transformer
@@ -47,7 +47,8 @@ class T5Layer(nn.Module):
             scale=1.0,  # the initial queries are small enough
         )
         self.mlp_norm = nn.RMSNorm(hidden, config.norm_eps)
-        self.mlp = (GeGLUMLP if config.mlp == "gated_gelu" else ReluMLP)(hidden, config.ffn_hidden_size)
+        kind, activation = (GatedMLP, "gelu_tanh") if config.mlp == "gated_gelu" else (PlainMLP, "relu")
+        self.mlp = kind(hidden, config.ffn_hidden_size, activation)
 
     def drop(self, x: torch.Tensor) -> torch.Tensor:
         """Dropout of a residual branch or of a stack's output, [batch, positions, hidden]."""

@@ -47,12 +47,16 @@ class Attention(NamedTuple):
     causal: bool
     backward: bool
     recomputed: bool
+    window: int = 0  # most keys that a query sees; 0: all
 
     def flops(self, causal: bool = False) -> int:
-        """Of two products forward and four backward. ``causal`` counts the half that a causal mask leaves."""
-        products = 4 if self.backward else 2
-        whole = 2 * products * self.batch * self.heads * self.queries * self.keys * self.head_dim
-        return whole // 2 if causal and self.causal else whole
+        """Of two products forward and four backward within the window.
+
+        ``causal`` counts what a causal mask leaves, half of the matrix without a window.
+        """
+        products, seen = 4 if self.backward else 2, min(self.window or self.keys, self.keys)
+        whole = 2 * products * self.batch * self.heads * self.queries * seen * self.head_dim
+        return whole * (2 * self.keys - seen) // (2 * self.keys) if causal and self.causal else whole
 
 
 class Collective(NamedTuple):

@@ -279,5 +279,6 @@ def _attention(name: str, args: Any, inputs: list[torch.Tensor], recomputed: boo
     backward = "backward" in name
     q, k = inputs[backward : backward + 2]
     causal = next((arg for arg in args if isinstance(arg, bool)), False)
+    window = next((arg for arg in args if type(arg) is int), 0)
     batch, heads, queries, head_dim = q.shape
-    return Attention(batch, heads, queries, k.shape[-2], head_dim, causal, backward, recomputed)
+    return Attention(batch, heads, queries, k.shape[-2], head_dim, causal, backward, recomputed, window)

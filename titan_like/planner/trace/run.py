@@ -128,8 +128,10 @@ def microbatch(key: TraceKey) -> Batch:
     whole = Batch(
         tokens,
         labels=tokens.clone(),
-        sample_labels=None if heads == ("tokens",) else tokens.new_zeros(key.micro_batch_size),
+        sample_labels=tokens.new_zeros(key.micro_batch_size) if {"pair", "choice"} & set(heads) else None,
         loss_factors=torch.ones(len(heads)),
+        next_tokens=tokens.clone() if "mtp" in heads else None,
+        next_labels=tokens.clone() if "mtp" in heads else None,
         encoder_len=key.seq_len if key.decoder_seq_len else None,
     )
     return CPShard(key.context, 0, key.context_method).shard(whole)
@@ -193,13 +195,17 @@ def _watch(modules: Sequence[Transformer], segments: list[Segment], recorder: Re
             output.register_hook(lambda gradient: recorder.enter(index, BACKWARD, gradient))
 
     first = modules[0]
-    embed, layer_inputs = first.embed, first.layer_inputs
+    embed, key_ranges, layer_inputs = first.embed, first.key_ranges, first.layer_inputs
 
     def watched_embed(*args: Any) -> torch.Tensor:
         recorder.enter(_ENTRY, FORWARD)
         output = embed(*args)
         end(_ENTRY, output)
         return output
+
+    def watched_ranges(*args: Any) -> Any:
+        recorder.enter(_INPUTS, FORWARD)
+        return key_ranges(*args)
 
     def watched_inputs(*args: Any) -> tuple[Any, ...]:
         recorder.enter(_INPUTS, FORWARD)
@@ -217,7 +223,8 @@ def _watch(modules: Sequence[Transformer], segments: list[Segment], recorder: Re
 
         return hook
 
-    first.embed, first.layer_inputs = watched_embed, watched_inputs  # type: ignore[method-assign, assignment]
+    first.embed, first.key_ranges = watched_embed, watched_ranges  # type: ignore[method-assign, assignment]
+    first.layer_inputs = watched_inputs  # type: ignore[method-assign, assignment]
     for index, layer in enumerate(first.layers.values(), _FIRST_LAYER):
         layer.register_forward_hook(after_layer(index))
     for module in modules[1:]:  # without layers

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from titan_like.models.layers import cross_entropy
+from titan_like.models.layers import attention, cross_entropy
 from titan_like.parallel import activation_checkpoint, cp_attention, experts, offload, tensor_styles
 from titan_like.parallel.collectives import Group
 from titan_like.torch_private import attention_by_elementary_operators, is_in_backward_pass
@@ -39,17 +40,17 @@ def _as_projected(x: torch.Tensor) -> torch.Tensor:
 
 _attention = _operator(
     "attention",
-    lambda q, k, v, bias, causal: (_as_projected(q), q.new_empty(q.shape[:3], dtype=torch.float32)),
-    "(Tensor q, Tensor k, Tensor v, Tensor? bias, bool causal) -> (Tensor, Tensor)",
+    lambda q, k, v, bias, causal, window: (_as_projected(q), q.new_empty(q.shape[:3], dtype=torch.float32)),
+    "(Tensor q, Tensor k, Tensor v, Tensor? bias, bool causal, int window) -> (Tensor, Tensor)",
 )
 _attention_backward = _operator(
     "attention_backward",
-    lambda gradient, q, k, v, bias, output, denominator, causal: (
+    lambda gradient, q, k, v, bias, output, denominator, causal, window: (
         *map(_as_projected, (q, k, v)),
         q.new_empty(0 if bias is None else (q.shape[0], *bias.shape[1:])),
     ),
-    "(Tensor gradient, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor output, Tensor denominator, bool causal)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor gradient, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor output, Tensor denominator, bool causal,"
+    " int window) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 _rms_norm = _operator(
     "rms_norm",
@@ -63,15 +64,15 @@ _rms_norm_backward = _operator(
 )
 _loss_statistics = _operator(
     "loss_statistics",
-    lambda logits, columns, size: logits.new_empty(
+    lambda logits, columns, size, cap: logits.new_empty(
         2, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32)
     ),
-    "(Tensor logits, Tensor columns, int size) -> Tensor",
+    "(Tensor(a!) logits, Tensor columns, int size, float cap) -> Tensor",
 )
 _loss_gradient = _operator(
     "loss_gradient",
-    lambda logits, columns, denominator, scale, size: None,
-    "(Tensor(a!) logits, Tensor columns, Tensor denominator, Tensor scale, int size) -> ()",
+    lambda logits, columns, denominator, scale, size, cap: None,
+    "(Tensor(a!) logits, Tensor columns, Tensor denominator, Tensor scale, int size, float cap) -> ()",
 )
 
 
@@ -85,16 +86,17 @@ def _merged_all_reduce(tensors: Any, group: Any, operation: Any, *options: Any) 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, bias: Any, causal: bool) -> torch.Tensor:
-        output, denominator = _attention(q, k, v, bias, causal)
+    def forward(ctx: Any, q: Any, k: Any, v: Any, bias: Any, causal: bool, window: int) -> tuple[torch.Tensor, ...]:
+        output, denominator = _attention(q, k, v, bias, causal, window)
         ctx.save_for_backward(q, k, v, bias, output, denominator)
-        ctx.causal = causal
-        return output
+        ctx.sees = causal, window
+        ctx.set_materialize_grads(False)
+        return output, denominator
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        *found, of_bias = _attention_backward(gradient, *ctx.saved_tensors, ctx.causal)
-        return *found, of_bias.sum(0, keepdim=True) if ctx.needs_input_grad[3] else None, None
+    def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+        *found, of_bias = _attention_backward(gradient, *ctx.saved_tensors, *ctx.sees)
+        return *found, of_bias.sum(0, keepdim=True) if ctx.needs_input_grad[3] else None, None, None
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -113,17 +115,48 @@ class _SliceAttention(torch.autograd.Function):
     """`cp_attention` without an operator around it, so that its kernels and messages are recorded."""
 
     @staticmethod
-    def forward(ctx: Any, q: Any, keys: Any, first: Any, end: Any, *settings: Any) -> tuple[torch.Tensor, ...]:
-        output, denominator = cp_attention.cp_attention_forward(q, keys, first, end, *settings)
-        ctx.save_for_backward(q, keys, first, end, output, denominator)
-        ctx.settings = settings
+    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        output, denominator = cp_attention.cp_attention_forward(*inputs)
+        ctx.save_for_backward(*inputs[:5], output, denominator)
+        ctx.settings = inputs[5:]
         ctx.mark_non_differentiable(denominator)
         return output, denominator
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: None) -> tuple[torch.Tensor | None, ...]:
-        found = cp_attention.cp_attention_backward(gradient, *ctx.saved_tensors, *ctx.settings)
-        return *found, None, None, *[None] * len(ctx.settings)
+        *found, of_sinks = cp_attention.cp_attention_backward(gradient, *ctx.saved_tensors, *ctx.settings)
+        return *found, None, None, of_sinks if ctx.needs_input_grad[4] else None, *[None] * len(ctx.settings)
+
+
+def _flex_attention(q: Any, k: Any, v: Any, block_mask: int, return_aux: Any = None, **_: Any) -> Any:
+    output, denominator = _Attention.apply(q, k, v, None, True, block_mask)
+    return output if return_aux is None else (output, SimpleNamespace(lse=denominator))
+
+
+def _ranged_attention(q: Any, k: Any, v: Any, ranges: Any, *how: Any) -> torch.Tensor:
+    """FlexAttention, with the window in place of blocks, which depend on data."""
+    return attention.flex_attention(q, k, v, ranges.window, *how)
+
+
+_attend, _gradients = cp_attention._attend, cp_attention._gradients
+
+
+def _attend_to_block(q: Any, keys: Any, block: cp_attention.Block, how: cp_attention.Exchange) -> Any:
+    if block.first is None:
+        return _attend(q, keys, block, how)
+    return _attention(q, *keys, None, True, _share(how))
+
+
+def _gradients_of_block(parts: Any, keys: Any, block: cp_attention.Block, how: cp_attention.Exchange) -> Any:
+    if block.first is None:
+        return _gradients(parts, keys, block, how)
+    gradient, q, *results = parts
+    return _attention_backward(gradient, q, *keys, None, *results, True, _share(how))[:3]
+
+
+def _share(how: cp_attention.Exchange) -> int:
+    """The window of a chunk of the keys, if a query's whole window is spread evenly over all chunks."""
+    return -(-how.window // (2 * how.size if how.travels else 1))
 
 
 def _scaled_dot_product_attention(
@@ -132,7 +165,7 @@ def _scaled_dot_product_attention(
     is_grouped = q.shape[1] != k.shape[1]
     if is_grouped and q.dtype not in (torch.bfloat16, torch.float16):  # for which GPUs have no fused kernel
         return attention_by_elementary_operators(q, k, v, attn_mask, dropout_p, is_causal, **options)[0]
-    return _Attention.apply(q, k, v, attn_mask, is_causal)
+    return _Attention.apply(q, k, v, attn_mask, is_causal, 0)[0]
 
 
 def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
@@ -228,6 +261,10 @@ def as_on_gpu(mode: Any, dtype: torch.dtype | None = None, expert_load: float = 
         (KnownLoads, "load", expert_load),
         (tensor_styles.SplitHeads, "forward", _without_seed),
         (cp_attention, "_attention", _SliceAttention.apply),
+        (cp_attention, "_attend", _attend_to_block),
+        (cp_attention, "_gradients", _gradients_of_block),
+        (attention, "ranged_attention", _ranged_attention),
+        (attention, "_compiled_flex_attention", lambda: _flex_attention),
         (F, "scaled_dot_product_attention", _scaled_dot_product_attention),
         (F, "dropout", _dropout),
         (F, "rms_norm", lambda x, shape, weight=None, eps=None: _RMSNorm.apply(x, weight)),

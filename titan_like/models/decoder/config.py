@@ -1,0 +1,257 @@
+"""The shape of a decoder. The defaults are Llama's: pre-RMSNorm, rotary positions, SwiGLU, no biases."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from titan_like.models.config import RopeScaling, WithExperts, WithHeadSize
+
+FULL = "full"  # the kind of all layers, unless layer_pattern names others
+
+
+class LayerKind(BaseModel):
+    """What a layer's attention sees. Layers of all kinds have the same parameters."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    window: int = Field(0, ge=0, le=2**27, description="keys that a query sees, its own included; 0: all before it")
+    rope_theta: float = Field(ge=0, le=1e30, description="base of the rotary frequencies; 0: no rotation")
+    rope_scaling: RopeScaling | None = Field(None, description="scaling of the rotary frequencies")
+
+
+class DecoderConfig(WithHeadSize, WithExperts):
+    """The shape of a decoder with dense MLPs or, if there are experts, with experts after the first dense layers.
+
+    Raises:
+        pydantic.ValidationError: as for every `TransformerConfig`, or fields do not go together.
+    """
+
+    supports_masks: ClassVar[bool] = True
+    # No position table depends on the length.
+    not_in_weights: ClassVar = WithExperts.not_in_weights | {"max_seq_len", "mtp_coefficient"}
+
+    tied_embeddings: bool = Field(False, description="the output matrix is the embedding table")
+    num_experts: int = Field(0, ge=0, le=2**14, description="experts per layer; 0: all MLPs are dense")
+    experts_per_token: int = Field(0, ge=0, description="experts that each token is routed to (top-k)")
+    rope_theta: float = Field(10_000.0, gt=0, le=1e30, description="base of the rotary frequencies")
+    rope_scaling: RopeScaling | None = Field(None, description="scaling of the rotary frequencies")
+    rotary_fraction: float = Field(1.0, gt=0, le=1, description="part of each head, its first, that is rotated")
+    layer_pattern: list[str] = Field([], description="kinds of the layers, repeated; empty: all are full")
+    kinds: dict[str, LayerKind] = Field({}, description="by name; rope_theta and rope_scaling default to the model's")
+    attention_bias: Literal["none", "qkv", "all"] = Field("none", description="which attention projections have biases")
+    qk_norm: Literal["none", "head", "all"] = Field(
+        "none", description="norm of queries and keys: of each head (Qwen3) or of all heads together (OLMo 2)"
+    )
+    attention_scale: float = Field(0.0, ge=0, le=1e6, description="factor on the scores; 0: 1 / √head_size")
+    attention_softcap: float = Field(0.0, ge=0, le=1e6, description="scores become cap · tanh(score / cap); 0: none")
+    attention_sinks: bool = Field(False, description="a learned logit for each head that takes part in the softmax")
+    norm: Literal["rms", "layer"] = Field("rms", description="RMSNorm, or LayerNorm with a bias")
+    norm_offset: bool = Field(False, description="norms multiply by 1 + weight, which begins at 0 (Gemma)")
+    block: Literal["pre", "post", "sandwich", "parallel"] = Field(
+        "pre", description="norms before a block, after it, both; or attention and MLP of the same hidden states"
+    )
+    mlp_bias: bool = Field(False, description="whether dense MLPs have biases")
+    gated: bool = Field(True, description="down(activation(gate) · up), or down(activation(up))")
+    embedding_scale: float = Field(1.0, gt=0, le=1e6, description="factor on the embeddings")
+    residual_scale: float = Field(1.0, gt=0, le=1e6, description="factor on what a block adds to the hidden states")
+    logit_scale: float = Field(1.0, gt=0, le=1e6, description="factor on the logits")
+    final_softcap: float = Field(0.0, ge=0, le=1e6, description="logits become cap · tanh(logit / cap); 0: none")
+    q_lora_rank: int = Field(0, ge=0, le=2**20, description="latent attention: width of the queries' latent; 0: none")
+    kv_lora_rank: int = Field(0, ge=0, le=2**20, description="latent attention: width of keys' and values' latent")
+    nope_head_size: int = Field(0, ge=0, le=2**20, description="latent attention: part of a head without positions")
+    rope_head_size: int = Field(
+        0, ge=0, le=2**20, description="latent attention: rotated part; all heads share its key"
+    )
+    value_head_size: int = Field(0, ge=0, le=2**20, description="latent attention: width of a head's values")
+    mtp_layers: int = Field(0, ge=0, le=1, description="layers that predict the token after the next (DeepSeek-V3)")
+    mtp_coefficient: float = Field(0.3, gt=0, le=1e6, description="factor of their loss in the loss (DeepSeek-V3's λ)")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_defaults(cls, values: dict) -> dict:
+        if values.get("kv_lora_rank") and not values.get("head_size"):
+            parts = (values.get(name) for name in ("nope_head_size", "rope_head_size"))
+            values = values | {"head_size": sum(part for part in parts if isinstance(part, int))}
+        filled = super()._fill_defaults(values)  # type: ignore[operator]
+        pattern, kinds = filled.get("layer_pattern"), filled.get("kinds")
+        if isinstance(kinds or {}, dict) and isinstance(pattern or [], list) and (kinds or pattern):
+            given = {name: filled[name] for name in ("rope_theta", "rope_scaling") if name in filled}
+            rope = {"rope_theta": cls.model_fields["rope_theta"].default} | given
+            names = [name for name in pattern or [FULL] if isinstance(name, str)]
+            filled["kinds"] = {
+                name: rope | kind if isinstance(kind, dict) else kind
+                for name, kind in ({name: {} for name in names} | (kinds or {})).items()
+            }
+        return filled
+
+    @model_validator(mode="after")
+    def _check_rotary(self) -> DecoderConfig:
+        if self.rotary_size % 2 or not self.rotary_size:
+            raise ValueError(
+                f"head_size {self.head_size} · rotary_fraction {self.rotary_fraction:g} = {self.rotary_size} is odd or "
+                "0, but rotary positions need pairs of dimensions; make it even"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_latent(self) -> DecoderConfig:
+        sizes = {name: getattr(self, f"{name}_head_size") for name in ("nope", "rope", "value")}
+        if not self.kv_lora_rank:
+            for name in (name for name in ("q_lora_rank", *map("{}_head_size".format, sizes)) if getattr(self, name)):
+                raise ValueError(
+                    f"{name} {getattr(self, name)} needs latent attention; set kv_lora_rank, or {name} = 0"
+                )
+            return self
+        if not all(sizes.values()) or self.head_size != sizes["nope"] + sizes["rope"]:
+            raise ValueError(
+                f"latent attention needs nope_head_size, rope_head_size and value_head_size ({list(sizes.values())}), "
+                f"and the first two make up head_size ({self.head_size}); set them"
+            )
+        if sizes["value"] > self.head_size:
+            raise ValueError(f"value_head_size {sizes['value']} is more than head_size {self.head_size}; choose less")
+        fixed = {"num_kv_heads": self.num_attention_heads, "qk_norm": "none", "rotary_fraction": 1.0}
+        for name in (name for name, value in fixed.items() if getattr(self, name) != value):
+            raise ValueError(f"latent attention has no {name} {getattr(self, name)}; leave it at {fixed[name]}")
+        if self.attention_bias == "qkv":
+            raise ValueError('latent attention has no attention_bias "qkv"; use "none" or "all"')
+        return self
+
+    @model_validator(mode="after")
+    def _check_kinds(self) -> DecoderConfig:
+        if unused := self.kinds.keys() - set(self.layer_pattern or [FULL]):
+            raise ValueError(f"layer_pattern has no layer of kind {min(unused)}; add it there, or leave the kind out")
+        if len(self.layer_pattern) > self.num_layers:
+            raise ValueError(
+                f"layer_pattern has {len(self.layer_pattern)} layers, but num_layers is {self.num_layers}; shorten it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_features(self) -> DecoderConfig:
+        lengths = {len(factors) for factors in self._factors() if factors}
+        rules = {
+            "experts are gated; set gated to true": self.gated or not self.num_experts,
+            "activation clamped_swiglu is that of a gated MLP; set gated to true": self.gated
+            or self.activation != "clamped_swiglu",
+            'qk_norm "all" is an RMSNorm; set norm to rms, or qk_norm to "head" or "none"': self.qk_norm != "all"
+            or self.norm == "rms",
+            f"longrope needs a factor for each of the {self.rotary_size // 2} pairs of rotated dimensions; set as many "
+            "short_factors and long_factors": lengths <= {self.rotary_size // 2},
+        }
+        for problem in (problem for problem, holds in rules.items() if not holds):
+            raise ValueError(problem)
+        return self
+
+    @property
+    def rotary_size(self) -> int:
+        """Dimensions of each head that are rotated: the first ones, or the last ones in latent attention."""
+        return self.rope_head_size or int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def attention_size(self) -> int:
+        """Width of all query heads together, of which FLOPs are counted: in latent attention the mean with values."""
+        if not self.kv_lora_rank:
+            return super().attention_size
+        return self.num_attention_heads * (self.head_size + self.value_head_size) // 2
+
+    @property
+    def predictions(self) -> tuple[str, ...]:
+        """The next token, and maybe the one after it."""
+        return ("tokens", "mtp") if self.mtp_layers else ("tokens",)
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """Factor of each prediction's mean loss in the loss."""
+        return (1.0, self.mtp_coefficient)[: 1 + self.mtp_layers]
+
+    @property
+    def kind_names(self) -> tuple[str, ...]:
+        """The names of the kinds of layers, in the order in which they begin."""
+        return tuple(dict.fromkeys(self.layer_pattern or [FULL]))
+
+    def kind_of(self, layer: int) -> str:
+        """The name of the kind of the layer with this number. That for multi-token prediction is of the first kind."""
+        return self._layers(layer + 1)[layer][1] if layer < self.num_layers else self.kind_names[0]
+
+    def kind(self, name: str) -> LayerKind:
+        """The kind of this name."""
+        return self.kinds.get(name) or LayerKind(rope_theta=self.rope_theta, rope_scaling=self.rope_scaling)
+
+    @property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """Layers differ in their kind, and in whether they have experts; kinds are numbered as they first appear.
+
+        The layer for multi-token prediction is the last layer, and a kind of its own.
+        """
+        layers = self._layers(self.num_layers)
+        numbers = {layer: number for number, layer in enumerate(dict.fromkeys(layers))}
+        return *(numbers[layer] for layer in layers), *[len(numbers)] * self.mtp_layers
+
+    @property
+    def layer_counts(self) -> tuple[int, ...]:
+        """As `layer_kinds` says."""
+        return *Counter(self._layers(self.num_layers)).values(), *[1] * self.mtp_layers
+
+    def _layers(self, count: int) -> list[tuple[bool, str]]:
+        """(whether the MLP is dense, name of the kind) of so many first layers."""
+        names = self.layer_pattern or [FULL]
+        return [(number < self.num_dense_layers, names[number % len(names)]) for number in range(count)]
+
+    def with_layers(self, num_layers: int) -> dict[str, Any]:
+        """One layer of each kind, and then those that follow in the pattern, whose MLPs are not dense.
+
+        The layer for multi-token prediction is one of the ``num_layers``.
+        """
+        num_layers -= self.mtp_layers
+        if not self.layer_pattern:
+            return super().with_layers(num_layers)
+        layers = list(dict.fromkeys(self._layers(self.num_layers)))
+        if len(layers) < num_layers:
+            first = self._layers(num_layers)
+            more = [(False, kind) for _, kind in first[len(layers) :]]
+            layers = first if set(layers) == set(first) else layers + more
+        num_dense = sum(is_dense for is_dense, _ in layers)
+        return {"num_layers": num_layers, "num_dense_layers": num_dense, "layer_pattern": [kind for _, kind in layers]}
+
+    def shrunk(self, seq_len: int) -> dict[str, Any]:
+        """Heads together stay wider than the hidden states, and windows, caps and scaled frequencies in effect."""
+        has_own_head = self.rotary_fraction != 1 or self.attention_scale or any(self._factors())
+        head = 32 if self.attention_size > self.hidden_size else 16 if has_own_head else 0
+        rotary = 2 * max(1, round(head * self.rotary_fraction / 2))
+
+        def small(scaling: RopeScaling | None) -> dict[str, Any] | None:
+            if scaling is None:
+                return None
+            fields = scaling.model_dump()
+            for name in ("short_factors", "long_factors"):
+                fields[name] = fields[name][:: max(1, 2 * len(fields[name]) // rotary)][: rotary // 2]
+            return fields | {"original_max_seq_len": seq_len // 2}
+
+        windows = sorted({kind.window for kind in self.kinds.values()} - {0})
+        sizes = {0: 0} | {window: seq_len // 3 + number for number, window in enumerate(windows)}
+        latent: dict[str, Any] = {}
+        if self.kv_lora_rank:
+            latent = {"kv_lora_rank": 48, "nope_head_size": 32, "rope_head_size": 16, "value_head_size": 16}
+            latent |= {"head_size": 48, "rotary_fraction": 1.0, "q_lora_rank": 32 * (self.q_lora_rank > 0)}
+            head, rotary = 48, 16
+        kinds = {
+            name: kind.model_dump() | {"window": sizes[kind.window], "rope_scaling": small(kind.rope_scaling)}
+            for name, kind in self.kinds.items()
+        }
+        return super().shrunk(seq_len) | {
+            "head_size": head,
+            "rotary_fraction": rotary / head if has_own_head else 1.0,
+            "attention_scale": self.attention_scale * (self.head_dim / (head or 1)) ** 0.5,
+            "attention_softcap": min(self.attention_softcap, 1.0),
+            "final_softcap": min(self.final_softcap, 1.0),
+            "rope_scaling": small(self.rope_scaling),
+            "kinds": kinds,
+            **latent,
+        }
+
+    def _factors(self) -> list[list[float]]:
+        scalings = [kind.rope_scaling for kind in (self.kind(name) for name in self.kind_names)]
+        return [factors for one in scalings if one is not None for factors in (one.short_factors, one.long_factors)]

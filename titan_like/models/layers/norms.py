@@ -1,0 +1,62 @@
+"""Norms, among them those that multiply by 1 + weight, as Gemma's do."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+Norm = nn.RMSNorm | nn.LayerNorm
+
+
+class OffsetNorm:
+    """Marks a norm that multiplies by 1 + weight."""
+
+    initial_vector = 0.0  # what the weight begins as
+
+
+class OffsetRMSNorm(OffsetNorm, nn.RMSNorm):
+    """RMSNorm (arXiv 1910.07467) times 1 + weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x and the result have the same shape and dtype."""
+        return normalise(self, x, self.weight)
+
+
+class OffsetLayerNorm(OffsetNorm, nn.LayerNorm):
+    """LayerNorm (arXiv 1607.06450) times 1 + weight, plus a bias."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x and the result have the same shape and dtype."""
+        return normalise(self, x, self.weight, self.bias)
+
+
+_KINDS: dict[tuple[str, bool], type[Norm]] = {
+    ("rms", False): nn.RMSNorm,
+    ("rms", True): OffsetRMSNorm,
+    ("layer", False): nn.LayerNorm,
+    ("layer", True): OffsetLayerNorm,
+}
+
+
+def make_norm(width: int, eps: float, kind: Literal["rms", "layer"] = "rms", offset: bool = False) -> Norm:
+    """A norm over ``width`` elements."""
+    return _KINDS[kind, offset](width, eps)
+
+
+def factor_of(norm: nn.Module, weight: torch.Tensor) -> torch.Tensor:
+    """What a norm multiplies by, given its weight, or this process's part of it; with an offset at least float32."""
+    is_offset = isinstance(norm, OffsetNorm)
+    return 1 + weight.to(torch.promote_types(weight.dtype, torch.float32)) if is_offset else weight
+
+
+def normalise(norm: Norm, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """What a norm computes with this weight and bias in place of its own; with an offset in float32 at least."""
+    factor, dtype = factor_of(norm, weight), x.dtype
+    if isinstance(norm, OffsetNorm):
+        x, bias = x.to(torch.promote_types(dtype, factor.dtype)), None if bias is None else bias.to(factor.dtype)
+    if isinstance(norm, nn.LayerNorm):
+        return F.layer_norm(x, norm.normalized_shape, factor, bias, norm.eps).to(dtype)
+    return F.rms_norm(x, norm.normalized_shape, factor, norm.eps).to(dtype)
