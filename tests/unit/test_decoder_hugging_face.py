@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from titan_like.checkpoint.loader import CheckpointWeights
 from titan_like.evaluate.sampling import generate
 from titan_like.hugging_face.convert import from_hugging_face, to_hugging_face
-from titan_like.hugging_face.folder import open_hugging_face
-from titan_like.models.hugging_face import to_tensors
+from titan_like.hugging_face.folder import open_hugging_face, slice_reader
+from titan_like.models.hugging_face import fill_part
 from titan_like.models.registry import build_model
 
 VOCAB, SEQ, WINDOW = 101, 40, 9
@@ -30,6 +30,7 @@ EXPERTS = {"num_experts_per_tok": 2, "num_experts": 6}
 LATENT = {"q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
 LATENT |= {"num_key_value_heads": 4, "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 2}
 LATENT |= {"moe_intermediate_size": 24, "first_k_dense_replace": 1, "head_dim": 8}
+NEOX = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
 CASES = {
     "llama": ("llama", WIDE | {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
     "mistral": ("mistral", WIDE | {"sliding_window": WINDOW, "num_key_value_heads": 1, "tie_word_embeddings": True}),
@@ -52,7 +53,7 @@ CASES = {
         "gemma3_text",
         WIDE
         | {"sliding_window": WINDOW, "num_hidden_layers": 5, "final_logit_softcapping": 3.0, "num_key_value_heads": 1}
-        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]}
+        | {"layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "full")]}
         | {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default"}}},
     ),
     "phi3": ("phi3", SMALL | {"sliding_window": WINDOW, "tie_word_embeddings": True}),
@@ -61,15 +62,22 @@ CASES = {
         SMALL | {"rope_parameters": LONG | {"partial_rotary_factor": 0.7}, "original_max_position_embeddings": 16},
     ),
     "glm4": ("glm4", WIDE | {"num_key_value_heads": 1}),
-    "gpt_neox": ("gpt_neox", {k: v for k, v in SMALL.items() if "key" not in k} | {"rope_parameters": LINEAR | {"partial_rotary_factor": 0.5}}),
-    "gpt_neox, one after the other": ("gpt_neox", {k: v for k, v in SMALL.items() if "key" not in k} | {"use_parallel_residual": False, "attention_bias": False, "rotary_pct": 0.5}),
+    "gpt_neox": ("gpt_neox", NEOX | {"rope_parameters": LINEAR | {"partial_rotary_factor": 0.5}}),
+    "gpt_neox, not parallel": (
+        "gpt_neox", NEOX | {"use_parallel_residual": False, "attention_bias": False, "rotary_pct": 0.5}
+    ),
     "nemotron": ("nemotron", WIDE | {"attention_bias": True, "mlp_bias": True}),
     "mixtral": ("mixtral", WIDE | {"num_local_experts": 5, "sliding_window": WINDOW}),
-    "qwen3_moe": ("qwen3_moe", WIDE | EXPERTS | {"moe_intermediate_size": 24, "mlp_only_layers": [0], "attention_bias": True}),
+    "qwen3_moe": (
+        "qwen3_moe", WIDE | EXPERTS | {"moe_intermediate_size": 24, "mlp_only_layers": [0], "attention_bias": True}
+    ),
     "olmoe": ("olmoe", SMALL | EXPERTS | {"rope_parameters": YARN}),
     "gpt_oss": ("gpt_oss", WIDE | {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
     "deepseek_v3": ("deepseek_v3", SMALL | LATENT | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.8}}),
-    "deepseek_v3, queries of the hidden states": ("deepseek_v3", SMALL | LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "attention_bias": True}),
+    "deepseek_v3, one latent": (
+        "deepseek_v3",
+        SMALL | LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "attention_bias": True},
+    ),
 }  # fmt: skip
 
 
@@ -96,6 +104,7 @@ def files_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor, bound: float = 2e-6) -> bool:
+    print(f"relative difference {((ours - theirs).norm() / theirs.norm()).item():.2g}")
     return bool((ours - theirs).norm() <= bound * theirs.norm())
 
 
@@ -112,23 +121,24 @@ def test_a_folder_of_transformers_is_read_and_written_again(name: str, tmp_path:
 
     tokens = torch.randint(VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(1))
     logits, expected = ours(tokens)[..., :VOCAB], theirs(tokens).logits
-    assert close(logits, expected), ((logits - expected).norm() / expected.norm()).item()
+    assert close(logits, expected)
     for one in (logits, expected):
         F.cross_entropy(one[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    gradients = {key: parameter.grad for key, parameter in ours.named_parameters()}
-    stored = [one for one in source.stored_parameters(source.model) if not one.is_buffer]
-    found = dict(to_tensors(stored, gradients.__getitem__))
     with torch.no_grad():
-        weights_of = {key: parameter.clone() for key, parameter in theirs.named_parameters()}
+        values = {key: parameter.clone() for key, parameter in theirs.named_parameters()}
         for parameter in theirs.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-    theirs.save_pretrained(tmp_path / "gradients")
-    with torch.no_grad():
+        theirs.save_pretrained(tmp_path / "gradients")
         for key, parameter in theirs.named_parameters():
-            parameter.copy_(weights_of[key])
-    for key, gradient in files_of(tmp_path / "gradients").items():
-        if "e_score_correction_bias" not in key and gradient.norm() > 1e-5:
-            assert close(found[key], gradient), (key, ((found[key] - gradient).norm() / gradient.norm()).item())
+            parameter.copy_(values[key])
+    gradients, parameters = open_hugging_face(tmp_path / "gradients", "--input"), dict(ours.named_parameters())
+    read = slice_reader(gradients.tensors)
+    for stored in gradients.stored_parameters(source.model):
+        if not stored.is_buffer:
+            fill_part(gradient := torch.empty(stored.shape), (0,) * len(stored.shape), stored, read)
+            # Gradients of norms of queries and keys are sums of terms that cancel.
+            bound = 4e-6 if stored.name.endswith(("q_norm.weight", "k_norm.weight")) else 2e-6
+            assert close(parameters[stored.name].grad, gradient, bound), stored.name
 
     to_hugging_face(weights, tmp_path / "back", None, 40_000, "none")
     first, again = files_of(tmp_path / "hf"), files_of(tmp_path / "back")
@@ -136,7 +146,9 @@ def test_a_folder_of_transformers_is_read_and_written_again(name: str, tmp_path:
     assert all(torch.equal(first[key], again[key]) and first[key].dtype == again[key].dtype for key in first)
     fields = json.loads((tmp_path / "back" / "config.json").read_text())
     assert fields["model_type"] == CASES[name][0] and "quantization_config" not in fields
-    loaded, info = type(theirs).from_pretrained(tmp_path / "back", attn_implementation="eager", output_loading_info=True)
+    loaded, info = type(theirs).from_pretrained(
+        tmp_path / "back", attn_implementation="eager", output_loading_info=True
+    )
     assert not any(info.values()), info
     with torch.no_grad():
         assert close(loaded(tokens).logits, expected.detach())

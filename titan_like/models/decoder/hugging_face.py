@@ -7,6 +7,7 @@ else the first whose config.json describes the same shape.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,19 +27,22 @@ _LAYER_TYPES = {"full_attention": FULL, "sliding_attention": _SLIDING}
 # Fields that say nothing about the shape.
 _MEANINGLESS = frozenset(
     """
-    _attn_implementation _attn_implementation_autoset _name_or_path add_cross_attention architectures attention_dropout
-    auto_map aux_loss_alpha bad_words_ids begin_suppress_tokens bos_token_id cache_implementation classifier_dropout
-    chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id dtype eos_token_id ep_size id2label
-    is_decoder is_encoder_decoder label2id max_length min_length model_type output_attentions output_hidden_states
+    _attn_implementation _attn_implementation_autoset _name_or_path add_cross_attention architectures auto_map
+    aux_loss_alpha bad_words_ids begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward
+    classifier_dropout cross_attention_hidden_size decoder_start_token_id dtype eos_token_id ep_size id2label is_decoder
+    is_encoder_decoder label2id max_length min_length model_type output_attentions output_hidden_states
     output_router_logits pad_token_id prefix problem_type pruned_heads quantization_config return_dict sep_token_id
     seq_aux suppress_tokens task_specific_params tie_encoder_decoder tokenizer_class torch_dtype torchscript
     transformers_version use_bfloat16 use_cache
-    """.split()
+    """.split()  # noqa: SIM905
 )
 _EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "pretraining_tp": (1, None),
     "use_bidirectional_attention": (False, None),
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "hidden_dropout"), (0.0, 0)),
+    **dict.fromkeys(
+        ("attention_bias", "mlp_bias", "use_sliding_window"), (False,)
+    ),  # where the class has no such field
 }
 _SIZES = (
     ("vocab_size", "vocab_size"),
@@ -58,6 +62,8 @@ def from_fields(fields: Fields, kind: type[DecoderConfig] = DecoderConfig) -> De
     if (text := fields.table("text_config")) is not None:
         tied = fields.get("tie_word_embeddings")  # of the model around that of the text
         fields = Fields(text.values | ({} if tied is None else {"tie_word_embeddings": tied}), "text_config.")
+    if fields.get("attention_dropout"):
+        warnings.warn("attention_dropout of config.json is ignored: decoders here have no dropout", stacklevel=2)
     values = _shape(one, fields)
     fields.refuse_others(_MEANINGLESS | one.ignored)
     shape = validated(kind, values)
@@ -66,8 +72,10 @@ def from_fields(fields: Fields, kind: type[DecoderConfig] = DecoderConfig) -> De
 
 
 def _shape(one: Class, fields: Fields) -> dict[str, Any]:
+    read = {theirs for _, theirs, _ in one.fields} | one.ignored | ({"attention_bias"} if one.bias else set())
+    read |= {"use_sliding_window"} if one.layers == "switched" else set()
     for field, allowed in {**_EVERYWHERE, **one.may, **one.must}.items():
-        if field not in one.ignored:
+        if field not in read:
             fields.must_be(field, *allowed)
     sizes = [(*names, default) for names, default in zip(_SIZES, one.sizes, strict=True) if names[1] not in one.ignored]
     others = (
@@ -109,9 +117,11 @@ def _or_zero(fields: Fields, field: str, default: int) -> int:
 def _experts(one: Class, fields: Fields, num_layers: int) -> dict[str, Any]:
     names = one.experts
     assert names is not None
-    number, width, per_token = names.defaults
-    counts = [name for name in dict.fromkeys(("num_local_experts", "num_experts", names.count)) if name in fields.values]
-    count = fields.integer(counts[0] if counts else names.count, number)
+    default, width, per_token = names.defaults
+    counts = [
+        name for name in dict.fromkeys(("num_local_experts", "num_experts", names.number)) if name in fields.values
+    ]
+    count = fields.integer(counts[0] if counts else names.number, default)
     for name in counts[1:]:
         fields.must_be(name, count)
     num_dense = 0
@@ -196,7 +206,9 @@ def to_fields(config: DecoderConfig, one: Class) -> dict[str, Any]:
     fields |= {theirs: getattr(config, ours) for ours, theirs, _ in one.fields}
     for ours, theirs, _ in one.reciprocal:
         value = getattr(config, ours)
-        fields[theirs] = next((n for n in (round(1 / value, digits) for digits in range(9)) if 1 / (n or 1) == value), 1 / value)
+        fields[theirs] = next(
+            (n for n in (round(1 / value, digits) for digits in range(9)) if 1 / (n or 1) == value), 1 / value
+        )
     fields |= {theirs: getattr(config, ours) or None for ours, theirs, _ in one.nullable}
     if "attention_multiplier" in fields:
         fields["attention_multiplier"] = scale_of(config)
@@ -213,7 +225,7 @@ def to_fields(config: DecoderConfig, one: Class) -> dict[str, Any]:
     if one.has_latents:
         fields["q_lora_rank"] = config.q_lora_rank or None
     if (names := one.experts) is not None:
-        fields |= {names.count: config.num_experts, "num_experts_per_tok": config.experts_per_token}
+        fields |= {names.number: config.num_experts, "num_experts_per_tok": config.experts_per_token}
         fields |= {names.width: config.expert_ffn_hidden_size, "output_router_logits": False}
         if names.balance is not None:  # without the rounding of both conversions
             coefficient = config.balance_coefficient if config.balance == "auxiliary" else 0.0
@@ -285,7 +297,10 @@ def _compared(config: DecoderConfig) -> dict[str, Any]:
         values |= {"rope_theta": 0, "rope_scaling": None}
     layers = [config.kind(config.kind_of(i)) for i in range(config.num_layers)]
     values |= {"layer_pattern": layers if config.kinds else layers[:1] * config.num_layers}
-    return values | {"balance": config.balance == "bias" and config.num_experts > 0, "attention_scale": scale_of(config)}
+    return values | {
+        "balance": config.balance == "bias" and config.num_experts > 0,
+        "attention_scale": scale_of(config),
+    }
 
 
 @dataclass(frozen=True)
@@ -320,7 +335,10 @@ class ClassOf:
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         return (
             re.search(r"\.rotary_emb\.inv_freq$|\.attention\.(masked_)?bias$", name) is not None
-            or ("gemma3" in self.row.model_types and re.search(r"vision_tower\.|multi_modal_projector\.", name) is not None)
+            or (
+                "gemma3" in self.row.model_types
+                and re.search(r"vision_tower\.|multi_modal_projector\.", name) is not None
+            )
             or (self.row.has_latents and layer is not None and int(layer[1]) >= self.config.num_layers)
         )
 
