@@ -13,12 +13,12 @@ from jinja2 import UndefinedError
 
 import titan_like
 from tests.unit.hugging_face_cases import save_checkpoint
-from titan_like.checkpoint.inference import config_of_checkpoint, find_checkpoint, load_for_inference
 from titan_like.commands import evaluate, generate
 from titan_like.config import ConfigError, load_config
 from titan_like.config.errors import RunError
 from titan_like.config.options import check_output_file, json_text, write_json
 from titan_like.config.schema import Model
+from titan_like.evaluate.inference import config_of_checkpoint, find_checkpoint, load_for_inference
 from titan_like.evaluate.sampling import generate as continuation
 from titan_like.models.registry import build_model, model_config
 from titan_like.train.rules import resolve_for_inference, resolve_settings

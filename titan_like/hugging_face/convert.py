@@ -28,7 +28,6 @@ from titan_like.checkpoint.step_folders import (
     written_aside,
 )
 from titan_like.config.errors import ConfigError, RunError
-from titan_like.config.paths import to_toml
 from titan_like.config.schema import DEFAULT_TOKENS, JobConfig
 from titan_like.config.urls import RemotePath
 from titan_like.data.fetch import with_small_files
@@ -36,10 +35,9 @@ from titan_like.data.special_tokens import GENERATION_FILE, ORIGIN_FILE, tokeniz
 from titan_like.data.tokenizer import build_tokenizer, tokenizer_in
 from titan_like.hugging_face.folder import CONFIG_FILE, INDEX_FILE, HuggingFaceFolder, slice_reader
 from titan_like.hugging_face.origin import Origin, read_origin
+from titan_like.hugging_face.start import FLAVOR
 from titan_like.hugging_face.tokenizer import copy_files, name_class, write_tokenizer
 from titan_like.models.hugging_face import RefusedError, architecture_of, family_module, fill_part, to_tensors
-
-FLAVOR = "imported"  # name of the shape in run.json and in the TOML lines
 
 
 def from_hugging_face(source: HuggingFaceFolder, output: Path) -> Path:
@@ -69,25 +67,14 @@ def from_hugging_face(source: HuggingFaceFolder, output: Path) -> Path:
     return final
 
 
-def settings_to_train(source: HuggingFaceFolder, path: Path) -> str:
-    """TOML lines for a run that starts from a converted checkpoint."""
-    tree = _settings(source, path) | {"checkpoint": {"initial_load_path": str(path)}}
-    missing = "The folder has no tokenizer.json. Set data.tokenizer to the model's: without it, every byte is a token."
-    return to_toml(tree, [] if tree["data"] else [missing]).strip()
-
-
-def _settings(source: HuggingFaceFolder, path: Path) -> dict[str, dict[str, Any]]:
-    """Model and tokenizer of a converted checkpoint, which is or will be at ``path``, as settings by section."""
+def _run_state(source: HuggingFaceFolder, path: Path) -> RunState:
     shape = source.model.model_dump(mode="json", exclude_none=True)
     tokenizer = tokenizer_in(source.path, None if isinstance(path, RemotePath) else path)
-    return {
-        "model": {"family": source.family, "flavor": FLAVOR, "flavors": {FLAVOR: shape}},
-        "data": {} if tokenizer is None else {"tokenizer": tokenizer},
-    }
-
-
-def _run_state(source: HuggingFaceFolder, path: Path) -> RunState:
-    config = JobConfig.model_validate(_settings(source, path)).model_dump(mode="json")
+    settings = {"model": {"family": source.family, "flavor": FLAVOR, "flavors": {FLAVOR: shape}}}
+    config = JobConfig.model_validate(settings).model_dump(mode="json")
+    config["data"]["tokenizer"] = tokenizer
+    if tokenizer is None:
+        del config["data"]["tokenizer"]  # its tokens are not bytes
     versions = {name: version(name) for name in ("torch", "safetensors")}
     return RunState(0, 0, 0, 0, 1.0, 0, source.model.model_dump(mode="json"), config, versions=versions)
 

@@ -146,8 +146,9 @@ class TrainingState:
     def _keep_origin(self, is_new: bool) -> str | None:
         """Let checkpoints hold what this run's source says besides weights. Returns the reason if that fails."""
         initial = self.config.checkpoint.initial_load_path
-        begins_with = None if initial is None else initial_folder(initial)
-        source = begins_with if is_new else checkpoint_path(self.run.checkpoint_folder, self.step)
+        source = None if is_new else checkpoint_path(self.run.checkpoint_folder, self.step)
+        if is_new and initial is not None:
+            source = initial_folder(initial)
         try:
             self.saver.files = origin_files(source, self.config.data) if dist.get_rank() == 0 else {}
         except (OSError, ValueError) as error:

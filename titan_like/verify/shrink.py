@@ -140,6 +140,7 @@ def shrink(
     samples = (2 * total - ramping if ramps else total) * batch
     lengths = {"steps": total, "samples": samples, "tokens": samples * seq_len}
     values: dict[str, Any] = {
+        "model.from_": None,
         "model.flavor": FLAVOR,
         "model.flavors": {FLAVOR: fields},
         "model.overrides": {},
