@@ -314,7 +314,12 @@ class Checkpoint(Section):
     on_failure: Literal["stop", "continue"] = option(
         "stop", "what to do if a checkpoint cannot be written (full disk); the last one's failure always stops the run"
     )
-    keep_latest: StepCount = option(0, "checkpoints to keep; 0 keeps all")
+    keep_latest: StepCount = option(0, "checkpoints to keep, and as many of Hugging Face's folders; 0 keeps all")
+    hugging_face_interval: StepCount = option(
+        0,
+        "steps between folders of weights for transformers and vLLM, <job.dump_folder or checkpoint.folder>/"
+        "hugging_face/step-N; the run's last step is always written; 0 writes none",
+    )
     load_step: StepCount | None = option(None, "step to resume from (default: the newest complete one)")
     folder: OptionalUrl = option(None, "folder or URL of the checkpoints (default: <job.dump_folder>/checkpoint)")
     initial_load_path: OptionalUrl = option(
