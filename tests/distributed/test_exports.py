@@ -1,6 +1,8 @@
 """The folders for transformers that a run writes are exports of the checkpoints of their steps, in every layout."""
 
+from contextlib import redirect_stdout
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import transformers
 from tests.distributed.launch import base_config, collect, trainer_of
 from tests.distributed.layouts import pipeline, sizes, tensor, zero
 from titan_like.checkpoint.loader import CheckpointWeights
+from titan_like.config.errors import RunError
 from titan_like.hugging_face.convert import to_hugging_face, write_folder
 from titan_like.train import training_state
 
@@ -68,3 +71,36 @@ def test_each_folder_is_the_export_of_its_step(root: Path, name: str) -> None:
     assert not (root / name / "alone" / "checkpoint").exists()
     model = transformers.AutoModelForCausalLM.from_pretrained(run / "hugging_face" / "step-3")
     assert str(model.dtype) == f"torch.{dtype}"
+
+
+def train_where_a_folder_fails(rank: int, root: Path, on_failure: str) -> dict[str, Any]:
+    """Train where the last rank cannot write its share of step 2's folder."""
+
+    def fail(weights: CheckpointWeights, folder: Path, *args: Any, **options: Any) -> list[str]:
+        if rank == 1 and weights.run.step == 2:
+            raise OSError(28, "No space left on device")
+        return write_folder(weights, folder, *args, **options)
+
+    training_state.write_folder = fail
+    settings = sizes(32, 1, 4, 3) | LLAMA | {"checkpoint.hugging_face_interval": 1, "checkpoint.async": True}
+    settings |= {"checkpoint.on_failure": on_failure, "job.dump_folder": str(root / on_failure)}
+    with redirect_stdout(StringIO()) as printed:
+        trainer = trainer_of(root, settings | {"checkpoint.enable": True, "checkpoint.interval": 1})
+        try:
+            trainer.train()
+        except RunError as error:
+            print(error)
+    return {"printed": printed.getvalue(), "saved": sorted(trainer.saved_steps)}
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "continue"])
+def test_a_folder_that_fails_leaves_the_others_and_the_checkpoint(root: Path, on_failure: str) -> None:
+    outcomes = collect(train_where_a_folder_fails, 2, root, on_failure)
+    run, last = root / on_failure, 3 if on_failure == "continue" else 2
+    problem = f"{run}/hugging_face/step-2 is not saved (rank 1: [Errno 28] No space left on device); earlier"
+    assert problem in outcomes[0]["printed"]
+    done = list(range(1, last + 1)) if on_failure == "continue" else [1]
+    assert outcomes[0]["saved"] == outcomes[1]["saved"] == done
+    folders = {path.name for path in (run / "hugging_face").iterdir()}
+    assert folders == {f"step-{step}" for step in (1, last) if step != 2}
+    assert (run / "checkpoint" / "step-2" / "run.json").is_file()

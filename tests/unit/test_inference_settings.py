@@ -61,7 +61,7 @@ def test_a_folder_without_checkpoints_is_told_for_what_it_is(tmp_path: Path) -> 
     (tmp_path / "run" / "step-20").mkdir(parents=True)
     (tmp_path / "run" / "step-20" / "run.json").write_text("{}")
     told = {
-        "hf": "is a Hugging Face folder; convert it by scripts/convert.py from-hf",
+        "hf": "is a Hugging Face folder, not a checkpoint; set model.from to it",
         "run/step-20": f"is a checkpoint itself; leave out checkpoint.load_step, or name the folder {tmp_path}/run",
         "none": "no such folder; train with checkpoint.enable first",
         ".": "holds no checkpoint (only hf, run); train with checkpoint.enable first",
