@@ -89,8 +89,8 @@ def test_a_head_that_the_folder_lacks_may_be_added(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_without_the_folder(folder: Path) -> None:
-    enable = "--checkpoint.enable=true"
-    config = from_(folder, enable, "--model.overrides.init_std=0.5")
+    enable = ["--checkpoint.enable=true", "--model.overrides.vocab_multiple=64"]
+    config = from_(folder, *enable, "--model.overrides.init_std=0.5")
     state: dict[str, Any] = json.loads((folder.parent / "run/step-1/run.json").read_text())
     state["config"] = config.model_dump(mode="json")
     state.pop("crc32", None)
@@ -98,13 +98,15 @@ def test_a_run_goes_on_without_the_folder(folder: Path) -> None:
     (saved / "run.json").write_text(json.dumps(state))
     shutil.copy(folder / "tokenizer.json", saved)
     shutil.rmtree(folder)
-    again = from_(folder, enable)
-    assert model_config(again.model) == LLAMA  # without the override, which the run now lacks
+    again = from_(folder, *enable)
+    assert model_config(again.model) == LLAMA.model_copy(
+        update={"vocab_multiple": 64}
+    )  # without the override, which the run now lacks
     assert again.data.tokenizer == f"{saved}/tokenizer.json"
     with pytest.raises(ConfigError, match=rf'^model\.from = "{folder}": neither a checkpoint'):
         from_(folder)  # which would begin anew
     read = config_of_checkpoint(str(saved.parent), [])
-    assert model_config(read.model) == LLAMA.model_copy(update={"init_std": 0.5}) and read.model.from_ is None
+    assert model_config(read.model) == model_config(config.model) and read.model.from_ is None
 
 
 def test_a_folder_is_read_as_a_checkpoint_is(folder: Path) -> None:

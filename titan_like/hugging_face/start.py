@@ -42,7 +42,7 @@ class Start(NamedTuple):
     family: str
     shape: dict[str, Any]
     data: dict[str, Any]  # keys of [data] that say which tokens a text becomes
-    is_padded: bool  # whether the shape says how far the vocabulary is padded
+    free: frozenset[str] = frozenset({"vocab_multiple"})  # fields of the shape that the folder leaves open
 
 
 def read_start(name: str, key: str) -> Start:
@@ -56,12 +56,12 @@ def read_start(name: str, key: str) -> Start:
         problem = unreadable(path)
         require(not problem, key, str(path), f"cannot be loaded ({problem}); name another checkpoint")
         state = read_run_state(path)
-        return _of_run(state, state.model, tokenizer_in(path))
+        return _of_run(state, state.model, tokenizer_in(path))._replace(free=frozenset())
     if is_hugging_face(path):
         _, family, model = read_model(path, key)
         tokenizer = tokenizer_in(path)
         data = {} if tokenizer is None else {"tokenizer": tokenizer}
-        return Start(family, model.model_dump(mode="json", exclude_none=True), data, is_padded=False)
+        return Start(family, model.model_dump(mode="json", exclude_none=True), data)
     problem = file_problem(path / RUN_FILE)
     is_readable = problem in (None, "does not exist")
     require(is_readable, key, name, f"{path / RUN_FILE} {problem}; name a folder that you may read")
@@ -74,7 +74,7 @@ def _of_run(state: RunState, shape: dict[str, Any], tokenizer: str | None) -> St
     data = {key: state.config["data"][key] for key in SAYS_TOKENS if key in state.config["data"]}
     data |= {} if tokenizer is None else {"tokenizer": tokenizer}
     shape = {field: value for field, value in shape.items() if value is not None}
-    return Start(state.config["model"]["family"], shape, data, is_padded=True)
+    return Start(state.config["model"]["family"], shape, data)
 
 
 def with_start(config: JobConfig) -> JobConfig:
@@ -116,10 +116,10 @@ def with_start(config: JobConfig) -> JobConfig:
 def _check_overrides(config: JobConfig, start: Start, source: str) -> Iterator[ConfigError]:
     """An error for each override of a field that belongs to the weights."""
     model, overrides = model_config(config.model), config.model.overrides
-    values = model.model_dump(mode="json")
-    for field in overrides.keys() - may_differ(model) - (set() if start.is_padded else {"vocab_multiple"}):
-        if values[field] != (theirs := start.shape.get(field)):
-            yield ConfigError(f"model.overrides.{field}", overrides[field], f"{source} gives {theirs}; leave it out")
+    values, free = model.model_dump(mode="json"), may_differ(model) | start.free
+    for field, given in overrides.items():
+        if field not in free and values[field] != (theirs := start.shape.get(field)):
+            yield ConfigError(f"model.overrides.{field}", given, f"{source} gives {theirs}; leave it out")
 
 
 def _check_tokenizer(config: JobConfig, start: Start, source: str) -> Iterator[ConfigError]:

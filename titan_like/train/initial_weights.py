@@ -28,7 +28,7 @@ def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
         open_hugging_face(path, key)
     is_same = start.family == config.model.family
     require(is_same, "model.family", config.model.family, f'{path} holds a "{start.family}"; choose that')
-    free = may_differ(model) | (frozenset() if start.is_padded else {"vocab_multiple"})
+    free = may_differ(model) | start.free
     for name, value in model.model_dump(mode="json").items():
         theirs = start.shape.get(name)
         problem = f"{path} holds weights of a model with {theirs}; set it to that, or name another {key}"
