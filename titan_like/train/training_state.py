@@ -24,6 +24,7 @@ from titan_like.config.errors import RunError, first_line
 from titan_like.data.batch_size import total_samples, total_steps
 from titan_like.data.loader import BackgroundLoader, merge_states
 from titan_like.hugging_face.origin import origin_files
+from titan_like.hugging_face.peft import fingerprint
 from titan_like.metrics.console import Console
 from titan_like.metrics.run_files import run_of
 from titan_like.optim.adamw import FusedAdamW
@@ -36,7 +37,7 @@ from titan_like.parallel.layout import Layout
 from titan_like.parallel.mesh import build_mesh, one_dimension
 from titan_like.parallel.tensor import partial_parameters
 from titan_like.train.health import LossWatch
-from titan_like.train.initial_weights import initial_folder, load_initial_weights
+from titan_like.train.initial_weights import initial_folder, load_adapters, load_initial_weights
 from titan_like.train.setup import Run
 
 
@@ -114,8 +115,14 @@ class TrainingState:
         is_new = not (
             config.checkpoint.enable and self._resume(lambda step: config.checkpoint.load_step in (None, step))
         )
-        if is_new and config.checkpoint.initial_load_path is not None:
-            load_initial_weights(config.checkpoint.initial_load_path, self.model)
+        self.base: dict[str, str] = {}  # under adapters
+        if (initial := config.checkpoint.initial_load_path) is not None and (is_new or config.lora.rank):
+            load_initial_weights(initial, self.model)
+            if is_new and config.lora.rank:
+                load_adapters(initial, self.model, config.lora)
+            if config.lora.rank and dist.get_rank() == 0:
+                folder = initial_folder(initial)
+                self.base = {"folder": str(folder), "fingerprint": fingerprint(folder)}
         if config.checkpoint.enable:
             agree(self._keep_origin(is_new))
         self.start_step = self.step
@@ -175,6 +182,7 @@ class TrainingState:
             schedule_batch_size=self.schedule_batch_size,
             schedule=self.schedule,
             epoch_samples=len(self.run.datasets["train"]),
+            base=self.base,
         )
         self.saver.save(model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer), state)
         if is_last or not self.config.checkpoint.async_:
