@@ -106,10 +106,10 @@ def add_adapters(model: Transformer, section: LoRA) -> None:
 
 def freeze(model: nn.Module, dtype: torch.dtype) -> None:
     """Freeze everything but adapters, in ``dtype``. Apply it after tensor parallelism, which replaces parameters."""
-    for name, parameter in model.named_parameters():
-        if not name.endswith(ADAPTER_NAMES):
-            parameter.requires_grad_(False)
-            parameter.data = parameter.data.to(dtype)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if name not in ADAPTER_NAMES:  # replaced, because a DTensor keeps its shard if its data is assigned
+                module.register_parameter(name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False))
 
 
 def adapters_of(model: Transformer, section: LoRA) -> dict[str, Adapter]:

@@ -37,6 +37,7 @@ from titan_like.optim.schedule import describe_warmup, schedule_length
 from titan_like.optim.shards import ShardedOptimizer, local, local_bytes, sharded_dimensions
 from titan_like.parallel.apply import build_parallel_model
 from titan_like.parallel.layout import Layout, method_of
+from titan_like.parallel.lora import adapter_parameters
 from titan_like.parallel.mesh import build_mesh
 from titan_like.parallel.model import ParallelModel, Stage
 from titan_like.parallel.schedules.simulate import bubble_fraction, max_in_flight, simulate, unit_time
@@ -59,6 +60,7 @@ class RankState(NamedTuple):
     """Bytes on one process between the backward pass and the optimizer's update, without padding of uneven shards."""
 
     num_parameters: int
+    trained: int  # of these
     parameters: int
     gradients: int  # freed after the update
     optimizer: int
@@ -103,7 +105,8 @@ class DryRun:
 
     family: str
     flavor: str
-    num_parameters: int  # in the whole model
+    num_parameters: int  # in the whole model, adapters included
+    adapters: int  # of these
     active_parameters: int  # those that a token uses
     zero_stage: int
     world_size: int
@@ -179,13 +182,14 @@ def dry_run(config: JobConfig) -> DryRun:
         group = "_".join(names)
         traffic[Message(group, kind, "optimizer")] = Amount(calls, size)
         groups[group] = prod(coordinates[name][1] for name in names)
-    moments = rank_moments(work, at, reduce_bytes)
+    moments, adapters = rank_moments(work, at, reduce_bytes), adapter_parameters(model, config.lora)
     steps, samples = (total_steps(training), total_samples(training)) if has_length else (0, 0)
     return DryRun(
         family=config.model.family,
         flavor=config.model.flavor,
-        num_parameters=model.num_parameters(),
-        active_parameters=model.active_parameters,
+        num_parameters=model.num_parameters() + adapters,
+        adapters=adapters,
+        active_parameters=model.active_parameters + adapters,
         zero_stage=config.parallelism.zero_stage,
         world_size=world_size,
         rank=rank,
@@ -197,7 +201,7 @@ def dry_run(config: JobConfig) -> DryRun:
         seq_len=training.seq_len,
         stages=stages,
         state=state,
-        copies=state.num_parameters * sharding.compute * sharding.copied,
+        copies=state.trained * sharding.compute * sharding.copied,
         peak=max(moments, key=lambda moment: moment.total),
         in_passes=moments[0].total,
         in_update=moments[1].total,
@@ -218,10 +222,12 @@ def built_optimizer(config: JobConfig, model: ParallelModel) -> torch.optim.Opti
 
 def built_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> RankState:
     """Count the model's local parameters, and what their optimizer keeps."""
-    parameters = list(model.parameters())
+    parameters = [parameter for stage in model.stages for parameter in stage.module.parameters()]
+    trained = list(model.parameters())
     values = (value for state in optimizer.state.values() for value in state.values() if value.ndim)
-    weights = local_bytes(parameters)  # gradients have the same shapes and types
-    return RankState(sum(local(parameter).numel() for parameter in parameters), weights, weights, local_bytes(values))
+    held, updated = (sum(local(parameter).numel() for parameter in some) for some in (parameters, trained))
+    # Gradients have the shapes and types of parameters.
+    return RankState(held, updated, local_bytes(parameters), local_bytes(trained), local_bytes(values))
 
 
 def schedule_of(work: Workload, layout: Layout, rank: int) -> Schedule:

@@ -30,6 +30,14 @@ Counts = tuple[int, ...]
 """Numbers of layers of each kind, as `TransformerConfig.layer_counts`."""
 
 
+class Adapters(NamedTuple):
+    """What of [lora] changes a step."""
+
+    rank: int = 0
+    dropout: bool = False
+    modules: tuple[str, ...] = ()
+
+
 class Workload(NamedTuple):
     """One training step of a run. The names are the configuration's, shortened."""
 
@@ -62,6 +70,7 @@ class Workload(NamedTuple):
     replicate: int = 1
     shard: int = 1
     zero_stage: int = 0
+    lora: Adapters = Adapters()
 
     @property
     def tokens(self) -> float:
