@@ -21,6 +21,7 @@ from tests.distributed.bugs import (
     FLOAT16,
     GPT,
     LLAMA_MASKS,
+    LORA,
     MOE,
     ONE,
     PAIRS,
@@ -63,6 +64,7 @@ SAME = {
     "experts and their losses": ([*MOE, *Z_LOSS, *ONE, "--lr_scheduler.decay", "wsd"], [EXACT]),
     "experts in float8": ([*MOE, *FLOAT8_EXPERTS, "--float8.recipe", "rowwise", *ONE], [EXACT]),
     "float16": (FLOAT16, ["float16"]),
+    "adapters": ([*LORA, *ONE], [EXACT]),
 }
 
 

@@ -60,7 +60,6 @@ class RankState(NamedTuple):
     """Bytes on one process between the backward pass and the optimizer's update, without padding of uneven shards."""
 
     num_parameters: int
-    trained: int  # of these
     parameters: int
     gradients: int  # freed after the update
     optimizer: int
@@ -107,6 +106,7 @@ class DryRun:
     flavor: str
     num_parameters: int  # in the whole model, adapters included
     adapters: int  # of these
+    trained: int  # elements of parameters that this process trains
     active_parameters: int  # those that a token uses
     zero_stage: int
     world_size: int
@@ -167,6 +167,7 @@ def dry_run(config: JobConfig) -> DryRun:
         stages = [describe_stage(stage) for stage in parallel_model.stages]
         optimizer = built_optimizer(config, parallel_model)
         state = built_state(parallel_model, optimizer)
+        trained = sum(local(parameter).numel() for parameter in parallel_model.parameters())
         coordinates = _coordinates(mesh)
         if parallel_model.expert_mesh is not None:
             coordinates = _coordinates(parallel_model.expert_mesh) | coordinates
@@ -189,6 +190,7 @@ def dry_run(config: JobConfig) -> DryRun:
         flavor=config.model.flavor,
         num_parameters=model.num_parameters() + adapters,
         adapters=adapters,
+        trained=trained,
         active_parameters=model.active_parameters + adapters,
         zero_stage=config.parallelism.zero_stage,
         world_size=world_size,
@@ -201,7 +203,7 @@ def dry_run(config: JobConfig) -> DryRun:
         seq_len=training.seq_len,
         stages=stages,
         state=state,
-        copies=state.trained * sharding.compute * sharding.copied,
+        copies=trained * sharding.compute * sharding.copied,
         peak=max(moments, key=lambda moment: moment.total),
         in_passes=moments[0].total,
         in_update=moments[1].total,
@@ -223,11 +225,10 @@ def built_optimizer(config: JobConfig, model: ParallelModel) -> torch.optim.Opti
 def built_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> RankState:
     """Count the model's local parameters, and what their optimizer keeps."""
     parameters = [parameter for stage in model.stages for parameter in stage.module.parameters()]
-    trained = list(model.parameters())
     values = (value for state in optimizer.state.values() for value in state.values() if value.ndim)
-    held, updated = (sum(local(parameter).numel() for parameter in some) for some in (parameters, trained))
+    number = sum(local(parameter).numel() for parameter in parameters)
     # Gradients have the shapes and types of parameters.
-    return RankState(held, updated, local_bytes(parameters), local_bytes(trained), local_bytes(values))
+    return RankState(number, local_bytes(parameters), local_bytes(model.parameters()), local_bytes(values))
 
 
 def schedule_of(work: Workload, layout: Layout, rank: int) -> Schedule:

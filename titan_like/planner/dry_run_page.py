@@ -111,7 +111,7 @@ def _split(split: dict[str, int]) -> str:
 def _format_memory(run: DryRun) -> list[str]:
     state, peak = run.state, run.peak
     copies = f", copies in the 16-bit type {_size(run.copies)}" if run.copies else ""
-    trained = f", of which {state.trained:,} are trained" if run.adapters else ""
+    trained = f", of which {run.trained:,} are trained" if run.adapters else ""
     return [
         f"parameters here: {state.num_parameters:,} of {run.num_parameters:,} "
         f"({100 * state.num_parameters / run.num_parameters:.3g} %)" + trained,
