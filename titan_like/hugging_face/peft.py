@@ -74,22 +74,21 @@ class StoredAdapter(NamedTuple):
             first, second = names_of(module)
             rows = part_b.flatten(0, 1)
             yield first, part_a
-            yield second, rows if self._has_order else torch.empty_like(rows).index_copy_(0, self.stored.order(), rows)
+            yield second, rows if self._is_split else torch.empty_like(rows).index_copy_(0, self.stored.order(), rows)
 
     def from_peft(self, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Our A and B from PEFT's tensors: float32."""
         pairs = [[tensors[name].float() for name in names_of(module)] for module in self.modules]
         a = torch.cat([first for first, _ in pairs])
-        if not self._has_order:
+        if not self._is_split:
             return a, pairs[0][1][self.stored.order()]
-        groups = self.stored.groups if len(self.adapter.rows) > 1 else len(pairs[0][1])
-        b = torch.cat([second.view(groups, -1, self.adapter.rank) for _, second in pairs], 1)
+        b = torch.cat([second.view(self.stored.groups, -1, self.adapter.rank) for _, second in pairs], 1)
         return a, b.flatten(0, 1)
 
     @property
-    def _has_order(self) -> bool:
-        """Whether the rows of each of PEFT's tensors are in the order that they have here."""
-        return len(self.adapter.rows) > 1 or self.stored.groups == 1
+    def _is_split(self) -> bool:
+        """Whether the layer is several matrices in transformers, whose rows are in the order that they have here."""
+        return len(self.adapter.rows) > 1
 
 
 def names_of(module: str) -> tuple[str, str]:
@@ -105,13 +104,14 @@ def stored_adapters(model: TransformerConfig, section: LoRA) -> Iterator[StoredA
     """
     with torch.device("meta"), WithoutInit():
         module = model.family_module("model").build(model)
-    stored, known = stored_linears(model), set[str]()
+    stored = stored_linears(model)
     for name, adapter in adapters_of(module, section).items():
-        sources = stored[name].sources.keys() if name in stored else set[str]()
-        problem = f"PEFT knows no adapter of {name} alone, which transformers has no module for"
-        require(sources and not sources & known, "lora.modules", section.modules, problem)
-        known |= sources
-        yield StoredAdapter(name, adapter, stored[name])
+        one = stored.get(name)
+        is_whole = one is not None and sum(one.rows) == one.shape[0]
+        problem = f"PEFT has no adapter for {name}, which is not a module of transformers' class"
+        require(one is not None and is_whole, "lora.modules", section.modules, problem)
+        assert one is not None
+        yield StoredAdapter(name, adapter, one)
 
 
 def is_peft(folder: Path) -> bool:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.schema import LoRA
 from titan_like.models.config import TransformerConfig
-from titan_like.models.hugging_face import Stored, family_of
+from titan_like.models.hugging_face import RefusedError, Stored, family_of
 from titan_like.models.layers.init import ADAPTER_NAMES
 from titan_like.models.parts import layers_of, one_of_each
 from titan_like.models.transformer import Transformer
@@ -125,12 +125,11 @@ def adapters_of(model: Transformer, section: LoRA) -> dict[str, Adapter]:
 
 
 def stored_linears(config: TransformerConfig) -> dict[str, Stored]:
-    """How Hugging Face's files store each layer's weights, by the module's name; empty for a family without."""
+    """How Hugging Face's files store each layer's weights, by the module's name; empty if they cannot."""
     try:
-        module = family_of(config)
-    except ConfigError:
+        return {one.name.removesuffix(".weight"): one for one in family_of(config).stored_parameters(config)}
+    except (ConfigError, RefusedError):
         return {}
-    return {one.name.removesuffix(".weight"): one for one in module.stored_parameters(config)}
 
 
 def _adapter_of(name: str, stored: Stored | None, section: LoRA) -> Adapter:
@@ -159,10 +158,8 @@ def check_adapters(config: TransformerConfig, section: LoRA, family: str) -> Non
     linears = {name for name, module in model.layers.named_modules() if isinstance(module, nn.Linear)}
     require(linears, "lora.rank", section.rank, f"the layers of {family} have no linear modules; set it to 0")
     stored = stored_linears(model.config)
-    known = {
-        *linears,
-        *(source.removesuffix(".weight") for name in linears for source in stored[f"layers.{name}"].sources),
-    }
+    sources = (one.sources for name, one in stored.items() if name.removeprefix("layers.") in linears)
+    known = {*linears, *(source.removesuffix(".weight") for names in sources for source in names)}
     there = sorted({name.partition(".")[2] for name in linears})
     for pattern in section.modules:
         problem = f'"{pattern}" fits no linear module of the layers; there are {", ".join(there)}'
