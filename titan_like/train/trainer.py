@@ -30,7 +30,6 @@ from titan_like.metrics.writers import build_writers
 from titan_like.optim.optimizer import update
 from titan_like.optim.schedule import describe_warmup
 from titan_like.parallel.expert_balance import FIGURES
-from titan_like.parallel.lora import adapter_parameters
 from titan_like.parallel.model import ModelOutput, sum_gradients_of_copies
 from titan_like.parallel.tensor import sum_partial_gradients
 from titan_like.parallel.timeline import stamp
@@ -84,8 +83,7 @@ class Trainer(ValidatedState):
         peak = peak_tflops(config.cluster.gpu or device_name(run.device), config.training.dtype)
         length, devices = sample_length(config, run.model), dist.get_world_size()
         flops = config.activation_checkpoint, devices, peak, length.decoder
-        adapters = adapter_parameters(run.model, config.lora)
-        self.meter = ThroughputMeter(run.model, length.encoder, *flops, adapters)
+        self.meter = ThroughputMeter(run.model, length.encoder, *flops, self.num_adapted)
         self.line = LineContext(config.training.seq_len, devices, run.device.type, memory_bytes(run.device))
         self.observer.attach(self)
 

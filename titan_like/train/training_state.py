@@ -34,6 +34,7 @@ from titan_like.parallel.apply import build_pipeline
 from titan_like.parallel.context import cp_shard_of
 from titan_like.parallel.expert_balance import ExpertBalance
 from titan_like.parallel.layout import Layout
+from titan_like.parallel.lora import adapter_parameters
 from titan_like.parallel.mesh import build_mesh, one_dimension
 from titan_like.parallel.tensor import partial_parameters
 from titan_like.train.health import LossWatch
@@ -116,6 +117,7 @@ class TrainingState:
             config.checkpoint.enable and self._resume(lambda step: config.checkpoint.load_step in (None, step))
         )
         self.base: dict[str, str] = {}  # under adapters
+        self.num_adapted = adapter_parameters(run.model, config.lora)
         if (initial := config.checkpoint.initial_load_path) is not None and (is_new or config.lora.rank):
             load_initial_weights(initial, self.model)
             if is_new and config.lora.rank:
