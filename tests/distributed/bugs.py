@@ -11,6 +11,7 @@ from tests.distributed.mutations import (
     gradients,
     latent,
     layers,
+    lora,
     masks,
     optimizers,
     pairs,
@@ -51,6 +52,7 @@ RECOMPUTATION = ["--activation_checkpoint.mode", "full", *ONE]
 BUDGET = ["--activation_checkpoint.mode", "budget", "--activation_checkpoint.budget"]
 OFFLOAD = ["--activation_checkpoint.offload", "true"]
 LLAMA_TENSOR = ["--job.config_file", LLAMA, "--parallelism.zero_stage", "0", *TENSOR]
+LORA = ["--job.config_file", LLAMA, "--lora.rank", "4", "--parallelism.zero_stage", "0"]
 LLAMA_SEQUENCE = [*LLAMA_TENSOR, "--parallelism.sequence_parallel", "true"]
 
 CONTEXT = ["--job.config_file", LLAMA, "--parallelism.context_parallel_degree", "2"]
@@ -299,6 +301,9 @@ BUGS = [
     (float8.one_scale_for_all_experts, [*EXPERTS, *FLOAT8_EXPERTS, *DATA], "expert_parallel", Row.LOSS, ""),
     (float8.one_scale_for_all_microbatches, [*EXPERTS, *FLOAT8_EXPERTS, *DATA], "expert_parallel", Row.LOSS, ""),
     (float8.scale_of_the_tensor_before, [*MOE, *FLOAT8_EXPERTS, *DATA], "data_parallel", Row.LARGE_LOSS, ""),
+    (lora.adapters_scaled_twice, [*LORA, *ONE], "one_process", Row.GRADIENT, ""),
+    (lora.whole_halves_not_summed, [*LORA, *TENSOR], "tensor_parallel", Row.GRADIENT, "layers.1.mlp.down"),
+    (lora.adapters_of_rows_added_by_each, [*LORA, *SEQUENCE], "tensor_parallel", Row.GRADIENT, "layers.1.mlp.down"),
     # Scales that are powers of 2 matter only to numbers that are too small for float8.
     (float8.each_rank_scales_its_own_part, [*FLOAT8_ROWS, *SEQUENCE], "tensor_parallel", Row.GRADIENT, ""),
 ]

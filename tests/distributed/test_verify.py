@@ -37,6 +37,7 @@ from tests.distributed.bugs import (
     INTERLEAVED,
     LLAMA_MASKS,
     LLAMA_TENSOR,
+    LORA,
     MOE,
     MUON,
     NO_DROPOUT,
@@ -105,6 +106,8 @@ SAME: list[tuple[list[str], list[str]]] = [
     ([*FLOAT8_ROWS, *SEQUENCE], [EXACT]),
     ([*SPLIT_EXPERTS, *SHARED, *ZERO_3], [EXACT, RESUME]),
     ([*EXPERTS, *FLOAT8, *SEQUENCE], [EXACT]),
+    ([*LORA, *SEQUENCE], [EXACT, RESUME]),
+    ([*LORA, *PIPELINE, *ZERO_3, *BFLOAT16[:2], "--lora.modules", '["q_proj", "mlp.down"]'], [EXACT, "bfloat16"]),
 ]
 MORE_SAME: list[tuple[list[str], list[str]]] = [
     ([*LLAMA_MASKS, *SEQUENCE], [EXACT, SINGLE, RESUME]),

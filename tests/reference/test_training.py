@@ -23,6 +23,7 @@ from tests.distributed.bugs import (
     GPT,
     LATENT,
     LLAMA_MASKS,
+    LORA,
     MOE,
     ONE,
     PAIRS,
@@ -67,6 +68,7 @@ SAME = {
     "experts and their losses": ([*MOE, *Z_LOSS, *ONE, "--lr_scheduler.decay", "wsd"], [EXACT]),
     "experts in float8": ([*MOE, *FLOAT8_EXPERTS, "--float8.recipe", "rowwise", *ONE], [EXACT]),
     "float16": (FLOAT16, ["float16"]),
+    "adapters": ([*LORA, *ONE], [EXACT]),
 }
 
 

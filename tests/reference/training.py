@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.reference.experts import PlainExperts
+from tests.reference.lora import define_adapters
 from tests.reference.masks import take_definitions
 from titan_like.config.schema import JobConfig, Training
 from titan_like.data.batch import Batch, collate, map_tensors, model_fields
@@ -22,6 +23,7 @@ from titan_like.models.decoder.model import DecoderLayer
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
 from titan_like.optim.optimizer import build_optimizer
+from titan_like.parallel.lora import freeze
 from titan_like.verify.compare import EXACT, Key, Row
 from titan_like.verify.processes import Member
 from titan_like.verify.reference import Trace, norm, perturb
@@ -38,12 +40,17 @@ def train_by_definition(_: Member | None, small: Small, dtype: str, seed: int | 
     compute_type, config, last, trace = getattr(torch, dtype), small.config, small.num_steps, Trace()
     training, max_norm = config.training, config.training.max_norm
     model = build_model(model_config(config.model), config.model.family)
+    if config.lora.rank:
+        define_adapters(model, config.lora)
     model.to(torch.promote_types(compute_type, torch.float32))
     model.initial_elements = ELEMENTS
     model.init_weights(config.job.seed)
+    if config.lora.rank:
+        freeze(model, torch.promote_types(compute_type, torch.float32))
     take_definitions(model, config, in_pairs=dtype == EXACT)
     look_ahead(model)
-    experts, parameters = PlainExperts(model, config.float8), dict(model.named_parameters())
+    experts = PlainExperts(model, config.float8)
+    parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
     trace.names = sorted(parameters, key=lambda name: not name.startswith(model.entry))
     optimizer = build_optimizer(parameters.items(), config.optimizer)
     samples, validation, skipped = training_samples(config), validation_samples(config), 0
@@ -64,7 +71,7 @@ def train_by_definition(_: Member | None, small: Small, dtype: str, seed: int | 
 
     keep(0, Row.INITIAL, parameters.items() if last else ())
     if seed is not None:
-        perturb(parameters.values(), dtype, seed)
+        perturb(model.parameters(), dtype, seed)
     rows = (Row.LOSS, Row.GRADIENT, Row.NORM)
     if last == 0:
         rows = (Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM)

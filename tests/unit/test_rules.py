@@ -57,6 +57,17 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 1 '--evaluation.sets=[{name="a", paths="x"}, {name="a", paths="y"}]' --evaluation.interval=1 => "a": names two sets
 1 '--evaluation.sets={name="a", paths="x"}' => evaluation.sets = ['a'] ; set evaluation.interval
 2 '--profiling.trace_ranks=[0, 2]' => profiling.trace_ranks = [0, 2] ; the job's ranks are 0 to 1
+# adapters
+1 --lora.alpha=8 => lora.alpha = 8.0 ; there are no adapters; set lora.rank
+1 --lora.rank=4 --lora.modules=q_prj => lora.modules ; "q_prj" fits no linear module ; attention.qkv
+1 --lora.rank=4 --lora.modules=embedding => fits no linear module
+1 --lora.rank=4 --model.family=moe '--lora.modules=["mlp.experts.gate"]' => fits no linear module
+1 --lora.rank=4 --model.family=moe --model.overrides.num_dense_layers=1 '--lora.modules=["mlp.gate"]' \
+=> leaves out all of some layers
+1 --lora.rank=4 --model.family=bert --model.overrides.sentence_head=pair --data.sentence_objective=next_sentence \
+=> lora.rank = 4 ; the head (pair) of bert would not be trained
+1 --lora.rank=4 --model.family=moe --model.overrides.balance=bias => model.overrides.bias_update_rate = 0
+2 --lora.rank=4 --lora.dropout=0.1 --parallelism.tensor_parallel_degree=2 => lora.dropout = 0.1 ; set it to 0
 # CUDA graphs
 2 --compile.cudagraphs=true => compile.cudagraphs = true ; needs one process, and this layout has 2
 1 --compile.cudagraphs=true --model.family=moe => does not support moe, whose experts

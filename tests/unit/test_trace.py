@@ -15,7 +15,7 @@ import torch
 from benchmarks.trace_memory import settings_of
 from tests.traces import microbatch_flops
 from tests.whole_step import whole_step
-from titan_like.config.load import load_config
+from titan_like.config.load import edit, load_config
 from titan_like.config.schema import JobConfig
 from titan_like.metrics.flops import hardware_flops_per_token, model_flops_per_token, recomputed_layers
 from titan_like.models.config import TransformerConfig
@@ -282,8 +282,43 @@ def test_the_peak_is_that_of_the_whole_step(layout: str, layers: int, within: fl
         assert (composed.parameters, composed.optimizer) == (whole.weights, whole.optimizer)
 
 
-def test_what_a_whole_step_sends_is_what_is_composed() -> None:
-    config, model, where = a_run("moe debug 64 2 2 8 z3 ep2 tp2 sp hsdp2 full")
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "llama llama3.2_1b 1024 1 3 1 selective",
+        "llama llama3.2_1b 1024 1 4 4 z3 pp2",
+        "llama llama3.2_1b 1024 1 3 4 z2 tp2 sp",
+        "moe debug 256 2 2 4 z3 ep2",
+    ],
+)
+def test_the_peak_with_adapters_is_that_of_the_whole_step(layout: str) -> None:
+    config, model, where = a_run(layout, num_layers=4)
+    config = edit(config, {"lora.rank": 16})
+    for rank in range(where.pipeline):
+        whole = whole_step(config, model, where, rank * (where.num_processes // where.pipeline))
+        composed = rank_memory(workload_of(config, model, where), rank)
+        assert composed.total == pytest.approx(whole.peak, rel=0.065 if torch.__version__ >= "2.15" else 0.008)
+        assert (composed.parameters, composed.optimizer) == (whole.weights, whole.optimizer)
+
+
+def test_an_8b_model_with_adapters_fits_on_24_gb_with_recomputation_alone() -> None:
+    for recompute, low, high in (("full", 17, 19), ("none", 24, 99)):
+        config, model, where = a_run(f"llama llama3.1_8b 4096 1 8 1 {recompute}".removesuffix(" none"))
+        work = workload_of(edit(config, {"lora.rank": 16}), model, where)
+        assert low < rank_memory(work, 0).total / 2**30 < high
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank"),
+    [
+        ("moe debug 64 2 2 8 z3 ep2 tp2 sp hsdp2 full", 0),
+        ("llama llama3.2_1b 1024 1 4 8 z3 hsdp2", 16),
+        ("llama llama3.2_1b 1024 1 2 8 z1 hsdp2", 16),
+    ],
+)
+def test_what_a_whole_step_sends_is_what_is_composed(layout: str, rank: int) -> None:
+    config, model, where = a_run(layout, **({"num_layers": 4} if rank else {}))
+    config = edit(config, {"lora.rank": rank})
     whole = whole_step(config, model, where, 0).collectives
     sent: dict[tuple[str, str], tuple[int, int]] = {}
     for (kind, group, _), (calls, size) in whole.items():

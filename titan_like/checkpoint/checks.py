@@ -19,7 +19,7 @@ from titan_like.checkpoint.step_folders import (
     read_run_state,
 )
 from titan_like.config.errors import ConfigError, require
-from titan_like.config.schema import Data, JobConfig
+from titan_like.config.schema import Data, JobConfig, LoRA
 from titan_like.config.urls import RemotePath
 from titan_like.data.tokenizer import build_tokenizer, tokenizer_in
 from titan_like.models.config import TransformerConfig
@@ -37,6 +37,7 @@ _MUST_STAY = {
     "optimizer": ("name", "beta1"),
     "job": ("seed",),
     "training": ("seq_len", "decoder_seq_len"),
+    "lora": ("rank", "alpha", "modules"),
     "data": (
         *("dataset", "options", "split", "tokenizer", "mlm_probability", "mlm_whole_words", "mlm_max_ngram"),
         *("noise_density", "mean_noise_span_length", "sentence_objective"),
@@ -56,7 +57,8 @@ def check_same_run(path: Path, config: JobConfig, model: TransformerConfig, resu
         state = read_run_state(path)
     except (OSError, ValueError):
         return
-    compared, now, then = _of_model(state, config, model), config.model_dump(mode="json"), state.config
+    compared, now = _of_model(state, config, model), config.model_dump(mode="json")
+    then = {"lora": LoRA().model_dump()} | state.config  # older versions had none
     if resumes and state.step > 0:  # at step 0 there is no cursor and no optimizer state
         of_run = ((section, key) for section, keys in _MUST_STAY.items() for key in keys)
         compared += [(f"{s}.{key}", now[s][key], then[s].get(key, now[s][key])) for s, key in of_run]
@@ -169,4 +171,9 @@ def check_room(folder: Path, needed: int) -> None:
 def checkpoint_bytes(config: JobConfig, model: TransformerConfig) -> int:
     """Approximate size of a checkpoint: master weights and the optimizer's state, as of a matrix in the layers."""
     element, state = 8 if config.training.dtype == "float64" else 4, optimizer_state(config.optimizer)
-    return int(element * model.num_parameters() * (1 + state.layers.element))
+    trained = model.num_parameters()
+    if config.lora.rank:
+        from titan_like.parallel.lora import adapter_parameters
+
+        trained = adapter_parameters(model, config.lora)
+    return int(element * trained * (1 + state.layers.element))

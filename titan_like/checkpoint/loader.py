@@ -42,13 +42,17 @@ _TIME_TO_END = 10.0  # seconds that a stopped job is given to end
 _SAYS_TOKENS = ("dataset", "tokenizer", *TokenOptions._fields)
 
 
-def model_tensors(model: ParallelModel | nn.Module) -> dict[str, torch.Tensor]:
+def model_tensors(model: ParallelModel | nn.Module, base: bool = False) -> dict[str, torch.Tensor]:
     """Weights by name; a sharded weight is a DTensor, which knows its place in the full tensor.
+
+    With ``base``, those of a model without adapters, else those that are trained.
 
     Buffers that belong to a model's state, such as the loads of experts, have names of their own.
     """
-    weights, modules = _by_name(model), [model] if isinstance(model, nn.Module) else [s.module for s in model.stages]
-    buffers = {name: value for module in modules for name, value in module.state_dict().items() if name not in weights}
+    modules = [model] if isinstance(model, nn.Module) else [stage.module for stage in model.stages]
+    known = {name for module in modules for name, _ in module.named_parameters()}
+    buffers = {name: value for module in modules for name, value in module.state_dict().items() if name not in known}
+    weights = _by_name(model, base)
     return {f"model.{name}": parameter.detach() for name, parameter in weights.items()} | {
         f"{_BUFFERS}{name}": value for name, value in buffers.items()
     }
@@ -75,10 +79,11 @@ def in_parts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return result
 
 
-def _by_name(model: ParallelModel | nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by name; only the first copy of a tied table."""
+def _by_name(model: ParallelModel | nn.Module, base: bool = False) -> dict[str, nn.Parameter]:
+    """Parameters by name, as in `model_tensors`; only the first copy of a tied table."""
     parameters: dict[str, nn.Parameter] = {}
-    for name, parameter in model.named_parameters():
+    named = model.base_parameters() if base and isinstance(model, ParallelModel) else model.named_parameters()
+    for name, parameter in named:
         parameters.setdefault(name, parameter)
     return parameters
 
@@ -168,11 +173,12 @@ def load_checkpoint(
     model: ParallelModel | nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     may_lack: tuple[str, ...] = (),
+    base: bool = False,
 ) -> RunState:
     """Load a checkpoint into the model and the optimizer, in any layout.
 
-    Without an optimizer only weights and buffers are loaded. Weights of the modules ``may_lack``, and buffers, stay as
-    they are if the checkpoint does not have them.
+    Without an optimizer only weights and buffers are loaded, with ``base`` as in `model_tensors`. Weights of the
+    modules ``may_lack``, and buffers, stay as they are if the checkpoint does not have them.
 
     Raises:
         Exception: of any type, on every rank, if a file is damaged.
@@ -181,9 +187,8 @@ def load_checkpoint(
     reader = TensorReader(path)
     stored = reader.read_metadata().state_dict_metadata  # read here for its own error, which dcp.load hides
     new = (_BUFFERS, *(f"model.{name}." for name in may_lack))
-    tensors = {
-        name: tensor for name, tensor in model_tensors(model).items() if name in stored or not name.startswith(new)
-    }
+    tensors = model_tensors(model, base)
+    tensors = {name: tensor for name, tensor in tensors.items() if name in stored or not name.startswith(new)}
     if optimizer is not None:
         forget_state(optimizer)
         if any(name.startswith("optimizer.") for name in stored):  # before the first update there is no state
@@ -320,6 +325,8 @@ class CheckpointWeights:
         return tensor
 
     def _check(self) -> None:
+        if self.run.base:  # it has adapters alone
+            return
         known = set()
         for parameter in family_module(self.family).stored_parameters(self.model):
             name = parameter.key

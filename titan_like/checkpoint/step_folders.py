@@ -66,6 +66,7 @@ class RunState:
     schedule_batch_size: _Count = 0  # with which the run began; older versions do not have it
     schedule: Schedule | None = None  # older versions do not have it
     epoch_samples: _Count = 0  # of the training data; older versions do not have it
+    base: dict[str, str] = field(default_factory=dict)  # "folder" of the weights under adapters, and "fingerprint"
 
     def come_to(self, training: Training) -> tuple[int, int, int]:
         """The steps and samples so far, and the batch size in which the schedule of a run that goes on counts."""

@@ -40,6 +40,9 @@ def build_parser() -> argparse.ArgumentParser:
     to_hf.add_argument(
         "--tokenizer", type=tokenizer_option, help='a value of data.tokenizer, or "none" (default: the checkpoint\'s)'
     )
+    to_hf.add_argument(
+        "--merge", action="store_true", help="of a run with adapters: merge them, instead of writing a PEFT folder"
+    )
     from_hf = commands.add_parser("from-hf", help="write a checkpoint that training can start from")
     source = "folder with config.json and safetensors files, or a name of the Hugging Face hub"
     from_hf.add_path("--input", source, "FOLDER", type=url_option, required=True)
@@ -63,9 +66,16 @@ def to_hf(options: argparse.Namespace) -> int:
 
     from titan_like.checkpoint.loader import CheckpointWeights, one_checkpoint
     from titan_like.hugging_face.convert import to_hugging_face
+    from titan_like.hugging_face.peft import MergedWeights, write_peft
 
-    weights = CheckpointWeights(one_checkpoint(path_of(options.checkpoint), "--checkpoint"))
+    weights = CheckpointWeights(path := one_checkpoint(path_of(options.checkpoint), "--checkpoint"))
+    require(weights.run.base or not options.merge, "--merge", True, f"{path} has no adapters; leave it out")
     dtype = getattr(torch, options.dtype) if options.dtype else None
+    if weights.run.base and not options.merge:
+        write_peft(weights, output, dtype or torch.float32)
+        print(f"wrote the adapters of {path} as {output}, a PEFT folder for {weights.run.base['folder']}")
+        return 0
+    weights = MergedWeights(path) if options.merge else weights
     files = to_hugging_face(weights, output, dtype, int(options.max_shard_size * 1e9), options.tokenizer)
     print(f"wrote {weights.path} as {output}: {len(files)} file{'s' if len(files) > 1 else ''} of weights")
     return 0

@@ -305,6 +305,19 @@ class Float8(Section):
     )
 
 
+class LoRA(Section):
+    """Low-rank adapters of the layers' linear modules, trained on frozen weights (docs/lora.md)."""
+
+    rank: int = option(0, "rank of the adapters; 0 trains all weights", ge=0, le=2**14)
+    alpha: float = option(16.0, "an adapter's output is multiplied by alpha / rank", gt=0, le=1e6)
+    dropout: float = option(0.0, "dropout of the adapters' inputs", ge=0, lt=1)
+    modules: TextList = option(
+        [],
+        "modules with an adapter, by the ends of their names, here or in Hugging Face's files, with * for any part of "
+        'a name: "attention.proj", "mlp.*", "q_proj" (default: all linear modules of the layers)',
+    )
+
+
 class Checkpoint(Section):
     """Saving and resuming."""
 
@@ -362,6 +375,7 @@ class JobConfig(Section):
     activation_checkpoint: ActivationCheckpoint = Field(default_factory=ActivationCheckpoint)
     compile: Compile = Field(default_factory=Compile)
     float8: Float8 = Field(default_factory=Float8)
+    lora: LoRA = Field(default_factory=LoRA)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     metrics: Metrics = Field(default_factory=Metrics)
     health: Health = Field(default_factory=Health)

@@ -110,6 +110,10 @@ def find_checkpoint(config: JobConfig) -> Path:
         require(complete_steps(path), "checkpoint.folder", str(path), problem_without_checkpoints(path, cure))
         path = checkpoint_path(path, usable_steps(path, step)[-1])
     check_same_run(path, config, model_config(config.model), resumes=False)
+    problem = (
+        f"{path} holds adapters alone; merge them by scripts/convert.py to-hf --merge, and convert that by from-hf"
+    )
+    require(not config.lora.rank, "lora.rank", config.lora.rank, problem)
     return path
 
 

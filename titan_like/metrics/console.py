@@ -109,9 +109,10 @@ def _mean(values: list[float]) -> float:
     return sum(finite) / len(finite) if finite else math.nan
 
 
-def parameters_told(total: int, active: int) -> str:
-    """Numbers of parameters, and of those that a token uses, in words."""
-    return f"{total:,} parameters" + (f" ({active:,} used by a token)" if active < total else "")
+def parameters_told(total: int, active: int, adapters: int = 0) -> str:
+    """Numbers of parameters, of those that a token uses, and of those of adapters, in words."""
+    message = f"{total:,} parameters" + (f" ({active:,} used by a token)" if active < total else "")
+    return f"{message}, frozen, and {adapters:,} in adapters, trained" if adapters else message
 
 
 def format_validation(step: int, figures: Mapping[str, float]) -> str:

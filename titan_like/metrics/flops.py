@@ -131,6 +131,7 @@ class ThroughputMeter:
     num_devices: int
     peak_tflops: float | None
     decoder_seq_len: int = 0
+    adapters: int = 0  # elements of LoRA's, where nothing else is trained
 
     def measure(self, tokens: int, seconds: float, num_pairs: float = 0) -> Throughput:
         """Rates of a step that took ``seconds`` for ``tokens`` tokens on all devices together.
@@ -146,13 +147,18 @@ class ThroughputMeter:
             kinds = zip(self.model.layer_counts, self.model.parts.kinds, strict=True)
             scores = sum(count * kind.scores((self.seq_len, decoder)) for count, kind in kinds) / self.seq_len
             causal = full - 12 * self.model.attention_size * (scores - num_pairs / tokens)
+        saved = 0.0
+        if self.adapters:  # frozen weights have no gradients: a third of their FLOPs is not computed
+            lengths, parts, counts = (self.seq_len, decoder), self.model.parts, self.model.layer_counts
+            products = sum(n * kind.products(lengths) for n, kind in zip(counts, parts.kinds, strict=True))
+            saved = (2 * products + head_flops(self.model, *lengths)) / self.seq_len - 6 * self.adapters
 
         def utilisation(flops_per_token: float) -> float | None:
-            return None if self.peak_tflops is None else flops_per_token * per_device / self.peak_tflops
+            return None if self.peak_tflops is None else (flops_per_token - saved) * per_device / self.peak_tflops
 
         return Throughput(
             tokens_per_second=tokens / seconds,
-            tflops_per_device=megatron_flops_per_token(*sizes, self.recompute, decoder) * per_device,
+            tflops_per_device=(megatron_flops_per_token(*sizes, self.recompute, decoder) - saved) * per_device,
             mfu_model=utilisation(full),
             mfu_causal=utilisation(causal),
             hfu=utilisation(hardware_flops_per_token(*sizes, self.recompute, decoder)),

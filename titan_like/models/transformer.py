@@ -270,7 +270,7 @@ class Transformer(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Draw matrices from N(0, `initial_std`²); biases and sinks become 0, norm weights 1; routers begin anew."""
         for name, parameter in self.named_parameters():
-            if name.endswith(("bias", "sinks")):
+            if name.endswith(("bias", "sinks", "lora_b")):
                 nn.init.zeros_(parameter)
             elif parameter.ndim == 1:
                 owner = self.get_submodule(name.rpartition(".")[0])
@@ -287,6 +287,8 @@ class Transformer(nn.Module):
         It is `init_std`. Matrices that write to the residual stream are scaled by 1/√(2·layers), as in GPT-2 (Radford
         et al. 2019, section 2.3).
         """
+        if name.endswith("lora_a"):  # uniform; √3 · std of kaiming_uniform_ with a = √5, as PEFT draws it
+            return parameter.shape[1] ** -0.5
         residual = name.removesuffix(".weight").endswith(self.residual_outputs)
         return self.config.init_std * ((2 * self.config.num_layers) ** -0.5 if residual else 1.0)
 

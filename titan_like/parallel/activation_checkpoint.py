@@ -34,6 +34,7 @@ _KEPT_OPERATIONS = {
     functional_collectives.all_reduce.default,
     functional_collectives.reduce_scatter_tensor.default,
 }
+_THIN = 16  # of products that are so many times as wide as what they sum over, as adapters', large results cost little
 
 
 def apply_activation_checkpoint(model: Transformer, section: ActivationCheckpoint) -> None:
@@ -61,5 +62,7 @@ class Recomputed(nn.Module):
         return checkpoint(super().forward, *inputs, **self.checkpoint_options, **named)
 
 
-def _keep_matrix_products(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+def _keep_matrix_products(_context: Any, operation: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    if operation is torch.ops.aten.mm.default and _THIN * args[0].shape[1] <= args[1].shape[1]:
+        return CheckpointPolicy.PREFER_RECOMPUTE
     return CheckpointPolicy.MUST_SAVE if operation in _KEPT_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,7 +1,7 @@
 """The one recipe from a configuration to a model that is ready to train.
 
-The steps, in order: split into pipeline stages, tensor and context parallelism, activation checkpointing, compilation,
-data parallelism, allocation of this process's part, initialisation.
+The steps, in order: split into pipeline stages, adapters, tensor and context parallelism, activation checkpointing,
+compilation, data parallelism, allocation of this process's part, initialisation.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from titan_like.parallel.cuda_graph import GraphedModel
 from titan_like.parallel.data import DataParallel, shares_nothing
 from titan_like.parallel.experts import apply_expert_parallel
 from titan_like.parallel.layout import Layout, method_of, resolve_layout
+from titan_like.parallel.lora import add_adapters, freeze
 from titan_like.parallel.mesh import build_expert_mesh, context_group
 from titan_like.parallel.model import ParallelModel, Stage, WholeModel, stages_of_tied_parameters
 from titan_like.parallel.offload import offload_activations
@@ -129,6 +130,8 @@ def build_stage(
     for part in module.modules():
         if isinstance(part, TokenLoss):
             part.chunk = tuning.loss_logits
+    if config.lora.rank:
+        add_adapters(module, config.lora)
     if expert_mesh is not None:
         apply_expert_parallel(module, expert_mesh["ep", "etp"] if layout.expert_tensor > 1 else expert_mesh["ep"])
     if layout.tensor > 1:
@@ -137,6 +140,8 @@ def build_stage(
         except ValueError as error:
             problem = f"{error}; correct the family's sharding module"
             raise ConfigError("model.family", config.model.family, problem) from None
+    if config.lora.rank:
+        freeze(module, dtype)
     if context is not None:
         apply_context_parallel(module, context, method_of(config, model_config).name)
     if config.float8.enable:

@@ -45,7 +45,7 @@ from titan_like.torch_private.fsdp import (
 def summed_in_full(model: Transformer) -> list[nn.Parameter]:
     """Weights that are used twice, whose gradients of both uses add up in the master weights' type."""
     is_used_twice = model.config.uses_table_last and model.is_first and model.is_last
-    return list(model.embedding.parameters()) if SUMS_USES_IN_FULL and is_used_twice else []
+    return [p for p in model.embedding.parameters() if p.requires_grad] if SUMS_USES_IN_FULL and is_used_twice else []
 
 
 def _in_float8(model: Transformer) -> list[nn.Parameter]:
@@ -94,7 +94,7 @@ class DataParallel:
             known = {id(parameter) for unit in experts for parameter in unit}
             dense = [[p for p in _parameters(unit) if id(p) not in known] for unit in layers]
             known |= {id(parameter) for unit in dense for parameter in unit}
-            dense.append([parameter for parameter in model.parameters() if id(parameter) not in known])
+            dense.append([parameter for parameter in _parameters([model]) if id(parameter) not in known])
             for units, group in ((dense, of_dense), (experts, of_experts)):
                 if group is not None and group.fsdp_mesh().size() > 1:
                     self._all_reduces.append(GradientAllReduce(list(filter(None, units)), group.flat().get_group()))
@@ -169,7 +169,7 @@ def _experts_in(unit: list[nn.Module]) -> list[nn.Module]:
 
 
 def _parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
-    return [parameter for module in modules for parameter in module.parameters()]
+    return [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
 
 
 class DataParallelGroup(NamedTuple):
@@ -225,13 +225,18 @@ def _wrap(
     zero_stage: int,
     policy: MixedPrecisionPolicy,
 ) -> None:
+    # Frozen weights are whole below ZeRO 3, as they need no gradients or optimizer state.
+    ignored = {p for p in model.parameters() if not p.requires_grad and zero_stage < 3}
     for unit, group in units:
+        if unit[0] is not model and all(parameter in ignored for module in unit for parameter in module.parameters()):
+            continue
         if zero_stage == 0:
-            replicate_modules(unit, group.flat(), policy)
+            replicate_modules(unit, group.flat(), policy, ignored)
         else:
             # The backward pass needs the root's parameters first, so freeing them after the forward pass gains nothing.
             reshard = zero_stage == 3 and unit is not units[-1][0]
-            fully_shard(unit, mesh=group.fsdp_mesh(), mp_policy=policy, reshard_after_forward=reshard)
+            mesh = group.fsdp_mesh()
+            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=ignored)
     for module in sharded_modules(model):
         # The loss is divided by the global number of tokens, so gradients are summed, never averaged.
         module.set_gradient_divide_factor(1.0)

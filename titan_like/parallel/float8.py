@@ -67,7 +67,7 @@ class Float8Product:
         self, x: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, deferred: WeightGradients | None
     ) -> torch.Tensor:
         """x · partᵀ: [..., in] → [..., out]. ``part`` is what this process holds of ``weight``."""
-        keeper = None if deferred is None else partial(deferred.defer, weight)
+        keeper = None if deferred is None or not weight.requires_grad else partial(deferred.defer, weight)
         return _Linear.apply(x, part, self, keeper)
 
     def cast(self, role: str, tensor: torch.Tensor, dim: int, scale: torch.Tensor | None = None) -> Scaled:
@@ -129,6 +129,8 @@ class _Linear(torch.autograd.Function):
         for_x, weight = product.cast("gradient", outer, 1), _rounded(part, x.dtype)
         fast = product.config.gemm_config_grad_input.use_fast_accum
         x_gradient = product.multiply(for_x, product.cast("weight", weight, 0, scale), x.dtype, fast).view_as(x)
+        if not ctx.needs_input_grad[1]:
+            return x_gradient, None, None, None
         for_weight = product.cast("gradient", outer, 0, for_x[1])
         factors = for_weight, product.cast("input", rows, 0, x_scale), x.dtype
         if ctx.keeper is None:

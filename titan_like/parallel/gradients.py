@@ -50,6 +50,8 @@ class ComputeCopies:
         known: dict[nn.Parameter, nn.Parameter] = {}
         for owner in module.modules():
             for name, master in owner.named_parameters(recurse=False):
+                if not master.requires_grad:  # frozen, and in the copies' dtype already
+                    continue
                 if master not in known:
                     master.grad_dtype = None  # any
                     has_copy = master not in unchanged

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.data.batch import Batch, model_fields
 from titan_like.models.config import TransformerConfig
+from titan_like.models.layers.init import ADAPTER_NAMES
 from titan_like.models.parts import layers_of, one_of_each, shared_parameters
 from titan_like.models.transformer import Transformer, shared_modules
 from titan_like.optim.shards import local, widen
@@ -51,19 +52,24 @@ class ParallelModel:
     expert_mesh: DeviceMesh | None = None  # set if `Layout.splits_experts`
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every local parameter. Copies that a process holds, such as of a tied table, come under the same name."""
+        """Every local parameter that is trained. Copies that a process holds come under the same name."""
         for stage in self.stages:
-            yield from stage.module.named_parameters()
+            yield from (named for named in stage.module.named_parameters() if named[1].requires_grad)
+
+    def base_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every local parameter of the model without adapters, trained or frozen."""
+        for stage in self.stages:
+            yield from (named for named in stage.module.named_parameters() if not named[0].endswith(ADAPTER_NAMES))
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Every local parameter, as in `named_parameters`."""
+        """Every local parameter that is trained, as in `named_parameters`."""
         return (parameter for _, parameter in self.named_parameters())
 
     def counted_parameters(self) -> Iterator[nn.Parameter]:
-        """Every local parameter, but of copies only the first stage's, so all stages together have each one once."""
+        """Every trained local parameter, of copies only the first stage's, so all stages together have each once."""
         for stage in self.stages:
             for name, parameter in stage.module.named_parameters():
-                if self.tied_stages.get(name, (stage.index,))[0] == stage.index:
+                if parameter.requires_grad and self.tied_stages.get(name, (stage.index,))[0] == stage.index:
                     yield parameter
 
     def copies_of(self, name: str) -> list[nn.Parameter]:
@@ -158,7 +164,7 @@ def sum_gradients_of_copies(model: ParallelModel, group: dist.ProcessGroup, rank
     pp_rank = dist.get_rank(group)
     exchange, sums = [], []
     for name, stages in model.tied_stages.items():
-        held = model.copies_of(name)
+        held = [copy for copy in model.copies_of(name) if copy.requires_grad]
         widen(held)
         gradients = [local(p.grad) for p in held if p.grad is not None]
         assert len(gradients) == len(held), "a copy received no gradient"

@@ -107,11 +107,12 @@ def partial_parameters(model: Transformer) -> list[nn.Parameter]:
     """The parameters whose gradients are partial.
 
     Sequence parallelism leaves those of norms, position embeddings, and biases that are added after a reduce-scatter;
-    norms of heads are partial in any case.
+    norms of heads, and the half of an adapter that is not split, are partial in any case.
     """
-    split = (m for m in model.modules() if isinstance(m, TensorParallel) and (m.sequence_parallel or m.is_in_region))
-    own = ((m, *named) for m in split for named in m.named_parameters(recurse=False))
-    return [parameter for module, name, parameter in own if name in module.partial_gradients]
+    split = [m for m in model.modules() if isinstance(m, TensorParallel)]
+    names = [(m, {*m.always_partial, *m.partial_gradients * m.sequence_parallel}) for m in split]
+    own = ((partial, *named) for m, partial in names for named in m.named_parameters(recurse=False))
+    return [parameter for partial, name, parameter in own if name in partial and parameter.requires_grad]
 
 
 @torch.no_grad()

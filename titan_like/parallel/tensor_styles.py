@@ -41,7 +41,7 @@ class TensorParallel(nn.Module):
 
     placements: ClassVar[dict[str, Placement]] = {}  # of the module's own parameters
     partial_gradients: ClassVar[tuple[str, ...]] = ()  # parameters whose gradients sequence parallelism leaves partial
-    is_in_region = False  # where each rank has its own heads, so that gradients of whole parameters are partial anyway
+    always_partial: ClassVar[tuple[str, ...]] = ()  # in a region: whole parameters, of which each rank has its own uses
     tensor_group: Group
     sequence_parallel: bool
     weight: Any  # these are the module's own
@@ -104,7 +104,8 @@ class CrossRegion(Region):
 class ColumnLinear(TensorParallel, LinearGemms):
     """Splits the output features of a linear layer. Every rank has the full input."""
 
-    placements: ClassVar = {"weight": Shard(0), "bias": Shard(0)}
+    placements: ClassVar = {"weight": Shard(0), "bias": Shard(0), "lora_a": Replicate(), "lora_b": Shard(0)}
+    always_partial: ClassVar[tuple[str, ...]] = ("lora_a",)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """[..., in] → [..., out of this rank]."""
@@ -114,8 +115,9 @@ class ColumnLinear(TensorParallel, LinearGemms):
 class RowLinear(TensorParallel, LinearGemms):
     """Splits the input features of a linear layer. The ranks' products are summed, then the bias is added once."""
 
-    placements: ClassVar = {"weight": Shard(1), "bias": Replicate()}
+    placements: ClassVar = {"weight": Shard(1), "bias": Replicate(), "lora_a": Shard(1), "lora_b": Replicate()}
     partial_gradients = ("bias",)
+    always_partial = ("lora_b",)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """[batch, seq, in of this rank] → activation between layers."""
@@ -126,8 +128,9 @@ class RowLinear(TensorParallel, LinearGemms):
 class ReplicatedLinear(ColumnLinear):
     """Replicates a linear layer outside regions. With sequence parallelism each rank has its part of the sequence."""
 
-    placements: ClassVar = {"weight": Replicate(), "bias": Replicate()}
-    partial_gradients: ClassVar[tuple[str, ...]] = ("weight", "bias")
+    placements: ClassVar = dict.fromkeys(("weight", "bias", "lora_a", "lora_b"), Replicate())
+    partial_gradients: ClassVar[tuple[str, ...]] = ("weight", "bias", "lora_a", "lora_b")
+    always_partial = ()
 
 
 class PooledLinear(ReplicatedLinear):
@@ -194,7 +197,7 @@ class Norm(TensorParallel):
 class HeadNorm(Norm):
     """A norm over each head in a region: the weights are replicated, and a rank normalises its own heads."""
 
-    is_in_region = True
+    always_partial = ("weight", "bias")
 
 
 class SplitNorm(TensorParallel):

@@ -87,7 +87,7 @@ class LinearGemms(nn.Module):
         if self.float8 is not None:
             product = self.float8.linear(x, part, weight, self.deferred)
             return product if bias is None else product + bias
-        if self.deferred is None:
+        if self.deferred is None or not weight.requires_grad:
             return F.linear(x, part, bias)
         return _LinearWithoutWeightGradient.apply(x, bias, part.detach(), weight, self.deferred)
 

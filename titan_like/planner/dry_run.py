@@ -37,6 +37,7 @@ from titan_like.optim.schedule import describe_warmup, schedule_length
 from titan_like.optim.shards import ShardedOptimizer, local, local_bytes, sharded_dimensions
 from titan_like.parallel.apply import build_parallel_model
 from titan_like.parallel.layout import Layout, method_of
+from titan_like.parallel.lora import adapter_parameters
 from titan_like.parallel.mesh import build_mesh
 from titan_like.parallel.model import ParallelModel, Stage
 from titan_like.parallel.schedules.simulate import bubble_fraction, max_in_flight, simulate, unit_time
@@ -103,7 +104,9 @@ class DryRun:
 
     family: str
     flavor: str
-    num_parameters: int  # in the whole model
+    num_parameters: int  # in the whole model, adapters included
+    adapters: int  # of these
+    trained: int  # elements of parameters that this process trains
     active_parameters: int  # those that a token uses
     zero_stage: int
     world_size: int
@@ -164,6 +167,7 @@ def dry_run(config: JobConfig) -> DryRun:
         stages = [describe_stage(stage) for stage in parallel_model.stages]
         optimizer = built_optimizer(config, parallel_model)
         state = built_state(parallel_model, optimizer)
+        trained = sum(local(parameter).numel() for parameter in parallel_model.parameters())
         coordinates = _coordinates(mesh)
         if parallel_model.expert_mesh is not None:
             coordinates = _coordinates(parallel_model.expert_mesh) | coordinates
@@ -179,13 +183,15 @@ def dry_run(config: JobConfig) -> DryRun:
         group = "_".join(names)
         traffic[Message(group, kind, "optimizer")] = Amount(calls, size)
         groups[group] = prod(coordinates[name][1] for name in names)
-    moments = rank_moments(work, at, reduce_bytes)
+    moments, adapters = rank_moments(work, at, reduce_bytes), adapter_parameters(model, config.lora)
     steps, samples = (total_steps(training), total_samples(training)) if has_length else (0, 0)
     return DryRun(
         family=config.model.family,
         flavor=config.model.flavor,
-        num_parameters=model.num_parameters(),
-        active_parameters=model.active_parameters,
+        num_parameters=model.num_parameters() + adapters,
+        adapters=adapters,
+        trained=trained,
+        active_parameters=model.active_parameters + adapters,
         zero_stage=config.parallelism.zero_stage,
         world_size=world_size,
         rank=rank,
@@ -197,7 +203,7 @@ def dry_run(config: JobConfig) -> DryRun:
         seq_len=training.seq_len,
         stages=stages,
         state=state,
-        copies=state.num_parameters * sharding.compute * sharding.copied,
+        copies=trained * sharding.compute * sharding.copied,
         peak=max(moments, key=lambda moment: moment.total),
         in_passes=moments[0].total,
         in_update=moments[1].total,
@@ -218,10 +224,11 @@ def built_optimizer(config: JobConfig, model: ParallelModel) -> torch.optim.Opti
 
 def built_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> RankState:
     """Count the model's local parameters, and what their optimizer keeps."""
-    parameters = list(model.parameters())
+    parameters = [parameter for stage in model.stages for parameter in stage.module.parameters()]
     values = (value for state in optimizer.state.values() for value in state.values() if value.ndim)
-    weights = local_bytes(parameters)  # gradients have the same shapes and types
-    return RankState(sum(local(parameter).numel() for parameter in parameters), weights, weights, local_bytes(values))
+    number = sum(local(parameter).numel() for parameter in parameters)
+    # Gradients have the shapes and types of parameters.
+    return RankState(number, local_bytes(parameters), local_bytes(model.parameters()), local_bytes(values))
 
 
 def schedule_of(work: Workload, layout: Layout, rank: int) -> Schedule:

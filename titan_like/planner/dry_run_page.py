@@ -37,7 +37,7 @@ def format_dry_run(run: DryRun) -> str:
     if not run.steps:
         steps, total = "steps", "; how many follows from training.epochs once the data is tokenized"
     lines = [
-        f"{run.family} {run.flavor}: {parameters_told(run.num_parameters, run.active_parameters)}, {steps} "
+        f"{run.family} {run.flavor}: {_parameters(run)}, {steps} "
         f"of {run.global_batch_size} samples × {run.seq_len} tokens, data parallel {degrees}, "
         f"ZeRO {run.zero_stage}{total}",
         f"data: {run.data}",
@@ -49,6 +49,11 @@ def format_dry_run(run: DryRun) -> str:
         lines += ["", *_format_stage(stage, run.schedule.num_stages)]
     lines += ["", *_format_memory(run), "", *_format_schedule(run.schedule, len(run.stages)), "", *_format_traffic(run)]
     return "\n".join(lines)
+
+
+def _parameters(run: DryRun) -> str:
+    base, active = (number - run.adapters for number in (run.num_parameters, run.active_parameters))
+    return parameters_told(base, active, run.adapters)
 
 
 def _places(run: DryRun) -> Iterator[str]:
@@ -106,9 +111,10 @@ def _split(split: dict[str, int]) -> str:
 def _format_memory(run: DryRun) -> list[str]:
     state, peak = run.state, run.peak
     copies = f", copies in the 16-bit type {_size(run.copies)}" if run.copies else ""
+    trained = f", of which {run.trained:,} are trained" if run.adapters else ""
     return [
         f"parameters here: {state.num_parameters:,} of {run.num_parameters:,} "
-        f"({100 * state.num_parameters / run.num_parameters:.3g} %)",
+        f"({100 * state.num_parameters / run.num_parameters:.3g} %)" + trained,
         f"memory: parameters {_size(state.parameters)}, optimizer {_size(state.optimizer)}{copies}; "
         f"{_size(state.parameters + state.optimizer + run.copies)} between steps",
         f"        at most {_size(peak.total)} in a step, of which activations {_size(peak.activations)}, gradients "

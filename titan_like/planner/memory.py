@@ -30,7 +30,7 @@ MEMORY_MARGIN = 0.1  # share of a GPU's memory that a prediction must leave free
 class StepMemory(NamedTuple):
     """Bytes of tensors on one process at the fullest moment of a step."""
 
-    parameters: int  # master weights
+    parameters: int  # master weights, and frozen ones
     gradients: int
     optimizer: int
     gathered: int  # weights in the type of computation, and buffers to gather them
@@ -138,7 +138,9 @@ def rank_moments(
     running = usages[occupied.running[fullest]]
     found = int(gathered[fullest]) + running.gathered, int(kept[fullest]) + running.gradients
     copies = round(sharding.compute * sharding.copied * sum(stage.elements for stage in stages))
-    held = sharding.master * sum(shard for shard, _ in elements), round(sharding.master * sum(e for _, e in elements))
+    frozen = sharding.compute * sum(_frozen(stage.stage, sharding) for stage in stages)
+    master, kept_state = sum(shard for shard, _ in elements), sum(state for _, state in elements)
+    held = sharding.master * master + frozen, round(sharding.master * kept_state)
     at_update = sum(
         stage.at_update(shard, work.microbatches) for stage, (shard, _) in zip(stages, elements, strict=True)
     )
@@ -167,6 +169,14 @@ def _keeping(sharding: Sharding) -> Keeping:
 @lru_cache(maxsize=65536)
 def _stage_memory(stage: StageProgram, keeping: Keeping) -> StageMemory:
     return StageMemory(stage, keeping)
+
+
+def _frozen(stage: StageProgram, sharding: Sharding) -> int:
+    """Elements of frozen parameters on the first process, which ZeRO 3 alone shards."""
+    parameters = [parameter for unit in stage.units for parameter in unit.frozen]
+    shards = [sharding.shards[one.sharers] if sharding.zero_stage == 3 else 1 for one in parameters]
+    rows = [shard_rows(one.shape[0], size) for one, size in zip(parameters, shards, strict=True)]
+    return sum(here * (one.elements // one.shape[0]) for one, here in zip(parameters, rows, strict=True))
 
 
 @lru_cache(maxsize=65536)

@@ -56,6 +56,7 @@ class Placed(NamedTuple):
     begins_unit: bool  # whether it is the first layer of its unit, after whose backward pass gradients are complete
     following: int  # elements of the unit that the backward pass gathers next
     repeats: int = 0  # equal layers before it whose moments lie between those of their neighbours
+    frozen: int = 0  # elements of its unit that are gathered and have no gradients
 
     def follow_experts(self, produced: int) -> bool:
         """Whether the last of so many elements come after the experts' gradients."""
@@ -69,8 +70,8 @@ class Placed(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """Elements of its unit of communication; 0 outside layers."""
-        return self.reduced.elements
+        """Elements of its unit of communication that are gathered; 0 outside layers."""
+        return self.reduced.elements + self.frozen
 
 
 class PassGradients:

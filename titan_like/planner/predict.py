@@ -19,7 +19,7 @@ from titan_like.planner.bands import band
 from titan_like.planner.memory import Memory, memory
 from titan_like.planner.profile import Profile, builtin_profiles, is_builtin, load_profile
 from titan_like.planner.step_time import StepTime, host_and_device_seconds, step_time
-from titan_like.planner.workload import BYTES, Workload
+from titan_like.planner.workload import BYTES, Adapters, Workload
 from titan_like.train.environment import cluster_size
 from titan_like.train.rules import check_rules
 
@@ -228,4 +228,5 @@ def workload_of(config: JobConfig, model: TransformerConfig, layout: Layout) -> 
         optimizer=optimizer_state(config.optimizer),
         update=update_work(config.optimizer),
         decoder_seq_len=sample_length(config, model).decoder,
+        lora=Adapters(config.lora.rank, config.lora.dropout > 0, tuple(config.lora.modules)),
     )

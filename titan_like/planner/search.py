@@ -182,6 +182,8 @@ class BestFirst:
         held = min(work.microbatches, work.pipeline) / work.pipeline * kept
         elements = work.model.num_parameters() / work.pipeline / max(work.tensor, work.expert)
         compute, shards = element_bytes(work.dtype), work.shard * work.context
+        if work.lora.rank:  # the frozen weights alone
+            return held + compute * elements / (shards if work.zero_stage == 3 else 1) + self.profile.overhead_bytes
         master = max(compute, BYTES["float32"])
         copies = compute if compute < master and work.zero_stage < 3 else 0
         weights = master * (1 + work.optimizer.layers.element) / (shards if work.zero_stage else 1)

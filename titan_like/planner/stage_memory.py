@@ -6,6 +6,7 @@ communication and their buffers, and `ComputeCopies`. benchmarks/trace_memory.py
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import accumulate
@@ -72,11 +73,13 @@ class StageMemory:
         self.matrices = sum([segment.matrices for segment in stage.segments])
         self.largest_parameter = max([segment.largest_parameter for segment in stage.segments])
         tables = [unit for unit in stage.ends if unit.name]
-        self.root = sum([unit.elements for unit in stage.ends if not unit.name])
-        self.table = sum([unit.elements for unit in tables])  # in units before the layers
-        self.buffered_table = sum([unit.elements for unit in tables if unit.sharers not in keeping.single])
+        root, table = (sum([unit.elements for unit in stage.ends if bool(unit.name) is before]) for before in (0, 1))
+        # Elements that are gathered: of the root, and of units before the layers.
+        self.root = sum([self.gathered_elements(unit) for unit in stage.ends if not unit.name])
+        self.table = sum([self.gathered_elements(unit) for unit in tables])
+        self.buffered_table = sum([self.gathered_elements(one) for one in tables if one.sharers not in keeping.single])
         self.unbuffered = {unit.name for unit in stage.ends if unit.sharers in keeping.single}
-        self.placed = _placed(stage, keeping.single)
+        self.placed = _placed(stage, keeping.single, keeping.zero_stage == 3)
         layers = [part for part in self.placed if part.unit]
         # Where the root is empty, FSDP2 ends a backward pass with a gather of what the forward pass of the microbatch
         # before ended with, which is needed only later.
@@ -86,7 +89,7 @@ class StageMemory:
         # FSDP2 keeps the input of its last reduction. The root comes after the layers, and then the table. In the
         # second part of a split backward pass units come in the order of the forward pass, experts after their layer.
         lowest, highest = (layers[0].reduced, layers[-1].reduced) if layers else (Reduced(), Reduced())
-        whole_pass = self.table or self.root or lowest.elements - lowest.experts
+        whole_pass = table or root or lowest.elements - lowest.experts
         self.last_reduced = (highest.experts or highest.elements) if self.matrices else whole_pass
         in_units = (sum(_matrices(unit)) for unit in reversed(stage.units) if unit.name == "layers")
         self.last_matrices = self.last_reduced if keeping.replicated else next(filter(None, in_units), 0)
@@ -96,6 +99,10 @@ class StageMemory:
         self._moments: dict[PassKind, list[Usage]] = {}
         self._usages: dict[tuple[tuple[PassKind, ...], int], list[Usage]] = {}  # by passes and shard
         self._states: dict[int, tuple[list[int], list[int]]] = {}
+
+    def gathered_elements(self, unit: Unit) -> int:
+        """Elements of a unit that are gathered, before ZeRO shards them."""
+        return unit.elements + unit.frozen_elements * (self.keeping.zero_stage == 3)
 
     def gathered(self, after: int) -> int:
         """Bytes of gathered weights after a forward or a backward pass."""
@@ -226,9 +233,10 @@ class StageMemory:
         weights = self._weights_at_end(one) - freed
         held = self.received - self.held + (self.deferred if one.kind == "I" else 0)
         for end in sorted(self.stage.ends):  # the root first
-            size = end.elements
-            weights -= self.keeping.compute * size * frees
-            outside_layers = Reduced(size, self.largest_parameter, end.parameters[-1].elements)
+            weights -= self.keeping.compute * self.gathered_elements(end) * frees
+            if not end.parameters:
+                continue
+            outside_layers = Reduced(end.elements, self.largest_parameter, end.parameters[-1].elements)
             for during, reduced, _ in gradients.complete(outside_layers):
                 yield held, during, weights, reduced
 
@@ -245,7 +253,8 @@ class StageMemory:
         # The products' inputs are freed. One unit after the other is converted, and reduced.
         reduces = keep.zero_stage >= 2 or one.is_last
         lacks = keep.zero_stage >= 2 and not keep.replicated and one.gradients in (SUMS, MATRICES)  # all but matrices
-        for unit in sorted(self.stage.units, key=lambda unit: unit.name == "layers"):
+        trained = (unit for unit in self.stage.units if unit.parameters)
+        for unit in sorted(trained, key=lambda unit: unit.name == "layers"):
             matrices = sum(_matrices(unit))
             adds_in_place = keep.zero_stage < 2 and not one.is_first
             accumulated += 0 if adds_in_place else keep.reduce * matrices
@@ -292,19 +301,23 @@ def _matrices(unit: Unit) -> list[int]:
 
 
 @lru_cache(maxsize=65536)
-def _placed(stage: StageProgram, single: tuple[str, ...]) -> list[Placed]:
+def _placed(stage: StageProgram, single: tuple[str, ...], gathers_frozen: bool) -> list[Placed]:
     """A stage's segments. Of equal layers that are units by themselves, two at either end stand for all.
 
     ``single`` is that of `Keeping`.
     """
     # By layer: its unit, the largest part that is gathered through a buffer, and what the unit below has gathered while
     # this layer's backward pass runs: not yet its experts.
-    units: list[tuple[Reduced, int, int]] = []
-    first, below = 0, sum([unit.elements for unit in stage.ends if unit.name])
+    units: list[tuple[Reduced, int, int, int]] = []
+    ends = [unit for unit in stage.ends if unit.name]
+    first, below = 0, sum([one.elements + one.frozen_elements * gathers_frozen for one in ends])
     for count in stage.layers_per_unit:
-        unit, buffered = _unit(stage.layers[first : first + count], single, stage.sharers)
-        units += [(unit, buffered, below)] * count
-        first, below = first + count, (unit.elements - unit.experts) * (stage.sharers not in single)
+        layers = stage.layers[first : first + count]
+        unit, buffered = _unit(layers, single, stage.sharers, gathers_frozen)
+        frozen = [one.frozen_elements.items() for one in layers if gathers_frozen]
+        dense = sum([size for each in frozen for sharers, size in each if sharers == stage.sharers])
+        units += [(unit, buffered, below, sum([size for each in frozen for _, size in each]))] * count
+        first, below = first + count, (unit.elements - unit.experts + dense) * (stage.sharers not in single)
     firsts = set(accumulate(stage.layers_per_unit, initial=0))
     segments = stage.segments
     before = list(accumulate([segment.kept for segment in segments], initial=0))
@@ -319,26 +332,28 @@ def _placed(stage: StageProgram, single: tuple[str, ...]) -> list[Placed]:
         if len(near) == 5 and all(one is segment for one in near) and {*range(layer - 2, layer + 3)} <= firsts:
             repeats += 1
             continue
-        unit, largest, following = units[layer]
+        unit, largest, following, frozen_here = units[layer]
         experts = [one for one in segment.parameters if one.sharers != stage.sharers]
         last = max([one.position for one in experts], default=-1)
         through = sum([one.elements for one in segment.parameters if one.position <= last])
         where = segment, before[index], later[index], sum([one.elements for one in experts]), through
-        placed.append(Placed(*where, unit, largest, layer in firsts, following, repeats))
+        placed.append(Placed(*where, unit, largest, layer in firsts, following, repeats, frozen_here))
         repeats = 0
     return placed
 
 
 @lru_cache(maxsize=65536)
-def _unit(layers: tuple[Segment, ...], single: tuple[str, ...], others: str) -> tuple[Reduced, int]:
-    sizes: dict[str, int] = {}
+def _unit(
+    layers: tuple[Segment, ...], single: tuple[str, ...], others: str, gathers_frozen: bool
+) -> tuple[Reduced, int]:
+    sizes, gathered = Counter[str](), Counter[str]()
     for segment in layers:
-        for sharers, size in segment.elements.items():
-            sizes[sharers] = sizes.get(sharers, 0) + size
+        sizes.update(segment.elements)
+        gathered.update(segment.frozen_elements if gathers_frozen else {})
     experts = sum(size for sharers, size in sizes.items() if sharers != others)
     is_alone = all(sharers in single for sharers in sizes if sharers != others)
     largest = max(segment.largest_parameter for segment in layers)
     last = layers[-1].parameters[-1].elements
     last_of_experts = next((one.elements for one in layers[-1].parameters[::-1] if one.sharers != others), 0)
-    buffered = max((size for sharers, size in sizes.items() if sharers not in single), default=0)
+    buffered = max((size for sharers, size in (sizes + gathered).items() if sharers not in single), default=0)
     return Reduced(sum(sizes.values()), largest, last, experts, last_of_experts, is_alone), buffered

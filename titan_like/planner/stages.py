@@ -20,12 +20,18 @@ class Unit(NamedTuple):
 
     name: str  # its first module; "" is the root
     sharers: str  # mesh dimension over which ZeRO shards them
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[Parameter, ...]  # that are trained
+    frozen: tuple[Parameter, ...] = ()
 
     @property
     def elements(self) -> int:
-        """Of all parameters, before ZeRO shards them."""
+        """Of parameters that are trained, before ZeRO shards them."""
         return sum(parameter.elements for parameter in self.parameters)
+
+    @property
+    def frozen_elements(self) -> int:
+        """Of frozen parameters, which ZeRO 3 alone shards and gathers."""
+        return sum(parameter.elements for parameter in self.frozen)
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,28 +243,36 @@ def _stage_program(
         layers[last] = on_device.layers[kinds[last]]
     segments = [*[program.entry] * is_first, program.inputs, *layers, *[program.head] * is_last]
     element = BYTES[stored_dtype(key.dtype)]
-    groups = units_of_layers([element * sum(program.layers[kind].elements.values()) for kind in kinds])
+    sizes = [sum((*one.elements.values(), *one.frozen_elements.values())) for one in program.layers]
+    groups = units_of_layers([element * sizes[kind] for kind in kinds])
     ends = tuple(_ends(program, kinds, is_first, is_last))
     where = is_first + 1, len(layers), ends, tuple(groups), is_first, is_last
-    others = program.entry.output, program.head.parameters[0].sharers, program.groups
+    head = program.head
+    others = program.entry.output, (head.parameters or head.frozen)[0].sharers, program.groups
     return StageProgram(tuple(segments), *where, *others)
 
 
 def _ends(program: Program, kinds: Kinds, is_first: bool, is_last: bool) -> Iterator[Unit]:
-    entry = program.entry.parameters if is_first else []
-    for name, sharers in {parameter.unit: parameter.sharers for parameter in entry if parameter.unit}.items():
-        yield Unit(name, sharers, tuple(parameter for parameter in entry if parameter.unit == name))
-    root = [parameter for parameter in entry if not parameter.unit]
-    root += [parameter for parameter in program.inputs.parameters if {*parameter.kinds} & {*kinds}]
-    root += program.head.parameters if is_last else []
-    if root:
-        yield Unit("", root[0].sharers, tuple(root))
+    segments = program.entry, program.inputs, program.head
+    found = [
+        _of_ends(each, kinds, is_first, is_last)
+        for each in zip(*((s.parameters, s.frozen) for s in segments), strict=True)
+    ]
+    for name, sharers in {parameter.unit: parameter.sharers for parameter in (*found[0], *found[1])}.items():
+        yield Unit(name, sharers, *(tuple(parameter for parameter in one if parameter.unit == name) for one in found))
+
+
+def _of_ends(parts: tuple[list[Parameter], ...], kinds: Kinds, is_first: bool, is_last: bool) -> list[Parameter]:
+    entry, inputs, head = parts
+    shared = [parameter for parameter in inputs if {*parameter.kinds} & {*kinds}]
+    return [*entry * is_first, *shared, *head * is_last]
 
 
 def _layer_units(layers: Sequence[Segment], counts: Sequence[int], others: str) -> Iterator[Unit]:
     """Of each group of layers, parameters that other processes share (experts) are a unit after the others."""
     remaining = iter(layers)
     for count in counts:
-        members = [parameter for _ in range(count) for parameter in next(remaining).parameters]
-        for sharers in dict.fromkeys([others, *(parameter.sharers for parameter in members)]):
-            yield Unit("layers", sharers, tuple(parameter for parameter in members if parameter.sharers == sharers))
+        members = [next(remaining) for _ in range(count)]
+        both = [p for one in members for p in one.parameters], [p for one in members for p in one.frozen]
+        for sharers in dict.fromkeys([others, *(parameter.sharers for parameter in (*both[0], *both[1]))]):
+            yield Unit("layers", sharers, *(tuple(p for p in one if p.sharers == sharers) for one in both))

@@ -316,7 +316,9 @@ def _gather_and_scatter(work: Workload, profile: Profile, stage: StageProgram) -
     groups = shard_groups(work)
     for sharers, elements in stage.elements_by_sharers.items():
         size, stride = groups[sharers]
-        gather += parts * profile.links.all_gather(elements / parts * profile.parameter_bytes, size, stride)
+        frozen = sum(unit.frozen_elements for unit in stage.units if unit.sharers == sharers)
+        here = (elements + frozen) / parts
+        gather += parts * profile.links.all_gather(here * profile.parameter_bytes, size, stride)
         scatter += parts * profile.links.all_gather(elements / parts * profile.gradient_bytes, size, stride)
     return gather, scatter
 

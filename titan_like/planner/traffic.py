@@ -109,7 +109,9 @@ def _data_parallel(stage: StageProgram, passes: Sequence[str], sharding: Shardin
     pass, and the root after backward passes. Reductions sum the gradients that exist: after several first parts of
     split backward passes, the first second part also has theirs, and the later ones have matrices alone.
     """
-    units = [unit for unit in stage.units if sharding.holders[unit.sharers] > 1]
+    gathers = [unit for unit in stage.units if sharding.holders[unit.sharers] > 1]
+    gathers = [unit for unit in gathers if unit.parameters or sharding.zero_stage == 3]
+    units = [unit for unit in gathers if unit.parameters]
     if not sharding.wrapped:
         yield from _plain_sums(units, sharding)
         return
@@ -117,9 +119,11 @@ def _data_parallel(stage: StageProgram, passes: Sequence[str], sharding: Shardin
     zero, gathered, only_matrices = sharding.zero_stage, set[int](), False
     for position, kind in enumerate(passes):
         if kind in "FBI" and zero > 0:
-            for number, unit in enumerate(units):
-                if number not in gathered:
-                    yield from _call(unit.sharers, "all_gather", sharding.compute * _padded(unit, sharding), sharding)
+            for number, unit in enumerate(gathers):
+                size = sharding.compute * _padded(unit, sharding, sharding.zero_stage == 3)
+                is_needed = kind == "F" or unit.parameters or unit.name in ("", "layers")  # unlike a frozen table
+                if number not in gathered and is_needed:
+                    yield from _call(unit.sharers, "all_gather", size, sharding)
                 if zero < 3 or (kind == "F" and not unit.name):
                     gathered.add(number)
                 else:
@@ -128,7 +132,23 @@ def _data_parallel(stage: StageProgram, passes: Sequence[str], sharding: Shardin
         if kind in "BW" and (zero >= 2 or position == last):
             there = [_matrices(unit) for unit in units] if only_matrices else units
             yield from _reductions(there, sharding, position == last)
+            if 0 < zero < 3 and position == last and len(gathers) > 1 and gathers[-1].name and _follows_another(passes):
+                # Without a root, FSDP2 gathers once more what the forward pass of the microbatch before ended with.
+                size = sharding.compute * _padded(gathers[-1], sharding)
+                yield from _call(gathers[-1].sharers, "all_gather", size, sharding)
             only_matrices = sharding.replicate == 1  # with replicas, `DataParallel` adds zeros for missing gradients
+
+
+def _follows_another(passes: Sequence[str]) -> bool:
+    """Whether FSDP2, which takes back the newest forward pass first, knows one before that of the last backward."""
+    forward, number, taken = list[int](), 0, 0
+    for kind in passes:
+        if kind == "F":
+            forward.append(number)
+            number += 1
+        elif kind in "BI":
+            taken = forward.pop()
+    return taken > 0
 
 
 def _matrices(unit: Unit) -> Unit:
@@ -165,7 +185,7 @@ def _with_replicas(group: str, sharding: Sharding) -> str:
     return group if sharding.replicate == 1 else _WITH_REPLICAS[group]
 
 
-def _padded(unit: Unit, sharding: Sharding) -> int:
-    """Elements of a unit's parameters with what fills up their last shard."""
-    shards = sharding.shards[unit.sharers]
-    return sum(shards * shard_rows(p.shape[0], shards) * (p.elements // p.shape[0]) for p in unit.parameters)
+def _padded(unit: Unit, sharding: Sharding, frozen: bool = False) -> int:
+    """Elements of a unit's parameters, with the ``frozen`` ones or without, and what fills up their last shard."""
+    shards, parameters = sharding.shards[unit.sharers], (*unit.parameters, *unit.frozen * frozen)
+    return sum(shards * shard_rows(p.shape[0], shards) * (p.elements // p.shape[0]) for p in parameters)

@@ -29,6 +29,14 @@ Kinds = tuple[int, ...]
 """The kinds of successive layers, as in `TransformerConfig.layer_kinds`."""
 
 
+class Adapters(NamedTuple):
+    """What of [lora] changes a step."""
+
+    rank: int = 0
+    dropout: bool = False
+    modules: tuple[str, ...] = ()
+
+
 class Workload(NamedTuple):
     """One training step of a run. The names are the configuration's, shortened."""
 
@@ -61,6 +69,7 @@ class Workload(NamedTuple):
     replicate: int = 1
     shard: int = 1
     zero_stage: int = 0
+    lora: Adapters = Adapters()
 
     @property
     def tokens(self) -> float:

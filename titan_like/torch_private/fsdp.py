@@ -77,11 +77,13 @@ def fsdp_state(module: nn.Module) -> Any:
     return composable.state(module)
 
 
-def replicate_modules(unit: list[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+def replicate_modules(
+    unit: list[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy, ignored: set[nn.Parameter]
+) -> None:
     """Keep a unit's full weights on every rank, as FSDP2 does for shards: master weights and a compute-dtype copy."""
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
-    replicate(unit, mesh=mesh, mp_policy=policy)
+    replicate(unit, mesh=mesh, mp_policy=policy, ignored_params=ignored)
 
 
 def convert_gathers(
@@ -147,7 +149,7 @@ def _fill_missing_gradient(parameter: Any) -> None:
     before a second part. The reduction after that second part takes all of them and leaves none for the next one.
     """
     whole = parameter.unsharded_param
-    if parameter.unsharded_accumulated_grad is None and whole.grad is None:
+    if whole.requires_grad and parameter.unsharded_accumulated_grad is None and whole.grad is None:
         whole.grad = torch.zeros_like(whole, dtype=getattr(whole, "grad_dtype", None))
 
 

@@ -7,9 +7,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from titan_like.checkpoint.loader import agree, is_checkpoint, load_checkpoint, unreadable
+from titan_like.checkpoint.step_folders import RunState, read_run_state
 from titan_like.config.errors import RunError, first_line, require
-from titan_like.config.schema import JobConfig
+from titan_like.config.schema import JobConfig, LoRA
+from titan_like.data.special_tokens import read_json
 from titan_like.hugging_face.folder import local_folder, open_hugging_face
+from titan_like.hugging_face.peft import ADAPTER_CONFIG, base_folder, check_peft, fingerprint, is_peft, read_peft
 from titan_like.hugging_face.start import may_differ, read_start, read_weights
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.model import ParallelModel
@@ -20,11 +23,22 @@ _KEY = "checkpoint.initial_load_path"
 def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
     """Refuse a `checkpoint.initial_load_path` without weights of this model. Reads no tensors."""
     text = config.checkpoint.initial_load_path
+    cure = f"adapters need the weights that they adapt; name them by {_KEY}"
+    require(text is not None or not config.lora.rank, "lora.rank", config.lora.rank, cure)
     if text is None:
         return
     key = "model.from" if config.model.from_ else _KEY
-    path, start = local_folder(text, key), read_start(text, key)
-    if not is_checkpoint(path):
+    path, named, start = initial_folder(text), local_folder(text, key), read_start(text, key)
+    if is_peft(named):
+        fields = read_json(named / ADAPTER_CONFIG)
+        cure = f"{text} holds adapters; set it to {fields.get('r')}, and lora.alpha to {fields.get('lora_alpha')}"
+        require(config.lora.rank, "lora.rank", config.lora.rank, cure)
+        check_peft(named, key, model, config.lora)
+    if is_checkpoint(path):
+        base = read_run_state(path).base
+        cure = f"holds adapters of {base.get('folder')} alone; merge them by scripts/convert.py to-hf --merge"
+        require(not base, key, text, cure)
+    else:
         open_hugging_face(path, key)
     is_same = start.family == config.model.family
     require(is_same, "model.family", config.model.family, f'{path} holds a "{start.family}"; choose that')
@@ -35,9 +49,24 @@ def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
         require(name in free or theirs == value, f"model.overrides.{name}", value, problem)
 
 
+def check_base(config: JobConfig, state: RunState) -> None:
+    """Refuse to go on with adapters on other weights than those that they were trained on."""
+    text, base = config.checkpoint.initial_load_path, state.base
+    problem = f"the adapters of step {state.step} were trained on {base.get('folder')}, and these are others; name that"
+    require(fingerprint(initial_folder(str(text))) == base.get("fingerprint"), _KEY, text, problem)
+
+
 def initial_folder(path: str) -> Path:
-    """The folder that `checkpoint.initial_load_path` names; one of the hub is downloaded, once."""
-    return local_folder(path, _KEY)
+    """The folder of weights that `checkpoint.initial_load_path` names; one of the hub is downloaded, once."""
+    return base_folder(path, _KEY)
+
+
+def load_adapters(path: str, model: ParallelModel, section: LoRA) -> None:
+    """Read the adapters of a PEFT folder, if it is one, into a model in any layout."""
+    if is_peft(folder := local_folder(path, _KEY)):
+        read_peft(folder, model, section)
+        if dist.get_rank() == 0:
+            print(f"adapters from {path}", flush=True)
 
 
 def load_initial_weights(path: str, model: ParallelModel) -> None:
@@ -46,13 +75,13 @@ def load_initial_weights(path: str, model: ParallelModel) -> None:
     try:
         if is_checkpoint(folder):
             agree(unreadable(folder))  # all ranks fail together, or some would wait for the others in the load
-            load_checkpoint(folder, model, may_lack=may_lack)
+            load_checkpoint(folder, model, may_lack=may_lack, base=True)
         else:
             agree(_problem_of_reading(folder, model, may_lack))
     except Exception as error:  # a damaged file may raise anything
         raise RunError(f"{path} cannot be loaded ({first_line(error)}); name another {_KEY}") from error
     if dist.get_rank() == 0:
-        print(f"weights from {path}", flush=True)
+        print(f"weights from {folder}", flush=True)
 
 
 def _problem_of_reading(folder: Path, model: ParallelModel, may_lack: tuple[str, ...]) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from titan_like.config.errors import ConfigError, all_of, require
 from titan_like.config.load import edit
-from titan_like.config.schema import Float8, JobConfig, Parallelism
+from titan_like.config.schema import Float8, JobConfig, LoRA, Parallelism
 from titan_like.data.batch_size import NO_EPOCHS, check_length, check_rampup, rampup_batch_sizes
 from titan_like.data.registry import find_dataset
 from titan_like.metrics.devices import find_device
@@ -82,6 +82,7 @@ def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Lay
         rules += [lambda: _check_compile(config, model), lambda: _check_masks(config, model)]
         rules += [lambda: _check_tasks(config, model), lambda: _check_sentences(config, model)]
         rules += [lambda: _check_experts(config, model), lambda: _check_recomputation(config, model)]
+        rules += [lambda: _check_lora(config, model)]
     if layout is not None:
         rules += [lambda: _check_batches(config, layout), lambda: _check_ranks(config, layout)]
     if model is not None and layout is not None:
@@ -288,6 +289,29 @@ def _check_experts(config: JobConfig, model: TransformerConfig) -> None:
     given = config.model.overrides.get("ffn_hidden_size")
     problem = f"no layer of {family} {config.model.flavor} is dense; set model.overrides.expert_ffn_hidden_size"
     require(given in (None, 0, model.ffn_hidden_size), "model.overrides.ffn_hidden_size", given, problem)
+
+
+def _check_lora(config: JobConfig, model: TransformerConfig) -> None:
+    section, family = config.lora, config.model.family
+    for key in ("alpha", "dropout", "modules"):
+        value, problem = getattr(section, key), "there are no adapters; set lora.rank, or leave it out"
+        require(section.rank or value == getattr(LoRA(), key), f"lora.{key}", value, problem)
+    if not section.rank:
+        return
+    from titan_like.parallel.lora import check_adapters  # imports torch
+
+    check_adapters(model, section, family)
+    heads = [head for head in model.predictions if head != "tokens"]
+    problem = f"trains adapters alone, and the head ({', '.join(heads)}) of {family} would not be trained; set it to 0"
+    require(not heads, "lora.rank", section.rank, problem)
+    trains_bias = has_experts(model) and model.balance == "bias" and model.bias_update_rate > 0
+    problem = "changes the frozen router's biases; set model.overrides.bias_update_rate = 0"
+    require(not trains_bias, "model.overrides.balance", "bias", problem)
+    degree, mode = Layout.of(config.parallelism).tensor, config.activation_checkpoint.mode
+    problem = f"is not supported with parallelism.tensor_parallel_degree = {degree}; set it to 0"
+    require(not section.dropout or degree == 1, "lora.dropout", section.dropout, problem)
+    problem = 'is not supported with activation_checkpoint.mode = "budget"; set it to 0'
+    require(not section.dropout or mode != "budget", "lora.dropout", section.dropout, problem)
 
 
 def _check_masks(config: JobConfig, model: TransformerConfig) -> None:

@@ -12,7 +12,15 @@ from pathlib import Path
 
 import torch
 
-from titan_like.checkpoint.checks import check_checkpoints, check_room, check_schedule, check_writable, checkpoint_bytes
+from titan_like.checkpoint.checks import (
+    check_checkpoints,
+    check_room,
+    check_schedule,
+    check_writable,
+    checkpoint_bytes,
+    newest_state,
+    usable_steps,
+)
 from titan_like.checkpoint.step_folders import checkpoint_folder, hugging_face_folder
 from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.config.schema import JobConfig
@@ -26,9 +34,10 @@ from titan_like.metrics.console import parameters_told
 from titan_like.models.config import TransformerConfig
 from titan_like.models.hugging_face import RefusedError, family_of
 from titan_like.parallel.layout import method_of
+from titan_like.parallel.lora import adapter_parameters
 from titan_like.parallel.tuning import DEFAULT_TUNING, Tuning
 from titan_like.train.environment import environment_number
-from titan_like.train.initial_weights import check_initial_weights
+from titan_like.train.initial_weights import check_base, check_initial_weights
 from titan_like.train.rules import Settings
 
 # Messages of torch's allocators and the C++ library. Only the GPU's allocator has an exception class of its own.
@@ -87,7 +96,8 @@ class Run(Settings):
 def describe_run(run: Run) -> str:
     """One line that says what is trained, on how many processes and in which layout."""
     processes = f"{run.layout.num_processes} process{'es' if run.layout.num_processes > 1 else ''} on {run.device.type}"
-    size = parameters_told(run.model.num_parameters(), run.model.active_parameters)
+    trained = adapter_parameters(run.model, run.config.lora)
+    size = parameters_told(run.model.num_parameters(), run.model.active_parameters, trained)
     return (
         f"{run.config.model.family} {run.config.model.flavor}: {size}, "
         f"{run.config.training.dtype}, {processes} ({run.layout.described()})"
@@ -130,8 +140,12 @@ def check_folders(config: JobConfig, model: TransformerConfig, make: bool) -> No
     load_step, problem = config.checkpoint.load_step, "is only read by a run with checkpoint.enable; leave it out"
     require(config.checkpoint.enable or load_step is None, "checkpoint.load_step", load_step, problem)
     check_export(config, model)
-    if not resumes:
+    if not resumes or config.lora.rank:
         check_initial_weights(config, model)
+    if resumes and config.lora.rank:
+        folder = checkpoint_folder(config)
+        if state := newest_state(folder, usable_steps(folder, config.checkpoint.load_step)):
+            check_base(config, state)
 
 
 def check_export(config: JobConfig, model: TransformerConfig) -> None:
@@ -141,6 +155,8 @@ def check_export(config: JobConfig, model: TransformerConfig) -> None:
         return
     problem = "float64 weights are not written for transformers; use another training.dtype, or set it to 0"
     require(config.training.dtype != "float64", key, interval, problem)
+    problem = "adapters alone are not a model for transformers; set it to 0, and export by scripts/convert.py to-hf"
+    require(not config.lora.rank, key, interval, problem)
     try:
         family_of(model).to_fields(model)
     except RefusedError as refusal:
@@ -175,7 +191,8 @@ def _check_memory(settings: Settings, saved: int) -> None:
     checkpoint in bytes.
     """
     section, num_parameters = settings.config.model, settings.model.num_parameters()
-    needed, there = saved + 4 * num_parameters, host_memory_bytes()
+    frozen = getattr(torch, settings.config.training.dtype).itemsize if settings.config.lora.rank else 0
+    needed, there = saved + (frozen or 4) * num_parameters, host_memory_bytes()
     problem = (
         f"its {num_parameters / 1e9:.4g} billion parameters take {needed / 2**30:.4g} GiB with gradients "
         f"and optimizer state, but this machine has {there / 2**30:.3g} GiB of memory; choose a smaller model"

@@ -82,7 +82,7 @@ class Trainer(ValidatedState):
         peak = peak_tflops(config.cluster.gpu or device_name(run.device), config.training.dtype)
         length, devices = sample_length(config, run.model), dist.get_world_size()
         flops = config.activation_checkpoint, devices, peak, length.decoder
-        self.meter = ThroughputMeter(run.model, length.encoder, *flops)
+        self.meter = ThroughputMeter(run.model, length.encoder, *flops, self.num_adapted)
         self.line = LineContext(config.training.seq_len, devices, run.device.type, memory_bytes(run.device))
         self.observer.attach(self)
 

@@ -25,6 +25,7 @@ from titan_like.data.batch_size import total_samples, total_steps
 from titan_like.data.loader import BackgroundLoader, merge_states
 from titan_like.hugging_face.convert import write_folder
 from titan_like.hugging_face.origin import origin_files
+from titan_like.hugging_face.peft import fingerprint
 from titan_like.metrics.console import Console
 from titan_like.metrics.run_files import run_of
 from titan_like.optim.adamw import FusedAdamW
@@ -34,10 +35,11 @@ from titan_like.parallel.apply import build_pipeline
 from titan_like.parallel.context import cp_shard_of
 from titan_like.parallel.expert_balance import ExpertBalance
 from titan_like.parallel.layout import Layout
+from titan_like.parallel.lora import adapter_parameters
 from titan_like.parallel.mesh import build_mesh, one_dimension
 from titan_like.parallel.tensor import partial_parameters
 from titan_like.train.health import LossWatch
-from titan_like.train.initial_weights import initial_folder, load_initial_weights
+from titan_like.train.initial_weights import initial_folder, load_adapters, load_initial_weights
 from titan_like.train.setup import Run
 
 
@@ -116,8 +118,15 @@ class TrainingState:
         is_new = not (
             config.checkpoint.enable and self._resume(lambda step: config.checkpoint.load_step in (None, step))
         )
-        if is_new and config.checkpoint.initial_load_path is not None:
-            load_initial_weights(config.checkpoint.initial_load_path, self.model)
+        self.base: dict[str, str] = {}  # under adapters
+        self.num_adapted = adapter_parameters(run.model, config.lora)
+        if (initial := config.checkpoint.initial_load_path) is not None and (is_new or config.lora.rank):
+            load_initial_weights(initial, self.model)
+            if is_new and config.lora.rank:
+                load_adapters(initial, self.model, config.lora)
+            if config.lora.rank and dist.get_rank() == 0:
+                folder = initial_folder(initial)
+                self.base = {"folder": str(folder), "fingerprint": fingerprint(folder)}
         if config.checkpoint.enable or config.checkpoint.hugging_face_interval:
             agree(self._keep_origin(is_new))
         self.start_step = self.step
@@ -190,6 +199,7 @@ class TrainingState:
             schedule_batch_size=self.schedule_batch_size,
             schedule=self.schedule,
             epoch_samples=len(self.run.datasets["train"]),
+            base=self.base,
         )
         self.saver.save(tensors, state, saves, exports)
         if is_last or not section.async_:

@@ -104,7 +104,7 @@ def train_alone(member: Member, small: Small, dtype: str, seed: int | None = Non
     trace.names = sorted(names, key=lambda name: not name.startswith(stage.module.entry))
     watch.names, watch.outputs = trace.names, trace.outputs
     if seed is not None:
-        perturb(trainer.model.parameters(), dtype, seed)
+        perturb(stage.module.parameters(), dtype, seed)
     run_through(trainer, watch)
     if trace.outputs is not None:
         for place, value in trace.outputs.whole(trainer.loss_scale).items():

@@ -165,6 +165,7 @@ def shrink(
         "compile.cudagraphs": config.compile.cudagraphs and on_gpus,
         "activation_checkpoint.every_n_layers": min(config.activation_checkpoint.every_n_layers, 2),
         "data.num_workers": min(config.data.num_workers, 1),
+        "lora.dropout": 0.0,
         **spans,
     }
     if not full_size:

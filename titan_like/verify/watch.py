@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from titan_like.data.batch import Batch, map_tensors
 from titan_like.metrics.record import StepRecord, named_losses
 from titan_like.models.layers.experts import Router
-from titan_like.models.layers.init import local_part, local_parts
+from titan_like.models.layers.init import ADAPTER_NAMES, local_part, local_parts
 from titan_like.models.transformer import Transformer
 from titan_like.train.observer import Observer
 from titan_like.train.pending_step import PendingStep
@@ -126,7 +126,7 @@ class StepWatch(Watch):
     @torch.no_grad()
     def _spoil(self, is_last_element: bool) -> None:
         """Make one gradient element infinite or NaN on every process that holds it."""
-        matrices = [name for name in self.names if "norm" not in name and name.endswith("weight")]
+        matrices = [name for name in self.names if "norm" not in name and name.endswith(("weight", *ADAPTER_NAMES))]
         wanted = matrices[-1 if is_last_element else 0]
         for name, parameter in self.trainer.model.named_parameters():
             if name == wanted and parameter.grad is not None:

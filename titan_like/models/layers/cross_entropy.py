@@ -113,7 +113,8 @@ class _ChunkedLoss(torch.autograd.Function):
             total += _loss(logits, label, factor, vocabulary, with_gradient)
             if with_gradient:
                 torch.mm(logits, weight, out=part_gradient)  # the logits are their own gradient now
-                weight_gradient = _add_product(weight_gradient, logits, part, several)
+                if ctx.needs_input_grad[1]:
+                    weight_gradient = _add_product(weight_gradient, logits, part, several)
                 if bias is not None:
                     summed = logits.sum(0, dtype=total.dtype)
                     bias_gradient = summed if bias_gradient is None else bias_gradient + summed

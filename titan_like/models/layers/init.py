@@ -18,14 +18,24 @@ def generator_of(device: torch.device) -> torch.Generator:
     return torch.get_device_module(device).default_generators[device.index]
 
 
+ADAPTER_NAMES = ("lora_a", "lora_b")  # endings of the names of LoRA's parameters
+
 # Elements drawn from one generator. A rank draws only the blocks that overlap its shard.
 BLOCK_ELEMENTS = 1 << 20
+
+
+def _uniform(*shape: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.rand(*shape, generator=generator).mul_(2).sub_(1)
 
 
 def normal_rows(
     seed: int, name: str, shape: torch.Size, std: float, start: int, stop: int, block: int = BLOCK_ELEMENTS
 ) -> torch.Tensor:
-    """Rows [start, stop) of a parameter's initial value, drawn from N(0, std²): float32 [rows, …] on the CPU."""
+    """Rows [start, stop) of a parameter's initial value, drawn from N(0, std²): float32 [rows, …] on the CPU.
+
+    LoRA's A is drawn uniformly between -std and std.
+    """
+    draw = _uniform if name.endswith(ADAPTER_NAMES) else torch.randn
     columns = shape[1:].numel()
     rows_per_block = max(1, block // max(columns, 1))
     pieces = []
@@ -34,7 +44,7 @@ def normal_rows(
         digest = hashlib.sha256(f"{seed}/{name}/{number}".encode()).digest()
         own_seed = int.from_bytes(digest[:8], "little") >> 1  # torch's generators take seeds of 63 bits
         generator = torch.Generator().manual_seed(own_seed)
-        rows = torch.randn(min(rows_per_block, shape[0] - first), *shape[1:], generator=generator)
+        rows = draw(min(rows_per_block, shape[0] - first), *shape[1:], generator=generator)
         pieces.append(rows[max(start - first, 0) : stop - first])
     return torch.cat(pieces).mul_(std) if pieces else torch.empty(0, *shape[1:])
 

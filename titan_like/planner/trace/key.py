@@ -18,7 +18,7 @@ from titan_like.config.options import write_output_file
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
 from titan_like.planner.trace.program import Program
-from titan_like.planner.workload import Workload, stored_dtype
+from titan_like.planner.workload import Adapters, Workload, stored_dtype
 
 
 class TraceKey(NamedTuple):
@@ -42,6 +42,7 @@ class TraceKey(NamedTuple):
     compiled: bool = False
     budget: float = 1.0
     offload: bool = False
+    lora: Adapters = Adapters()
 
     @classmethod
     def of(cls, work: Workload) -> TraceKey:
@@ -52,7 +53,7 @@ class TraceKey(NamedTuple):
             stored_dtype(work.dtype), work.recompute, work.tensor, work.sequence_parallel and work.tensor > 1,
             work.context, work.context_method if work.context > 1 else "all_gather", work.expert,
             work.expert_tensor, work.expert_load if work.expert > 1 else 1.0, work.pipeline > 1,
-            splits, work.compiled, work.budget, work.offload,
+            splits, work.compiled, work.budget, work.offload, work.lora,
         )  # fmt: skip
 
     @property

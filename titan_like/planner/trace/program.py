@@ -153,7 +153,8 @@ class Segment:
     kept: int = 0  # bytes that stay from the forward to the backward pass: the output too, but not the input
     deferred: int = 0  # bytes that stay from the first to the second part of a split backward pass
     output: int = 0  # bytes
-    parameters: list[Parameter] = field(default_factory=list)
+    parameters: list[Parameter] = field(default_factory=list)  # that are trained
+    frozen: list[Parameter] = field(default_factory=list)
 
     @property
     def passes(self) -> tuple[Pass, Pass, Pass]:
@@ -187,11 +188,20 @@ class Segment:
 
     @cached_property
     def elements(self) -> dict[str, int]:
-        """Elements of parameters by the mesh dimension over which ZeRO shards them."""
-        found: dict[str, int] = {}
-        for parameter in self.parameters:
-            found[parameter.sharers] = found.get(parameter.sharers, 0) + parameter.elements
-        return found
+        """Elements of trained parameters by the mesh dimension over which ZeRO shards them."""
+        return _by_sharers(self.parameters)
+
+    @cached_property
+    def frozen_elements(self) -> dict[str, int]:
+        """The same of frozen parameters."""
+        return _by_sharers(self.frozen)
+
+
+def _by_sharers(parameters: Iterable[Parameter]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for parameter in parameters:
+        found[parameter.sharers] = found.get(parameter.sharers, 0) + parameter.elements
+    return found
 
 
 @dataclass

@@ -97,7 +97,7 @@ def run_trace(key: TraceKey) -> Program:
         named = [(name, one, module) for module in modules for name, one in module.named_parameters()]
         owners = {id(parameter): _segment_of(name, module, kinds) for name, parameter, module in named}
         complete = list[int]()  # ids of parameters in the order of their gradients
-        for _, parameter, _ in named:
+        for parameter in (parameter for _, parameter, _ in named if parameter.requires_grad):
             parameter.register_post_accumulate_grad_hook(lambda one: _take(one, recorder))
             parameter.register_post_accumulate_grad_hook(lambda one: complete.append(id(one)))
         _watch(modules, segments, recorder)
@@ -117,6 +117,9 @@ def _config(key: TraceKey, layout: Layout) -> JobConfig:
         "parallelism.context_parallel_method": key.context_method,
         "activation_checkpoint.mode": key.recompute,
         "activation_checkpoint.offload": key.offload,
+        "lora.rank": key.lora.rank,
+        "lora.dropout": 0.1 * key.lora.dropout,
+        "lora.modules": list(key.lora.modules),
     }
     return edit(JobConfig(), values | layout.settings())
 
@@ -200,6 +203,8 @@ def _watch(modules: Sequence[Transformer], segments: list[Segment], recorder: Re
     def watched_embed(*args: Any) -> torch.Tensor:
         recorder.enter(_ENTRY, FORWARD)
         output = embed(*args)
+        if not output.requires_grad:  # of a frozen table; but layers above the first pass gradients on
+            output = output.detach().requires_grad_()
         end(_ENTRY, output)
         return output
 
@@ -266,4 +271,5 @@ def _list_parameters(
             one = id(parameter)
             flags = one in deferred, one in partial
             row = Parameter(name, shape, *units[one], *flags, kinds, positions.get(one, 0), matrices_here(parameter))
-            segments[_segment_of(name, module, num_kinds)].parameters.append(row)
+            segment = segments[_segment_of(name, module, num_kinds)]
+            (segment.parameters if parameter.requires_grad else segment.frozen).append(row)

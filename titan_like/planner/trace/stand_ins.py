@@ -228,7 +228,7 @@ def _empty_on(mode: Any, dtype: torch.dtype | None) -> Callable[..., nn.Module]:
             for owner in module.modules():
                 for name, old in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
                     if id(old) not in new:
-                        new[id(old)] = nn.Parameter(_empty_parameter(old, dtype or old.dtype))
+                        new[id(old)] = nn.Parameter(_empty_parameter(old, dtype or old.dtype), old.requires_grad)
                     setattr(owner, name, new[id(old)])
                 for name, buffer in list(owner.named_buffers(recurse=False, remove_duplicate=False)):
                     setattr(owner, name, torch.empty(buffer.shape, dtype=buffer.dtype))

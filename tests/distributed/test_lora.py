@@ -1,0 +1,170 @@
+"""Adapters train as PEFT trains them, in every layout, and go from and to PEFT's folders."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from tests.distributed.launch import base_config, collect, losses_of_layouts, trainer_of
+from tests.distributed.layouts import pipeline, sizes, tensor, zero
+from tests.unit.hugging_face_cases import gpt_config, llama_config, reference_model
+from titan_like.commands import convert
+from titan_like.config import ConfigError
+from titan_like.train.job import process_group
+from titan_like.train.rules import resolve_settings
+from titan_like.train.setup import prepare_run
+
+RANK, ALPHA, STEPS, BATCH, SEQ = 4, 12.0, 20, 8, 32
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"one process": {}},
+    2: {
+        "tensor 2": tensor(2, True) | {"checkpoint.enable": True},
+        "pipeline 2": pipeline(2),
+        "context 2": {"parallelism.context_parallel_degree": 2},
+        "ZeRO 3": zero(3),
+    },
+}
+# Family → modules in transformers that have an adapter, by the ends of their names, and [lora] modules.
+CASES: dict[str, tuple[list[str], list[str]]] = {
+    "llama": (
+        ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"],
+        ["q_proj", "v_proj", "proj", "mlp.gate", "down"],
+    ),
+    "gpt": (["c_attn", "c_fc"], ["attention.qkv", "mlp.fc1"]),
+}
+
+
+class Plain(nn.Module):
+    """A linear module, or GPT-2's transposed one, with an adapter."""
+
+    def __init__(self, base: nn.Module, generator: torch.Generator) -> None:
+        super().__init__()
+        weight = base.weight if isinstance(base, nn.Linear) else base.weight.t()
+        self.base = base
+        self.a = nn.Parameter(torch.randn(RANK, weight.shape[1], generator=generator) / 8)
+        self.b = nn.Parameter(torch.randn(weight.shape[0], RANK, generator=generator) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + ALPHA / RANK * F.linear(F.linear(x, self.a), self.b)
+
+
+def plain(folder: Path, ends: list[str]) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The model of a folder with random adapters, which are also returned under PEFT's names."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").train()
+    generator, tensors = torch.Generator().manual_seed(5), dict[str, torch.Tensor]()
+    model.requires_grad_(False)
+    for name, module in list(model.named_modules()):
+        parent, _, last = name.rpartition(".")
+        if last in ends:
+            new = Plain(module, generator)
+            setattr(model.get_submodule(parent), last, new)
+            tensors |= {f"base_model.model.{name}.lora_{key.upper()}.weight": getattr(new, key) for key in ("a", "b")}
+    return model, tensors
+
+
+def prepared(tmp_path: Path, family: str, **peft: Any) -> tuple[dict[str, Any], nn.Module, dict[str, torch.Tensor]]:
+    """The settings of a run from a PEFT folder, the same model as a plain one, and its adapters."""
+    ends, modules = CASES[family]
+    shape = {"llama": llama_config, "gpt": gpt_config}[family](hidden_size=64, num_layers=2, vocab_size=257)
+    reference_model(shape).save_pretrained(tmp_path / "hf")
+    model, tensors = plain(tmp_path / "hf", ends)
+    (tmp_path / "peft").mkdir()
+    save_file(
+        {name: tensor.detach().clone() for name, tensor in tensors.items()}, tmp_path / "peft/adapter_model.safetensors"
+    )
+    fields = {"peft_type": "LORA", "r": RANK, "lora_alpha": 12, "base_model_name_or_path": str(tmp_path / "hf")} | peft
+    (tmp_path / "peft/adapter_config.json").write_text(json.dumps(fields))
+    overrides = shape.model_dump(mode="json", exclude_none=True) | ({"dropout": 0.0} if family == "gpt" else {})
+    settings = sizes(SEQ, 2, BATCH, STEPS) | {
+        "model.family": family, "model.overrides": overrides, "optimizer.lr": 1e-3, "training.max_norm": 0.0,
+        "checkpoint.initial_load_path": str(tmp_path / "peft"),
+        "lora.rank": RANK, "lora.alpha": ALPHA, "lora.modules": modules,
+    }  # fmt: skip
+    return settings, model, tensors
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_steps_are_those_of_a_plain_loop_and_go_to_peft_and_merged(tmp_path: Path, family: str) -> None:
+    torch.manual_seed(3)
+    settings, model, adapters = prepared(tmp_path, family)
+    found = {}
+    for ranks, layouts in LAYOUTS.items() if family == "llama" else [(1, LAYOUTS[1])]:
+        found |= collect(losses_of_layouts, ranks, tmp_path, layouts, settings)[0]
+    run = prepare_run(resolve_settings(base_config(tmp_path, settings), 1))
+    section = run.config.optimizer
+    options = {"betas": section.betas, "eps": section.eps, "weight_decay": section.weight_decay}
+    optimizer, losses = torch.optim.AdamW(adapters.values(), lr=section.lr, **options), []
+    for dropout in (module for module in model.modules() if isinstance(module, nn.Dropout)):
+        dropout.p = 0.0
+    for step in range(STEPS):
+        samples = [run.datasets["train"][index] for index in range(step * BATCH, step * BATCH + BATCH)]
+        tokens, labels = (
+            torch.stack([torch.as_tensor(one).long() for one in s])
+            for s in zip(*((s[0], s.labels) for s in samples), strict=True)
+        )
+        loss = F.cross_entropy(model(input_ids=tokens).logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    for layout, ours in found.items():
+        assert ours == pytest.approx(losses, rel=2e-6), layout
+    with process_group(torch.device("cpu")):
+        trainer = trainer_of(tmp_path, settings | {"checkpoint.enable": True, "job.dump_folder": str(tmp_path / "run")})
+        trainer.train()
+    whole = ["to-hf", "--checkpoint", str(tmp_path / "run"), "--tokenizer", "none"]
+    convert.main([*whole, "--output", str(tmp_path / "out")])
+    convert.main([*whole, "--output", str(tmp_path / "merged"), "--merge"])
+    written = load_file(tmp_path / "out/adapter_model.safetensors")
+    assert written.keys() == adapters.keys()
+    for name, value in written.items():
+        torch.testing.assert_close(value, adapters[name].detach(), rtol=0, atol=2e-4, msg=name)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()
+    expected = model.eval()(input_ids=tokens).logits
+    torch.testing.assert_close(merged(input_ids=tokens).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_run_goes_on_with_its_own_base_alone_and_keeps_adapters_alone(tmp_path: Path) -> None:
+    settings, *_ = prepared(tmp_path, "llama")
+    settings |= {"checkpoint.enable": True, "checkpoint.interval": 2, "training.steps": 4}
+    losses = []
+    for steps in (2, 4):
+        with process_group(torch.device("cpu")):
+            trainer = trainer_of(tmp_path, settings | {"training.steps": steps})
+            trainer.callback = lambda record: losses.append(record.loss)
+            trainer.train()
+    plain_run = collect(losses_of_layouts, 1, tmp_path, {"x": {}}, settings | {"checkpoint.enable": False})[0]["x"]
+    assert losses == pytest.approx(plain_run, rel=1e-6)
+    size = sum(file.stat().st_size for file in (tmp_path / "checkpoint/step-4").glob("*.distcp"))
+    assert size < 4 * 3 * 1.5 * sum(p.numel() for p in trainer.model.parameters()) + 100_000
+    weights = load_file(tmp_path / "hf/model.safetensors")
+    weights["model.norm.weight"] += 1
+    save_file(weights, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"adapters of step 4 were trained on .*others"):
+        prepare_run(resolve_settings(base_config(tmp_path, settings), 1))
+    with pytest.raises(ConfigError, match="has changed; restore it"):
+        whole = ["to-hf", "--checkpoint", str(tmp_path), "--tokenizer", "none", "--merge"]
+        convert.main([*whole, "--output", str(tmp_path / "merged")])
+
+
+@pytest.mark.parametrize(
+    ("peft", "changed", "words"),
+    [
+        ({"use_dora": True}, {}, "use_dora = true cannot be read"),
+        ({"r": 8}, {}, "lora.rank = 4: .* has r = 8"),
+        ({"init_lora_weights": "pissa"}, {}, "changes the base"),
+        ({}, {"lora.modules": ["q_proj"]}, "lora.modules = .* has a base_model.*down_proj"),
+        ({}, {"lora.rank": 0, "lora.alpha": 16.0, "lora.modules": []}, "holds adapters; set it to 4"),
+        ({}, {"checkpoint.initial_load_path": None}, "lora.rank = 4: adapters need the weights"),
+    ],
+)
+def test_other_adapters_are_refused(tmp_path: Path, peft: dict[str, Any], changed: dict[str, Any], words: str) -> None:
+    settings, *_ = prepared(tmp_path, "llama", **peft)
+    with pytest.raises(ConfigError, match=words):
+        prepare_run(resolve_settings(base_config(tmp_path, settings | changed), 1))

@@ -1,0 +1,275 @@
+"""Adapters in PEFT's folders, the weights that they were trained on, and both merged."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from titan_like.checkpoint.loader import CheckpointWeights, is_checkpoint
+from titan_like.checkpoint.step_folders import flush, write_durably, written_aside
+from titan_like.config.errors import ConfigError, first_line, require
+from titan_like.config.paths import file_problem
+from titan_like.config.schema import LoRA
+from titan_like.config.urls import path_of
+from titan_like.data.special_tokens import read_json
+from titan_like.hugging_face.folder import local_folder, open_hugging_face, slice_reader
+from titan_like.models.config import TransformerConfig
+from titan_like.models.hugging_face import Stored, fill_part
+from titan_like.models.layers.init import ADAPTER_NAMES, local_parts
+from titan_like.models.parts import WithoutInit
+from titan_like.parallel.lora import Adapter, adapters_of, stored_linears
+from titan_like.parallel.model import ParallelModel
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_BASE = "base_model_name_or_path"
+_NOTHING: tuple[Any, ...] = (None, False, [], {}, "none")
+# Fields of adapter_config.json that make another model of the base.
+_UNREAD = (
+    *("bias", "use_rslora", "use_dora", "use_qalora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern"),
+    *("layer_replication", "target_parameters", "trainable_token_indices", "alora_invocation_tokens", "arrow_config"),
+)
+_SAMPLES, _SAMPLE_BYTES = 256, 4096  # of a file of weights
+
+
+class StoredAdapter(NamedTuple):
+    """The adapter of the linear layer ``name``, and where PEFT keeps it."""
+
+    name: str
+    adapter: Adapter
+    stored: Stored
+
+    @property
+    def modules(self) -> list[str]:
+        """The modules in transformers that have an adapter."""
+        return [
+            source.removesuffix(".weight")
+            for source, is_adapted in zip(self.stored.sources, self.adapter.is_adapted, strict=True)
+            if is_adapted
+        ]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """The shapes of PEFT's tensors by their names."""
+        found, is_transposed = dict[str, tuple[int, int]](), self.stored.is_transposed
+        for source, is_adapted in zip(self.stored.sources, self.adapter.is_adapted, strict=True):
+            rows, columns = self.stored.sources[source][:: -1 if is_transposed else 1]
+            if is_adapted:
+                first, second = names_of(source.removesuffix(".weight"))
+                found |= {first: (self.adapter.rank, columns), second: (rows, self.adapter.rank)}
+        return found
+
+    def to_peft(self, a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that PEFT keeps of our A and B."""
+        parts = a.split(self.adapter.rank), self.adapter.matrices(b)
+        for module, part_a, part_b in zip(self.modules, *parts, strict=True):
+            first, second = names_of(module)
+            rows = part_b.flatten(0, 1)
+            yield first, part_a
+            yield second, rows if self._is_split else torch.empty_like(rows).index_copy_(0, self.stored.order(), rows)
+
+    def from_peft(self, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Our A and B from PEFT's tensors: float32."""
+        pairs = [[tensors[name].float() for name in names_of(module)] for module in self.modules]
+        a = torch.cat([first for first, _ in pairs])
+        if not self._is_split:
+            return a, pairs[0][1][self.stored.order()]
+        b = torch.cat([second.view(self.stored.groups, -1, self.adapter.rank) for _, second in pairs], 1)
+        return a, b.flatten(0, 1)
+
+    @property
+    def _is_split(self) -> bool:
+        """Whether the layer is several matrices in transformers, whose rows are in the order that they have here."""
+        return len(self.adapter.rows) > 1
+
+
+def names_of(module: str) -> tuple[str, str]:
+    """What PEFT calls the A and the B of a module of transformers."""
+    return f"{_PREFIX}{module}.lora_A.weight", f"{_PREFIX}{module}.lora_B.weight"
+
+
+def stored_adapters(model: TransformerConfig, section: LoRA) -> Iterator[StoredAdapter]:
+    """Every adapter of a model.
+
+    Raises:
+        ConfigError: transformers has no module for one of them.
+    """
+    with torch.device("meta"), WithoutInit():
+        module = model.family_module("model").build(model)
+    stored = stored_linears(model)
+    for name, adapter in adapters_of(module, section).items():
+        one = stored.get(name)
+        is_whole = one is not None and sum(one.rows) == one.shape[0]
+        problem = f"PEFT has no adapter for {name}, which is not a module of transformers' class"
+        require(one is not None and is_whole, "lora.modules", section.modules, problem)
+        assert one is not None
+        yield StoredAdapter(name, adapter, one)
+
+
+def is_peft(folder: Path) -> bool:
+    """Whether a folder looks like one of PEFT's."""
+    return file_problem(folder / ADAPTER_CONFIG) is None
+
+
+def base_folder(name: str, key: str, weights: bool = True) -> Path:
+    """The folder of weights that a setting names, by itself or by a PEFT folder."""
+    folder = local_folder(name, key, weights)
+    if not is_peft(folder):
+        return folder
+    base = _fields(folder, key).get(_BASE)
+    problem = f"its {ADAPTER_CONFIG} names no {_BASE}; add it"
+    require(isinstance(base, str) and base and not is_peft(path_of(base)), key, name, problem)
+    return local_folder(str(base), key, weights)
+
+
+def _fields(folder: Path, key: str) -> dict[str, Any]:
+    try:
+        return read_json(folder / ADAPTER_CONFIG)
+    except ValueError as error:
+        raise ConfigError(key, str(folder), first_line(error)) from None
+
+
+def check_peft(folder: Path, key: str, model: TransformerConfig, section: LoRA) -> None:
+    """Refuse a PEFT folder that holds other adapters than [lora] describes. Reads no tensors."""
+    fields = _fields(folder, key)
+    kind, start = fields.get("peft_type"), fields.get("init_lora_weights", True)
+    require(kind == "LORA", key, str(folder), f"its peft_type is {json.dumps(kind)}; only LORA can be read")
+    for name in _UNREAD:
+        problem = f"its {name} = {json.dumps(fields.get(name))} cannot be read; merge it with PEFT instead"
+        require(fields.get(name) in _NOTHING, key, str(folder), problem)
+    problem = f"its init_lora_weights = {json.dumps(start)} changes the base; merge it with PEFT instead"
+    require(isinstance(start, bool) or start == "gaussian", key, str(folder), problem)
+    for name, value, theirs in (("rank", section.rank, "r"), ("alpha", section.alpha, "lora_alpha")):
+        problem = f"{folder} has {theirs} = {fields.get(theirs)}; set it to that"
+        require(value == fields.get(theirs), f"lora.{name}", value, problem)
+    try:
+        with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except Exception as error:  # whatever the library raises for an invalid file
+        raise ConfigError(key, str(folder), f"its {ADAPTER_WEIGHTS} cannot be read ({first_line(error)})") from None
+    wanted = {name: shape for one in stored_adapters(model, section) for name, shape in one.shapes.items()}
+    for name in sorted(shapes.keys() ^ wanted.keys()):
+        problem = f"{folder} has {'no' if name in wanted else 'a'} {name}; name the modules that it has"
+        raise ConfigError("lora.modules", section.modules, problem)
+    for name, shape in wanted.items():
+        problem = f"its {name} has the shape {list(shapes[name])}, but the model and [lora] give {list(shape)}"
+        require(shapes[name] == shape, key, str(folder), problem)
+
+
+@torch.no_grad()
+def read_peft(folder: Path, model: ParallelModel, section: LoRA) -> None:
+    """Read this process's part of a PEFT folder's adapters, which have been checked, into a model in any layout."""
+    parameters = dict(model.named_parameters())
+    with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
+        for one in stored_adapters(model.stages[0].module.config, section):
+            ours = [parameters.get(f"{one.name}.{name}") for name in ADAPTER_NAMES]
+            if ours[0] is None:  # of another pipeline stage
+                continue
+            tensors = {name: file.get_tensor(name) for name in one.shapes}
+            for parameter, value in zip(ours, one.from_peft(tensors), strict=True):
+                assert parameter is not None
+                for part, offset in local_parts(parameter):
+                    where = zip(offset, part.shape, strict=True)
+                    part.copy_(value[tuple(slice(start, start + size) for start, size in where)])
+
+
+def write_peft(weights: CheckpointWeights, output: Path, dtype: torch.dtype) -> None:
+    """Write a checkpoint's adapters as a PEFT folder, completely or not at all."""
+    section, model = lora_of(weights), weights.model
+    adapters, tensors = list(stored_adapters(model, section)), dict[str, torch.Tensor]()
+    for one in adapters:
+        a, b = (weights.read(f"{one.name}.{name}") for name in ADAPTER_NAMES)
+        tensors |= {name: tensor.to(dtype).contiguous() for name, tensor in one.to_peft(a, b)}
+    # Without the layers' numbers, names fit the same module in each layer.
+    modules = {module for one in adapters for module in one.modules}
+    ends = {".".join(name.split(".")[1 + max(n for n, part in enumerate(name.split(".")) if part.isdecimal()) :])
+            for name in modules}  # fmt: skip
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if model.is_causal else "SEQ_2_SEQ_LM" if model.has_decoder else None,
+        _BASE: weights.run.base.get("folder"),
+        "r": section.rank,
+        "lora_alpha": section.alpha,
+        "lora_dropout": section.dropout,
+        "target_modules": sorted(ends),
+        "fan_in_fan_out": any(one.stored.is_transposed for one in adapters),
+        "bias": "none",
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+    with written_aside(output) as aside:
+        write_durably(aside / ADAPTER_CONFIG, json.dumps(fields, indent=2) + "\n")
+        save_file(tensors, aside / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        flush(aside / ADAPTER_WEIGHTS)
+
+
+def lora_of(weights: CheckpointWeights) -> LoRA:
+    """The [lora] section of the run that wrote a checkpoint."""
+    return LoRA.model_validate(weights.run.config.get("lora", {}))
+
+
+class MergedWeights(CheckpointWeights):
+    """The weights of a checkpoint of adapters, added to those that they were trained on.
+
+    Raises:
+        ConfigError: these are not there any more, or have changed.
+    """
+
+    @cached_property
+    def base(self) -> Path:
+        """The folder of the weights that the adapters were trained on."""
+        folder = path_of(self.run.base.get("folder", ""))
+        problem = f"its adapters were trained on {folder}, which is not there, or has changed; restore it"
+        is_same = folder.is_dir() and fingerprint(folder) == self.run.base.get("fingerprint")
+        require(is_same, "--checkpoint", str(self.path), problem)
+        return folder
+
+    @cached_property
+    def _adapters(self) -> dict[str, StoredAdapter]:
+        return {f"{one.name}.weight": one for one in stored_adapters(self.model, lora_of(self))}
+
+    @cached_property
+    def _base_reader(self) -> Any:
+        if is_checkpoint(self.base):
+            return CheckpointWeights(self.base).read
+        source = open_hugging_face(self.base, "--checkpoint")
+        stored, read = {one.name: one for one in source.stored_parameters(self.model)}, slice_reader(source.tensors)
+
+        def read_one(name: str) -> torch.Tensor:
+            weight = torch.empty(stored[name].shape)
+            fill_part(weight, (0,) * weight.ndim, stored[name], read)
+            return weight
+
+        return read_one
+
+    @torch.no_grad()
+    def read(self, name: str) -> torch.Tensor:
+        """One full weight by its name in the model: float32."""
+        weight = self._base_reader(name)
+        if name in self._adapters:
+            one = self._adapters[name]
+            a, b = (CheckpointWeights.read(self, f"{one.name}.{part}") for part in ADAPTER_NAMES)
+            weight += one.adapter.up(a.t(), b).t()
+        return weight
+
+
+def fingerprint(folder: Path) -> str:
+    """A hash of the files of weights in a folder: their names, sizes and samples of their bytes."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(folder.iterdir()):
+        if path.name == ".metadata" or path.suffix in (".safetensors", ".distcp"):
+            with path.open("rb") as file:
+                size = file.seek(0, 2)
+                digest.update(f"{path.name} {size} ".encode())
+                for number in range(_SAMPLES):
+                    file.seek(max(0, size - _SAMPLE_BYTES) * number // (_SAMPLES - 1))
+                    digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
