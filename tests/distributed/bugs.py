@@ -9,6 +9,7 @@ from tests.distributed.mutations import (
     experts,
     float8,
     gradients,
+    latent,
     layers,
     masks,
     optimizers,
@@ -87,6 +88,8 @@ SHARED = ["--model.overrides.num_shared_experts", "1", "--model.overrides.num_de
 EXPERTS = [*MOE, "--parallelism.expert_parallel_degree", "2"]
 SPLIT_EXPERTS = [*MOE, *SEQUENCE, "--parallelism.expert_tensor_parallel_degree", "2"]
 EXPERTS_OF_FOUR = [*EXPERTS, "--parallelism.data_parallel_shard_degree", "4", "--training.global_batch_size", "16"]
+LATENT = [*MOE, "--model.family", "decoder", "--model.flavor", "debug_latent"]
+BIASES = [*MOE, "--model.family", "decoder", "--model.flavor", "debug_biases"]
 Z_LOSS = ["--model.overrides.z_loss_coefficient", "0.1"]
 
 KINDS = ["--model.overrides.layer_pattern", '["near","near","full"]', "--model.overrides.kinds", "{near={window=24}}"]
@@ -304,6 +307,13 @@ BUGS = [
     (experts.empty_experts_left_out, [*EXPERTS, *DATA], "expert_parallel", Row.LARGE_LOSS, "layers.0.mlp"),
     (experts.balance_times_expert_ranks, [*EXPERTS, *DATA], "expert_parallel", Row.GRADIENT, "layers.1.mlp"),
     (experts.experts_of_the_wrong_rank, [*EXPERTS, *DATA], "expert_parallel", Row.LOSS, "layers.0.mlp"),
+    (latent.key_of_the_first_tensor_rank, [*LATENT, *SEQUENCE], TP, Row.GRADIENT, "layers."),
+    (latent.groups_of_local_experts, [*LATENT, *EXPERTS[2:], *DATA], "expert_parallel", Row.LOSS, "layers.1.mlp"),
+    (latent.next_labels_shifted_once, [*LATENT, *ONE], "one_process", Row.LOSS, "the loss"),
+    (latent.next_labels_of_the_shard_shifted, [*LATENT, *GATHER[2:]], CP, Row.LOSS, "the loss"),
+    (latent.next_tokens_of_the_shard, [*LATENT, *GATHER[2:]], CP, Row.LOSS, "next_embedding"),
+    (gradients.tied_tables_not_summed, [*LATENT, *PIPELINE], PP, Row.GRADIENT, "embedding.weight"),
+    (latent.down_biases_added_by_each, [*BIASES, *SPLIT_EXPERTS[2:]], ETP, Row.GRADIENT, "layers.0.mlp"),
     (float8.each_shard_has_its_own_scale, [*FLOAT8, *ZERO_3], "zero_stage", Row.LOSS, ""),
     (float8.each_rank_scales_its_own_part, [*FLOAT8, *TENSOR], "tensor_parallel", Row.LOSS, ""),
     (float8.each_rank_scales_its_own_part, [*MOE, *FLOAT8_EXPERTS, *SEQUENCE], "tensor_parallel", Row.LOSS, ""),

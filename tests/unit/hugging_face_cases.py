@@ -93,10 +93,11 @@ def reference_model(config):
 
 def reference_state(model):
     """A model's weights by the names under which we export them; transformers knows all of them and no others."""
-    state, ours = {}, model.state_dict()
-    for stored in hugging_face.family_of(model.config).stored_parameters(model.config):
-        for name, tensor in hugging_face.to_tensors(stored, ours[stored.name]):
-            state |= dict.fromkeys((name, *stored.copies), tensor)
+    parameters = list(hugging_face.family_of(model.config).stored_parameters(model.config))
+    copies = {next(iter(stored.sources)): stored.copies for stored in parameters}
+    state = {}
+    for name, tensor in hugging_face.to_tensors(parameters, model.state_dict().__getitem__):
+        state |= dict.fromkeys((name, *copies.get(name, ())), tensor)
     return state
 
 

@@ -123,6 +123,7 @@ def test_what_cannot_be_held_is_refused_by_its_field(
         "resid_pdrop": "pdrop",
         "rope_scaling": "rope_scaling.rope_type",
         "rope_parameters": "rope_parameters.type",
+        "quantization_config": "quantization_config.quant_method",
     }
     assert named_otherwise.get(field, f"config.json has {field} = ") in sentence
 

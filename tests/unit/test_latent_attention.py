@@ -1,20 +1,28 @@
 """Latent attention, routers with groups and biases, and experts with biases, against transformers' modules."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import DeepseekV3Config, GptOssConfig
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 
 from tests.unit.hugging_face_cases import moe_config
+from titan_like.config.schema import Data, JobConfig, Model
+from titan_like.data.batch import Batch, collate, model_fields, num_labels
+from titan_like.data.masks import Masks, masks_of
+from titan_like.models.config import RopeScaling
+from titan_like.models.decoder.model import DecoderLayer
 from titan_like.models.layers.attention import AttentionCore
+from titan_like.models.layers.cross_entropy import IGNORED_LABEL
 from titan_like.models.layers.experts import SparseMLP
-from titan_like.models.layers.latent_attention import LatentAttention, LatentSizes
-from titan_like.models.layers.mlp import clamped_swiglu
+from titan_like.models.layers.latent_attention import LatentAttention, LatentSizes, latent_scale
+from titan_like.models.registry import build_model, model_config
 
 HIDDEN, SEQ = 64, 21
 Same = list[tuple[str, Callable[[dict[str, torch.Tensor]], torch.Tensor]]]
@@ -60,9 +68,10 @@ def test_latent_attention_is_that_of_deepseek_v3(query_rank):
         attn_implementation="eager",
     )  # fmt: skip
     theirs = deepseek.DeepseekV3Attention(config, 0)
-    core = AttentionCore(0.0, scale=theirs.scaling)
+    scaling = RopeScaling(type="yarn", factor=4.0, original_max_seq_len=8, mscale=1.0, mscale_all_dim=1.0)
+    core = AttentionCore(0.0, scale=latent_scale(16, scaling))
     ours = LatentAttention(HIDDEN, 3, LatentSizes(query_rank, 20, nope=10, rope=6, value=9), core, bias=True)
-    assert theirs.scaling > 1.2 * 16**-0.5
+    assert latent_scale(16, scaling) > 1.2 * latent_scale(16, None) == 1.2 / 4
     same: Same = [
         ("heads.q.weight", lambda w: halves(w["q_b_proj.weight" if query_rank else "q_proj.weight"], 10, 6)),
         ("kv_a.weight", lambda w: halves(w["kv_a_proj_with_mqa.weight"], 20, 6)),
@@ -115,8 +124,8 @@ def test_experts_with_biases_and_a_clamp_are_those_of_gpt_oss():
     )
     config._experts_implementation = "eager"
     theirs = gpt_oss.GptOssMLP(config)
-    ours = SparseMLP(moe_config(router_bias=True, expert_bias=True, experts_per_token=2, balance="none"))
-    ours.experts.gated = clamped_swiglu
+    biased = {"router_bias": True, "expert_bias": True, "activation": "clamped_swiglu"}
+    ours = SparseMLP(moe_config(**biased, experts_per_token=2, balance="none"))
     same: Same = [("router.weight", lambda w: w["router.weight"]), ("router.logit_bias", lambda w: w["router.bias"])]
     for first, name in enumerate(("gate", "up")):
         same += [
@@ -130,3 +139,53 @@ def test_experts_with_biases_and_a_clamp_are_those_of_gpt_oss():
         return module(4 * x)[0] if module is theirs else module(4 * x)  # many are clamped
 
     assert_alike(ours, theirs, same, run)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_multi_token_prediction_is_a_plain_loop(tied):
+    """Of token i + 2 from the hidden state at i and token i + 1 (arXiv 2412.19437, equations 21 to 24)."""
+    config = model_config(Model(family="decoder", flavor="debug_latent", overrides={"tied_embeddings": tied}))
+    model: Any = build_model(config, "decoder").double()
+    for number, parameter in enumerate(model.parameters()):
+        nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(number))
+    text = torch.randint(0, 257, (18,), generator=torch.Generator().manual_seed(1))
+    sample = Batch(text[:-1], text[1:].clone())
+    assert sample.labels is not None
+    sample.labels[4] = IGNORED_LABEL
+    batch = collate([replace(masks_of(JobConfig(), config), samples=[sample])[0]] * 2)
+    batch = batch._replace(loss_factors=torch.tensor([1.0, 0.3], dtype=torch.float64))
+    assert num_labels(batch, config.predictions).tolist() == [32, 30]
+    losses = model(batch.tokens, **model_fields(batch))
+    gradients = torch.autograd.grad(losses.sum(), tuple(model.parameters()))
+
+    inputs, states = model.layer_inputs(torch.arange(17)), model.embedding(batch.tokens)
+    *layers, ahead = model.layers.values()
+    for layer in layers:
+        states = layer(states, *inputs)
+    table = model.embedding.weight if tied else model.output.weight
+    main = [model.norm(states[:, i]) @ table[:257].t() for i in range(17)]
+    embedded = model.embedding(batch.tokens[:, 1:])
+    joined = ahead.eh_proj(torch.cat((ahead.enorm(embedded), ahead.hnorm(states[:, :16])), 2))
+    further = ahead.norm(DecoderLayer.forward(ahead, joined, *(x[:16] for x in inputs))) @ table[:257].t()
+    labels = batch.labels
+    expected = [sum(F.cross_entropy(main[i], labels[:, i], reduction="sum") for i in range(17) if i != 4)]
+    expected.append(sum(F.cross_entropy(further[:, i], labels[:, i + 1], reduction="sum") for i in range(16) if i != 3))
+    wanted = torch.autograd.grad(expected[0] + 0.3 * expected[1], tuple(model.parameters()))
+    torch.testing.assert_close(losses, torch.stack(expected) * batch.loss_factors, rtol=1e-12, atol=0)
+    for name, one, other in zip(dict(model.named_parameters()), gradients, wanted, strict=True):
+        assert (one - other).norm() < 1e-11 * other.norm(), name
+    torch.testing.assert_close(model(batch.tokens)[..., :257], torch.stack(main, 1), rtol=1e-12, atol=1e-12)
+
+
+def test_next_tokens_of_other_documents_carry_no_loss():
+    """A document ends with token 0. The last label of the sample has no next one."""
+    config = model_config(Model(family="decoder", flavor="debug_latent"))
+    tokens = torch.tensor([5, 6, 0, 7, 8, 0, 9])
+    sample = Batch(tokens, torch.tensor([6, 0, 7, 8, 0, 9, 4]))
+    plain = replace(masks_of(JobConfig(), config), samples=[sample])[0]
+    assert plain.next_tokens is not None and plain.next_tokens[:-1].tolist() == tokens[1:].tolist()
+    assert plain.next_labels is not None and plain.next_labels.tolist() == [0, 7, 8, 0, 9, 4, IGNORED_LABEL]
+    masks = Masks(Data(reset_attention_mask=True, eod_mask_loss=True), 0, 0, has_next=True, samples=[sample])
+    ignored = [0, IGNORED_LABEL, IGNORED_LABEL, 0, IGNORED_LABEL, IGNORED_LABEL, IGNORED_LABEL]
+    assert masks[0].next_labels is not None and masks[0].next_labels.tolist() == ignored
+    assert masks_of(JobConfig(), moe_config()).over([sample])[0].next_labels is None

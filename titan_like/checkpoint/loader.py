@@ -312,17 +312,18 @@ class CheckpointWeights:
 
     def read(self, name: str) -> torch.Tensor:
         """One full weight by its name in the model; a `RunError` if its file is damaged."""
-        stored = self._stored[f"model.{name}"]
+        key = f"model.{name}" if f"model.{name}" in self._stored else f"{_BUFFERS}{name}"
+        stored = self._stored[key]
         assert isinstance(stored, TensorStorageMetadata)  # checked before
         with reading(self.path):
             tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
-            dcp.load({f"model.{name}": tensor}, storage_reader=self._reader, no_dist=True)
+            dcp.load({key: tensor}, storage_reader=self._reader, no_dist=True)
         return tensor
 
     def _check(self) -> None:
         known = set()
         for parameter in family_module(self.family).stored_parameters(self.model):
-            name = f"model.{parameter.name}"
+            name = parameter.key
             stored = self._stored.get(name)
             if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != parameter.shape:
                 raise ValueError(f"run.json describes a {name} of shape {list(parameter.shape)}, which is not there")

@@ -34,8 +34,13 @@ class Batch(NamedTuple):
     sample_labels: torch.Tensor | None = None  # int64 [batch]: class of a pair; answer, at a question's first option
     loss_factors: torch.Tensor | None = None  # [heads], at least float32; None: the model returns logits
     document_starts: torch.Tensor | None = None  # int64, where each token's document begins; the run's masks take it
+    next_tokens: torch.Tensor | None = None  # int64, the token after each; None: the model predicts one token ahead
+    next_labels: torch.Tensor | None = None  # int64, the label of each next position
     encoder_len: int | None = None  # in a model with an encoder: how many tokens, the first ones, are the encoder's
 
+
+_LABELS_OF = {"tokens": "labels", "mtp": "next_labels", "pair": "sample_labels", "choice": "sample_labels"}
+"""Of each of a model's heads."""
 
 B = TypeVar("B", bound=Batch)
 
@@ -84,12 +89,12 @@ def arrays_of(sample: Batch) -> tuple[np.ndarray, np.ndarray]:
 def without_labels(sample: B) -> B:
     """The same sample without loss."""
     ignored = partial(map_tensors, lambda x: torch.full_like(x, IGNORED_LABEL))
-    return sample._replace(labels=ignored(sample.labels), sample_labels=ignored(sample.sample_labels))
+    return sample._replace(**{name: ignored(getattr(sample, name)) for name in set(_LABELS_OF.values())})
 
 
 def num_labels(batch: Batch, heads: Sequence[str]) -> torch.Tensor:
     """How many labels each of a model's heads has in a batch: int64 [heads]."""
-    each = [batch.labels if head == "tokens" else batch.sample_labels for head in heads]
+    each = [getattr(batch, _LABELS_OF[head]) for head in heads]
     return torch.stack([(labels != IGNORED_LABEL).sum() for labels in each if labels is not None])
 
 

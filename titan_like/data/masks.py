@@ -7,6 +7,9 @@ another document.
 
 With `prefix_lm` the first tokens of a sample see each other, and only the others carry a loss (arXiv 1910.10683,
 section 3.2.1). With `reset_attention_mask` each document of a sample has a prefix of its own.
+
+Multi-token prediction takes the token after each as an input, and the label of its position as its own. It carries no
+loss where that token is of another document, or is the last of the sample.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch.utils.data import Dataset
 
 from titan_like.config.schema import Data, JobConfig
@@ -39,6 +43,7 @@ class Masks(Dataset[Batch]):
     seed: int
     objective: MaskedTokens | SpanCorruption | None = None  # None: the labels are a dataset's, the next tokens
     pairs: SentencePairs | None = None  # of an objective over pairs of sentences
+    has_next: bool = False  # whether the model takes next tokens and predicts one more
     samples: Samples = ()  # the dataset's
 
     def over(self, samples: Samples) -> Masks:
@@ -47,6 +52,17 @@ class Masks(Dataset[Batch]):
 
     def __getitem__(self, index: int) -> Batch:
         """Sample ``index`` of the run."""
+        sample, starts = self._masked(index)
+        if not self.has_next or sample.labels is None:
+            return sample
+        tokens, labels = sample.tokens, sample.labels[1:]
+        if starts is not None:
+            labels = labels.masked_fill(starts[1:] != starts[:-1], IGNORED_LABEL)
+        next_tokens = torch.cat((tokens[1:], tokens[-1:]))  # no loss depends on the last one
+        return sample._replace(next_tokens=next_tokens, next_labels=F.pad(labels, (0, 1), value=IGNORED_LABEL))
+
+    def _masked(self, index: int) -> tuple[Batch, torch.Tensor | None]:
+        """The sample without next tokens, and where each token's document begins, if documents are told apart."""
         section, samples = self.section, self.samples
         sample = samples[index] if self.pairs is None else self.pairs.make(samples, index, self.seed)
         if self.objective is not None:
@@ -54,7 +70,7 @@ class Masks(Dataset[Batch]):
         tokens, labels, starts = sample.tokens, sample.labels, sample.document_starts
         sample, has_ranges = sample._replace(document_starts=None), section.reset_attention_mask or section.prefix_lm
         if labels is None or not (section.reset_position_ids or has_ranges or section.eod_mask_loss):
-            return sample
+            return sample, starts
         order, eod_id = torch.arange(len(tokens)), -1 if self.eod_id is None else self.eod_id  # -1 is no token
         starts = document_starts(tokens, eod_id) if starts is None else starts
         if section.eod_mask_loss:
@@ -67,9 +83,8 @@ class Masks(Dataset[Batch]):
             if section.prefix_lm_loss == "targets":
                 labels = labels.masked_fill(end < prefix_end, IGNORED_LABEL)
             end = torch.maximum(end, prefix_end)
-        return sample._replace(
-            labels=labels, document_mask=KeyRanges(first, end) if has_ranges else sample.document_mask
-        )
+        mask = KeyRanges(first, end) if has_ranges else sample.document_mask
+        return sample._replace(labels=labels, document_mask=mask), starts
 
     def state_dict(self) -> dict[str, list[int]] | None:
         """The dataset's state; see `titan_like.data.source.Source.state_dict`."""
@@ -81,9 +96,9 @@ def masks_of(config: JobConfig, model: TransformerConfig, tokenizer: Tokenizer |
 
     Raises a `ConfigError` if the tokenizer cannot be built, or it or the model lacks a token that is needed.
     """
-    section, seed = config.data, config.job.seed
+    section, seed, has_next = config.data, config.job.seed, "mtp" in model.predictions
     if model.is_causal and not section.tells_documents_apart:
-        return Masks(section, None, seed)
+        return Masks(section, None, seed, has_next=has_next)
     tokenizer = tokenizer or tokenizer_of(section)
     eod_id = tokenizer.eod_id if section.tells_documents_apart else None
     objective: MaskedTokens | SpanCorruption | None = None
@@ -95,7 +110,7 @@ def masks_of(config: JobConfig, model: TransformerConfig, tokenizer: Tokenizer |
     if "pair" in model.predictions:
         around = pair_tokens_of(section.tokenizer, tokenizer, model.vocab_size)
         pairs = SentencePairs(section.sentence_objective, around, tokenizer.eod_id)
-    return Masks(section, eod_id, seed, objective, pairs)
+    return Masks(section, eod_id, seed, objective, pairs, has_next)
 
 
 def document_starts(inputs: torch.Tensor, eod_id: int) -> torch.Tensor:

@@ -37,7 +37,7 @@ from titan_like.data.tokenizer import build_tokenizer, tokenizer_in
 from titan_like.hugging_face.folder import CONFIG_FILE, INDEX_FILE, HuggingFaceFolder, slice_reader
 from titan_like.hugging_face.origin import Origin, read_origin
 from titan_like.hugging_face.tokenizer import copy_files, name_class, write_tokenizer
-from titan_like.models.hugging_face import RefusedError, architecture_of, family_module, fill_part, to_tensors
+from titan_like.models.hugging_face import RefusedError, architecture_of, family_of, fill_part, to_tensors
 
 FLAVOR = "imported"  # name of the shape in run.json and in the TOML lines
 
@@ -97,7 +97,7 @@ class _ReadsOnDemand(DefaultSavePlanner):
 
     def __init__(self, source: HuggingFaceFolder) -> None:
         super().__init__()
-        self._stored = {f"model.{stored.name}": stored for stored in source.stored_parameters(source.model)}
+        self._stored = {stored.key: stored for stored in source.stored_parameters(source.model)}
         self._read = slice_reader(source.tensors)
         self.shapes = {name: torch.empty(stored.shape, device="meta") for name, stored in self._stored.items()}
 
@@ -129,8 +129,8 @@ def to_hugging_face(
     """
     source = with_small_files(weights.path)
     origin = read_origin(source)
-    module = family_module(weights.family)
     try:
+        module = family_of(weights.model, origin.fields.get("model_type"))
         fields = module.to_fields(weights.model)
     except RefusedError as refusal:
         raise ConfigError("--checkpoint", str(weights.path), str(refusal)) from None
@@ -146,14 +146,13 @@ def to_hugging_face(
         config = _config(origin, fields, tokens, first_dtype, architecture)
         write_durably(aside / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         unfinished: dict[str, dict[str, torch.Tensor]] = {}
-        for stored in module.stored_parameters(weights.model):
-            for name, tensor in to_tensors(stored, weights.read(stored.name)):
-                file = split.tensor_to_filename[name]
-                tensors = unfinished.setdefault(file, {})
-                tensors[name] = tensor.to(empty[name].dtype).contiguous()
-                if len(tensors) == len(split.filename_to_tensors[file]):
-                    save_file(unfinished.pop(file), aside / file, metadata={"format": "pt"})
-                    flush(aside / file)
+        for name, tensor in to_tensors(module.stored_parameters(weights.model), weights.read):
+            file = split.tensor_to_filename[name]
+            tensors = unfinished.setdefault(file, {})
+            tensors[name] = tensor.to(empty[name].dtype).contiguous()
+            if len(tensors) == len(split.filename_to_tensors[file]):
+                save_file(unfinished.pop(file), aside / file, metadata={"format": "pt"})
+                flush(aside / file)
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             write_durably(aside / INDEX_FILE, json.dumps(index, indent=2, sort_keys=True) + "\n")

@@ -24,6 +24,7 @@ from titan_like.config.urls import RemotePath, path_of
 from titan_like.data.fetch import fetch
 from titan_like.data.special_tokens import CONFIG_FILE, read_json
 from titan_like.data.tokenizer import from_hub, is_on_hub
+from titan_like.hugging_face.quantized import check_quantization, read_quantized, with_scales
 from titan_like.models.config import TransformerConfig
 from titan_like.models.hugging_face import (
     Fields,
@@ -72,7 +73,9 @@ class FileTensor:
     file: Path
     name: str  # in the file
     shape: tuple[int, ...]
-    dtype: str  # as safetensors calls it
+    dtype: str  # as safetensors calls it; of a quantised tensor the one in which it goes out again
+    scales: FileTensor | None = None  # of a quantised tensor
+    block: tuple[int, ...] = ()  # of FP8: its rows and columns that share a scale
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class HuggingFaceFolder:
 
     def stored_parameters(self, model: TransformerConfig) -> Iterator[Stored]:
         """Every parameter of ``model``, which may pad the vocabulary differently, with its place in this folder."""
-        for stored in family_of(model).stored_parameters(model):
+        for stored in family_of(model, self.fields["model_type"]).stored_parameters(model):
             yield replace(stored, copies=tuple(copy for copy in stored.copies if copy in self.tensors))
 
 
@@ -102,8 +105,9 @@ def open_hugging_face(path: Path, key: str) -> HuggingFaceFolder:
         if not fields:
             raise RefusedError(f"it has no {CONFIG_FILE}")
         family, model = _model_of(Fields(fields))
-        tensors = _tensors(path, family)
-        _check_tensors(model, tensors, architecture_of(model, fields["model_type"]))
+        module = family_of(model, fields["model_type"])
+        tensors = with_scales(_tensors(path, module), check_quantization(Fields(fields)))
+        _check_tensors(model, module, tensors, architecture_of(model, fields["model_type"]))
     except ValueError as refusal:
         raise ConfigError(key, str(path), shortened(printable(str(refusal)), _MOST_SHOWN)) from None
     return HuggingFaceFolder(path, family, model, fields, tensors)
@@ -115,12 +119,20 @@ def is_hugging_face(path: Path) -> bool:
 
 
 def slice_reader(tensors: dict[str, FileTensor]) -> ReadSlice:
-    """What reads a slice of one of the tensors, in the type of its file, of which one is open at a time.
+    """What reads a slice of one of the tensors, in the type of its file, or float32 if it is quantised.
 
     It raises errors of any type if the file has changed since it was checked.
     """
-    opened = lru_cache(maxsize=1)(partial(safe_open, framework="pt"))
-    return lambda name, index: opened(tensors[name].file).get_slice(tensors[name].name)[index]
+    opened = lru_cache(maxsize=2)(partial(safe_open, framework="pt"))  # a tensor and its scales
+
+    def stored(tensor: FileTensor, index: tuple[slice, ...]) -> torch.Tensor:
+        return opened(tensor.file).get_slice(tensor.name)[index]
+
+    def read(name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        tensor = tensors[name]
+        return stored(tensor, index) if tensor.scales is None else read_quantized(tensor, index, stored)
+
+    return read
 
 
 def _model_of(fields: Fields) -> tuple[str, TransformerConfig]:
@@ -129,8 +141,6 @@ def _model_of(fields: Fields) -> tuple[str, TransformerConfig]:
     family = known.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         fields.refuse("model_type", f"but only {', '.join(known)} can be read")
-    if fields.values.get("quantization_config") is not None:
-        fields.refuse("quantization_config", "but quantised weights cannot be read; export it in 16 or 32 bits")
     model = family_module(family).from_fields(fields)
     wanted = architecture_of(model, str(model_type))
     if fields.values.get("architectures") is not None and fields.values["architectures"] != [wanted]:
@@ -138,14 +148,15 @@ def _model_of(fields: Fields) -> tuple[str, TransformerConfig]:
     return family, model
 
 
-def _tensors(path: Path, family: str) -> dict[str, FileTensor]:
+def _tensors(path: Path, module: Any) -> dict[str, FileTensor]:
     """Every tensor in the files, by its name in transformers' class."""
-    module = family_module(family)
     tensors: dict[str, FileTensor] = {}
     for tensor in _file_tensors(path):
         name = tensor.name
         for old, new in _OLD_NAMES.items():
             name = name.removesuffix(old) + new if name.endswith(old) else name
+        for old, new in getattr(module, "RENAMED", {}).items():
+            name = new + name.removeprefix(old) if name.startswith(old) else name
         if not name.startswith((module.PREFIX, *head_prefixes(module))):
             name = module.PREFIX + name
         tensors[name] = tensor
@@ -186,10 +197,10 @@ def _header(file: Path) -> list[FileTensor]:
         raise RefusedError(f"its {file.name} is not a valid safetensors file ({first_line(error)})") from None
 
 
-def _check_tensors(model: TransformerConfig, tensors: dict[str, FileTensor], architecture: str) -> None:
+def _check_tensors(model: TransformerConfig, module: Any, tensors: dict[str, FileTensor], architecture: str) -> None:
     """Check that the tensors are exactly those of the model, with the right shapes and a known type."""
     known: set[str] = set()
-    for stored in family_of(model).stored_parameters(model):
+    for stored in module.stored_parameters(model):
         wanted = dict(stored.sources)
         for copy in stored.copies:
             if copy in tensors:
@@ -207,5 +218,5 @@ def _check_tensors(model: TransformerConfig, tensors: dict[str, FileTensor], arc
                 )
         known |= wanted.keys()
     for name in sorted(tensors.keys() - known):
-        if not family_of(model).is_ignored(name):
+        if not module.is_ignored(name):
             raise RefusedError(f"the tensor {name} does not belong to {architecture} with this config.json")

@@ -137,7 +137,7 @@ def _begin_with(first_ids: list[int], folder: Path) -> None:
 
 def _has_pairs(model: TransformerConfig) -> bool:
     """Whether a sample of the model is two sentences."""
-    return model.predictions[-1] != "tokens"
+    return bool({"pair", "choice"} & set(model.predictions))
 
 
 def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:

@@ -106,7 +106,7 @@ def megatron_flops_per_token(
     so utilisations do not use it. It is computed from the weights, so it also covers GQA and SwiGLU.
     """
     layers, head = layer_flops(model, seq_len, decoder_seq_len), head_flops(model, seq_len, decoder_seq_len)
-    again = sum(recomputed_layers(model, recompute)) / model.num_layers if recompute.mode == "full" else 0
+    again = sum(recomputed_layers(model, recompute)) / sum(model.layer_counts) if recompute.mode == "full" else 0
     return (3 + again) * ((layers + 0.75 * head) / seq_len)
 
 

@@ -43,7 +43,7 @@ class StepRecord:
         return {key: value for key, value in flat.items() if value is not None or key not in optional}
 
 
-_LOSS_NAMES = {"tokens": "lm_loss", "pair": "sentence_loss", "choice": "choice_loss"}
+_LOSS_NAMES = {"tokens": "lm_loss", "mtp": "mtp_loss", "pair": "sentence_loss", "choice": "choice_loss"}
 
 
 def named_losses(predictions: Sequence[str], losses: Sequence[float]) -> dict[str, float]:

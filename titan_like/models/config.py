@@ -153,9 +153,20 @@ class TransformerConfig(BaseModel):
         """What the model predicts: a tensor that it returns, and a term of the loss, for each.
 
         "tokens": logits over the vocabulary at every position; "pair": logits of the two classes of a pair of
-        sentences; "choice": the score of one of several options.
+        sentences; "choice": the score of one of several options. "mtp", the last one: the token after the next, which
+        is a term of the loss alone.
         """
         return ("tokens",)
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """Factor of each prediction's mean loss in the loss."""
+        return (1.0,) * len(self.predictions)
+
+    @property
+    def uses_table_last(self) -> bool:
+        """Whether the last pipeline stage uses the embedding table too."""
+        return self.tied_embeddings or "mtp" in self.predictions
 
     @property
     def head_dim(self) -> int:
@@ -330,7 +341,8 @@ class WithExperts(TransformerConfig):
         size, rest = divmod(self.num_experts, self.router_groups)
         if self.router_groups > 1 and (rest or size < 2):
             raise ValueError(
-                f"router_groups {self.router_groups} must divide num_experts {self.num_experts} in groups of 2 or more"
+                f"router_groups {self.router_groups} must divide num_experts {self.num_experts} into groups of 2 or "
+                "more; choose another divisor"
             )
         if self.router_top_groups > self.router_groups or self.experts_per_token > self.router_top_groups * size:
             raise ValueError(
@@ -363,7 +375,7 @@ class WithExperts(TransformerConfig):
         """Trainable parameters, except those of experts that a token is not sent to."""
         hidden, ffn = self.hidden_size, self.expert_ffn_hidden_size
         expert = 3 * hidden * ffn + self.expert_bias * (2 * ffn + hidden)
-        unused = (self.num_layers - self.num_dense_layers) * (self.num_experts - self.experts_per_token)
+        unused = (sum(self.layer_counts) - self.num_dense_layers) * (self.num_experts - self.experts_per_token)
         return self.num_parameters() - unused * expert
 
     def with_layers(self, num_layers: int) -> dict[str, int]:

@@ -7,10 +7,11 @@ docs/families.md says what the module has.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from pydantic import ValidationError
@@ -28,12 +29,21 @@ class RefusedError(ValueError):
     """A model that one of the two sides cannot represent. The message is a clause of a sentence."""
 
 
+class Block(NamedTuple):
+    """Consecutive rows of one matrix in the files."""
+
+    source: str
+    matrix: tuple[slice, ...]  # which matrix of a stacked tensor; else empty
+    first: int  # the block's first row in its matrix
+    rows: int
+
+
 @dataclass(frozen=True)
 class Stored:
-    """How Hugging Face's files store one parameter: in the rows of ``sources``, one tensor below the other.
+    """How Hugging Face's files store one parameter: in rows of ``sources``, one tensor below the other.
 
-    ``parts`` divide these rows, for example into queries, keys and values; each has its own source, or all are in one.
-    Ours take an equal share of each part in turn, ``groups`` times. Further rows are padding of the vocabulary.
+    ``taken`` says which of these rows. ``parts`` divide them, for example into queries, keys and values. Ours take an
+    equal share of each part in turn, ``groups`` times. Further rows are padding of the vocabulary.
     """
 
     name: str  # in the full model
@@ -43,17 +53,49 @@ class Stored:
     groups: int = 1
     is_transposed: bool = False  # the parameter's rows are columns in the files
     copies: tuple[str, ...] = ()  # further tensors that may be in the files, each equal to the only source
+    is_stacked: bool = False  # the first dimension of every source counts matrices, whose rows follow each other
+    taken: tuple[int | None, ...] = ()  # arguments of a slice, if the other rows are those of another parameter
+    # (rows of a head, first rotated row, rotated rows) of all parts but the third, whose rotated rows the files store
+    # in pairs. Here the first rows of all pairs come before the second ones.
+    pairs: tuple[int, int, int] | None = None
+    is_buffer: bool = False  # not trained, but part of the model's state
+
+    @property
+    def key(self) -> str:
+        """Its name in a checkpoint."""
+        return f"{'buffers' if self.is_buffer else 'model'}.{self.name}"
 
     @property
     def rows(self) -> list[int]:
-        """The number of the parameter's rows in each source."""
-        return [shape[-1 if self.is_transposed else 0] for shape in self.sources.values()]
+        """The number of rows in each source."""
+        return [
+            shape[-1 if self.is_transposed else int(self.is_stacked)] * (shape[0] if self.is_stacked else 1)
+            for shape in self.sources.values()
+        ]
 
     def order(self) -> torch.Tensor:
         """For each row of the parameter, padding left out, its number among the rows of all sources: int64 [rows]."""
-        numbers = torch.arange(sum(self.rows))
-        parts = numbers.split(list(self.parts or [len(numbers)]))
+        numbers = torch.arange(sum(self.rows))[slice(*(self.taken or (None,)))]
+        parts = list(numbers.split(list(self.parts or [len(numbers)])))
+        if self.pairs is not None:
+            head, first, count = self.pairs
+            for part in parts[:2]:
+                rotated = part.view(-1, head)[:, first : first + count]
+                rotated.copy_(torch.cat((rotated[:, 0::2], rotated[:, 1::2]), 1))
         return torch.cat([part.view(self.groups, -1) for part in parts], 1).flatten()
+
+    def blocks(self) -> list[Block]:
+        """All rows of the sources, by matrix and by part."""
+        starts, found, number = {0, *accumulate(self.parts)} if not self.taken else {0}, [], 0
+        for (source, shape), rows in zip(self.sources.items(), self.rows, strict=True):
+            matrices = [(slice(i, i + 1),) for i in range(shape[0])] if self.is_stacked else [()]
+            length = rows // max(len(matrices), 1)
+            for matrix in matrices:
+                ends = [*sorted(start for start in starts if number < start < number + length), number + length]
+                for begin, end in pairwise([number, *ends]):
+                    found.append(Block(source, matrix, begin - number, end - begin))
+                number += length
+        return found
 
 
 def family_module(family: str) -> Any:
@@ -61,9 +103,14 @@ def family_module(family: str) -> Any:
     return config_class(family).family_module("hugging_face")
 
 
-def family_of(config: TransformerConfig) -> Any:
-    """The `hugging_face` module of a model's family; a `ConfigError` if there is none."""
-    return config.family_module("hugging_face")
+def family_of(config: TransformerConfig, model_type: Any = None) -> Any:
+    """What maps a model: the `hugging_face` module of its family; a `ConfigError` if there is none.
+
+    Where such a module has `class_of`, it is what that returns: of the classes in transformers that are models of this
+    shape the one with the given model_type, or else the first.
+    """
+    module = config.family_module("hugging_face")
+    return module.class_of(config, model_type) if hasattr(module, "class_of") else module
 
 
 def families_by_model_type() -> dict[str, str]:
@@ -83,7 +130,7 @@ def architectures(family: Any) -> dict[str, str]:
 
 def architecture_of(config: TransformerConfig, model_type: str) -> str:
     """The class in transformers that a model of this shape is."""
-    family = family_of(config)
+    family = family_of(config, model_type)
     named = getattr(family, "architecture", None)
     return architectures(family)[model_type] if named is None else named(config)
 
@@ -122,7 +169,12 @@ def norm(ours: str, theirs: str, hidden: int) -> Iterator[Stored]:
 
 
 def fused(
-    config: TransformerConfig, name: str, columns: tuple[int, ...], sources: tuple[str, ...], transposed: bool = False
+    config: TransformerConfig,
+    name: str,
+    columns: tuple[int, ...],
+    sources: tuple[str, ...],
+    transposed: bool = False,
+    pairs: tuple[int, int, int] | None = None,
 ) -> Stored:
     """A fused projection, ordered [kv_heads, queries per kv head + 2, head_dim], or [kv_heads, 2, head_dim].
 
@@ -134,16 +186,28 @@ def fused(
     shapes = {
         source: (length, *columns)[:: -1 if transposed else 1] for source, length in zip(sources, rows, strict=True)
     }
-    return Stored(name, (sum(parts), *columns), shapes, parts, config.num_kv_heads, transposed)
+    return Stored(name, (sum(parts), *columns), shapes, parts, config.num_kv_heads, transposed, pairs=pairs)
 
 
 @torch.no_grad()
-def to_tensors(stored: Stored, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for each source of a full parameter, [rows, …], as the files store it."""
-    rows = parameter[: sum(stored.rows)]
-    rows = rows if stored.groups == 1 else torch.empty_like(rows).index_copy_(0, stored.order(), rows)
-    for source, tensor in zip(stored.sources, rows.split(stored.rows), strict=True):
-        yield source, tensor.t() if stored.is_transposed else tensor
+def to_tensors(parameters: Iterable[Stored], read: Callable[[str], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of every tensor of the files, once ``read`` has given all parameters in it.
+
+    ``read`` takes a parameter's name in the full model and returns all of it, [rows, …].
+    """
+    unfinished: dict[str, tuple[int, torch.Tensor]] = {}  # by first source: rows that are still missing, and all rows
+    for stored in parameters:
+        parameter, order, total, key = read(stored.name), stored.order(), sum(stored.rows), next(iter(stored.sources))
+        rows = parameter[: len(order)]
+        if total > len(order) or not torch.equal(order, torch.arange(total)):
+            missing, values = unfinished.pop(key, (total, rows.new_empty(total, *rows.shape[1:])))
+            rows = values.index_copy_(0, order, rows)
+            if missing > len(order):
+                unfinished[key] = missing - len(order), rows
+                continue
+        for (source, shape), tensor in zip(stored.sources.items(), rows.split(stored.rows), strict=True):
+            lines = tensor.unflatten(0, (shape[0], -1)) if stored.is_stacked else tensor
+            yield source, lines.transpose(-1, -2) if stored.is_transposed and lines.ndim > 1 else lines
 
 
 @torch.no_grad()
@@ -157,22 +221,23 @@ def fill_part(part: torch.Tensor, offsets: tuple[int, ...], stored: Stored, read
     """
     part.zero_()
     columns = tuple(slice(offset, offset + size) for offset, size in zip(offsets[1:], part.shape[1:], strict=True))
-    order, lengths = stored.order()[offsets[0] :][: len(part)], stored.parts or stored.rows
-    owners = torch.bucketize(order, ends := torch.tensor(lengths).cumsum(0), right=True)
-    by_part = owners.argsort(stable=True).split(owners.bincount(minlength=len(ends)).tolist())
-    sources = [*stored.sources] * (len(ends) // len(stored.sources))  # each part's own, or one for all
-    for source, end, length, here in zip(sources, ends, lengths, by_part, strict=True):
+    order, blocks = stored.order()[offsets[0] :][: len(part)], stored.blocks()
+    ends = torch.tensor([block.rows for block in blocks]).cumsum(0)
+    owners = torch.bucketize(order, ends, right=True)
+    by_block = owners.argsort(stable=True).split(owners.bincount(minlength=len(ends)).tolist())
+    for block, end, here in zip(blocks, ends.tolist(), by_block, strict=True):
         if not here.numel() or not part.numel():
             continue
-        theirs = order[here] - (0 if len(stored.sources) == 1 else end - length)
+        theirs = order[here] - (end - block.rows) + block.first
         first = int(theirs.min())
         there = slice(first, int(theirs.max()) + 1)
-        index = (*columns, there) if stored.is_transposed else (there, *columns)
-        value = read(source, index)
+        index = (*block.matrix, *((*columns, there) if stored.is_transposed else (there, *columns)))
+        value = read(block.source, index)
         for copy in stored.copies:
             if not torch.equal(read(copy, index), value):
-                problem = f"config.json ties {source} and {copy}, but the files hold different values for them"
+                problem = f"config.json ties {block.source} and {copy}, but the files hold different values for them"
                 raise RefusedError(f"{problem}; set tie_word_embeddings to false there")
+        value = value.squeeze(0) if block.matrix else value
         value = (value.t() if stored.is_transposed else value)[theirs - first]
         part[here] = value.to(part.device, part.dtype)
 
@@ -187,6 +252,20 @@ class Fields:
     def __init__(self, values: dict[str, Any], place: str = "") -> None:
         self.values = values
         self._place = place  # for messages: the table's path in the file, with a final dot
+        self._read: set[str] = set()
+        self._tables: list[Fields] = []
+
+    def get(self, field: str, default: Any = None) -> Any:
+        """A value of any type."""
+        self._read.add(field)
+        return self.values.get(field, default)
+
+    def refuse_others(self, meaningless: Collection[str]) -> None:
+        """Refuse a field, here or in a table, that nothing has read, unless it is null or in ``meaningless``."""
+        for table in (self, *self._tables):
+            for field, value in table.values.items():
+                if field not in table._read and field not in meaningless and value is not None:
+                    table.refuse(field, "which the models here do not know")
 
     def refuse(self, field: str, problem: str) -> NoReturn:
         """Raise a `RefusedError` because of one field, whose name and value the message gives."""
@@ -198,7 +277,7 @@ class Fields:
 
     def integer(self, field: str, default: int | None = None) -> int:
         """Read a positive integer."""
-        value = self.values.get(field)
+        value = self.get(field)
         if value is None and default is not None:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
@@ -207,7 +286,7 @@ class Fields:
 
     def number(self, field: str, default: float | None = None) -> float:
         """Read a finite number."""
-        value = self.values.get(field)
+        value = self.get(field)
         value = default if value is None else value
         if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e300:
             self.refuse(field, "which must be a number")
@@ -223,23 +302,24 @@ class Fields:
 
     def flag(self, field: str, default: bool) -> bool:
         """Read a boolean. Here null is refused."""
-        value = self.values.get(field, default)
+        value = self.get(field, default)
         if not isinstance(value, bool):
             self.refuse(field, "which must be true or false")
         return value
 
     def table(self, field: str) -> Fields | None:
         """Read a table; None if the field is missing or null."""
-        value = self.values.get(field)
+        value = self.get(field)
         if value is None:
             return None
         if not isinstance(value, dict):
             self.refuse(field, "which must be a table")
-        return Fields(value, f"{self._place}{field}.")
+        self._tables.append(Fields(value, f"{self._place}{field}."))
+        return self._tables[-1]
 
     def must_be(self, field: str, *allowed: Any) -> None:
         """Refuse any other value. A file without the field counts as having the first of ``allowed``."""
-        value = self.values.get(field, allowed[0])
+        value = self.get(field, allowed[0])
         if not any(type(value) is type(choice) and value == choice for choice in allowed):
             wanted = " or ".join(map(json.dumps, allowed))
             self.refuse(field, f"which the models here do not support; only {wanted} can be read")

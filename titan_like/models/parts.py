@@ -65,7 +65,8 @@ class Parts(NamedTuple):
     shared: int  # parameters of modules that layers share
     entry: int  # parameters before the layers, without a table that is also the output matrix
     head: int  # parameters after the layers, with a table that is also the output matrix
-    head_matrices: int  # elements of the matrices among them that are applied to every token, not once a sequence
+    # Elements of the matrices among them that are applied to every token, not once a sequence, for each time they are.
+    head_matrices: int
     token: int  # parameters that each token of the vocabulary has in the two ends
 
 
@@ -86,13 +87,17 @@ def _shared(config: TransformerConfig) -> Transformer:
 @lru_cache(maxsize=4096)
 def parts_of(config: TransformerConfig) -> Parts:
     """Count the sizes of a model's parts."""
-    model = one_of_each(config)
+    model, predicts_next = one_of_each(config), "mtp" in config.predictions
     return Parts(
         tuple(map(_layer_parts, layers_of(model))),
         sum(parameter.numel() for _, parameter in shared_parameters(model)),
         sum(p.numel() for name, p in entry_parameters(model) if not (config.tied_embeddings and is_table(name))),
         sum(parameter.numel() for _, parameter in head_parameters(model)),
-        sum(p.numel() for name, p in head_parameters(model) if p.ndim == 2 and name.split(".")[0] not in model.pooled),
+        sum(
+            p.numel() * (1 + predicts_next * (name in ("output.weight", "embedding.weight")))
+            for name, p in head_parameters(model)
+            if p.ndim == 2 and name.split(".")[0] not in model.pooled
+        ),
         sum(p[0].numel() for m in (model.embedding, model.output, model.output_bias) for p in m.parameters()),
     )
 

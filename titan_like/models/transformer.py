@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from torch import nn
 
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.attention import AttentionCore
-from titan_like.models.layers.cross_entropy import TokenLoss
+from titan_like.models.layers.cross_entropy import IGNORED_LABEL, TokenLoss
 from titan_like.models.layers.experts import Router
 from titan_like.models.layers.init import BLOCK_ELEMENTS, fill_normal
 from titan_like.models.layers.key_ranges import KeyRanges
@@ -25,6 +25,18 @@ class TiedOutput(nn.Module):
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """[batch, seq, hidden] and [padded vocab, hidden] → [batch, seq, padded vocab]."""
         return F.linear(x, table)
+
+
+class NextEmbedding(nn.Module):
+    """Looks the next tokens up in the embedding table. It has no parameters of its own."""
+
+    def __init__(self, num_embeddings: int) -> None:
+        super().__init__()
+        self.num_embeddings = num_embeddings
+
+    def forward(self, tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """[batch, seq] and [num_embeddings, hidden] → [batch, seq, hidden]."""
+        return F.embedding(tokens, table)
 
 
 class VocabularyBias(nn.Module):
@@ -92,11 +104,14 @@ class Transformer(nn.Module):
         self.output_bias = VocabularyBias(config.padded_vocab_size) if self.has_output_bias else nn.Identity()
         self.mask_padding: nn.Module = PaddingMask(config.vocab_size, config.padded_vocab_size)
         self.token_loss: nn.Module = TokenLoss(config.vocab_size, config.padded_vocab_size, self.final_softcap)
+        predicts_next = "mtp" in config.predictions
+        self.next_embedding: nn.Module = NextEmbedding(config.padded_vocab_size) if predicts_next else nn.Identity()
 
     def keep_stage(self, layers: range, is_first: bool, is_last: bool) -> None:
         """Drop what other pipeline stages hold.
 
-        Both the first and the last stage keep a tied embedding table, and every stage the shared modules of its layers.
+        Both the first and the last stage keep an embedding table that both use, and every stage the shared modules of
+        its layers.
         """
         names = {name for name, _ in self.named_modules()}
         self.is_first, self.is_last = is_first, is_last
@@ -104,9 +119,9 @@ class Transformer(nn.Module):
             del self.layers[name]
         for name in set(self.shared).difference(*(shared_modules(layer) for layer in self.layers.values())):
             delattr(self, name)
-        keeps_table = is_last and self.config.tied_embeddings
+        keeps_table = is_last and self.config.uses_table_last
         for name in () if is_first else self.entry:
-            if name != "embedding" or not keeps_table:  # a tied table stays as the last stage's output matrix
+            if name != "embedding" or not keeps_table:
                 delattr(self, name)
         for name in () if is_last else (*self.head, "output", "output_bias", "mask_padding", "token_loss"):
             delattr(self, name)
@@ -123,6 +138,10 @@ class Transformer(nn.Module):
         In a model with an encoder, this and `layer_inputs` also take ``encoder_len``.
         """
         raise NotImplementedError
+
+    def embed_next(self, next_tokens: torch.Tensor) -> torch.Tensor:
+        """The embeddings that a layer which takes next tokens gets: [batch, seq] → [batch, seq, hidden]."""
+        return self.next_embedding(next_tokens, self.embedding.weight)
 
     def layer_inputs(self, positions: torch.Tensor) -> tuple[Any, ...]:
         """Inputs that every layer takes in addition to the hidden states, such as rotary tables of the positions.
@@ -169,6 +188,8 @@ class Transformer(nn.Module):
         labels: Labels = None,
         sample_labels: Labels = None,
         loss_factors: torch.Tensor | None = None,
+        next_tokens: torch.Tensor | None = None,
+        next_labels: Labels = None,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """tokens [batch, seq] → what `predict` returns: logits [batch, seq, padded vocab] in most families.
 
@@ -178,7 +199,8 @@ class Transformer(nn.Module):
         more. A stage that is not the first takes hidden states [batch, seq, hidden] in place of tokens. One that is not
         the last returns them. Layers get ``document_mask`` as their last argument, if it is given, `embed` gets
         ``token_types``, and ``padding_mask`` goes to the layers that say they take it. With ``encoder_len`` the first
-        tokens are an encoder's, and predictions and losses are those of the others.
+        tokens are an encoder's, and predictions and losses are those of the others. A last layer may take
+        ``next_tokens``, for losses alone, and adds its own output, for ``next_labels``.
         """
         if positions is None:
             seq_len = x.shape[1] * (1 if self.is_first else self.sequence_shards)
@@ -190,16 +212,27 @@ class Transformer(nn.Module):
         masks = self.key_ranges(len(x), positions, document_mask) if encoder_len is None else {}
         inputs: tuple[Any, ...] = self.layer_inputs(positions, *lengths)
         for name, layer in self.layers.items():
-            takes_mask = padding_mask is not None and getattr(layer, "takes_padding_mask", False)
+            takes_mask, is_padding = getattr(layer, "takes_padding_mask", False), padding_mask
+            further: dict[str, torch.Tensor] = {}
+            if loss_factors is not None and next_tokens is not None and getattr(layer, "takes_next_tokens", False):
+                further["next_embedding"] = self.embed_next(next_tokens)
+                is_padding = cast(torch.Tensor, next_labels) == IGNORED_LABEL  # no other of its positions counts
+            if is_padding is not None and takes_mask:
+                further["padding_mask"] = is_padding
             mask = masks.get(name, document_mask)
-            further = {"padding_mask": padding_mask} if takes_mask else {}
             x = layer(x, *self.inputs_of(int(name), inputs), *(() if mask is None else (mask,)), **further)
         if not self.is_last:
             return x
         if encoder_len is not None:
             x = x[:, encoder_len // self.sequence_shards :]
             labels = None if labels is None else labels[:, encoder_len:]
-        return self.predict(x) if loss_factors is None else self.loss(x, loss_factors, labels, sample_labels)
+        if loss_factors is None:
+            return self.predict(x)
+        if next_labels is None:
+            return self.loss(x, loss_factors, labels, sample_labels)
+        x, ahead = x.chunk(2)
+        losses = self.loss(x, loss_factors[:-1], labels, sample_labels)
+        return torch.cat((losses, self.loss_of_tokens(ahead, next_labels, loss_factors[-1])[None]))
 
     def predict(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Hidden states after the last layer → a tensor for each of the configuration's ``predictions``.

@@ -44,7 +44,7 @@ from titan_like.torch_private.fsdp import (
 
 def summed_in_full(model: Transformer) -> list[nn.Parameter]:
     """Weights that are used twice, whose gradients of both uses add up in the master weights' type."""
-    is_used_twice = model.config.tied_embeddings and model.is_first and model.is_last
+    is_used_twice = model.config.uses_table_last and model.is_first and model.is_last
     return list(model.embedding.parameters()) if SUMS_USES_IN_FULL and is_used_twice else []
 
 
@@ -208,8 +208,8 @@ def units_of(
 ) -> list[tuple[list[nn.Module], DataParallelGroup]]:
     """FSDP2's units of communication and the ranks that hold each. A parameter is in the first unit with its module."""
     units: list[tuple[list[nn.Module], DataParallelGroup]] = []
-    # Only the first layer's input needs an untied table: as a unit of its own it is freed right after use.
-    if model.is_first and not model.config.tied_embeddings:
+    # A table that only the first layer's input needs is freed right after use, as a unit of its own.
+    if model.is_first and not model.config.uses_table_last:
         units.append(([model.embedding], of_dense))
     for layers in _layer_units(model, dtype, most):
         if of_experts is not None and (experts := _experts_in(layers)):

@@ -142,7 +142,7 @@ def stages_of_tied_parameters(model: TransformerConfig, splits: Sequence[StageLa
     for name, _ in shared_parameters(small):
         module = name.partition(".")[0]
         stages_of[name] = [i for i, split in enumerate(splits) if any(module in uses[kinds[n]] for n in split.layers)]
-    if model.tied_embeddings:
+    if model.uses_table_last:
         stages_of["embedding.weight"] = [i for i, split in enumerate(splits) if split.is_first or split.is_last]
     return {name: tuple(stages) for name, stages in stages_of.items() if len(stages) > 1}
 

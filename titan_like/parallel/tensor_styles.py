@@ -218,8 +218,8 @@ class VocabularyEmbedding(TensorParallel):
     placements: ClassVar = {"weight": Shard(0)}
     num_embeddings: int
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens [batch, seq] → activation between layers.
+    def forward(self, tokens: torch.Tensor, table: torch.Tensor | None = None) -> torch.Tensor:
+        """tokens [batch, seq] → activation between layers, by rows of the module's own table or of another one.
 
         Raises:
             ValueError: sequence parallelism cannot split the sequence into equal parts.
@@ -231,7 +231,8 @@ class VocabularyEmbedding(TensorParallel):
         here = self.tensor_group.vocabulary(self.num_embeddings)
         elsewhere = (tokens < here.start) | (tokens >= here.stop)
         rows = (tokens - here.start).masked_fill(elsewhere, 0)
-        return self.reduce_from_region(F.embedding(rows, local(self.weight)).masked_fill(elsewhere[..., None], 0))
+        part = F.embedding(rows, local(self.weight if table is None else table))
+        return self.reduce_from_region(part.masked_fill(elsewhere[..., None], 0))
 
 
 class PositionEmbedding(TensorParallel):

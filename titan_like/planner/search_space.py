@@ -132,8 +132,8 @@ class Space:
         counts = self.config.parallelism.pipeline_layers
         if counts is None:
             return
-        if min(counts, default=0) < 1 or sum(counts) != self.model.num_layers:
-            problem = f"must be numbers of at least 1 that sum to the {self.model.num_layers} layers"
+        if min(counts, default=0) < 1 or sum(counts) != sum(self.model.layer_counts):
+            problem = f"must be numbers of at least 1 that sum to the {sum(self.model.layer_counts)} layers"
             raise ConfigError(STAGE_SIZES, counts, problem)
         if not any(degree > 1 and len(counts) % degree == 0 for degree in divisors(self.num_gpus)):
             problem = f"no number of ranks that divides the {self.num_gpus} GPUs can share {len(counts)} stages evenly"

@@ -83,7 +83,7 @@ def _read_hugging_face(folder: Path, model: ParallelModel) -> str | None:
         read = slice_reader(source.tensors)
         may_lack = tuple(f"{name}." for name in model.stages[0].module.may_be_new)
         for stored in source.stored_parameters(shape):
-            tensor = tensors.get(f"model.{stored.name}")
+            tensor = tensors.get(stored.key)
             is_new = stored.name.startswith(may_lack) and not stored.sources.keys() <= source.tensors.keys()
             if tensor is not None and not is_new:  # otherwise another pipeline stage holds it
                 for part, offset in local_parts(tensor):

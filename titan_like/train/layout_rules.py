@@ -77,12 +77,12 @@ def check_stages(config: JobConfig, model: TransformerConfig, layout: Layout) ->
     require(virtual > 1 or prescribed is not None, "parallelism.pipeline_schedule", schedule, problem)
     problem = f"{schedule} has exactly 2 stages per rank; use 2 or leave it out"
     require(virtual <= 2 or prescribed != 2, "parallelism.virtual_stages_per_rank", virtual, problem)
-    stages = len(layout.stage_ranks)
-    problem = f"{stages} stages for {model.num_layers} layers; use at most {model.num_layers} stages"
-    require(stages <= model.num_layers, "parallelism.pipeline_parallel_degree", pipeline, problem)
+    stages, layers = len(layout.stage_ranks), sum(model.layer_counts)
+    problem = f"{stages} stages for {layers} layers; use at most {layers} stages"
+    require(stages <= layers, "parallelism.pipeline_parallel_degree", pipeline, problem)
     counts = section.pipeline_layers
-    problem = f"must be {stages} numbers of at least 1 (one per stage) that sum to the {model.num_layers} layers"
-    fits = counts is None or (len(counts) == stages and min(counts) > 0 and sum(counts) == model.num_layers)
+    problem = f"must be {stages} numbers of at least 1 (one per stage) that sum to the {layers} layers"
+    fits = counts is None or (len(counts) == stages and min(counts) > 0 and sum(counts) == layers)
     require(fits, "parallelism.pipeline_layers", counts, problem)
 
 
@@ -99,6 +99,9 @@ def check_expert_parallel(config: JobConfig, model: TransformerConfig, layout: L
     width = model.expert_ffn_hidden_size
     problem = f"does not divide the model's expert_ffn_hidden_size ({width}); use 1, or another tensor_parallel_degree"
     require(width % tensor == 0, tensor_key, tensor, problem)
+    problem = f"does not divide the model's hidden_size ({model.hidden_size}), of which each rank adds a part of the "
+    fits = not model.expert_bias or model.hidden_size % tensor == 0
+    require(fits, tensor_key, tensor, f"{problem}experts' biases; use 1, or another tensor_parallel_degree")
     # Each stage makes the groups that gather its own matrices, and all processes must make the same groups.
     may_lack_experts = layout.pipeline > 1 and getattr(model, "num_dense_layers", 0) > 0
     problem = "muon does not support it in a pipeline of layers with and without experts; use 1, or adamw"

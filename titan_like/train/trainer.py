@@ -155,12 +155,13 @@ class Trainer(ValidatedState):
         # Not before there is a batch: torch seeds under a lock, with which worker processes must not be forked.
         seed_step(config.job.seed, self.step + 1, self.dropout_stream)
 
-        # The loss is the mean over the valid tokens of the global batch, or a sum of such means, one for each of the
-        # model's predictions. Counting the labels first lets every microbatch divide by the same numbers, so gradients
-        # only need to be summed.
+        # The loss is the mean over the valid tokens of the global batch, or a weighted sum of such means, one for each
+        # of the model's predictions. Counting the labels first lets every microbatch divide by the same numbers, so
+        # gradients only need to be summed.
         predictions = self.run.model.predictions
         num_each, num_tokens, num_pairs = self._count(batches)
-        factors = self.loss_scale / num_each.to(self.loss_dtype)
+        coefficients = torch.tensor(self.run.model.coefficients, dtype=self.loss_dtype).to(device, non_blocking=True)
+        factors = self.loss_scale * coefficients / num_each.to(self.loss_dtype)
         losses = torch.zeros(len(predictions), device=device, dtype=self.loss_dtype)
 
         def add_loss(output: ModelOutput, microbatch: int) -> torch.Tensor:
@@ -253,7 +254,7 @@ class Trainer(ValidatedState):
         Raises:
             RunError: gradients are not finite and `health.skip_nonfinite` is false, or a save failed.
         """
-        config, predictions = self.config, self.run.model.predictions
+        config, predictions, coefficients = self.config, self.run.model.predictions, self.run.model.coefficients
         values, seconds = issued.read()
         tokens, num_pairs = issued.global_batch_size * config.training.seq_len, values.terms[len(predictions)]
         finite, scales_loss = math.isfinite(values.grad_norm), self.scaler is not None
@@ -276,7 +277,7 @@ class Trainer(ValidatedState):
         record = StepRecord(
             step=issued.step,
             loss=values.loss,
-            losses=named_losses(predictions, values.terms[: len(predictions)]),
+            losses=named_losses(predictions, [x / c for x, c in zip(values.terms, coefficients, strict=False)]),
             experts=dict(zip(FIGURES, values.terms[len(predictions) + 1 :], strict=False)),
             grad_norm=values.grad_norm,
             lr=issued.lr,

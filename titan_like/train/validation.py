@@ -91,6 +91,8 @@ class ValidatedState(TrainingState):
     def validate(self, split: str = "validation") -> float:
         """Mean loss, in nats per token, over the first `evaluation.steps` global batches of a validation ``split``.
 
+        It leaves out the loss of multi-token prediction, which is a loss of training.
+
         Raises:
             Stopped: a rank has received a signal that asks to stop.
         """
@@ -132,7 +134,8 @@ class ValidatedState(TrainingState):
         self.validation_losses = (total[0] / total[1]).tolist()
         if 0 in total[1].tolist():
             self.console.print(f" the samples for validation {NO_LABELS}")
-        loss = sum(self.validation_losses)
+        each = zip(predictions, self.validation_losses, strict=True)
+        loss = sum(value for prediction, value in each if prediction != "mtp")
         self.observer.end_validation(loss)
         return loss
 

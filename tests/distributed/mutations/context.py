@@ -21,7 +21,7 @@ from titan_like.train.trainer import Trainer
 from titan_like.verify.processes import Prepare
 
 
-def _changed(change: Callable[[CPShard, Batch, int], Batch]) -> Prepare:
+def changed(change: Callable[[CPShard, Batch, int], Batch]) -> Prepare:
     """Change the CP shard of a batch, given that and the length of the whole sequence."""
 
     @wraps(change)
@@ -32,14 +32,14 @@ def _changed(change: Callable[[CPShard, Batch, int], Batch]) -> Prepare:
     return bug(CPShard, "shard")(shard)
 
 
-@_changed
+@changed
 def positions_by_rank(cp_shard: CPShard, batch: Batch, length: int) -> Batch:
     """Positions are those of a contiguous part of the sequence."""
     part = length // cp_shard.size
     return batch._replace(positions=torch.arange(cp_shard.rank * part, (cp_shard.rank + 1) * part))
 
 
-@_changed
+@changed
 def mask_by_local_position(cp_shard: CPShard, batch: Batch, length: int) -> Batch:
     """A query sees as many keys as its number in the CP shard says."""
     if batch.document_mask is None:
@@ -48,7 +48,7 @@ def mask_by_local_position(cp_shard: CPShard, batch: Batch, length: int) -> Batc
     return batch._replace(document_mask=KeyRanges(first, torch.arange(1, end.shape[1] + 1).expand_as(end)))
 
 
-@_changed
+@changed
 def labels_of_the_shard_shifted(cp_shard: CPShard, batch: Batch, length: int) -> Batch:
     """Labels are the next tokens of the CP shard, which are wrong at the edges of chunks."""
     assert batch.labels is not None

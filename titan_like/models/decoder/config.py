@@ -31,7 +31,7 @@ class DecoderConfig(WithHeadSize, WithExperts):
 
     supports_masks: ClassVar[bool] = True
     # No position table depends on the length.
-    not_in_weights: ClassVar = WithExperts.not_in_weights | {"max_seq_len"}
+    not_in_weights: ClassVar = WithExperts.not_in_weights | {"max_seq_len", "mtp_coefficient"}
 
     tied_embeddings: bool = Field(False, description="the output matrix is the embedding table")
     num_experts: int = Field(0, ge=0, le=2**14, description="experts per layer; 0: all MLPs are dense")
@@ -66,11 +66,15 @@ class DecoderConfig(WithHeadSize, WithExperts):
         0, ge=0, le=2**20, description="latent attention: rotated part; all heads share its key"
     )
     value_head_size: int = Field(0, ge=0, le=2**20, description="latent attention: width of a head's values")
-    mtp_layers: int = Field(0, ge=0, le=8, description="layers that predict further tokens (DeepSeek-V3)")
+    mtp_layers: int = Field(0, ge=0, le=1, description="layers that predict the token after the next (DeepSeek-V3)")
+    mtp_coefficient: float = Field(0.3, gt=0, le=1e6, description="factor of their loss in the loss (DeepSeek-V3's λ)")
 
     @model_validator(mode="before")
     @classmethod
     def _fill_defaults(cls, values: dict) -> dict:
+        if values.get("kv_lora_rank") and not values.get("head_size"):
+            parts = (values.get(name) for name in ("nope_head_size", "rope_head_size"))
+            values = values | {"head_size": sum(part for part in parts if isinstance(part, int))}
         filled = super()._fill_defaults(values)  # type: ignore[operator]
         pattern, kinds = filled.get("layer_pattern"), filled.get("kinds")
         if isinstance(kinds or {}, dict) and isinstance(pattern or [], list) and (kinds or pattern):
@@ -90,6 +94,29 @@ class DecoderConfig(WithHeadSize, WithExperts):
                 f"head_size {self.head_size} · rotary_fraction {self.rotary_fraction:g} = {self.rotary_size} is odd or "
                 "0, but rotary positions need pairs of dimensions; make it even"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_latent(self) -> DecoderConfig:
+        sizes = {name: getattr(self, f"{name}_head_size") for name in ("nope", "rope", "value")}
+        if not self.kv_lora_rank:
+            for name in (name for name in ("q_lora_rank", *map("{}_head_size".format, sizes)) if getattr(self, name)):
+                raise ValueError(
+                    f"{name} {getattr(self, name)} needs latent attention; set kv_lora_rank, or {name} = 0"
+                )
+            return self
+        if not all(sizes.values()) or self.head_size != sizes["nope"] + sizes["rope"]:
+            raise ValueError(
+                f"latent attention needs nope_head_size, rope_head_size and value_head_size ({list(sizes.values())}), "
+                f"and the first two make up head_size ({self.head_size}); set them"
+            )
+        if sizes["value"] > self.head_size:
+            raise ValueError(f"value_head_size {sizes['value']} is more than head_size {self.head_size}; choose less")
+        fixed = {"num_kv_heads": self.num_attention_heads, "qk_norm": "none", "rotary_fraction": 1.0}
+        for name in (name for name, value in fixed.items() if getattr(self, name) != value):
+            raise ValueError(f"latent attention has no {name} {getattr(self, name)}; leave it at {fixed[name]}")
+        if self.attention_bias == "qkv":
+            raise ValueError('latent attention has no attention_bias "qkv"; use "none" or "all"')
         return self
 
     @model_validator(mode="after")
@@ -114,19 +141,31 @@ class DecoderConfig(WithHeadSize, WithExperts):
             f"longrope needs a factor for each of the {self.rotary_size // 2} pairs of rotated dimensions; set as many "
             "short_factors and long_factors": lengths <= {self.rotary_size // 2},
         }
-        absent = {
-            "kv_lora_rank": bool(self.kv_lora_rank),
-            "mtp_layers": bool(self.mtp_layers),
-        }
-        rules |= {f"{name} is not supported yet; leave it out": not is_set for name, is_set in absent.items()}
         for problem in (problem for problem, holds in rules.items() if not holds):
             raise ValueError(problem)
         return self
 
     @property
     def rotary_size(self) -> int:
-        """Dimensions of each head that are rotated, the first ones."""
-        return int(self.head_dim * self.rotary_fraction)
+        """Dimensions of each head that are rotated: the first ones, or the last ones in latent attention."""
+        return self.rope_head_size or int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def attention_size(self) -> int:
+        """Width of all query heads together, of which FLOPs are counted: in latent attention the mean with values."""
+        if not self.kv_lora_rank:
+            return super().attention_size
+        return self.num_attention_heads * (self.head_size + self.value_head_size) // 2
+
+    @property
+    def predictions(self) -> tuple[str, ...]:
+        """The next token, and maybe the one after it."""
+        return ("tokens", "mtp") if self.mtp_layers else ("tokens",)
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """Factor of each prediction's mean loss in the loss."""
+        return (1.0, self.mtp_coefficient)[: 1 + self.mtp_layers]
 
     @property
     def kind_names(self) -> tuple[str, ...]:
@@ -134,8 +173,8 @@ class DecoderConfig(WithHeadSize, WithExperts):
         return tuple(dict.fromkeys(self.layer_pattern or [FULL]))
 
     def kind_of(self, layer: int) -> str:
-        """The name of the kind of the layer with this number."""
-        return self.layer_pattern[layer % len(self.layer_pattern)] if self.layer_pattern else FULL
+        """The name of the kind of the layer with this number. That for multi-token prediction is of the first kind."""
+        return self._layers(layer + 1)[layer][1] if layer < self.num_layers else self.kind_names[0]
 
     def kind(self, name: str) -> LayerKind:
         """The kind of this name."""
@@ -143,22 +182,30 @@ class DecoderConfig(WithHeadSize, WithExperts):
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:
-        """Layers differ in their kind, and in whether they have experts; kinds are numbered as they first appear."""
+        """Layers differ in their kind, and in whether they have experts; kinds are numbered as they first appear.
+
+        The layer for multi-token prediction is the last layer, and a kind of its own.
+        """
         layers = self._layers(self.num_layers)
         numbers = {layer: number for number, layer in enumerate(dict.fromkeys(layers))}
-        return tuple(numbers[layer] for layer in layers)
+        return *(numbers[layer] for layer in layers), *[len(numbers)] * self.mtp_layers
 
     @property
     def layer_counts(self) -> tuple[int, ...]:
         """As `layer_kinds` says."""
-        return tuple(Counter(self._layers(self.num_layers)).values())
+        return *Counter(self._layers(self.num_layers)).values(), *[1] * self.mtp_layers
 
     def _layers(self, count: int) -> list[tuple[bool, str]]:
         """(whether the MLP is dense, name of the kind) of so many first layers."""
-        return [(number < self.num_dense_layers, self.kind_of(number)) for number in range(count)]
+        names = self.layer_pattern or [FULL]
+        return [(number < self.num_dense_layers, names[number % len(names)]) for number in range(count)]
 
     def with_layers(self, num_layers: int) -> dict[str, Any]:
-        """One layer of each kind, and then those that follow in the pattern, whose MLPs are not dense."""
+        """One layer of each kind, and then those that follow in the pattern, whose MLPs are not dense.
+
+        The layer for multi-token prediction is one of the ``num_layers``.
+        """
+        num_layers -= self.mtp_layers
         if not self.layer_pattern:
             return super().with_layers(num_layers)
         layers = list(dict.fromkeys(self._layers(self.num_layers)))
@@ -185,6 +232,11 @@ class DecoderConfig(WithHeadSize, WithExperts):
 
         windows = sorted({kind.window for kind in self.kinds.values()} - {0})
         sizes = {0: 0} | {window: seq_len // 3 + number for number, window in enumerate(windows)}
+        latent: dict[str, Any] = {}
+        if self.kv_lora_rank:
+            latent = {"kv_lora_rank": 48, "nope_head_size": 32, "rope_head_size": 16, "value_head_size": 16}
+            latent |= {"head_size": 48, "rotary_fraction": 1.0, "q_lora_rank": 32 * (self.q_lora_rank > 0)}
+            head, rotary = 48, 16
         kinds = {
             name: kind.model_dump() | {"window": sizes[kind.window], "rope_scaling": small(kind.rope_scaling)}
             for name, kind in self.kinds.items()
@@ -197,6 +249,7 @@ class DecoderConfig(WithHeadSize, WithExperts):
             "final_softcap": min(self.final_softcap, 1.0),
             "rope_scaling": small(self.rope_scaling),
             "kinds": kinds,
+            **latent,
         }
 
     def _factors(self) -> list[list[float]]:

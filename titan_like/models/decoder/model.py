@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from titan_like.models.decoder.config import DecoderConfig, LayerKind
-from titan_like.models.layers.attention import SelfAttention
+from titan_like.models.layers.attention import AttentionCore, SelfAttention
 from titan_like.models.layers.experts import SparseMLP
 from titan_like.models.layers.key_ranges import KeyRanges
+from titan_like.models.layers.latent_attention import LatentAttention, LatentSizes, latent_scale
 from titan_like.models.layers.mlp import GatedMLP, PlainMLP
 from titan_like.models.layers.norms import make_norm
 from titan_like.models.layers.positions import rope_cos_sin, rope_frequencies, rope_magnitude
@@ -64,15 +65,43 @@ def norm_of(config: DecoderConfig) -> nn.Module:
     return make_norm(config.hidden_size, config.norm_eps, config.norm, config.norm_offset)
 
 
+class MTPLayer(DecoderLayer):
+    """A decoder layer that sees each next token too, to predict the one after it (arXiv 2412.19437, section 2.2).
+
+    Its modules outside attention and MLP have DeepSeek's names; ``norm`` is before the output matrix.
+    """
+
+    takes_next_tokens = True
+
+    def __init__(self, config: DecoderConfig, attention: nn.Module, mlp: nn.Module) -> None:
+        super().__init__(config, attention, mlp)
+        self.enorm, self.hnorm, self.norm = norm_of(config), norm_of(config), norm_of(config)
+        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(
+        self, x: torch.Tensor, *inputs: Any, next_embedding: torch.Tensor | None = None, **mlp: Any
+    ) -> torch.Tensor:
+        """[batch, seq, hidden] → the same and, after it, what predicts tokens after the next: [2 · batch, seq, hidden].
+
+        Without ``next_embedding``, the embeddings of the next tokens, [batch, seq, hidden] → the same.
+        """
+        if next_embedding is None:
+            return x
+        both = torch.cat((self.enorm(next_embedding), self.hnorm(x)), 2)
+        return torch.cat((x, self.norm(super().forward(self.eh_proj(both), *inputs, **mlp))))
+
+
 class Decoder(Transformer):
     """A decoder over token sequences [batch, seq]; see `Transformer.forward`."""
 
-    residual_outputs = ("attention.proj", "down")
+    residual_outputs: tuple[str, ...] = ("attention.proj", "down")
     config: DecoderConfig
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
-        self.layers.update({str(i): self.new_layer(i) for i in range(config.num_layers)})
+        if config.kv_lora_rank:
+            self.residual_outputs = ("heads.proj", "down")
+        self.layers.update({str(i): self.new_layer(i) for i in range(len(config.layer_kinds))})
         self.norm = norm_of(config)
 
     @property
@@ -82,9 +111,19 @@ class Decoder(Transformer):
 
     def new_layer(self, number: int) -> DecoderLayer:
         """Build the layer with this number."""
-        config, hidden = self.config, self.config.hidden_size
-        attention = SelfAttention(
-            hidden,
+        config, mlp = self.config, GatedMLP if self.config.gated else PlainMLP
+        layer = DecoderLayer if number < config.num_layers else MTPLayer
+        attention = self.new_latent_attention(number) if config.kv_lora_rank else self.new_attention(number)
+        if config.num_experts and number >= config.num_dense_layers:
+            return layer(config, attention, SparseMLP(config))
+        dense = mlp(config.hidden_size, config.ffn_hidden_size, config.activation, bias=config.mlp_bias)
+        return layer(config, attention, dense)
+
+    def new_attention(self, number: int) -> SelfAttention:
+        """Build the attention of the layer with this number."""
+        config = self.config
+        return SelfAttention(
+            config.hidden_size,
             config.num_attention_heads,
             config.num_kv_heads,
             bias=config.attention_bias != "none",
@@ -98,12 +137,20 @@ class Decoder(Transformer):
             window=config.kind(config.kind_of(number)).window,
             sinks=config.attention_sinks,
         )
-        if config.num_experts and number >= config.num_dense_layers:
-            return DecoderLayer(config, attention, SparseMLP(config))
-        kind = GatedMLP if config.gated else PlainMLP
-        return DecoderLayer(
-            config, attention, kind(hidden, config.ffn_hidden_size, config.activation, bias=config.mlp_bias)
-        )
+
+    def new_latent_attention(self, number: int) -> LatentAttention:
+        """Build the latent attention of the layer with this number."""
+        config, kind = self.config, self.config.kind(self.config.kind_of(number))
+        ranks, heads = (config.q_lora_rank, config.kv_lora_rank), config.num_attention_heads
+        sizes = LatentSizes(*ranks, config.nope_head_size, config.rope_head_size, config.value_head_size)
+        scale = config.attention_scale or latent_scale(config.head_size, kind.rope_scaling)
+        num_sinks = heads if config.attention_sinks else 0
+        core = AttentionCore(0.0, True, scale, config.attention_softcap, kind.window, num_sinks)
+        return LatentAttention(config.hidden_size, heads, sizes, core, bias=config.attention_bias == "all")
+
+    def embed_next(self, next_tokens: torch.Tensor) -> torch.Tensor:
+        """As in the base class."""
+        return _scaled(super().embed_next(next_tokens), self.config.embedding_scale)
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """tokens [batch, seq] → hidden states [batch, seq, hidden]. Positions enter in the attention."""

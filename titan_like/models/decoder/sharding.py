@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from titan_like.models.decoder.config import DecoderConfig
+from titan_like.models.layers.latent_attention import LATENT_PLAN
 
-_MLP = "layers.*.mlp"
+_ATTENTION, _MLP = "layers.*.attention", "layers.*.mlp"
 _DENSE = {
     _MLP: "region",
     f"{_MLP}.gate": "column_linear",
@@ -13,6 +14,7 @@ _DENSE = {
 }
 _AROUND_MLPS = {
     "embedding": "vocabulary_embedding",
+    "next_embedding": "vocabulary_embedding",
     "layers.*.attention_norm": "norm",
     "layers.*.attention": "region",
     "layers.*.attention.qkv": "column_linear",  # its rows are ordered by head groups, so each rank gets whole groups
@@ -35,6 +37,14 @@ def _plan(config: DecoderConfig) -> dict[str, str]:
     if config.qk_norm != "none":
         style = "head_norm" if config.qk_norm == "head" else "split_norm"
         plan |= {f"layers.*.attention.{part}_norm": style for part in "qk"}
+    if config.kv_lora_rank:
+        plan = {name: style for name, style in plan.items() if not name.startswith(f"{_ATTENTION}.")}
+        del plan[_ATTENTION]
+        is_there = {"q_a": config.q_lora_rank, "q_norm": config.q_lora_rank}
+        plan |= {f"{_ATTENTION}.{name}": style for name, style in LATENT_PLAN.items() if is_there.get(name, True)}
+    if config.mtp_layers:
+        own = f"layers.{config.num_layers}"
+        plan |= {f"{own}.eh_proj": "replicated_linear", **{f"{own}.{name}norm": "norm" for name in ("e", "h", "")}}
     dense = [_MLP]
     if config.num_experts:
         plan[f"{_MLP}.router"] = "router"

@@ -5,11 +5,13 @@ A head's queries and keys have a part without positions, then a rotated part, wh
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from titan_like.models.config import RopeScaling
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.layers.positions import apply_rope
@@ -110,3 +112,10 @@ LATENT_PLAN = {
     "heads.proj": "row_linear",
 }
 """How tensor parallelism splits a `LatentAttention`: module name → style."""
+
+
+def latent_scale(head_size: int, scaling: RopeScaling | None) -> float:
+    """What DeepSeek multiplies scores by: with yarn's ``mscale_all_dim``, more than 1 / √head_size."""
+    if scaling is None or scaling.type != "yarn":
+        return 1 / math.sqrt(head_size)
+    return (1 + 0.1 * scaling.mscale_all_dim * math.log(max(scaling.factor, 1.0))) ** 2 / math.sqrt(head_size)

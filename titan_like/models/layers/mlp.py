@@ -39,18 +39,25 @@ def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": gelu_tanh, "relu": F.relu, "relu2": relu2}
+_OfOne, _OfTwo = Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+ACTIVATIONS: dict[str, _OfOne] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu": F.relu,
+    "relu2": relu2,
+}
 """Elementwise functions, by name."""
 
 
-def _times_up(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _times_up(activation: _OfOne) -> _OfTwo:
     def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return activation(gate) * up
 
     return gated
 
 
-GATED_ACTIVATIONS = {name: _times_up(function) for name, function in ACTIVATIONS.items()}
+GATED_ACTIVATIONS: dict[str, _OfTwo] = {name: _times_up(function) for name, function in ACTIVATIONS.items()}
 """Elementwise functions of gate and up, by name (arXiv 2002.05202)."""
 GATED_ACTIVATIONS["clamped_swiglu"] = clamped_swiglu
 

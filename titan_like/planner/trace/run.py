@@ -128,8 +128,10 @@ def microbatch(key: TraceKey) -> Batch:
     whole = Batch(
         tokens,
         labels=tokens.clone(),
-        sample_labels=None if heads == ("tokens",) else tokens.new_zeros(key.micro_batch_size),
+        sample_labels=tokens.new_zeros(key.micro_batch_size) if {"pair", "choice"} & set(heads) else None,
         loss_factors=torch.ones(len(heads)),
+        next_tokens=tokens.clone() if "mtp" in heads else None,
+        next_labels=tokens.clone() if "mtp" in heads else None,
         encoder_len=key.seq_len if key.decoder_seq_len else None,
     )
     return CPShard(key.context, 0, key.context_method).shard(whole)

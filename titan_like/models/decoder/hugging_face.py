@@ -1,0 +1,333 @@
+"""The mapping between decoders and Hugging Face's classes, of which `classes` has the data.
+
+A shape may be a model of several classes. The one to export to is that of the folder that the weights came from, or
+else the first whose config.json describes the same shape.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from titan_like.models.decoder.classes import CLASSES, Class
+from titan_like.models.decoder.config import FULL, DecoderConfig
+from titan_like.models.decoder.rope import read_rope, written_rope
+from titan_like.models.decoder.tensors import stored_parameters
+from titan_like.models.hugging_face import Fields, RefusedError, Stored, read_fields, validated
+
+__all__ = ["ARCHITECTURES", "class_of", "from_fields", "stored_parameters"]
+
+_ELSEWHERE = ("llama", "mixtral", "qwen3_moe", "olmoe")  # families of these names have them
+ARCHITECTURES = {kind: one.name for one in CLASSES for kind in one.model_types if kind not in _ELSEWHERE}
+_SLIDING, _UNROTATED = "sliding", "unrotated"
+_LAYER_TYPES = {"full_attention": FULL, "sliding_attention": _SLIDING}
+# Fields that say nothing about the shape.
+_MEANINGLESS = frozenset(
+    """
+    _attn_implementation _attn_implementation_autoset _name_or_path add_cross_attention architectures attention_dropout
+    auto_map aux_loss_alpha bad_words_ids begin_suppress_tokens bos_token_id cache_implementation classifier_dropout
+    chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id dtype eos_token_id ep_size id2label
+    is_decoder is_encoder_decoder label2id max_length min_length model_type output_attentions output_hidden_states
+    output_router_logits pad_token_id prefix problem_type pruned_heads quantization_config return_dict sep_token_id
+    seq_aux suppress_tokens task_specific_params tie_encoder_decoder tokenizer_class torch_dtype torchscript
+    transformers_version use_bfloat16 use_cache
+    """.split()
+)
+_EVERYWHERE: dict[str, tuple[Any, ...]] = {
+    "pretraining_tp": (1, None),
+    "use_bidirectional_attention": (False, None),
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "hidden_dropout"), (0.0, 0)),
+}
+_SIZES = (
+    ("vocab_size", "vocab_size"),
+    ("hidden_size", "hidden_size"),
+    ("ffn_hidden_size", "intermediate_size"),
+    ("num_layers", "num_hidden_layers"),
+    ("num_attention_heads", "num_attention_heads"),
+    ("num_kv_heads", "num_key_value_heads"),
+    ("max_seq_len", "max_position_embeddings"),
+)
+_NOT_COMPARED = {"vocab_multiple", "balance_coefficient", "bias_update_rate", "z_loss_coefficient", "kinds"}
+
+
+def from_fields(fields: Fields, kind: type[DecoderConfig] = DecoderConfig) -> DecoderConfig:
+    """The shape that config.json describes. A `RefusedError` names a feature that this family lacks, or a bad field."""
+    one = next(one for one in CLASSES if fields.get("model_type") in one.model_types)
+    if (text := fields.table("text_config")) is not None:
+        tied = fields.get("tie_word_embeddings")  # of the model around that of the text
+        fields = Fields(text.values | ({} if tied is None else {"tie_word_embeddings": tied}), "text_config.")
+    values = _shape(one, fields)
+    fields.refuse_others(_MEANINGLESS | one.ignored)
+    shape = validated(kind, values)
+    assert isinstance(shape, DecoderConfig)
+    return shape
+
+
+def _shape(one: Class, fields: Fields) -> dict[str, Any]:
+    for field, allowed in {**_EVERYWHERE, **one.may, **one.must}.items():
+        if field not in one.ignored:
+            fields.must_be(field, *allowed)
+    sizes = [(*names, default) for names, default in zip(_SIZES, one.sizes, strict=True) if names[1] not in one.ignored]
+    others = (
+        ("norm_eps", *one.eps),
+        ("init_std", "initializer_range", one.init_std),
+        ("tied_embeddings", "tie_word_embeddings", one.tied),
+    )
+    found = {**one.fixed, **read_fields(DecoderConfig, (*sizes, *others, *one.fields), fields)}
+    hidden, heads = found["hidden_size"], found["num_attention_heads"]
+    found |= {ours: 1 / fields.number(theirs, default) for ours, theirs, default in one.reciprocal}
+    for ours, theirs, default in one.nullable:
+        found[ours] = 0.0 if fields.get(theirs, default) is None else fields.number(theirs, default)
+    if one.head_dim is not None:
+        found["head_size"] = fields.integer("head_dim", one.head_dim or max(1, hidden // heads))
+    elif not one.has_latents and fields.get("head_dim") is not None:
+        fields.must_be("head_dim", hidden // heads)
+    if one.bias:
+        found["attention_bias"] = one.bias if fields.flag("attention_bias", one.has_bias) else "none"
+    if one.query_scalar:
+        found["attention_scale"] = fields.number("query_pre_attn_scalar", 256) ** -0.5
+        found["embedding_scale"] = hidden**0.5
+    if one.fixed.get("norm") == "layer" and "block" not in one.fixed and one.head_dim is None:
+        found["block"] = "parallel" if fields.flag("use_parallel_residual", True) else "pre"
+    if one.has_latents:
+        found["q_lora_rank"] = _or_zero(fields, "q_lora_rank", 1536)
+        if found["num_kv_heads"] not in (0, heads):
+            fields.refuse("num_key_value_heads", f"but latent attention has as many as query heads, {heads}")
+    if one.experts is not None:
+        found |= _experts(one, fields, found["num_layers"])
+    return found | _layers(one, fields, found)
+
+
+def _or_zero(fields: Fields, field: str, default: int) -> int:
+    """A whole number, of which 0 and null are none."""
+    value = fields.get(field, default)
+    return 0 if value is None or (type(value) is int and value == 0) else fields.integer(field)
+
+
+def _experts(one: Class, fields: Fields, num_layers: int) -> dict[str, Any]:
+    names = one.experts
+    assert names is not None
+    number, width, per_token = names.defaults
+    counts = [name for name in dict.fromkeys(("num_local_experts", "num_experts", names.count)) if name in fields.values]
+    count = fields.integer(counts[0] if counts else names.count, number)
+    for name in counts[1:]:
+        fields.must_be(name, count)
+    num_dense = 0
+    if names.dense_layers == "mlp_only_layers":
+        fields.must_be("decoder_sparse_step", 1)
+        dense = fields.get("mlp_only_layers") or []
+        if dense != list(range(len(dense))):
+            fields.refuse("mlp_only_layers", "which the models here do not support; only first layers can be dense")
+        num_dense = len(dense)
+    elif names.dense_layers:
+        num_dense = _or_zero(fields, names.dense_layers, 3)
+    chosen = fields.integer("num_experts_per_tok", per_token)
+    found: dict[str, Any] = {
+        "num_experts": count,
+        "experts_per_token": chosen,
+        "expert_ffn_hidden_size": fields.integer(names.width, width),
+        "num_dense_layers": num_dense,
+        "num_shared_experts": _or_zero(fields, "n_shared_experts", 1) if names.has_groups else 0,
+        "renormalize": names.renormalize is None or fields.flag("norm_topk_prob", names.renormalize),
+    }
+    if names.balance is None:
+        return found
+    # transformers' loss pools the tokens of all layers, with loads that sum to k. Ours is a sum over layers, with loads
+    # that sum to 1. If layers route alike, it is layers / k times as large.
+    coefficient = fields.number("router_aux_loss_coef", names.balance)
+    per_layer = coefficient * chosen / max(1, num_layers - num_dense)
+    return found | {"balance": "auxiliary" if coefficient else "none", "balance_coefficient": per_layer}
+
+
+def _layers(one: Class, fields: Fields, found: dict[str, Any]) -> dict[str, Any]:
+    """The kinds of the layers, with windows and rotary positions."""
+    count, window, layers = found["num_layers"], None, [FULL] * found["num_layers"]
+    if one.layers in ("all", "types", "switched"):
+        null = fields.get("sliding_window", one.window) is None
+        window = None if null else fields.integer("sliding_window", one.window)
+    if one.layers == "switched":
+        first = _or_zero(fields, "max_window_layers", 28)
+        window = window if fields.flag("use_sliding_window", False) else None
+        layers = [FULL if window is None or i < first else _SLIDING for i in range(count)]
+    elif one.layers == "all" and window is not None:
+        layers = [_SLIDING] * count
+    elif one.layers == "types":
+        period = one.period
+        for field in {"sliding_window_pattern", "_sliding_window_pattern"} & (fields.values.keys() - one.ignored):
+            period = fields.integer(field)
+        is_full = [(window is None and one.period == 1) or (period > 1 and not (i + 1) % period) for i in range(count)]
+        layers = [FULL if full else _SLIDING for full in is_full]
+    if one.layers in ("types", "switched", "unrotated") and (types := fields.get("layer_types")) is not None:
+        if not isinstance(types, list) or len(types) != count or any(name not in _LAYER_TYPES for name in types):
+            fields.refuse("layer_types", f"which must say {' or '.join(_LAYER_TYPES)} of each of the {count} layers")
+        layers = [_LAYER_TYPES[name] for name in types]
+    if _SLIDING in layers and window is None:
+        fields.refuse("sliding_window", "but some layers have a window; say how many tokens they see")
+    if one.layers == "unrotated":
+        interval = fields.integer("no_rope_layer_interval", 4)
+        rotated = fields.get("no_rope_layers") or [int((i + 1) % interval > 0) for i in range(count)]
+        if not isinstance(rotated, list) or len(rotated) < count or any(value not in (0, 1) for value in rotated):
+            fields.refuse("no_rope_layers", f"which must be 1 or 0 for each of the {count} layers")
+        layers = [FULL if is_rotated else _UNROTATED for is_rotated in rotated[:count]]
+    rope = read_rope(one, fields, found["max_seq_len"])
+    every = {
+        FULL: rope.full,
+        _SLIDING: rope.sliding | {"window": window},
+        _UNROTATED: {"rope_theta": 0.0, "rope_scaling": None},
+    }
+    model = rope.full | ({} if one.has_latents else {"rotary_fraction": rope.fraction})
+    if rope.magnitude != 1:
+        model["attention_scale"] = rope.magnitude * (found["nope_head_size"] + found["rope_head_size"]) ** -0.5
+    if set(layers) == {FULL}:
+        return model
+    length = next(n for n in range(1, count + 1) if all(layers[i] == layers[i % n] for i in range(count)))
+    return model | {"layer_pattern": layers[:length], "kinds": {name: every[name] for name in dict.fromkeys(layers)}}
+
+
+def to_fields(config: DecoderConfig, one: Class) -> dict[str, Any]:
+    """The shape as fields of config.json, under names that every version of transformers knows."""
+    fields: dict[str, Any] = {"model_type": one.model_types[0]}
+    fields |= {theirs: getattr(config, ours) for ours, theirs in _SIZES if theirs not in one.ignored}
+    fields |= {field: allowed[0] for field, allowed in one.must.items()}
+    fields |= {one.eps[0]: config.norm_eps, "initializer_range": config.init_std}
+    fields["tie_word_embeddings"] = config.tied_embeddings
+    fields |= {theirs: getattr(config, ours) for ours, theirs, _ in one.fields}
+    for ours, theirs, _ in one.reciprocal:
+        value = getattr(config, ours)
+        fields[theirs] = next((n for n in (round(1 / value, digits) for digits in range(9)) if 1 / (n or 1) == value), 1 / value)
+    fields |= {theirs: getattr(config, ours) or None for ours, theirs, _ in one.nullable}
+    if "attention_multiplier" in fields:
+        fields["attention_multiplier"] = scale_of(config)
+    if one.head_dim is not None:
+        fields["head_dim"] = config.head_dim
+    if one.bias:
+        fields["attention_bias"] = config.attention_bias == one.bias
+    if one.query_scalar:
+        fields["query_pre_attn_scalar"] = round(scale_of(config) ** -2)
+    if config.block == "parallel":
+        fields["use_parallel_residual"] = True
+    elif one.model_types == ("gpt_neox",):
+        fields["use_parallel_residual"] = False
+    if one.has_latents:
+        fields["q_lora_rank"] = config.q_lora_rank or None
+    if (names := one.experts) is not None:
+        fields |= {names.count: config.num_experts, "num_experts_per_tok": config.experts_per_token}
+        fields |= {names.width: config.expert_ffn_hidden_size, "output_router_logits": False}
+        if names.balance is not None:  # without the rounding of both conversions
+            coefficient = config.balance_coefficient if config.balance == "auxiliary" else 0.0
+            coefficient *= (config.num_layers - config.num_dense_layers) / max(1, config.experts_per_token)
+            fields["router_aux_loss_coef"] = float(f"{coefficient:.12g}")
+        if names.renormalize is not None:
+            fields["norm_topk_prob"] = config.renormalize
+        if names.dense_layers == "mlp_only_layers":
+            fields |= {"decoder_sparse_step": 1, "mlp_only_layers": list(range(config.num_dense_layers))}
+        elif names.dense_layers:
+            fields[names.dense_layers] = config.num_dense_layers
+        if names.has_groups:
+            fields["n_shared_experts"] = config.num_shared_experts
+    layers = [config.kind(config.kind_of(i)) for i in range(config.num_layers)]
+    window = next((kind.window for kind in layers if kind.window), None)
+    if one.layers in ("all", "types", "switched"):
+        fields["sliding_window"] = window
+    if one.layers == "switched":
+        fields |= {"use_sliding_window": window is not None, "max_window_layers": config.num_layers}
+    if one.layers == "types" or (one.layers == "switched" and window):
+        fields["layer_types"] = [f"{'sliding' if kind.window else 'full'}_attention" for kind in layers]
+    if one.layers == "unrotated":
+        fields["no_rope_layers"] = [int(kind.rope_theta > 0) for kind in layers]
+    rotated = [kind for kind in layers if kind.rope_theta] or layers
+    full = next((kind for kind in rotated if not kind.window), rotated[0])
+    sliding = next((kind for kind in rotated if kind.window), rotated[0])
+    return fields | written_rope(one, config.rotary_fraction, full, sliding)
+
+
+def scale_of(config: DecoderConfig) -> float:
+    """The factor on the scores."""
+    width = config.nope_head_size + config.rope_head_size if config.kv_lora_rank else config.head_dim
+    return config.attention_scale or width**-0.5
+
+
+def class_of(config: DecoderConfig, model_type: Any = None) -> ClassOf:
+    """The class to map a shape to, of those that have it: that of ``model_type`` first.
+
+    Raises:
+        RefusedError: there is none. The message names what the nearest one lacks.
+    """
+    nearest: tuple[int, str] | None = None
+    for one in sorted(CLASSES, key=lambda one: model_type not in one.model_types):
+        lacking = _lacks(config, one)
+        if not lacking:
+            return ClassOf(one, config)
+        if nearest is None or len(lacking) < nearest[0]:
+            value = getattr(config, lacking[0])
+            nearest = len(lacking), f"the model has {lacking[0]} = {value}, which {one.name} cannot represent"
+    assert nearest is not None
+    raise RefusedError(nearest[1])
+
+
+def _lacks(config: DecoderConfig, one: Class) -> list[str]:
+    """The names of the fields that models of a class have with other values."""
+    if (config.num_experts > 0) != (one.experts is not None) or (config.kv_lora_rank > 0) != one.has_latents:
+        return ["kv_lora_rank" if (config.kv_lora_rank > 0) != one.has_latents else "num_experts"] * 9
+    try:
+        again = from_fields(Fields(to_fields(config, one)))
+    except RefusedError:
+        return ["layer_pattern"] * 9
+    ours, theirs = _compared(config), _compared(again)
+    return [name for name in ours if ours[name] != theirs[name]]
+
+
+def _compared(config: DecoderConfig) -> dict[str, Any]:
+    values = {name: getattr(config, name) for name in DecoderConfig.model_fields if name not in _NOT_COMPARED}
+    if config.kinds:
+        values |= {"rope_theta": 0, "rope_scaling": None}
+    layers = [config.kind(config.kind_of(i)) for i in range(config.num_layers)]
+    values |= {"layer_pattern": layers if config.kinds else layers[:1] * config.num_layers}
+    return values | {"balance": config.balance == "bias" and config.num_experts > 0, "attention_scale": scale_of(config)}
+
+
+@dataclass(frozen=True)
+class ClassOf:
+    """A class, for models of one shape: what `titan_like.models.hugging_face.family_of` returns."""
+
+    row: Class
+    config: DecoderConfig
+
+    @property
+    def ARCHITECTURES(self) -> dict[str, str]:  # noqa: N802 (as modules call it)
+        """The model_type of config.json → the class in transformers."""
+        return dict.fromkeys(self.row.model_types, self.row.name)
+
+    @property
+    def PREFIX(self) -> str:  # noqa: N802
+        """How the names of all tensors but the head's begin."""
+        return self.row.names.get("layers", "model.layers").partition(".")[0] + "."
+
+    @property
+    def HEAD(self) -> str:  # noqa: N802
+        """How the names of the head's tensors begin."""
+        return self.row.names.get("output", "lm_head") + "."
+
+    @property
+    def RENAMED(self) -> dict[str, str]:  # noqa: N802
+        """How names in files begin → how those in the class do."""
+        return dict(self.row.renamed)
+
+    def is_ignored(self, name: str) -> bool:
+        """Whether it is a buffer that older versions saved, is not of the text's model, or is of a layer of MTP."""
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        return (
+            re.search(r"\.rotary_emb\.inv_freq$|\.attention\.(masked_)?bias$", name) is not None
+            or ("gemma3" in self.row.model_types and re.search(r"vision_tower\.|multi_modal_projector\.", name) is not None)
+            or (self.row.has_latents and layer is not None and int(layer[1]) >= self.config.num_layers)
+        )
+
+    def to_fields(self, config: DecoderConfig) -> dict[str, Any]:
+        """The shape as fields of config.json."""
+        return to_fields(config, self.row)
+
+    def stored_parameters(self, config: DecoderConfig) -> Iterator[Stored]:
+        """Where each parameter of the model is stored."""
+        return stored_parameters(config, self.row)

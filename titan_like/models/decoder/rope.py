@@ -1,0 +1,108 @@
+"""Rotary positions in config.json: `rope_theta` and `rope_scaling`, or as in transformers 5 `rope_parameters`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from titan_like.models.decoder.classes import Class
+from titan_like.models.decoder.config import LayerKind
+from titan_like.models.hugging_face import Fields
+
+_ORIGINAL = "original_max_position_embeddings"
+_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+Rope = dict[str, Any]  # rope_theta and rope_scaling
+
+
+class RopeOf(NamedTuple):
+    """The rotary positions of a model."""
+
+    full: Rope
+    sliding: Rope  # of layers with a window
+    fraction: float  # part of a head that is rotated
+    magnitude: float  # on the scores, for latent attention with YaRN
+
+
+def read_rope(one: Class, fields: Fields, max_seq_len: int) -> RopeOf:
+    """Read the rotary positions of a class."""
+    # As in transformers, which takes the older field first.
+    table = fields.table("rope_scaling") or fields.table("rope_parameters")
+    if table is None:
+        table = Fields(dict(one.default_scaling or {}))
+    of_full, of_sliding = table, Fields({})
+    if one.local_theta is not None and {"full_attention", "sliding_attention"} & table.values.keys():
+        of_full = table.table("full_attention") or Fields({})
+        of_sliding = table.table("sliding_attention") or Fields({})
+    theta = of_full.number("rope_theta", fields.number(*one.theta))
+    scaling = _scaling(one, fields, of_full, max_seq_len)
+    full = sliding = {"rope_theta": theta, "rope_scaling": scaling}
+    if one.local_theta is not None:
+        local = of_sliding.number("rope_theta", fields.number(*one.local_theta))
+        sliding = {"rope_theta": local, "rope_scaling": _scaling(one, fields, of_sliding, max_seq_len)}
+    fraction, name = 1.0, "partial_rotary_factor"
+    if one.fraction is not None or (scaling is not None and not one.has_latents):
+        field, default = one.fraction or (name, 1.0)
+        default = fields.number(field, default) if field != name or name in fields.values else default
+        fraction = of_full.number(name, fields.number(name, default))
+    else:
+        of_full.must_be(name, None, 1.0, 1)
+        fields.must_be(name, None, 1.0, 1)
+    magnitude = 1.0
+    if scaling is not None and scaling.get("mscale_all_dim") and one.has_latents:
+        magnitude = (0.1 * scaling["mscale_all_dim"] * math.log(scaling["factor"]) + 1) ** 2
+    return RopeOf(full, sliding, fraction, magnitude if scaling is None or scaling["factor"] > 1 else 1.0)
+
+
+def _scaling(one: Class, fields: Fields, table: Fields, max_seq_len: int) -> dict[str, Any] | None:
+    kind = "rope_type" if "rope_type" in table.values else "type"
+    is_phi = one.model_types == ("phi3",)
+    table.must_be(kind, *_TYPES, *(("su",) if is_phi else ()))
+    table.get("type")
+    name = table.get(kind, "default")
+    if name == "default":
+        return None
+    name = "longrope" if is_phi and name in ("su", "yarn") else name
+    if name == "linear":
+        return {"type": name, "factor": table.number("factor")}
+    original = table.integer(_ORIGINAL, max_seq_len)
+    original = fields.integer(_ORIGINAL, 4096) if is_phi else original
+    found: dict[str, Any] = {"type": name, "original_max_seq_len": original}
+    found["factor"] = table.number("factor", None if name == "llama3" else max_seq_len / original)
+    if name == "llama3":
+        return found | {field: table.number(field) for field in ("low_freq_factor", "high_freq_factor")}
+    found["attention_factor"] = table.number("attention_factor", 0.0)
+    if name == "longrope":
+        return found | {f"{part}_factors": _numbers(table, f"{part}_factor") for part in ("short", "long")}
+    found |= {"beta_fast": table.number("beta_fast", 32.0), "beta_slow": table.number("beta_slow", 1.0)}
+    found |= {field: table.number(field, 0.0) for field in ("mscale", "mscale_all_dim")}
+    return found | {"truncate": table.flag("truncate", True)}
+
+
+def _numbers(table: Fields, field: str) -> list[float]:
+    values = table.get(field)
+    if not isinstance(values, list) or not all(type(value) in (int, float) and value > 0 for value in values):
+        table.refuse(field, "which must be a list of positive numbers")
+    return [float(value) for value in values]
+
+
+def written_rope(one: Class, fraction: float, full: LayerKind, sliding: LayerKind) -> dict[str, Any]:
+    """θ and scaling of layers without and with a window as fields of config.json."""
+    fields: dict[str, Any] = {one.theta[0]: full.rope_theta}
+    if one.local_theta is not None:
+        fields[one.local_theta[0]] = sliding.rope_theta
+    if one.fraction is not None:
+        fields[one.fraction[0]] = fraction
+    scaling = full.rope_scaling
+    if scaling is None:
+        return fields | {"rope_scaling": {"rope_type": "default"} if one.default_scaling else None}
+    table = scaling.model_dump(exclude_defaults=True) | {"truncate": scaling.truncate}
+    table = {name.replace("_factors", "_factor"): value for name, value in table.items()}
+    table |= {"rope_type": scaling.type, _ORIGINAL: table.pop("original_max_seq_len", None)}
+    table.pop("type", None)
+    unused = {_ORIGINAL} if scaling.type == "linear" else set()
+    unused |= {"truncate"} if scaling.type != "yarn" else set()
+    if fraction != 1 and one.fraction is None:
+        table["partial_rotary_factor"] = fraction
+    if one.model_types == ("phi3",):
+        fields[_ORIGINAL] = scaling.original_max_seq_len
+    return fields | {"rope_scaling": {name: value for name, value in table.items() if name not in unused}}

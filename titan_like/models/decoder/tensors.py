@@ -1,0 +1,128 @@
+"""Where transformers' classes store the parameters of decoders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from titan_like.models.decoder.classes import CLASSES, LLAMA_NAMES, Class
+from titan_like.models.decoder.config import DecoderConfig
+from titan_like.models.hugging_face import Stored, fused, whole
+
+_NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
+
+
+def stored_parameters(config: DecoderConfig, one: Class = CLASSES[0]) -> Iterator[Stored]:
+    """Where each parameter of the model is stored. Names and shapes of parameters are the same in all classes."""
+    names = LLAMA_NAMES | dict(one.names)
+    table, head = (config.padded_vocab_size, config.hidden_size), f"{names['output']}.weight"
+    copy = head if config.tied_embeddings else None
+    yield whole("embedding.weight", f"{names['embedding']}.weight", table, config.vocab_size, copy=copy)
+    for layer in range(config.num_layers):
+        ours, theirs = f"layers.{layer}.", f"{names['layers']}.{layer}."
+        for name in _NORMS if config.block == "sandwich" else _NORMS[::2]:
+            yield from _norm(config, ours + name, theirs + names.get(name, name))
+        yield from (_latents if config.kv_lora_rank else _attention)(config, one, ours, theirs, names)
+        if config.num_experts and layer >= config.num_dense_layers:
+            yield from _experts(config, one, ours, theirs, names)
+        else:
+            for name in ("gate", "up", "down") if config.gated else ("up", "down"):
+                yield from _mlp(config, f"{ours}mlp.{name}", theirs + names[f"mlp.{name}"], config.ffn_hidden_size)
+    yield from _norm(config, "norm", names["norm"])
+    if not config.tied_embeddings:
+        yield whole("output.weight", head, table, config.vocab_size)
+
+
+def _norm(config: DecoderConfig, ours: str, theirs: str) -> Iterator[Stored]:
+    for part in ("weight", "bias") if config.norm == "layer" else ("weight",):
+        yield whole(f"{ours}.{part}", f"{theirs}.{part}", (config.hidden_size,))
+
+
+def _linear(
+    ours: str, theirs: str, shape: tuple[int, int], has_bias: bool = False, pairs: tuple[int, int, int] | None = None
+) -> Iterator[Stored]:
+    for part, size in (("weight", shape), ("bias", shape[:1])) if has_bias else (("weight", shape),):
+        yield Stored(f"{ours}.{part}", size, {f"{theirs}.{part}": size}, pairs=pairs)
+
+
+def _attention(config: DecoderConfig, one: Class, ours: str, theirs: str, names: dict[str, str]) -> Iterator[Stored]:
+    hidden, width, head = config.hidden_size, config.attention_size, config.head_dim
+    pairs = (head, 0, config.rotary_size) if one.is_interleaved else None
+    there = names["attention.qkv"]
+    sources = tuple(theirs + there.format(part) for part in "qkv") if "{}" in there else (theirs + there,)
+    for part, columns in (("weight", (hidden,)), ("bias", ()))[: 1 if config.attention_bias == "none" else 2]:
+        tensors = tuple(f"{source}.{part}" for source in sources)
+        if there == "attention.query_key_value":  # ordered as ours
+            rows = (width + 2 * config.num_kv_heads * head, *columns)
+            yield whole(f"{ours}attention.qkv.{part}", tensors[0], rows)
+        else:
+            yield fused(config, f"{ours}attention.qkv.{part}", columns, tensors, pairs=pairs)
+    has_bias = config.attention_bias == "all"
+    yield from _linear(f"{ours}attention.proj", theirs + names["attention.proj"], (hidden, width), has_bias)
+    if config.attention_sinks:
+        yield whole(f"{ours}attention.sinks", f"{theirs}self_attn.sinks", (config.num_attention_heads,))
+    norms = {"head": (head,) * 2, "all": (width, config.num_kv_heads * head)}.get(config.qk_norm, ())
+    for part, size in zip("qk", norms, strict=False):
+        source = f"{theirs}self_attn.{part}_norm.weight"
+        paired = (head, 0, config.rotary_size) if one.is_interleaved else None
+        yield Stored(f"{ours}attention.{part}_norm.weight", (size,), {source: (size,)}, pairs=paired)
+
+
+def _latents(config: DecoderConfig, one: Class, ours: str, theirs: str, names: dict[str, str]) -> Iterator[Stored]:
+    ours, theirs, hidden, heads = f"{ours}attention.", f"{theirs}self_attn.", config.hidden_size, config.num_attention_heads
+    nope, rope, value = config.nope_head_size, config.rope_head_size, config.value_head_size
+    queries, keys, has_bias = config.q_lora_rank, config.kv_lora_rank, config.attention_bias == "all"
+    of_head = (nope + rope, nope, rope)
+    if queries:
+        yield from _linear(f"{ours}q_a", f"{theirs}q_a_proj", (queries, hidden), has_bias)
+        yield whole(f"{ours}q_norm.weight", f"{theirs}q_a_layernorm.weight", (queries,))
+    q = "q_b_proj" if queries else "q_proj"
+    yield from _linear(f"{ours}heads.q", theirs + q, (heads * (nope + rope), queries or hidden), pairs=of_head)
+    latent = (keys + rope, keys, rope)
+    yield from _linear(f"{ours}kv_a", f"{theirs}kv_a_proj_with_mqa", (keys + rope, hidden), has_bias, latent)
+    yield whole(f"{ours}kv_norm.weight", f"{theirs}kv_a_layernorm.weight", (keys,))
+    yield from _linear(f"{ours}heads.kv", f"{theirs}kv_b_proj", (heads * (nope + value), keys))
+    yield from _linear(f"{ours}heads.proj", f"{theirs}o_proj", (hidden, heads * value), has_bias)
+
+
+def _mlp(config: DecoderConfig, ours: str, theirs: str, ffn: int) -> Iterator[Stored]:
+    is_down = ours.endswith("down")
+    shape = (config.hidden_size, ffn) if is_down else (ffn, config.hidden_size)
+    for part, size in (("weight", shape), ("bias", shape[:1]))[: 2 if config.mlp_bias else 1]:
+        if theirs.endswith("gate_up_proj"):  # gate above up
+            taken = (ffn,) if ours.endswith("gate") else (ffn, None)
+            yield Stored(f"{ours}.{part}", size, {f"{theirs}.{part}": (2 * ffn, *size[1:])}, taken=taken)
+        else:
+            yield whole(f"{ours}.{part}", f"{theirs}.{part}", size)
+
+
+def _experts(config: DecoderConfig, one: Class, ours: str, theirs: str, names: dict[str, str]) -> Iterator[Stored]:
+    experts, hidden, ffn = config.num_experts, config.hidden_size, config.expert_ffn_hidden_size
+    router, there = theirs + names["mlp.router"], theirs + names["mlp.experts"]
+    yield whole(f"{ours}mlp.router.weight", f"{router}.weight", (experts, hidden))
+    if config.router_bias:
+        yield whole(f"{ours}mlp.router.logit_bias", f"{router}.bias", (experts,))
+    if config.balance == "bias":
+        source = {f"{router}.e_score_correction_bias": (experts,)}
+        yield Stored(f"{ours}mlp.router.bias", (experts,), source, is_buffer=True)
+    matrices = one.experts.matrices if one.experts is not None else ("gate_proj", "up_proj", "down_proj")
+    for name, matrix in zip(("gate", "up", "down"), matrices, strict=True):
+        rows, columns = (hidden, ffn) if name == "down" else (ffn, hidden)
+        is_joined = one.experts is not None and one.experts.is_joined
+        shapes = {"weight": (experts * rows, columns), "bias": (experts * rows,)}
+        for part, shape in list(shapes.items())[: 2 if config.expert_bias else 1]:
+            label, ending = f"{ours}mlp.experts.{name}.{part}", "" if part == "weight" else "_bias"
+            if is_joined:  # gate and up in turn, each matrix transposed
+                in_turn = name != "down"
+                taken = (int(name == "up"), None, 2) if in_turn else ()
+                last = 2 * rows if in_turn else rows
+                source = f"{there}.{'gate_up' if in_turn else 'down'}_proj{ending}"
+                size = (experts, columns, last) if part == "weight" else (experts, last)
+                is_matrix = part == "weight"
+                yield Stored(label, shape, {source: size}, is_transposed=is_matrix, is_stacked=True, taken=taken)
+            else:
+                size = (rows, columns) if part == "weight" else (rows,)
+                yield Stored(label, shape, dict.fromkeys((f"{there}.{e}.{matrix}.{part}" for e in range(experts)), size))
+    if config.num_shared_experts:
+        for name in ("gate", "up", "down"):
+            source = f"{theirs}mlp.shared_experts.{name}_proj"
+            yield from _mlp(config, f"{ours}mlp.shared.{name}", source, config.num_shared_experts * ffn)
