@@ -1,0 +1,96 @@
+"""Thirty steps from a folder of transformers, in parallel layouts, are a plain loop over its own model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch.nn.utils import clip_grad_norm_
+
+from tests.distributed.launch import base_config, collect
+from tests.unit.plain_loop import plain_adamw
+from tests.unit.test_decoder_hugging_face import CASES, random_folder
+from titan_like.config.load import load_config
+from titan_like.train.rules import resolve_settings
+from titan_like.train.setup import prepare_run
+from titan_like.train.trainer import Trainer
+from titan_like.verify.watch import steps_alone
+
+STEPS, BATCH, MICRO_BATCH = 30, 4, 2
+TENSOR = ["--parallelism.tensor_parallel_degree=2", "--parallelism.sequence_parallel=true"]
+LAYOUTS = {
+    "tensor 2, pipeline 2": [*TENSOR, "--parallelism.pipeline_parallel_degree=2"],
+    "context 2, ZeRO 3": ["--parallelism.context_parallel_degree=2", "--parallelism.zero_stage=3"],
+}
+EXPERT_LAYOUTS = {"experts 2, tensor 2": [*TENSOR, "--parallelism.expert_parallel_degree=2"]}
+# The plain loop adds no losses of experts and moves no biases.
+WITHOUT_BALANCE = {
+    "auxiliary": ["--model.overrides.balance_coefficient=0"],
+    "bias": ["--model.overrides.bias_update_rate=0"],
+    "none": [],
+}
+
+
+def arguments(folder: Path) -> list[str]:
+    """Settings of a run over made-up text, from a folder that has no tokenizer."""
+    text = base_config(folder.parent, {}).data.paths[0]
+    return [
+        f"--model.from={folder}", f"--job.dump_folder={folder.parent}/run", "--data.dataset=text",
+        f'--data.paths=["{text}"]', "--data.tokenizer=byte", "--training.seq_len=48", f"--training.steps={STEPS}",
+        f"--training.micro_batch_size={MICRO_BATCH}", f"--training.global_batch_size={BATCH}", "--optimizer.lr=1e-3",
+        "--optimizer.weight_decay=0", "--training.max_norm=1", "--lr_scheduler.decay=constant",
+        "--lr_scheduler.warmup_steps=0", "--evaluation.interval=0",
+    ]  # fmt: skip
+
+
+def train(rank: int, layouts: dict[str, list[str]]) -> dict[str, list[float]]:
+    """The losses in each layout."""
+    trainers = {name: Trainer(prepare_run(resolve_settings(load_config(of_one)))) for name, of_one in layouts.items()}
+    return {name: [record.loss for record in steps_alone(trainer, STEPS)] for name, trainer in trainers.items()}
+
+
+def plain_loop(rank: int, folder: Path, settings: list[str]) -> list[float]:
+    """The losses of the model of transformers on the run's batches."""
+    options = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).train()
+    config = resolve_settings(load_config(settings))
+    trainer, optimizer, losses = Trainer(prepare_run(config)), plain_adamw(model, config.optimizer), list[float]()
+    data = trainer._load_data()
+    for _ in range(STEPS):
+        batches = trainer._take(data, BATCH // MICRO_BATCH)
+        total = 0.0
+        for batch in batches:
+            logits = model(batch.tokens, use_cache=False).logits.flatten(0, 1)
+            loss = F.cross_entropy(logits, batch.labels.flatten(), reduction="sum") / (BATCH * batch.labels.shape[1])
+            loss.backward()
+            total += loss.item()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    data.close()
+    return losses
+
+
+QUICK = ("gemma3_text", "deepseek_v3")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.exhaustive) for n in CASES])
+def test_training_from_a_folder_is_a_plain_loop(name: str, tmp_path: Path) -> None:
+    model_type, fields = CASES[name]
+    random_folder(model_type, fields | {"vocab_size": 257}, tmp_path / "hf")
+    settings = arguments(tmp_path / "hf")
+    from titan_like.models.registry import model_config
+
+    shape = model_config(load_config(settings).model)
+    layouts = LAYOUTS
+    if getattr(shape, "num_experts", 0):
+        layouts = EXPERT_LAYOUTS | LAYOUTS
+        settings += WITHOUT_BALANCE[shape.balance]
+    expected = collect(plain_loop, 1, tmp_path / "hf", settings)[0]
+    found = collect(train, 4, {name: [*settings, *layout] for name, layout in layouts.items()})[0]
+    for layout, losses in found.items():
+        worst = max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True))
+        print(f"{name}, {layout}: {worst:.1e}, loss {losses[0]:.4f} to {losses[-1]:.4f}")
+        assert worst <= 5e-6, layout
