@@ -136,7 +136,9 @@ def test_a_folder_of_transformers_is_read_and_written_again(name: str, tmp_path:
     assert all(torch.equal(first[key], again[key]) and first[key].dtype == again[key].dtype for key in first)
     fields = json.loads((tmp_path / "back" / "config.json").read_text())
     assert fields["model_type"] == CASES[name][0] and "quantization_config" not in fields
-    loaded, info = type(theirs).from_pretrained(tmp_path / "back", attn_implementation="eager", output_loading_info=True)
+    loaded, info = type(theirs).from_pretrained(
+        tmp_path / "back", attn_implementation="eager", output_loading_info=True
+    )
     assert not any(info.values()), info
     with torch.no_grad():
         assert close(loaded(tokens).logits, expected.detach())

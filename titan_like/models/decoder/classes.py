@@ -104,9 +104,7 @@ _GEMMA: dict[str, Any] = {
 _GEMMA_FIXED = {"block": "sandwich", "norm_offset": True, "activation": "gelu_tanh"}
 _QWEN = {"layers": "switched", "window": 4096, "may": {"use_mrope": (False, None)}}
 CLASSES = (
-    Class(
-        "LlamaForCausalLM", ("llama",), must=_SILU, fields=_MLP_BIAS, bias="all", may={"sliding_window": (None,)}
-    ),
+    Class("LlamaForCausalLM", ("llama",), must=_SILU, fields=_MLP_BIAS, bias="all", may={"sliding_window": (None,)}),
     Class(
         "MistralForCausalLM",
         ("mistral",),

@@ -110,7 +110,9 @@ def _experts(one: Class, fields: Fields, num_layers: int) -> dict[str, Any]:
     names = one.experts
     assert names is not None
     number, width, per_token = names.defaults
-    counts = [name for name in dict.fromkeys(("num_local_experts", "num_experts", names.count)) if name in fields.values]
+    counts = [
+        name for name in dict.fromkeys(("num_local_experts", "num_experts", names.count)) if name in fields.values
+    ]
     count = fields.integer(counts[0] if counts else names.count, number)
     for name in counts[1:]:
         fields.must_be(name, count)
@@ -196,7 +198,9 @@ def to_fields(config: DecoderConfig, one: Class) -> dict[str, Any]:
     fields |= {theirs: getattr(config, ours) for ours, theirs, _ in one.fields}
     for ours, theirs, _ in one.reciprocal:
         value = getattr(config, ours)
-        fields[theirs] = next((n for n in (round(1 / value, digits) for digits in range(9)) if 1 / (n or 1) == value), 1 / value)
+        fields[theirs] = next(
+            (n for n in (round(1 / value, digits) for digits in range(9)) if 1 / (n or 1) == value), 1 / value
+        )
     fields |= {theirs: getattr(config, ours) or None for ours, theirs, _ in one.nullable}
     if "attention_multiplier" in fields:
         fields["attention_multiplier"] = scale_of(config)
@@ -285,7 +289,10 @@ def _compared(config: DecoderConfig) -> dict[str, Any]:
         values |= {"rope_theta": 0, "rope_scaling": None}
     layers = [config.kind(config.kind_of(i)) for i in range(config.num_layers)]
     values |= {"layer_pattern": layers if config.kinds else layers[:1] * config.num_layers}
-    return values | {"balance": config.balance == "bias" and config.num_experts > 0, "attention_scale": scale_of(config)}
+    return values | {
+        "balance": config.balance == "bias" and config.num_experts > 0,
+        "attention_scale": scale_of(config),
+    }
 
 
 @dataclass(frozen=True)
@@ -320,7 +327,10 @@ class ClassOf:
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         return (
             re.search(r"\.rotary_emb\.inv_freq$|\.attention\.(masked_)?bias$", name) is not None
-            or ("gemma3" in self.row.model_types and re.search(r"vision_tower\.|multi_modal_projector\.", name) is not None)
+            or (
+                "gemma3" in self.row.model_types
+                and re.search(r"vision_tower\.|multi_modal_projector\.", name) is not None
+            )
             or (self.row.has_latents and layer is not None and int(layer[1]) >= self.config.num_layers)
         )
 

@@ -68,7 +68,12 @@ def _attention(config: DecoderConfig, one: Class, ours: str, theirs: str, names:
 
 
 def _latents(config: DecoderConfig, one: Class, ours: str, theirs: str, names: dict[str, str]) -> Iterator[Stored]:
-    ours, theirs, hidden, heads = f"{ours}attention.", f"{theirs}self_attn.", config.hidden_size, config.num_attention_heads
+    ours, theirs, hidden, heads = (
+        f"{ours}attention.",
+        f"{theirs}self_attn.",
+        config.hidden_size,
+        config.num_attention_heads,
+    )
     nope, rope, value = config.nope_head_size, config.rope_head_size, config.value_head_size
     queries, keys, has_bias = config.q_lora_rank, config.kv_lora_rank, config.attention_bias == "all"
     of_head = (nope + rope, nope, rope)
@@ -121,7 +126,9 @@ def _experts(config: DecoderConfig, one: Class, ours: str, theirs: str, names: d
                 yield Stored(label, shape, {source: size}, is_transposed=is_matrix, is_stacked=True, taken=taken)
             else:
                 size = (rows, columns) if part == "weight" else (rows,)
-                yield Stored(label, shape, dict.fromkeys((f"{there}.{e}.{matrix}.{part}" for e in range(experts)), size))
+                yield Stored(
+                    label, shape, dict.fromkeys((f"{there}.{e}.{matrix}.{part}" for e in range(experts)), size)
+                )
     if config.num_shared_experts:
         for name in ("gate", "up", "down"):
             source = f"{theirs}mlp.shared_experts.{name}_proj"
