@@ -89,7 +89,7 @@ def test_it_trains_and_converts_to_hugging_face_and_back(home: Path, monkeypatch
     assert type(theirs).__name__ == "Qwen3ForCausalLM" and wanted.abs().max() > 0.1
     assert (ours - wanted).abs().max() < 1e-5 * wanted.abs().max()  # ours are of float32
     shown = succeeded(home, "scripts/convert.py", "from-hf", "--input=exported", "--output=imported")
-    assert 'family = "qwen3"' in shown
+    assert 'family = "decoder"' in shown  # which reads Qwen3's folders
     succeeded(home, "scripts/convert.py", "to-hf", "--checkpoint=imported", "--output=again")
     first, second = ((home / name / "model.safetensors").read_bytes() for name in ("exported", "again"))
     assert first == second
@@ -159,20 +159,25 @@ def test_a_wrong_name_or_entry_point_is_one_sentence(home: Path, family: str, wa
 @pytest.mark.parametrize(
     ("there", "instead", "wanted"),
     [
-        (', "layers.*.attention.k_norm": "head_norm"', "", "leaves out the parameter layers.0.attention.k_norm.weight"),
-        ('q_norm": "head_norm"', 'q_norm": "norm"', "attention.q_norm, which is in a region, a norm; use head_norm"),
+        (', "layers.*.mlp_scale": ReplicatedScale', "", "leaves out the parameter layers.0.mlp_scale.weight"),
+        (
+            "DECODER(config) | {",
+            'DECODER(config) | {"layers.*": "region", ',
+            "layers.0.attention_norm, which is in a region, a norm; use head_norm",
+        ),
     ],
 )
 def test_a_wrong_plan_is_one_sentence(home: Path, there: str, instead: str, wanted: str) -> None:
-    sharding = home / "my_models" / "qwen3" / "sharding.py"
+    sharding = home / "my_models" / "scaled" / "sharding.py"
     whole = sharding.read_text()
     try:
         sharding.write_text(whole.replace(there, instead))
-        settings = ["--job.dry_run=true", "--parallelism.tensor_parallel_degree=2"]
+        settings = ["--job.dry_run=true", "--parallelism.tensor_parallel_degree=2", *SCALED]
+        settings += ["--parallelism.sequence_parallel=true"]
         done = run(home, "train.py", "--job.config_file=qwen3.toml", *SMALL, *settings)
     finally:
         sharding.write_text(whole)
     assert done.returncode == 2
-    assert done.stderr.startswith('error: model.family = "qwen3": the tensor-parallel plan')
+    assert done.stderr.startswith('error: model.family = "scaled": the tensor-parallel plan')
     assert done.stderr.count("\n") == 1 and wanted in done.stderr
     assert done.stderr.endswith("correct the family's sharding module\n")
