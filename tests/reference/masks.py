@@ -42,10 +42,10 @@ def _rows_of(table: nn.Module, positions: torch.Tensor) -> torch.Tensor:
 
 
 def _rotary(model: Llama, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin), each [*positions.shape, head_dim / 2], one position at a time, and as precise as the model's own."""
+    """(cos, sin), each [*positions.shape, rotated / 2], one position at a time, and as precise as the model's own."""
     config = model.config
-    turns = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling, positions.device)
-    defined = turns.new_tensor([_turn(config, pair) for pair in range(config.head_dim // 2)])
+    turns = rope_frequencies(config.rotary_size, config.rope_theta, config.rope_scaling, positions.device)
+    defined = turns.new_tensor([_turn(config, pair) for pair in range(config.rotary_size // 2)])
     if not torch.allclose(turns, defined, rtol=1e-5, atol=0.0):  # else the model's own, which float32 rounds
         turns = defined
     angles = torch.stack([at * turns for at in positions.flatten().tolist()]).unflatten(0, positions.shape)
@@ -54,7 +54,7 @@ def _rotary(model: Llama, positions: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 def _turn(config: LlamaConfig, pair: int) -> float:
     """The angle by which a position turns a pair of dimensions, with the scaling of Llama 3.1."""
-    angle, scaling = config.rope_theta ** (-2 * pair / config.head_dim), config.rope_scaling
+    angle, scaling = config.rope_theta ** (-2 * pair / config.rotary_size), config.rope_scaling
     if scaling is None:
         return angle
     context, wave = scaling.original_max_seq_len, 2 * math.pi / angle
