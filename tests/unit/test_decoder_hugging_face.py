@@ -7,18 +7,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from titan_like.checkpoint.loader import CheckpointWeights
 from titan_like.evaluate.sampling import generate
 from titan_like.hugging_face.convert import from_hugging_face, to_hugging_face
 from titan_like.hugging_face.folder import open_hugging_face, slice_reader
-from titan_like.models.hugging_face import fill_part
+from titan_like.models.decoder.classes import CLASSES
+from titan_like.models.decoder.config import DecoderConfig
+from titan_like.models.hugging_face import Fields, RefusedError, family_module, family_of, fill_part
 from titan_like.models.registry import build_model
 
 VOCAB, SEQ, WINDOW = 101, 40, 9
 SMALL = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 4}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": None}
+SMALL_SHAPE = {"num_layers": 4, "hidden_size": 48, "num_attention_heads": 4, "vocab_size": VOCAB, "max_seq_len": 64}
 WIDE = SMALL | {"head_dim": 20}  # heads that are together wider than the hidden states
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 300.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -157,3 +161,121 @@ def test_a_folder_of_transformers_is_read_and_written_again(name: str, tmp_path:
         continued = theirs.generate(prompt, **options)[0, 12:].tolist()
         assert loaded.generate(prompt, **options)[0, 12:].tolist() == continued
         assert generate(ours, prompt[0].tolist(), 20, temperature=0) == continued
+
+
+DEFAULTS = [one.model_types[0] for one in CLASSES if None not in one.sizes]
+
+
+@pytest.mark.parametrize("model_type", DEFAULTS)
+def test_an_absent_field_has_the_default_of_the_class(model_type: str) -> None:
+    read = family_module("decoder").from_fields
+    theirs = transformers.AutoConfig.for_model(model_type).to_dict()
+    if model_type == "deepseek_v3":
+        theirs["num_nextn_predict_layers"] = 0  # transformers does not save these layers
+    assert read(Fields({"model_type": model_type})) == read(Fields(theirs))
+
+
+def test_fields_that_mean_something_else_are_refused_by_name() -> None:
+    refused = {
+        "qwen2": {"layer_types": ["chunked_attention"] * 4, "rope_scaling": {"type": "yarn", "factor": 2.0, "odd": 1}},
+        "gemma3_text": {"attn_logit_softcapping": 30.0, "use_bidirectional_attention": True, "clip_qkv": 8.0},
+        "deepseek_v3": {"scoring_func": "softmax", "num_key_value_heads": 2, "moe_layer_freq": 2},
+        "gpt_oss": {"attention_bias": False, "swiglu_limit": 5.0, "hidden_act": "relu"},
+        "phi3": {"interpolate_factor": 2, "resid_pdrop": 0.1, "rope_scaling": {"type": "longrope", "short_factor": 1}},
+        "smollm3": {"use_sliding_window": True, "no_rope_layers": [1, 2, 1, 1]},
+        "nemotron": {"rope_percent": 0.5, "layer_norm_eps": 1e-5},
+        "olmo2": {"clip_qkv": 8.0, "head_dim": "4"},
+        "gpt_neox": {"hidden_dropout": 0.1, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    }
+    for model_type, values in refused.items():
+        for field, value in values.items():
+            with pytest.raises(RefusedError, match=rf"config\.json has {field}"):
+                family_module("decoder").from_fields(Fields(SMALL | {"model_type": model_type, field: value}))
+    with pytest.warns(match="attention_dropout"):
+        family_module("decoder").from_fields(Fields(SMALL | {"model_type": "granite", "attention_dropout": 0.1}))
+
+
+def rewrite(folder: Path, tensors: dict[str, torch.Tensor], **fields: object) -> None:
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | fields
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def both_ways(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+    """What an export of an imported folder holds."""
+    path = from_hugging_face(open_hugging_face(folder, "--input"), folder.parent / "run")
+    to_hugging_face(CheckpointWeights(path), folder.parent / "back", None, 10**9, "none")
+    return files_of(folder.parent / "back"), json.loads((folder.parent / "back" / "config.json").read_text())
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [
+        name for name in one if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])
+    ] == []
+
+
+def test_mxfp4_experts_become_bfloat16(tmp_path: Path) -> None:
+    shape = SMALL | {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 3, "num_experts_per_tok": 2}
+    random_folder("gpt_oss", shape | {"head_dim": 20, "num_hidden_layers": 2}, tmp_path / "hf")
+    plain = {name: tensor.bfloat16() for name, tensor in files_of(tmp_path / "hf").items()}
+    packed = dict(plain)
+    for name in [name for name in plain if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = plain[name].shape
+        blocks = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(118, 124, (experts, rows, columns // 32), dtype=torch.uint8)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        plain[name] = convert_moe_packed_tensors(blocks, scales)
+        del packed[name]
+    table = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    rewrite(tmp_path / "hf", packed, quantization_config=table)
+    found, fields = both_ways(tmp_path / "hf")
+    same(found, plain)
+    assert "quantization_config" not in fields and fields["torch_dtype"] == "bfloat16"
+
+
+def test_float8_blocks_become_bfloat16_and_a_layer_of_mtp_comes_along(tmp_path: Path) -> None:
+    random_folder("deepseek_v3", CASES["deepseek_v3"][1], tmp_path / "hf")
+    plain = files_of(tmp_path / "hf")
+    last = {name.replace("layers.3.", "layers.4."): t + 1 for name, t in plain.items() if "layers.3." in name}
+    for name, size in (("enorm", (48,)), ("hnorm", (48,)), ("shared_head.norm", (48,)), ("eh_proj", (48, 96))):
+        last[f"model.layers.4.{name}.weight"] = torch.randn(size)
+    plain |= last
+    packed = {name: tensor.clone() for name, tensor in plain.items()}
+    packed["model.layers.4.embed_tokens.weight"] = plain["model.embed_tokens.weight"].clone()
+    packed["model.layers.4.shared_head.head.weight"] = plain["lm_head.weight"].clone()
+    for name in [name for name in plain if "_proj" in name and "eh_proj" not in name]:
+        rows, columns = plain[name].shape
+        scales = torch.rand(-(-rows // 16), -(-columns // 16)) + 0.5
+        packed |= {name: plain[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
+        every = scales.repeat_interleave(16, 0).repeat_interleave(16, 1)[:rows, :columns]
+        plain[name] = (packed[name].float() * every).bfloat16()
+    table = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
+    rewrite(tmp_path / "hf", packed, quantization_config=table, num_nextn_predict_layers=1)
+    found, fields = both_ways(tmp_path / "hf")
+    same(found, plain)
+    assert fields["num_nextn_predict_layers"] == 1 and "quantization_config" not in fields
+
+
+def test_the_text_model_of_gemma3_is_taken_out(tmp_path: Path) -> None:
+    random_folder(*CASES["gemma3_text"], tmp_path / "hf")
+    plain = files_of(tmp_path / "hf")
+    around = {f"language_model.{name}": tensor for name, tensor in plain.items()}
+    around |= {"vision_tower.a.weight": torch.ones(2), "multi_modal_projector.b": torch.ones(2)}
+    text = json.loads((tmp_path / "hf" / "config.json").read_text())
+    outer = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {"a": 1}}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(outer | {"text_config": text, "eos_token_id": [1, 106]}))
+    rewrite(tmp_path / "hf", around)
+    found, fields = both_ways(tmp_path / "hf")
+    same(found, plain)
+    assert fields["architectures"] == ["Gemma3ForCausalLM"] and fields["eos_token_id"] == [1, 106]
+    assert not fields.keys() & {"text_config", "vision_config"}
+
+
+def test_shapes_of_no_class_are_refused_in_a_sentence() -> None:
+    shape = SMALL_SHAPE | {"block": "parallel", "qk_norm": "head", "norm": "layer", "gated": False}
+    with pytest.raises(RefusedError, match=r"the model has activation = silu, which GPTNeoX\w+ cannot represent"):
+        family_of(DecoderConfig.model_validate(shape))
+    two = {"layer_pattern": ["a", "b"], "kinds": {"a": {"window": 4}, "b": {"window": 8}}}
+    with pytest.raises(RefusedError, match="layer_pattern = "):
+        family_of(DecoderConfig.model_validate(SMALL_SHAPE | two))

@@ -109,6 +109,8 @@ def open_hugging_face(path: Path, key: str) -> HuggingFaceFolder:
     with _refusals_of(path, key):
         module = family_of(model, fields["model_type"])
         tensors = with_scales(_tensors(path, module), check_quantization(Fields(fields)))
+        if hasattr(module, "without_absent"):
+            model = module.without_absent(model, tensors)
         _check_tensors(model, module, tensors, architecture_of(model, fields["model_type"]))
     return HuggingFaceFolder(path, family, model, fields, tensors)
 

@@ -236,7 +236,7 @@ CLASSES = (
             ("routed_scaling", "routed_scaling_factor", 2.5), ("router_groups", "n_group", 8),
             ("router_top_groups", "topk_group", 4),
         ),
-        ignored=frozenset({"head_dim", "qk_head_dim", "num_nextn_predict_layers", "num_mtp_layers"}), head_dim=None,
+        ignored=frozenset({"head_dim", "qk_head_dim", "num_mtp_layers"}), head_dim=None,
         bias="all", is_interleaved=True, has_latents=True,
         experts=Experts(
             "n_routed_experts", "moe_intermediate_size", has_groups=True, dense_layers="first_k_dense_replace",

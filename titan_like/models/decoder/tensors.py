@@ -10,15 +10,18 @@ from titan_like.models.decoder.config import DecoderConfig
 from titan_like.models.hugging_face import Stored, fused, whole
 
 _NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
+_COPIES = ("embed_tokens", "shared_head.head")  # of the two tables, in layers of multi-token prediction
 
 
 def stored_parameters(config: DecoderConfig, one: Class = CLASSES[0]) -> Iterator[Stored]:
     """Where each parameter of the model is stored. Names and shapes of parameters are the same in all classes."""
     names = LLAMA_NAMES | dict(one.names)
     table, head = (config.padded_vocab_size, config.hidden_size), f"{names['output']}.weight"
-    copy = head if config.tied_embeddings else None
-    yield whole("embedding.weight", f"{names['embedding']}.weight", table, config.vocab_size, copy=copy)
-    for layer in range(config.num_layers):
+    numbers = range(config.num_layers, config.num_layers + config.mtp_layers)  # which have copies of both tables
+    of_table, of_head = ([f"{names['layers']}.{i}.{name}.weight" for i in numbers] for name in _COPIES)
+    copies = [*of_table, *([head, *of_head] if config.tied_embeddings else [])]
+    yield whole("embedding.weight", f"{names['embedding']}.weight", table, config.vocab_size, copy=tuple(copies))
+    for layer in range(numbers.stop):
         ours, theirs = f"layers.{layer}.", f"{names['layers']}.{layer}."
         for name in _NORMS if config.block == "sandwich" else _NORMS[::2]:
             yield from _norm(config, ours + name, theirs + names.get(name, name))
@@ -28,9 +31,14 @@ def stored_parameters(config: DecoderConfig, one: Class = CLASSES[0]) -> Iterato
         else:
             for name in ("gate", "up", "down") if config.gated else ("up", "down"):
                 yield from _mlp(config, f"{ours}mlp.{name}", theirs + names[f"mlp.{name}"], config.ffn_hidden_size)
+        if layer in numbers:
+            for name in ("enorm", "hnorm"):
+                yield from _norm(config, ours + name, theirs + name)
+            yield from _norm(config, f"{ours}norm", f"{theirs}shared_head.norm")
+            yield from _linear(f"{ours}eh_proj", f"{theirs}eh_proj", (config.hidden_size, 2 * config.hidden_size))
     yield from _norm(config, "norm", names["norm"])
     if not config.tied_embeddings:
-        yield whole("output.weight", head, table, config.vocab_size)
+        yield whole("output.weight", head, table, config.vocab_size, copy=tuple(of_head))
 
 
 def _norm(config: DecoderConfig, ours: str, theirs: str) -> Iterator[Stored]:
