@@ -154,9 +154,8 @@ def write_folder(
     places: dict[str, tuple[Path, int]] = {}
     for file in files[number :: share[1]]:
         places |= _begin_file(folder / file, {name: empty[name] for name in split.filename_to_tensors[file]})
-    for stored in module.stored_parameters(weights.model):
-        if not stored.sources.keys() & places.keys():
-            continue
+    needed = (one for one in module.stored_parameters(weights.model) if one.sources.keys() & places.keys())
+    for stored in needed:
         for name, tensor in to_tensors(stored, weights.read(stored.name)):
             if name in places:
                 path, offset = places[name]
