@@ -192,7 +192,9 @@ def _layers(one: Class, fields: Fields, found: dict[str, Any]) -> dict[str, Any]
     if set(layers) == {FULL}:
         return model
     length = next(n for n in range(1, count + 1) if all(layers[i] == layers[i % n] for i in range(count)))
-    return model | {"layer_pattern": layers[:length], "kinds": {name: every[name] for name in dict.fromkeys(layers)}}
+    # Kinds without scaling would take the model's.
+    kinds = {"layer_pattern": layers[:length], "kinds": {name: every[name] for name in dict.fromkeys(layers)}}
+    return model | {"rope_scaling": None} | kinds
 
 
 def to_fields(config: DecoderConfig, one: Class) -> dict[str, Any]:
