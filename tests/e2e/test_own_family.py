@@ -31,7 +31,7 @@ from titan_like.verify.verify import Verifier
 ENTRY_POINTS = """qwen3 = my_models.qwen3.config:Qwen3Config
 scaled = my_models.scaled.config:ScaledConfig
 absent = my_models.absent.config:AbsentConfig
-function = my_models.qwen3.model:build
+function = my_models.scaled.model:build
 """
 SMALL = short(4, batch=4)
 SCALED = ["--model.family=scaled"]
@@ -146,7 +146,7 @@ def test_it_is_planned_and_run_dry(home: Path, tmp_path: Path, monkeypatch: pyte
     [
         ("qwen4", "unknown name; did you mean qwen3?"),
         ("absent", "its entry point, my_models.absent.config:AbsentConfig, cannot be imported (No module named"),
-        ("function", "its entry point, my_models.qwen3.model:build, is not a family; it must be a subclass of"),
+        ("function", "its entry point, my_models.scaled.model:build, is not a family; it must be a subclass of"),
     ],
 )
 def test_a_wrong_name_or_entry_point_is_one_sentence(home: Path, family: str, wanted: str) -> None:
@@ -159,20 +159,24 @@ def test_a_wrong_name_or_entry_point_is_one_sentence(home: Path, family: str, wa
 @pytest.mark.parametrize(
     ("there", "instead", "wanted"),
     [
-        (', "layers.*.attention.k_norm": "head_norm"', "", "leaves out the parameter layers.0.attention.k_norm.weight"),
-        ('q_norm": "head_norm"', 'q_norm": "norm"', "attention.q_norm, which is in a region, a norm; use head_norm"),
+        (', "layers.*.mlp_scale": ReplicatedScale', "", "leaves out the parameter layers.0.mlp_scale.weight"),
+        (
+            "DECODER(config) | {",
+            'DECODER(config) | {"layers.*.attention.q_norm": "norm", ',
+            "attention.q_norm, which is in a region, a norm; use head_norm",
+        ),
     ],
 )
 def test_a_wrong_plan_is_one_sentence(home: Path, there: str, instead: str, wanted: str) -> None:
-    sharding = home / "my_models" / "qwen3" / "sharding.py"
+    sharding = home / "my_models" / "scaled" / "sharding.py"
     whole = sharding.read_text()
     try:
         sharding.write_text(whole.replace(there, instead))
-        settings = ["--job.dry_run=true", "--parallelism.tensor_parallel_degree=2"]
-        done = run(home, "train.py", "--job.config_file=qwen3.toml", *SMALL, *settings)
+        settings = ["--job.dry_run=true", "--parallelism.tensor_parallel_degree=2", "--model.overrides.qk_norm=head"]
+        done = run(home, "train.py", "--job.config_file=qwen3.toml", *SMALL, *SCALED, *settings)
     finally:
         sharding.write_text(whole)
     assert done.returncode == 2
-    assert done.stderr.startswith('error: model.family = "qwen3": the tensor-parallel plan')
+    assert done.stderr.startswith('error: model.family = "scaled": the tensor-parallel plan')
     assert done.stderr.count("\n") == 1 and wanted in done.stderr
     assert done.stderr.endswith("correct the family's sharding module\n")
