@@ -172,7 +172,7 @@ def test_a_wrong_plan_is_one_sentence(home: Path, there: str, instead: str, want
     whole = sharding.read_text()
     try:
         sharding.write_text(whole.replace(there, instead))
-        settings = ["--job.dry_run=true", "--parallelism.tensor_parallel_degree=2", "--model.overrides.qk_norm=head"]
+        settings = ["--job.dry_run=true", *LAYOUT[::3], "--model.overrides.qk_norm=head"]
         done = run(home, "train.py", "--job.config_file=qwen3.toml", *SMALL, *SCALED, *settings)
     finally:
         sharding.write_text(whole)
