@@ -15,7 +15,7 @@ _MODULES = {
     "process_group": "titan_like.train.job",
     "Trainer": "titan_like.train.trainer",
     "predict": "titan_like.planner.predict",
-    "load": "titan_like.checkpoint.inference",
+    "load": "titan_like.evaluate.inference",
 }
 __all__ = ["__version__", "verify", *_MODULES]
 

@@ -163,6 +163,28 @@ def test_every_instant_of_sweeping_up_after_a_crash(straight: Straight) -> None:
         assert names(dumps[i] / "checkpoint") == ["step-1", "step-2", "step-3"], operations[i]
 
 
+@pytest.mark.parametrize("straight", [1], indirect=True, ids=["1 rank"])
+def test_every_instant_of_writing_a_folder_for_transformers(straight: Straight) -> None:
+    """The run dies while it writes the folder of step 3, first its weights and no checkpoint besides."""
+    settings = {"training.steps": 4, "checkpoint.interval": 100, "checkpoint.hugging_face_interval": 1}
+    dump = straight.copy("outlived folders", 1)
+    operations, copies = straight.instants(dump, settings, 3)
+    arrival = operations.index("os.rename step-3.unfinished step-3", operations.index("os.rmdir weights"))
+    whole = {name: contents(dump / "hugging_face" / name) for name in ("step-2", "step-3")}
+    assert "model.safetensors" in whole["step-2"] and whole["step-2"] != whole["step-3"]
+    for i, copy in enumerate(copies):
+        complete = {name for name in names(copy / "hugging_face") if not name.endswith(".unfinished")}
+        assert complete == ({"step-2", "step-3"} if i > arrival else {"step-2"}), operations[i]
+        assert all(contents(copy / "hugging_face" / name) == whole[name] for name in complete), operations[i]
+    launch(crash_worker.train, 1, straight.root, copies[arrival], straight.settings | settings)
+    assert names(copies[arrival] / "hugging_face") == ["step-2", "step-3", "step-4"]
+    assert {name: contents(copies[arrival] / "hugging_face" / name) for name in whole} == whole
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 @pytest.mark.parametrize("straight", [2], indirect=True, ids=["2 ranks"])
 def test_kills_at_random_times_while_saving_after_every_step(straight: Straight) -> None:
     """A single rank's instants are all in the tests above."""

@@ -17,11 +17,11 @@ from tests.distributed.launch import base_config, launch
 from tests.distributed.layouts import pipeline, sizes, tensor, zero
 from tests.e2e.jobs import records
 from tests.unit.hugging_face_cases import gpt_config, llama_config, random_model, reference_of, save_checkpoint
-from titan_like.checkpoint.inference import find_checkpoint, load_parallel_model
 from titan_like.commands import convert, evaluate
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data.tokenizer import ByteTokenizer
+from titan_like.evaluate.inference import find_checkpoint, load_parallel_model
 from titan_like.evaluate.scoring import Scorer
 from titan_like.evaluate.task import Window, ending_window, sliding_windows
 from titan_like.parallel.mesh import build_mesh

@@ -91,13 +91,13 @@ def load_each(rank: int, folder: Path, ranks: int) -> dict[str, bool]:
 
 def refuse_damaged(rank: int, folder: Path, source: Path, out: Path) -> None:
     """A file that only some processes need is damaged after the checks: all of them end with the same sentence."""
-    import titan_like.train.initial_weights as initial
+    from titan_like.hugging_face import start
 
-    checked = initial.open_hugging_face(source, "x")
+    checked = start.open_hugging_face(source, "x")
     if rank == 1:
         broken = {name: tensor for name, tensor in checked.tensors.items() if "layers.3" not in name}
         object.__setattr__(checked, "tensors", broken)
-    initial.open_hugging_face = lambda path, key: checked
+    start.open_hugging_face = lambda path, key: checked
     with pytest.raises(RunError) as error:
         build(folder, "llama", source, {})
     out.with_name(f"{out.name}.{rank}").write_text(str(error.value))

@@ -101,9 +101,10 @@ def test_a_run_on_object_storage(tmp_path: Path, environment: dict[str, str], ca
         return train_on(processes, log, [*arguments, *more], environment=environment)
 
     run(1, "straight", 6)
-    run(2, "two", 4, "--checkpoint.folder=s3://bucket/run")
+    run(2, "two", 4, "--checkpoint.folder=s3://bucket/run", "--checkpoint.hugging_face_interval=4")
     assert not list((tmp_path / "two").glob("checkpoint*"))
-    printed = run(1, "one", 6, "--checkpoint.folder=s3://bucket/run", "--checkpoint.keep_latest=2")
+    more = "--checkpoint.keep_latest=2", "--checkpoint.hugging_face_interval=6"
+    printed = run(1, "one", 6, "--checkpoint.folder=s3://bucket/run", *more)
     assert "resumed from s3://bucket/run/step-4" in printed and "saved s3://bucket/run/step-6" in printed
     found = records(tmp_path / "two") + records(tmp_path / "one")
     assert [record["step"] for record in found] == [1, 2, 3, 4, 5, 6]
@@ -114,14 +115,20 @@ def test_a_run_on_object_storage(tmp_path: Path, environment: dict[str, str], ca
     arguments = ("--checkpoint", "s3://bucket/run", "--prompt", "ab", "--max_new_tokens", "4")
     assert run_here("scripts/generate.py", *arguments) == 0
     assert run_here("scripts/convert.py", "to-hf", "--checkpoint=s3://bucket/run", "--output=s3://bucket/hf") == 0
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(objects("s3://bucket/hf"))
+    exported = objects("s3://bucket/hf")
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(exported)
+    folder = path_of("s3://bucket/run/hugging_face")
+    assert complete_steps(folder) == [4, 6] and objects(f"{folder}/step-4") == objects(f"{folder}/step-6") == exported
+    for name in exported:
+        assert (folder / "step-6" / name).read_bytes() == path_of(f"s3://bucket/hf/{name}").read_bytes()
     assert run_here("scripts/convert.py", "from-hf", "--input=s3://bucket/hf", "--output=s3://bucket/imported") == 0
     weights = [CheckpointWeights(path_of(f"s3://bucket/{name}")) for name in ("run/step-6", "imported/step-0")]
     assert len({weight.read("layers.0.attention.qkv.weight").sum().item() for weight in weights}) == 1
     assert run_here("scripts/convert.py", "to-hf", "--checkpoint=s3://bucket/run", "--output=s3://bucket/hf") == 2
     assert "already exists" in capfd.readouterr().err
-    config = load_config([settings[0], "--checkpoint.initial_load_path=s3://bucket/hf"])
-    check_initial_weights(config, model_config(config.model))
+    for words in ([settings[0], "--checkpoint.initial_load_path=s3://bucket/hf"], ["--model.from=s3://bucket/hf"]):
+        config = load_config(words)
+        check_initial_weights(config, model_config(config.model))
 
 
 def test_only_a_checkpoint_with_its_marker_is_one() -> None:

@@ -15,9 +15,9 @@ from tests.e2e.jobs import short
 from tests.e2e.scripts import REPO, Script, install
 from tests.traces import microbatch_flops
 from tests.whole_step import whole_step
-from titan_like.checkpoint.inference import load
 from titan_like.commands import plan, verify
 from titan_like.config.load import load_config
+from titan_like.evaluate.inference import load
 from titan_like.metrics.flops import model_flops_per_token
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout

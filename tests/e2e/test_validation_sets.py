@@ -12,9 +12,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from tests.e2e.jobs import records, train_on
-from titan_like.checkpoint.inference import find_checkpoint, load_for_inference
 from titan_like.config import load_config
 from titan_like.data.tokenizer import ByteTokenizer
+from titan_like.evaluate.inference import find_checkpoint, load_for_inference
 
 SEQ_LEN = 32
 TEXTS = {

@@ -25,13 +25,13 @@ from tests.unit.hugging_face_cases import (
     save_checkpoint,
     t5_config,
 )
-from titan_like.checkpoint.inference import find_checkpoint, load_for_inference
 from titan_like.checkpoint.loader import CheckpointWeights
 from titan_like.commands.convert import main
 from titan_like.config import load_config
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.data.tokenizer import build_tokenizer
+from titan_like.evaluate.inference import find_checkpoint, load_for_inference
 from titan_like.evaluate.sampling import generate
 from titan_like.hugging_face.convert import to_hugging_face
 from titan_like.train.initial_weights import check_initial_weights
@@ -181,8 +181,8 @@ def test_an_import_is_the_model_and_its_export_gives_back_every_byte(tmp_path, c
         assert torch.equal(found, expected), parameter
 
     # The settings that it prints describe the same model, and generate.py's way of loading takes it.
-    settings["checkpoint"]["folder"] = str(tmp_path / "run")
-    config = JobConfig.model_validate(settings)
+    settings = [f"--model.from={settings['model']['from']}", f"--checkpoint.folder={tmp_path}/run"]
+    config = load_config([*settings, "--data.tokenizer=byte"])  # the folder has none
     loaded = load_for_inference(config, find_checkpoint(config), torch.device("cpu"))
     tokens = torch.arange(40)[None]
     for one, other in zip(outputs(loaded, tokens), outputs(model, tokens), strict=True):
@@ -281,8 +281,9 @@ def test_import_of_a_folder_without_tokenizer_json(tmp_path, capsys):
     convert("to-hf", "--checkpoint", tmp_path / "run", "--output", tmp_path / "hf", "--tokenizer", "none")
     capsys.readouterr()
     convert("from-hf", "--input", tmp_path / "hf", "--output", tmp_path / "without")
-    told = capsys.readouterr().out
-    assert "# The folder has no tokenizer.json. Set data.tokenizer" in told and "tokenizer =" not in told
+    (tmp_path / "run.toml").write_text(capsys.readouterr().out)
+    with pytest.raises(ConfigError, match=r"^data\.tokenizer = \(not set\): .*/step-0 has no tokenizer"):
+        load_config(["--job.config_file", f"{tmp_path}/run.toml"])
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     (tmp_path / "hf" / "vocab.json").write_text(json.dumps({t: i for i, t in enumerate([*alphabet, "<|endoftext|>"])}))
     (tmp_path / "hf" / "merges.txt").write_text("#version: 0.2\n")

@@ -22,10 +22,10 @@ from tests.unit.hugging_face_cases import (
     random_model,
     save_checkpoint,
 )
-from titan_like.checkpoint.inference import load_for_inference
 from titan_like.checkpoint.loader import CheckpointWeights
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import JobConfig
+from titan_like.evaluate.inference import load_for_inference
 from titan_like.hugging_face.convert import from_hugging_face, to_hugging_face
 from titan_like.hugging_face.folder import local_folder, open_hugging_face
 from titan_like.models.registry import model_config

@@ -13,12 +13,12 @@ from jinja2 import UndefinedError
 
 import titan_like
 from tests.unit.hugging_face_cases import save_checkpoint
-from titan_like.checkpoint.inference import config_of_checkpoint, find_checkpoint, load_for_inference
 from titan_like.commands import evaluate, generate
 from titan_like.config import ConfigError, load_config
 from titan_like.config.errors import RunError
 from titan_like.config.options import check_output_file, json_text, write_json
 from titan_like.config.schema import Model
+from titan_like.evaluate.inference import config_of_checkpoint, find_checkpoint, load_for_inference
 from titan_like.evaluate.sampling import generate as continuation
 from titan_like.models.registry import build_model, model_config
 from titan_like.train.rules import resolve_for_inference, resolve_settings
@@ -61,7 +61,7 @@ def test_a_folder_without_checkpoints_is_told_for_what_it_is(tmp_path: Path) -> 
     (tmp_path / "run" / "step-20").mkdir(parents=True)
     (tmp_path / "run" / "step-20" / "run.json").write_text("{}")
     told = {
-        "hf": "is a Hugging Face folder; convert it by scripts/convert.py from-hf",
+        "hf": "is a Hugging Face folder, not a checkpoint; set model.from to it",
         "run/step-20": f"is a checkpoint itself; leave out checkpoint.load_step, or name the folder {tmp_path}/run",
         "none": "no such folder; train with checkpoint.enable first",
         ".": "holds no checkpoint (only hf, run); train with checkpoint.enable first",

@@ -127,7 +127,7 @@ def test_a_text_is_continued_as_transformers_would(tmp_path, monkeypatch, capsys
         asked.append((prompt, set(ends)))
         return theirs(f"{options.prompt} the mat 日").input_ids[len(theirs(options.prompt).input_ids) :]
 
-    monkeypatch.setattr("titan_like.checkpoint.inference.find_checkpoint", lambda config: tmp_path)
+    monkeypatch.setattr("titan_like.evaluate.inference.find_checkpoint", lambda config: tmp_path)
     monkeypatch.setattr(command, "sample", sample)
 
     def prompt_of(prompt, *settings):
@@ -156,7 +156,7 @@ def test_a_text_is_continued_as_transformers_would(tmp_path, monkeypatch, capsys
 @pytest.mark.parametrize(("kind", "first"), [("spm", "<s>"), ("chatml", "<|im_end|>")])
 def test_an_empty_prompt_is_where_a_document_begins(tmp_path, monkeypatch, kind, first):
     path, prompts = save_kind(tmp_path / "tokenizer", kind), []
-    monkeypatch.setattr("titan_like.checkpoint.inference.find_checkpoint", lambda config: tmp_path)
+    monkeypatch.setattr("titan_like.evaluate.inference.find_checkpoint", lambda config: tmp_path)
     monkeypatch.setattr(command, "sample", lambda config, path, prompt, *more: prompts.append(prompt) or [])
     command.main([f"--data.tokenizer={path}", "--training.steps=1", "--prompt", ""])
     assert prompts == [[Tokenizer.from_file(str(path)).token_to_id(first)]]

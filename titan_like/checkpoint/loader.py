@@ -281,7 +281,7 @@ def problem_without_checkpoints(path: Path, cure: str) -> str:
     if is_checkpoint(path):
         return f"is a checkpoint itself; leave out checkpoint.load_step, or name the folder {path.parent}"
     if (path / "config.json").is_file():
-        return "is a Hugging Face folder; convert it by scripts/convert.py from-hf and name what that writes"
+        return "is a Hugging Face folder, not a checkpoint; set model.from to it"
     if not path.is_dir():
         return f"{'is a file' if path.exists() else 'no such folder'}; {cure}"
     names = sorted(file.name for file in path.iterdir())

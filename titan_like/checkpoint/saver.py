@@ -8,9 +8,10 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from uuid import uuid4
 
 import torch
@@ -26,18 +27,23 @@ from titan_like.checkpoint.step_folders import (
     RunState,
     begin_checkpoint,
     checkpoint_path,
+    complete,
     complete_checkpoint,
     flush,
     sweep,
     unfinished_path,
+    upload,
 )
 from titan_like.config.errors import first_line
 from titan_like.config.schema import Checkpoint as CheckpointSection
 from titan_like.config.urls import RemotePath
+from titan_like.data.unfinished import remove
 from titan_like.optim.shards import local
 from titan_like.torch_private import with_local_tensor
 
 Tensors = dict[str, torch.Tensor]
+# Writes this rank's share of a checkpoint's Hugging Face folder: (checkpoint, folder, (rank, ranks)).
+Export = Callable[[Path, Path, tuple[int, int]], object]
 
 # While a thread writes, the training thread waits up to this long for the GIL each time that it has released it. With
 # Python's default of 5 ms, that would slow down every operator.
@@ -46,6 +52,11 @@ _SWITCH_SECONDS = 0.0005
 
 class SaveError(Exception):
     """A checkpoint could not be written; the message is one sentence, the same on every rank."""
+
+    def __init__(self, sentence: str, saved: list[Path]) -> None:
+        """``saved`` are folders that are complete nevertheless."""
+        super().__init__(sentence)
+        self.saved = saved
 
 
 def background_group() -> dist.ProcessGroup:
@@ -91,22 +102,33 @@ class Saver:
 
     With `checkpoint.async` a thread copies the tensors while the next step computes its gradients, then writes the
     copies while training continues, so only `before_update` may have to wait. Later saves reuse the buffers.
+
+    A Hugging Face folder in ``exports_to`` is made of the step's checkpoint, or of one of weights alone that is removed
+    again. Each rank writes a share of its files.
     """
 
-    def __init__(self, folder: Path, section: CheckpointSection) -> None:
+    def __init__(self, folder: Path, section: CheckpointSection, exports_to: Path, export: Export) -> None:
         self.folder, self.keep_latest, self.in_background = folder, section.keep_latest, section.async_
+        self.exports_to, self.export = exports_to, export
         # Made before training, where a failure costs least, and only for runs that save: gloo polls all the time.
-        self._group = background_group() if section.enable else None
+        self._group = background_group() if section.enable or section.hugging_face_interval else None
+        if section.hugging_face_interval and dist.get_rank() == 0:
+            sweep(exports_to)
         self._save: _Save | None = None
         self._copies: Tensors = {}
         self.files: dict[str, bytes] = {}  # that rank 0 adds to each checkpoint, by name
         # Called in the thread before it copies, with the event that something waits for the copies.
         self.before_copy: Callable[[threading.Event], object] = lambda _: None
 
-    def save(self, tensors: Tensors, run: RunState) -> None:
-        """Write a checkpoint, or start to; `finish` reports the outcome. The previous save must be finished."""
+    def save(self, tensors: Tensors, run: RunState, saves: bool = True, exports: bool = False) -> None:
+        """Write a checkpoint, a Hugging Face folder or both, or start to; `finish` reports the outcome.
+
+        The previous save must be finished.
+        """
         assert self._save is None and self._group is not None
-        self._save = _Save(checkpoint_path(self.folder, run.step))
+        self._wanted = [folder for folder, is_due in ((self.folder, saves), (self.exports_to, exports)) if is_due]
+        self._save = _Save([checkpoint_path(folder, run.step) for folder in self._wanted])
+        self._saved: list[Path] = []
         if not self.in_background:
             self._save.problem = self._write(tensors, run)
             return
@@ -127,23 +149,24 @@ class Saver:
         """Whether this rank is still writing a checkpoint."""
         return self._save is not None and self._save.thread is not None and self._save.thread.is_alive()
 
-    def finish(self) -> Path | None:
-        """Wait until the current save is done. Returns the checkpoint's folder, or None if there was no save.
+    def finish(self) -> list[Path]:
+        """Wait until the current save is done. Returns the folders that it wrote, none if there was no save.
 
         Raises:
-            SaveError: the checkpoint could not be written. Earlier checkpoints are untouched.
+            SaveError: a folder could not be written. Earlier ones are untouched.
         """
         save, self._save = self._save, None
         if save is None:
-            return None
+            return []
         if save.thread is not None:
             save.is_awaited.set()
             save.thread.join()
         if save.crash is not None:
             raise save.crash
         if save.problem is not None:
-            raise SaveError(f"{save.path} is not saved ({save.problem}); earlier checkpoints are intact")
-        return save.path
+            path = next(path for path in save.paths if path not in self._saved)
+            raise SaveError(f"{path} is not saved ({save.problem}); earlier checkpoints are intact", self._saved)
+        return self._saved
 
     def _copy_and_write(self, save: _Save, tensors: Tensors, run: RunState, ready: torch.cuda.Event | None) -> None:
         interval = sys.getswitchinterval()
@@ -182,31 +205,60 @@ class Saver:
         return with_local_tensor(tensor, copy) if isinstance(tensor, DTensor) else copy
 
     def _write(self, tensors: Tensors, run: RunState) -> str | None:
-        """Why the checkpoint could not be written, the same on every rank; None if it was."""
+        """Why a folder could not be written, the same on every rank; None if all were."""
+        exports, step = self.exports_to in self._wanted, run.step
+        weights = unfinished_path(self.exports_to, step) / "weights"  # removed again
+        folder = self.folder if self.folder in self._wanted else weights
         problem = self._of_weights(tensors)
-        if problem is None:
-            problem = self._on_first_rank(partial(begin_checkpoint, self.folder, run.step))
+        if problem is None and exports:
+            problem = self._on_first_rank(partial(begin_checkpoint, self.exports_to, step))
+        problem = problem or self._write_checkpoint(tensors, run, folder)
+        if problem is None and exports:
+            problem = self._write_export(checkpoint_path(folder, step), weights, step)
+        if problem is not None:
+            for folder in self._wanted:
+                self._on_first_rank(partial(sweep, folder))
+        return problem
+
+    def _write_checkpoint(self, tensors: Tensors, run: RunState, folder: Path) -> str | None:
+        problem = self._on_first_rank(partial(begin_checkpoint, folder, run.step))
         if problem is None:
             try:
                 mark = [uuid4().hex]
                 dist.broadcast_object_list(mark, src=0, group=self._group)
-                writer = TensorWriter(unfinished_path(self.folder, run.step), mark[0])
+                writer = TensorWriter(unfinished_path(folder, run.step), mark[0])
                 dcp.save(in_parts(tensors), storage_writer=writer, process_group=self._group)
             except CheckpointException as error:  # raised on every rank
-                problem = self._explained(first_failure(error), tensors)
+                problem = self._explained(first_failure(error), tensors, folder)
         if problem is None:
             # After skipped steps the weights may be ruined, so do not remove older checkpoints for this one.
             keep = self.keep_latest if run.consecutive_skips == 0 else 0
-            problem = self._on_first_rank(partial(complete_checkpoint, self.folder, run, keep, self.files))
-        if problem is not None:
-            self._on_first_rank(partial(sweep, self.folder))
+            problem = self._on_first_rank(partial(complete_checkpoint, folder, run, keep, self.files))
+        if problem is None and folder == self.folder:
+            self._saved.append(checkpoint_path(folder, run.step))
         return problem
 
-    def _explained(self, problem: str, tensors: Tensors) -> str:
+    def _write_export(self, checkpoint: Path, weights: Path, step: int) -> str | None:
+        """Write the Hugging Face folder of a checkpoint, which is in ``weights`` if it is no other's."""
+        rank, unfinished = dist.get_rank(), weights.parent
+        with TemporaryDirectory() if isinstance(unfinished, RemotePath) else nullcontext(unfinished) as name:
+            folder = Path(name)
+            problem = self._on_each_rank(partial(self.export, checkpoint, folder, (rank, dist.get_world_size())))
+            problem = problem or self._on_first_rank(partial(remove, weights))
+            if isinstance(unfinished, RemotePath):
+                put = partial(upload, folder, unfinished)
+                for is_turn in (rank > 0, rank == 0):  # the file that makes it complete is rank 0's
+                    problem = problem or self._on_each_rank(put if is_turn else lambda: None)
+        problem = problem or self._on_first_rank(partial(complete, self.exports_to, step, self.keep_latest))
+        if problem is None:
+            self._saved.append(checkpoint_path(self.exports_to, step))
+        return problem
+
+    def _explained(self, problem: str, tensors: Tensors, folder: Path) -> str:
         """The reason of a failed save, with a full disk added, because torch's writer does not report it."""
         texts, needed = [problem], sum(local(tensor).nbytes for tensor in tensors.values())
-        is_here = dist.get_rank() == 0 and not isinstance(self.folder, RemotePath)
-        if is_here and shutil.disk_usage(self.folder).free < needed:
+        is_here = dist.get_rank() == 0 and not isinstance(folder, RemotePath)
+        if is_here and shutil.disk_usage(folder).free < needed:
             texts = [f"the disk is full; {problem}"]
         dist.broadcast_object_list(texts, src=0, group=self._group)
         return texts[0]
@@ -230,12 +282,22 @@ class Saver:
         dist.broadcast_object_list(problems, src=0, group=self._group)
         return problems[0]
 
+    def _on_each_rank(self, action: Callable[[], object]) -> str | None:
+        """Run an action on files on every rank. Returns the first rank's error on every rank, or None."""
+        problem, problems = None, [None] * dist.get_world_size()
+        try:
+            action()
+        except Exception as error:  # a damaged file may raise anything
+            problem = f"rank {dist.get_rank()}: {first_line(error)}"
+        dist.all_gather_object(problems, problem, group=self._group)
+        return next((text for text in problems if text is not None), None)
+
 
 class _Save:
     """The state of one save."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, paths: list[Path]) -> None:
+        self.paths = paths
         self.problem: str | None = None
         self.crash: BaseException | None = None
         self.thread: threading.Thread | None = None

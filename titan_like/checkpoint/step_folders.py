@@ -6,7 +6,7 @@ has its own, see `reader`). It is written as ``step-<N>.unfinished``, flushed to
 any moment leaves earlier checkpoints whole.
 
 On object storage, where nothing is renamed, it is complete while it has ``run.json``, which is written last and removed
-first.
+first. Hugging Face folders of a run become complete in the same way, there with ``config.json``.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from titan_like.data.unfinished import remove, removed_unless_renamed
 from titan_like.optim.schedule import Schedule
 
 RUN_FILE = "run.json"
+_MARKERS = (RUN_FILE, "config.json")  # of a complete checkpoint, and of a complete Hugging Face folder
 UNFINISHED = ".unfinished"
 REPLACED = ".replaced"
 _DESCRIPTION = ".metadata"  # torch's name for it
@@ -83,6 +84,11 @@ def folder_of_settings(job: dict[str, Any], checkpoint: dict[str, Any]) -> Path:
     return path_of(str(checkpoint.get("folder") or Path(str(job.get("dump_folder"))) / "checkpoint"))
 
 
+def hugging_face_folder(config: JobConfig) -> Path:
+    """Where a run keeps what `checkpoint.hugging_face_interval` writes."""
+    return path_of(config.checkpoint.folder or config.job.dump_folder) / "hugging_face"
+
+
 def checkpoint_path(folder: Path, step: int) -> Path:
     """Folder of one checkpoint."""
     return folder / f"step-{step}"
@@ -102,7 +108,9 @@ def complete_steps(folder: Path) -> list[int]:
 
 def is_complete(path: Path) -> bool:
     """Whether a checkpoint's folder is there, and everything in it."""
-    return (path / RUN_FILE).is_file() if isinstance(path, RemotePath) else path.is_dir()
+    if isinstance(path, RemotePath):
+        return any((path / marker).is_file() for marker in _MARKERS)
+    return path.is_dir()
 
 
 def step_of(path: Path) -> int | None:
@@ -159,17 +167,23 @@ def begin_checkpoint(folder: Path, step: int) -> None:
 
 
 def complete_checkpoint(folder: Path, run: RunState, keep_latest: int, files: dict[str, bytes]) -> None:
-    """Give a checkpoint whose tensors are on disk its final name, after adding ``files``. One process calls it.
-
-    If ``keep_latest`` is above 0, only this checkpoint and the newest before it are kept, that many in total.
-    """
-    final, unfinished = checkpoint_path(folder, run.step), unfinished_path(folder, run.step)
+    """Give a checkpoint whose tensors are on disk its final name, as `complete` does, after adding ``files``."""
+    unfinished = unfinished_path(folder, run.step)
     for name, content in files.items():
         (unfinished / name).parent.mkdir(exist_ok=True)
         (unfinished / name).write_bytes(content)
         flush(unfinished / name)
         flush((unfinished / name).parent)
     write_run_state(unfinished, run)
+    complete(folder, run.step, keep_latest)
+
+
+def complete(folder: Path, step: int, keep_latest: int) -> None:
+    """Give a folder whose files are on disk its final name. One process calls it.
+
+    If ``keep_latest`` is above 0, only this one and the newest before it are kept, that many in total.
+    """
+    final, unfinished = checkpoint_path(folder, step), unfinished_path(folder, step)
     flush(unfinished)
     if not isinstance(folder, RemotePath):
         if final.exists():  # a run that went back passes this step again
@@ -177,16 +191,17 @@ def complete_checkpoint(folder: Path, run: RunState, keep_latest: int, files: di
         os.rename(unfinished, final)
         flush(folder)
     steps = complete_steps(folder)
-    kept = [step for step in steps if step <= run.step][-keep_latest:]  # the run may have gone back
-    for step in sorted(set(steps) - set(kept)) if keep_latest else []:
-        _withdraw(checkpoint_path(folder, step))
+    kept = [older for older in steps if older <= step][-keep_latest:]  # the run may have gone back
+    for other in sorted(set(steps) - set(kept)) if keep_latest else []:
+        _withdraw(checkpoint_path(folder, other))
     sweep(folder)
 
 
 def _withdraw(path: Path) -> None:
     """Let a complete checkpoint become an unfinished one, which `sweep` removes."""
     if isinstance(path, RemotePath):
-        (path / RUN_FILE).unlink()
+        for marker in _MARKERS:
+            (path / marker).unlink(missing_ok=True)
     else:
         os.rename(path, path.with_name(path.name + UNFINISHED))
 
@@ -234,10 +249,7 @@ def written_aside(final: Path) -> Iterator[Path]:
     if isinstance(final, RemotePath):
         with TemporaryDirectory() as name:
             yield Path(name)
-            files = [path.relative_to(name) for path in Path(name).rglob("*") if path.is_file()]
-            for file in sorted(files, key=lambda file: str(file) in (RUN_FILE, "config.json")):
-                with (final / file).storage() as (system, path):
-                    system.put_file(str(Path(name, file)), path)
+            upload(Path(name), final)
         return
     final = Path(os.path.abspath(final))  # "." has no name
     aside = final.with_name(f".{final.name}{UNFINISHED}")
@@ -247,6 +259,14 @@ def written_aside(final: Path) -> Iterator[Path]:
         flush(aside)
         os.rename(aside, final)
     flush(final.parent)
+
+
+def upload(folder: Path, final: RemotePath) -> None:
+    """Copy a folder to object storage, the file last that makes it complete there."""
+    files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    for file in sorted(files, key=lambda file: str(file) in _MARKERS):
+        with (final / file).storage() as (system, path):
+            system.put_file(str(folder / file), path)
 
 
 def write_durably(path: Path, text: str) -> None:

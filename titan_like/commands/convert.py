@@ -15,6 +15,7 @@ from pathlib import Path
 from titan_like.config.errors import require
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, tokenizer_option, url_option
+from titan_like.config.paths import to_toml
 from titan_like.config.section import dtype_name
 from titan_like.config.urls import RemotePath, path_of
 
@@ -71,17 +72,17 @@ def to_hf(options: argparse.Namespace) -> int:
 
 
 def from_hf(options: argparse.Namespace) -> int:
-    """Write a checkpoint, and print the settings for a run that starts from it."""
+    """Write a checkpoint, and print the TOML lines with which a run starts from it."""
     output = path_of(options.output)
     check_new(output / "step-0")
 
-    from titan_like.hugging_face.convert import from_hugging_face, settings_to_train
+    from titan_like.hugging_face.convert import from_hugging_face
     from titan_like.hugging_face.folder import local_folder, open_hugging_face
 
     source = open_hugging_face(local_folder(options.input, "--input"), "--input")
     path = from_hugging_face(source, output)
-    print(f"wrote {source.path} as {path}; settings to train from it:\n", file=sys.stderr)
-    print(settings_to_train(source, path))
+    print(f"wrote {source.path} as {path}; to train from it:", file=sys.stderr)
+    print(to_toml({"model": {"from": str(path)}}, []).strip())
     return 0
 
 

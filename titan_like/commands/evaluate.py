@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
     check_options(options)
     config = load_config(settings) if options.checkpoint is None else None
 
-    from titan_like.checkpoint.inference import config_of_checkpoint, find_checkpoint
+    from titan_like.evaluate.inference import config_of_checkpoint, find_checkpoint
     from titan_like.evaluate.task import TextSettings
     from titan_like.evaluate.tasks import named_tasks
     from titan_like.models.registry import model_config
@@ -127,8 +127,8 @@ def score(
     Returns:
         Task → figure → value, and what the harness returns if it is asked for.
     """
-    from titan_like.checkpoint.inference import load_parallel_model
     from titan_like.data.tokenizer import tokenizer_of
+    from titan_like.evaluate.inference import load_parallel_model
     from titan_like.evaluate.scoring import Scorer
     from titan_like.evaluate.tasks import open_tasks, run_tasks
     from titan_like.parallel.mesh import build_mesh

@@ -22,8 +22,8 @@ from titan_like.config.options import OptionParser, url_option, write_json
 from titan_like.train.rules import check_predicts_next_token
 
 if TYPE_CHECKING:
-    from titan_like.checkpoint.inference import ParallelInference
     from titan_like.config.schema import JobConfig
+    from titan_like.evaluate.inference import ParallelInference
     from titan_like.models.transformer import Transformer
 
 
@@ -50,10 +50,10 @@ def main(argv: list[str]) -> int:
     options, settings = build_parser().parse_known_args(argv)
     config = load_config(settings) if options.checkpoint is None else None
 
-    from titan_like.checkpoint.inference import config_of_checkpoint, find_checkpoint
     from titan_like.data.chat import read_template
     from titan_like.data.span_corruption import decode_with_sentinels, encode_with_sentinels, padding_of
     from titan_like.data.tokenizer import decode_after, tokenizer_of
+    from titan_like.evaluate.inference import config_of_checkpoint, find_checkpoint
     from titan_like.evaluate.sampling import stop_ids
     from titan_like.models.registry import model_config
 
@@ -97,7 +97,7 @@ def sample(
     """Tokens after the prompt, until one of ``ends``; in one process or, under torchrun, in the run's layout."""
     import torch
 
-    from titan_like.checkpoint.inference import ParallelInference, load_for_inference, load_parallel_model
+    from titan_like.evaluate.inference import ParallelInference, load_for_inference, load_parallel_model
     from titan_like.evaluate.sampling import generate
     from titan_like.parallel.mesh import build_mesh
     from titan_like.train.environment import check_meeting, number_of_processes

@@ -38,6 +38,7 @@ RULES = {  # update rules
     "muon": "titan_like.optim.optimizer:muon",
     "sgd": "titan_like.optim.optimizer:sgd",
 }
+START = "titan_like.hugging_face.start:with_start"  # what `model.from` calls
 NAMED = {  # setting → this package's own objects, and the group of entry points that adds those of other packages
     "model.family": (FAMILIES, "titan_like.models"),
     "data.dataset": (DATASETS, "titan_like.datasets"),

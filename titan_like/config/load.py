@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated, Any, NoReturn, cast, get_args, get_origin
 
 import tomli
 from pydantic import BaseModel, ValidationError
 
 from titan_like import __version__
-from titan_like.config.entry_points import names_of, wrong_names
+from titan_like.config.entry_points import START, names_of, wrong_names
 from titan_like.config.errors import ConfigError, RunError, all_of, problem_of, require, unknown
 from titan_like.config.options import as_installed
 from titan_like.config.paths import SHIPPED, expanded, find_config, read_toml
@@ -96,7 +97,7 @@ def load_config(argv: list[str], stored: Mapping[str, Any] | None = None) -> Job
     """Build the configuration from command-line arguments (without the program's name).
 
     Precedence: command line > TOML file (``--job.config_file``) > ``stored``, settings by section, such as those in a
-    checkpoint > default. ``--help`` prints every key and exits.
+    checkpoint > default. `model.from` fills in what its folder gives. ``--help`` prints every key and exits.
 
     Raises:
         ConfigError: unknown keys, wrong types or values, or an unreadable file: every problem, with a line for each.
@@ -122,7 +123,7 @@ def load_config(argv: list[str], stored: Mapping[str, Any] | None = None) -> Job
         errors += [one for one in _validation_errors(error) if one.key not in known]
     if errors:
         raise all_of([*errors, *wrong_names(tree)])
-    return config
+    return config if config.model.from_ is None else resolve_name(START)(config)
 
 
 def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:

@@ -44,6 +44,12 @@ class Job(Section):
 class Model(Section):
     """Which transformer to train."""
 
+    from_: OptionalUrl = option(
+        None,
+        "Hugging Face folder or hub name, or a checkpoint's step-N folder, that gives family, shape, tokenizer and "
+        "initial weights; overrides may change what does not belong to the weights, such as dropout",
+        alias="from",
+    )
     family: str = option(
         "gpt",
         "model family: gpt, llama, moe, bert, t5, or one that an installed package adds",
@@ -308,11 +314,18 @@ class Checkpoint(Section):
     on_failure: Literal["stop", "continue"] = option(
         "stop", "what to do if a checkpoint cannot be written (full disk); the last one's failure always stops the run"
     )
-    keep_latest: StepCount = option(0, "checkpoints to keep; 0 keeps all")
+    keep_latest: StepCount = option(0, "checkpoints to keep, and as many of Hugging Face's folders; 0 keeps all")
+    hugging_face_interval: StepCount = option(
+        0,
+        "steps between folders of weights for transformers and vLLM, <job.dump_folder or checkpoint.folder>/"
+        "hugging_face/step-N; the run's last step is always written; 0 writes none",
+    )
     load_step: StepCount | None = option(None, "step to resume from (default: the newest complete one)")
     folder: OptionalUrl = option(None, "folder or URL of the checkpoints (default: <job.dump_folder>/checkpoint)")
     initial_load_path: OptionalUrl = option(
-        None, "Hugging Face folder or hub name, or a checkpoint's step-N folder, with a new run's initial weights"
+        None,
+        "a folder as in model.from for a new run's initial weights alone: [model] and data.tokenizer are set as well, "
+        "the tokenizer perhaps to another",
     )
 
 

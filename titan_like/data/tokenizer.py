@@ -313,7 +313,7 @@ def tokenizer_files(spec: str, key: str = _KEY) -> list[Path]:
         return _files_in(Path(spec)) if os.path.isdir(spec) else [Path(spec)]
     patterns = [*COMPANIONS, *TOKENIZER_FILES, TEMPLATES]
     problem = f"no such file, nor can the Hugging Face hub give its {TOKENIZER_FILE}"
-    return _files_in(from_hub(spec, patterns, ABOUT_FILE, key, problem, _CHOICES))
+    return _files_in(from_hub(spec, patterns, (ABOUT_FILE,), key, problem, _CHOICES))
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -331,10 +331,10 @@ def tokenizer_in(folder: Path, named: Path | None = None) -> str | None:
     return f"gpt2:{files[0]},{files[1]}" if len(files) == 2 else None
 
 
-def from_hub(name: str, patterns: list[str], needed: str, key: str, problem: str, cure: str) -> Path:
+def from_hub(name: str, patterns: list[str], needed: Sequence[str], key: str, problem: str, cure: str) -> Path:
     """The folder in the hub's cache of this machine to which the files of a repository that match are downloaded.
 
-    If ``needed`` is there already, the network is not used. Without a network, what is there has to do.
+    If one of ``needed`` is there already, the network is not used. Without a network, what is there has to do.
 
     Raises:
         ConfigError: ``problem``, for setting ``key``: the hub does not have it, or cannot be reached.
@@ -344,7 +344,7 @@ def from_hub(name: str, patterns: list[str], needed: str, key: str, problem: str
     cached = None
     with suppress(Exception):
         cached = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
-    if cached is not None and (cached / needed).is_file():
+    if cached is not None and any((cached / file).is_file() for file in needed):
         return cached
     try:
         HfApi().model_info(name, timeout=30)  # fails at once, where a download would be tried for half a minute

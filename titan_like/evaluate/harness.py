@@ -16,10 +16,10 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_like.checkpoint.inference import ParallelInference
 from titan_like.config.errors import ConfigError, RunError, first_line, require
 from titan_like.config.schema import DEFAULT_TOKENS, JobConfig
 from titan_like.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from titan_like.evaluate.inference import ParallelInference
 from titan_like.evaluate.sampling import generate
 from titan_like.evaluate.scoring import Scorer
 from titan_like.evaluate.task import ending_window
@@ -94,7 +94,7 @@ class CheckpointLM(TemplateLM):
         tokenizer: Tokenizer,
         stop_ids: Container[int],
     ) -> None:
-        """``model`` comes from `titan_like.checkpoint.inference.load_parallel_model`. ``stop_ids`` end a text."""
+        """``model`` comes from `titan_like.evaluate.inference.load_parallel_model`. ``stop_ids`` end a text."""
         super().__init__()
         self._scorer = Scorer(config, model, mesh, device)
         self._inference = ParallelInference(config, model, mesh, device, config.training.seq_len)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from titan_like.checkpoint.inference import ParallelInference
 from titan_like.config.errors import ConfigError
 from titan_like.data.special_tokens import end_ids
 from titan_like.data.tokenizer import Tokenizer
+from titan_like.evaluate.inference import ParallelInference
 from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.transformer import Transformer
 

@@ -12,7 +12,6 @@ from uuid import uuid4
 import torch
 import torch.distributed.checkpoint as dcp
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -28,18 +27,16 @@ from titan_like.checkpoint.step_folders import (
     written_aside,
 )
 from titan_like.config.errors import ConfigError, RunError
-from titan_like.config.paths import to_toml
 from titan_like.config.schema import DEFAULT_TOKENS, JobConfig
 from titan_like.config.urls import RemotePath
 from titan_like.data.fetch import with_small_files
 from titan_like.data.special_tokens import GENERATION_FILE, ORIGIN_FILE, tokenizer_names
 from titan_like.data.tokenizer import build_tokenizer, tokenizer_in
-from titan_like.hugging_face.folder import CONFIG_FILE, INDEX_FILE, HuggingFaceFolder, slice_reader
+from titan_like.hugging_face.folder import CONFIG_FILE, DTYPES, INDEX_FILE, HuggingFaceFolder, slice_reader
 from titan_like.hugging_face.origin import Origin, read_origin
+from titan_like.hugging_face.start import FLAVOR
 from titan_like.hugging_face.tokenizer import copy_files, name_class, write_tokenizer
 from titan_like.models.hugging_face import RefusedError, architecture_of, family_of, fill_part, to_tensors
-
-FLAVOR = "imported"  # name of the shape in run.json and in the TOML lines
 
 
 def from_hugging_face(source: HuggingFaceFolder, output: Path) -> Path:
@@ -69,25 +66,14 @@ def from_hugging_face(source: HuggingFaceFolder, output: Path) -> Path:
     return final
 
 
-def settings_to_train(source: HuggingFaceFolder, path: Path) -> str:
-    """TOML lines for a run that starts from a converted checkpoint."""
-    tree = _settings(source, path) | {"checkpoint": {"initial_load_path": str(path)}}
-    missing = "The folder has no tokenizer.json. Set data.tokenizer to the model's: without it, every byte is a token."
-    return to_toml(tree, [] if tree["data"] else [missing]).strip()
-
-
-def _settings(source: HuggingFaceFolder, path: Path) -> dict[str, dict[str, Any]]:
-    """Model and tokenizer of a converted checkpoint, which is or will be at ``path``, as settings by section."""
+def _run_state(source: HuggingFaceFolder, path: Path) -> RunState:
     shape = source.model.model_dump(mode="json", exclude_none=True)
     tokenizer = tokenizer_in(source.path, None if isinstance(path, RemotePath) else path)
-    return {
-        "model": {"family": source.family, "flavor": FLAVOR, "flavors": {FLAVOR: shape}},
-        "data": {} if tokenizer is None else {"tokenizer": tokenizer},
-    }
-
-
-def _run_state(source: HuggingFaceFolder, path: Path) -> RunState:
-    config = JobConfig.model_validate(_settings(source, path)).model_dump(mode="json")
+    settings = {"model": {"family": source.family, "flavor": FLAVOR, "flavors": {FLAVOR: shape}}}
+    config = JobConfig.model_validate(settings).model_dump(mode="json")
+    config["data"]["tokenizer"] = tokenizer
+    if tokenizer is None:
+        del config["data"]["tokenizer"]  # its tokens are not bytes
     versions = {name: version(name) for name in ("torch", "safetensors")}
     return RunState(0, 0, 0, 0, 1.0, 0, source.model.model_dump(mode="json"), config, versions=versions)
 
@@ -109,26 +95,42 @@ class _ReadsOnDemand(DefaultSavePlanner):
 
 
 NO_TOKENIZER = "none"
+MOST_BYTES = 5 * 10**9  # of a weight file
 
 
 def to_hugging_face(
     weights: CheckpointWeights, output: Path, dtype: torch.dtype | None, most_bytes: int, tokenizer: str | None
 ) -> list[Path]:
-    """Write a folder, completely or not at all, with one file of it in memory at a time. Returns the weight files.
+    """Write a folder, completely or not at all; returns the weight files. Arguments and errors are `write_folder`'s."""
+    with written_aside(output) as aside:
+        return [output / file for file in write_folder(weights, aside, dtype, most_bytes, tokenizer)]
+
+
+def write_folder(
+    weights: CheckpointWeights,
+    folder: Path,
+    dtype: torch.dtype | None,
+    most_bytes: int = MOST_BYTES,
+    tokenizer: str | None = None,
+    share: tuple[int, int] = (0, 1),
+) -> list[str]:
+    """Write files into a folder, with one parameter in memory at a time. Returns the names of the weight files.
 
     Args:
         weights: the checkpoint.
-        output: the folder, which must not exist.
+        folder: the folder, which exists.
         dtype: type of the weights; None is the original type for an imported checkpoint and float32 for any other.
         most_bytes: maximum size of a weight file.
         tokenizer: a value of `data.tokenizer`, or "none"; None is the tokenizer of the run or of the imported folder.
+        share: the number of this process among those that write the folder, and how many these are. The first one also
+            writes what is not weights.
 
     Raises:
         ConfigError: transformers cannot represent the model, or tokenizer files are missing.
         RunError: the checkpoint is damaged.
     """
     source = with_small_files(weights.path)
-    origin = read_origin(source)
+    origin, number = read_origin(source), share[0]
     try:
         module = family_of(weights.model, origin.fields.get("model_type"))
         fields = module.to_fields(weights.model)
@@ -140,23 +142,44 @@ def to_hugging_face(
         for name, shape in stored.sources.items()
     }
     split = split_torch_state_dict_into_shards(empty, max_shard_size=most_bytes)
-    first_dtype, architecture = next(iter(empty.values())).dtype, architecture_of(weights.model, fields["model_type"])
-    with written_aside(output) as aside:
-        tokens = _write_tokens(weights, source, origin, tokenizer, aside)
-        config = _config(origin, fields, tokens, first_dtype, architecture)
-        write_durably(aside / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
-        unfinished: dict[str, dict[str, torch.Tensor]] = {}
-        for name, tensor in to_tensors(module.stored_parameters(weights.model), weights.read):
-            file = split.tensor_to_filename[name]
-            tensors = unfinished.setdefault(file, {})
-            tensors[name] = tensor.to(empty[name].dtype).contiguous()
-            if len(tensors) == len(split.filename_to_tensors[file]):
-                save_file(unfinished.pop(file), aside / file, metadata={"format": "pt"})
-                flush(aside / file)
+    if number == 0:
+        tokens = _write_tokens(weights, source, origin, tokenizer, folder)
+        architecture = architecture_of(weights.model, fields["model_type"])
+        config = _config(origin, fields, tokens, next(iter(empty.values())).dtype, architecture)
+        write_durably(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-            write_durably(aside / INDEX_FILE, json.dumps(index, indent=2, sort_keys=True) + "\n")
-    return [output / file for file in split.filename_to_tensors]
+            write_durably(folder / INDEX_FILE, json.dumps(index, indent=2, sort_keys=True) + "\n")
+    files = list(split.filename_to_tensors)
+    places: dict[str, tuple[Path, int]] = {}
+    for file in files[number :: share[1]]:
+        places |= _begin_file(folder / file, {name: empty[name] for name in split.filename_to_tensors[file]})
+    needed = (one for one in module.stored_parameters(weights.model) if one.sources.keys() & places.keys())
+    for name, tensor in to_tensors(needed, weights.read):
+        if name in places:
+            path, offset = places[name]
+            with path.open("r+b") as opened:
+                opened.seek(offset)
+                opened.write(tensor.to(empty[name].dtype).contiguous().flatten().view(torch.uint8).numpy().data)
+    for path in {path for path, _ in places.values()}:
+        flush(path)
+    return files
+
+
+def _begin_file(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, tuple[Path, int]]:
+    """Write the header of a safetensors file for empty ``tensors``; returns the file and offset of each one's data.
+
+    Wider elements come first, as the library writes them, so that all are aligned.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    kinds, end = {dtype: name for name, dtype in DTYPES.items()}, 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": kinds[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    return {name: (path, 8 + len(text) + header[name]["data_offsets"][0]) for name in tensors}
 
 
 def _write_tokens(

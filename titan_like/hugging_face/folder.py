@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -21,8 +22,8 @@ from titan_like.checkpoint.reader import is_file_name
 from titan_like.config.errors import ConfigError, first_line, printable, shortened
 from titan_like.config.paths import file_problem
 from titan_like.config.urls import RemotePath, path_of
-from titan_like.data.fetch import fetch
-from titan_like.data.special_tokens import CONFIG_FILE, read_json
+from titan_like.data.fetch import fetch, with_small_files
+from titan_like.data.special_tokens import COMPANIONS, CONFIG_FILE, TEMPLATES, TOKENIZER_FILES, read_json
 from titan_like.data.tokenizer import from_hub, is_on_hub
 from titan_like.hugging_face.quantized import check_quantization, read_quantized, with_scales
 from titan_like.models.config import TransformerConfig
@@ -39,23 +40,27 @@ from titan_like.models.hugging_face import (
 )
 
 _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt"]
+_SMALL = [*COMPANIONS, *TOKENIZER_FILES, TEMPLATES]  # without the index of the weights
 
 
-def local_folder(name: str, key: str) -> Path:
+def local_folder(name: str, key: str, weights: bool = True) -> Path:
     """The folder that ``name`` stands for: a path, or org/name on the hub or a URL, which is downloaded once.
 
-    A path that exists comes first. ``key`` is the setting that errors blame.
+    A path that exists comes first. ``key`` is the setting that errors blame. ``weights`` may be left out.
 
     Raises:
         ConfigError: there is no such folder, and the hub does not have the repository or cannot be reached.
     """
     if isinstance(path := path_of(name), RemotePath) and is_hugging_face(path):
+        if not weights:
+            return with_small_files(path)
         copies = fetch([f"{glob.escape(str(path))}/{pattern}" for pattern in _PATTERNS], key)
         return copies[0].parent
     if not is_on_hub(name):
         return path
     problem = "no such folder, nor can the Hugging Face hub give it"
-    return from_hub(name, _PATTERNS, CONFIG_FILE, key, problem, "name a folder that is there")
+    patterns, needed = (_PATTERNS, (WEIGHTS_FILE, INDEX_FILE)) if weights else (_SMALL, (CONFIG_FILE,))
+    return from_hub(name, patterns, needed, key, problem, "name a folder that is there")
 
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -100,19 +105,34 @@ def open_hugging_face(path: Path, key: str) -> HuggingFaceFolder:
     Raises:
         ConfigError: it does not contain a model of a known family, or its files are inconsistent.
     """
-    try:
+    fields, family, model = read_model(path, key)
+    with _refusals_of(path, key):
+        module = family_of(model, fields["model_type"])
+        tensors = with_scales(_tensors(path, module), check_quantization(Fields(fields)))
+        _check_tensors(model, module, tensors, architecture_of(model, fields["model_type"]))
+    return HuggingFaceFolder(path, family, model, fields, tensors)
+
+
+def read_model(path: Path, key: str) -> tuple[dict[str, Any], str, TransformerConfig]:
+    """The config.json of a folder, and the family and shape that it describes. Errors are as in `open_hugging_face`."""
+    with _refusals_of(path, key):
         fields = read_json(path / CONFIG_FILE)
         if not fields:
             raise RefusedError(f"it has no {CONFIG_FILE}")
         family, model = _model_of(Fields(fields))
-        module = family_of(model, fields["model_type"])
-        tensors = with_scales(_tensors(path, module), check_quantization(Fields(fields)))
-        if hasattr(module, "without_absent"):
-            model = module.without_absent(model, tensors)
-        _check_tensors(model, module, tensors, architecture_of(model, fields["model_type"]))
+        if getattr(model, "mtp_layers", 0):
+            with suppress(RefusedError):  # the tensors may be elsewhere
+                names = [tensor.name for tensor in _file_tensors(path)]
+                model = family_of(model, fields["model_type"]).without_absent(model, names)
+        return fields, family, model
+
+
+@contextmanager
+def _refusals_of(path: Path, key: str) -> Iterator[None]:
+    try:
+        yield
     except ValueError as refusal:
         raise ConfigError(key, str(path), shortened(printable(str(refusal)), _MOST_SHOWN)) from None
-    return HuggingFaceFolder(path, family, model, fields, tensors)
 
 
 def is_hugging_face(path: Path) -> bool:

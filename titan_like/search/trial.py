@@ -114,6 +114,7 @@ def measured(config: JobConfig, steps: int, folder: str) -> list[str]:
     """The arguments of a run as it is measured: this many steps, and nothing besides training."""
     length = {"steps": steps, "samples": None, "tokens": None, "epochs": None, "batch_size_rampup": None}
     plain = {
+        "model": config.model.model_copy(update={"from_": None}),
         "job": config.job.model_copy(update={"dump_folder": folder, "dry_run": False, "description": ""}),
         "training": config.training.model_copy(update=length),
         "lr_scheduler": LRScheduler(decay="constant"),

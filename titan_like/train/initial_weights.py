@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
-from titan_like.checkpoint.loader import agree, is_checkpoint, load_checkpoint, model_tensors, unreadable
-from titan_like.checkpoint.step_folders import RUN_FILE, complete_steps, read_run_state
-from titan_like.config.errors import ConfigError, RunError, first_line, require
-from titan_like.config.paths import file_problem
+from titan_like.checkpoint.loader import agree, is_checkpoint, load_checkpoint, unreadable
+from titan_like.config.errors import RunError, first_line, require
 from titan_like.config.schema import JobConfig
-from titan_like.hugging_face.folder import is_hugging_face, local_folder, open_hugging_face, slice_reader
+from titan_like.hugging_face.folder import local_folder, open_hugging_face
+from titan_like.hugging_face.start import may_differ, read_start, read_weights
 from titan_like.models.config import TransformerConfig
-from titan_like.models.hugging_face import fill_part
-from titan_like.models.layers.init import local_parts
 from titan_like.parallel.model import ParallelModel
 
 _KEY = "checkpoint.initial_load_path"
@@ -26,31 +22,17 @@ def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
     text = config.checkpoint.initial_load_path
     if text is None:
         return
-    path = initial_folder(text)
-    may_differ = model.not_in_weights
-    if is_checkpoint(path):
-        problem = unreadable(path)
-        require(not problem, _KEY, str(path), f"cannot be loaded ({problem}); name another checkpoint")
-        state = read_run_state(path)
-        family, shape = state.config["model"]["family"], state.model
-    elif is_hugging_face(path):
-        source = open_hugging_face(path, _KEY)
-        family, shape = source.family, source.model.model_dump(mode="json")
-        may_differ |= {"vocab_multiple"}
-    else:
-        problem = file_problem(path / RUN_FILE)
-        is_readable = problem in (None, "does not exist")
-        require(is_readable, _KEY, text, f"{path / RUN_FILE} {problem}; name a folder that you may read")
-        steps = complete_steps(path)
-        cure = f"name {path}/step-{steps[-1]}" if steps else "name one with run.json or with config.json"
-        raise ConfigError(_KEY, text, f"neither a checkpoint's step-N folder nor a Hugging Face folder; {cure}")
-    is_same = family == config.model.family
-    require(is_same, "model.family", config.model.family, f'{path} holds a "{family}"; choose that')
-    if "tokens" not in model.predictions:  # then there is no output matrix
-        may_differ |= {"tied_embeddings"}
+    key = "model.from" if config.model.from_ else _KEY
+    path, start = local_folder(text, key), read_start(text, key)
+    if not is_checkpoint(path):
+        open_hugging_face(path, key)
+    is_same = start.family == config.model.family
+    require(is_same, "model.family", config.model.family, f'{path} holds a "{start.family}"; choose that')
+    free = may_differ(model) | start.free
     for name, value in model.model_dump(mode="json").items():
-        problem = f"{path} holds weights of a model with {shape.get(name)}; set it to that, or name another {_KEY}"
-        require(name in may_differ or shape.get(name) == value, f"model.overrides.{name}", value, problem)
+        theirs = start.shape.get(name)
+        problem = f"{path} holds weights of a model with {theirs}; set it to that, or name another {key}"
+        require(name in free or theirs == value, f"model.overrides.{name}", value, problem)
 
 
 def initial_folder(path: str) -> Path:
@@ -60,36 +42,22 @@ def initial_folder(path: str) -> Path:
 
 def load_initial_weights(path: str, model: ParallelModel) -> None:
     """Read weights into a model in any layout. Every rank reads its part; a `RunError` says if files are damaged."""
-    folder = initial_folder(path)
+    folder, may_lack = initial_folder(path), model.stages[0].module.may_be_new
     try:
         if is_checkpoint(folder):
             agree(unreadable(folder))  # all ranks fail together, or some would wait for the others in the load
-            load_checkpoint(folder, model, may_lack=model.stages[0].module.may_be_new)
+            load_checkpoint(folder, model, may_lack=may_lack)
         else:
-            agree(_read_hugging_face(folder, model))
+            agree(_problem_of_reading(folder, model, may_lack))
     except Exception as error:  # a damaged file may raise anything
         raise RunError(f"{path} cannot be loaded ({first_line(error)}); name another {_KEY}") from error
     if dist.get_rank() == 0:
         print(f"weights from {path}", flush=True)
 
 
-@torch.no_grad()
-def _read_hugging_face(folder: Path, model: ParallelModel) -> str | None:
-    """Read this process's part of the weights. Returns the reason if that fails, else None."""
+def _problem_of_reading(folder: Path, model: ParallelModel, may_lack: tuple[str, ...]) -> str | None:
     try:
-        source = open_hugging_face(folder, _KEY)
-        shape = model.stages[0].module.config
-        tensors = model_tensors(model)
-        read = slice_reader(source.tensors)
-        may_lack = tuple(f"{name}." for name in model.stages[0].module.may_be_new)
-        for stored in source.stored_parameters(shape):
-            tensor = tensors.get(stored.key)
-            is_new = stored.name.startswith(may_lack) and not stored.sources.keys() <= source.tensors.keys()
-            if tensor is not None and not is_new:  # otherwise another pipeline stage holds it
-                for part, offset in local_parts(tensor):
-                    fill_part(part, offset, stored, read)
-        for copy, original in model.copies():
-            copy.copy_(original)
+        read_weights(folder, model, may_lack)
     except Exception as error:  # a damaged file may raise anything
         return str(error).strip() or type(error).__name__
     return None

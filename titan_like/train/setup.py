@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from titan_like.checkpoint.checks import check_checkpoints, check_room, check_schedule, check_writable, checkpoint_bytes
-from titan_like.checkpoint.step_folders import checkpoint_folder
+from titan_like.checkpoint.step_folders import checkpoint_folder, hugging_face_folder
 from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import in_samples
@@ -24,6 +24,7 @@ from titan_like.evaluate.task import Task
 from titan_like.evaluate.tasks import validation_tasks
 from titan_like.metrics.console import parameters_told
 from titan_like.models.config import TransformerConfig
+from titan_like.models.hugging_face import RefusedError, family_of
 from titan_like.parallel.layout import method_of
 from titan_like.parallel.tuning import DEFAULT_TUNING, Tuning
 from titan_like.train.environment import environment_number
@@ -128,8 +129,23 @@ def check_folders(config: JobConfig, model: TransformerConfig, make: bool) -> No
         resumes = check_checkpoints(config, model, checkpoint_folder(config), make)
     load_step, problem = config.checkpoint.load_step, "is only read by a run with checkpoint.enable; leave it out"
     require(config.checkpoint.enable or load_step is None, "checkpoint.load_step", load_step, problem)
+    check_export(config, model)
     if not resumes:
         check_initial_weights(config, model)
+
+
+def check_export(config: JobConfig, model: TransformerConfig) -> None:
+    """Refuse `checkpoint.hugging_face_interval` for a model that Hugging Face's files cannot hold."""
+    key, interval = "checkpoint.hugging_face_interval", config.checkpoint.hugging_face_interval
+    if interval == 0:
+        return
+    problem = "float64 weights are not written for transformers; use another training.dtype, or set it to 0"
+    require(config.training.dtype != "float64", key, interval, problem)
+    try:
+        family_of(model).to_fields(model)
+    except RefusedError as refusal:
+        raise ConfigError(key, interval, f"{refusal}; set it to 0") from None
+    check_writable("checkpoint.folder", hugging_face_folder(config), make=False)
 
 
 def select_device(dtype: str, float8: bool = False) -> torch.device:

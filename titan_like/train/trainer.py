@@ -53,7 +53,6 @@ class Trainer(ValidatedState):
         super().__init__(run, observer or MemoryWatch(run))
         config = self.config
         self.has_labels = True  # whether the last step that was read had labels for each of the model's predictions
-        self.save_is_due = False
         self.rewinds: Counter[int] = Counter()  # step of a checkpoint → how often the run went back to it
         self.unlogged: list[StepRecord] = []  # steps since the last log line
         self.console.print(f" {describe_run(run)}")
@@ -306,9 +305,10 @@ class Trainer(ValidatedState):
     def _is_read_at_once(self) -> bool:
         """Whether something after the step that was just issued needs its numbers. All ranks agree."""
         step, config = self.step, self.config
-        self.save_is_due = self.save_is_due or step % config.checkpoint.interval == 0
-        saves = config.checkpoint.enable and self.save_is_due
-        ends = step == self.total_steps
+        ends, section = step == self.total_steps, config.checkpoint
+        self.save_is_due |= section.enable and step % section.interval == 0
+        self.export_is_due |= section.hugging_face_interval > 0 and (ends or step % section.hugging_face_interval == 0)
+        saves = self.save_is_due or self.export_is_due
         is_looked_at = self._logs(step) or self._validates() or self.profiler.looks_at(step)
         return ends or saves or is_looked_at or self._rewinds
 
@@ -342,9 +342,9 @@ class Trainer(ValidatedState):
         # After a skipped update there is nothing new to save and the weights may be ruined, so a save must not displace
         # a good checkpoint.
         is_good = self.losses.consecutive_skips == 0
-        if self.config.checkpoint.enable and (is_last or (self.save_is_due and is_good)):
+        if (is_last and self.config.checkpoint.enable) or (is_good and (self.save_is_due or self.export_is_due)):
             self.save(is_last)
-            self.save_is_due = False
+            self.save_is_due = self.export_is_due = False
 
     def _rewind(self, record: StepRecord) -> bool:
         """Go back to the newest checkpoint and continue with the samples after the bad step's.

@@ -17,12 +17,13 @@ import torch.distributed as dist
 
 from titan_like.checkpoint.changes import changes, schedule_of
 from titan_like.checkpoint.checks import newest_state, usable_steps
-from titan_like.checkpoint.loader import agree, model_tensors, optimizer_tensors, resume
+from titan_like.checkpoint.loader import CheckpointWeights, agree, model_tensors, optimizer_tensors, resume
 from titan_like.checkpoint.saver import SaveError, Saver
-from titan_like.checkpoint.step_folders import RunState, checkpoint_path, folder_of_settings
+from titan_like.checkpoint.step_folders import RunState, checkpoint_path, folder_of_settings, hugging_face_folder
 from titan_like.config.errors import RunError, first_line
 from titan_like.data.batch_size import total_samples, total_steps
 from titan_like.data.loader import BackgroundLoader, merge_states
+from titan_like.hugging_face.convert import write_folder
 from titan_like.hugging_face.origin import origin_files
 from titan_like.metrics.console import Console
 from titan_like.metrics.run_files import run_of
@@ -107,7 +108,8 @@ class TrainingState:
         self.step = self.consumed_samples = self.consumed_tokens = self.skipped_steps = 0
         self.schedule_batch_size = config.training.global_batch_size  # with which the run began
         self.losses = LossWatch(config.health, run.device)
-        self.saver = Saver(run.checkpoint_folder, config.checkpoint)
+        self.saver = Saver(run.checkpoint_folder, config.checkpoint, hugging_face_folder(config), self._export)
+        self.save_is_due = self.export_is_due = False
         self.saved_steps: set[int] = set()  # saved by this process since it started
         self.data: BackgroundLoader | None = None  # of this process's part of the training samples
         self.resumed: RunState | None = None  # the checkpoint from which this process went on
@@ -116,7 +118,7 @@ class TrainingState:
         )
         if is_new and config.checkpoint.initial_load_path is not None:
             load_initial_weights(config.checkpoint.initial_load_path, self.model)
-        if config.checkpoint.enable:
+        if config.checkpoint.enable or config.checkpoint.hugging_face_interval:
             agree(self._keep_origin(is_new))
         self.start_step = self.step
         self.find_end()
@@ -146,17 +148,30 @@ class TrainingState:
     def _keep_origin(self, is_new: bool) -> str | None:
         """Let checkpoints hold what this run's source says besides weights. Returns the reason if that fails."""
         initial = self.config.checkpoint.initial_load_path
-        begins_with = None if initial is None else initial_folder(initial)
-        source = begins_with if is_new else checkpoint_path(self.run.checkpoint_folder, self.step)
+        source = None if is_new else checkpoint_path(self.run.checkpoint_folder, self.step)
+        if is_new and initial is not None:
+            source = initial_folder(initial)
         try:
             self.saver.files = origin_files(source, self.config.data) if dist.get_rank() == 0 else {}
         except (OSError, ValueError) as error:
             return first_line(error)
         return None
 
+    def _export(self, checkpoint: Path, folder: Path, share: tuple[int, int]) -> None:
+        dtype = getattr(torch, self.config.training.dtype)
+        write_folder(CheckpointWeights(checkpoint), folder, dtype, share=share)
+
     def save(self, is_last: bool = False) -> None:
-        """Save a checkpoint. With `checkpoint.async` it only starts here, unless it is the last one."""
+        """Save a checkpoint, and a Hugging Face folder if one is due, or that alone if only that is.
+
+        With `checkpoint.async` it only starts here, unless it is the last one.
+        """
         self.finish_save()
+        section, tensors = self.config.checkpoint, model_tensors(self.model)
+        exports = self.export_is_due and self.losses.consecutive_skips == 0
+        saves = section.enable and (is_last or self.save_is_due or not exports)
+        if saves:
+            tensors |= optimizer_tensors(self.model, self.optimizer)
         state = RunState(
             step=self.step,
             consumed_samples=self.consumed_samples,
@@ -176,8 +191,8 @@ class TrainingState:
             schedule=self.schedule,
             epoch_samples=len(self.run.datasets["train"]),
         )
-        self.saver.save(model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer), state)
-        if is_last or not self.config.checkpoint.async_:
+        self.saver.save(tensors, state, saves, exports)
+        if is_last or not section.async_:
             self.finish_save(is_last)
 
     def _readers(self) -> dict[str, list[int]]:
@@ -196,14 +211,15 @@ class TrainingState:
             RunError: it failed, and it is the last one or `checkpoint.on_failure` is "stop".
         """
         try:
-            path = self.saver.finish()
+            saved = self.saver.finish()
         except SaveError as error:
             if is_last or self.config.checkpoint.on_failure == "stop":
                 raise RunError(str(error)) from error
             self.console.print(f" {error}; training goes on")
-            return
-        if path is not None:
-            self.saved_steps.add(int(path.name.removeprefix("step-")))
+            saved = error.saved
+        for path in saved:
+            if path.parent == self.saver.folder:
+                self.saved_steps.add(int(path.name.removeprefix("step-")))
             self.console.print(f" saved {path}")
 
     def _is_of_this_run(self, step: int) -> bool:

@@ -33,6 +33,7 @@ _LONG = 160  # positions of the longer sequences, at most: more than the 128 of 
 _LEARNING_RATE = 1e-3
 _MAX_NORM = 0.05  # below the gradient norm of every small run, so that every step is clipped
 _NO_CHECKPOINTS = {"enable": False, "load_step": None, "initial_load_path": None, "folder": None, "keep_latest": 0}
+_NO_CHECKPOINTS |= {"hugging_face_interval": 0}
 _MOST_STAGES = 3  # on each rank
 
 
@@ -140,6 +141,7 @@ def shrink(
     samples = (2 * total - ramping if ramps else total) * batch
     lengths = {"steps": total, "samples": samples, "tokens": samples * seq_len}
     values: dict[str, Any] = {
+        "model.from_": None,
         "model.flavor": FLAVOR,
         "model.flavors": {FLAVOR: fields},
         "model.overrides": {},

@@ -1,4 +1,4 @@
-"""Loading a checkpoint for inference, in one process or in the layout of a configuration."""
+"""Loading a checkpoint or a Hugging Face folder for inference, in one process or in the layout of a configuration."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ from titan_like.config.section import options_of
 from titan_like.config.urls import path_of
 from titan_like.data.batch import Batch
 from titan_like.data.tokenizer import Tokenizer, tokenizer_in, tokenizer_of
+from titan_like.hugging_face.folder import is_hugging_face, local_folder
+from titan_like.hugging_face.start import read_weights
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.registry import build_model, model_config
@@ -68,6 +70,8 @@ def config_of_checkpoint(folder: str, settings: list[str]) -> JobConfig:
 
     The arguments and errors are those of `load`.
     """
+    if is_hugging_face(path_of(folder)):
+        return load_config([*settings, f"--model.from={folder}", f"--checkpoint.folder={folder}"])
     path = one_checkpoint(path_of(folder), "--checkpoint")
     step = parse_overrides(settings).get("checkpoint.load_step")
     if step is not None:
@@ -79,6 +83,7 @@ def config_of_checkpoint(folder: str, settings: list[str]) -> JobConfig:
         known = options_of(cast(type[BaseModel], section.annotation))
         stored[name] = {key: value for key, value in run.config.get(name, {}).items() if key in known}
     stored["job"].pop("config_file", None)
+    stored["model"].pop("from", None)  # what it gave is here
     stored["checkpoint"] |= {"folder": str(path), "load_step": None}
     stored["parallelism"] |= {"data_parallel_replicate_degree": 1, "data_parallel_shard_degree": -1}
     if tokenizer := tokenizer_in(path):  # the run's own may be elsewhere
@@ -92,11 +97,15 @@ def config_of_checkpoint(folder: str, settings: list[str]) -> JobConfig:
 def find_checkpoint(config: JobConfig) -> Path:
     """The newest checkpoint of a run, or the one that `checkpoint.load_step` or `checkpoint.folder` itself selects.
 
+    For a run without checkpoints it is the folder that `model.from` names.
+
     Raises:
         ConfigError: there is no such checkpoint, or it belongs to another model.
     """
     path, step = checkpoint_folder(config), config.checkpoint.load_step
     if not is_checkpoint(path) or step not in (None, step_of(path)):
+        if config.model.from_ is not None and step is None and not complete_steps(path):
+            return local_folder(config.model.from_, "model.from")
         cure = "train with checkpoint.enable first, or name a run's folder with --checkpoint"
         require(complete_steps(path), "checkpoint.folder", str(path), problem_without_checkpoints(path, cure))
         path = checkpoint_path(path, usable_steps(path, step)[-1])
@@ -123,7 +132,7 @@ def load_for_inference(config: JobConfig, path: Path, device: torch.device) -> T
 
 def _load(path: Path, model: ParallelModel | Transformer) -> None:
     with reading(path, f"; {_other_checkpoints(path)}"):
-        load_checkpoint(path, model)
+        load_checkpoint(path, model) if is_checkpoint(path) else read_weights(path, model)
 
 
 def load_parallel_model(config: JobConfig, path: Path, mesh: DeviceMesh, device: torch.device) -> ParallelModel:

@@ -1,0 +1,143 @@
+"""`model.from` gives a run all that its folder says, and refuses settings that say something else."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+
+from tests.unit.hugging_face_cases import bert_config, llama_config, random_model, save_checkpoint
+from titan_like.checkpoint.loader import CheckpointWeights
+from titan_like.commands import convert
+from titan_like.config import ConfigError, load_config
+from titan_like.config.schema import JobConfig
+from titan_like.data.tokenizer import tokenizer_of
+from titan_like.evaluate.inference import config_of_checkpoint, find_checkpoint, load_for_inference
+from titan_like.models.registry import model_config
+from titan_like.planner.commands.search import run_as_toml
+from titan_like.search.trial import settings_of
+from titan_like.train.initial_weights import check_initial_weights, initial_folder
+
+LLAMA = llama_config(vocab_size=300, rope_theta=700.0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A Hugging Face folder with the tokenizer of bytes."""
+    save_checkpoint(tmp_path / "run", random_model(LLAMA).float())
+    convert.main(["to-hf", "--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "hf")])
+    return tmp_path / "hf"
+
+
+def from_(folder: Path, *settings: str) -> JobConfig:
+    return load_config([f"--model.from={folder}", f"--job.dump_folder={folder.parent}/more", *settings])
+
+
+@pytest.mark.parametrize("source", ["hf", "run/step-1"])
+def test_one_key_gives_model_tokenizer_and_weights(folder: Path, source: str) -> None:
+    path = folder.parent / source
+    settings = ["--model.overrides.max_seq_len=32", "--model.overrides.init_std=0.5", "--parallelism.zero_stage=1"]
+    config = from_(path, *settings)
+    model = model_config(config.model)
+    assert model == LLAMA.model_copy(update={"max_seq_len": 32, "init_std": 0.5})
+    assert tokenizer_of(config.data, model.vocab_size).eod_id == 256
+    assert config.data.tokenizer == ("byte" if source != "hf" else f"{folder}/tokenizer.json")
+    assert config.checkpoint.initial_load_path == str(path)
+    check_initial_weights(config, model)
+    # As a TOML it is short again, and as arguments complete.
+    toml = folder.parent / "best.toml"
+    toml.write_text(run_as_toml(config, 1, toml, []))
+    assert "[model.flavors" not in toml.read_text()
+    assert load_config([f"--job.config_file={toml}"]).model_dump()["model"] == config.model_dump()["model"]
+    assert load_config(settings_of(config)).model == config.model
+
+
+def test_what_contradicts_the_folder_is_refused_all_at_once(folder: Path) -> None:
+    keys = ["model.family=gpt", "model.flavor=debug", "model.overrides.num_layers=2", "model.overrides.dropout=0.1"]
+    with pytest.raises(ConfigError) as error:
+        from_(folder, *(f"--{key}" for key in [*keys, "data.tokenizer=byte", "checkpoint.initial_load_path=x"]))
+    lines = [line.strip() for line in str(error.value).splitlines()]
+    assert lines == [
+        f'model.family = "gpt": {folder} gives llama; leave it out',
+        f'model.flavor = "debug": {folder} gives its own shape; leave it out',
+        f'checkpoint.initial_load_path = "x": {folder} gives the weights; leave it out',
+        lines[3],
+        f'data.tokenizer = "byte": {folder} gives {folder}/tokenizer.json, which makes other tokens; leave it out',
+    ]
+    assert lines[3].startswith("model.overrides.dropout = 0.1: unknown field")
+    with pytest.raises(ConfigError, match=r"^model\.overrides\.rope_theta = 500: .* gives 700\.0; leave it out$"):
+        from_(folder, "--model.overrides.rope_theta=500")
+    same = shutil.copytree(folder, folder.parent / "copy")  # of the tokenizer, too
+    kept = from_(folder, "--model.family=llama", "--model.overrides.num_layers=3", f"--data.tokenizer={same}")
+    assert kept.data.tokenizer == str(same)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"^data\.tokenizer = \(not set\): .*/hf has no tokenizer, "):
+        from_(folder)
+    assert from_(folder, "--data.dataset=indexed").data.tokenizer == "byte"
+
+
+def test_a_head_that_the_folder_lacks_may_be_added(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "run", random_model(bert_config(norm_placement="post", vocab_size=300)).float())
+    untied = "--model.overrides.tied_embeddings=false"  # without an output matrix
+    config = from_(tmp_path / "run/step-1", "--model.overrides.sentence_head=choice", untied)
+    model = model_config(config.model)
+    assert model.predictions == ("choice",)
+    check_initial_weights(config, model)
+
+
+def test_a_run_goes_on_without_the_folder(folder: Path) -> None:
+    enable = ["--checkpoint.enable=true", "--model.overrides.vocab_multiple=64"]
+    config = from_(folder, *enable, "--model.overrides.init_std=0.5")
+    state: dict[str, Any] = json.loads((folder.parent / "run/step-1/run.json").read_text())
+    state["config"] = config.model_dump(mode="json")
+    state.pop("crc32", None)
+    saved = Path(shutil.copytree(folder.parent / "run/step-1", folder.parent / "more/checkpoint/step-1"))
+    (saved / "run.json").write_text(json.dumps(state))
+    shutil.copy(folder / "tokenizer.json", saved)
+    shutil.rmtree(folder)
+    again = from_(folder, *enable)
+    assert model_config(again.model) == LLAMA.model_copy(
+        update={"vocab_multiple": 64}
+    )  # without the override, which the run now lacks
+    assert again.data.tokenizer == f"{saved}/tokenizer.json"
+    with pytest.raises(ConfigError, match=rf'^model\.from = "{folder}": neither a checkpoint'):
+        from_(folder)  # which would begin anew
+    read = config_of_checkpoint(str(saved.parent), [])
+    assert model_config(read.model) == model_config(config.model) and read.model.from_ is None
+
+
+def test_a_folder_is_read_as_a_checkpoint_is(folder: Path) -> None:
+    weights = CheckpointWeights(folder.parent / "run/step-1")
+    for config in (config_of_checkpoint(str(folder), []), from_(folder)):
+        path = find_checkpoint(config)
+        model = load_for_inference(config, path, torch.device("cpu"))
+        assert path == folder
+        for name, parameter in model.named_parameters():
+            rows = LLAMA.vocab_size if name in ("embedding.weight", "output.weight") else None
+            assert torch.equal(parameter[:rows], weights.read(name)[:rows]), name
+
+
+def test_of_the_hub_only_small_files_are_fetched_until_weights_are_needed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, asked = folder.parent / "cache", list[list[str]]()
+
+    def download(name: str, allow_patterns: list[str], local_files_only: bool = False) -> str:
+        if not local_files_only:
+            asked.append(allow_patterns)
+            cache.mkdir(exist_ok=True)
+            for pattern in allow_patterns:
+                for file in folder.glob(pattern):
+                    shutil.copy(file, cache)
+        return str(cache)
+
+    monkeypatch.chdir(folder.parent)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
+    config = load_config(["--model.from=org/name"])
+    assert model_config(config.model) == LLAMA
+    assert (cache / "config.json").is_file() and not list(cache.glob("*.safetensors*"))
+    assert (initial_folder("org/name") / "model.safetensors").is_file() and len(asked) == 2

@@ -1,0 +1,173 @@
+"""`model.from`: what a run takes from the folder that it starts from, and reading that folder's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from titan_like.checkpoint.checks import newest_state, usable_steps
+from titan_like.checkpoint.loader import is_checkpoint, model_tensors, unreadable
+from titan_like.checkpoint.step_folders import (
+    RUN_FILE,
+    RunState,
+    checkpoint_folder,
+    checkpoint_path,
+    complete_steps,
+    read_run_state,
+)
+from titan_like.config.errors import ConfigError, all_of, require
+from titan_like.config.load import edit, setting
+from titan_like.config.paths import file_problem
+from titan_like.config.schema import JobConfig, TokenOptions
+from titan_like.data.tokenizer import build_tokenizer, tokenizer_files, tokenizer_in
+from titan_like.hugging_face.folder import is_hugging_face, local_folder, open_hugging_face, read_model, slice_reader
+from titan_like.models.config import TransformerConfig
+from titan_like.models.hugging_face import fill_part
+from titan_like.models.layers.init import local_parts
+from titan_like.models.registry import model_config
+from titan_like.models.transformer import Transformer
+from titan_like.parallel.model import ParallelModel
+
+FLAVOR = "imported"  # name of the folder's shape
+SAYS_TOKENS = ("tokenizer", *TokenOptions._fields)
+_KEY = "model.from"
+
+
+class Start(NamedTuple):
+    """What a folder says besides weights."""
+
+    family: str
+    shape: dict[str, Any]
+    data: dict[str, Any]  # keys of [data] that say which tokens a text becomes
+    free: frozenset[str] = frozenset({"vocab_multiple"})  # fields of the shape that the folder leaves open
+
+
+def read_start(name: str, key: str) -> Start:
+    """What a Hugging Face folder or a checkpoint, which the setting ``key`` names, says besides weights.
+
+    Raises:
+        ConfigError: it is neither, or its files are inconsistent.
+    """
+    path = local_folder(name, key, weights=False)
+    if is_checkpoint(path):
+        problem = unreadable(path)
+        require(not problem, key, str(path), f"cannot be loaded ({problem}); name another checkpoint")
+        state = read_run_state(path)
+        return _of_run(state, state.model, tokenizer_in(path))._replace(free=frozenset())
+    if is_hugging_face(path):
+        _, family, model = read_model(path, key)
+        tokenizer = tokenizer_in(path)
+        data = {} if tokenizer is None else {"tokenizer": tokenizer}
+        return Start(family, model.model_dump(mode="json", exclude_none=True), data)
+    problem = file_problem(path / RUN_FILE)
+    is_readable = problem in (None, "does not exist")
+    require(is_readable, key, name, f"{path / RUN_FILE} {problem}; name a folder that you may read")
+    steps = complete_steps(path)
+    cure = f"name {path}/step-{steps[-1]}" if steps else "name one with run.json or with config.json"
+    raise ConfigError(key, name, f"neither a checkpoint's step-N folder nor a Hugging Face folder; {cure}")
+
+
+def _of_run(state: RunState, shape: dict[str, Any], tokenizer: str | None) -> Start:
+    data = {key: state.config["data"][key] for key in SAYS_TOKENS if key in state.config["data"]}
+    data |= {} if tokenizer is None else {"tokenizer": tokenizer}
+    shape = {field: value for field, value in shape.items() if value is not None}
+    return Start(state.config["model"]["family"], shape, data)
+
+
+def with_start(config: JobConfig) -> JobConfig:
+    """A configuration in which `model.from` has become the family, shape, tokenizer and initial weights of its folder.
+
+    A run that resumes takes them from its own checkpoint, so it goes on without the folder.
+
+    Raises:
+        ConfigError: the folder cannot be used, or settings contradict it: a line for each of them.
+    """
+    source = config.model.from_
+    assert source is not None
+    start = _saved_start(config) or read_start(source, _KEY)
+    of_data = {f"data.{key}": value for key, value in start.data.items() if key not in config.data.model_fields_set}
+    wanted = {
+        "model.family": (start.family, start.family),
+        "model.flavor": (FLAVOR, "its own shape"),
+        "model.flavors": ({FLAVOR: start.shape}, "its own shape"),
+        "checkpoint.initial_load_path": (source, "the weights"),
+    }
+    filled = edit(config, {key: value for key, (value, _) in wanted.items()} | of_data)
+    errors = list[ConfigError]()
+    for key, (value, what) in wanted.items():
+        section, _, name = key.partition(".")
+        if name in getattr(config, section).model_fields_set and (given := setting(config, key)) != value:
+            errors.append(ConfigError(key, given, f"{source} gives {what}; leave it out"))
+    for name in ("model", "data", "checkpoint"):  # what is written out as TOML is what the user has set
+        getattr(filled, name).model_fields_set.intersection_update(getattr(config, name).model_fields_set)
+    for check in (_check_overrides, _check_tokenizer):
+        try:
+            errors += check(filled, start, source)
+        except ConfigError as error:
+            errors.append(error)
+    if errors:
+        raise all_of(errors)
+    return filled
+
+
+def _check_overrides(config: JobConfig, start: Start, source: str) -> Iterator[ConfigError]:
+    """An error for each override of a field that belongs to the weights."""
+    model, overrides = model_config(config.model), config.model.overrides
+    values, free = model.model_dump(mode="json"), may_differ(model) | start.free
+    for field, given in overrides.items():
+        if field not in free and values[field] != (theirs := start.shape.get(field)):
+            yield ConfigError(f"model.overrides.{field}", given, f"{source} gives {theirs}; leave it out")
+
+
+def _check_tokenizer(config: JobConfig, start: Start, source: str) -> Iterator[ConfigError]:
+    """An error if the run's tokenizer makes other tokens than the folder's, or if neither names one."""
+    section, theirs = config.data, start.data.get("tokenizer")
+    if theirs is None and "tokenizer" not in section.model_fields_set and section.dataset != "indexed":
+        problem = f"{source} has no tokenizer, and without one every byte is a token; set it to the model's"
+        yield ConfigError("data.tokenizer", None, problem)
+    specs = (section.tokenizer, theirs) if theirs not in (None, section.tokenizer) else ()
+    if len({build_tokenizer(spec, options=section.token_options).digest for spec in specs}) > 1:
+        problem = f"{source} gives {theirs}, which makes other tokens; leave it out"
+        yield ConfigError("data.tokenizer", section.tokenizer, problem)
+
+
+def _saved_start(config: JobConfig) -> Start | None:
+    """What `model.from` gave when the run began, by the checkpoint from which it resumes; None without one."""
+    folder, state = checkpoint_folder(config), None
+    if config.checkpoint.enable:
+        state = newest_state(folder, usable_steps(folder, config.checkpoint.load_step))
+    if state is None or state.config["model"].get("from") != config.model.from_:
+        return None
+    is_gone = any(map(file_problem, tokenizer_files(state.config["data"]["tokenizer"])))
+    own = tokenizer_in(checkpoint_path(folder, state.step)) if is_gone else None
+    return _of_run(state, state.config["model"]["flavors"][FLAVOR], own)
+
+
+def may_differ(model: TransformerConfig) -> frozenset[str]:
+    """The fields of a model that need not be those of its initial weights."""
+    return model.not_in_weights | (frozenset() if "tokens" in model.predictions else {"tied_embeddings"})
+
+
+@torch.no_grad()
+def read_weights(path: Path, model: ParallelModel | Transformer, may_lack: tuple[str, ...] = ()) -> None:
+    """Read this process's part of a Hugging Face folder's weights into a model in any layout.
+
+    Weights of the modules ``may_lack`` stay as they are if the files do not have them.
+
+    Raises:
+        Exception: of any type, if a file is damaged.
+    """
+    source, tensors = open_hugging_face(path, _KEY), model_tensors(model)
+    shape = (model.stages[0].module if isinstance(model, ParallelModel) else model).config
+    read, new = slice_reader(source.tensors), tuple(f"{name}." for name in may_lack)
+    for stored in source.stored_parameters(shape):
+        tensor = tensors.get(stored.key)
+        is_new = stored.name.startswith(new) and not stored.sources.keys() <= source.tensors.keys()
+        if tensor is not None and not is_new:  # otherwise another pipeline stage holds it
+            for part, offset in local_parts(tensor):
+                fill_part(part, offset, stored, read)
+    for copy, original in model.copies() if isinstance(model, ParallelModel) else ():
+        copy.copy_(original)
