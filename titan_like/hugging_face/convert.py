@@ -154,8 +154,8 @@ def write_folder(
     places: dict[str, tuple[Path, int]] = {}
     for file in files[number :: share[1]]:
         places |= _begin_file(folder / file, {name: empty[name] for name in split.filename_to_tensors[file]})
-    here = (one for one in module.stored_parameters(weights.model) if one.sources.keys() & places.keys())
-    for name, tensor in to_tensors(here, weights.read):
+    needed = (one for one in module.stored_parameters(weights.model) if one.sources.keys() & places.keys())
+    for name, tensor in to_tensors(needed, weights.read):
         if name in places:
             path, offset = places[name]
             with path.open("r+b") as opened:

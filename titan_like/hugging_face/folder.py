@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -109,8 +109,6 @@ def open_hugging_face(path: Path, key: str) -> HuggingFaceFolder:
     with _refusals_of(path, key):
         module = family_of(model, fields["model_type"])
         tensors = with_scales(_tensors(path, module), check_quantization(Fields(fields)))
-        if hasattr(module, "without_absent"):
-            model = module.without_absent(model, tensors)
         _check_tensors(model, module, tensors, architecture_of(model, fields["model_type"]))
     return HuggingFaceFolder(path, family, model, fields, tensors)
 
@@ -121,7 +119,12 @@ def read_model(path: Path, key: str) -> tuple[dict[str, Any], str, TransformerCo
         fields = read_json(path / CONFIG_FILE)
         if not fields:
             raise RefusedError(f"it has no {CONFIG_FILE}")
-        return fields, *_model_of(Fields(fields))
+        family, model = _model_of(Fields(fields))
+        if getattr(model, "mtp_layers", 0):
+            with suppress(RefusedError):  # the tensors may be elsewhere
+                names = [tensor.name for tensor in _file_tensors(path)]
+                model = family_of(model, fields["model_type"]).without_absent(model, names)
+        return fields, family, model
 
 
 @contextmanager

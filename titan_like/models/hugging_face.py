@@ -114,12 +114,16 @@ def family_of(config: TransformerConfig, model_type: Any = None) -> Any:
 
 
 def families_by_model_type() -> dict[str, str]:
-    """The model_type of config.json → the family's name here, for every family that has a `hugging_face` module."""
+    """The model_type of config.json → the family's name here, for every family with a `hugging_face` module of its own.
+
+    Families of other packages come before those here.
+    """
     found: dict[str, str] = {}
     for family in names_of("model.family"):
         with suppress(ConfigError):
-            for model_type in architectures(family_module(family)):
-                found.setdefault(model_type, family)
+            module, package = family_module(family), config_class(family).__module__.rpartition(".")[0]
+            if module.__name__.rpartition(".")[0] == package:
+                found |= dict.fromkeys(architectures(module), family)
     return found
 
 
