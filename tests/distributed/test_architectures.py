@@ -12,6 +12,7 @@ from tests.distributed.launch import base_config, collect
 from tests.unit.plain_loop import plain_adamw
 from tests.unit.test_decoder_hugging_face import CASES, random_folder
 from titan_like.config.load import load_config
+from titan_like.models.registry import model_config
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
@@ -54,8 +55,9 @@ def plain_loop(rank: int, folder: Path, settings: list[str]) -> list[float]:
     """The losses of the model of transformers on the run's batches."""
     options = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).train()
-    config = resolve_settings(load_config(settings))
-    trainer, optimizer, losses = Trainer(prepare_run(config)), plain_adamw(model, config.optimizer), list[float]()
+    config = load_config(settings)
+    trainer, losses = Trainer(prepare_run(resolve_settings(config))), list[float]()
+    optimizer = plain_adamw(model, config.optimizer)
     data = trainer._load_data()
     for _ in range(STEPS):
         batches = trainer._take(data, BATCH // MICRO_BATCH)
@@ -81,8 +83,6 @@ def test_training_from_a_folder_is_a_plain_loop(name: str, tmp_path: Path) -> No
     model_type, fields = CASES[name]
     random_folder(model_type, fields | {"vocab_size": 257}, tmp_path / "hf")
     settings = arguments(tmp_path / "hf")
-    from titan_like.models.registry import model_config
-
     shape = model_config(load_config(settings).model)
     layouts = LAYOUTS
     if getattr(shape, "num_experts", 0):

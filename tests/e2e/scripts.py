@@ -1,6 +1,7 @@
 """The product's scripts as a user runs them, but in processes forked from one that has imported what they import."""
 
 import importlib
+import json
 import multiprocessing
 import os
 import runpy
@@ -13,6 +14,9 @@ from multiprocessing import forkserver, get_context
 from pathlib import Path
 from unittest.mock import patch
 
+from titan_like.config.schema import Model
+from titan_like.models.hugging_face import family_of
+from titan_like.models.registry import model_config
 from titan_like.verify.processes import start_fork_server
 
 REPO = Path(__file__).parents[2]
@@ -101,3 +105,11 @@ def _run(
     sys.path[:0] = [str(Path(script).parent), *path]
     importlib.invalidate_caches()
     runpy.run_path(script, run_name="__main__")
+
+
+def write_llama(folder: Path) -> None:
+    """Llama 3.1 8B's Hugging Face folder, of which only config.json says anything."""
+    shape = model_config(Model(family="llama", flavor="llama3.1_8b"))
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(family_of(shape).to_fields(shape)))
+    (folder / "tokenizer.json").touch()

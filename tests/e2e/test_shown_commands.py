@@ -2,7 +2,7 @@
 
 The shell, scripts/train.sh and scripts/test.sh are real. What they start (python, torchrun, titan-train, sbatch, …) are
 stubs that write down how they were called; the calls are then checked here down to settings that fit together, with as
-many processes as the command starts. So nothing is installed, trained or measured, and nothing of torch is loaded.
+many processes as the command starts. So nothing is installed, trained or measured.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.scripts import write_llama
 from titan_like.commands import search
 from titan_like.commands.bench_comm import build_parser as bench_parser
 from titan_like.commands.bench_comm import sizes_of
@@ -43,6 +44,7 @@ FILES = {
     "mine.toml": None,  # a shipped profile
     "qwen3.toml": "[training]\nsteps = 5\n",  # its family, which is the page's, has tests/e2e/test_own_family.py
 }
+FOLDERS = ("my_model", "data/Llama-3.1-8B-Instruct")  # likewise, of Hugging Face
 # What is checked less far than to settings that fit together, and why.
 ONLY_CALLED = {
     "kubectl apply": "needs a cluster; the file is there, and tests/e2e/test_kubernetes.py runs what its pods run",
@@ -102,6 +104,8 @@ def checkout(tmp_path_factory):
     for name, text in FILES.items():
         profile = REPO / "titan_like" / "planner" / "profiles" / "fsdp_a100.toml"
         (folder / name).write_text(profile.read_text() if text is None else text)
+    for name in FOLDERS:
+        write_llama(folder / name)
     return folder
 
 

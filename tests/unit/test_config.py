@@ -1,5 +1,4 @@
 import ast
-import json
 import math
 import re
 import shlex
@@ -11,17 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.scripts import install
+from tests.e2e.scripts import install, write_llama
 from titan_like import __version__
 from titan_like.config import ConfigError, JobConfig, load, load_config, synonyms
 from titan_like.config.entry_points import names_of
 from titan_like.config.load import format_help, json_schema, run_command, setting
 from titan_like.config.options import as_installed
-from titan_like.config.schema import Model
 from titan_like.config.section import options_of
 from titan_like.data.batch_size import total_steps
-from titan_like.models.hugging_face import family_of
-from titan_like.models.registry import config_class, model_config
+from titan_like.models.registry import config_class
 from titan_like.parallel.layout import resolve_layout
 from titan_like.train.rules import resolve_settings
 
@@ -219,10 +216,7 @@ PAPERS_GPUS = {  # of GPT in arXiv 2104.04473, Table 1
 def test_shipped_config_passes_its_rules_at_its_own_or_its_smallest_world_size(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if source := tomllib.loads(path.read_text(encoding="utf-8")).get("model", {}).get("from"):
-        shape = model_config(Model(family="llama", flavor="llama3.1_8b"))
-        Path(source).mkdir(parents=True)
-        Path(source, "config.json").write_text(json.dumps(family_of(shape).to_fields(shape)))
-        Path(source, "tokenizer.json").touch()
+        write_llama(Path(source))
     assert path.read_text(encoding="utf-8").startswith("#:schema ./schema.json\n")
     config = load_config([f"--job.config_file={path}"])
     degrees, cluster = config.parallelism, config.cluster

@@ -74,8 +74,14 @@ def read_start(name: str, key: str) -> Start:
 def _of_run(state: RunState, shape: dict[str, Any], tokenizer: str | None) -> Start:
     data = {key: state.config["data"][key] for key in SAYS_TOKENS if key in state.config["data"]}
     data |= {} if tokenizer is None else {"tokenizer": tokenizer}
-    shape = {field: value for field, value in shape.items() if value is not None}
-    return Start(state.config["model"]["family"], shape, data)
+    return Start(state.config["model"]["family"], without_none(shape), data)
+
+
+def without_none(value: Any) -> Any:
+    """A shape, without the fields in it and in its tables that are None, which a TOML file cannot say."""
+    if not isinstance(value, dict):
+        return value
+    return {name: without_none(one) for name, one in value.items() if one is not None}
 
 
 def with_start(config: JobConfig) -> JobConfig:
@@ -117,9 +123,9 @@ def with_start(config: JobConfig) -> JobConfig:
 def _check_overrides(config: JobConfig, start: Start, source: str) -> Iterator[ConfigError]:
     """An error for each override of a field that belongs to the weights."""
     model, overrides = model_config(config.model), config.model.overrides
-    values, free = model.model_dump(mode="json"), may_differ(model) | start.free
+    values, free = without_none(model.model_dump(mode="json")), may_differ(model) | start.free
     for field, given in overrides.items():
-        if field not in free and values[field] != (theirs := start.shape.get(field)):
+        if field not in free and values.get(field) != (theirs := start.shape.get(field)):
             yield ConfigError(f"model.overrides.{field}", given, f"{source} gives {theirs}; leave it out")
 
 
