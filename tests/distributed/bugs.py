@@ -17,6 +17,7 @@ from tests.distributed.mutations import (
     runs,
     spans,
     updates,
+    windows,
 )
 from titan_like.verify.compare import DROPOUT, EXACT, RESUME, SINGLE, Row
 from titan_like.verify.processes import Prepare
@@ -87,13 +88,18 @@ SHARED = ["--model.overrides.num_shared_experts", "1", "--model.overrides.num_de
 EXPERTS = [*MOE, "--parallelism.expert_parallel_degree", "2"]
 SPLIT_EXPERTS = [*MOE, *SEQUENCE, "--parallelism.expert_tensor_parallel_degree", "2"]
 EXPERTS_OF_FOUR = [*EXPERTS, "--parallelism.data_parallel_shard_degree", "4", "--training.global_batch_size", "16"]
-DECODER, PARALLEL, KINDS = (
+DECODER, PARALLEL, OTHER_KINDS = (
     ["--job.config_file", LLAMA, "--model.family", "decoder", "--model.flavor", flavor]
     for flavor in ("debug", "debug_parallel", "debug_kinds")
 )
 LATENT = [*MOE, "--model.family", "decoder", "--model.flavor", "debug_latent"]
 BIASES = [*MOE, "--model.family", "decoder", "--model.flavor", "debug_biases"]
 Z_LOSS = ["--model.overrides.z_loss_coefficient", "0.1"]
+
+KINDS = ["--model.overrides.layer_pattern", '["near","near","full"]', "--model.overrides.kinds", "{near={window=24}}"]
+CAPPED = ["--model.overrides.attention_softcap", "2"]
+SINKS = ["--model.overrides.attention_sinks", "true"]
+WINDOWS = [*KINDS, *CAPPED, *SINKS]  # layers take turns; every second one of four stages is the other kind
 
 FLOAT8 = ["--float8.enable", "true"]
 FLOAT8_ROWS = [*FLOAT8, "--float8.recipe", "rowwise"]
@@ -154,8 +160,8 @@ BUGS = [
     (context.denominators_merged_in_bfloat16, RING, "context_parallel", Row.LOSS, "layers.0.attention.core"),
     (context.bidirectional_ring_skips_later_chunks, [*BERT, *RING[2:], *NO_DROPOUT], CP, Row.LOSS, CORE),
     (layers.row_bias_added_by_each, TENSOR, "tensor_parallel", Row.GRADIENT, "layers."),
-    (layers.row_bias_added_by_each, [*PARALLEL, *TENSOR], TP, Row.LOSS, "layers.0"),
-    (layers.heads_of_a_rank_normalised_alone, [*KINDS, *TENSOR], TP, Row.LOSS, "layers.0.attention"),
+    (layers.row_bias_added_by_each, [*PARALLEL, *TENSOR], TP, Row.GRADIENT, "layers."),
+    (layers.heads_of_a_rank_normalised_alone, [*OTHER_KINDS, *TENSOR], TP, Row.LOSS, "layers.0.attention"),
     (layers.slope_of_the_soft_cap_forgotten, [*DECODER, *TENSOR], TP, Row.GRADIENT, "the loss"),
     (layers.mlps_of_later_stages_not_scaled, [*DECODER, *PIPELINE], PP, Row.LOSS, "layers."),
     (layers.softmax_of_own_vocabulary, TENSOR, "tensor_parallel", Row.LOSS, "the loss"),
@@ -257,6 +263,21 @@ BUGS = [
     (masks.mask_of_the_first_sample_for_all, [*LLAMA_MASKS, *ONE], "one_process", Row.LOSS, "layers.0.attention"),
     (masks.validation_attends_causally, [*DOCUMENTS, *DATA], "one_process", Row.VALIDATION, ""),
     (masks.prefixes_drawn_from_the_start_when_resumed, [*DOCUMENTS, *DATA], "resume", Row.SAMPLES, ""),
+    (windows.windows_one_key_short, [*LLAMA_ONE, *WINDOWS], "one_process", Row.LOSS, CORE),
+    (windows.capped_after_the_mask, [*LLAMA_ONE, *WINDOWS], "one_process", Row.LOSS, CORE),
+    (windows.slope_of_the_cap_forgotten, [*LLAMA_ONE, *WINDOWS], "one_process", Row.GRADIENT, "layers."),
+    (windows.windows_by_local_position, [*GATHER, *WINDOWS, *DOCUMENTS[:4]], "context_parallel", Row.LOSS, CORE),
+    (windows.windows_by_local_position, [*RING, *WINDOWS, *DOCUMENTS[:4]], "context_parallel", Row.LOSS, CORE),
+    (windows.sinks_dropped_on_the_last_rank, [*LLAMA_TENSOR, *WINDOWS], "tensor_parallel", Row.LOSS, CORE),
+    (
+        windows.sinks_of_the_first_heads_everywhere,
+        [*ULYSSES, *GROUPS, *WINDOWS],
+        "context_parallel",
+        Row.GRADIENT,
+        CORE,
+    ),
+    (windows.sinks_gradient_of_one_rank, [*RING, *WINDOWS], "context_parallel", Row.GRADIENT, "layers."),
+    (windows.slope_of_the_cap_forgotten_by_the_ring, [*RING, *WINDOWS], "context_parallel", Row.GRADIENT, "layers."),
     (optimizers.row_means_of_own_columns, [*ADAFACTOR, *TENSOR], "tensor_parallel", Row.WEIGHT, "layers.0"),
     (optimizers.column_means_of_own_rows, [*ADAFACTOR, *ZERO_3], "zero_stage", Row.WEIGHT, "embedding.weight"),
     (optimizers.clipped_by_the_norm_of_a_shard, [*ADAFACTOR, *ZERO_1], "zero_stage", Row.WEIGHT, "embedding.weight"),

@@ -2,12 +2,14 @@
 
 import math
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from titan_like.config.schema import JobConfig
+from titan_like.models.decoder.config import LayerKind
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.layers.positions import RelativeBias, rope_frequencies
@@ -26,6 +28,7 @@ def take_definitions(model: Transformer, config: JobConfig, in_pairs: bool = Fal
     takes_pairs = has_masks or model_config(config.model).predictions != ("tokens",)
     if isinstance(model, Llama):
         model.layer_inputs = partial(_rotary, model)  # type: ignore[method-assign]
+    model.key_ranges = lambda *_: {}  # type: ignore[method-assign]  # windows are those of `_attend_to_pairs`
     for name, module in model.named_modules():
         if isinstance(module, RelativeBias):
             module.forward = partial(_bias_by_distance, module)
@@ -41,20 +44,27 @@ def _rows_of(table: nn.Module, positions: torch.Tensor) -> torch.Tensor:
     return table.weight[: len(positions)] if positions.ndim == 1 else table.weight[positions]
 
 
-def _rotary(model: Llama, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin), each [*positions.shape, rotated / 2], one position at a time, and as precise as the model's own."""
-    config = model.config
-    turns = rope_frequencies(config.rotary_size, config.rope_theta, config.rope_scaling, positions.device)
-    defined = turns.new_tensor([_turn(config, pair) for pair in range(config.rotary_size // 2)])
+def _rotary(model: Llama, positions: torch.Tensor) -> tuple[Any, ...]:
+    """(cos, sin), each [*positions.shape, rotated / 2], one position at a time, and as precise as the model's own.
+
+    Several kinds of layers have one pair each.
+    """
+    tables = [_table(model.config, model.config.kind(name), positions) for name in model.config.kind_names]
+    return tuple(tables) if len(tables) > 1 else tables[0]
+
+
+def _table(config: LlamaConfig, kind: LayerKind, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    turns = rope_frequencies(config.rotary_size, kind.rope_theta, kind.rope_scaling, positions.device)
+    defined = turns.new_tensor([_turn(config.rotary_size, kind, pair) for pair in range(config.rotary_size // 2)])
     if not torch.allclose(turns, defined, rtol=1e-5, atol=0.0):  # else the model's own, which float32 rounds
         turns = defined
     angles = torch.stack([at * turns for at in positions.flatten().tolist()]).unflatten(0, positions.shape)
     return angles.cos(), angles.sin()
 
 
-def _turn(config: LlamaConfig, pair: int) -> float:
+def _turn(size: int, kind: LayerKind, pair: int) -> float:
     """The angle by which a position turns a pair of dimensions, with the scaling of Llama 3.1."""
-    angle, scaling = config.rope_theta ** (-2 * pair / config.rotary_size), config.rope_scaling
+    angle, scaling = kind.rope_theta ** (-2 * pair / size), kind.rope_scaling
     if scaling is None:
         return angle
     context, wave = scaling.original_max_seq_len, 2 * math.pi / angle

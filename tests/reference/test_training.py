@@ -23,6 +23,7 @@ from tests.distributed.bugs import (
     GPT,
     LATENT,
     LLAMA_MASKS,
+    LLAMA_ONE,
     MOE,
     ONE,
     PAIRS,
@@ -30,6 +31,7 @@ from tests.distributed.bugs import (
     RAMPUP,
     SHARED,
     T5,
+    WINDOWS,
     Z_LOSS,
     kind_of,
 )
@@ -57,6 +59,7 @@ BFLOAT16 = [*ONE, "--training.dtype", "bfloat16"]
 SAME = {
     "gpt": ([*DOCUMENTS, *ONE], [EXACT, "float32"]),
     "llama": ([*LLAMA_MASKS, *RAMPUP], [EXACT, "float32"]),
+    "windows": ([*LLAMA_ONE, *WINDOWS, *DOCUMENTS[:4]], [EXACT, "float32"]),
     "bert": ([*BERT, *ONE], [EXACT]),
     "pairs": ([*PAIRS, *BFLOAT16], [EXACT, "bfloat16"]),
     "t5": ([*T5, *BFLOAT16], [EXACT, "bfloat16"]),

@@ -20,6 +20,7 @@ from titan_like.data.indexed import IndexedWriter
 from titan_like.data.masks import masks_of
 from titan_like.data.open_source import open_source
 from titan_like.data.source import DataRequest, Source
+from titan_like.models.layers import attention
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.interval_attention import interval_attention
 from titan_like.models.layers.key_ranges import KeyRanges, block_mask
@@ -135,8 +136,8 @@ def test_eager_attention_of_transformers() -> None:
         order, zero = torch.arange(seq_len), torch.zeros((), dtype=torch.int64)
         hidden = ~sliding_window_causal_mask_function(9 if core.window else seq_len)(zero, zero, order[:, None], order)
         mask = torch.zeros(1, 1, seq_len, seq_len).masked_fill(hidden, -math.inf)
-        attention = types.SimpleNamespace(num_key_value_groups=2, training=False, sinks=core.sinks)
-        expected, _ = module.eager_attention_forward(attention, *leaves[:3], mask, scaling=8**-0.5, **theirs)
+        module_of_theirs = types.SimpleNamespace(num_key_value_groups=2, training=False, sinks=core.sinks)
+        expected, _ = module.eager_attention_forward(module_of_theirs, *leaves[:3], mask, scaling=8**-0.5, **theirs)
         weight = torch.randn(expected.shape, generator=generator)
         wanted = [expected, *torch.autograd.grad((expected * weight).sum(), leaves)]
         result = core(*leaves[:3]).transpose(1, 2)
@@ -240,6 +241,7 @@ import pathlib, re, torch
 from titan_like.config.schema import Data
 from titan_like.data.batch import Batch, collate
 from titan_like.data.masks import Masks
+from titan_like.models.layers import attention
 from titan_like.models.layers.attention import AttentionCore
 
 torch.set_num_threads(1)
@@ -303,3 +305,28 @@ def test_a_token_that_the_model_has_not_is_named(tmp_path: Path, wrong: int) -> 
         for index in range(len(source)):
             source[index]
     assert path in str(error.value)
+
+
+@pytest.mark.parametrize(("window", "softcap", "has_sinks"), [(0, 2.0, False), (70, 0.0, True), (70, 2.0, True)])
+def test_flex_attention_with_windows_soft_caps_and_sinks(
+    window: int, softcap: float, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uncompiled, because torch has no compiled backward pass on CPUs, and without its check of that."""
+    from torch.nn.attention import flex_attention as flex
+
+    monkeypatch.setattr(attention, "_compiled_flex_attention", lambda: flex.flex_attention)
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
+    seq_len, generator = 300, torch.Generator().manual_seed(1)
+    visible = intervals(2, seq_len, generator)
+    visible = within(visible, window) if window else visible
+    blocks = block_mask(visible.first, visible.end, seq_len)
+    q, k, v = (torch.randn(2, heads, seq_len, 16, generator=generator) for heads in (4, 2, 2))
+    leaves = [q, k, v, *([torch.randn(4, generator=generator)] if has_sinks else [])]
+    weight, results = torch.randn(q.shape, generator=generator), []
+    for ranges in (visible._replace(blocks=blocks), visible):
+        inputs = [x.clone().requires_grad_() for x in leaves]
+        sinks = inputs[3] if has_sinks else None
+        output = attention.ranged_attention(inputs[0], inputs[1], inputs[2], ranges, 0.25, softcap, sinks)
+        results.append([output, *torch.autograd.grad((output * weight).sum(), inputs)])
+    for found, wanted in zip(*results, strict=True):
+        assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()

@@ -139,7 +139,7 @@ def gradients(
     for row, queries, keys, visible in _blocks(q, first, end):
         part, key = q[row, :, queries], k[row, :, keys].to(dtype)
         scores = _scores(part, key, visible, scale, softcap)
-        slope = (1 - (scores / softcap).square_()).clamp_(min=0) if softcap else None  # hidden scores are infinite
+        slope = _slope(scores, softcap)
         probability = _probability(scores, denominator[row, :, queries].reshape(groups, -1, 1))
         out = gradient[row, :, queries].to(dtype).reshape(groups, -1, v.shape[3])
         of_v[row, :, keys] += probability.transpose(1, 2) @ out
@@ -187,6 +187,11 @@ def _scores(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale: floa
         scores.div_(softcap).tanh_().mul_(softcap)
     scores.view(heads, queries, -1).masked_fill_(~visible, -math.inf)
     return scores
+
+
+def _slope(scores: torch.Tensor, softcap: float) -> torch.Tensor | None:
+    """The derivative of capped scores by those before; None: 1. Hidden ones are infinite, and get 0."""
+    return (1 - (scores / softcap).square_()).clamp_(min=0) if softcap else None
 
 
 def _probability(scores: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
