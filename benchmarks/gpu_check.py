@@ -366,7 +366,7 @@ def main() -> int:
 
     writing, deadline = Lock(), began + LIMIT - (ALONE if "speed" in chosen else 0)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        os.environ |= {"TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "2"}  # of each process
         with ThreadPoolExecutor(1 if tiny else BESIDE) as pool:
             shares = [(name, k) for name in chosen for k in range(SHARES if name == "parity" and not tiny else 1)]
             started = []

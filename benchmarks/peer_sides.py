@@ -1,4 +1,4 @@
-"""One case of `peers.py`, in this process: python benchmarks/peer_sides.py SIDE SETTINGS
+"""One case of `peers.py`, in this process: python benchmarks/peer_sides.py SIDE SETTINGS </dev/null
 
 SETTINGS are those of train.py, and every side takes the model, batch and optimizer from them. The figures are written
 to figures.json in `job.dump_folder`. Each side returns the losses of the first and the last step, and a remark.
@@ -6,6 +6,7 @@ to figures.json in `job.dump_folder`. Each side returns the losses of the first 
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import statistics
@@ -20,6 +21,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # Layers up to which a model is compiled as a whole. Compiling 16 layers takes 95 s on a machine with an H100, and 48
 # several minutes. Layers that are compiled one by one train a large model as fast, but leave Trainer's loss uncompiled.
 WHOLE = {"bare": 12, "trainer": 16}
+
+IMPORTS = {
+    "ours": ["titan_like.commands.train", "titan_like.train.trainer"],
+    "bare": [],
+    "trainer": ["transformers.trainer", "accelerate"],
+    "torchtitan": ["torchtitan.train"],
+}
 
 Outcome = tuple[float, float, str]
 
@@ -180,14 +188,18 @@ def main(side: str, argv: list[str]) -> None:
     from benchmarks.overhead import StepClock
     from benchmarks.runs import machine
 
-    started, clock = float(os.environ.get("PEERS_STARTED", time.time())), StepClock()
+    clock = StepClock()
     import torch
+    import torch._inductor.compile_fx  # every side imports it later
 
     from titan_like.config import load_config
     from titan_like.metrics.hardware import peak_memory_bytes
     from titan_like.models.registry import model_config
 
-    config = load_config(argv)
+    for package in IMPORTS[side]:
+        importlib.import_module(package)
+    sys.stdin.readline()  # `peers.py` says when it is this case's turn
+    started, config = time.time(), load_config(argv)
     folder = Path(config.job.dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
     if os.environ.get("PEERS_LAYERS") and side != "ours":  # it only compiles, and has no use for the optimizer's state

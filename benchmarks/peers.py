@@ -18,8 +18,8 @@ All sides have the same clock, a hook in torch.optim that puts an event on the G
 lasts from one such event to the next. Tokens per second are a step's tokens over the median step of the second half.
 MFU counts a model's FLOPs without recomputation and with the full attention matrix (`mfu_model` in docs/metrics.md)
 and is the same function of tokens per second for all sides. Memory is the allocator's peak. Losses are in nats per
-token. "First step" is the time from the start of the process to the end of its first step; without --waves, every case
-begins with an empty compile cache.
+token. "First step" is the time from the imports, which overlap with the case before, to the end of the first step.
+Without --waves, every case begins with an empty compile cache.
 
 Without a GPU, or with --tiny, all sides train small models on the CPU to test the script; the figures mean nothing.
 """
@@ -32,6 +32,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
@@ -53,8 +54,8 @@ from benchmarks.runs import ROOT, arguments, forget_tuning, origin, parser_of, w
 
 STARTED = time.monotonic()
 LIMIT = 470.0  # seconds for all cases
-BESIDE, MEMORY_GB, THREADS = 8, 80, 2  # of cases that compile beside each other: the most, their memory, threads each
-START = 20  # seconds of a case that has been compiled
+BESIDE, THREADS = 10, 2  # of cases that compile beside each other: the most, threads each
+START = 15  # seconds of a case that has been compiled and imported
 
 Row = dict[str, Any]  # a case: "model", "side", "command", and figures or "problem"
 
@@ -84,9 +85,10 @@ class Case(NamedTuple):
     gigabytes: int = 0
 
 
-# torchtitan's Llama has an output matrix of its own, so all sides have one.
+# torchtitan's Llama has an output matrix of its own, so all sides have one. A host may take longer to issue the layers
+# of the smallest model than their kernels take, so ours launches them as a CUDA graph.
 MODELS = {
-    "124m": Model("GPT-2 124M", "gpt", "gpt2_124m", 16, 1024, 40, {"dropout": 0.0}),
+    "124m": Model("GPT-2 124M", "gpt", "gpt2_124m", 16, 1024, 40, {"dropout": 0.0}, {"compile.cudagraphs": True}),
     "llama1b": Model("Llama 3.2 1B, untied", "llama", "llama3.2_1b", 4, 2048, 30, {"tied_embeddings": False}),
     "1558m": Model("GPT-2 1558M", "gpt", "gpt2_1558m", 8, 1024, 24, {"dropout": 0.0}),
     "llama8b": Model("Llama 3.1 8B, 8 layers", "llama", "llama3.1_8b", 2, 4096, 20, {"num_layers": 8}),
@@ -202,12 +204,15 @@ def version_of(package: str) -> str | None:
 
 def compile_all(cases: Sequence[Case], tiny: bool, cache: str, limit: float) -> dict[str, Row]:
     """Train each case for three steps beside others, as far as memory lasts: each one's seconds, and its problem."""
-    free, changed, found = MEMORY_GB, Condition(), dict[str, Row]()
+    import torch
+
+    whole = 80 if tiny else int(torch.cuda.mem_get_info()[1] / 1e9) - 4  # the rest for contexts
+    free, changed, found = whole, Condition(), dict[str, Row]()
     models, ends = TINY_MODELS if tiny else MODELS, time.monotonic() + limit
 
     def run(case: Case) -> None:
         nonlocal free
-        model, need = models[case.model], max(case.gigabytes, MEMORY_GB // BESIDE)
+        model, need = models[case.model], max(case.gigabytes, whole // BESIDE)
         layers = shape_of(settings_of(model, case.side, tiny))[1].num_layers
         few = {} if layers <= WHOLE.get(case.side, 0) else {"model.overrides.num_layers": 2}
         with changed:
@@ -215,7 +220,7 @@ def compile_all(cases: Sequence[Case], tiny: bool, cache: str, limit: float) -> 
             free -= need
         began = time.monotonic()
         settings = settings_of(model, case.side, tiny, **few, **{"training.steps": 3})
-        row = run_case(settings, case.side, tiny, max(1.0, ends - time.monotonic()), cache, layers, THREADS)
+        row = Running(settings, case.side, tiny, cache, layers, THREADS).finish(max(1.0, ends - time.monotonic()))
         with changed:
             free += need
             changed.notify_all()
@@ -229,46 +234,54 @@ def compile_all(cases: Sequence[Case], tiny: bool, cache: str, limit: float) -> 
     return found
 
 
-def run_case(
-    settings: list[str], side: str, tiny: bool, limit: float, cache: str | None, layers: int = 0, threads: int = 0
-) -> Row:
-    """Run a case in a process of its own, on one GPU or none, without a network; ``cache`` None: an empty one.
-
-    ``layers`` are those of the model for which the case compiles, ``threads`` those of its compiler; 0: by itself.
+class Running:
+    """A case in a process of its own, on one GPU or none, without a network. It waits for `finish` once it has imported
+    what it needs.
     """
-    arguments = ["benchmarks/peer_sides.py", side, *settings]
-    row: Row = {"command": shlex.join(["python", *arguments])}
-    with (
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name,
-        open(f"{name}/output", "w+", errors="replace") as output,
-    ):
+
+    def __init__(
+        self, settings: list[str], side: str, tiny: bool, cache: str | None, layers: int = 0, threads: int = 0
+    ) -> None:
+        """``cache`` None: an empty one. ``layers`` are those of the model for which the case compiles, ``threads``
+        those of its compiler; 0: by itself.
+        """
+        arguments = ["benchmarks/peer_sides.py", side, *settings]
+        self.command, self.folder = shlex.join(["python", *arguments]), tempfile.mkdtemp()
+        compiled = cache or f"{self.folder}/compiled"
         environment = os.environ | {
             "CUDA_VISIBLE_DEVICES": "" if tiny else os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
-            "TORCHINDUCTOR_CACHE_DIR": cache or f"{name}/compiled",
-            "TRITON_CACHE_DIR": f"{cache or f'{name}/compiled'}/triton",
+            "TORCHINDUCTOR_CACHE_DIR": compiled,
+            "TRITON_CACHE_DIR": f"{compiled}/triton",
             "HF_HUB_OFFLINE": "1",
-            "PEERS_STARTED": repr(time.time()),
             "PEERS_LAYERS": str(layers or ""),
         } | ({"TORCHINDUCTOR_COMPILE_THREADS": str(threads)} if threads else {})  # fmt: skip
-        process = subprocess.Popen(
-            [sys.executable, *arguments, f"--job.dump_folder={name}/run"],
-            cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True,
-        )  # fmt: skip
+        with open(f"{self.folder}/output", "w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, *arguments, f"--job.dump_folder={self.folder}/run"],
+                cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True,
+            )  # fmt: skip
+
+    def finish(self, limit: float) -> Row:
+        """Let it train, at most for ``limit`` seconds: its command, and figures or a problem."""
+        row: Row = {"command": self.command}
         try:
-            process.wait(limit)
+            self.process.communicate(b"\n", limit)
         except subprocess.TimeoutExpired:
             row["problem"] = f"stopped after {limit:.0f} s"
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with the processes that compile for it
-            process.wait()
-        figures = Path(name, "run", "figures.json")
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # with the processes that compile for it
+        self.process.wait()
+        figures, text = (
+            Path(self.folder, "run", "figures.json"),
+            Path(self.folder, "output").read_text(errors="replace"),
+        )
         if figures.exists():
-            return {"command": row["command"]} | json.loads(figures.read_text())
-        output.seek(0)
-        text = output.read()
-        problem = f"exit code {process.returncode}: {cause_of(text)}"
-        return {"problem": problem} | row | {"output": text.splitlines()[-20:]}
+            row = {"command": self.command} | json.loads(figures.read_text())
+        else:
+            row = {"problem": f"exit code {self.process.returncode}: {cause_of(text)}"} | row
+            row["output"] = text.splitlines()[-20:]
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return row
 
 
 def line_of(row: Row) -> str:
@@ -305,7 +318,7 @@ def main() -> int:
         "tiny": tiny,
         "tokens_per_second_is": "tokens of a step over the median step of the second half",
         "mfu_is": "model FLOPs without recomputation, full attention matrix, over the dense bfloat16 peak",
-        "first_step_is": "seconds from the start of the process to the end of its first step, "
+        "first_step_is": "seconds from the imports to the end of the first step, "
         + ("most kernels compiled before" if options.waves else "empty compile cache"),
     }
     with ExitStack() as stack:
@@ -316,16 +329,27 @@ def main() -> int:
                 [case for case, problem in chosen if not problem], tiny, cache, allowed / 2
             )
             print(*(f"compiled {name}: {row}" for name, row in result["compiled"].items()), sep="\n", flush=True)
-        for case, problem in chosen:
+
+        def start(number: int) -> Running | None:
+            if number >= len(chosen) or chosen[number][1]:
+                return None
+            case, model = chosen[number][0], (TINY_MODELS if tiny else MODELS)[chosen[number][0].model]
+            return Running(settings_of(model, case.side, tiny), case.side, tiny, cache if case.gigabytes else None)
+
+        upcoming = start(0)
+        for number, (case, problem) in enumerate(chosen):
             model = (TINY_MODELS if tiny else MODELS)[case.model]
             settings = settings_of(model, case.side, tiny)
             expected = START if cache and case.gigabytes and not tiny else case.seconds
             limit = limit_of(allowed - (time.monotonic() - STARTED), expected)
             row: Row = {"model": f"{model.title}, {model.batch} × {model.seq_len}", "side": case.side}
-            if problem or limit is None:
+            running, upcoming = upcoming, start(number + 1)  # the next one imports meanwhile
+            if running is None or limit is None:
                 row["problem"] = problem or "not run: no time left"
+                if running is not None:
+                    running.finish(0)
             else:
-                row |= run_case(settings, case.side, tiny, limit, cache if case.gigabytes else None)
+                row |= running.finish(limit)
             if "problem" not in row:
                 result["machine"], tokens = row.pop("machine"), model.batch * model.seq_len
                 gpu, rate = result["machine"]["gpu"], rate_of(row["step_seconds"], tokens)

@@ -88,6 +88,10 @@ SHARED = ["--model.overrides.num_shared_experts", "1", "--model.overrides.num_de
 EXPERTS = [*MOE, "--parallelism.expert_parallel_degree", "2"]
 SPLIT_EXPERTS = [*MOE, *SEQUENCE, "--parallelism.expert_tensor_parallel_degree", "2"]
 EXPERTS_OF_FOUR = [*EXPERTS, "--parallelism.data_parallel_shard_degree", "4", "--training.global_batch_size", "16"]
+DECODER, PARALLEL, OTHER_KINDS = (
+    ["--job.config_file", LLAMA, "--model.family", "decoder", "--model.flavor", flavor]
+    for flavor in ("debug", "debug_parallel", "debug_kinds")
+)
 LATENT = [*MOE, "--model.family", "decoder", "--model.flavor", "debug_latent"]
 BIASES = [*MOE, "--model.family", "decoder", "--model.flavor", "debug_biases"]
 Z_LOSS = ["--model.overrides.z_loss_coefficient", "0.1"]
@@ -156,6 +160,10 @@ BUGS = [
     (context.denominators_merged_in_bfloat16, RING, "context_parallel", Row.LOSS, "layers.0.attention.core"),
     (context.bidirectional_ring_skips_later_chunks, [*BERT, *RING[2:], *NO_DROPOUT], CP, Row.LOSS, CORE),
     (layers.row_bias_added_by_each, TENSOR, "tensor_parallel", Row.GRADIENT, "layers."),
+    (layers.row_bias_added_by_each, [*PARALLEL, *TENSOR], TP, Row.GRADIENT, "layers."),
+    (layers.heads_of_a_rank_normalised_alone, [*OTHER_KINDS, *TENSOR], TP, Row.LOSS, "layers.0.attention"),
+    (layers.slope_of_the_soft_cap_forgotten, [*DECODER, *TENSOR], TP, Row.GRADIENT, "the loss"),
+    (layers.mlps_of_later_stages_not_scaled, [*DECODER, *PIPELINE], PP, Row.LOSS, "layers."),
     (layers.softmax_of_own_vocabulary, TENSOR, "tensor_parallel", Row.LOSS, "the loss"),
     (layers.key_heads_of_the_next_group, LLAMA_TENSOR, "tensor_parallel", Row.LOSS, "layers.0.attention.core"),
     (gradients.partial_gradients_not_summed, SEQUENCE, "sequence_parallel", Row.GRADIENT, "norm.bias"),

@@ -23,7 +23,7 @@ class PlainExperts:
         self.load: dict[str, list[float]] = {}  # layer → each expert's share of the last good step's tokens
         self.bias: dict[str, list[float]] = {}
         self.sent: dict[str, list[int]] = {}  # tokens of this step so far
-        self.sums: list[float]  # over these tokens and all layers: the balance and the z-loss without coefficients
+        self.sums: dict[str, list[float]] = {}  # over these tokens: the balance and the z-loss without coefficients
         if not has_experts(model.config):
             return
         self.config = model.config
@@ -85,7 +85,7 @@ class PlainExperts:
             share = (scores[:, expert] / scores.sum(1)).sum()
             balance = balance + config.num_experts * self.load[name][expert] * share
         z = (logits.exp().sum(1).log() ** 2).sum()
-        self.sums = [old + new.item() for old, new in zip(self.sums, (balance, z), strict=True)]
+        self.sums[name] = [old + new.item() for old, new in zip(self.sums[name], (balance, z), strict=True)]
         coefficient = config.balance_coefficient if config.balance == "auxiliary" else 0.0
         self.losses.append(coefficient * balance + config.z_loss_coefficient * z)
 
@@ -93,10 +93,12 @@ class PlainExperts:
         """What a step reports of its experts, by its names in metrics.jsonl."""
         if not self.sent:
             return {}
-        tokens = [sum(sent) for sent in self.sent.values()]  # times the experts of each, in each layer
         shares = [number * len(sent) / sum(sent) for sent in self.sent.values() for number in sent]
         entropies = [-sum(n / sum(sent) * math.log(n / sum(sent)) for n in sent if n) for sent in self.sent.values()]
-        losses = [total * self.config.experts_per_token / tokens[0] for total in self.sums]
+        each = [
+            [x * self.config.experts_per_token / sum(self.sent[name]) for x in self.sums[name]] for name in self.sent
+        ]
+        losses = map(sum, zip(*each, strict=True))
         entropy = sum(entropies) / len(entropies) / math.log(self.config.num_experts)
         found = (*losses, min(shares), max(shares), entropy)
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in zip(FIGURES, found, strict=True)}
@@ -109,7 +111,7 @@ class PlainExperts:
     def forget(self) -> None:
         """After a step that updates nothing, or before the first: nothing is counted yet."""
         self.sent = {name: [0] * self.config.num_experts for name in self.load}
-        self.sums = [0.0, 0.0]
+        self.sums = {name: [0.0, 0.0] for name in self.load}
 
     def update(self) -> None:
         """After a step: its loads are those of the next one, and biases move towards equal loads."""

@@ -45,7 +45,7 @@ def _rows_of(table: nn.Module, positions: torch.Tensor) -> torch.Tensor:
 
 
 def _rotary(model: Llama, positions: torch.Tensor) -> tuple[Any, ...]:
-    """(cos, sin), each [*positions.shape, head_dim / 2], one position at a time, and as precise as the model's own.
+    """(cos, sin), each [*positions.shape, rotated / 2], one position at a time, and as precise as the model's own.
 
     Several kinds of layers have one pair each.
     """
@@ -54,17 +54,17 @@ def _rotary(model: Llama, positions: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _table(config: LlamaConfig, kind: LayerKind, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    turns = rope_frequencies(config.head_dim, kind.rope_theta, kind.rope_scaling, positions.device)
-    defined = turns.new_tensor([_turn(config.head_dim, kind, pair) for pair in range(config.head_dim // 2)])
+    turns = rope_frequencies(config.rotary_size, kind.rope_theta, kind.rope_scaling, positions.device)
+    defined = turns.new_tensor([_turn(config.rotary_size, kind, pair) for pair in range(config.rotary_size // 2)])
     if not torch.allclose(turns, defined, rtol=1e-5, atol=0.0):  # else the model's own, which float32 rounds
         turns = defined
     angles = torch.stack([at * turns for at in positions.flatten().tolist()]).unflatten(0, positions.shape)
     return angles.cos(), angles.sin()
 
 
-def _turn(head_dim: int, kind: LayerKind, pair: int) -> float:
+def _turn(size: int, kind: LayerKind, pair: int) -> float:
     """The angle by which a position turns a pair of dimensions, with the scaling of Llama 3.1."""
-    angle, scaling = kind.rope_theta ** (-2 * pair / head_dim), kind.rope_scaling
+    angle, scaling = kind.rope_theta ** (-2 * pair / size), kind.rope_scaling
     if scaling is None:
         return angle
     context, wave = scaling.original_max_seq_len, 2 * math.pi / angle

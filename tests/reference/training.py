@@ -7,6 +7,7 @@ bad: their gradients are not finite, so they consume samples and update nothing.
 import math
 from collections.abc import Iterable
 from operator import itemgetter
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from titan_like.config.schema import JobConfig, Training
 from titan_like.data.batch import Batch, collate, map_tensors, model_fields
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.models.config import NUM_OPTIONS
+from titan_like.models.decoder.model import DecoderLayer
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
 from titan_like.optim.optimizer import build_optimizer
@@ -28,7 +30,7 @@ from titan_like.verify.shrink import Small
 from titan_like.verify.watch import FLOAT16_SCALE, enlarge
 
 ELEMENTS = 64  # of initial weights that one generator draws
-_TERMS = {"tokens": "lm_loss", "pair": "sentence_loss", "choice": "choice_loss"}
+_TERMS = {"tokens": "lm_loss", "mtp": "mtp_loss", "pair": "sentence_loss", "choice": "choice_loss"}
 
 
 def train_by_definition(_: Member | None, small: Small, dtype: str, seed: int | None = None) -> Trace:
@@ -40,6 +42,7 @@ def train_by_definition(_: Member | None, small: Small, dtype: str, seed: int | 
     model.initial_elements = ELEMENTS
     model.init_weights(config.job.seed)
     take_definitions(model, config, in_pairs=dtype == EXACT)
+    look_ahead(model)
     experts, parameters = PlainExperts(model, config.float8), dict(model.named_parameters())
     trace.names = sorted(parameters, key=lambda name: not name.startswith(model.entry))
     optimizer = build_optimizer(parameters.items(), config.optimizer)
@@ -52,7 +55,9 @@ def train_by_definition(_: Member | None, small: Small, dtype: str, seed: int | 
             trace.keep(Key(step, row, name), value)
 
     def keep_losses(step: int, row: Row, losses: list[float]) -> None:
-        keep(step, row, sum(losses))
+        factors = factors_of(model) if row in (Row.LOSS, Row.LARGE_LOSS) else [1.0] * len(losses)
+        is_counted = [kind != "mtp" or row in (Row.LOSS, Row.LARGE_LOSS) for kind in model.config.predictions]
+        keep(step, row, sum(map(math.prod, zip(losses, factors, is_counted, strict=True))))
         if model.config.predictions != ("tokens",) and row != Row.LARGE_LOSS:
             for kind, loss in zip(model.config.predictions, losses, strict=True):
                 keep(step, row, loss, _TERMS[kind])
@@ -143,7 +148,10 @@ def labels_of(batch: Batch) -> list[torch.Tensor]:
     """The labels of each of a model's predictions."""
     of_tokens = [] if batch.labels is None else [batch.labels[:, batch.encoder_len or 0 :]]  # of a decoder's positions
     of_samples = [] if batch.sample_labels is None else [batch.sample_labels[:: 1 if of_tokens else NUM_OPTIONS]]
-    return of_tokens + of_samples
+    of_next = [
+        F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL) for labels in of_tokens if batch.next_labels is not None
+    ]
+    return of_tokens + of_next + of_samples
 
 
 def num_labels(batch: Batch) -> torch.Tensor:
@@ -163,7 +171,8 @@ def add_gradients(
     for start in range(0, len(batch.tokens), size):
         piece = map_tensors(itemgetter(slice(start, start + size)), batch)
         means = torch.stack(summed_losses(model, piece, dtype)) / num_labels(batch)
-        ((means.sum() + experts.loss_of_piece(batch.tokens.numel() - padding)) * scale).backward()
+        factors = torch.tensor(factors_of(model), dtype=means.dtype)
+        (((means * factors).sum() + experts.loss_of_piece(batch.tokens.numel() - padding)) * scale).backward()
         losses += means.detach()
     return losses.tolist()
 
@@ -171,11 +180,14 @@ def add_gradients(
 def summed_losses(model: Transformer, batch: Batch, compute_type: torch.dtype) -> list[torch.Tensor]:
     """Sums of the losses of each prediction, at least float32."""
     weights = {name: parameter.to(compute_type) for name, parameter in model.named_parameters()}
+    AHEAD["batch"] = batch
     found = torch.func.functional_call(model, weights, (batch.tokens,), model_fields(batch))
     outputs = list(found) if isinstance(found, tuple) else [found]
+    outputs += [AHEAD.pop("logits")] if "logits" in AHEAD else []
     kind, labels = model.config.predictions, labels_of(batch)
     if "tokens" in kind:
-        outputs[0] = outputs[0][..., : model.config.vocab_size]  # whatever the model does to the padding
+        of_tokens = 1 + ("mtp" in kind)
+        outputs[:of_tokens] = [x[..., : model.config.vocab_size] for x in outputs[:of_tokens]]  # padding as it may be
     if "choice" in kind:
         outputs[0] = outputs[0].unflatten(0, (-1, NUM_OPTIONS)).flatten(1)
     accumulator = torch.promote_types(compute_type, torch.float32)
@@ -187,6 +199,33 @@ def summed_losses(model: Transformer, batch: Batch, compute_type: torch.dtype) -
             reduction="sum",
         )
         for output, own in zip(outputs, labels, strict=True)
+    ]
+
+
+AHEAD: dict[str, Any] = {}  # the batch, and the logits of tokens after the next
+
+
+def look_ahead(model: Transformer) -> None:
+    """Let a layer for multi-token prediction leave its logits in `AHEAD`, from the tokens and labels themselves."""
+    if "mtp" not in model.config.predictions:
+        return
+    *_, layer = cast(Any, model.layers.values())
+
+    def forward(x: torch.Tensor, *inputs: Any) -> torch.Tensor:
+        batch = AHEAD["batch"]
+        following = model.embedding(F.pad(batch.tokens[:, 1:], (0, 1)))  # nothing comes of the last one
+        joined = layer.eh_proj(torch.cat((layer.enorm(following), layer.hnorm(x)), 2))
+        has_experts = {"padding_mask": labels_of(batch)[1] == IGNORED_LABEL} if layer.takes_padding_mask else {}
+        AHEAD["logits"] = model.logits(layer.norm(DecoderLayer.forward(layer, joined, *inputs, **has_experts)))
+        return x
+
+    layer.forward = forward
+
+
+def factors_of(model: Transformer) -> list[float]:
+    """Of the means of each prediction in the loss."""
+    return [
+        getattr(model.config, "mtp_coefficient", 1.0) if kind == "mtp" else 1.0 for kind in model.config.predictions
     ]
 
 

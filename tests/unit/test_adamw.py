@@ -21,7 +21,7 @@ def tensors(dtype: torch.dtype, device: str = "cpu") -> tuple[Tensors, list[torc
     weights = [torch.randn(shape, generator=draw).to(device) for shape in SHAPES]
     copies = [None if i == 1 else torch.zeros(shape, dtype=dtype, device=device) for i, shape in enumerate(SHAPES)]
     moments = [[torch.zeros_like(weight) for weight in weights] for _ in range(2)]
-    steps = [torch.zeros((), device=device) for _ in weights]
+    steps = torch.zeros(len(weights), device=device)
     gradients = [
         torch.randn(shape, generator=draw).to(device, dtype if i != 2 else None) for i, shape in enumerate(SHAPES)
     ]
@@ -52,7 +52,7 @@ def check(update_of, dtype: torch.dtype, within: float, copies_within: float = 0
         for copy in found.copies if skips else ():  # they may have been freed
             if copy is not None:
                 copy.fill_(torch.nan)
-        torch._foreach_add_(found.steps, [1 - skip] * len(found.steps))
+        found.steps.add_(1 - skip)
         update([gradient.clone() for gradient in gradients], factor, skip)
         assert all(copy is None or copy.isfinite().all() for copy in found.copies)
     wanted = expected(dtype, device)

@@ -93,11 +93,11 @@ def test_folders_without_fault_are_read(whole_folders: Path) -> None:
 
 FIELDS: dict[str, dict[str, Any]] = {
     "llama": {
-        "hidden_act": "gelu", "attention_bias": True, "attention_dropout": 0.1, "mlp_bias": True, "head_dim": 32,
-        "sliding_window": 4096, "partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
+        "hidden_act": "gelu", "attention_bias": True, "mlp_bias": True, "head_dim": 32,
+        "sliding_window": 4096, "partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
         "rope_parameters": {"type": "dynamic", "factor": 2.0}, "architectures": ["LlamaForSequenceClassification"],
-        "quantization_config": {"quant_method": "gptq", "bits": 4}, "model_type": "mistral", "hidden_size": "64",
-        "rms_norm_eps": float("nan"),
+        "quantization_config": {"quant_method": "gptq", "bits": 4}, "model_type": "gemma", "hidden_size": "64",
+        "rms_norm_eps": float("nan"), "pretraining_tp": 2, "unheard_of": 1, "use_bidirectional_attention": True,
     },
     "gpt": {
         "activation_function": "gelu", "scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True,
@@ -121,6 +121,9 @@ def test_what_cannot_be_held_is_refused_by_its_field(
     named_otherwise = {
         "n_head": "num_attention_heads 5 does not divide hidden_size 48",
         "resid_pdrop": "pdrop",
+        "attention_bias": "the tensor model.layers.0.self_attn.q_proj.bias is missing",
+        "mlp_bias": "the tensor model.layers.0.mlp.gate_proj.bias is missing",
+        "head_dim": "q_proj.weight has the shape [64, 64], but config.json gives [128, 64]",
         "rope_scaling": "rope_scaling.rope_type",
         "rope_parameters": "rope_parameters.type",
         "quantization_config": "quantization_config.quant_method",
@@ -221,7 +224,7 @@ def test_two_tables_that_should_be_one_are_refused(gpt: Path, tmp_path: Path) ->
         (moe_config(router_score="sigmoid"), "router_score = sigmoid"),
         (moe_config(balance="bias"), "balance = bias"),
         (moe_config(renormalize=False), "renormalize = False"),
-        (moe_config(num_dense_layers=1), "num_dense_layers = 1"),
+        (moe_config(num_dense_layers=1), "qk_norm = none, which Qwen3MoeForCausalLM cannot"),
     ],
 )
 def test_shapes_that_a_class_lacks_are_not_exported(tmp_path: Path, shape: Any, told: str) -> None:

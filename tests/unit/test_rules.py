@@ -37,6 +37,16 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 1 --model.family=moe --model.overrides.num_dense_layers=4 \
 => num_dense_layers 4 of num_layers 4 leave no layer with experts
 1 --model.family=moe --model.overrides.head_size=7 => = 7 is odd
+1 --model.family=decoder --model.overrides.num_dense_layers=1 => num_dense_layers 1 needs experts ; num_experts
+1 --model.family=decoder --model.overrides.num_experts=4 => num_experts 4 needs experts_per_token
+1 --model.family=decoder --model.overrides.rotary_fraction=0.07 => head_size 48 · rotary_fraction 0.07 = 3 is odd
+1 --model.family=decoder '--model.overrides.layer_pattern=["a"]' '--model.overrides.kinds={b = {window = 4}}' \
+=> no layer of kind b
+1 --model.family=decoder --model.overrides.gated=false --model.overrides.activation=clamped_swiglu \
+=> clamped_swiglu ; set gated to true
+1 --model.family=decoder --model.overrides.norm=layer --model.overrides.qk_norm=all => qk_norm "all" ; set norm to rms
+1 --model.family=llama '--model.overrides.rope_scaling={type = "yarn", factor = 8.0}' \
+=> yarn scaling needs original_max_seq_len
 # lengths and batches; the batch is of 16 samples
 1 '--training.batch_size_rampup=[4, 4]' --training.samples=100 => [4, 4] ; [start, increment, samples]
 1 '--training.batch_size_rampup=[0, 4, 10]' --training.samples=100 => three positive integers
@@ -112,8 +122,6 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 # experts; debug has 8
 2 --model.family=moe --parallelism.tensor_parallel_degree=2 \
 => sequence_parallel = false: MoE with tensor parallelism
-2 --model.family=moe --parallelism.tensor_parallel_degree=2 --parallelism.sequence_parallel=true \
---model.overrides.qk_norm=all => degree = 2: MoE with qk_norm = "all" does not support tensor
 1 --model.family=moe --model.overrides.ffn_hidden_size=64 => no layer of moe debug is dense
 6 --model.family=moe --model.overrides.num_experts=6 --float8.enable=true --parallelism.expert_parallel_degree=3 \
 --parallelism.tensor_parallel_degree=2 --parallelism.sequence_parallel=true --training.global_batch_size=48 \

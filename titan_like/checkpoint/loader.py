@@ -35,7 +35,7 @@ from titan_like.models.registry import config_class
 from titan_like.optim.adamw import FusedAdamW
 from titan_like.optim.shards import ShardedOptimizer
 from titan_like.parallel.model import ParallelModel
-from titan_like.torch_private import LocalShardsWrapper, StridedShard
+from titan_like.torch_private import LocalShardsWrapper, StridedShard, with_local_tensor
 
 _BUFFERS = "buffers."
 _TIME_TO_END = 10.0  # seconds that a stopped job is given to end
@@ -71,8 +71,7 @@ def in_parts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if isinstance(tensor, DTensor) and isinstance(tensor.placements[-1], StridedShard):
             parts = local_parts(tensor)
             shards = LocalShardsWrapper([part for part, _ in parts], [offset for _, offset in parts])
-            result[name] = tensor.detach()
-            result[name]._local_tensor = shards  # type: ignore[attr-defined]
+            result[name] = with_local_tensor(tensor, shards)
     return result
 
 

@@ -35,6 +35,7 @@ from titan_like.config.errors import first_line
 from titan_like.config.schema import Checkpoint as CheckpointSection
 from titan_like.config.urls import RemotePath
 from titan_like.optim.shards import local
+from titan_like.torch_private import with_local_tensor
 
 Tensors = dict[str, torch.Tensor]
 
@@ -178,11 +179,7 @@ class Saver:
             copy = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.device.type == "cuda")
             self._copies[name] = copy
         copy.copy_(part, non_blocking=True)
-        if not isinstance(tensor, DTensor):
-            return copy
-        whole = tensor.detach()
-        whole._local_tensor = copy  # type: ignore[attr-defined]  # from_local would move it to the mesh's device
-        return whole
+        return with_local_tensor(tensor, copy) if isinstance(tensor, DTensor) else copy
 
     def _write(self, tensors: Tensors, run: RunState) -> str | None:
         """Why the checkpoint could not be written, the same on every rank; None if it was."""

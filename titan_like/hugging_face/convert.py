@@ -185,7 +185,13 @@ def _config(
 ) -> dict[str, Any]:
     """config.json: fields that describe the model, and any others that an imported checkpoint came with."""
     others = {"bos_token_id": None, "eos_token_id": None, **origin.fields}
-    for name in ("dtype", "rope_parameters"):  # newer names of fields that are written with their older names
+    text = others.get("text_config")
+    if isinstance(text, dict):  # what is around the text's model stays behind
+        others = text | {
+            name: value for name, value in others.items() if name.endswith("token_id") and value is not None
+        }
+    # Newer names of fields that are written with their older names, and the way in which weights were quantised.
+    for name in ("dtype", "rope_parameters", "quantization_config"):
         others.pop(name, None)
     return {
         **others,

@@ -107,6 +107,8 @@ def open_hugging_face(path: Path, key: str) -> HuggingFaceFolder:
         family, model = _model_of(Fields(fields))
         module = family_of(model, fields["model_type"])
         tensors = with_scales(_tensors(path, module), check_quantization(Fields(fields)))
+        if hasattr(module, "without_absent"):
+            model = module.without_absent(model, tensors)
         _check_tensors(model, module, tensors, architecture_of(model, fields["model_type"]))
     except ValueError as refusal:
         raise ConfigError(key, str(path), shortened(printable(str(refusal)), _MOST_SHOWN)) from None

@@ -34,11 +34,11 @@ class Adafactor(ShardedOptimizer):
 
     The moment of element (i, j) is row[i] · column[j] / mean, running means of squared gradients over a row, over a
     column and over the whole matrix (section 3 of the paper). Parameters that are not matrices keep a moment per
-    element. Means and norms are those of the whole parameter, whichever part of it a process holds, and those of a
-    stack of matrices are those of each of them.
+    element. Means and norms are taken over the whole parameter, whichever part of it a process holds, and in a stack
+    over each matrix.
 
-    Its settings are those of the paper: `clip_threshold` of section 6, `decay_rate` of section 7.2, `relative_step` and
-    `scale_parameter` of section 8.
+    The paper describes `clip_threshold` in section 6, `decay_rate` in section 7.2, and `relative_step` and
+    `scale_parameter` in section 8.
     """
 
     takes_factor = True

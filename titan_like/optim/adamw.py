@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from titan_like.optim.shards import ShardedOptimizer, local
-from titan_like.torch_private import add_all_, copy_all_, fused_adamw_, multiply_all_
+from titan_like.torch_private import copy_all_, fused_adamw_, multiply_all_
 
 # Elements that torch's kernel updates at once. On a CPU, what they take stays in its caches.
 BLOCK = {"cpu": 1 << 18, "cuda": 1 << 24}
@@ -44,7 +44,7 @@ class Tensors(NamedTuple):
     copies: list[torch.Tensor | None]
     first_moments: list[torch.Tensor]
     second_moments: list[torch.Tensor]
-    steps: list[torch.Tensor]  # scalars: numbers of updates, this one included
+    steps: torch.Tensor  # float32 [tensors]: numbers of updates, this one included
 
 
 def adamw_state(parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
@@ -67,10 +67,13 @@ class AdamWUnit:
         self._is_sharded = any(isinstance(parameter.data, DTensor) for parameter in self.parameters)
         pairs = [] if copied is None else zip(copied.masters, copied.copies, strict=True)
         copies = {master: local(copy) for master, copy in pairs if copy is not master}
-        of_state = [[local(state[p][key]) for p in self.parameters] for key in ("exp_avg", "exp_avg_sq", "step")]
+        first, second = ([local(state[p][key]) for p in self.parameters] for key in ("exp_avg", "exp_avg_sq"))
+        self._steps = torch.stack([state[p]["step"] for p in self.parameters])
+        for parameter, step in zip(self.parameters, self._steps.unbind(), strict=True):
+            state[parameter]["step"] = step  # a view, so that one operator counts for all
         weights = [local(parameter) for parameter in self.parameters]
-        tensors = Tensors([group for group, _ in members], weights, [copies.get(p) for p in self.parameters], *of_state)
-        self._steps, self._update = tensors.steps, update_of(tensors)
+        of_copies, groups = [copies.get(p) for p in self.parameters], [group for group, _ in members]
+        self._update = update_of(Tensors(groups, weights, of_copies, first, second, self._steps))
 
     def step(self, factor: torch.Tensor | None, found_inf: torch.Tensor) -> None:
         """Update the parameters by their gradients times ``factor``, and free these if there are copies."""
@@ -78,7 +81,7 @@ class AdamWUnit:
         assert len(gradients) == len(self.parameters), "a parameter received no gradient"
         if self._is_sharded:
             gradients = [local(gradient) for gradient in gradients]
-        add_all_(self._steps, [1 - found_inf] * len(self._steps))
+        self._steps.add_(1 - found_inf)
         if self.copied is None:
             self._update(gradients, factor, found_inf)
             return

@@ -93,7 +93,7 @@ class OneKernel:
 
     def __call__(self, gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found_inf: torch.Tensor) -> None:
         """See `titan_like.optim.adamw.Update`."""
-        (beta1, beta2), lr, numbers = self.settings["betas"], self.settings["lr"], torch.stack(self.steps).double()
+        (beta1, beta2), lr, numbers = self.settings["betas"], self.settings["lr"], self.steps.double()
         corrections = lr / (1 - beta1**numbers), (1 - beta2**numbers).sqrt(), 1 - lr * self.decays
         rates = torch.stack(corrections).float()
         gradients = [gradient.contiguous() for gradient in gradients]

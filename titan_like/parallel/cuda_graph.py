@@ -2,7 +2,7 @@
 
 The kernels of a small model take less time than the host needs to issue them. A graph fixes all addresses and shapes,
 and it runs no Python: what the passes read and write must stay where it was when they were recorded. Random numbers are
-those of the same passes without a graph, because a graph takes the generator's seed and offset when it is launched.
+the same as without a graph, because a graph takes the generator's seed and offset when it is launched.
 """
 
 from __future__ import annotations

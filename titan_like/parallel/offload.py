@@ -88,7 +88,7 @@ class LayerTensors:
     """What a layer has saved of one microbatch."""
 
     def __init__(self, host: HostMemory, below: LayerTensors | None, least: float) -> None:
-        """``below``: those of the layer before it. ``least``: bytes of the smallest storage that leaves the device."""
+        """``below``: the layer before it, if any. ``least``: bytes of the smallest storage that leaves the device."""
         self.host, self.below, self.least = host, below, least
         self.saved: dict[int, Saved] = {}  # by id of the storage; empty once fetched, so that autograd alone keeps them
         self.is_fetched = False

@@ -60,7 +60,7 @@ def _fields(style: TransformerConfig, width: int, layers: int, head: int, seq_le
     for name in type(style).model_fields:
         if name.endswith("hidden_size"):
             fields[name] = round(getattr(style, name) * width / style.hidden_size / 128) * 128
-        elif name.endswith("_layers") and name != "num_layers":
+        elif name.startswith("num_") and name.endswith("_layers") and name != "num_layers":
             fields[name] = round(getattr(style, name) * layers / style.num_layers)
         elif name == "head_size":
             fields[name] = head

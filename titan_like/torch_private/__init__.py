@@ -26,8 +26,9 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | `_C._current_graph_task_id` | telling a recomputation from a forward pass | all |
 | `testing._internal.distributed.fake_pg` | running one process as if it were part of a large job | all |
 | `distributed.checkpoint.filesystem._StorageInfo` | finding a checkpoint's tensors in its files | all |
+| `DTensor._local_tensor` | a process's part of any kind and on any device, without an operator | all |
 | `Tensor._version` | finding weights that have changed | all |
-| `_foreach_mul_`, `_foreach_norm`, `_foreach_copy_`, `_foreach_add_` | all gradients in one kernel | all |
+| `_foreach_mul_`, `_foreach_norm`, `_foreach_copy_` | all gradients in one kernel | all |
 | `_subclasses.fake_tensor.FakeTensorMode` | running the recipe without computing anything | all |
 | `utils._python_dispatch.TorchDispatchMode`, `OpOverload._schema` | recording the operators of a run | all |
 | `utils._pytree.tree_leaves` | the tensors in what a module returns | all |
@@ -52,6 +53,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as local_shape_and_offset
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
@@ -68,10 +70,21 @@ grouped_float8_operator = torch.ops.aten._scaled_grouped_mm.default
 attention_by_elementary_operators = torch.ops.aten._scaled_dot_product_attention_math
 
 
-# On lists of tensors: multiply all by a scalar tensor of their dtype; copy to tensors that may have another dtype; add
-# to tensors, in the dtype of these; the Euclidean norm of each.
-multiply_all_, copy_all_ = torch._foreach_mul_, torch._foreach_copy_
-add_all_, norms_of = torch._foreach_add_, torch._foreach_norm
+# On lists of tensors: multiply all by a scalar tensor of their dtype; copy to tensors that may have another dtype;
+# the Euclidean norm of each.
+multiply_all_, copy_all_, norms_of = torch._foreach_mul_, torch._foreach_copy_, torch._foreach_norm
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def with_local_tensor(tensor: DTensor, part: torch.Tensor) -> torch.Tensor:
+    """A DTensor like ``tensor`` whose part here is ``part``, on whichever device that is."""
+    whole = tensor.detach()
+    whole._local_tensor = part  # type: ignore[attr-defined]
+    return whole
 
 
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:

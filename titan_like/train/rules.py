@@ -293,7 +293,7 @@ def _check_experts(config: JobConfig, model: TransformerConfig) -> None:
 def _check_masks(config: JobConfig, model: TransformerConfig) -> None:
     section, family, learns = config.data, config.model.family, _LEARNS[model.objective]
     is_chat = section.dataset == "conversations"
-    problem = f"{family} {learns} and cannot be fine-tuned on answers; choose gpt, llama or moe"
+    problem = f"{family} {learns} and cannot be fine-tuned on answers; choose gpt, llama, moe or decoder"
     require(not is_chat or model.supports_masks, "data.dataset", "conversations", problem)
     for key in ("reset_position_ids", "reset_attention_mask") if is_chat else ():
         problem = "conversations share a sample and must not see each other; set it to true"

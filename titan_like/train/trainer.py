@@ -160,8 +160,9 @@ class Trainer(ValidatedState):
         # gradients only need to be summed.
         predictions = self.run.model.predictions
         num_each, num_tokens, num_pairs = self._count(batches)
-        coefficients = torch.tensor(self.run.model.coefficients, dtype=self.loss_dtype).to(device, non_blocking=True)
-        factors = self.loss_scale * coefficients / num_each.to(self.loss_dtype)
+        factors = self.loss_scale / num_each.to(self.loss_dtype)
+        for factor, coefficient in zip(factors, self.run.model.coefficients, strict=True):
+            factor.mul_(coefficient)
         losses = torch.zeros(len(predictions), device=device, dtype=self.loss_dtype)
 
         def add_loss(output: ModelOutput, microbatch: int) -> torch.Tensor:

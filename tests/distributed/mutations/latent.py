@@ -9,7 +9,6 @@ from torch.distributed.tensor import DTensor, Shard
 from tests.distributed.mutations import bug
 from tests.distributed.mutations.context import changed
 from titan_like.data.batch import Batch
-from titan_like.data.masks import Masks
 from titan_like.models.layers.experts import ExpertLinear, SparseMLP
 from titan_like.models.layers.latent_attention import LatentHeads
 from titan_like.parallel.context import CPShard
@@ -47,10 +46,10 @@ def down_biases_added_by_each(original: Any, self: Any, *inputs: Any) -> torch.T
     return original(self, *inputs) * (self.weight.device_mesh.size(-1) if is_part else 1)
 
 
-@bug(Masks, "__getitem__")
-def next_labels_shifted_once(original: Any, self: Masks, index: int) -> Batch:
+@bug(CPShard, "shard")
+def next_labels_shifted_once(original: Any, self: CPShard, batch: Batch) -> Batch:
     """What sees a next token predicts it."""
-    found = original(self, index)
+    found = original(self, batch)
     return found._replace(next_labels=found.labels)
 
 

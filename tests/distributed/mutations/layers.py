@@ -4,6 +4,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tests.distributed.mutations import bug
@@ -11,7 +12,7 @@ from titan_like.models import transformer
 from titan_like.models.decoder import model as decoder_model
 from titan_like.models.decoder.model import Decoder
 from titan_like.models.gpt.model import GPT
-from titan_like.models.layers import init
+from titan_like.models.layers import cross_entropy, init
 from titan_like.models.layers.attention import SelfAttention
 from titan_like.models.transformer import Transformer
 from titan_like.parallel import apply, tensor_styles
@@ -137,3 +138,24 @@ def rotary_table_of_later_stages_ends_at_128(original: Any, self: Decoder, posit
 def learned_positions_end_at_128(original: Any, self: GPT, tokens: Any, positions: torch.Tensor) -> torch.Tensor:
     """All later positions take the 128th row."""
     return original(self, tokens, positions.clamp(max=127))
+
+
+@bug(tensor_styles.SplitNorm, "forward")
+def heads_of_a_rank_normalised_alone(_original: Any, self: Any, x: torch.Tensor) -> torch.Tensor:
+    """A norm over all heads is over those of a tensor-parallel process."""
+    return F.rms_norm(x, x.shape[-1:], tensor_styles.local(self.weight), self.eps)
+
+
+@bug(tensor_styles.VocabularyLoss, "forward")
+def slope_of_the_soft_cap_forgotten(original: Any, *args: Any) -> torch.Tensor:
+    """Where processes share the vocabulary, the gradient of soft-capped logits is that of others."""
+    with patch.object(cross_entropy, "_slope", lambda capped, _cap, _dtype: 1.0):
+        return original(*args)
+
+
+@bug(Decoder, "keep_stage")
+def mlps_of_later_stages_not_scaled(original: Any, self: Decoder, layers: range, is_first: bool, is_last: bool) -> None:
+    """Pipeline stages after the first scale only what attention adds to the hidden states."""
+    original(self, layers, is_first, is_last)
+    for layer in self.layers.values() if not is_first else ():
+        layer.mlp.register_forward_hook(lambda *found, layer=layer: found[-1] / layer.residual_scale)

@@ -123,10 +123,6 @@ class DecoderConfig(WithHeadSize, WithExperts):
     def _check_kinds(self) -> DecoderConfig:
         if unused := self.kinds.keys() - set(self.layer_pattern or [FULL]):
             raise ValueError(f"layer_pattern has no layer of kind {min(unused)}; add it there, or leave the kind out")
-        if len(self.layer_pattern) > self.num_layers:
-            raise ValueError(
-                f"layer_pattern has {len(self.layer_pattern)} layers, but num_layers is {self.num_layers}; shorten it"
-            )
         return self
 
     @model_validator(mode="after")

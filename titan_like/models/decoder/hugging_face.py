@@ -7,7 +7,8 @@ else the first whose config.json describes the same shape.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import warnings
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,19 +27,22 @@ _LAYER_TYPES = {"full_attention": FULL, "sliding_attention": _SLIDING}
 # Fields that say nothing about the shape.
 _MEANINGLESS = frozenset(
     """
-    _attn_implementation _attn_implementation_autoset _name_or_path add_cross_attention architectures attention_dropout
-    auto_map aux_loss_alpha bad_words_ids begin_suppress_tokens bos_token_id cache_implementation classifier_dropout
-    chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id dtype eos_token_id ep_size id2label
-    is_decoder is_encoder_decoder label2id max_length min_length model_type output_attentions output_hidden_states
+    _attn_implementation _attn_implementation_autoset _name_or_path add_cross_attention architectures auto_map
+    aux_loss_alpha bad_words_ids begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward
+    classifier_dropout cross_attention_hidden_size decoder_start_token_id dtype eos_token_id ep_size id2label is_decoder
+    is_encoder_decoder label2id max_length min_length model_type output_attentions output_hidden_states
     output_router_logits pad_token_id prefix problem_type pruned_heads quantization_config return_dict sep_token_id
     seq_aux suppress_tokens task_specific_params tie_encoder_decoder tokenizer_class torch_dtype torchscript
     transformers_version use_bfloat16 use_cache
-    """.split()
+    """.split()  # noqa: SIM905
 )
 _EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "pretraining_tp": (1, None),
     "use_bidirectional_attention": (False, None),
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "hidden_dropout"), (0.0, 0)),
+    **dict.fromkeys(
+        ("attention_bias", "mlp_bias", "use_sliding_window"), (False,)
+    ),  # where the class has no such field
 }
 _SIZES = (
     ("vocab_size", "vocab_size"),
@@ -58,6 +62,8 @@ def from_fields(fields: Fields, kind: type[DecoderConfig] = DecoderConfig) -> De
     if (text := fields.table("text_config")) is not None:
         tied = fields.get("tie_word_embeddings")  # of the model around that of the text
         fields = Fields(text.values | ({} if tied is None else {"tie_word_embeddings": tied}), "text_config.")
+    if fields.get("attention_dropout"):
+        warnings.warn("attention_dropout of config.json is ignored: decoders here have no dropout", stacklevel=2)
     values = _shape(one, fields)
     fields.refuse_others(_MEANINGLESS | one.ignored)
     shape = validated(kind, values)
@@ -66,8 +72,10 @@ def from_fields(fields: Fields, kind: type[DecoderConfig] = DecoderConfig) -> De
 
 
 def _shape(one: Class, fields: Fields) -> dict[str, Any]:
+    read = {theirs for _, theirs, _ in one.fields} | one.ignored | ({"attention_bias"} if one.bias else set())
+    read |= {"use_sliding_window"} if one.layers == "switched" else set()
     for field, allowed in {**_EVERYWHERE, **one.may, **one.must}.items():
-        if field not in one.ignored:
+        if field not in read:
             fields.must_be(field, *allowed)
     sizes = [(*names, default) for names, default in zip(_SIZES, one.sizes, strict=True) if names[1] not in one.ignored]
     others = (
@@ -93,6 +101,7 @@ def _shape(one: Class, fields: Fields) -> dict[str, Any]:
         found["block"] = "parallel" if fields.flag("use_parallel_residual", True) else "pre"
     if one.has_latents:
         found["q_lora_rank"] = _or_zero(fields, "q_lora_rank", 1536)
+        found["mtp_layers"] = _or_zero(fields, "num_nextn_predict_layers", 0)
         if found["num_kv_heads"] not in (0, heads):
             fields.refuse("num_key_value_heads", f"but latent attention has as many as query heads, {heads}")
     if one.experts is not None:
@@ -103,15 +112,17 @@ def _shape(one: Class, fields: Fields) -> dict[str, Any]:
 def _or_zero(fields: Fields, field: str, default: int) -> int:
     """A whole number, of which 0 and null are none."""
     value = fields.get(field, default)
-    return 0 if value is None or (type(value) is int and value == 0) else fields.integer(field)
+    return 0 if value is None or (type(value) is int and value == 0) else fields.integer(field, default)
 
 
 def _experts(one: Class, fields: Fields, num_layers: int) -> dict[str, Any]:
     names = one.experts
     assert names is not None
-    number, width, per_token = names.defaults
-    counts = [name for name in dict.fromkeys(("num_local_experts", "num_experts", names.count)) if name in fields.values]
-    count = fields.integer(counts[0] if counts else names.count, number)
+    default, width, per_token = names.defaults
+    counts = [
+        name for name in dict.fromkeys(("num_local_experts", "num_experts", names.number)) if name in fields.values
+    ]
+    count = fields.integer(counts[0] if counts else names.number, default)
     for name in counts[1:]:
         fields.must_be(name, count)
     num_dense = 0
@@ -178,8 +189,6 @@ def _layers(one: Class, fields: Fields, found: dict[str, Any]) -> dict[str, Any]
         _UNROTATED: {"rope_theta": 0.0, "rope_scaling": None},
     }
     model = rope.full | ({} if one.has_latents else {"rotary_fraction": rope.fraction})
-    if rope.magnitude != 1:
-        model["attention_scale"] = rope.magnitude * (found["nope_head_size"] + found["rope_head_size"]) ** -0.5
     if set(layers) == {FULL}:
         return model
     length = next(n for n in range(1, count + 1) if all(layers[i] == layers[i % n] for i in range(count)))
@@ -196,7 +205,9 @@ def to_fields(config: DecoderConfig, one: Class) -> dict[str, Any]:
     fields |= {theirs: getattr(config, ours) for ours, theirs, _ in one.fields}
     for ours, theirs, _ in one.reciprocal:
         value = getattr(config, ours)
-        fields[theirs] = next((n for n in (round(1 / value, digits) for digits in range(9)) if 1 / (n or 1) == value), 1 / value)
+        fields[theirs] = next(
+            (n for n in (round(1 / value, digits) for digits in range(9)) if 1 / (n or 1) == value), 1 / value
+        )
     fields |= {theirs: getattr(config, ours) or None for ours, theirs, _ in one.nullable}
     if "attention_multiplier" in fields:
         fields["attention_multiplier"] = scale_of(config)
@@ -211,9 +222,9 @@ def to_fields(config: DecoderConfig, one: Class) -> dict[str, Any]:
     elif one.model_types == ("gpt_neox",):
         fields["use_parallel_residual"] = False
     if one.has_latents:
-        fields["q_lora_rank"] = config.q_lora_rank or None
+        fields |= {"q_lora_rank": config.q_lora_rank or None, "num_nextn_predict_layers": config.mtp_layers}
     if (names := one.experts) is not None:
-        fields |= {names.count: config.num_experts, "num_experts_per_tok": config.experts_per_token}
+        fields |= {names.number: config.num_experts, "num_experts_per_tok": config.experts_per_token}
         fields |= {names.width: config.expert_ffn_hidden_size, "output_router_logits": False}
         if names.balance is not None:  # without the rounding of both conversions
             coefficient = config.balance_coefficient if config.balance == "auxiliary" else 0.0
@@ -259,7 +270,7 @@ def class_of(config: DecoderConfig, model_type: Any = None) -> ClassOf:
     for one in sorted(CLASSES, key=lambda one: model_type not in one.model_types):
         lacking = _lacks(config, one)
         if not lacking:
-            return ClassOf(one, config)
+            return ClassOf(one)
         if nearest is None or len(lacking) < nearest[0]:
             value = getattr(config, lacking[0])
             nearest = len(lacking), f"the model has {lacking[0]} = {value}, which {one.name} cannot represent"
@@ -285,20 +296,24 @@ def _compared(config: DecoderConfig) -> dict[str, Any]:
         values |= {"rope_theta": 0, "rope_scaling": None}
     layers = [config.kind(config.kind_of(i)) for i in range(config.num_layers)]
     values |= {"layer_pattern": layers if config.kinds else layers[:1] * config.num_layers}
-    return values | {"balance": config.balance == "bias" and config.num_experts > 0, "attention_scale": scale_of(config)}
+    return values | {
+        "balance": config.balance == "bias" and config.num_experts > 0,
+        "attention_scale": scale_of(config),
+    }
 
 
 @dataclass(frozen=True)
 class ClassOf:
-    """A class, for models of one shape: what `titan_like.models.hugging_face.family_of` returns."""
+    """One of the classes: what `titan_like.models.hugging_face.family_of` returns."""
 
     row: Class
-    config: DecoderConfig
 
     @property
     def ARCHITECTURES(self) -> dict[str, str]:  # noqa: N802 (as modules call it)
         """The model_type of config.json → the class in transformers."""
-        return dict.fromkeys(self.row.model_types, self.row.name)
+        text, *around = self.row.model_types
+        outer = self.row.name.replace("CausalLM", "ConditionalGeneration")
+        return {text: self.row.name} | dict.fromkeys(around, outer)
 
     @property
     def PREFIX(self) -> str:  # noqa: N802
@@ -316,13 +331,15 @@ class ClassOf:
         return dict(self.row.renamed)
 
     def is_ignored(self, name: str) -> bool:
-        """Whether it is a buffer that older versions saved, is not of the text's model, or is of a layer of MTP."""
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        return (
-            re.search(r"\.rotary_emb\.inv_freq$|\.attention\.(masked_)?bias$", name) is not None
-            or ("gemma3" in self.row.model_types and re.search(r"vision_tower\.|multi_modal_projector\.", name) is not None)
-            or (self.row.has_latents and layer is not None and int(layer[1]) >= self.config.num_layers)
+        """Whether it is a buffer that older versions saved, or is not of the text's model."""
+        return re.search(r"\.rotary_emb\.inv_freq$|\.attention\.(masked_)?bias$", name) is not None or (
+            "gemma3" in self.row.model_types and re.search(r"vision_tower\.|multi_modal_projector\.", name) is not None
         )
+
+    def without_absent(self, config: DecoderConfig, names: Collection[str]) -> DecoderConfig:
+        """The shape without layers of multi-token prediction, if files lack them: transformers does not save them."""
+        has_mtp = any(name.endswith(".eh_proj.weight") for name in names)
+        return config if has_mtp else config.model_copy(update={"mtp_layers": 0})
 
     def to_fields(self, config: DecoderConfig) -> dict[str, Any]:
         """The shape as fields of config.json."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 from titan_like.models.decoder.classes import Class
@@ -20,7 +19,6 @@ class RopeOf(NamedTuple):
     full: Rope
     sliding: Rope  # of layers with a window
     fraction: float  # part of a head that is rotated
-    magnitude: float  # on the scores, for latent attention with YaRN
 
 
 def read_rope(one: Class, fields: Fields, max_seq_len: int) -> RopeOf:
@@ -47,10 +45,7 @@ def read_rope(one: Class, fields: Fields, max_seq_len: int) -> RopeOf:
     else:
         of_full.must_be(name, None, 1.0, 1)
         fields.must_be(name, None, 1.0, 1)
-    magnitude = 1.0
-    if scaling is not None and scaling.get("mscale_all_dim") and one.has_latents:
-        magnitude = (0.1 * scaling["mscale_all_dim"] * math.log(scaling["factor"]) + 1) ** 2
-    return RopeOf(full, sliding, fraction, magnitude if scaling is None or scaling["factor"] > 1 else 1.0)
+    return RopeOf(full, sliding, fraction)
 
 
 def _scaling(one: Class, fields: Fields, table: Fields, max_seq_len: int) -> dict[str, Any] | None:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from titan_like.models.decoder.classes import CLASSES, LLAMA_NAMES, Class
 from titan_like.models.decoder.config import DecoderConfig
 from titan_like.models.hugging_face import Stored, fused, whole
 
 _NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
+_COPIES = ("embed_tokens", "shared_head.head")  # of the two tables, in layers of multi-token prediction
 
 
 def stored_parameters(config: DecoderConfig, one: Class = CLASSES[0]) -> Iterator[Stored]:
     """Where each parameter of the model is stored. Names and shapes of parameters are the same in all classes."""
     names = LLAMA_NAMES | dict(one.names)
     table, head = (config.padded_vocab_size, config.hidden_size), f"{names['output']}.weight"
-    copy = head if config.tied_embeddings else None
-    yield whole("embedding.weight", f"{names['embedding']}.weight", table, config.vocab_size, copy=copy)
-    for layer in range(config.num_layers):
+    numbers = range(config.num_layers, config.num_layers + config.mtp_layers)  # which have copies of both tables
+    of_table, of_head = ([f"{names['layers']}.{i}.{name}.weight" for i in numbers] for name in _COPIES)
+    copies = [*of_table, *([head, *of_head] if config.tied_embeddings else [])]
+    yield whole("embedding.weight", f"{names['embedding']}.weight", table, config.vocab_size, copy=tuple(copies))
+    for layer in range(numbers.stop):
         ours, theirs = f"layers.{layer}.", f"{names['layers']}.{layer}."
         for name in _NORMS if config.block == "sandwich" else _NORMS[::2]:
             yield from _norm(config, ours + name, theirs + names.get(name, name))
@@ -27,9 +31,14 @@ def stored_parameters(config: DecoderConfig, one: Class = CLASSES[0]) -> Iterato
         else:
             for name in ("gate", "up", "down") if config.gated else ("up", "down"):
                 yield from _mlp(config, f"{ours}mlp.{name}", theirs + names[f"mlp.{name}"], config.ffn_hidden_size)
+        if layer in numbers:
+            for name in ("enorm", "hnorm"):
+                yield from _norm(config, ours + name, theirs + name)
+            yield from _norm(config, f"{ours}norm", f"{theirs}shared_head.norm")
+            yield from _linear(f"{ours}eh_proj", f"{theirs}eh_proj", (config.hidden_size, 2 * config.hidden_size))
     yield from _norm(config, "norm", names["norm"])
     if not config.tied_embeddings:
-        yield whole("output.weight", head, table, config.vocab_size)
+        yield whole("output.weight", head, table, config.vocab_size, copy=tuple(of_head))
 
 
 def _norm(config: DecoderConfig, ours: str, theirs: str) -> Iterator[Stored]:
@@ -59,7 +68,7 @@ def _attention(config: DecoderConfig, one: Class, ours: str, theirs: str, names:
     has_bias = config.attention_bias == "all"
     yield from _linear(f"{ours}attention.proj", theirs + names["attention.proj"], (hidden, width), has_bias)
     if config.attention_sinks:
-        yield whole(f"{ours}attention.sinks", f"{theirs}self_attn.sinks", (config.num_attention_heads,))
+        yield whole(f"{ours}attention.core.sinks", f"{theirs}self_attn.sinks", (config.num_attention_heads,))
     norms = {"head": (head,) * 2, "all": (width, config.num_kv_heads * head)}.get(config.qk_norm, ())
     for part, size in zip("qk", norms, strict=False):
         source = f"{theirs}self_attn.{part}_norm.weight"
@@ -68,7 +77,12 @@ def _attention(config: DecoderConfig, one: Class, ours: str, theirs: str, names:
 
 
 def _latents(config: DecoderConfig, one: Class, ours: str, theirs: str, names: dict[str, str]) -> Iterator[Stored]:
-    ours, theirs, hidden, heads = f"{ours}attention.", f"{theirs}self_attn.", config.hidden_size, config.num_attention_heads
+    ours, theirs, hidden, heads = (
+        f"{ours}attention.",
+        f"{theirs}self_attn.",
+        config.hidden_size,
+        config.num_attention_heads,
+    )
     nope, rope, value = config.nope_head_size, config.rope_head_size, config.value_head_size
     queries, keys, has_bias = config.q_lora_rank, config.kv_lora_rank, config.attention_bias == "all"
     of_head = (nope + rope, nope, rope)
@@ -102,26 +116,26 @@ def _experts(config: DecoderConfig, one: Class, ours: str, theirs: str, names: d
     if config.router_bias:
         yield whole(f"{ours}mlp.router.logit_bias", f"{router}.bias", (experts,))
     if config.balance == "bias":
-        source = {f"{router}.e_score_correction_bias": (experts,)}
-        yield Stored(f"{ours}mlp.router.bias", (experts,), source, is_buffer=True)
+        bias = whole(f"{ours}mlp.router.bias", f"{router}.e_score_correction_bias", (experts,))
+        yield replace(bias, is_buffer=True)
     matrices = one.experts.matrices if one.experts is not None else ("gate_proj", "up_proj", "down_proj")
+    is_joined = one.experts is not None and one.experts.is_joined  # gate and up in turn, each matrix transposed
     for name, matrix in zip(("gate", "up", "down"), matrices, strict=True):
         rows, columns = (hidden, ffn) if name == "down" else (ffn, hidden)
-        is_joined = one.experts is not None and one.experts.is_joined
-        shapes = {"weight": (experts * rows, columns), "bias": (experts * rows,)}
-        for part, shape in list(shapes.items())[: 2 if config.expert_bias else 1]:
-            label, ending = f"{ours}mlp.experts.{name}.{part}", "" if part == "weight" else "_bias"
-            if is_joined:  # gate and up in turn, each matrix transposed
-                in_turn = name != "down"
-                taken = (int(name == "up"), None, 2) if in_turn else ()
-                last = 2 * rows if in_turn else rows
-                source = f"{there}.{'gate_up' if in_turn else 'down'}_proj{ending}"
-                size = (experts, columns, last) if part == "weight" else (experts, last)
-                is_matrix = part == "weight"
-                yield Stored(label, shape, {source: size}, is_transposed=is_matrix, is_stacked=True, taken=taken)
+        sizes: dict[str, tuple[int, ...]] = {"weight": (rows, columns), "bias": (rows,)}
+        for part in ("weight", "bias") if config.expert_bias else ("weight",):
+            size = sizes[part]
+            label, shape = f"{ours}mlp.experts.{name}.{part}", (experts * rows, *size[1:])
+            if is_joined:
+                taken, times = {"gate": ((0, None, 2), 2), "up": ((1, None, 2), 2), "down": ((), 1)}[name]
+                joined = "down" if name == "down" else "gate_up"
+                sources = {
+                    f"{there}.{joined}_proj{'_bias' if part == 'bias' else ''}": (experts, *size[1:], times * rows)
+                }
+                yield Stored(label, shape, sources, is_transposed=part == "weight", is_stacked=True, taken=taken)
             else:
-                size = (rows, columns) if part == "weight" else (rows,)
-                yield Stored(label, shape, dict.fromkeys((f"{there}.{e}.{matrix}.{part}" for e in range(experts)), size))
+                names_there = (f"{there}.{expert}.{matrix}.{part}" for expert in range(experts))
+                yield Stored(label, shape, dict.fromkeys(names_there, size))
     if config.num_shared_experts:
         for name in ("gate", "up", "down"):
             source = f"{theirs}mlp.shared_experts.{name}_proj"

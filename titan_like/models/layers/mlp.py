@@ -39,7 +39,9 @@ def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
-_OfOne, _OfTwo = Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+_OfOne = Callable[[torch.Tensor], torch.Tensor]
+_OfTwo = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
 ACTIVATIONS: dict[str, _OfOne] = {
     "silu": F.silu,
     "gelu": F.gelu,

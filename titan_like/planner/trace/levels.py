@@ -63,7 +63,7 @@ def events_as_compiled(
     budget: float = 1.0,
     offloaded: Mapping[int, Iterable[int]] = MappingProxyType({}),
 ) -> Compiled:
-    """The events with those of some segments changed to what they are if a compiler makes a graph of each pass.
+    """The events, with some segments' events changed to what they are if a compiler makes a graph of each pass.
 
     torch's min-cut partitioner does not keep for the backward pass what pointwise operators can compute again from
     tensors that are kept, unless the backward pass needs it in memory, as a matrix product does. A tensor that only the
@@ -72,7 +72,7 @@ def events_as_compiled(
     Args:
         events: of all segments, operator by operator.
         compiled: the segments that are compiled.
-        storages: those of the events.
+        storages: the storages of the events.
         budget: `activation_checkpoint.budget`.
         offloaded: segment → storages that it moves to the host's memory, if they stay for the backward pass.
     """

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from titan_like.planner.trace.levels import (
     BACKWARD,
@@ -23,7 +22,7 @@ from titan_like.planner.trace.levels import (
     fill_in_levels,
 )
 from titan_like.planner.trace.program import HOST, Attention, Collective, Gemm, Pass, Segment
-from titan_like.torch_private import TorchDispatchMode, process_group, schema_of
+from titan_like.torch_private import TorchDispatchMode, local_tensor, process_group, schema_of
 
 _GROUPED = {"_grouped_mm", "expert_product", "expert_weight_gradient"}  # with a matrix for each group of rows
 _GEMMS = {"mm", "addmm", "bmm", "baddbmm", "addmm_"} | _GROUPED
@@ -94,14 +93,14 @@ class Recorder(TorchDispatchMode):
 
     def number_of(self, tensor: torch.Tensor) -> int:
         """The number of a tensor's storage. A new storage adds to the memory in use."""
-        storage = local_part(tensor).untyped_storage()
+        storage = local_tensor(tensor).untyped_storage()
         if id(storage) not in self._alive:
             self._add(storage, storage.nbytes())
         return self._alive[id(storage)][0]
 
     def ignore(self, tensor: torch.Tensor) -> None:
         """Leave a parameter or buffer out of the memory in use."""
-        self._add(local_part(tensor).untyped_storage(), 0)
+        self._add(local_tensor(tensor).untyped_storage(), 0)
 
     def _add(self, storage: torch.UntypedStorage, size: int) -> None:
         key, self._last_number = id(storage), self._last_number + 1
@@ -117,7 +116,7 @@ class Recorder(TorchDispatchMode):
 
     def is_gradient(self, gradient: torch.Tensor, parameter: torch.Tensor) -> None:
         """Tell that this is a parameter's complete gradient. It does not count as an activation of its pass."""
-        part = local_part(gradient)
+        part = local_tensor(gradient)
         more = part.numel() * (part.element_size() - parameter.element_size())
         self._gradients[self.number_of(gradient)] = part.numel(), more
 
@@ -242,16 +241,11 @@ class Recorder(TorchDispatchMode):
             backward.fused_bytes = _plus(backward.fused_bytes, 2 * size, True)
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
     for value in values:
         for one in value if isinstance(value, list | tuple) else (value,):
             if isinstance(one, torch.Tensor):
-                yield local_part(one)
+                yield local_tensor(one)
 
 
 def _view(tensor: torch.Tensor) -> View:

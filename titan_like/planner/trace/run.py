@@ -35,9 +35,9 @@ from titan_like.parallel.weight_gradients import Product
 from titan_like.planner.trace.key import TraceKey
 from titan_like.planner.trace.levels import BACKWARD, FORWARD, WEIGHTS
 from titan_like.planner.trace.program import Parameter, Program, Segment
-from titan_like.planner.trace.recorder import Recorder, local_part
+from titan_like.planner.trace.recorder import Recorder
 from titan_like.planner.trace.stand_ins import as_on_gpu
-from titan_like.torch_private import fake_store, fake_tensor_mode, tree_leaves
+from titan_like.torch_private import fake_store, fake_tensor_mode, local_tensor, tree_leaves
 
 _ENTRY, _INPUTS, _FIRST_LAYER = range(3)  # segments
 
@@ -190,7 +190,7 @@ def _watch(modules: Sequence[Transformer], segments: list[Segment], recorder: Re
     """Tell the recorder which segment runs."""
 
     def end(index: int, output: torch.Tensor) -> None:
-        segments[index].output = local_part(output).nbytes
+        segments[index].output = local_tensor(output).nbytes
         if output.requires_grad:
             output.register_hook(lambda gradient: recorder.enter(index, BACKWARD, gradient))
 
@@ -262,7 +262,7 @@ def _list_parameters(
         uses = [shared_modules(layer) for layer in modules[0].layers.values()]
         for name, parameter in module.named_parameters():
             kinds = tuple(kind for kind, shared in enumerate(uses) if name.partition(".")[0] in shared)
-            shape = tuple(local_part(parameter.data).shape)
+            shape = tuple(local_tensor(parameter.data).shape)
             one = id(parameter)
             flags = one in deferred, one in partial
             row = Parameter(name, shape, *units[one], *flags, kinds, positions.get(one, 0), matrices_here(parameter))
