@@ -31,7 +31,7 @@ from titan_like.verify.verify import Verifier
 ENTRY_POINTS = """qwen3 = my_models.qwen3.config:Qwen3Config
 scaled = my_models.scaled.config:ScaledConfig
 absent = my_models.absent.config:AbsentConfig
-function = my_models.qwen3.model:build
+function = my_models.scaled.model:build
 """
 SMALL = short(4, batch=4)
 SCALED = ["--model.family=scaled"]
@@ -146,7 +146,7 @@ def test_it_is_planned_and_run_dry(home: Path, tmp_path: Path, monkeypatch: pyte
     [
         ("qwen4", "unknown name; did you mean qwen3?"),
         ("absent", "its entry point, my_models.absent.config:AbsentConfig, cannot be imported (No module named"),
-        ("function", "its entry point, my_models.qwen3.model:build, is not a family; it must be a subclass of"),
+        ("function", "its entry point, my_models.scaled.model:build, is not a family; it must be a subclass of"),
     ],
 )
 def test_a_wrong_name_or_entry_point_is_one_sentence(home: Path, family: str, wanted: str) -> None:
