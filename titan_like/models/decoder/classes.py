@@ -92,7 +92,7 @@ _MLP_BIAS = (("mlp_bias", "mlp_bias", False),)
 _QK_HEAD, _QK_ALL = {"qk_norm": "head"}, {"qk_norm": "all"}
 _GEMMA: dict[str, Any] = {
     "must": {"hidden_activation": ("gelu_pytorch_tanh",)},
-    "ignored": frozenset({"hidden_act"}),
+    "ignored": frozenset({"hidden_act", "sliding_window_size"}),
     "tied": True,
     "head_dim": 256,
     "bias": "all",
