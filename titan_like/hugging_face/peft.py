@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -18,8 +19,9 @@ from titan_like.checkpoint.step_folders import flush, write_durably, written_asi
 from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import LoRA
-from titan_like.config.urls import path_of
+from titan_like.config.urls import RemotePath, path_of
 from titan_like.data.special_tokens import read_json
+from titan_like.data.tokenizer import is_on_hub
 from titan_like.hugging_face.folder import local_folder, open_hugging_face, slice_reader
 from titan_like.models.config import TransformerConfig
 from titan_like.models.hugging_face import Stored, fill_part
@@ -119,15 +121,15 @@ def is_peft(folder: Path) -> bool:
     return file_problem(folder / ADAPTER_CONFIG) is None
 
 
-def base_folder(name: str, key: str) -> Path:
-    """The folder of weights that a setting names, by itself or by a PEFT folder."""
+def base_of(name: str, key: str) -> str:
+    """The folder of weights, or the hub's name of one, that a setting names by itself or by a PEFT folder."""
     folder = local_folder(name, key)
     if not is_peft(folder):
-        return folder
+        return name if is_on_hub(name) or isinstance(folder, RemotePath) else os.path.abspath(folder)
     base = _fields(folder, key).get(_BASE)
     problem = f"its {ADAPTER_CONFIG} names no {_BASE}; add it"
     require(isinstance(base, str) and base and not is_peft(path_of(base)), key, name, problem)
-    return local_folder(str(base), key)
+    return str(base)
 
 
 def _fields(folder: Path, key: str) -> dict[str, Any]:
@@ -226,7 +228,7 @@ class MergedWeights(CheckpointWeights):
     @cached_property
     def base(self) -> Path:
         """The folder of the weights that the adapters were trained on."""
-        folder = path_of(self.run.base.get("folder", ""))
+        folder = local_folder(self.run.base.get("folder", ""), "--checkpoint")
         problem = f"its adapters were trained on {folder}, which is not there, or has changed; restore it"
         is_same = folder.is_dir() and fingerprint(folder) == self.run.base.get("fingerprint")
         require(is_same, "--checkpoint", str(self.path), problem)
