@@ -71,9 +71,10 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 1 --lora.alpha=8 => lora.alpha = 8.0 ; there are no adapters; set lora.rank
 1 --lora.rank=4 --lora.modules=q_prj => lora.modules ; "q_prj" fits no linear module ; attention.qkv
 1 --lora.rank=4 --lora.modules=embedding => fits no linear module
+1 --lora.rank=4 --lora.modules=0.mlp.fc1 => fits no linear module
 1 --lora.rank=4 --model.family=moe '--lora.modules=["mlp.experts.gate"]' => fits no linear module
 1 --lora.rank=4 --model.family=moe --model.overrides.num_dense_layers=1 '--lora.modules=["mlp.gate"]' \
-=> leaves out all of some layers
+=> leaves out all modules of some layers
 1 --lora.rank=4 --model.family=bert --model.overrides.sentence_head=pair --data.sentence_objective=next_sentence \
 => lora.rank = 4 ; the head (pair) of bert would not be trained
 1 --lora.rank=4 --model.family=moe --model.overrides.balance=bias => model.overrides.bias_update_rate = 0

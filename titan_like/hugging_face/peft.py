@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -18,14 +19,15 @@ from titan_like.checkpoint.step_folders import flush, write_durably, written_asi
 from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import LoRA
-from titan_like.config.urls import path_of
+from titan_like.config.urls import RemotePath, path_of
 from titan_like.data.special_tokens import read_json
+from titan_like.data.tokenizer import is_on_hub
 from titan_like.hugging_face.folder import local_folder, open_hugging_face, slice_reader
 from titan_like.models.config import TransformerConfig
 from titan_like.models.hugging_face import Stored, fill_part
 from titan_like.models.layers.init import ADAPTER_NAMES, local_parts
 from titan_like.models.parts import WithoutInit
-from titan_like.parallel.lora import Adapter, adapters_of, stored_linears
+from titan_like.parallel.lora import NUMBERED, Adapter, adapters_of, stored_linears
 from titan_like.parallel.model import ParallelModel
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -48,23 +50,19 @@ class StoredAdapter(NamedTuple):
     stored: Stored
 
     @property
-    def modules(self) -> list[str]:
-        """The modules in transformers that have an adapter."""
-        return [
-            source.removesuffix(".weight")
-            for source, is_adapted in zip(self.stored.sources, self.adapter.is_adapted, strict=True)
-            if is_adapted
-        ]
+    def modules(self) -> dict[str, tuple[int, int]]:
+        """The modules in transformers that have an adapter, and the shapes [out, in] of their weights."""
+        pairs = zip(self.stored.sources.items(), self.adapter.is_adapted, strict=True)
+        turned = -1 if self.stored.is_transposed else 1
+        found = {source.removesuffix(".weight"): shape[::turned] for (source, shape), is_adapted in pairs if is_adapted}
+        return {module: (rows, columns) for module, (rows, columns) in found.items()}
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
         """The shapes of PEFT's tensors by their names."""
-        found, is_transposed = dict[str, tuple[int, int]](), self.stored.is_transposed
-        for source, is_adapted in zip(self.stored.sources, self.adapter.is_adapted, strict=True):
-            rows, columns = self.stored.sources[source][:: -1 if is_transposed else 1]
-            if is_adapted:
-                first, second = names_of(source.removesuffix(".weight"))
-                found |= {first: (self.adapter.rank, columns), second: (rows, self.adapter.rank)}
+        rank, found = self.adapter.rank, dict[str, tuple[int, int]]()
+        for module, (rows, columns) in self.modules.items():
+            found |= zip(names_of(module), ((rank, columns), (rows, rank)), strict=True)
         return found
 
     def to_peft(self, a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -119,15 +117,15 @@ def is_peft(folder: Path) -> bool:
     return file_problem(folder / ADAPTER_CONFIG) is None
 
 
-def base_folder(name: str, key: str, weights: bool = True) -> Path:
-    """The folder of weights that a setting names, by itself or by a PEFT folder."""
+def base_of(name: str, key: str, weights: bool = True) -> str:
+    """The folder of weights, or the hub's name of one, that a setting names by itself or by a PEFT folder."""
     folder = local_folder(name, key, weights)
     if not is_peft(folder):
-        return folder
+        return name if is_on_hub(name) or isinstance(folder, RemotePath) else os.path.abspath(folder)
     base = _fields(folder, key).get(_BASE)
     problem = f"its {ADAPTER_CONFIG} names no {_BASE}; add it"
     require(isinstance(base, str) and base and not is_peft(path_of(base)), key, name, problem)
-    return local_folder(str(base), key, weights)
+    return str(base)
 
 
 def _fields(folder: Path, key: str) -> dict[str, Any]:
@@ -189,9 +187,7 @@ def write_peft(weights: CheckpointWeights, output: Path, dtype: torch.dtype) -> 
         a, b = (weights.read(f"{one.name}.{name}") for name in ADAPTER_NAMES)
         tensors |= {name: tensor.to(dtype).contiguous() for name, tensor in one.to_peft(a, b)}
     # Without the layers' numbers, names fit the same module in each layer.
-    modules = {module for one in adapters for module in one.modules}
-    ends = {".".join(name.split(".")[1 + max(n for n, part in enumerate(name.split(".")) if part.isdecimal()) :])
-            for name in modules}  # fmt: skip
+    ends = {NUMBERED.sub("", module) for one in adapters for module in one.modules}
     fields = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if model.is_causal else "SEQ_2_SEQ_LM" if model.has_decoder else None,
@@ -226,7 +222,7 @@ class MergedWeights(CheckpointWeights):
     @cached_property
     def base(self) -> Path:
         """The folder of the weights that the adapters were trained on."""
-        folder = path_of(self.run.base.get("folder", ""))
+        folder = local_folder(self.run.base.get("folder", ""), "--checkpoint")
         problem = f"its adapters were trained on {folder}, which is not there, or has changed; restore it"
         is_same = folder.is_dir() and fingerprint(folder) == self.run.base.get("fingerprint")
         require(is_same, "--checkpoint", str(self.path), problem)

@@ -23,8 +23,8 @@ from titan_like.config.load import edit, setting
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import JobConfig, TokenOptions
 from titan_like.data.tokenizer import build_tokenizer, tokenizer_files, tokenizer_in
-from titan_like.hugging_face.folder import is_hugging_face, open_hugging_face, read_model, slice_reader
-from titan_like.hugging_face.peft import base_folder
+from titan_like.hugging_face.folder import is_hugging_face, local_folder, open_hugging_face, read_model, slice_reader
+from titan_like.hugging_face.peft import base_of
 from titan_like.models.config import TransformerConfig
 from titan_like.models.hugging_face import fill_part
 from titan_like.models.layers.init import local_parts
@@ -52,7 +52,7 @@ def read_start(name: str, key: str) -> Start:
     Raises:
         ConfigError: it is neither, or its files are inconsistent.
     """
-    path = base_folder(name, key, weights=False)
+    path = local_folder(base_of(name, key, weights=False), key, weights=False)
     if is_checkpoint(path):
         problem = unreadable(path)
         require(not problem, key, str(path), f"cannot be loaded ({problem}); name another checkpoint")

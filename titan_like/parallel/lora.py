@@ -10,6 +10,7 @@ A fused projection is several matrices in Hugging Face's files. Each of these ha
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import torch
@@ -22,11 +23,13 @@ from titan_like.config.schema import LoRA
 from titan_like.models.config import TransformerConfig
 from titan_like.models.hugging_face import RefusedError, Stored, family_of
 from titan_like.models.layers.init import ADAPTER_NAMES
-from titan_like.models.parts import layers_of, one_of_each
+from titan_like.models.parts import one_of_each
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.extend import extend
 from titan_like.parallel.tensor import matches_name
 from titan_like.parallel.weight_gradients import LinearGemms
+
+NUMBERED = re.compile(r"^(.*\.)?\d+\.")
 
 
 class Adapter(NamedTuple):
@@ -90,11 +93,7 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def add_adapters(model: Transformer, section: LoRA) -> None:
-    """Add adapters to the layers of a model, or of one stage, in place. Apply it before tensor parallelism.
-
-    Raises:
-        ConfigError: a pattern of ``section.modules`` fits no linear layer.
-    """
+    """Add adapters to the layers of a model, or of one stage, in place. Apply it before tensor parallelism."""
     modules = dict(model.named_modules())
     for name, adapter in adapters_of(model, section).items():
         linear = modules[name]
@@ -113,11 +112,7 @@ def freeze(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def adapters_of(model: Transformer, section: LoRA) -> dict[str, Adapter]:
-    """The adapter of each linear layer that has one, by the layer's name. The model may be a stage.
-
-    Raises:
-        ConfigError: a pattern of ``section.modules`` fits no linear layer of any kind of layers.
-    """
+    """The adapter of each linear layer that has one, by the layer's name. The model may be a stage."""
     stored = stored_linears(model.config)
     names = [name for name, module in model.layers.named_modules(prefix="layers") if isinstance(module, nn.Linear)]
     found = {name: _adapter_of(name, stored.get(name), section) for name in names}
@@ -159,15 +154,15 @@ def check_adapters(config: TransformerConfig, section: LoRA, family: str) -> Non
     require(linears, "lora.rank", section.rank, f"the layers of {family} have no linear modules; set it to 0")
     stored = stored_linears(model.config)
     sources = (one.sources for name, one in stored.items() if name.removeprefix("layers.") in linears)
-    known = {*linears, *(source.removesuffix(".weight") for names in sources for source in names)}
-    there = sorted({name.partition(".")[2] for name in linears})
+    # Without the layers' numbers: all layers of a kind are alike.
+    there = sorted({NUMBERED.sub("", name) for name in linears})
+    known = {*there, *(NUMBERED.sub("", name.removesuffix(".weight")) for names in sources for name in names)}
     for pattern in section.modules:
         problem = f'"{pattern}" fits no linear module of the layers; there are {", ".join(there)}'
         require(any(_ends_as(pattern, name) for name in known), "lora.modules", section.modules, problem)
-    for number, layer in enumerate(layers_of(model)):
-        has = any(name.startswith(f"layers.{list(model.layers)[number]}.") for name in adapters_of(model, section))
-        problem = f"leaves out all of some layers, such as {type(layer).__name__}; name a module of every kind of layer"
-        require(has, "lora.modules", section.modules, problem)
+    adapted = {name.split(".")[1] for name in adapters_of(model, section)}
+    problem = "leaves out all modules of some layers; name one of every kind of layer"
+    require(adapted == model.layers.keys(), "lora.modules", section.modules, problem)
 
 
 def adapter_parameters(config: TransformerConfig, section: LoRA) -> int:

@@ -73,7 +73,9 @@ class StageMemory:
         self.matrices = sum([segment.matrices for segment in stage.segments])
         self.largest_parameter = max([segment.largest_parameter for segment in stage.segments])
         tables = [unit for unit in stage.ends if unit.name]
-        root, table = (sum([unit.elements for unit in stage.ends if bool(unit.name) is before]) for before in (0, 1))
+        root, table = (
+            sum([unit.elements for unit in stage.ends if bool(unit.name) is named]) for named in (False, True)
+        )
         # Elements that are gathered: of the root, and of units before the layers.
         self.root = sum([self.gathered_elements(unit) for unit in stage.ends if not unit.name])
         self.table = sum([self.gathered_elements(unit) for unit in tables])

@@ -12,7 +12,7 @@ from titan_like.config.errors import RunError, first_line, require
 from titan_like.config.schema import JobConfig, LoRA
 from titan_like.data.special_tokens import read_json
 from titan_like.hugging_face.folder import local_folder, open_hugging_face
-from titan_like.hugging_face.peft import ADAPTER_CONFIG, base_folder, check_peft, fingerprint, is_peft, read_peft
+from titan_like.hugging_face.peft import ADAPTER_CONFIG, base_of, check_peft, fingerprint, is_peft, read_peft
 from titan_like.hugging_face.start import may_differ, read_start, read_weights, without_none
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.model import ParallelModel
@@ -54,12 +54,17 @@ def check_base(config: JobConfig, state: RunState) -> None:
     """Refuse to go on with adapters on other weights than those that they were trained on."""
     text, base = config.checkpoint.initial_load_path, state.base
     problem = f"the adapters of step {state.step} were trained on {base.get('folder')}, and these are others; name that"
-    require(fingerprint(initial_folder(str(text))) == base.get("fingerprint"), _KEY, text, problem)
+    require(base_state(str(text))["fingerprint"] == base.get("fingerprint"), _KEY, text, problem)
+
+
+def base_state(path: str) -> dict[str, str]:
+    """What `RunState.base` says of the weights that `checkpoint.initial_load_path` names."""
+    return {"folder": base_of(path, _KEY), "fingerprint": fingerprint(initial_folder(path))}
 
 
 def initial_folder(path: str) -> Path:
     """The folder of weights that `checkpoint.initial_load_path` names; one of the hub is downloaded, once."""
-    return base_folder(path, _KEY)
+    return local_folder(base_of(path, _KEY), _KEY)
 
 
 def load_adapters(path: str, model: ParallelModel, section: LoRA) -> None:

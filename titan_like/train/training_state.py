@@ -25,7 +25,6 @@ from titan_like.data.batch_size import total_samples, total_steps
 from titan_like.data.loader import BackgroundLoader, merge_states
 from titan_like.hugging_face.convert import write_folder
 from titan_like.hugging_face.origin import origin_files
-from titan_like.hugging_face.peft import fingerprint
 from titan_like.metrics.console import Console
 from titan_like.metrics.run_files import run_of
 from titan_like.optim.adamw import FusedAdamW
@@ -39,7 +38,7 @@ from titan_like.parallel.lora import adapter_parameters
 from titan_like.parallel.mesh import build_mesh, one_dimension
 from titan_like.parallel.tensor import partial_parameters
 from titan_like.train.health import LossWatch
-from titan_like.train.initial_weights import initial_folder, load_adapters, load_initial_weights
+from titan_like.train.initial_weights import base_state, initial_folder, load_adapters, load_initial_weights
 from titan_like.train.setup import Run
 
 
@@ -115,18 +114,19 @@ class TrainingState:
         self.saved_steps: set[int] = set()  # saved by this process since it started
         self.data: BackgroundLoader | None = None  # of this process's part of the training samples
         self.resumed: RunState | None = None  # the checkpoint from which this process went on
+        self.base, initial = dict[str, str](), config.checkpoint.initial_load_path  # the former is under adapters
+        self.num_adapted = adapter_parameters(run.model, config.lora)
+        if self.num_adapted and initial is not None:
+            load_initial_weights(initial, self.model)
+            self.base = base_state(initial) if dist.get_rank() == 0 else {}
         is_new = not (
             config.checkpoint.enable and self._resume(lambda step: config.checkpoint.load_step in (None, step))
         )
-        self.base: dict[str, str] = {}  # under adapters
-        self.num_adapted = adapter_parameters(run.model, config.lora)
-        if (initial := config.checkpoint.initial_load_path) is not None and (is_new or config.lora.rank):
-            load_initial_weights(initial, self.model)
-            if is_new and config.lora.rank:
+        if is_new and initial is not None:
+            if self.num_adapted:
                 load_adapters(initial, self.model, config.lora)
-            if config.lora.rank and dist.get_rank() == 0:
-                folder = initial_folder(initial)
-                self.base = {"folder": str(folder), "fingerprint": fingerprint(folder)}
+            else:
+                load_initial_weights(initial, self.model)
         if config.checkpoint.enable or config.checkpoint.hugging_face_interval:
             agree(self._keep_origin(is_new))
         self.start_step = self.step
