@@ -206,7 +206,7 @@ def test_next_tokens_of_other_documents_carry_no_loss():
         ({"rotary_fraction": 0.5}, "latent attention has no rotary_fraction 0.5"),
         ({"attention_bias": "qkv"}, 'latent attention has no attention_bias "qkv"; use "none" or "all"'),
         ({"router_groups": 3}, "router_groups 3 must divide num_experts 8"),
-        ({"router_groups": 8, "router_top_groups": 8}, "router_groups 8 must divide num_experts 8 into groups of 2"),
+        ({"router_groups": 8, "router_top_groups": 8}, "router_groups 8 must divide num_experts 8 in groups of 2"),
         ({"experts_per_token": 5}, "must have experts_per_token (5) experts"),
     ],
 )

@@ -153,8 +153,7 @@ class TransformerConfig(BaseModel):
         """What the model predicts: a tensor that it returns, and a term of the loss, for each.
 
         "tokens": logits over the vocabulary at every position; "pair": logits of the two classes of a pair of
-        sentences; "choice": the score of one of several options. "mtp", the last one: the token after the next, which
-        is a term of the loss alone.
+        sentences; "choice": the score of one of several options; "mtp": for the loss alone, the token after the next.
         """
         return ("tokens",)
 
@@ -304,9 +303,7 @@ class WithExperts(TransformerConfig):
         "auxiliary", description="load balancing: an auxiliary loss, a bias on the scores for the choice alone, or none"
     )
     balance_coefficient: float = Field(0.01, ge=0, le=1e6, description="auxiliary loss coefficient")
-    bias_update_rate: float = Field(
-        0.001, ge=0, le=1e6, description="step by which the biases change after each update"
-    )
+    bias_update_rate: float = Field(0.001, ge=0, le=1e6, description="step of the biases after each update")
     z_loss_coefficient: float = Field(0.0, ge=0, le=1e6, description="router z-loss coefficient")
 
     @model_validator(mode="before")
@@ -341,13 +338,12 @@ class WithExperts(TransformerConfig):
         size, rest = divmod(self.num_experts, self.router_groups)
         if self.router_groups > 1 and (rest or size < 2):
             raise ValueError(
-                f"router_groups {self.router_groups} must divide num_experts {self.num_experts} into groups of 2 or "
-                "more; choose another divisor"
+                f"router_groups {self.router_groups} must divide num_experts {self.num_experts} in groups of 2 or more"
             )
         if self.router_top_groups > self.router_groups or self.experts_per_token > self.router_top_groups * size:
             raise ValueError(
-                f"router_top_groups {self.router_top_groups} must be at most router_groups ({self.router_groups}), and "
-                f"that many groups must have experts_per_token ({self.experts_per_token}) experts"
+                f"router_top_groups {self.router_top_groups} of {self.router_groups} must have experts_per_token "
+                f"({self.experts_per_token}) experts"
             )
         if self.num_dense_layers >= self.num_layers:
             raise ValueError(

@@ -185,8 +185,6 @@ class Norm(TensorParallel):
 
     placements: ClassVar = {"weight": Replicate(), "bias": Replicate()}
     partial_gradients = ("weight", "bias")
-    normalized_shape: Any
-    eps: float
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the activation between layers; x and the result have the same shape."""
@@ -229,13 +227,12 @@ class VocabularyEmbedding(TensorParallel):
         """
         size = self.tensor_group.size
         if self.sequence_parallel and tokens.shape[1] % size:
-            length = f"a sequence of {tokens.shape[1]} tokens"
-            raise ValueError(f"{length} cannot be split into {size} equal parts for sequence parallelism")
+            raise ValueError(f"sequence parallelism cannot split {tokens.shape[1]} tokens into {size} equal parts")
         here = self.tensor_group.vocabulary(self.num_embeddings)
         elsewhere = (tokens < here.start) | (tokens >= here.stop)
         rows = (tokens - here.start).masked_fill(elsewhere, 0)
-        part = F.embedding(rows, local(self.weight if table is None else table))
-        return self.reduce_from_region(part.masked_fill(elsewhere[..., None], 0))
+        found = F.embedding(rows, local(self.weight if table is None else table)).masked_fill(elsewhere[..., None], 0)
+        return self.reduce_from_region(found)
 
 
 class PositionEmbedding(TensorParallel):
@@ -329,8 +326,8 @@ class VocabularyMask(TensorParallel):
         """As in the base class; the mask gets the number of this rank's tokens."""
         super().split(module, mesh, sequence_parallel)
         assert isinstance(module, VocabularyMask)
-        here = module.tensor_group.vocabulary(module.padded_vocab_size)
-        module.mesh, module.vocab_size = mesh, min(max(module.vocab_size - here.start, 0), len(here))
+        here, module.mesh = module.tensor_group.vocabulary(module.padded_vocab_size), mesh
+        module.vocab_size = min(max(module.vocab_size - here.start, 0), len(here))
 
     def forward(self, logits: torch.Tensor) -> torch.Tensor:
         """[batch, seq, tokens of this rank] → DTensor [batch, seq, padded vocab]."""
@@ -345,20 +342,14 @@ def split_logits(part: torch.Tensor, mesh: DeviceMesh, padded_vocab_size: int) -
 
 
 class SplitHeads(TensorParallel):
-    """An attention core whose heads are split: its sinks too, and each rank has its own attention dropout.
-
-    All other random numbers are shared.
-    """
+    """Splits heads and their sinks. Each rank has its own attention dropout; all other random numbers are shared."""
 
     placements: ClassVar = {"sinks": Shard(0)}
-    dropout: float
     sinks: Any
 
     @classmethod
     def split(cls, module: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-        """As in the base class, where there are sinks or dropout. With sequence parallelism no random numbers are
-        shared.
-        """
+        """As in the base class, if there are sinks, or dropout that without sequence parallelism would be shared."""
         if module.sinks is not None or (module.dropout and not sequence_parallel):
             super().split(module, mesh, sequence_parallel)
 

@@ -154,14 +154,12 @@ class Trainer(ValidatedState):
         # Not before there is a batch: torch seeds under a lock, with which worker processes must not be forked.
         seed_step(config.job.seed, self.step + 1, self.dropout_stream)
 
-        # The loss is the mean over the valid tokens of the global batch, or a weighted sum of such means, one for each
-        # of the model's predictions. Counting the labels first lets every microbatch divide by the same numbers, so
-        # gradients only need to be summed.
+        # The loss is a weighted sum of means over the global batch's labels, one for each of the model's predictions.
+        # Counting labels first lets every microbatch divide by the same numbers, so gradients only need to be summed.
         predictions = self.run.model.predictions
         num_each, num_tokens, num_pairs = self._count(batches)
-        factors = self.loss_scale / num_each.to(self.loss_dtype)
-        for factor, coefficient in zip(factors, self.run.model.coefficients, strict=True):
-            factor.mul_(coefficient)
+        each = zip(self.run.model.coefficients, self.loss_scale / num_each.to(self.loss_dtype), strict=True)
+        factors = torch.stack([coefficient * factor for coefficient, factor in each])
         losses = torch.zeros(len(predictions), device=device, dtype=self.loss_dtype)
 
         def add_loss(output: ModelOutput, microbatch: int) -> torch.Tensor:
