@@ -88,8 +88,9 @@ def test_it_trains_and_converts_to_hugging_face_and_back(home: Path, monkeypatch
         ours, wanted = model(tokens)[..., :257].double(), theirs.double()(tokens).logits
     assert type(theirs).__name__ == "Qwen3ForCausalLM" and wanted.abs().max() > 0.1
     assert (ours - wanted).abs().max() < 1e-5 * wanted.abs().max()  # ours are of float32
-    shown = succeeded(home, "scripts/convert.py", "from-hf", "--input=exported", "--output=imported")
-    assert 'family = "decoder"' in shown  # which reads Qwen3's folders
+    succeeded(home, "scripts/convert.py", "from-hf", "--input=exported", "--output=imported")
+    run_file = json.loads((home / "imported" / "step-0" / "run.json").read_text())
+    assert run_file["config"]["model"]["family"] == "decoder"  # which reads Qwen3's folders
     succeeded(home, "scripts/convert.py", "to-hf", "--checkpoint=imported", "--output=again")
     first, second = ((home / name / "model.safetensors").read_bytes() for name in ("exported", "again"))
     assert first == second
