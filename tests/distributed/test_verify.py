@@ -19,6 +19,7 @@ from tests.distributed.bugs import (
     BERT_LAYOUT,
     BFLOAT16,
     BIASED,
+    BIASES,
     BUDGET,
     BUGS,
     COMPILED,
@@ -36,6 +37,7 @@ from tests.distributed.bugs import (
     GROUPS,
     HSDP,
     INTERLEAVED,
+    LATENT,
     LLAMA_MASKS,
     LLAMA_SEQUENCE,
     LLAMA_TENSOR,
@@ -112,8 +114,12 @@ SAME: list[tuple[list[str], list[str]]] = [
     ([*EXPERTS, *FLOAT8, *SEQUENCE], [EXACT]),
     ([*RING, *WINDOWS, *INTERLEAVED], [EXACT]),
     ([*OTHER_KINDS, *SEQUENCE, *ZERO_3[2:]], [EXACT]),
+    ([*LATENT, *SEQUENCE, *PIPELINE[:2]], [EXACT]),
 ]
 MORE_SAME: list[tuple[list[str], list[str]]] = [
+    ([*LATENT, *RING[2:], *ZERO_3[2:]], [EXACT]),
+    ([*LATENT, *EXPERTS[2:], *FLOAT8, *SEQUENCE, "--model.overrides.num_shared_experts", "0"], [EXACT]),
+    ([*BIASES, *SPLIT_EXPERTS[2:], *COMPILED[:2]], [EXACT, SINGLE]),
     *[([*one, *SEQUENCE, *PIPELINE], []) for one in (DECODER, PARALLEL, OTHER_KINDS)],
     *[([*one, *CONTEXT[2:], *ZERO_3], []) for one in (DECODER, PARALLEL, OTHER_KINDS)],
     *[([*one, *COMPILED, *BFLOAT16[:2], *DATA], []) for one in (DECODER, PARALLEL)],

@@ -11,8 +11,10 @@ from titan_like.metrics.flops import (
     hardware_flops_per_token,
     megatron_flops_per_token,
     model_flops_per_token,
+    visible_pairs,
 )
 from titan_like.metrics.hardware import peak_tflops
+from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.registry import build_model, config_class, flavors
 from titan_like.parallel.apply import apply_activation_checkpoint
 
@@ -68,6 +70,21 @@ def test_causal_count_leaves_out_half_of_the_attention_matrix():
     assert full - causal == pytest.approx(12 * 12 * 114 * 114 * 768 / 2 / 512)
     bert = flavor("bert", "336m")
     assert model_flops_per_token(bert, 512, causal=True) == model_flops_per_token(bert, 512)
+
+
+def test_pairs_within_documents_and_windows():
+    kinds = {"layer_pattern": ["near", "full", "near"], "kinds": {"near": {"window": 10}}}
+    model = flavor("llama", "debug", **kinds)  # 4 layers, of which one sees everything
+    starts = torch.tensor([0, 5, 40]).repeat_interleave(torch.tensor([5, 35, 24]))[None]
+    order = torch.arange(64)[None]
+    dense = (starts[..., None] <= order) & (order <= order.mT)
+    near = dense & (order.mT - order < 10)
+    pairs = visible_pairs(model, KeyRanges(starts, order + 1))
+    assert pairs == dense.sum() + 3 * near.sum()
+    peak = 1e6
+    rates = ThroughputMeter(model, 64, NONE, 1, peak).measure(64, 1.0, float(pairs))
+    matrices = sum(model.parts.kinds[kind].matrices[0] for kind in model.layer_kinds) + model.parts.head_matrices
+    assert rates.mfu_causal * peak * 1e12 == pytest.approx(6 * 64 * matrices + 12 * model.attention_size * int(pairs))
 
 
 @pytest.mark.parametrize("name", PTDP_TABLE)

@@ -85,6 +85,8 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 1 --optimizer.name=adafactor --optimizer.matrix_lr=0.02 => optimizer.matrix_lr = 0.02: adafactor does not use it
 1 --optimizer.name=muon --optimizer.beta1=0.9 => optimizer.beta1 = 0.9: muon does not use it
 # objectives
+1 --model.family=llama --data.prefix_lm=true '--model.overrides.kinds={full = {window = 4}}' \
+=> data.prefix_lm ; layers with a window
 1 --data.prefix_lm_loss=all => data.prefix_lm_loss ; data.prefix_lm to true
 4 --model.family=t5 --parallelism.tensor_parallel_degree=4 --parallelism.sequence_parallel=true \
 => training.decoder_seq_len = 58: not divisible by context × tensor degrees = 4 ; as 60

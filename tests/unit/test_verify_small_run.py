@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from titan_like.config import load_config
 from titan_like.data.batch_size import total_steps
+from titan_like.models.decoder.config import DecoderConfig
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout
 from titan_like.verify.shrink import Small, resolve, shrink, two_kinds
@@ -87,3 +90,20 @@ def test_given_stages_of_an_encoder_and_a_decoder_stay_of_both_kinds() -> None:
     config = load_config([*settings, "--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_layers=[3,1]"])
     small = shrink(config, resolve(config, None), 4)
     assert small.config.parallelism.pipeline_layers == [3, 2]  # the first has the encoder's 2 and one of the decoder's
+
+
+@pytest.mark.parametrize("stages", [[], ["--parallelism.pipeline_layers=[6,6]"]])
+def test_every_kind_of_layer_stays_with_a_window_below_the_length(stages: list[str]) -> None:
+    pattern = ["a", "a", "b", "a", "c", "d"]
+    windows = "{a={window=512},b={},c={window=64},d={rope_theta=0.0}}"
+    given = ["--training.steps=1", "--model.family=llama", "--model.overrides.num_layers=12", "--training.seq_len=2048"]
+    given += [f"--model.overrides.layer_pattern={json.dumps(pattern)}", f"--model.overrides.kinds={windows}"]
+    given += ["--model.overrides.max_seq_len=2048", *stages]
+    config = load_config([*given, "--parallelism.pipeline_parallel_degree=2"])
+    small = shrink(config, resolve(config, None), 2)
+    for run in (small, small.large):
+        model, seq_len = model_config(run.config.model), run.config.training.seq_len
+        assert isinstance(model, DecoderConfig)
+        sizes = {name: model.kind(name).window for name in "abcd"}
+        assert set(model.layer_kinds) == {0, 1, 2, 3}
+        assert sizes["b"] == sizes["d"] == 0 < sizes["c"] < sizes["a"] < seq_len

@@ -30,6 +30,7 @@ class Core(NamedTuple):
     keys: int
     is_causal: bool
     window: int = 0  # most keys that a query sees; 0: all, or with a causal mask all up to its own
+    has_softcap: bool = False
 
     def scores(self, lengths: Lengths, causal: bool) -> int:
         """Elements of a sample's attention matrix in one head that are within the window.
@@ -110,7 +111,7 @@ def _layer_parts(layer: nn.Module) -> LayerParts:
     for module in layer.modules():
         seen = 0 if module in of_memory else stack
         if isinstance(module, AttentionCore):
-            cores.append(Core(stack, seen, module.is_causal, module.window))
+            cores.append(Core(stack, seen, module.is_causal, module.window, module.softcap > 0))
         for parameter in module.parameters(recurse=False):
             if parameter.ndim == 2:
                 # Of stacked matrices each position uses a few.

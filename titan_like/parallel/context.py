@@ -75,6 +75,7 @@ class ContextCore(AttentionCore):
     """
 
     group: Group
+    takes_sinks = True
 
     def query_order(self, seq_len, device):  # type: ignore[no-untyped-def]  # as in the base class
         """As in the base class."""
@@ -95,6 +96,8 @@ class GatheredCore(ContextCore):
 
 class UlyssesCore(ContextCore):
     """Every rank gets some heads of the whole sequence (arXiv 2309.14509)."""
+
+    takes_sinks = False
 
     def query_order(self, seq_len, device):  # type: ignore[no-untyped-def]  # as in the base class
         """As in the base class."""

@@ -185,9 +185,10 @@ def method_of(config: JobConfig, model: TransformerConfig) -> Method:
     method, layout, data = config.parallelism.context_parallel_method, Layout.of(config.parallelism), config.data
     if method != "auto":
         return Method(method, "as set")
-    # On a GPU, a ring has fast kernels in 16-bit types alone, and none for masks other than the causal one.
+    # On a GPU, a ring has fast kernels in 16-bit types alone, and none for soft caps and masks but the causal one.
     may_be_ring = config.training.dtype in ("bfloat16", "float16")
     may_be_ring &= not (data.reset_attention_mask or data.prefix_lm)
+    may_be_ring &= not any(core.window or core.has_softcap for kind in model.parts.kinds for core in kind.cores)
     return best_method(model, layout.context, layout.tensor, may_be_ring)
 
 

@@ -32,7 +32,7 @@ def layers_per_stage(config: JobConfig, model: TransformerConfig, num_stages: in
     length = sample_length(config, model)
     layers, output = layer_costs(model, length.encoder, length.decoder)
     if len(set(layers)) == 1:
-        return balanced_layers(model.num_layers, num_stages, output)
+        return balanced_layers(len(layers), num_stages, output)
     return balanced_costs(layers, num_stages, output)
 
 

@@ -92,7 +92,7 @@ def _adding_up(work: Workload, profile: Profile) -> float:
 def _slower_products(best: Workload, work: Workload) -> str:
     fullest, theirs = (max(pipeline_of(one).layers) for one in (work, best))
     if fullest * work.pipeline > theirs * best.pipeline:
-        return f"uneven stages: {fullest} of {work.model.num_layers} layers on one of {work.pipeline} ranks"
+        return f"uneven stages: {fullest} of {len(work.model.layer_kinds)} layers on one of {work.pipeline} ranks"
     return f"smaller products: microbatches of {work.micro_batch_size}, tensor {work.tensor}"
 
 

@@ -132,8 +132,8 @@ class Space:
         counts = self.config.parallelism.pipeline_layers
         if counts is None:
             return
-        if min(counts, default=0) < 1 or sum(counts) != sum(self.model.layer_counts):
-            problem = f"must be numbers of at least 1 that sum to the {sum(self.model.layer_counts)} layers"
+        if min(counts, default=0) < 1 or sum(counts) != len(self.model.layer_kinds):
+            problem = f"must be numbers of at least 1 that sum to the {len(self.model.layer_kinds)} layers"
             raise ConfigError(STAGE_SIZES, counts, problem)
         if not any(degree > 1 and len(counts) % degree == 0 for degree in divisors(self.num_gpus)):
             problem = f"no number of ranks that divides the {self.num_gpus} GPUs can share {len(counts)} stages evenly"
@@ -164,7 +164,7 @@ class Space:
         left, rest = divmod(self.num_gpus, tensor * context)
         if rest or not all(self._accepts(rule, work) for rule in _RULES_OF_TENSOR):
             return
-        for pipeline in self._choices("pipeline", [p for p in divisors(left) if p <= self.model.num_layers]):
+        for pipeline in self._choices("pipeline", [p for p in divisors(left) if p <= len(self.model.layer_kinds)]):
             if left % pipeline:
                 continue
             shard = left // pipeline
@@ -175,7 +175,7 @@ class Space:
             for micro, expert in itertools.product(batches, degrees):
                 of_batch = work._replace(pipeline=pipeline, shard=shard, micro_batch_size=micro, expert=expert)
                 for mode in self._choices("recompute", self._modes):
-                    every = [n for n in _EVERY if n <= self.model.num_layers] if mode == "full" else [1]
+                    every = [n for n in _EVERY if n <= len(self.model.layer_kinds)] if mode == "full" else [1]
                     if not self._accepts(_check_but_pipeline, of_batch._replace(recompute=mode)):
                         continue
                     if not self.pipelines(of_batch):
@@ -205,7 +205,7 @@ class Space:
         found = []
         for schedule in self._choices("schedule", list(SCHEDULES)):
             fewest = stages_per_rank(schedule, 2)
-            most = max(fewest, self.model.num_layers // pipeline) if stages_per_rank(schedule, 3) == 3 else fewest
+            most = max(fewest, len(self.model.layer_kinds) // pipeline) if stages_per_rank(schedule, 3) == 3 else fewest
             found += [(schedule, n) for n in self._choices("virtual_stages", list(range(fewest, most + 1)))]
         return found
 

@@ -128,7 +128,7 @@ def _pipeline(
 ) -> PipelineRanks:
     ranks = tuple(stage_ranks(schedule, pipeline, virtual))
     kinds = iter(model.layer_kinds)
-    counts = stage_layers or equal_stages(model.num_layers, len(ranks))
+    counts = stage_layers or equal_stages(len(model.layer_kinds), len(ranks))
     stages = tuple(tuple(islice(kinds, count)) for count in counts)
     of_rank: list[list[Kinds]] = [[] for _ in range(pipeline)]
     for rank, layers in zip(ranks, stages, strict=True):

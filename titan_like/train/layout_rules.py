@@ -77,7 +77,7 @@ def check_stages(config: JobConfig, model: TransformerConfig, layout: Layout) ->
     require(virtual > 1 or prescribed is not None, "parallelism.pipeline_schedule", schedule, problem)
     problem = f"{schedule} has exactly 2 stages per rank; use 2 or leave it out"
     require(virtual <= 2 or prescribed != 2, "parallelism.virtual_stages_per_rank", virtual, problem)
-    stages, layers = len(layout.stage_ranks), sum(model.layer_counts)
+    stages, layers = len(layout.stage_ranks), len(model.layer_kinds)
     problem = f"{stages} stages for {layers} layers; use at most {layers} stages"
     require(stages <= layers, "parallelism.pipeline_parallel_degree", pipeline, problem)
     counts = section.pipeline_layers

@@ -120,7 +120,9 @@ def shrink(
         groups = degrees.context if method == "ulysses" else 1
         fields |= small_fields(model, layout.tensor, degrees.tensor, groups, on_gpus, for_float8)
         fields |= fields_of_length(model, training.seq_len, seq_len, degrees.expert)
-        kinds = sum(count > 0 for count in model.layer_counts)  # of one kind, two layers suffice for one stage
+        kinds = len(set(model.layer_kinds))  # of one kind, two layers suffice for one stage
+        if per_stage and sum(per_stage) < kinds:
+            per_stage[0] += kinds - sum(per_stage)
         fields |= model.with_layers(sum(per_stage) if per_stage else stages + kinds)
     has_spans = model.objective == "span_corruption" and not full_size
     spans = small_spans(config, model, seq_len, unit) if has_spans else {}

@@ -21,6 +21,7 @@ class AttentionCore(nn.Module):
     """Softmax attention over given queries, keys and values. It has no parameters, except sinks."""
 
     takes_blocks = True  # whether FlexAttention computes it on GPUs, if keys are in ranges
+    takes_sinks = False  # whether causal attention without ranges has sinks too
     sinks: nn.Parameter | None
 
     def __init__(
@@ -77,7 +78,12 @@ class AttentionCore(nn.Module):
     @property
     def needs_ranges(self) -> bool:
         """Whether a kernel for intervals computes it in any case, because torch's others lack what it has."""
-        return self.window > 0 or self.softcap > 0 or self.sinks is not None
+        return self.window > 0 or not self._has_kernel
+
+    @property
+    def _has_kernel(self) -> bool:
+        takes_sinks = self.takes_sinks and self.is_causal
+        return not self.softcap and (self.sinks is None or takes_sinks)
 
     def key_ranges(
         self, batch: int, seq_len: int, device: torch.device, document_mask: KeyRanges | None
@@ -93,8 +99,9 @@ class AttentionCore(nn.Module):
         window = self.window if self.window < num_keys else 0
         if document_mask is not None and document_mask.window not in (0, window):
             raise ValueError(f"attention with a window of {window} got a mask for a window of {document_mask.window}")
-        has_kernel = document_mask is not None or not (self.softcap or self.sinks is not None)
-        if has_kernel and window == (0 if document_mask is None else document_mask.window):
+        if (document_mask is not None or self._has_kernel) and window == (
+            0 if document_mask is None else document_mask.window
+        ):
             return document_mask
         if document_mask is None:
             end = order + 1 if self.is_causal else torch.full_like(order, num_keys)
