@@ -90,6 +90,8 @@ def test_it_trains_and_converts_to_hugging_face_and_back(home: Path, monkeypatch
     assert (ours - wanted).abs().max() < 1e-5 * wanted.abs().max()  # ours are of float32
     shown = succeeded(home, "scripts/convert.py", "from-hf", "--input=exported", "--output=imported")
     assert 'from = "imported/step-0"' in shown
+    run_file = json.loads((home / "imported" / "step-0" / "run.json").read_text())
+    assert run_file["config"]["model"]["family"] == "decoder"  # which reads Qwen3's folders
     succeeded(home, "scripts/convert.py", "to-hf", "--checkpoint=imported", "--output=again")
     first, second = ((home / name / "model.safetensors").read_bytes() for name in ("exported", "again"))
     assert first == second

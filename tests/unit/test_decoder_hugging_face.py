@@ -255,6 +255,10 @@ def test_float8_blocks_become_bfloat16_and_a_layer_of_mtp_comes_along(tmp_path: 
     found, fields = both_ways(tmp_path / "hf")
     same(found, plain)
     assert fields["num_nextn_predict_layers"] == 1 and "quantization_config" not in fields
+    to_hugging_face(CheckpointWeights(tmp_path / "run" / "step-0"), tmp_path / "half", torch.float16, 10**9, "none")
+    kinds = {name: tensor.dtype for name, tensor in files_of(tmp_path / "half").items()}
+    biases = {name for name, kind in kinds.items() if kind == torch.float32}
+    assert biases == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2, 3, 4)}
 
 
 def test_the_text_model_of_gemma3_is_taken_out(tmp_path: Path) -> None:

@@ -136,8 +136,10 @@ def write_folder(
         fields = module.to_fields(weights.model)
     except RefusedError as refusal:
         raise ConfigError("--checkpoint", str(weights.path), str(refusal)) from None
-    empty = {
-        name: torch.empty(shape, dtype=dtype or origin.dtypes.get(name, torch.float32), device="meta")
+    empty = {  # rounding a router's biases would choose other experts
+        name: torch.empty(
+            shape, dtype=(not stored.is_buffer and dtype) or origin.dtypes.get(name, torch.float32), device="meta"
+        )
         for stored in module.stored_parameters(weights.model)
         for name, shape in stored.sources.items()
     }

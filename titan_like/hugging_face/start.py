@@ -84,6 +84,14 @@ def without_none(value: Any) -> Any:
     return {name: without_none(one) for name, one in value.items() if one is not None}
 
 
+def _plain(value: Any) -> Any:
+    """A setting without what TOML and arguments leave out of tables: nulls, and empty tables."""
+    if not isinstance(value, dict):
+        return value
+    tables = {name: _plain(item) for name, item in value.items()}
+    return {name: item for name, item in tables.items() if item is not None and item != {}}
+
+
 def with_start(config: JobConfig) -> JobConfig:
     """A configuration in which `model.from` has become the family, shape, tokenizer and initial weights of its folder.
 
@@ -106,7 +114,7 @@ def with_start(config: JobConfig) -> JobConfig:
     errors = list[ConfigError]()
     for key, (value, what) in wanted.items():
         section, _, name = key.partition(".")
-        if name in getattr(config, section).model_fields_set and (given := setting(config, key)) != value:
+        if name in getattr(config, section).model_fields_set and _plain(given := setting(config, key)) != _plain(value):
             errors.append(ConfigError(key, given, f"{source} gives {what}; leave it out"))
     for name in ("model", "data", "checkpoint"):  # what is written out as TOML is what the user has set
         getattr(filled, name).model_fields_set.intersection_update(getattr(config, name).model_fields_set)
