@@ -59,8 +59,7 @@ class TensorParallel(nn.Module):
         for name, parameter in list(module.named_parameters(recurse=False)):
             distributed = distribute_tensor(parameter.data, mesh, [cls.placements[name]], src_data_rank=None)
             if distributed.to_local().numel() == 0:
-                size = f"{tuple(parameter.shape)} cannot be split over {mesh.size()} processes"
-                raise ValueError(f"{size}: one would hold nothing")
+                raise ValueError(f"{tuple(parameter.shape)} cannot be split over {mesh.size()}: one would hold nothing")
             module.register_parameter(name, nn.Parameter(distributed))
         extend(module, cls, tensor_group=Group.of(mesh), sequence_parallel=sequence_parallel)
 
@@ -166,9 +165,7 @@ class FirstTokenOfAll(TensorParallel):
 
 
 class DropoutOfAll(TensorParallel):
-    """Dropout that is the same on every rank. With sequence parallelism their random numbers differ, so the first
-    rank's mask is taken.
-    """
+    """Dropout of the first rank's mask, because with sequence parallelism their random numbers differ."""
 
     p: float
 
@@ -188,8 +185,8 @@ class Norm(TensorParallel):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the activation between layers; x and the result have the same shape."""
-        bias = getattr(self, "bias", None)
-        return normalise(self, x, local(self.weight), None if bias is None else local(bias))  # type: ignore[arg-type]
+        bias = None if getattr(self, "bias", None) is None else local(self.bias)
+        return normalise(self, x, local(self.weight), bias)  # type: ignore[arg-type]
 
 
 class HeadNorm(Norm):
