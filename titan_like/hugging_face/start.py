@@ -74,21 +74,14 @@ def read_start(name: str, key: str) -> Start:
 def _of_run(state: RunState, shape: dict[str, Any], tokenizer: str | None) -> Start:
     data = {key: state.config["data"][key] for key in SAYS_TOKENS if key in state.config["data"]}
     data |= {} if tokenizer is None else {"tokenizer": tokenizer}
-    return Start(state.config["model"]["family"], without_none(shape), data)
+    return Start(state.config["model"]["family"], plain(shape), data)
 
 
-def without_none(value: Any) -> Any:
-    """A shape, without the fields in it and in its tables that are None, which a TOML file cannot say."""
-    if not isinstance(value, dict):
-        return value
-    return {name: without_none(one) for name, one in value.items() if one is not None}
-
-
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A setting without what TOML and arguments leave out of tables: nulls, and empty tables."""
     if not isinstance(value, dict):
         return value
-    tables = {name: _plain(item) for name, item in value.items()}
+    tables = {name: plain(item) for name, item in value.items()}
     return {name: item for name, item in tables.items() if item is not None and item != {}}
 
 
@@ -114,7 +107,7 @@ def with_start(config: JobConfig) -> JobConfig:
     errors = list[ConfigError]()
     for key, (value, what) in wanted.items():
         section, _, name = key.partition(".")
-        if name in getattr(config, section).model_fields_set and _plain(given := setting(config, key)) != _plain(value):
+        if name in getattr(config, section).model_fields_set and plain(given := setting(config, key)) != plain(value):
             errors.append(ConfigError(key, given, f"{source} gives {what}; leave it out"))
     for name in ("model", "data", "checkpoint"):  # what is written out as TOML is what the user has set
         getattr(filled, name).model_fields_set.intersection_update(getattr(config, name).model_fields_set)
@@ -131,7 +124,7 @@ def with_start(config: JobConfig) -> JobConfig:
 def _check_overrides(config: JobConfig, start: Start, source: str) -> Iterator[ConfigError]:
     """An error for each override of a field that belongs to the weights."""
     model, overrides = model_config(config.model), config.model.overrides
-    values, free = without_none(model.model_dump(mode="json")), may_differ(model) | start.free
+    values, free = plain(model.model_dump(mode="json")), may_differ(model) | start.free
     for field, given in overrides.items():
         if field not in free and values.get(field) != (theirs := start.shape.get(field)):
             yield ConfigError(f"model.overrides.{field}", given, f"{source} gives {theirs}; leave it out")

@@ -13,7 +13,7 @@ from titan_like.config.schema import JobConfig, LoRA
 from titan_like.data.special_tokens import read_json
 from titan_like.hugging_face.folder import local_folder, open_hugging_face
 from titan_like.hugging_face.peft import ADAPTER_CONFIG, base_of, check_peft, fingerprint, is_peft, read_peft
-from titan_like.hugging_face.start import may_differ, read_start, read_weights, without_none
+from titan_like.hugging_face.start import may_differ, plain, read_start, read_weights
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.model import ParallelModel
 
@@ -43,7 +43,7 @@ def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
     is_same = start.family == config.model.family
     require(is_same, "model.family", config.model.family, f'{path} holds a "{start.family}"; choose that')
     free = may_differ(model) | start.free
-    values = without_none(model.model_dump(mode="json"))
+    values = plain(model.model_dump(mode="json"))
     for name in type(model).model_fields:
         value, theirs = values.get(name), start.shape.get(name)
         problem = f"{path} holds weights of a model with {theirs}; set it to that, or name another {key}"
