@@ -62,7 +62,7 @@ def read_start(name: str, key: str) -> Start:
         _, family, model = read_model(path, key)
         tokenizer = tokenizer_in(path)
         data = {} if tokenizer is None else {"tokenizer": tokenizer}
-        return Start(family, model.model_dump(mode="json", exclude_none=True), data)
+        return Start(family, plain(model.model_dump(mode="json")), data)
     problem = file_problem(path / RUN_FILE)
     is_readable = problem in (None, "does not exist")
     require(is_readable, key, name, f"{path / RUN_FILE} {problem}; name a folder that you may read")
