@@ -83,6 +83,7 @@ class Transformer(nn.Module):
     pooled: tuple[str, ...] = ()  # of these, the ones that compute once a sequence, not once a token
     may_be_new: tuple[str, ...] = ()  # modules that begin anew where initial weights lack them, such as a new head
     has_output_bias = False
+    has_kinds = False  # whether `inputs_of` says what a layer takes
     final_softcap = 0.0  # logits become final_softcap · tanh(logit / final_softcap); 0: they stay
     initial_elements = BLOCK_ELEMENTS  # of initial weights that one generator draws
 
@@ -151,7 +152,7 @@ class Transformer(nn.Module):
         return ()
 
     def inputs_of(self, layer: int, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Those of the `layer_inputs` that the layer with this number takes: all, unless there are kinds of layers."""
+        """What the layer with this number takes of the `layer_inputs`, if there are kinds of layers."""
         return inputs
 
     def key_ranges(
@@ -212,15 +213,17 @@ class Transformer(nn.Module):
         masks = self.key_ranges(len(x), positions, document_mask) if encoder_len is None else {}
         inputs: tuple[Any, ...] = self.layer_inputs(positions, *lengths)
         for name, layer in self.layers.items():
-            takes_mask, is_padding = getattr(layer, "takes_padding_mask", False), padding_mask
             further: dict[str, torch.Tensor] = {}
-            if loss_factors is not None and next_tokens is not None and getattr(layer, "takes_next_tokens", False):
-                further["next_embedding"] = self.embed_next(next_tokens)
-                is_padding = cast(torch.Tensor, next_labels) == IGNORED_LABEL  # no other of its positions counts
-            if is_padding is not None and takes_mask:
-                further["padding_mask"] = is_padding
-            mask = masks.get(name, document_mask)
-            x = layer(x, *self.inputs_of(int(name), inputs), *(() if mask is None else (mask,)), **further)
+            if padding_mask is not None or next_tokens is not None:
+                is_padding = padding_mask
+                if loss_factors is not None and next_tokens is not None and getattr(layer, "takes_next_tokens", False):
+                    further["next_embedding"] = self.embed_next(next_tokens)
+                    is_padding = cast(torch.Tensor, next_labels) == IGNORED_LABEL  # no other of its positions counts
+                if is_padding is not None and getattr(layer, "takes_padding_mask", False):
+                    further["padding_mask"] = is_padding
+            mask = masks.get(name, document_mask) if masks else document_mask
+            own_inputs = self.inputs_of(int(name), inputs) if self.has_kinds else inputs
+            x = layer(x, *own_inputs, *(() if mask is None else (mask,)), **further)
         if not self.is_last:
             return x
         if encoder_len is not None:

@@ -94,6 +94,7 @@ class MTPLayer(DecoderLayer):
 class Decoder(Transformer):
     """A decoder over token sequences [batch, seq]; see `Transformer.forward`."""
 
+    has_kinds = True
     residual_outputs: tuple[str, ...] = ("attention.proj", "down")
     config: DecoderConfig
 

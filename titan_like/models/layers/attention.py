@@ -47,6 +47,7 @@ class AttentionCore(nn.Module):
         if window and not is_causal:
             raise ValueError("a window is that of causal attention; set it to 0")
         self.dropout, self.is_causal, self.scale, self.softcap, self.window = dropout, is_causal, scale, softcap, window
+        self.is_plain = not (window or softcap or num_sinks)
         self.register_parameter("sinks", nn.Parameter(torch.empty(num_sinks)) if num_sinks else None)
 
     def forward(
@@ -66,9 +67,10 @@ class AttentionCore(nn.Module):
         Raises:
             ValueError: both are given, or a bias with a window, a soft cap or sinks.
         """
-        if bias is not None and (document_mask is not None or self.needs_ranges):
+        needs_ranges = not self.is_plain and self.needs_ranges
+        if bias is not None and (document_mask is not None or needs_ranges):
             raise ValueError("attention takes either the keys that queries see, or a bias that hides the others")
-        if self.needs_ranges:
+        if needs_ranges:
             document_mask = self.key_ranges(q.shape[0], q.shape[2], q.device, document_mask)
         width, padding = v.shape[3], k.shape[3] - v.shape[3]
         if padding > 0:
