@@ -178,7 +178,7 @@ def _statistics(logits: torch.Tensor, columns: torch.Tensor, size: int, cap: flo
     logits [positions, columns], columns [positions] → [2, positions]. A soft cap overwrites the logits.
     """
     if cap:
-        logits.copy_(cap * (logits.to(_accumulator(logits)) / cap).tanh())
+        logits.copy_(soft_capped(logits, cap))
     values = logits.to(_accumulator(logits))
     target = values.gather(1, columns.clamp(min=0)[:, None])[:, 0].masked_fill(columns < 0, 0)
     return torch.stack((values[:, :size].logsumexp(1), target))
@@ -212,6 +212,11 @@ def _write_fused_gradient(
     if cap:
         gradient = gradient * _slope(logits, cap, gradient.dtype)
     logits.copy_(torch.where(order < size, gradient, 0))
+
+
+def soft_capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap · tanh(logit / cap), rounded once: the shape and dtype of ``logits``."""
+    return (cap * (logits.to(_accumulator(logits)) / cap).tanh()).to(logits.dtype)
 
 
 def _slope(capped: torch.Tensor, cap: float, dtype: torch.dtype) -> torch.Tensor:
