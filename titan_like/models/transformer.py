@@ -259,7 +259,7 @@ class Transformer(nn.Module):
         """The output matrix's input [batch, seq, hidden] → [batch, seq, padded vocab]; those of padding are -inf."""
         logits = self.output(x, self.embedding.weight) if self.config.tied_embeddings else self.output(x)
         logits, cap = self.output_bias(logits), self.final_softcap
-        return self.mask_padding(soft_capped(logits, cap) if cap else logits)
+        return self.mask_padding(soft_capped(logits, cap))
 
     def loss_of_tokens(self, x: torch.Tensor, labels: Labels, factor: torch.Tensor) -> torch.Tensor:
         """The output matrix's input [batch, seq, hidden] and labels [batch, seq] → `TokenLoss`, a scalar."""
