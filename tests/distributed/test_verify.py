@@ -125,7 +125,7 @@ MORE_SAME: list[tuple[list[str], list[str]]] = [
     ([*BIASES, *SPLIT_EXPERTS[2:], *COMPILED[:2]], [EXACT, SINGLE]),
     *[([*one, *SEQUENCE, *PIPELINE], []) for one in (DECODER, PARALLEL, OTHER_KINDS)],
     *[([*one, *CONTEXT[2:], *ZERO_3], []) for one in (DECODER, PARALLEL, OTHER_KINDS)],
-    *[([*one, *COMPILED, *BFLOAT16[:2], *DATA], []) for one in (DECODER, PARALLEL)],
+    ([*DECODER, *COMPILED, *BFLOAT16[:2], *DATA], []),
     ([*LLAMA_MASKS, *SEQUENCE], [EXACT, SINGLE, RESUME]),
     ([*LLAMA_SEQUENCE, *WINDOWS, *ZERO_3[2:]], []),
     ([*GATHER, *WINDOWS, *DOCUMENTS[:4], *BFLOAT16[:2]], [EXACT, "bfloat16"]),

@@ -11,7 +11,7 @@ from torch import nn
 
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.attention import AttentionCore
-from titan_like.models.layers.cross_entropy import IGNORED_LABEL, TokenLoss
+from titan_like.models.layers.cross_entropy import IGNORED_LABEL, TokenLoss, soft_capped
 from titan_like.models.layers.experts import Router
 from titan_like.models.layers.init import BLOCK_ELEMENTS, fill_normal
 from titan_like.models.layers.key_ranges import KeyRanges
@@ -262,7 +262,7 @@ class Transformer(nn.Module):
         """The output matrix's input [batch, seq, hidden] → [batch, seq, padded vocab]; those of padding are -inf."""
         logits = self.output(x, self.embedding.weight) if self.config.tied_embeddings else self.output(x)
         logits, cap = self.output_bias(logits), self.final_softcap
-        return self.mask_padding(cap * (logits / cap).tanh() if cap else logits)
+        return self.mask_padding(soft_capped(logits, cap))
 
     def loss_of_tokens(self, x: torch.Tensor, labels: Labels, factor: torch.Tensor) -> torch.Tensor:
         """The output matrix's input [batch, seq, hidden] and labels [batch, seq] → `TokenLoss`, a scalar."""

@@ -149,7 +149,7 @@ def heads_of_a_rank_normalised_alone(_original: Any, self: Any, x: torch.Tensor)
 @bug(tensor_styles.VocabularyLoss, "forward")
 def slope_of_the_soft_cap_forgotten(original: Any, *args: Any) -> torch.Tensor:
     """Where processes share the vocabulary, the gradient of soft-capped logits is that of others."""
-    with patch.object(cross_entropy, "_slope", lambda capped, _cap, _dtype: 1.0):
+    with patch.object(cross_entropy, "_slope", lambda _capped, _cap: 1.0):
         return original(*args)
 
 

@@ -176,11 +176,9 @@ def _loss(
 def _statistics(logits: torch.Tensor, columns: torch.Tensor, size: int, cap: float) -> torch.Tensor:
     """Logarithm of this process's part of the softmax's denominator, and the label's logit or else 0.
 
-    logits [positions, columns], columns [positions] → [2, positions]. A soft cap overwrites the logits.
+    logits [positions, columns], columns [positions] → [2, positions].
     """
-    if cap:
-        logits.copy_(cap * (logits.to(_accumulator(logits)) / cap).tanh())
-    values = logits.to(_accumulator(logits))
+    values = soft_capped(logits.to(_accumulator(logits)), cap)
     target = values.gather(1, columns.clamp(min=0)[:, None])[:, 0].masked_fill(columns < 0, 0)
     return torch.stack((values[:, :size].logsumexp(1), target))
 
@@ -193,12 +191,13 @@ def _write_gradient(
     columns, denominator and scale are [positions]; padding, from column ``size`` on, gets zero. The gradient is that of
     the logits before the soft cap.
     """
-    probability = (logits[:, :size] - denominator[:, None]).exp_()  # in the type of the denominator
+    values = soft_capped(logits[:, :size].to(denominator.dtype), cap) if cap else logits[:, :size]
+    probability = (values - denominator[:, None]).exp_()  # in the type of the denominator
     if size:
         here = (columns >= 0).to(scale.dtype)
         probability.scatter_add_(1, columns.clamp(min=0)[:, None], -here[:, None])
     if cap:
-        probability *= _slope(logits[:, :size], cap, probability.dtype)
+        probability *= _slope(values, cap)
     torch.mul(probability, scale[:, None], out=logits[:, :size])
     logits[:, size:] = 0
 
@@ -208,16 +207,22 @@ def _write_fused_gradient(
 ) -> None:
     """`_write_gradient` in the form of which a compiler makes one kernel, without a float32 copy of the logits."""
     order = torch.arange(logits.shape[1], device=logits.device)
-    probability = (logits - denominator[:, None]).exp()
+    values = soft_capped(logits.to(denominator.dtype), cap) if cap else logits
+    probability = (values - denominator[:, None]).exp()
     gradient = torch.where(order == columns[:, None], probability - 1, probability) * scale[:, None]
     if cap:
-        gradient = gradient * _slope(logits, cap, gradient.dtype)
+        gradient = gradient * _slope(values, cap)
     logits.copy_(torch.where(order < size, gradient, 0))
 
 
-def _slope(capped: torch.Tensor, cap: float, dtype: torch.dtype) -> torch.Tensor:
+def soft_capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap · tanh(logit / cap), or without a cap the logits: their shape and dtype."""
+    return cap * (logits / cap).tanh() if cap else logits
+
+
+def _slope(capped: torch.Tensor, cap: float) -> torch.Tensor:
     """The derivative of a soft cap, given what it made of the logits."""
-    return 1 - (capped.to(dtype) / cap).square()
+    return 1 - (capped / cap).square()
 
 
 @cache

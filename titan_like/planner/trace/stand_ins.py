@@ -67,7 +67,7 @@ _loss_statistics = _operator(
     lambda logits, columns, size, cap: logits.new_empty(
         2, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32)
     ),
-    "(Tensor(a!) logits, Tensor columns, int size, float cap) -> Tensor",
+    "(Tensor logits, Tensor columns, int size, float cap) -> Tensor",
 )
 _loss_gradient = _operator(
     "loss_gradient",
