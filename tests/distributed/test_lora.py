@@ -14,8 +14,11 @@ from transformers import AutoModelForCausalLM
 from tests.distributed.launch import base_config, collect, losses_of_layouts, trainer_of
 from tests.distributed.layouts import pipeline, sizes, tensor, zero
 from tests.unit.hugging_face_cases import gpt_config, llama_config, reference_model
+from tests.unit.test_decoder_hugging_face import CASES as CLASSES
+from tests.unit.test_decoder_hugging_face import random_folder
 from titan_like.commands import convert
 from titan_like.config import ConfigError
+from titan_like.hugging_face.folder import read_model
 from titan_like.train.job import process_group
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
@@ -37,6 +40,8 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
         ["q_proj", "v_proj", "proj", "mlp.gate", "down"],
     ),
     "gpt": (["c_attn", "c_fc"], ["attention.qkv", "mlp.fc1"]),
+    # GLM-4, whose rotated rows are stored in pairs.
+    "decoder": (["q_proj", "k_proj", "o_proj"], ["q_proj", "k_proj", "attention.proj"]),
 }
 
 
@@ -71,8 +76,12 @@ def plain(folder: Path, ends: list[str]) -> tuple[nn.Module, dict[str, torch.Ten
 def prepared(tmp_path: Path, family: str, **peft: Any) -> tuple[dict[str, Any], nn.Module, dict[str, torch.Tensor]]:
     """The settings of a run from a PEFT folder, the same model as a plain one, and its adapters."""
     ends, modules = CASES[family]
-    shape = {"llama": llama_config, "gpt": gpt_config}[family](hidden_size=64, num_layers=2, vocab_size=257)
-    reference_model(shape).save_pretrained(tmp_path / "hf")
+    if family == "decoder":
+        random_folder("glm4", CLASSES["glm4"][1] | {"vocab_size": 257}, tmp_path / "hf")
+        shape = read_model(tmp_path / "hf", "model.from")[2]
+    else:
+        shape = {"llama": llama_config, "gpt": gpt_config}[family](hidden_size=64, num_layers=2, vocab_size=257)
+        reference_model(shape).save_pretrained(tmp_path / "hf")
     model, tensors = plain(tmp_path / "hf", ends)
     (tmp_path / "peft").mkdir()
     save_file(

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,26 +68,31 @@ class StoredAdapter(NamedTuple):
 
     def to_peft(self, a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that PEFT keeps of our A and B."""
-        parts = a.split(self.adapter.rank), self.adapter.matrices(b)
-        for module, part_a, part_b in zip(self.modules, *parts, strict=True):
+        rows = b.new_zeros(sum(self.stored.rows), self.adapter.rank).index_copy_(0, self._order, b)
+        adapted = compress(rows.split(self.stored.rows), self.adapter.is_adapted)
+        for module, part_a, part_b in zip(self.modules, a.split(self.adapter.rank), adapted, strict=True):
             first, second = names_of(module)
-            rows = part_b.flatten(0, 1)
             yield first, part_a
-            yield second, rows if self._is_split else torch.empty_like(rows).index_copy_(0, self.stored.order(), rows)
+            yield second, part_b
 
     def from_peft(self, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Our A and B from PEFT's tensors: float32."""
-        pairs = [[tensors[name].float() for name in names_of(module)] for module in self.modules]
-        a = torch.cat([first for first, _ in pairs])
-        if not self._is_split:
-            return a, pairs[0][1][self.stored.order()]
-        b = torch.cat([second.view(self.stored.groups, -1, self.adapter.rank) for _, second in pairs], 1)
-        return a, b.flatten(0, 1)
+        pairs = iter([[tensors[name].float() for name in names_of(module)] for module in self.modules])
+        parts, rows = list[torch.Tensor](), list[torch.Tensor]()
+        for count, is_adapted in zip(self.stored.rows, self.adapter.is_adapted, strict=True):
+            first, second = next(pairs) if is_adapted else (None, torch.zeros(count, self.adapter.rank))
+            parts += [] if first is None else [first]
+            rows.append(second)
+        return torch.cat(parts), torch.cat(rows)[self._order]
 
     @property
-    def _is_split(self) -> bool:
-        """Whether the layer is several matrices in transformers, whose rows are in the order that they have here."""
-        return len(self.adapter.rows) > 1
+    def _order(self) -> torch.Tensor:
+        """For each row of our B, its number among the rows of all of the layer's matrices in transformers."""
+        order, sizes = self.stored.order(), self.adapter.rows
+        if len(sizes) == 1:
+            return order
+        adapted = torch.tensor(self.adapter.is_adapted).repeat_interleave(torch.tensor(sizes))
+        return order.view(-1, sum(sizes))[:, adapted].flatten()
 
 
 def names_of(module: str) -> tuple[str, str]:

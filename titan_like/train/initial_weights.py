@@ -23,7 +23,7 @@ _KEY = "checkpoint.initial_load_path"
 def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
     """Refuse a `checkpoint.initial_load_path` without weights of this model. Reads no tensors."""
     text = config.checkpoint.initial_load_path
-    cure = f"adapters need the weights that they adapt; name them by {_KEY}"
+    cure = f"adapters need the weights that they adapt; name them by model.from or {_KEY}"
     require(text is not None or not config.lora.rank, "lora.rank", config.lora.rank, cure)
     if text is None:
         return
