@@ -71,6 +71,7 @@ CASES = {
         "gpt_neox", NEOX | {"use_parallel_residual": False, "attention_bias": False, "rotary_pct": 0.5}
     ),
     "nemotron": ("nemotron", WIDE | {"attention_bias": True, "mlp_bias": True}),
+    "starcoder2": ("starcoder2", SMALL | {"sliding_window": WINDOW, "num_key_value_heads": 1}),
     "mixtral": ("mixtral", WIDE | {"num_local_experts": 5, "sliding_window": WINDOW}),
     "qwen3_moe": (
         "qwen3_moe", WIDE | EXPERTS | {"moe_intermediate_size": 24, "mlp_only_layers": [0], "attention_bias": True}
@@ -278,7 +279,7 @@ def test_the_text_model_of_gemma3_is_taken_out(tmp_path: Path) -> None:
 
 def test_shapes_of_no_class_are_refused_in_a_sentence() -> None:
     shape = SMALL_SHAPE | {"block": "parallel", "qk_norm": "head", "norm": "layer", "gated": False}
-    with pytest.raises(RefusedError, match=r"the model has activation = silu, which GPTNeoX\w+ cannot represent"):
+    with pytest.raises(RefusedError, match=r"the model has norm = layer, which Qwen3\w+ cannot represent"):
         family_of(DecoderConfig.model_validate(shape))
     two = {"layer_pattern": ["a", "b"], "kinds": {"a": {"window": 4}, "b": {"window": 8}}}
     with pytest.raises(RefusedError, match="layer_pattern = "):

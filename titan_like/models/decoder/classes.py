@@ -70,6 +70,7 @@ class Class:
     head_dim: int | None = 0  # default; 0: hidden size / heads; None: always that
     bias: Literal["", "qkv", "all"] = ""  # attention_bias here, if it is true there
     has_bias: bool = False  # default of attention_bias
+    parallel: str = ""  # the field that says whether a block is parallel, which is the default
     query_scalar: bool = False  # as in Gemma, which also scales embeddings
     # Which layers have a window: none; all; those of layer_types or else all but every n-th, n = period; those after
     # max_window_layers if use_sliding_window. Or every n-th does not rotate.
@@ -178,7 +179,8 @@ CLASSES = (
         "GPTNeoXForCausalLM", ("gpt_neox",), (50432, 6144, 24576, 44, 64, 0, 2048),
         {"norm": "layer", "activation": "gelu", "gated": False, "mlp_bias": True}, must={"hidden_act": ("gelu",)},
         ignored=frozenset({"num_key_value_heads"}), eps=("layer_norm_eps", 1e-5), head_dim=None, bias="all",
-        has_bias=True, theta=("rotary_emb_base", 10_000.0), fraction=("rotary_pct", 0.25),
+        has_bias=True, parallel="use_parallel_residual", theta=("rotary_emb_base", 10_000.0),
+        fraction=("rotary_pct", 0.25),
         names={
             "embedding": "gpt_neox.embed_in", "layers": "gpt_neox.layers", "norm": "gpt_neox.final_layer_norm",
             "output": "embed_out", "attention.qkv": "attention.query_key_value", "attention.proj": "attention.dense",
@@ -190,6 +192,18 @@ CLASSES = (
         {"norm": "layer", "norm_offset": True, "activation": "relu2", "gated": False},
         must={"hidden_act": ("relu2",)}, fields=_MLP_BIAS, eps=("norm_eps", 1e-5), init_std=0.0134, bias="all",
         fraction=("partial_rotary_factor", 0.5),
+    ),
+    Class(
+        "Starcoder2ForCausalLM", ("starcoder2",), (49152, 3072, 12288, 30, 24, 2, 4096),
+        {
+            "norm": "layer", "activation": "gelu_tanh", "gated": False, "attention_bias": "all", "mlp_bias": True,
+        },
+        must={
+            "hidden_act": ("gelu_pytorch_tanh",), "use_bias": (True,), "residual_dropout": (0.0, 0),
+            "embedding_dropout": (0.0, 0),
+        },
+        eps=("norm_epsilon", 1e-5), init_std=0.018042, tied=True, head_dim=None, layers="all",
+        names={"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"},
     ),
     Class(
         "MixtralForCausalLM", ("mixtral",), must=_SILU, may={"router_jitter_noise": (0.0, 0)},

@@ -97,8 +97,8 @@ def _shape(one: Class, fields: Fields) -> dict[str, Any]:
     if one.query_scalar:
         found["attention_scale"] = fields.number("query_pre_attn_scalar", 256) ** -0.5
         found["embedding_scale"] = hidden**0.5
-    if one.fixed.get("norm") == "layer" and "block" not in one.fixed and one.head_dim is None:
-        found["block"] = "parallel" if fields.flag("use_parallel_residual", True) else "pre"
+    if one.parallel:
+        found["block"] = "parallel" if fields.flag(one.parallel, True) else "pre"
     if one.has_latents:
         found["q_lora_rank"] = _or_zero(fields, "q_lora_rank", 1536)
         found["mtp_layers"] = _or_zero(fields, "num_nextn_predict_layers", 0)
@@ -219,10 +219,8 @@ def to_fields(config: DecoderConfig, one: Class) -> dict[str, Any]:
         fields["attention_bias"] = config.attention_bias == one.bias
     if one.query_scalar:
         fields["query_pre_attn_scalar"] = round(scale_of(config) ** -2)
-    if config.block == "parallel":
-        fields["use_parallel_residual"] = True
-    elif one.model_types == ("gpt_neox",):
-        fields["use_parallel_residual"] = False
+    if one.parallel:
+        fields[one.parallel] = config.block == "parallel"
     if one.has_latents:
         fields |= {"q_lora_rank": config.q_lora_rank or None, "num_nextn_predict_layers": config.mtp_layers}
     if (names := one.experts) is not None:
