@@ -43,7 +43,12 @@ PATH_KEYS = [key for key, field in KEYS.items() if any(check in field.metadata f
 URL_KEYS = {"model.from", "checkpoint.folder", "checkpoint.initial_load_path", "data.paths"}
 URL_OPTIONS = {"convert": {"--checkpoint", "--input", "--output"}, "generate": {"--checkpoint"}}
 URL_OPTIONS["evaluate"] = URL_OPTIONS["generate"]
-NO_PATHS = {"data.dataset", "evaluation.datasets", "model.flavor"}  # whose descriptions say "files", among others
+NO_PATHS = {
+    "data.dataset",
+    "evaluation.datasets",
+    "lora.modules",
+    "model.flavor",
+}  # that say "files", among others
 IS_PATH = re.compile(r"\b(path|folder|file|directory)s?\b", re.IGNORECASE)
 COMMANDS = {name for _, name, _ in pkgutil.iter_modules(titan_like.commands.__path__)}
 COMMANDS -= {"plan", "resumable"}  # which takes settings only

@@ -140,7 +140,7 @@ def test_what_a_source_says_survives_saves(tmp_path: Path) -> None:
     to_hugging_face(CheckpointWeights(tmp_path / "run" / "step-1"), tmp_path / "hf", None, 10**9, "none")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     spec = save_kind(tmp_path / "hf", "chatml")
-    ends = {"eos_token_id": [301, 302], "pad_token_id": 300, "custom": {"a": 1}}
+    ends = {"eos_token_id": [301, 302], "pad_token_id": 300, "task_specific_params": {"a": 1}}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config | ends))
     (tmp_path / "hf" / "generation_config.json").write_text(json.dumps({"eos_token_id": [301, 302], "top_k": 20}))
     (tmp_path / "hf" / "chat_template.jinja").write_text("{{ messages }}")

@@ -269,7 +269,7 @@ class Fields:
         for table in (self, *self._tables):
             for field, value in table.values.items():
                 if field not in table._read and field not in meaningless and value is not None:
-                    table.refuse(field, "which the models here do not know")
+                    table.refuse(field, "which the models here do not know; take it out if it changes nothing")
 
     def refuse(self, field: str, problem: str) -> NoReturn:
         """Raise a `RefusedError` because of one field, whose name and value the message gives."""

@@ -33,7 +33,7 @@ _MEANINGLESS = frozenset(
     is_encoder_decoder label2id max_length min_length model_type output_attentions output_hidden_states
     output_router_logits pad_token_id prefix problem_type pruned_heads quantization_config return_dict sep_token_id
     seq_aux suppress_tokens task_specific_params tie_encoder_decoder tokenizer_class torch_dtype torchscript
-    transformers_version use_bfloat16 use_cache
+    transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache
     """.split()  # noqa: SIM905
 )
 _EVERYWHERE: dict[str, tuple[Any, ...]] = {
