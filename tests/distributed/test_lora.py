@@ -18,6 +18,7 @@ from tests.unit.test_decoder_hugging_face import CASES as CLASSES
 from tests.unit.test_decoder_hugging_face import random_folder
 from titan_like.commands import convert
 from titan_like.config import ConfigError
+from titan_like.evaluate.inference import load
 from titan_like.hugging_face.folder import read_model
 from titan_like.train.job import process_group
 from titan_like.train.rules import resolve_settings
@@ -137,6 +138,8 @@ def test_steps_are_those_of_a_plain_loop_and_go_to_peft_and_merged(tmp_path: Pat
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()
     expected = model.eval()(input_ids=tokens).logits
     torch.testing.assert_close(merged(input_ids=tokens).logits, expected, rtol=1e-4, atol=1e-4)
+    loaded = load(tmp_path / "run", device="cpu")[0](tokens)[..., : expected.shape[-1]]
+    torch.testing.assert_close(loaded, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_run_goes_on_with_its_own_base_alone_and_keeps_adapters_alone(tmp_path: Path) -> None:

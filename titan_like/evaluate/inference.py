@@ -15,6 +15,7 @@ from titan_like.checkpoint.checks import check_same_run, usable_steps
 from titan_like.checkpoint.loader import (
     is_checkpoint,
     load_checkpoint,
+    model_tensors,
     one_checkpoint,
     problem_without_checkpoints,
     reading,
@@ -28,14 +29,16 @@ from titan_like.checkpoint.step_folders import (
 )
 from titan_like.config.errors import require
 from titan_like.config.load import load_config, parse_overrides
-from titan_like.config.schema import JobConfig
+from titan_like.config.schema import JobConfig, LoRA
 from titan_like.config.section import options_of
 from titan_like.config.urls import path_of
 from titan_like.data.batch import Batch
 from titan_like.data.tokenizer import Tokenizer, tokenizer_in, tokenizer_of
 from titan_like.hugging_face.folder import is_hugging_face, local_folder
+from titan_like.hugging_face.peft import MergedWeights
 from titan_like.hugging_face.start import read_weights
 from titan_like.models.config import TransformerConfig
+from titan_like.models.layers.init import local_parts
 from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
@@ -110,10 +113,6 @@ def find_checkpoint(config: JobConfig) -> Path:
         require(complete_steps(path), "checkpoint.folder", str(path), problem_without_checkpoints(path, cure))
         path = checkpoint_path(path, usable_steps(path, step)[-1])
     check_same_run(path, config, model_config(config.model), resumes=False)
-    problem = (
-        f"{path} holds adapters alone; merge them by scripts/convert.py to-hf --merge, and convert that by from-hf"
-    )
-    require(not config.lora.rank, "lora.rank", config.lora.rank, problem)
     return path
 
 
@@ -136,7 +135,24 @@ def load_for_inference(config: JobConfig, path: Path, device: torch.device) -> T
 
 def _load(path: Path, model: ParallelModel | Transformer) -> None:
     with reading(path, f"; {_other_checkpoints(path)}"):
-        load_checkpoint(path, model) if is_checkpoint(path) else read_weights(path, model)
+        if not is_checkpoint(path):
+            read_weights(path, model)
+        elif not read_run_state(path).base:
+            load_checkpoint(path, model)
+        else:
+            _load_adapted(MergedWeights(path), model)
+
+
+@torch.no_grad()
+def _load_adapted(weights: MergedWeights, model: ParallelModel | Transformer) -> None:
+    """Load the base of a checkpoint of adapters, and add these to it."""
+    _load(weights.base, model)
+    for key, tensor in model_tensors(model).items():
+        if (name := key.removeprefix("model.")) in weights.adapters:
+            update = weights.update(name)
+            for part, offsets in local_parts(tensor):
+                where = zip(offsets, part.shape, strict=True)
+                part += update[tuple(slice(start, start + size) for start, size in where)]
 
 
 def load_parallel_model(config: JobConfig, path: Path, mesh: DeviceMesh, device: torch.device) -> ParallelModel:
@@ -145,7 +161,8 @@ def load_parallel_model(config: JobConfig, path: Path, mesh: DeviceMesh, device:
     Raises:
         RunError: the checkpoint is damaged.
     """
-    eager = config.model_copy(update={"compile": config.compile.model_copy(update={"enable": False})})
+    without = {"compile": config.compile.model_copy(update={"enable": False}), "lora": LoRA()}
+    eager = config.model_copy(update=without)
     model = build_parallel_model(eager, model_config(config.model), mesh, device)
     _load(path, model)
     return model

@@ -55,16 +55,18 @@ class StoredAdapter(NamedTuple):
         """The modules in transformers that have an adapter, and the shapes [out, in] of their weights."""
         pairs = zip(self.stored.sources.items(), self.adapter.is_adapted, strict=True)
         turned = -1 if self.stored.is_transposed else 1
-        found = {source.removesuffix(".weight"): shape[::turned] for (source, shape), is_adapted in pairs if is_adapted}
-        return {module: (rows, columns) for module, (rows, columns) in found.items()}
+        shapes = {
+            source.removesuffix(".weight"): shape[::turned] for (source, shape), is_adapted in pairs if is_adapted
+        }
+        return {module: (rows, columns) for module, (rows, columns) in shapes.items()}
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
         """The shapes of PEFT's tensors by their names."""
-        rank, found = self.adapter.rank, dict[str, tuple[int, int]]()
+        rank, shapes = self.adapter.rank, dict[str, tuple[int, int]]()
         for module, (rows, columns) in self.modules.items():
-            found |= zip(names_of(module), ((rank, columns), (rows, rank)), strict=True)
-        return found
+            shapes |= zip(names_of(module), ((rank, columns), (rows, rank)), strict=True)
+        return shapes
 
     def to_peft(self, a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that PEFT keeps of our A and B."""
@@ -100,22 +102,25 @@ def names_of(module: str) -> tuple[str, str]:
     return f"{_PREFIX}{module}.lora_A.weight", f"{_PREFIX}{module}.lora_B.weight"
 
 
+def _adapters(model: TransformerConfig, section: LoRA) -> dict[str, Adapter]:
+    with torch.device("meta"), WithoutInit():
+        return adapters_of(model.family_module("model").build(model), section)
+
+
 def stored_adapters(model: TransformerConfig, section: LoRA) -> Iterator[StoredAdapter]:
     """Every adapter of a model.
 
     Raises:
         ConfigError: transformers has no module for one of them.
     """
-    with torch.device("meta"), WithoutInit():
-        module = model.family_module("model").build(model)
     stored = stored_linears(model)
-    for name, adapter in adapters_of(module, section).items():
-        one = stored.get(name)
-        is_whole = one is not None and sum(one.rows) == one.shape[0]
+    for name, adapter in _adapters(model, section).items():
+        weight = stored.get(name)
+        is_whole = weight is not None and sum(weight.rows) == weight.shape[0]
         problem = f"PEFT has no adapter for {name}, which is not a module of transformers' class"
-        require(one is not None and is_whole, "lora.modules", section.modules, problem)
-        assert one is not None
-        yield StoredAdapter(name, adapter, one)
+        require(weight is not None and is_whole, "lora.modules", section.modules, problem)
+        assert weight is not None
+        yield StoredAdapter(name, adapter, weight)
 
 
 def is_peft(folder: Path) -> bool:
@@ -159,7 +164,7 @@ def check_peft(folder: Path, key: str, model: TransformerConfig, section: LoRA) 
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except Exception as error:  # whatever the library raises for an invalid file
         raise ConfigError(key, str(folder), f"its {ADAPTER_WEIGHTS} cannot be read ({first_line(error)})") from None
-    wanted = {name: shape for one in stored_adapters(model, section) for name, shape in one.shapes.items()}
+    wanted = {name: shape for adapter in stored_adapters(model, section) for name, shape in adapter.shapes.items()}
     for name in sorted(shapes.keys() ^ wanted.keys()):
         problem = f"{folder} has {'no' if name in wanted else 'a'} {name}; name the modules that it has"
         raise ConfigError("lora.modules", section.modules, problem)
@@ -173,12 +178,12 @@ def read_peft(folder: Path, model: ParallelModel, section: LoRA) -> None:
     """Read this process's part of a PEFT folder's adapters, which have been checked, into a model in any layout."""
     parameters = dict(model.named_parameters())
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
-        for one in stored_adapters(model.stages[0].module.config, section):
-            ours = [parameters.get(f"{one.name}.{name}") for name in ADAPTER_NAMES]
+        for adapter in stored_adapters(model.stages[0].module.config, section):
+            ours = [parameters.get(f"{adapter.name}.{name}") for name in ADAPTER_NAMES]
             if ours[0] is None:  # of another pipeline stage
                 continue
-            tensors = {name: file.get_tensor(name) for name in one.shapes}
-            for parameter, value in zip(ours, one.from_peft(tensors), strict=True):
+            tensors = {name: file.get_tensor(name) for name in adapter.shapes}
+            for parameter, value in zip(ours, adapter.from_peft(tensors), strict=True):
                 assert parameter is not None
                 for part, offset in local_parts(parameter):
                     where = zip(offset, part.shape, strict=True)
@@ -189,11 +194,11 @@ def write_peft(weights: CheckpointWeights, output: Path, dtype: torch.dtype) -> 
     """Write a checkpoint's adapters as a PEFT folder, completely or not at all."""
     section, model = lora_of(weights), weights.model
     adapters, tensors = list(stored_adapters(model, section)), dict[str, torch.Tensor]()
-    for one in adapters:
-        a, b = (weights.read(f"{one.name}.{name}") for name in ADAPTER_NAMES)
-        tensors |= {name: tensor.to(dtype).contiguous() for name, tensor in one.to_peft(a, b)}
+    for adapter in adapters:
+        a, b = (weights.read(f"{adapter.name}.{name}") for name in ADAPTER_NAMES)
+        tensors |= {name: tensor.to(dtype).contiguous() for name, tensor in adapter.to_peft(a, b)}
     # Without the layers' numbers, names fit the same module in each layer.
-    ends = {NUMBERED.sub("", module) for one in adapters for module in one.modules}
+    ends = {NUMBERED.sub("", module) for adapter in adapters for module in adapter.modules}
     fields = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if model.is_causal else "SEQ_2_SEQ_LM" if model.has_decoder else None,
@@ -202,7 +207,7 @@ def write_peft(weights: CheckpointWeights, output: Path, dtype: torch.dtype) -> 
         "lora_alpha": section.alpha,
         "lora_dropout": section.dropout,
         "target_modules": sorted(ends),
-        "fan_in_fan_out": any(one.stored.is_transposed for one in adapters),
+        "fan_in_fan_out": any(adapter.stored.is_transposed for adapter in adapters),
         "bias": "none",
         "init_lora_weights": True,
         "inference_mode": True,
@@ -235,15 +240,24 @@ class MergedWeights(CheckpointWeights):
         return folder
 
     @cached_property
-    def _adapters(self) -> dict[str, StoredAdapter]:
-        return {f"{one.name}.weight": one for one in stored_adapters(self.model, lora_of(self))}
+    def adapters(self) -> dict[str, Adapter]:
+        """By the names of the weights that they belong to."""
+        adapters = _adapters(self.model, lora_of(self))
+        return {f"{name}.weight": adapter for name, adapter in adapters.items()}
+
+    @torch.no_grad()
+    def update(self, name: str) -> torch.Tensor:
+        """alpha / rank · B · A of the weight ``name``, which has an adapter: float32, [out, in]."""
+        a, b = (super(MergedWeights, self).read(f"{name.removesuffix('weight')}{part}") for part in ADAPTER_NAMES)
+        return self.adapters[name].up(a.t(), b).t()
 
     @cached_property
     def _base_reader(self) -> Any:
         if is_checkpoint(self.base):
             return CheckpointWeights(self.base).read
         source = open_hugging_face(self.base, "--checkpoint")
-        stored, read = {one.name: one for one in source.stored_parameters(self.model)}, slice_reader(source.tensors)
+        stored = {weight.name: weight for weight in source.stored_parameters(self.model)}
+        read = slice_reader(source.tensors)
 
         def read_one(name: str) -> torch.Tensor:
             weight = torch.empty(stored[name].shape)
@@ -256,11 +270,7 @@ class MergedWeights(CheckpointWeights):
     def read(self, name: str) -> torch.Tensor:
         """One full weight by its name in the model: float32."""
         weight = self._base_reader(name)
-        if name in self._adapters:
-            one = self._adapters[name]
-            a, b = (CheckpointWeights.read(self, f"{one.name}.{part}") for part in ADAPTER_NAMES)
-            weight += one.adapter.up(a.t(), b).t()
-        return weight
+        return weight + self.update(name) if name in self.adapters else weight
 
 
 def fingerprint(folder: Path) -> str:

@@ -62,14 +62,14 @@ class Adapter(NamedTuple):
         if len(self.rows) == 1:
             return F.linear(low, b)
         pairs = iter(zip(low.split(self.rank, -1), self.matrices(b), strict=True))
-        groups, found = len(b) // sum(self.adapted_rows), []
+        groups, parts = len(b) // sum(self.adapted_rows), []
         for rows, is_adapted in zip(self.rows, self.is_adapted, strict=True):
             if is_adapted:
-                own, matrix = next(pairs)
-                found.append(F.linear(own, matrix.flatten(0, 1)).unflatten(-1, (groups, rows)))
+                part, matrix = next(pairs)
+                parts.append(F.linear(part, matrix.flatten(0, 1)).unflatten(-1, (groups, rows)))
             else:
-                found.append(low.new_zeros(*low.shape[:-1], groups, rows))
-        return torch.cat(found, -1).flatten(-2)
+                parts.append(low.new_zeros(*low.shape[:-1], groups, rows))
+        return torch.cat(parts, -1).flatten(-2)
 
 
 class AdaptedLinear(LinearGemms):
@@ -115,14 +115,14 @@ def adapters_of(model: Transformer, section: LoRA) -> dict[str, Adapter]:
     """The adapter of each linear layer that has one, by the layer's name. The model may be a stage."""
     stored = stored_linears(model.config)
     names = [name for name, module in model.layers.named_modules(prefix="layers") if isinstance(module, nn.Linear)]
-    found = {name: _adapter_of(name, stored.get(name), section) for name in names}
-    return {name: adapter for name, adapter in found.items() if any(adapter.is_adapted)}
+    adapters = {name: _adapter_of(name, stored.get(name), section) for name in names}
+    return {name: adapter for name, adapter in adapters.items() if any(adapter.is_adapted)}
 
 
 def stored_linears(config: TransformerConfig) -> dict[str, Stored]:
     """How Hugging Face's files store each layer's weights, by the module's name; empty if they cannot."""
     try:
-        return {one.name.removesuffix(".weight"): one for one in family_of(config).stored_parameters(config)}
+        return {weight.name.removesuffix(".weight"): weight for weight in family_of(config).stored_parameters(config)}
     except (ConfigError, RefusedError):
         return {}
 
@@ -132,7 +132,7 @@ def _adapter_of(name: str, stored: Stored | None, section: LoRA) -> Adapter:
     parts = stored.parts if stored is not None and len(sources) > 1 else ()
     rows = tuple(part // stored.groups for part in parts) if stored is not None and parts else (1,)
     is_whole = _fits(section.modules, name)
-    is_adapted: tuple[bool, ...] = (is_whole or any(_fits(section.modules, one) for one in sources),)
+    is_adapted: tuple[bool, ...] = (is_whole or any(_fits(section.modules, source) for source in sources),)
     if parts:
         is_adapted = tuple(is_whole or _fits(section.modules, source) for source in sources)
     return Adapter(section.rank, section.alpha / section.rank, section.dropout, rows, is_adapted)
@@ -153,7 +153,7 @@ def check_adapters(config: TransformerConfig, section: LoRA, family: str) -> Non
     linears = {name for name, module in model.layers.named_modules() if isinstance(module, nn.Linear)}
     require(linears, "lora.rank", section.rank, f"the layers of {family} have no linear modules; set it to 0")
     stored = stored_linears(model.config)
-    sources = (one.sources for name, one in stored.items() if name.removeprefix("layers.") in linears)
+    sources = (weight.sources for name, weight in stored.items() if name.removeprefix("layers.") in linears)
     # Without the layers' numbers: all layers of a kind are alike.
     there = sorted({NUMBERED.sub("", name) for name in linears})
     known = {*there, *(NUMBERED.sub("", name.removesuffix(".weight")) for names in sources for name in names)}

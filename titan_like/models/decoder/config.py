@@ -250,4 +250,4 @@ class DecoderConfig(WithHeadSize, WithExperts):
 
     def _factors(self) -> list[list[float]]:
         scalings = [kind.rope_scaling for kind in (self.kind(name) for name in self.kind_names)]
-        return [factors for one in scalings if one is not None for factors in (one.short_factors, one.long_factors)]
+        return [factors for item in scalings if item is not None for factors in (item.short_factors, item.long_factors)]

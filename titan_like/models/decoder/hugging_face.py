@@ -21,7 +21,7 @@ from titan_like.models.hugging_face import Fields, RefusedError, Stored, read_fi
 __all__ = ["ARCHITECTURES", "class_of", "from_fields", "stored_parameters"]
 
 _ELSEWHERE = ("llama", "mixtral", "qwen3_moe", "olmoe")  # families of these names have them
-ARCHITECTURES = {kind: one.name for one in CLASSES for kind in one.model_types if kind not in _ELSEWHERE}
+ARCHITECTURES = {kind: row.name for row in CLASSES for kind in row.model_types if kind not in _ELSEWHERE}
 _SLIDING, _UNROTATED = "sliding", "unrotated"
 _LAYER_TYPES = {"full_attention": FULL, "sliding_attention": _SLIDING}
 # Fields that say nothing about the shape.
@@ -58,55 +58,55 @@ _NOT_COMPARED = {"vocab_multiple", "balance_coefficient", "bias_update_rate", "z
 
 def from_fields(fields: Fields, kind: type[DecoderConfig] = DecoderConfig) -> DecoderConfig:
     """The shape that config.json describes. A `RefusedError` names a feature that this family lacks, or a bad field."""
-    one = next(one for one in CLASSES if fields.get("model_type") in one.model_types)
+    row = next(row for row in CLASSES if fields.get("model_type") in row.model_types)
     if (text := fields.table("text_config")) is not None:
         tied = fields.get("tie_word_embeddings")  # of the model around that of the text
         fields = Fields(text.values | ({} if tied is None else {"tie_word_embeddings": tied}), "text_config.")
     if fields.get("attention_dropout"):
         warnings.warn("attention_dropout of config.json is ignored: decoders here have no dropout", stacklevel=2)
-    values = _shape(one, fields)
-    fields.refuse_others(_MEANINGLESS | one.ignored)
+    values = _shape(row, fields)
+    fields.refuse_others(_MEANINGLESS | row.ignored)
     shape = validated(kind, values)
     assert isinstance(shape, DecoderConfig)
     return shape
 
 
-def _shape(one: Class, fields: Fields) -> dict[str, Any]:
-    read = {theirs for _, theirs, _ in one.fields} | one.ignored | ({"attention_bias"} if one.bias else set())
-    read |= {"use_sliding_window"} if one.layers == "switched" else set()
-    for field, allowed in {**_EVERYWHERE, **one.may, **one.must}.items():
+def _shape(row: Class, fields: Fields) -> dict[str, Any]:
+    read = {theirs for _, theirs, _ in row.fields} | row.ignored | ({"attention_bias"} if row.bias else set())
+    read |= {"use_sliding_window"} if row.layers == "switched" else set()
+    for field, allowed in {**_EVERYWHERE, **row.may, **row.must}.items():
         if field not in read:
             fields.must_be(field, *allowed)
-    sizes = [(*names, default) for names, default in zip(_SIZES, one.sizes, strict=True) if names[1] not in one.ignored]
-    others = (
-        ("norm_eps", *one.eps),
-        ("init_std", "initializer_range", one.init_std),
-        ("tied_embeddings", "tie_word_embeddings", one.tied),
+    sizes = [(*names, default) for names, default in zip(_SIZES, row.sizes, strict=True) if names[1] not in row.ignored]
+    scalars = (
+        ("norm_eps", *row.eps),
+        ("init_std", "initializer_range", row.init_std),
+        ("tied_embeddings", "tie_word_embeddings", row.tied),
     )
-    found = {**one.fixed, **read_fields(DecoderConfig, (*sizes, *others, *one.fields), fields)}
-    hidden, heads = found["hidden_size"], found["num_attention_heads"]
-    found |= {ours: 1 / fields.number(theirs, default) for ours, theirs, default in one.reciprocal}
-    for ours, theirs, default in one.nullable:
-        found[ours] = 0.0 if fields.get(theirs, default) is None else fields.number(theirs, default)
-    if one.head_dim is not None:
-        found["head_size"] = fields.integer("head_dim", one.head_dim or max(1, hidden // heads))
-    elif not one.has_latents and fields.get("head_dim") is not None:
+    shape = {**row.fixed, **read_fields(DecoderConfig, (*sizes, *scalars, *row.fields), fields)}
+    hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
+    shape |= {ours: 1 / fields.number(theirs, default) for ours, theirs, default in row.reciprocal}
+    for ours, theirs, default in row.nullable:
+        shape[ours] = 0.0 if fields.get(theirs, default) is None else fields.number(theirs, default)
+    if row.head_dim is not None:
+        shape["head_size"] = fields.integer("head_dim", row.head_dim or max(1, hidden // heads))
+    elif not row.has_latents and fields.get("head_dim") is not None:
         fields.must_be("head_dim", hidden // heads)
-    if one.bias:
-        found["attention_bias"] = one.bias if fields.flag("attention_bias", one.has_bias) else "none"
-    if one.query_scalar:
-        found["attention_scale"] = fields.number("query_pre_attn_scalar", 256) ** -0.5
-        found["embedding_scale"] = hidden**0.5
-    if one.parallel:
-        found["block"] = "parallel" if fields.flag(one.parallel, True) else "pre"
-    if one.has_latents:
-        found["q_lora_rank"] = _or_zero(fields, "q_lora_rank", 1536)
-        found["mtp_layers"] = _or_zero(fields, "num_nextn_predict_layers", 0)
-        if found["num_kv_heads"] not in (0, heads):
+    if row.bias:
+        shape["attention_bias"] = row.bias if fields.flag("attention_bias", row.has_bias) else "none"
+    if row.query_scalar:
+        shape["attention_scale"] = fields.number("query_pre_attn_scalar", 256) ** -0.5
+        shape["embedding_scale"] = hidden**0.5
+    if row.parallel:
+        shape["block"] = "parallel" if fields.flag(row.parallel, True) else "pre"
+    if row.has_latents:
+        shape["q_lora_rank"] = _or_zero(fields, "q_lora_rank", 1536)
+        shape["mtp_layers"] = _or_zero(fields, "num_nextn_predict_layers", 0)
+        if shape["num_kv_heads"] not in (0, heads):
             fields.refuse("num_key_value_heads", f"but latent attention has as many as query heads, {heads}")
-    if one.experts is not None:
-        found |= _experts(one, fields, found["num_layers"])
-    return found | _layers(one, fields, found)
+    if row.experts is not None:
+        shape |= _experts(row, fields, shape["num_layers"])
+    return shape | _layers(row, fields, shape)
 
 
 def _or_zero(fields: Fields, field: str, default: int) -> int:
@@ -115,8 +115,8 @@ def _or_zero(fields: Fields, field: str, default: int) -> int:
     return 0 if value is None or (type(value) is int and value == 0) else fields.integer(field, default)
 
 
-def _experts(one: Class, fields: Fields, num_layers: int) -> dict[str, Any]:
-    names = one.experts
+def _experts(row: Class, fields: Fields, num_layers: int) -> dict[str, Any]:
+    names = row.experts
     assert names is not None
     default, width, per_token = names.defaults
     counts = [
@@ -135,7 +135,7 @@ def _experts(one: Class, fields: Fields, num_layers: int) -> dict[str, Any]:
     elif names.dense_layers:
         num_dense = _or_zero(fields, names.dense_layers, 3)
     chosen = fields.integer("num_experts_per_tok", per_token)
-    found: dict[str, Any] = {
+    shape: dict[str, Any] = {
         "num_experts": count,
         "experts_per_token": chosen,
         "expert_ffn_hidden_size": fields.integer(names.width, width),
@@ -144,51 +144,51 @@ def _experts(one: Class, fields: Fields, num_layers: int) -> dict[str, Any]:
         "renormalize": names.renormalize is None or fields.flag("norm_topk_prob", names.renormalize),
     }
     if names.balance is None:
-        return found
+        return shape
     # transformers' loss pools the tokens of all layers, with loads that sum to k. Ours is a sum over layers, with loads
     # that sum to 1. If layers route alike, it is layers / k times as large.
     coefficient = fields.number("router_aux_loss_coef", names.balance)
     per_layer = coefficient * chosen / max(1, num_layers - num_dense)
-    return found | {"balance": "auxiliary" if coefficient else "none", "balance_coefficient": per_layer}
+    return shape | {"balance": "auxiliary" if coefficient else "none", "balance_coefficient": per_layer}
 
 
-def _layers(one: Class, fields: Fields, found: dict[str, Any]) -> dict[str, Any]:
+def _layers(row: Class, fields: Fields, shape: dict[str, Any]) -> dict[str, Any]:
     """The kinds of the layers, with windows and rotary positions."""
-    count, window, layers = found["num_layers"], None, [FULL] * found["num_layers"]
-    if one.layers in ("all", "types", "switched"):
-        null = fields.get("sliding_window", one.window) is None
-        window = None if null else fields.integer("sliding_window", one.window)
-    if one.layers == "switched":
+    count, window, layers = shape["num_layers"], None, [FULL] * shape["num_layers"]
+    if row.layers in ("all", "types", "switched"):
+        null = fields.get("sliding_window", row.window) is None
+        window = None if null else fields.integer("sliding_window", row.window)
+    if row.layers == "switched":
         first = _or_zero(fields, "max_window_layers", 28)
         window = window if fields.flag("use_sliding_window", False) else None
         layers = [FULL if window is None or i < first else _SLIDING for i in range(count)]
-    elif one.layers == "all" and window is not None:
+    elif row.layers == "all" and window is not None:
         layers = [_SLIDING] * count
-    elif one.layers == "types":
-        period = one.period
-        for field in {"sliding_window_pattern", "_sliding_window_pattern"} & (fields.values.keys() - one.ignored):
+    elif row.layers == "types":
+        period = row.period
+        for field in {"sliding_window_pattern", "_sliding_window_pattern"} & (fields.values.keys() - row.ignored):
             period = fields.integer(field)
-        is_full = [(window is None and one.period == 1) or (period > 1 and not (i + 1) % period) for i in range(count)]
+        is_full = [(window is None and row.period == 1) or (period > 1 and not (i + 1) % period) for i in range(count)]
         layers = [FULL if full else _SLIDING for full in is_full]
-    if one.layers in ("types", "switched", "unrotated") and (types := fields.get("layer_types")) is not None:
+    if row.layers in ("types", "switched", "unrotated") and (types := fields.get("layer_types")) is not None:
         if not isinstance(types, list) or len(types) != count or any(name not in _LAYER_TYPES for name in types):
             fields.refuse("layer_types", f"which must say {' or '.join(_LAYER_TYPES)} of each of the {count} layers")
         layers = [_LAYER_TYPES[name] for name in types]
     if _SLIDING in layers and window is None:
         fields.refuse("sliding_window", "but some layers have a window; say how many tokens they see")
-    if one.layers == "unrotated":
+    if row.layers == "unrotated":
         interval = fields.integer("no_rope_layer_interval", 4)
         rotated = fields.get("no_rope_layers") or [int((i + 1) % interval > 0) for i in range(count)]
         if not isinstance(rotated, list) or len(rotated) < count or any(value not in (0, 1) for value in rotated):
             fields.refuse("no_rope_layers", f"which must be 1 or 0 for each of the {count} layers")
         layers = [FULL if is_rotated else _UNROTATED for is_rotated in rotated[:count]]
-    rope = read_rope(one, fields, found["max_seq_len"])
+    rope = read_rope(row, fields, shape["max_seq_len"])
     every = {
         FULL: rope.full,
         _SLIDING: rope.sliding | {"window": window},
         _UNROTATED: {"rope_theta": 0.0, "rope_scaling": None},
     }
-    model = rope.full | ({} if one.has_latents else {"rotary_fraction": rope.fraction})
+    model = rope.full | ({} if row.has_latents else {"rotary_fraction": rope.fraction})
     if set(layers) == {FULL}:
         return model
     length = next(n for n in range(1, count + 1) if all(layers[i] == layers[i % n] for i in range(count)))
@@ -197,33 +197,33 @@ def _layers(one: Class, fields: Fields, found: dict[str, Any]) -> dict[str, Any]
     return model | {"rope_scaling": None} | kinds
 
 
-def to_fields(config: DecoderConfig, one: Class) -> dict[str, Any]:
+def to_fields(config: DecoderConfig, row: Class) -> dict[str, Any]:
     """The shape as fields of config.json, under names that every version of transformers knows."""
-    fields: dict[str, Any] = {"model_type": one.model_types[0]}
-    fields |= {theirs: getattr(config, ours) for ours, theirs in _SIZES if theirs not in one.ignored}
-    fields |= {field: allowed[0] for field, allowed in one.must.items()}
-    fields |= {one.eps[0]: config.norm_eps, "initializer_range": config.init_std}
+    fields: dict[str, Any] = {"model_type": row.model_types[0]}
+    fields |= {theirs: getattr(config, ours) for ours, theirs in _SIZES if theirs not in row.ignored}
+    fields |= {field: allowed[0] for field, allowed in row.must.items()}
+    fields |= {row.eps[0]: config.norm_eps, "initializer_range": config.init_std}
     fields["tie_word_embeddings"] = config.tied_embeddings
-    fields |= {theirs: getattr(config, ours) for ours, theirs, _ in one.fields}
-    for ours, theirs, _ in one.reciprocal:
+    fields |= {theirs: getattr(config, ours) for ours, theirs, _ in row.fields}
+    for ours, theirs, _ in row.reciprocal:
         value = getattr(config, ours)
         fields[theirs] = next(
             (n for n in (round(1 / value, digits) for digits in range(9)) if 1 / (n or 1) == value), 1 / value
         )
-    fields |= {theirs: getattr(config, ours) or None for ours, theirs, _ in one.nullable}
+    fields |= {theirs: getattr(config, ours) or None for ours, theirs, _ in row.nullable}
     if "attention_multiplier" in fields:
         fields["attention_multiplier"] = scale_of(config)
-    if one.head_dim is not None:
+    if row.head_dim is not None:
         fields["head_dim"] = config.head_dim
-    if one.bias:
-        fields["attention_bias"] = config.attention_bias == one.bias
-    if one.query_scalar:
+    if row.bias:
+        fields["attention_bias"] = config.attention_bias == row.bias
+    if row.query_scalar:
         fields["query_pre_attn_scalar"] = round(scale_of(config) ** -2)
-    if one.parallel:
-        fields[one.parallel] = config.block == "parallel"
-    if one.has_latents:
+    if row.parallel:
+        fields[row.parallel] = config.block == "parallel"
+    if row.has_latents:
         fields |= {"q_lora_rank": config.q_lora_rank or None, "num_nextn_predict_layers": config.mtp_layers}
-    if (names := one.experts) is not None:
+    if (names := row.experts) is not None:
         fields |= {names.number: config.num_experts, "num_experts_per_tok": config.experts_per_token}
         fields |= {names.width: config.expert_ffn_hidden_size, "output_router_logits": False}
         if names.balance is not None:  # without the rounding of both conversions
@@ -240,18 +240,18 @@ def to_fields(config: DecoderConfig, one: Class) -> dict[str, Any]:
             fields["n_shared_experts"] = config.num_shared_experts
     layers = [config.kind(config.kind_of(i)) for i in range(config.num_layers)]
     window = next((kind.window for kind in layers if kind.window), None)
-    if one.layers in ("all", "types", "switched"):
+    if row.layers in ("all", "types", "switched"):
         fields["sliding_window"] = window
-    if one.layers == "switched":
+    if row.layers == "switched":
         fields |= {"use_sliding_window": window is not None, "max_window_layers": config.num_layers}
-    if one.layers == "types" or (one.layers == "switched" and window):
+    if row.layers == "types" or (row.layers == "switched" and window):
         fields["layer_types"] = [f"{'sliding' if kind.window else 'full'}_attention" for kind in layers]
-    if one.layers == "unrotated":
+    if row.layers == "unrotated":
         fields["no_rope_layers"] = [int(kind.rope_theta > 0) for kind in layers]
     rotated = [kind for kind in layers if kind.rope_theta] or layers
     full = next((kind for kind in rotated if not kind.window), rotated[0])
     sliding = next((kind for kind in rotated if kind.window), rotated[0])
-    return fields | written_rope(one, config.rotary_fraction, full, sliding)
+    return fields | written_rope(row, config.rotary_fraction, full, sliding)
 
 
 def scale_of(config: DecoderConfig) -> float:
@@ -267,26 +267,26 @@ def class_of(config: DecoderConfig, model_type: Any = None) -> ClassOf:
         RefusedError: there is none. The message names what the nearest one lacks.
     """
     nearest: tuple[int, str] | None = None
-    for one in sorted(CLASSES, key=lambda one: model_type not in one.model_types):
-        lacking = _lacks(config, one)
+    for row in sorted(CLASSES, key=lambda row: model_type not in row.model_types):
+        lacking = _lacks(config, row)
         if not lacking:
-            return ClassOf(one)
+            return ClassOf(row)
         if nearest is None or len(lacking) < nearest[0]:
             value = getattr(config, lacking[0])
-            nearest = len(lacking), f"the model has {lacking[0]} = {value}, which {one.name} cannot represent"
+            nearest = len(lacking), f"the model has {lacking[0]} = {value}, which {row.name} cannot represent"
     assert nearest is not None
     raise RefusedError(nearest[1])
 
 
-def _lacks(config: DecoderConfig, one: Class) -> list[str]:
+def _lacks(config: DecoderConfig, row: Class) -> list[str]:
     """The names of the fields that models of a class have with other values."""
-    if (config.num_experts > 0) != (one.experts is not None) or (config.kv_lora_rank > 0) != one.has_latents:
-        return ["kv_lora_rank" if (config.kv_lora_rank > 0) != one.has_latents else "num_experts"] * 9
+    if (config.num_experts > 0) != (row.experts is not None) or (config.kv_lora_rank > 0) != row.has_latents:
+        return ["kv_lora_rank" if (config.kv_lora_rank > 0) != row.has_latents else "num_experts"] * 9
     try:
-        again = from_fields(Fields(to_fields(config, one)))
+        read_back = from_fields(Fields(to_fields(config, row)))
     except RefusedError:
         return ["layer_pattern"] * 9
-    ours, theirs = _compared(config), _compared(again)
+    ours, theirs = _compared(config), _compared(read_back)
     return [name for name in ours if ours[name] != theirs[name]]
 
 

@@ -21,25 +21,25 @@ class RopeOf(NamedTuple):
     fraction: float  # part of a head that is rotated
 
 
-def read_rope(one: Class, fields: Fields, max_seq_len: int) -> RopeOf:
+def read_rope(row: Class, fields: Fields, max_seq_len: int) -> RopeOf:
     """Read the rotary positions of a class."""
     # As in transformers, which takes the older field first.
     table = fields.table("rope_scaling") or fields.table("rope_parameters")
     if table is None:
-        table = Fields(dict(one.default_scaling or {}))
+        table = Fields(dict(row.default_scaling or {}))
     of_full, of_sliding = table, Fields({})
-    if one.local_theta is not None and {"full_attention", "sliding_attention"} & table.values.keys():
+    if row.local_theta is not None and {"full_attention", "sliding_attention"} & table.values.keys():
         of_full = table.table("full_attention") or Fields({})
         of_sliding = table.table("sliding_attention") or Fields({})
-    theta = of_full.number("rope_theta", fields.number(*one.theta))
-    scaling = _scaling(one, fields, of_full, max_seq_len)
+    theta = of_full.number("rope_theta", fields.number(*row.theta))
+    scaling = _scaling(row, fields, of_full, max_seq_len)
     full = sliding = {"rope_theta": theta, "rope_scaling": scaling}
-    if one.local_theta is not None:
-        local = of_sliding.number("rope_theta", fields.number(*one.local_theta))
-        sliding = {"rope_theta": local, "rope_scaling": _scaling(one, fields, of_sliding, max_seq_len)}
+    if row.local_theta is not None:
+        local = of_sliding.number("rope_theta", fields.number(*row.local_theta))
+        sliding = {"rope_theta": local, "rope_scaling": _scaling(row, fields, of_sliding, max_seq_len)}
     fraction, name = 1.0, "partial_rotary_factor"
-    if one.fraction is not None or (scaling is not None and not one.has_latents):
-        field, default = one.fraction or (name, 1.0)
+    if row.fraction is not None or (scaling is not None and not row.has_latents):
+        field, default = row.fraction or (name, 1.0)
         default = fields.number(field, default) if field != name or name in fields.values else default
         fraction = of_full.number(name, fields.number(name, default))
     else:
@@ -48,9 +48,9 @@ def read_rope(one: Class, fields: Fields, max_seq_len: int) -> RopeOf:
     return RopeOf(full, sliding, fraction)
 
 
-def _scaling(one: Class, fields: Fields, table: Fields, max_seq_len: int) -> dict[str, Any] | None:
+def _scaling(row: Class, fields: Fields, table: Fields, max_seq_len: int) -> dict[str, Any] | None:
     kind = "rope_type" if "rope_type" in table.values else "type"
-    is_phi = one.model_types == ("phi3",)
+    is_phi = row.model_types == ("phi3",)
     table.must_be(kind, *_TYPES, *(("su",) if is_phi else ()))
     table.get("type")
     name = table.get(kind, "default")
@@ -61,16 +61,16 @@ def _scaling(one: Class, fields: Fields, table: Fields, max_seq_len: int) -> dic
         return {"type": name, "factor": table.number("factor")}
     original = table.integer(_ORIGINAL, max_seq_len)
     original = fields.integer(_ORIGINAL, 4096) if is_phi else original
-    found: dict[str, Any] = {"type": name, "original_max_seq_len": original}
-    found["factor"] = table.number("factor", None if name == "llama3" else max_seq_len / original)
+    values: dict[str, Any] = {"type": name, "original_max_seq_len": original}
+    values["factor"] = table.number("factor", None if name == "llama3" else max_seq_len / original)
     if name == "llama3":
-        return found | {field: table.number(field) for field in ("low_freq_factor", "high_freq_factor")}
-    found["attention_factor"] = table.number("attention_factor", 0.0)
+        return values | {field: table.number(field) for field in ("low_freq_factor", "high_freq_factor")}
+    values["attention_factor"] = table.number("attention_factor", 0.0)
     if name == "longrope":
-        return found | {f"{part}_factors": _numbers(table, f"{part}_factor") for part in ("short", "long")}
-    found |= {"beta_fast": table.number("beta_fast", 32.0), "beta_slow": table.number("beta_slow", 1.0)}
-    found |= {field: table.number(field, 0.0) for field in ("mscale", "mscale_all_dim")}
-    return found | {"truncate": table.flag("truncate", True)}
+        return values | {f"{part}_factors": _numbers(table, f"{part}_factor") for part in ("short", "long")}
+    values |= {"beta_fast": table.number("beta_fast", 32.0), "beta_slow": table.number("beta_slow", 1.0)}
+    values |= {field: table.number(field, 0.0) for field in ("mscale", "mscale_all_dim")}
+    return values | {"truncate": table.flag("truncate", True)}
 
 
 def _numbers(table: Fields, field: str) -> list[float]:
@@ -80,24 +80,24 @@ def _numbers(table: Fields, field: str) -> list[float]:
     return [float(value) for value in values]
 
 
-def written_rope(one: Class, fraction: float, full: LayerKind, sliding: LayerKind) -> dict[str, Any]:
+def written_rope(row: Class, fraction: float, full: LayerKind, sliding: LayerKind) -> dict[str, Any]:
     """θ and scaling of layers without and with a window as fields of config.json."""
-    fields: dict[str, Any] = {one.theta[0]: full.rope_theta}
-    if one.local_theta is not None:
-        fields[one.local_theta[0]] = sliding.rope_theta
-    if one.fraction is not None:
-        fields[one.fraction[0]] = fraction
+    fields: dict[str, Any] = {row.theta[0]: full.rope_theta}
+    if row.local_theta is not None:
+        fields[row.local_theta[0]] = sliding.rope_theta
+    if row.fraction is not None:
+        fields[row.fraction[0]] = fraction
     scaling = full.rope_scaling
     if scaling is None:
-        return fields | {"rope_scaling": {"rope_type": "default"} if one.default_scaling else None}
+        return fields | {"rope_scaling": {"rope_type": "default"} if row.default_scaling else None}
     table = scaling.model_dump(exclude_defaults=True) | {"truncate": scaling.truncate}
     table = {name.replace("_factors", "_factor"): value for name, value in table.items()}
     table |= {"rope_type": scaling.type, _ORIGINAL: table.pop("original_max_seq_len", None)}
     table.pop("type", None)
     unused = {_ORIGINAL} if scaling.type == "linear" else set()
     unused |= {"truncate"} if scaling.type != "yarn" else set()
-    if fraction != 1 and one.fraction is None:
+    if fraction != 1 and row.fraction is None:
         table["partial_rotary_factor"] = fraction
-    if one.model_types == ("phi3",):
+    if row.model_types == ("phi3",):
         fields[_ORIGINAL] = scaling.original_max_seq_len
     return fields | {"rope_scaling": {name: value for name, value in table.items() if name not in unused}}

@@ -13,9 +13,9 @@ _NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
 _COPIES = ("embed_tokens", "shared_head.head")  # of the two tables, in layers of multi-token prediction
 
 
-def stored_parameters(config: DecoderConfig, one: Class = CLASSES[0]) -> Iterator[Stored]:
+def stored_parameters(config: DecoderConfig, row: Class = CLASSES[0]) -> Iterator[Stored]:
     """Where each parameter of the model is stored. Names and shapes of parameters are the same in all classes."""
-    names = LLAMA_NAMES | dict(one.names)
+    names = LLAMA_NAMES | dict(row.names)
     table, head = (config.padded_vocab_size, config.hidden_size), f"{names['output']}.weight"
     numbers = range(config.num_layers, config.num_layers + config.mtp_layers)  # which have copies of both tables
     of_table, of_head = ([f"{names['layers']}.{i}.{name}.weight" for i in numbers] for name in _COPIES)
@@ -25,9 +25,9 @@ def stored_parameters(config: DecoderConfig, one: Class = CLASSES[0]) -> Iterato
         ours, theirs = f"layers.{layer}.", f"{names['layers']}.{layer}."
         for name in _NORMS if config.block == "sandwich" else _NORMS[::2]:
             yield from _norm(config, ours + name, theirs + names.get(name, name))
-        yield from (_latents if config.kv_lora_rank else _attention)(config, one, ours, theirs, names)
+        yield from (_latents if config.kv_lora_rank else _attention)(config, row, ours, theirs, names)
         if config.num_experts and layer >= config.num_dense_layers:
-            yield from _experts(config, one, ours, theirs, names)
+            yield from _experts(config, row, ours, theirs, names)
         else:
             for name in ("gate", "up", "down") if config.gated else ("up", "down"):
                 yield from _mlp(config, f"{ours}mlp.{name}", theirs + names[f"mlp.{name}"], config.ffn_hidden_size)
@@ -53,9 +53,9 @@ def _linear(
         yield Stored(f"{ours}.{part}", size, {f"{theirs}.{part}": size}, pairs=pairs)
 
 
-def _attention(config: DecoderConfig, one: Class, ours: str, theirs: str, names: dict[str, str]) -> Iterator[Stored]:
+def _attention(config: DecoderConfig, row: Class, ours: str, theirs: str, names: dict[str, str]) -> Iterator[Stored]:
     hidden, width, head = config.hidden_size, config.attention_size, config.head_dim
-    pairs = (head, 0, config.rotary_size) if one.is_interleaved else None
+    pairs = (head, 0, config.rotary_size) if row.is_interleaved else None
     there = names["attention.qkv"]
     sources = tuple(theirs + there.format(part) for part in "qkv") if "{}" in there else (theirs + there,)
     for part, columns in (("weight", (hidden,)), ("bias", ()))[: 1 if config.attention_bias == "none" else 2]:
@@ -72,11 +72,11 @@ def _attention(config: DecoderConfig, one: Class, ours: str, theirs: str, names:
     norms = {"head": (head,) * 2, "all": (width, config.num_kv_heads * head)}.get(config.qk_norm, ())
     for part, size in zip("qk", norms, strict=False):
         source = f"{theirs}self_attn.{part}_norm.weight"
-        paired = (head, 0, config.rotary_size) if one.is_interleaved else None
+        paired = (head, 0, config.rotary_size) if row.is_interleaved else None
         yield Stored(f"{ours}attention.{part}_norm.weight", (size,), {source: (size,)}, pairs=paired)
 
 
-def _latents(config: DecoderConfig, one: Class, ours: str, theirs: str, names: dict[str, str]) -> Iterator[Stored]:
+def _latents(config: DecoderConfig, row: Class, ours: str, theirs: str, names: dict[str, str]) -> Iterator[Stored]:
     ours, theirs, hidden, heads = (
         f"{ours}attention.",
         f"{theirs}self_attn.",
@@ -109,7 +109,7 @@ def _mlp(config: DecoderConfig, ours: str, theirs: str, ffn: int) -> Iterator[St
             yield whole(f"{ours}.{part}", f"{theirs}.{part}", size)
 
 
-def _experts(config: DecoderConfig, one: Class, ours: str, theirs: str, names: dict[str, str]) -> Iterator[Stored]:
+def _experts(config: DecoderConfig, row: Class, ours: str, theirs: str, names: dict[str, str]) -> Iterator[Stored]:
     experts, hidden, ffn = config.num_experts, config.hidden_size, config.expert_ffn_hidden_size
     router, there = theirs + names["mlp.router"], theirs + names["mlp.experts"]
     yield whole(f"{ours}mlp.router.weight", f"{router}.weight", (experts, hidden))
@@ -118,8 +118,8 @@ def _experts(config: DecoderConfig, one: Class, ours: str, theirs: str, names: d
     if config.balance == "bias":
         bias = whole(f"{ours}mlp.router.bias", f"{router}.e_score_correction_bias", (experts,))
         yield replace(bias, is_buffer=True)
-    matrices = one.experts.matrices if one.experts is not None else ("gate_proj", "up_proj", "down_proj")
-    is_joined = one.experts is not None and one.experts.is_joined  # gate and up in turn, each matrix transposed
+    matrices = row.experts.matrices if row.experts is not None else ("gate_proj", "up_proj", "down_proj")
+    is_joined = row.experts is not None and row.experts.is_joined  # gate and up in turn, each matrix transposed
     for name, matrix in zip(("gate", "up", "down"), matrices, strict=True):
         rows, columns = (hidden, ffn) if name == "down" else (ffn, hidden)
         sizes: dict[str, tuple[int, ...]] = {"weight": (rows, columns), "bias": (rows,)}
