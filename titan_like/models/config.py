@@ -391,7 +391,7 @@ class WithExperts(TransformerConfig):
             "experts_per_token": min(self.experts_per_token, 2),
             "expert_ffn_hidden_size": 48,  # of whole 16, which float8 products need
             **({} if self.num_dense_layers else {"ffn_hidden_size": 48}),
-            "num_shared_experts": min(self.num_shared_experts, 2),
+            "num_shared_experts": 4 * (self.num_shared_experts > 0),  # one MLP of 192, of whole 16 on up to 4 ranks
         }
 
 
