@@ -156,7 +156,7 @@ def write_folder(
     places: dict[str, tuple[Path, int]] = {}
     for file in files[number :: share[1]]:
         places |= _begin_file(folder / file, {name: empty[name] for name in split.filename_to_tensors[file]})
-    needed = (one for one in module.stored_parameters(weights.model) if one.sources.keys() & places.keys())
+    needed = (weight for weight in module.stored_parameters(weights.model) if weight.sources.keys() & places.keys())
     for name, tensor in to_tensors(needed, weights.read):
         if name in places:
             path, offset = places[name]
@@ -209,17 +209,15 @@ def _config(
     origin: Origin, fields: dict[str, Any], tokens: dict[str, Any], dtype: torch.dtype, architecture: str
 ) -> dict[str, Any]:
     """config.json: fields that describe the model, and any others that an imported checkpoint came with."""
-    others = {"bos_token_id": None, "eos_token_id": None, **origin.fields}
-    text = others.get("text_config")
+    kept = {"bos_token_id": None, "eos_token_id": None, **origin.fields}
+    text = kept.get("text_config")
     if isinstance(text, dict):  # what is around the text's model stays behind
-        others = text | {
-            name: value for name, value in others.items() if name.endswith("token_id") and value is not None
-        }
+        kept = text | {name: value for name, value in kept.items() if name.endswith("token_id") and value is not None}
     # Newer names of fields that are written with their older names, and the way in which weights were quantised.
     for name in ("dtype", "rope_parameters", "quantization_config"):
-        others.pop(name, None)
+        kept.pop(name, None)
     return {
-        **others,
+        **kept,
         "architectures": [architecture],
         **fields,
         **tokens,

@@ -211,8 +211,8 @@ def _header(file: Path) -> list[FileTensor]:
     """The tensors that a safetensors file declares; the library checks the header against the file's length."""
     try:
         with safe_open(file, framework="pt") as opened:
-            found = [(name, opened.get_slice(name)) for name in opened.keys()]  # noqa: SIM118 (not a mapping)
-            return [FileTensor(file, name, tuple(part.get_shape()), part.get_dtype()) for name, part in found]
+            slices = [(name, opened.get_slice(name)) for name in opened.keys()]  # noqa: SIM118 (not a mapping)
+            return [FileTensor(file, name, tuple(part.get_shape()), part.get_dtype()) for name, part in slices]
     except OSError as error:
         raise RefusedError(f"its {file.name} cannot be read ({error.strerror or error})") from None
     except Exception as error:  # whatever the library raises for an invalid file

@@ -73,19 +73,19 @@ def origin_files(source: Path | None, section: Data) -> dict[str, bytes]:
     if section.learns_bytes:
         return {name: content for name, content in files.items() if name == ORIGIN_FILE}
     with suppress(ConfigError):  # data that is tokenized already needs no tokenizer
-        own = [path for path in tokenizer_files(section.tokenizer) if path.is_file()]
-        if own:
-            theirs, tokenizer = tokenizer, _read_tokenizer(own)
-            names = {TOKENIZER_FILE, ABOUT_FILE, *(path.name for path in own)}
+        paths = [path for path in tokenizer_files(section.tokenizer) if path.is_file()]
+        if paths:
+            theirs, tokenizer = tokenizer, _read_tokenizer(paths)
+            names = {TOKENIZER_FILE, ABOUT_FILE, *(path.name for path in paths)}
             if section.eod_token or any(theirs.get(name) != tokenizer.get(name) for name in names):
                 _end_as_trained(files, tokenizer, [] if source is None else end_ids(source), section)
     return files | tokenizer
 
 
-def _read_tokenizer(own: list[Path]) -> dict[str, bytes]:
-    files = _read(own[0].parent, tokenizer_names(own[0].parent)) if own[0].name == TOKENIZER_FILE else {}
-    names = (TOKENIZER_FILE,) if len(own) == 1 else ("vocab.json", "merges.txt")
-    return files | {name: path.read_bytes() for name, path in zip(names, own, strict=True)}
+def _read_tokenizer(paths: list[Path]) -> dict[str, bytes]:
+    files = _read(paths[0].parent, tokenizer_names(paths[0].parent)) if paths[0].name == TOKENIZER_FILE else {}
+    names = (TOKENIZER_FILE,) if len(paths) == 1 else ("vocab.json", "merges.txt")
+    return files | {name: path.read_bytes() for name, path in zip(names, paths, strict=True)}
 
 
 def _end_as_trained(files: dict[str, bytes], tokenizer: dict[str, bytes], ends: list[int], section: Data) -> None:

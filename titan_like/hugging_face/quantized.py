@@ -43,7 +43,7 @@ def check_quantization(fields: Fields) -> tuple[int, int] | None:
 
 def with_scales(tensors: dict[str, FileTensor], block: tuple[int, int] | None) -> dict[str, FileTensor]:
     """The tensors that those of the files stand for: quantised ones know where their scales are."""
-    found = {}
+    dequantized = {}
     for name, tensor in tensors.items():
         stem = name.removesuffix(_BLOCKS)
         if name.removesuffix(_SCALE) in tensors and name.endswith(_SCALE):
@@ -63,8 +63,8 @@ def with_scales(tensors: dict[str, FileTensor], block: tuple[int, int] | None) -
             experts, rows, blocks, _ = tensor.shape
             shape = (experts, blocks * _MXFP4_BLOCK, rows)
             tensor, name = replace(tensor, dtype=_DTYPE, scales=scales, shape=shape), stem
-        found[name] = tensor
-    return found
+        dequantized[name] = tensor
+    return dequantized
 
 
 def _require(condition: bool, name: str, tensor: FileTensor, shape: tuple[int, ...]) -> None:
@@ -82,9 +82,9 @@ def read_quantized(tensor: FileTensor, index: tuple[slice, ...], read: Read) -> 
             return values * read(scales, (slice(None),) * len(scales.shape)).float().reshape(())
         of_axes = zip(index, tensor.shape, tensor.block, strict=True)
         blocks = [torch.arange(*part.indices(size)) // step for part, size, step in of_axes]
-        found = read(scales, tuple(slice(int(one[0]), int(one[-1]) + 1) for one in blocks)).float()
-        of_rows, of_columns = (one - one[0] for one in blocks)
-        return values * found[of_rows][:, of_columns]
+        factors = read(scales, tuple(slice(int(numbers[0]), int(numbers[-1]) + 1) for numbers in blocks)).float()
+        of_rows, of_columns = (numbers - numbers[0] for numbers in blocks)
+        return values * factors[of_rows][:, of_columns]
     experts, columns, rows = index
     begin, end, _ = columns.indices(tensor.shape[1])
     groups = slice(begin // _MXFP4_BLOCK, -(-end // _MXFP4_BLOCK))

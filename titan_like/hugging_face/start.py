@@ -150,8 +150,8 @@ def _saved_start(config: JobConfig) -> Start | None:
     if state is None or state.config["model"].get("from") != config.model.from_:
         return None
     is_gone = any(map(file_problem, tokenizer_files(state.config["data"]["tokenizer"])))
-    own = tokenizer_in(checkpoint_path(folder, state.step)) if is_gone else None
-    return _of_run(state, state.config["model"]["flavors"][FLAVOR], own)
+    saved = tokenizer_in(checkpoint_path(folder, state.step)) if is_gone else None
+    return _of_run(state, state.config["model"]["flavors"][FLAVOR], saved)
 
 
 def may_differ(model: TransformerConfig) -> frozenset[str]:

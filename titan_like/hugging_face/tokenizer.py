@@ -96,10 +96,10 @@ def name_class(ours: Tokenizer, folder: Path) -> None:
         from transformers import AutoTokenizer
 
         theirs = AutoTokenizer.from_pretrained(str(folder))
-        found = [theirs(text, add_special_tokens=False)["input_ids"] for text in _SAMPLES]
+        expected = [theirs(text, add_special_tokens=False)["input_ids"] for text in _SAMPLES]
     except Exception:  # it is not installed, or cannot read the folder at all
         return
-    if found != [ours.encode(text, parses_special=True).tolist() for text in _SAMPLES]:
+    if expected != [ours.encode(text, parses_special=True).tolist() for text in _SAMPLES]:
         _write_about(folder, read_json(folder / ABOUT_FILE) | {"tokenizer_class": _ANY_CLASS})
 
 

@@ -194,11 +194,11 @@ class TransformerConfig(BaseModel):
         Raises:
             ConfigError: neither package has a module of that name.
         """
-        found = module_beside(cls, TransformerConfig, name)
-        if found is None:
+        module = module_beside(cls, TransformerConfig, name)
+        if module is None:
             problem = f"the package has no module {name}, which is needed here; add it"
             raise ConfigError("model.family", cls.__module__.rpartition(".")[0], problem)
-        return found
+        return module
 
     def shrunk(self, seq_len: int) -> dict[str, Any]:
         """Family-specific fields to change in a small copy of the model with sequences of ``seq_len``."""
@@ -231,7 +231,7 @@ class TransformerConfig(BaseModel):
 
 def module_beside(kind: type, base: type, name: str) -> Any:
     """The module ``name`` in the package of a class or of the nearest of its bases below ``base``; None without one."""
-    modules = dict.fromkeys(one.__module__ for one in kind.__mro__ if issubclass(one, base))
+    modules = dict.fromkeys(parent.__module__ for parent in kind.__mro__ if issubclass(parent, base))
     for package in (name.rpartition(".")[0] for name in modules if "." in name and name != base.__module__):
         try:
             return importlib.import_module(f"{package}.{name}")

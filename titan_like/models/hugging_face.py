@@ -86,16 +86,16 @@ class Stored:
 
     def blocks(self) -> list[Block]:
         """All rows of the sources, by matrix and by part."""
-        starts, found, number = {0, *accumulate(self.parts)} if not self.taken else {0}, [], 0
+        starts, blocks, number = {0, *accumulate(self.parts)} if not self.taken else {0}, [], 0
         for (source, shape), rows in zip(self.sources.items(), self.rows, strict=True):
             matrices = [(slice(i, i + 1),) for i in range(shape[0])] if self.is_stacked else [()]
             length = rows // max(len(matrices), 1)
             for matrix in matrices:
                 ends = [*sorted(start for start in starts if number < start < number + length), number + length]
                 for begin, end in pairwise([number, *ends]):
-                    found.append(Block(source, matrix, begin - number, end - begin))
+                    blocks.append(Block(source, matrix, begin - number, end - begin))
                 number += length
-        return found
+        return blocks
 
 
 def family_module(family: str) -> Any:
@@ -118,13 +118,13 @@ def families_by_model_type() -> dict[str, str]:
 
     Families of other packages come before those here.
     """
-    found: dict[str, str] = {}
+    families: dict[str, str] = {}
     for family in names_of("model.family"):
         with suppress(ConfigError):
             module, package = family_module(family), config_class(family).__module__.rpartition(".")[0]
             if module.__name__.rpartition(".")[0] == package:
-                found |= dict.fromkeys(architectures(module), family)
-    return found
+                families |= dict.fromkeys(architectures(module), family)
+    return families
 
 
 def architectures(family: Any) -> dict[str, str]:
@@ -229,21 +229,21 @@ def fill_part(part: torch.Tensor, offsets: tuple[int, ...], stored: Stored, read
     ends = torch.tensor([block.rows for block in blocks]).cumsum(0)
     owners = torch.bucketize(order, ends, right=True)
     by_block = owners.argsort(stable=True).split(owners.bincount(minlength=len(ends)).tolist())
-    for block, end, here in zip(blocks, ends.tolist(), by_block, strict=True):
-        if not here.numel() or not part.numel():
+    for block, end, rows in zip(blocks, ends.tolist(), by_block, strict=True):
+        if not rows.numel() or not part.numel():
             continue
-        theirs = order[here] - (end - block.rows) + block.first
-        first = int(theirs.min())
-        there = slice(first, int(theirs.max()) + 1)
-        index = (*block.matrix, *((*columns, there) if stored.is_transposed else (there, *columns)))
+        source_rows = order[rows] - (end - block.rows) + block.first
+        first = int(source_rows.min())
+        read_rows = slice(first, int(source_rows.max()) + 1)
+        index = (*block.matrix, *((*columns, read_rows) if stored.is_transposed else (read_rows, *columns)))
         value = read(block.source, index)
         for copy in stored.copies:
             if not torch.equal(read(copy, index), value):
                 problem = f"config.json ties {block.source} and {copy}, but the files hold different values for them"
                 raise RefusedError(f"{problem}; set tie_word_embeddings to false there")
         value = value.squeeze(0) if block.matrix else value
-        value = (value.t() if stored.is_transposed else value)[theirs - first]
-        part[here] = value.to(part.device, part.dtype)
+        value = (value.t() if stored.is_transposed else value)[source_rows - first]
+        part[rows] = value.to(part.device, part.dtype)
 
 
 class Fields:

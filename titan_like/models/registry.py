@@ -28,13 +28,13 @@ def config_class(family: str) -> type[TransformerConfig]:
         ConfigError: there is no such family, or its entry point is not an importable configuration class.
     """
     point = find_entry("model.family", family)
-    found = load_entry("model.family", point)
-    if not (isinstance(found, type) and issubclass(found, TransformerConfig) and "." in found.__module__):
+    family = load_entry("model.family", point)
+    if not (isinstance(family, type) and issubclass(family, TransformerConfig) and "." in family.__module__):
         wanted = "a subclass of TransformerConfig in a package, such as my_models.wide.config:WideConfig"
         raise ConfigError(
             "model.family", family, f"its entry point, {point.value}, is not a family; it must be {wanted}"
         )
-    return found
+    return family
 
 
 @cache
@@ -99,8 +99,8 @@ def _check_names(model: Transformer, family: str) -> None:
     matrices = [name.removesuffix(".weight") for name, weight in model.named_parameters() if weight.ndim >= 2]
     for ending in model.residual_outputs:
         if not any(name.endswith(ending) for name in matrices):
-            there = ", ".join(sorted({name.split(".", 2)[-1] for name in matrices if name.startswith("layers.")}))
-            problem = f"its model has no matrix {ending!r}, which residual_outputs names; there are {there}"
+            known = ", ".join(sorted({name.split(".", 2)[-1] for name in matrices if name.startswith("layers.")}))
+            problem = f"its model has no matrix {ending!r}, which residual_outputs names; there are {known}"
             raise ConfigError("model.family", family, problem)
     for what in ("entry", "head", "shared"):
         for name in getattr(model, what):

@@ -171,12 +171,12 @@ class Transformer(nn.Module):
     @cached_property
     def _cores(self) -> dict[str, AttentionCore]:
         """An attention core of each layer whose cores are alike and need key ranges, by layer."""
-        found = {}
+        cores_of_layers = {}
         for name, layer in self.layers.items():
             cores = [module for module in layer.modules() if isinstance(module, AttentionCore) and module.needs_ranges]
             if len({core.window for core in cores}) == 1:
-                found[name] = cores[0]
-        return found
+                cores_of_layers[name] = cores[0]
+        return cores_of_layers
 
     def forward(
         self,

@@ -101,8 +101,8 @@ def gather_rows(x: torch.Tensor, sizes: list[int], group: Group) -> torch.Tensor
 
 def reduce_scatter_rows(x: torch.Tensor, sizes: list[int], group: Group) -> torch.Tensor:
     """Sum over the group and keep what `gather_rows` took from this rank: [sum of sizes, …] → [sizes[rank], …]."""
-    own = sizes[group.rank]
-    return all_to_all_rows(x, sizes, [own] * group.size, group).unflatten(0, (group.size, own)).sum(0)
+    rows = sizes[group.rank]
+    return all_to_all_rows(x, sizes, [rows] * group.size, group).unflatten(0, (group.size, rows)).sum(0)
 
 
 def all_to_all(x: torch.Tensor, group: Group) -> torch.Tensor:

@@ -259,8 +259,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 
 def _backward(ctx: Any, gradient: torch.Tensor, _denominator: None) -> tuple[torch.Tensor | None, ...]:
-    *found, of_sinks = _attention_gradients(gradient, *ctx.saved_tensors, *ctx.settings)
-    return *found, None, None, of_sinks if ctx.needs_input_grad[4] else None, *[None] * len(ctx.settings)
+    *gradients, of_sinks = _attention_gradients(gradient, *ctx.saved_tensors, *ctx.settings)
+    return *gradients, None, None, of_sinks if ctx.needs_input_grad[4] else None, *[None] * len(ctx.settings)
 
 
 _attention.register_autograd(_backward, setup_context=_save)

@@ -281,10 +281,10 @@ def use_float8(model: Transformer, section: Float8, emulates: bool, tensor_group
         require(any(matches_name(pattern, name) for name in names), "float8.filter", section.filter, problem)
     if not emulates:
         convert_to_float8_training(nn.Identity())  # corrects torch's compiler where it writes wrong float8 numbers
-    config, found = Float8LinearConfig.from_recipe_name(section.recipe), list(float8_linears(model, section))
+    config, linears = Float8LinearConfig.from_recipe_name(section.recipe), list(float8_linears(model, section))
     problem = f"no linear module of the layers has sides that are multiples of {MULTIPLE}; set it to false"
-    require(found or section.filter, "float8.enable", True, problem)
-    has_experts = any(isinstance(module, ExpertLinear) for _, module in found)
+    require(linears or section.filter, "float8.enable", True, problem)
+    has_experts = any(isinstance(module, ExpertLinear) for _, module in linears)
     problem = "this GPU has no grouped float8 products for experts, unlike Hopper; name them in float8.filter, such as "
     problem += '"layers.*.mlp.experts"'
     fits = emulates or not has_experts or torch.cuda.get_device_capability() == (9, 0)
@@ -292,7 +292,7 @@ def use_float8(model: Transformer, section: Float8, emulates: bool, tensor_group
     # Modules of a kind share an object, which the compiler can then take for a constant of all layers' graphs.
     products: dict[tuple[int | None, bool], Float8Product] = {}
     experts = _experts_product(model, config, emulates, tensor_group)
-    for name, module in found:
+    for name, module in linears:
         if isinstance(module, ExpertLinear):
             module.float8 = experts
             continue

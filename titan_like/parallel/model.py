@@ -80,7 +80,7 @@ class ParallelModel:
     def copied_units(self) -> list[CopiedUnit]:
         """Weights of which forward passes use copies."""
         copies = (stage.data_parallel.copies for stage in self.stages)
-        return [unit for one in copies if one is not None for unit in one.units]
+        return [unit for copy in copies if copy is not None for unit in copy.units]
 
     def mark_changed(self) -> None:
         """Tell that something else than an update has changed the weights."""

@@ -104,12 +104,12 @@ class LayerTensors:
         return View(self.saved[key], self, tensor.dtype, (tensor.size(), tensor.stride(), tensor.storage_offset()))
 
     @torch.no_grad()
-    def send(self, others: Iterable[torch.Tensor]) -> None:
-        """Start to copy to the host's memory, except what ``others`` share their storage with.
+    def send(self, kept: Iterable[torch.Tensor]) -> None:
+        """Start to copy to the host's memory, except what shares storage with ``kept``.
 
         Nor experts that FSDP2 has gathered within the layer and freed by now: it gathers them into the same storage.
         """
-        for key in [id(local(tensor).untyped_storage()) for tensor in others]:
+        for key in [id(local(tensor).untyped_storage()) for tensor in kept]:
             self.saved.pop(key, None)
         with self.host.copies():
             for saved in self.saved.values():

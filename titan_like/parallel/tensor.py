@@ -74,21 +74,21 @@ def styles_of(plan: Plan, model: Transformer, sequence_parallel: bool) -> dict[s
     """
     styles: dict[str, ParallelStyle] = {}
     left_out = {name for name, module in model.named_children() if isinstance(module, nn.Identity)}
-    here = [name for name, _ in model.named_modules() if name not in left_out]
+    names = [name for name, _ in model.named_modules() if name not in left_out]
     for pattern, style in plan.items():
         if isinstance(style, str) and style not in STYLES:
             raise ValueError(
                 f'the tensor-parallel plan gives {pattern} an unknown style "{style}"; use one of {", ".join(STYLES)}'
             )
-        found = [name for name in here if matches_name(pattern, name)]
+        matching = [name for name in names if matches_name(pattern, name)]
         # Of a module that the stage lacks as a whole, another stage knows the parts.
         is_absent = pattern.partition(".")[0] in left_out | model.absent
         is_elsewhere = is_absent or any(matches_name(pattern, name) for name in model.absent)
-        if not found and not is_elsewhere:
+        if not matching and not is_elsewhere:
             raise ValueError(f"the tensor-parallel plan does not fit {type(model).__name__}: it has no {pattern}")
         kind = STYLES[style] if isinstance(style, str) else style
         whole = Style(kind, sequence_parallel) if isinstance(kind, type) else kind
-        styles.update(dict.fromkeys(found, whole))
+        styles.update(dict.fromkeys(matching, whole))
     kinds = {name: style.kind for name, style in styles.items() if isinstance(style, Style)}
     for name, kind in kinds.items():
         around = (kinds.get(name[:end], TensorParallel) for end, mark in enumerate(name) if mark == ".")
@@ -111,8 +111,8 @@ def partial_parameters(model: Transformer) -> list[nn.Parameter]:
     """
     split = [m for m in model.modules() if isinstance(m, TensorParallel)]
     names = [(m, {*m.always_partial, *m.partial_gradients * m.sequence_parallel}) for m in split]
-    own = ((partial, *named) for m, partial in names for named in m.named_parameters(recurse=False))
-    return [parameter for partial, name, parameter in own if name in partial and parameter.requires_grad]
+    named_partial = ((partial, *named) for m, partial in names for named in m.named_parameters(recurse=False))
+    return [parameter for partial, name, parameter in named_partial if name in partial and parameter.requires_grad]
 
 
 @torch.no_grad()

@@ -96,8 +96,8 @@ class CrossRegion(Region):
 
     def forward(self, x: torch.Tensor, *inputs: Any, **named: Any) -> torch.Tensor:
         """x and memory: activations between layers → activation between layers."""
-        memory, *others = inputs
-        return super().forward(x, self.copy_to_region(memory), *others, **named)
+        memory, *rest = inputs
+        return super().forward(x, self.copy_to_region(memory), *rest, **named)
 
 
 class ColumnLinear(TensorParallel, LinearGemms):
@@ -225,11 +225,11 @@ class VocabularyEmbedding(TensorParallel):
         size = self.tensor_group.size
         if self.sequence_parallel and tokens.shape[1] % size:
             raise ValueError(f"sequence parallelism cannot split {tokens.shape[1]} tokens into {size} equal parts")
-        here = self.tensor_group.vocabulary(self.num_embeddings)
-        elsewhere = (tokens < here.start) | (tokens >= here.stop)
-        rows = (tokens - here.start).masked_fill(elsewhere, 0)
-        found = F.embedding(rows, local(self.weight if table is None else table)).masked_fill(elsewhere[..., None], 0)
-        return self.reduce_from_region(found)
+        vocabulary = self.tensor_group.vocabulary(self.num_embeddings)
+        elsewhere = (tokens < vocabulary.start) | (tokens >= vocabulary.stop)
+        rows = (tokens - vocabulary.start).masked_fill(elsewhere, 0)
+        x = F.embedding(rows, local(self.weight if table is None else table)).masked_fill(elsewhere[..., None], 0)
+        return self.reduce_from_region(x)
 
 
 class PositionEmbedding(TensorParallel):
@@ -288,10 +288,10 @@ class VocabularyLoss(TensorParallel):
     ) -> torch.Tensor:
         """x is an activation between layers; all else is as in `TokenLoss`, where weight and bias are split."""
         group = self.tensor_group
-        here = group.vocabulary(self.padded_vocab_size)
-        tokens = min(max(self.vocab_size - here.start, 0), len(here))
+        rows = group.vocabulary(self.padded_vocab_size)
+        tokens = min(max(self.vocab_size - rows.start, 0), len(rows))
         most = -(-self.padded_vocab_size // group.size)
-        sizes = tokens, self.vocab_size, most, here.start
+        sizes = tokens, self.vocab_size, most, rows.start
         vocabulary = Vocabulary(*sizes, partial(combine, group), self.chunk, self.softcap)
         bias = None if bias is None else local(bias)
         return scaled_loss(self.copy_to_region(x), local(weight), bias, labels, factor, vocabulary)
@@ -323,8 +323,8 @@ class VocabularyMask(TensorParallel):
         """As in the base class; the mask gets the number of this rank's tokens."""
         super().split(module, mesh, sequence_parallel)
         assert isinstance(module, VocabularyMask)
-        here, module.mesh = module.tensor_group.vocabulary(module.padded_vocab_size), mesh
-        module.vocab_size = min(max(module.vocab_size - here.start, 0), len(here))
+        vocabulary, module.mesh = module.tensor_group.vocabulary(module.padded_vocab_size), mesh
+        module.vocab_size = min(max(module.vocab_size - vocabulary.start, 0), len(vocabulary))
 
     def forward(self, logits: torch.Tensor) -> torch.Tensor:
         """[batch, seq, tokens of this rank] → DTensor [batch, seq, padded vocab]."""

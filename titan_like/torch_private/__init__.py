@@ -205,12 +205,12 @@ def flash_attention_gradients(
     if q.is_cuda:
         unused = torch.zeros((), dtype=torch.int64, device=q.device)  # seeds of dropout
         lengths = None, None, q.shape[2], k.shape[2]
-        found = aten._scaled_dot_product_flash_attention_backward(
+        gradients = aten._scaled_dot_product_flash_attention_backward(
             *tensors, *lengths, 0.0, is_causal, unused, unused, scale=scale
         )
     else:
-        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, is_causal, scale=scale)
-    of_q, *of_keys = found
+        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, is_causal, scale=scale)
+    of_q, *of_keys = gradients
     return of_q, *(x.unflatten(1, (kv_heads, -1)).sum(2) for x in of_keys)
 
 

@@ -42,9 +42,9 @@ def release_reduced(module: nn.Module) -> None:
     context = state._comm_ctx
     is_list = hasattr(context, "reduce_scatter_states")
     kept = context.reduce_scatter_states if is_list else [context.reduce_scatter_state]
-    for one in filter(None, kept):
-        if one.event is not None:
-            state._device_handle.current_stream().wait_event(one.event)
+    for last in filter(None, kept):
+        if last.event is not None:
+            state._device_handle.current_stream().wait_event(last.event)
     if is_list:
         kept.clear()
     else:

@@ -23,13 +23,13 @@ def median(values: torch.Tensor) -> torch.Tensor:
     return (values.nanmedian() - (-values).nanmedian()) / 2  # torch's is the lower of the middle two
 
 
-def robust_z(value: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Robust z-score of the scalar ``value``: its distance from the median of ``others`` in standard deviations.
+def robust_z(value: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
+    """Robust z-score of the scalar ``value``: its distance from the median of ``history`` in standard deviations.
 
-    The standard deviation is estimated from the median absolute deviation. NaN in ``others``, [n], is ignored.
+    The standard deviation is estimated from the median absolute deviation. NaN in ``history``, [n], is ignored.
     """
-    middle = median(others)
-    deviation = _NORMAL * median((others - middle).abs())
+    middle = median(history)
+    deviation = _NORMAL * median((history - middle).abs())
     least = (_LEAST_DEVIATION * middle.abs()).clamp(min=1e-30)
     return (value - middle) / torch.maximum(deviation, least)
 

@@ -115,18 +115,18 @@ def resolve_settings(config: JobConfig, world_size: int | None = None) -> Settin
     Raises:
         ConfigError: rules are broken; one line for each.
     """
-    found: dict[str, Any] = {"model": None, "layout": None}
+    resolved: dict[str, Any] = {"model": None, "layout": None}
     processes = number_of_processes() if world_size is None else world_size
     errors = [
-        *_errors_of([lambda: found.update(model=model_config(config.model))]),
-        *_errors_of([lambda: found.update(layout=resolve_layout(config.parallelism, processes))]),
-        *broken_rules(config, found["model"], found["layout"]),
+        *_errors_of([lambda: resolved.update(model=model_config(config.model))]),
+        *_errors_of([lambda: resolved.update(layout=resolve_layout(config.parallelism, processes))]),
+        *broken_rules(config, resolved["model"], resolved["layout"]),
         *_errors_of([lambda: check_trackers(config.metrics), lambda: _check_float8(config)]),
         *_errors_of([lambda: config.cluster.gpu and find_device(config.cluster.gpu)]),
     ]
     if errors:
         raise all_of(errors)
-    return Settings(config, found["model"], found["layout"])
+    return Settings(config, resolved["model"], resolved["layout"])
 
 
 def resolve_for_inference(config: JobConfig, world_size: int) -> tuple[JobConfig, TransformerConfig, Layout]:
@@ -192,7 +192,7 @@ def _check_health(config: JobConfig) -> None:
 
 def _check_evaluation(config: JobConfig) -> None:
     section = config.evaluation
-    names = [one.name for one in section.sets]
+    names = [part.name for part in section.sets]
     problem = "are scored at each validation, but there is none; set evaluation.interval"
     for key, value in (("datasets", section.datasets), ("sets", names)):
         require(not value or section.interval, f"evaluation.{key}", value, problem)

@@ -172,9 +172,9 @@ def select_device(dtype: str, float8: bool = False) -> torch.device:
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    local_rank, found = environment_number("LOCAL_RANK", 0), torch.cuda.device_count()
-    problem = f"this machine has {found} GPUs; start at most that many processes on it"
-    require(local_rank < found, "torchrun --nproc_per_node", environment_number("LOCAL_WORLD_SIZE", 1), problem)
+    local_rank, devices = environment_number("LOCAL_RANK", 0), torch.cuda.device_count()
+    problem = f"this machine has {devices} GPUs; start at most that many processes on it"
+    require(local_rank < devices, "torchrun --nproc_per_node", environment_number("LOCAL_WORLD_SIZE", 1), problem)
     device = torch.device("cuda", local_rank)
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     problem = f'{name} has no bfloat16 arithmetic; use "float16" or "float32"'
@@ -192,9 +192,9 @@ def _check_memory(settings: Settings, saved: int) -> None:
     """
     section, num_parameters = settings.config.model, settings.model.num_parameters()
     frozen = getattr(torch, settings.config.training.dtype).itemsize if settings.config.lora.rank else 0
-    needed, there = saved + (frozen or 4) * num_parameters, host_memory_bytes()
+    needed, available = saved + (frozen or 4) * num_parameters, host_memory_bytes()
     problem = (
         f"its {num_parameters / 1e9:.4g} billion parameters take {needed / 2**30:.4g} GiB with gradients "
-        f"and optimizer state, but this machine has {there / 2**30:.3g} GiB of memory; choose a smaller model"
+        f"and optimizer state, but this machine has {available / 2**30:.3g} GiB of memory; choose a smaller model"
     )
-    require(needed <= there, "model.flavor", section.flavor, problem)
+    require(needed <= available, "model.flavor", section.flavor, problem)

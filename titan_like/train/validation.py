@@ -66,9 +66,9 @@ class ValidatedState(TrainingState):
         values = dict(evaluation)
         for split, (loss, terms) in losses.items():
             suffix, named = split.removeprefix("validation"), named_losses(self.run.model.predictions, terms)
-            found = {f"validation_{name}{suffix}": value for name, value in {"loss": loss, **named}.items()}
-            self.console.print(format_validation(self.step, found))
-            values |= found
+            results = {f"validation_{name}{suffix}": value for name, value in {"loss": loss, **named}.items()}
+            self.console.print(format_validation(self.step, results))
+            values |= results
         if evaluation:
             self.console.print(format_validation(self.step, evaluation))
         for writer in self.writers:

@@ -122,8 +122,8 @@ def from_fields(fields: Fields) -> TransformerConfig:
     head = next((head for head, ending in _HEADS.items() if name.endswith(ending)), "none")
     if head != "choice":  # which has no output matrix
         fields.must_be("tie_word_embeddings", True)
-    found = read_fields(BertConfig, _FIELDS, fields)
-    found["dropout"] = fields.equal_numbers(_DROPOUTS, 0.1, "the models here have one dropout rate")
+    shape = read_fields(BertConfig, _FIELDS, fields)
+    shape["dropout"] = fields.equal_numbers(_DROPOUTS, 0.1, "the models here have one dropout rate")
     return validated(
-        BertConfig, {"norm_placement": _PLACEMENTS[fields.values["model_type"]], "sentence_head": head, **found}
+        BertConfig, {"norm_placement": _PLACEMENTS[fields.values["model_type"]], "sentence_head": head, **shape}
     )

@@ -117,9 +117,9 @@ class Bert(Transformer):
         that of sentences in order, or the score of a choice [batch, 1, 1].
         """
         x, predictions = self.norm(x), self.config.predictions
-        found = [self.logits(self.transform(x))] if "tokens" in predictions else []
-        found += [self.scores(x)] if "pair" in predictions or "choice" in predictions else []
-        return found[0] if len(found) == 1 else tuple(found)
+        outputs = [self.logits(self.transform(x))] if "tokens" in predictions else []
+        outputs += [self.scores(x)] if "pair" in predictions or "choice" in predictions else []
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def scores(self, x: torch.Tensor) -> torch.Tensor:
         """What is predicted of the first token: of a pair [batch, 1, 2], of a choice [batch, 1, 1]."""
@@ -135,8 +135,8 @@ class Bert(Transformer):
             else:
                 assert sample_labels is not None
                 classes, samples = (2, 1) if name == "pair" else (NUM_OPTIONS, NUM_OPTIONS)
-                scores, own = self.scores(x).reshape(-1, classes).to(factor.dtype), sample_labels[::samples]
-                summed = F.cross_entropy(scores, own, ignore_index=IGNORED_LABEL, reduction="sum")
+                scores, label = self.scores(x).reshape(-1, classes).to(factor.dtype), sample_labels[::samples]
+                summed = F.cross_entropy(scores, label, ignore_index=IGNORED_LABEL, reduction="sum")
                 losses.append(summed * factor)
         return torch.stack(losses)
 

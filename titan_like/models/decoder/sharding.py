@@ -43,8 +43,8 @@ def _plan(config: DecoderConfig) -> dict[str, str]:
         is_there = {"q_a": config.q_lora_rank, "q_norm": config.q_lora_rank}
         plan |= {f"{_ATTENTION}.{name}": style for name, style in LATENT_PLAN.items() if is_there.get(name, True)}
     if config.mtp_layers:
-        own = f"layers.{config.num_layers}"
-        plan |= {f"{own}.eh_proj": "replicated_linear", **{f"{own}.{name}norm": "norm" for name in ("e", "h", "")}}
+        mtp = f"layers.{config.num_layers}"
+        plan |= {f"{mtp}.eh_proj": "replicated_linear", **{f"{mtp}.{name}norm": "norm" for name in ("e", "h", "")}}
     dense = [_MLP]
     if config.num_experts:
         plan[f"{_MLP}.router"] = "router"

@@ -56,11 +56,11 @@ def _linear(
 def _attention(config: DecoderConfig, row: Class, ours: str, theirs: str, names: dict[str, str]) -> Iterator[Stored]:
     hidden, width, head = config.hidden_size, config.attention_size, config.head_dim
     pairs = (head, 0, config.rotary_size) if row.is_interleaved else None
-    there = names["attention.qkv"]
-    sources = tuple(theirs + there.format(part) for part in "qkv") if "{}" in there else (theirs + there,)
+    qkv = names["attention.qkv"]
+    sources = tuple(theirs + qkv.format(part) for part in "qkv") if "{}" in qkv else (theirs + qkv,)
     for part, columns in (("weight", (hidden,)), ("bias", ()))[: 1 if config.attention_bias == "none" else 2]:
         tensors = tuple(f"{source}.{part}" for source in sources)
-        if there == "attention.query_key_value":  # ordered as ours
+        if qkv == "attention.query_key_value":  # ordered as ours
             rows = (width + 2 * config.num_kv_heads * head, *columns)
             yield whole(f"{ours}attention.qkv.{part}", tensors[0], rows)
         else:
@@ -111,7 +111,7 @@ def _mlp(config: DecoderConfig, ours: str, theirs: str, ffn: int) -> Iterator[St
 
 def _experts(config: DecoderConfig, row: Class, ours: str, theirs: str, names: dict[str, str]) -> Iterator[Stored]:
     experts, hidden, ffn = config.num_experts, config.hidden_size, config.expert_ffn_hidden_size
-    router, there = theirs + names["mlp.router"], theirs + names["mlp.experts"]
+    router, prefix = theirs + names["mlp.router"], theirs + names["mlp.experts"]
     yield whole(f"{ours}mlp.router.weight", f"{router}.weight", (experts, hidden))
     if config.router_bias:
         yield whole(f"{ours}mlp.router.logit_bias", f"{router}.bias", (experts,))
@@ -130,11 +130,11 @@ def _experts(config: DecoderConfig, row: Class, ours: str, theirs: str, names: d
                 taken, times = {"gate": ((0, None, 2), 2), "up": ((1, None, 2), 2), "down": ((), 1)}[name]
                 joined = "down" if name == "down" else "gate_up"
                 sources = {
-                    f"{there}.{joined}_proj{'_bias' if part == 'bias' else ''}": (experts, *size[1:], times * rows)
+                    f"{prefix}.{joined}_proj{'_bias' if part == 'bias' else ''}": (experts, *size[1:], times * rows)
                 }
                 yield Stored(label, shape, sources, is_transposed=part == "weight", is_stacked=True, taken=taken)
             else:
-                names_there = (f"{there}.{expert}.{matrix}.{part}" for expert in range(experts))
+                names_there = (f"{prefix}.{expert}.{matrix}.{part}" for expert in range(experts))
                 yield Stored(label, shape, dict.fromkeys(names_there, size))
     if config.num_shared_experts:
         for name in ("gate", "up", "down"):

@@ -105,8 +105,8 @@ class _ChunkedLoss(torch.autograd.Function):
         several, total = count > 1, torch.zeros((), dtype=_accumulator(x), device=x.device)
         x_gradient = torch.empty_like(x) if with_gradient else x
         weight_gradient = bias_gradient = None
-        parts, own, gradients = (tensor.tensor_split(count) for tensor in (x, labels, x_gradient))
-        for part, label, part_gradient in zip(parts, own, gradients, strict=True):
+        parts, label_parts, gradients = (tensor.tensor_split(count) for tensor in (x, labels, x_gradient))
+        for part, label, part_gradient in zip(parts, label_parts, gradients, strict=True):
             logits = F.linear(part, weight)
             if bias is not None:
                 logits += bias
@@ -125,13 +125,13 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        found = []
+        gradients = []
         for saved in ctx.saved_tensors:  # in place where possible; autograd refuses a second backward pass then
             if saved is None or saved.dtype == ctx.dtype:
-                found.append(saved if saved is None else saved.mul_(gradient))
+                gradients.append(saved if saved is None else saved.mul_(gradient))
             else:
-                found.append(torch.mul(saved, gradient, out=torch.empty_like(saved, dtype=ctx.dtype)))
-        return *found, None, None, None, None
+                gradients.append(torch.mul(saved, gradient, out=torch.empty_like(saved, dtype=ctx.dtype)))
+        return *gradients, None, None, None, None
 
 
 def _add_product(total: torch.Tensor | None, gradient: torch.Tensor, x: torch.Tensor, several: bool) -> torch.Tensor:
@@ -144,8 +144,8 @@ def _add_product(total: torch.Tensor | None, gradient: torch.Tensor, x: torch.Te
         return total.addmm_(gradient.t(), x)
     # At once, so that the GEMM's result takes little memory; multiples of 128, so that GPUs have fast kernels for it.
     columns = max(128, PRODUCT // x.shape[1] // 128 * 128)
-    for part, own in zip(total.split(columns), gradient.split(columns, 1), strict=True):
-        part += own.t() @ x
+    for part, block in zip(total.split(columns), gradient.split(columns, 1), strict=True):
+        part += block.t() @ x
     return total
 
 
@@ -162,8 +162,8 @@ def _loss(
     columns = columns.masked_fill((columns < 0) | (columns >= vocabulary.size), -1)  # the label's column, or -1
     parts = zip(logits.split(rows), columns.split(rows), strict=True)
     size, cap = vocabulary.size, vocabulary.softcap
-    found = torch.cat([statistics(block, column, size, cap) for block, column in parts], 1)
-    denominator, target = found if vocabulary.combine is None else vocabulary.combine(found)
+    sums = torch.cat([statistics(block, column, size, cap) for block, column in parts], 1)
+    denominator, target = sums if vocabulary.combine is None else vocabulary.combine(sums)
     is_wrong = is_valid & ((labels < 0) | (labels >= vocabulary.whole))
     scale = (factor * is_valid).masked_fill(is_wrong, torch.nan)  # [positions]
     if with_gradient:
@@ -194,8 +194,8 @@ def _write_gradient(
     values = soft_capped(logits[:, :size].to(denominator.dtype), cap) if cap else logits[:, :size]
     probability = (values - denominator[:, None]).exp_()  # in the type of the denominator
     if size:
-        here = (columns >= 0).to(scale.dtype)
-        probability.scatter_add_(1, columns.clamp(min=0)[:, None], -here[:, None])
+        is_local = (columns >= 0).to(scale.dtype)
+        probability.scatter_add_(1, columns.clamp(min=0)[:, None], -is_local[:, None])
     if cap:
         probability *= _slope(values, cap)
     torch.mul(probability, scale[:, None], out=logits[:, :size])

@@ -89,9 +89,9 @@ def local_parts(parameter: torch.Tensor) -> list[tuple[torch.Tensor, tuple[int, 
     mesh, coordinates = parameter.device_mesh, parameter.device_mesh.get_coordinate()
     assert coordinates is not None
     # Among the rows of this tensor rank alone, experts and ZeRO's shards are consecutive.
-    *others, (ranks, rank) = zip(mesh.shape, coordinates, strict=True)
+    *replicas, (ranks, rank) = zip(mesh.shape, coordinates, strict=True)
     start, rows, width = 0, parameter.shape[0] // ranks, 0
-    for placement, (size, index) in zip(parameter.placements[-2::-1], others[::-1], strict=True):
+    for placement, (size, index) in zip(parameter.placements[-2::-1], replicas[::-1], strict=True):
         if not placement.is_replicate():
             rows = -(-rows // size)
             start += index * rows

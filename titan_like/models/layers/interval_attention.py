@@ -224,8 +224,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 
 def _backward(ctx: Any, gradient: torch.Tensor, _denominator: None) -> tuple[torch.Tensor | None, ...]:
-    *found, of_sinks = _gradients(gradient, *ctx.saved_tensors, ctx.scale, ctx.softcap)
-    return *found, None, None, of_sinks if ctx.needs_input_grad[5] else None, None, None
+    *gradients, of_sinks = _gradients(gradient, *ctx.saved_tensors, ctx.scale, ctx.softcap)
+    return *gradients, None, None, of_sinks if ctx.needs_input_grad[5] else None, None, None
 
 
 _attention.register_autograd(_backward, setup_context=_save)

@@ -89,11 +89,11 @@ def from_fields(fields: Fields) -> TransformerConfig:
     fields.must_be("feed_forward_proj", *reversed(_MLPS.values()))
     fields.must_be("is_encoder_decoder", True)
     encoder_layers = fields.integer("num_layers", 6)
-    found = read_fields(T5Config, _FIELDS, fields)
-    found["num_decoder_layers"] = found["num_decoder_layers"] or encoder_layers
-    found["num_layers"] = encoder_layers + found["num_decoder_layers"]
+    shape = read_fields(T5Config, _FIELDS, fields)
+    shape["num_decoder_layers"] = shape["num_decoder_layers"] or encoder_layers
+    shape["num_layers"] = encoder_layers + shape["num_decoder_layers"]
     proj = fields.values.get("feed_forward_proj", "relu")
-    found["mlp"] = next(mlp for mlp, name in _MLPS.items() if name == proj)
+    shape["mlp"] = next(mlp for mlp, name in _MLPS.items() if name == proj)
     # transformers 5 writes of every T5 that it is tied, and says in another field whether it is: it then scales.
-    found["tied_embeddings"] = fields.flag("scale_decoder_outputs", fields.flag("tie_word_embeddings", True))
-    return validated(T5Config, found)
+    shape["tied_embeddings"] = fields.flag("scale_decoder_outputs", fields.flag("tie_word_embeddings", True))
+    return validated(T5Config, shape)

@@ -49,16 +49,16 @@ def in_order(table: Table, ranks: list[int]) -> Program:
         for action in table[rank][position[rank] :]:
             kind, stage, microbatch = action
             result = stage * microbatches + microbatch
-            needed = own = -1
+            needed = finished = -1
             if kind == "F":
                 needed = result - microbatches
             elif kind == "W":
-                own = result + backward
+                finished = result + backward
             else:
-                own, result = result, result + backward
+                finished, result = result, result + backward
                 needed = result + microbatches if stage + 1 < len(ranks) else -1
-            if own >= 0 and numbers[own] < 0:
-                waiting[own] = rank
+            if finished >= 0 and numbers[finished] < 0:
+                waiting[finished] = rank
                 break
             if needed >= 0 and numbers[needed] < 0:
                 waiting[needed] = rank
