@@ -81,8 +81,10 @@ QUICK = ("gemma3_text", "deepseek_v3")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.exhaustive) for n in CASES])
 def test_training_from_a_folder_is_a_plain_loop(name: str, tmp_path: Path) -> None:
     model_type, fields = CASES[name]
-    heads = {"num_key_value_heads": 2} if fields.get("num_key_value_heads") == 1 else {}  # one for each tensor rank
-    random_folder(model_type, fields | heads | {"vocab_size": 257}, tmp_path / "hf")
+    # Two, or a multiple, for two ranks.
+    even = {"num_key_value_heads": 2} if fields.get("num_key_value_heads") == 1 else {}
+    even |= {"num_local_experts": 4} if "num_local_experts" in fields else {}
+    random_folder(model_type, fields | even | {"vocab_size": 257}, tmp_path / "hf")
     settings = arguments(tmp_path / "hf")
     shape = model_config(load_config(settings).model)
     layouts = LAYOUTS
