@@ -68,8 +68,8 @@ def gemm_time(m: float, n: float, k: float, batch: float, dtype: str, profile: P
 
     Fast kernels need rows that begin at multiples of the device's `tensor_element`; see `Gemm.alignment`.
     """
-    known, key = profile.seconds, (m, n, k, batch, dtype, alignment)
-    if key not in known:
+    cache, key = profile.seconds, (m, n, k, batch, dtype, alignment)
+    if key not in cache:
         device, best, rate = profile.device, float("inf"), gemm_rate(dtype, profile)
         # The best tile: waves, each as long as one tile takes, over all multiprocessors.
         for rows, columns, relative in _TILES:
@@ -80,8 +80,8 @@ def gemm_time(m: float, n: float, k: float, batch: float, dtype: str, profile: P
         seconds = max(compute, moved / profile.memory_rate)
         if alignment % min(16, device.tensor_element):
             seconds = max(seconds, 2 * m * n * k * batch / profile.misaligned_rate)
-        known[key] = seconds
-    return known[key]
+        cache[key] = seconds
+    return cache[key]
 
 
 def _traced_gemm_time(gemm: Gemm, dtype: str, profile: Profile) -> float:
@@ -140,11 +140,11 @@ def segment_times(
     segment: Segment, is_layer: bool, groups: Groups, kernels: Kernels, profile: Profile
 ) -> tuple[Times, Times, Times]:
     """Seconds of a segment's passes, in the order of `Segment.passes`. The profile keeps what it has computed."""
-    known, key = profile.seconds, (segment, is_layer, kernels)
-    if key not in known:
+    cache, key = profile.seconds, (segment, is_layer, kernels)
+    if key not in cache:
         as_run = profile.operators(segment, is_layer)
-        known[key] = tuple(pass_times(pass_, is_layer, groups, kernels, profile) for pass_ in as_run)
-    return known[key]
+        cache[key] = tuple(pass_times(pass_, is_layer, groups, kernels, profile) for pass_ in as_run)
+    return cache[key]
 
 
 def least_seconds(segment: Segment, is_layer: bool, groups: Groups, kernels: Kernels, profile: Profile) -> float:
@@ -152,9 +152,9 @@ def least_seconds(segment: Segment, is_layer: bool, groups: Groups, kernels: Ker
 
     It leaves out partly empty waves, latencies, and products that are bound by memory or by their depth.
     """
-    known, key = profile.seconds, (segment, is_layer, kernels, "least")
-    if key in known:
-        return known[key]
+    cache, key = profile.seconds, (segment, is_layer, kernels, "least")
+    if key in cache:
+        return cache[key]
     dtype, seconds = kernels.dtype if is_layer else stored_dtype(kernels.dtype), 0.0
     fused = 1.0 if kernels.compiled else profile.fusion
     for pass_ in profile.operators(segment, is_layer):
@@ -164,7 +164,7 @@ def least_seconds(segment: Segment, is_layer: bool, groups: Groups, kernels: Ker
         seconds += ((1 - fused) * pass_.eager_bytes[0] + fused * pass_.fused_bytes[0]) / profile.memory_rate
         for (kind, group, _), (_, nbytes) in pass_.collectives.items():
             if group in groups and kind not in _MESSAGES:
-                once, twice = (collective_time(kind, n * nbytes, *groups[group], profile) for n in (1, 2))
-                seconds += (twice - once) * (profile.expert_exposed if group == EXPERTS else profile.tensor_exposed)
-    known[key] = seconds
+                single, double = (collective_time(kind, n * nbytes, *groups[group], profile) for n in (1, 2))
+                seconds += (double - single) * (profile.expert_exposed if group == EXPERTS else profile.tensor_exposed)
+    cache[key] = seconds
     return seconds

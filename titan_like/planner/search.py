@@ -291,8 +291,8 @@ class BestFirst:
     def _nothing_fits(self) -> ConfigError:
         if not self.counts.valid:
             return self.space.no_layout()
-        least = min((used for _, used in self.too_large.values()), default=None)
-        need = f"; the smallest found needs {least / 2**30:.0f} GiB" if least else ""
+        smallest = min((used for _, used in self.too_large.values()), default=None)
+        need = f"; the smallest found needs {smallest / 2**30:.0f} GiB" if smallest else ""
         problem = (
             f"no layout of {self.counts.valid:,} on {self.space.num_gpus} GPUs fits into {self.usable / 2**30:.0f} GiB "
             f"({100 * MEMORY_MARGIN:.0f} % kept free){need}; use more or larger GPUs"

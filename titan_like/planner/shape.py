@@ -37,14 +37,14 @@ def shape_of(section: Model, parameters: float, seq_len: int) -> Model:
 
     widths = range(8 * head, _WIDEST, 8 * head)
     width = min(widths, key=lambda width: abs(log(layers(width) / _depth(width, points))))
-    least = sum(count > 0 for count in style.layer_counts)
-    count = max(round(layers(width)), least)
+    fewest = sum(count > 0 for count in style.layer_counts)
+    count = max(round(layers(width)), fewest)
     for _ in range(2):  # what does not grow with the square of the width is counted
         scaled = section.model_copy(
             update={"overrides": section.overrides | _fields(style, width, count, head, seq_len)}
         )
         model = model_config(scaled)
-        count = max(count + round((parameters - model.num_parameters()) / model.layer_parameters), least)
+        count = max(count + round((parameters - model.num_parameters()) / model.layer_parameters), fewest)
     if abs(model.num_parameters() / parameters - 1) > _FURTHEST:
         problem = f"the nearest {section.family} model has {model.num_parameters():,} parameters; ask for about as many"
         raise ConfigError("--params", parameters, problem)

@@ -330,8 +330,8 @@ def _placed(stage: StageProgram, single: tuple[str, ...], gathers_frozen: bool) 
         if not 0 <= layer < stage.num_layers:
             placed.append(Placed(segment, before[index], later[index], 0, 0, Reduced(), 0, False, 0))
             continue
-        near = segments[max(0, index - 2) : index + 3]
-        if len(near) == 5 and all(other is segment for other in near) and {*range(layer - 2, layer + 3)} <= firsts:
+        around = segments[max(0, index - 2) : index + 3]
+        if len(around) == 5 and all(other is segment for other in around) and {*range(layer - 2, layer + 3)} <= firsts:
             repeats += 1
             continue
         unit, largest, following, frozen_elements = units[layer]

@@ -61,14 +61,14 @@ def judgement(rows: Sequence[Row]) -> dict[str, Any] | None:
     The rank correlation is Spearman's, of seconds per sample over all layouts. A regret is how much longer the layout
     that is predicted to be fastest takes than the fastest, among layouts with the same processes and batch.
     """
-    known = [row for row in rows if row["outcome"] == OK and row["predicted_step_time_s"]]
-    if len(known) < 2:
+    judged = [row for row in rows if row["outcome"] == OK and row["predicted_step_time_s"]]
+    if len(judged) < 2:
         return None
-    batch = np.array([row["global_batch_size"] for row in known])
-    predicted = np.array([row["predicted_step_time_s"] for row in known]) / batch
-    seconds = np.array([row["step_time_s"] for row in known]) / batch
+    batch = np.array([row["global_batch_size"] for row in judged])
+    predicted = np.array([row["predicted_step_time_s"] for row in judged]) / batch
+    seconds = np.array([row["step_time_s"] for row in judged]) / batch
     groups: dict[str, list[int]] = {}
-    for index, row in enumerate(known):
+    for index, row in enumerate(judged):
         groups.setdefault(f"{row['processes']} processes, batch {row['global_batch_size']}", []).append(index)
     regrets = {
         name: float(seconds[indices[int(np.argmin(predicted[indices]))]] / seconds[indices].min() - 1)
@@ -76,7 +76,7 @@ def judgement(rows: Sequence[Row]) -> dict[str, Any] | None:
         if len(indices) > 1
     }
     return {
-        "layouts": len(known),
+        "layouts": len(judged),
         "rank_correlation": rank_correlation(predicted, seconds),
         "median_error": float(np.median(np.abs(predicted / seconds - 1))),
         "worst_regret": max(regrets.values(), default=0.0),

@@ -72,15 +72,15 @@ class Search:
 
     def runs(self) -> list[tuple[JobConfig, Row]]:
         """All layouts that are known, in the order of the cases; layouts that rules forbid come last."""
-        known: dict[str, tuple[JobConfig, Row]] = {}
+        rows: dict[str, tuple[JobConfig, Row]] = {}
         for case in self.cases:
             for config in map(case.with_size, case.sizes):
                 name = layout_name(config, case.processes)
                 if name in self.results:
                     row = row_of(config, case.processes, self.results[name] | self._predicted(config, case.processes))
-                    known[name] = config, row
+                    rows[name] = config, row
         refused = ((case, {"outcome": SKIPPED, "reason": case.reason}) for case in self.cases if not case.sizes)
-        return [*known.values(), *((case.config, row_of(case.config, case.processes, why)) for case, why in refused)]
+        return [*rows.values(), *((case.config, row_of(case.config, case.processes, why)) for case, why in refused)]
 
     def _unknown(self, case: Case) -> Iterator[JobConfig]:
         """The run with each microbatch size to try next, until the largest that fits is known or a trial fails."""

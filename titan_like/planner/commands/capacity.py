@@ -87,8 +87,8 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     fixed = frozenset(parse_overrides(settings)) & {*SEARCHED, STAGE_SIZES}
     show, per_node = Progress(), config.cluster.gpus_per_node
     if per_node is None:
-        known = profile is not None or config.cluster.profile is not None
-        require(known, "cluster.gpus_per_node", None, "say how many GPUs a node has")
+        is_known = profile is not None or config.cluster.profile is not None
+        require(is_known, "cluster.gpus_per_node", None, "say how many GPUs a node has")
         per_node = profile_of(config, profile).gpus_per_node
         config = edit(config, {"cluster.gpus_per_node": per_node})
     node, training = f"{per_node} × {profile_of(config, profile).device.name}", config.training
@@ -151,9 +151,9 @@ def fewest_nodes(config: JobConfig, profile: Profile | None, fixed: frozenset[st
     model, per_node = model_config(config.model), config.cluster.gpus_per_node or 1
     stack = profile_of(config, profile)
     room = usable_bytes(stack.device) - stack.overhead_bytes
-    least = model.num_parameters() * _LEAST_STATE / room / per_node if room > 0 else inf
+    lowest = model.num_parameters() * _LEAST_STATE / room / per_node if room > 0 else inf
     refusal, is_valid = None, False
-    for nodes in range(ceil(min(least, _MOST_NODES + 1)), _MOST_NODES + 1):
+    for nodes in range(ceil(min(lowest, _MOST_NODES + 1)), _MOST_NODES + 1):
         show(f"does it fit on {nodes} node{'s' * (nodes > 1)}?")
         try:
             if fits(config, profile, nodes * per_node, fixed):

@@ -150,7 +150,7 @@ class Machine:
         everyone waits while other processes of the machine are scheduled.
         """
 
-        def several(*steps: Callable[[], object]) -> float:
+        def elapsed(*steps: Callable[[], object]) -> float:
             dist.barrier()
             start = time.perf_counter()
             for _ in range(_ALTERNATIONS):
@@ -159,10 +159,10 @@ class Machine:
             self._finish()
             return time.perf_counter() - start
 
-        several(product, run)
-        rounds = [(several(product, run), several(product)) for _ in range(7)]
-        together, alone = (self.typical(list(times)) for times in zip(*rounds, strict=True))
-        return self.mean(max(together - alone, 0.0) / _ALTERNATIONS)
+        elapsed(product, run)
+        rounds = [(elapsed(product, run), elapsed(product)) for _ in range(7)]
+        alternating, alone = (self.typical(list(times)) for times in zip(*rounds, strict=True))
+        return self.mean(max(alternating - alone, 0.0) / _ALTERNATIONS)
 
     def mean(self, value: float) -> float:
         """The mean of a value over the processes."""
@@ -237,14 +237,14 @@ def _flops_per_second(products: Timed) -> float:
 
 def with_products(profile: Profile, products: list[Timed], dtype: str) -> Profile:
     """The profile with the depth and the efficiency that fit measured GEMMs best, by squared relative errors."""
-    best, least = profile, math.inf
+    best, smallest = profile, math.inf
     for depth in _DEPTHS:
         trial = profile.changed(gemm_depth=depth, gemm_efficiency=1.0)
         ratios = [math.log(product.predicted(dtype, trial) / product.seconds) for product in products]
         shift = statistics.mean(ratios)
         spread = sum((ratio - shift) ** 2 for ratio in ratios)
-        if spread < least:
-            best, least = trial.changed(gemm_efficiency=min(1.0, math.exp(shift))), spread
+        if spread < smallest:
+            best, smallest = trial.changed(gemm_efficiency=min(1.0, math.exp(shift))), spread
     return best
 
 
@@ -321,8 +321,8 @@ def _device(machine: Machine, peaks: dict[str, float], bandwidth: float, link: f
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / machine.local_size
         return Device("CPU", memory, bandwidth, link, 1, 1, peaks, is_cpu=True)
     properties = torch.cuda.get_device_properties(machine.device)
-    known = known_device(properties.name)
-    link = known.nvlink_bandwidth if known else link
+    listed = known_device(properties.name)
+    link = listed.nvlink_bandwidth if listed else link
     return Device(properties.name, properties.total_memory, bandwidth, link, properties.multi_processor_count, 8, peaks)
 
 

@@ -102,14 +102,14 @@ def ends_of(work: Workload, profile: Profile, whole: StepTimeline) -> tuple[Step
     rounds = m // p - 2
     if rounds < 4:
         return whole, ""
-    few = m - rounds * p
-    step = timeline(work._replace(global_batch_size=few * work.micro_batch_size * work.data_parallel), profile)
+    shown = m - rounds * p
+    step = timeline(work._replace(global_batch_size=shown * work.micro_batch_size * work.data_parallel), profile)
     for number, event in enumerate(step.passes):
         if event.action.microbatch >= p:
             later = event.action._replace(microbatch=event.action.microbatch + rounds * p)
             step.passes[number] = event._replace(action=later)
-    each = milliseconds((whole.seconds - step.seconds) / rounds)
-    return step, f"; left out: {rounds} rounds of {p} after microbatch {p - 1}, which take {each} ms each"
+    duration = milliseconds((whole.seconds - step.seconds) / rounds)
+    return step, f"; left out: {rounds} rounds of {p} after microbatch {p - 1}, which take {duration} ms each"
 
 
 def measured_timeline(path: str, predicted: StepTimeline) -> StepTimeline:
