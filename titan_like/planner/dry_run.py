@@ -294,7 +294,7 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> tuple[JobConfi
     """What is known of the data without tokenizing it. It may be on another machine.
 
     Returns:
-        The settings, with `training.epochs` in samples if those can be counted, and a line.
+        The settings, with `training.epochs` in samples if the data can be counted, and a line.
 
     Raises:
         ConfigError: the settings cannot be right for any data, or the data at hand is unfit.

@@ -100,7 +100,7 @@ def with_overhead(profile: Profile, *parts: float) -> RankMemory:
 
 
 def step_memory(work: Workload, ranks: Iterable[int] | None = None, reduce_bytes: int = 4) -> dict[int, StepMemory]:
-    """Memory of some pipeline ranks, by default of those that may be the fullest.
+    """Memory of some pipeline ranks, by default of the ranks that may be the fullest.
 
     ``reduce_bytes``: of an element in `training.reduce_dtype`.
     """

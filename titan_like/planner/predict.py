@@ -181,7 +181,7 @@ def default_profile(device: Device) -> Profile:
 
 
 def of_own_trainer(profile: Profile, dtype: str, reduce_dtype: str = "float32") -> Profile:
-    """A stack's constants, with our own trainer's way of working in place of that stack's."""
+    """A stack's constants, with our own trainer's way of working in place of its own."""
     return profile.changed(
         message_exposed=1.0 if profile.device.is_cpu else 0.0,  # our trainer waits only when a pass needs it
         # Weights are DTensors, and taking their local parts and gradients costs the host time. For a GPT layer with 12

@@ -228,7 +228,7 @@ class BestFirst:
         self._push(means[fitting[0]], 1, (group, fitting, means[fitting[0]]))
 
     def _add_pipelines(self, group: Workload, splits: list[Split], mean: float) -> None:
-        """Put a group's pipelines into the heap. Those that split backward passes have no bound of their own."""
+        """Put a group's pipelines into the heap. With split backward passes they have no bound of their own."""
         if _cell(group) in self.cells:
             return
         for choice in self.space.pipelines(group):

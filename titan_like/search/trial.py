@@ -194,7 +194,7 @@ def figures(metrics: Path, plan: Plan) -> dict[str, Any]:
 
 
 def end_processes(out: Path) -> None:
-    """Kill every process of a search on this machine, also those that a killed search has left behind.
+    """Kill every process of a search on this machine, including what a killed search has left behind.
 
     torchrun's processes are in sessions of their own, so they are found by their environment.
     """

@@ -102,7 +102,7 @@ Reasoned = list[tuple[Candidate, str]]  # with why each is not the best
 
 
 def reasons(result: SearchResult) -> tuple[Reasoned, Reasoned]:
-    """The ranked layouts, and those that would be faster but do not fit, with why they lose."""
+    """The ranked layouts, and layouts that would be faster but do not fit, with why they lose."""
     best = result.best
     ranked = [(other, "best" if other is best else why_slower(best, other, result.profile)) for other in result.ranked]
     too_large = result.too_large[:_TOO_LARGE_SHOWN]
