@@ -67,7 +67,7 @@ def main() -> int:
             judged=judgement(predictions, len(left_out)),
         )
         if options.write:
-            text = "# Written by benchmarks/fit_profiles.py. Errors are those of groups left out of the fit.\n"
+            text = "# Written by benchmarks/fit_profiles.py. Errors come from groups left out of the fit.\n"
             (FOLDER / f"{name}.toml").write_text(text + profile_to_toml(profile), encoding="utf-8")
             builtin_profiles.cache_clear()  # profiles of experts begin from those of dense models
     return 0

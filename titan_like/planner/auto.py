@@ -10,7 +10,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.parallel.schedules.tables import stages_per_rank
 from titan_like.planner.predict import forecast
 from titan_like.planner.profile import Profile
-from titan_like.planner.search import Candidate, Found, search
+from titan_like.planner.search import Candidate, SearchResult, search
 from titan_like.planner.search_space import set_keys
 from titan_like.planner.stages import stages_of_rank
 from titan_like.planner.workload import Workload, pipeline_of
@@ -31,8 +31,8 @@ _WORTH_TELLING = 0.25  # of the largest loss
 
 def differences(best: Candidate, other: Candidate) -> dict[str, float]:
     """Seconds that each part of the step takes longer than in the best layout, largest first."""
-    mine, theirs = other.time._asdict(), best.time._asdict()
-    parts = {name: mine[name] - theirs[name] for name in _NAMES}
+    seconds, best_seconds = other.time._asdict(), best.time._asdict()
+    parts = {name: seconds[name] - best_seconds[name] for name in _NAMES}
     return dict(sorted(parts.items(), key=lambda part: -part[1]))
 
 
@@ -42,11 +42,11 @@ def why_slower(best: Candidate, other: Candidate, profile: Profile) -> str:
     lost = next(iter(parts))
     if parts[lost] <= 0.0005 * best.time.total:
         return "about as fast"
-    told = [f"{_NAMES[lost]} +{parts[lost]:.3g} s ({_because(lost, parts[lost], best.work, other.work, profile)})"]
+    reasons = [f"{_NAMES[lost]} +{parts[lost]:.3g} s ({_because(lost, parts[lost], best.work, other.work, profile)})"]
     gained = min(parts, key=lambda name: parts[name])
     if parts[gained] < -_WORTH_TELLING * parts[lost]:
-        told.append(f"{_NAMES[gained]} -{-parts[gained]:.3g} s")
-    return ", ".join(told)
+        reasons.append(f"{_NAMES[gained]} -{-parts[gained]:.3g} s")
+    return ", ".join(reasons)
 
 
 def why_too_large(best: Candidate, other: Candidate, usable: float) -> str:
@@ -70,8 +70,8 @@ def _because(part: str, seconds: float, best: Workload, work: Workload, profile:
         return f"tensor {work.tensor}{over}{shared}"
     if part in ("messages", "bubble"):
         stages = stages_per_rank(work.schedule, work.virtual_stages)
-        of = f"pipeline {work.pipeline}" + (f" × {stages} stages" if stages > 1 else "")
-        return of if part == "messages" else f"{of}, {work.microbatches} microbatches"
+        degrees = f"pipeline {work.pipeline}" + (f" × {stages} stages" if stages > 1 else "")
+        return degrees if part == "messages" else f"{degrees}, {work.microbatches} microbatches"
     if part == "data":
         over = f"over {work.data_parallel} GPUs"
         if work.zero_stage == 3:
@@ -84,14 +84,14 @@ def _because(part: str, seconds: float, best: Workload, work: Workload, profile:
 
 
 def _adding_up(work: Workload, profile: Profile) -> float:
-    """Seconds per step in which gradients are added to those of earlier microbatches."""
+    """Seconds per step in which gradients are added to the sums of earlier microbatches."""
     held = (sum(stage.elements for stage in stages_of_rank(work, rank).values()) for rank in range(work.pipeline))
     return work.accumulates * work.microbatches * max(held) * profile.accumulation_bytes / profile.memory_rate
 
 
 def _slower_products(best: Workload, work: Workload) -> str:
-    fullest, theirs = (max(pipeline_of(one).layers) for one in (work, best))
-    if fullest * work.pipeline > theirs * best.pipeline:
+    fullest, best_fullest = (max(pipeline_of(layout).layers) for layout in (work, best))
+    if fullest * work.pipeline > best_fullest * best.pipeline:
         return f"uneven stages: {fullest} of {len(work.model.layer_kinds)} layers on one of {work.pipeline} ranks"
     return f"smaller products: microbatches of {work.micro_batch_size}, tensor {work.tensor}"
 
@@ -127,12 +127,12 @@ def with_chosen_layout(config: JobConfig, world_size: int) -> JobConfig:
     """
     if not config.parallelism.auto:
         return config
-    found = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     on_node = environment_number("LOCAL_WORLD_SIZE", 1, least=1)
     nodes_are_equal = world_size == on_node * environment_number("GROUP_WORLD_SIZE", 1, least=1)
-    config, told = choose_layout(config, world_size, found, on_node if nodes_are_equal else None)
+    config, message = choose_layout(config, world_size, gpu, on_node if nodes_are_equal else None)
     if environment_number("RANK", 0) == 0:
-        print(told, flush=True)
+        print(message, flush=True)
     return config
 
 
@@ -145,9 +145,9 @@ def choose_layout(
     alone, so all processes of a job make the same one without communicating.
 
     Args:
-        config: the run; its `cluster.gpu` and `cluster.gpus_per_node` have precedence over what was found.
+        config: the run; its `cluster.gpu` and `cluster.gpus_per_node` override ``gpu`` and ``gpus_per_node``.
         world_size: processes of the job.
-        gpu: name of the GPU found.
+        gpu: name of this machine's GPU.
         gpus_per_node: processes on each node; None if nodes differ.
 
     Raises:
@@ -163,18 +163,18 @@ def choose_layout(
         problem = "the nodes have unequal numbers of processes; say how many GPUs to plan for on each"
         raise ConfigError("cluster.gpus_per_node", None, problem)
     planned = edit(config, {"cluster.gpu": gpu, "cluster.gpus_per_node": gpus_per_node})
-    found = search(planned, world_size, fixed=set_keys(config), kinds=2)
-    values = found.space.settings(found.best.work) | {"parallelism.auto": False}
-    return edit(config, values), _summary(found)
+    result = search(planned, world_size, fixed=set_keys(config), kinds=2)
+    values = result.space.settings(result.best.work) | {"parallelism.auto": False}
+    return edit(config, values), _summary(result)
 
 
-def _summary(found: Found) -> str:
-    best = found.best
+def _summary(result: SearchResult) -> str:
+    best = result.best
     line = (
-        f"layout chosen: {described(best.work)}; predicted: {forecast(best.work, found.profile)}; the simplest of "
-        f"{found.counts.valid:,} valid layouts that predictions cannot tell from the fastest"
+        f"layout chosen: {described(best.work)}; predicted: {forecast(best.work, result.profile)}; the simplest of "
+        f"{result.counts.valid:,} valid layouts that predictions cannot tell from the fastest"
     )
-    for other in [one for one in found.ranked if one is not best][:1]:
+    for other in [candidate for candidate in result.ranked if candidate is not best][:1]:
         slower = 100 * (other.time.total / best.time.total - 1)
-        line += f"; next: {described(other.work)}, {slower:+.1f} %: {why_slower(best, other, found.profile)}"
+        line += f"; next: {described(other.work)}, {slower:+.1f} %: {why_slower(best, other, result.profile)}"
     return line

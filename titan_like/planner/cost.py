@@ -3,7 +3,7 @@
 Matrix products are computed in waves, one output tile per multiprocessor. The last wave and the tiles at the edges may
 be partly empty (NVIDIA, "Matrix Multiplication Background": tile and wave quantization). A tile of depth K takes as
 long as K + ``gemm_depth`` multiply-adds per element at the sustained rate. A product may instead be bound by memory.
-All other operators read and write memory. Collectives are those of `titan_like.planner.profile.Links`.
+All other operators read and write memory. `titan_like.planner.profile.Links` gives the time of collectives.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Times(NamedTuple):
         return self.compute + self.recomputed + self.exposed
 
     def plus(self, other: Times, count: int = 1) -> Times:
-        """These and ``count`` times the others."""
-        return Times(*[one + count * more for one, more in zip(self, other, strict=True)])
+        """The sum of these and ``count`` times ``other``."""
+        return Times(*[seconds + count * added for seconds, added in zip(self, other, strict=True)])
 
 
 def gemm_rate(dtype: str, profile: Profile) -> float:
@@ -68,8 +68,8 @@ def gemm_time(m: float, n: float, k: float, batch: float, dtype: str, profile: P
 
     Fast kernels need rows that begin at multiples of the device's `tensor_element`; see `Gemm.alignment`.
     """
-    known, key = profile.seconds, (m, n, k, batch, dtype, alignment)
-    if key not in known:
+    cache, key = profile.seconds, (m, n, k, batch, dtype, alignment)
+    if key not in cache:
         device, best, rate = profile.device, float("inf"), gemm_rate(dtype, profile)
         # The best tile: waves, each as long as one tile takes, over all multiprocessors.
         for rows, columns, relative in _TILES:
@@ -80,8 +80,8 @@ def gemm_time(m: float, n: float, k: float, batch: float, dtype: str, profile: P
         seconds = max(compute, moved / profile.memory_rate)
         if alignment % min(16, device.tensor_element):
             seconds = max(seconds, 2 * m * n * k * batch / profile.misaligned_rate)
-        known[key] = seconds
-    return known[key]
+        cache[key] = seconds
+    return cache[key]
 
 
 def _traced_gemm_time(gemm: Gemm, dtype: str, profile: Profile) -> float:
@@ -107,22 +107,22 @@ def collective_time(kind: str, nbytes: float, size: int, stride: int, profile: P
     return links.all_gather(nbytes, size, stride)
 
 
-def pass_times(one: Pass, is_layer: bool, groups: Groups, kernels: Kernels, profile: Profile) -> Times:
+def pass_times(pass_: Pass, is_layer: bool, groups: Groups, kernels: Kernels, profile: Profile) -> Times:
     """Seconds of a pass. ``is_layer``: products outside layers never run in narrow types."""
     dtype = kernels.dtype if is_layer else stored_dtype(kernels.dtype)
-    seconds, exposed, hides = [0.0, 0.0], 0.0, 0.0  # computed first, again
-    for gemm, count in one.gemms.items():
+    seconds, exposed, hides = [0.0, 0.0], 0.0, 0.0  # computed first, recomputed
+    for gemm, count in pass_.gemms.items():
         seconds[gemm.recomputed] += count * _traced_gemm_time(gemm, dtype, profile)
-    for core, count in one.attention.items():
+    for core, count in pass_.attention.items():
         time = count * attention_time(core, dtype, profile)
         seconds[core.recomputed] += time
         hides += time * (not core.backward)
     fused = 1.0 if kernels.compiled else profile.fusion
-    for again in (False, True):
-        eager, in_groups = (both[1] if again else both[0] - both[1] for both in (one.eager_bytes, one.fused_bytes))
-        seconds[again] += ((1 - fused) * eager + fused * in_groups) / profile.memory_rate
-    copies = 0.0  # to or from the host's memory, beside everything else
-    for (kind, group, _), (calls, nbytes) in one.collectives.items():
+    for repeat in (False, True):
+        eager, in_groups = (pair[1] if repeat else pair[0] - pair[1] for pair in (pass_.eager_bytes, pass_.fused_bytes))
+        seconds[repeat] += ((1 - fused) * eager + fused * in_groups) / profile.memory_rate
+    copies = 0.0  # to or from the host's memory, next to everything else
+    for (kind, group, _), (calls, nbytes) in pass_.collectives.items():
         if group == HOST:
             copies += nbytes / profile.host_bandwidth
         elif group in groups:
@@ -132,7 +132,7 @@ def pass_times(one: Pass, is_layer: bool, groups: Groups, kernels: Kernels, prof
                 time, hides = max(0.0, time - hides), max(0.0, hides - time)
             exposed += time * (profile.expert_exposed if group == EXPERTS else profile.tensor_exposed)
     exposed = max(exposed, copies - sum(seconds))
-    launches = one.fused_launches if kernels.compiled else one.launches
+    launches = pass_.fused_launches if kernels.compiled else pass_.launches
     return Times(seconds[0], seconds[1], exposed, launches * profile.operator_time)
 
 
@@ -140,31 +140,31 @@ def segment_times(
     segment: Segment, is_layer: bool, groups: Groups, kernels: Kernels, profile: Profile
 ) -> tuple[Times, Times, Times]:
     """Seconds of a segment's passes, in the order of `Segment.passes`. The profile keeps what it has computed."""
-    known, key = profile.seconds, (segment, is_layer, kernels)
-    if key not in known:
+    cache, key = profile.seconds, (segment, is_layer, kernels)
+    if key not in cache:
         as_run = profile.operators(segment, is_layer)
-        known[key] = tuple(pass_times(one, is_layer, groups, kernels, profile) for one in as_run)
-    return known[key]
+        cache[key] = tuple(pass_times(pass_, is_layer, groups, kernels, profile) for pass_ in as_run)
+    return cache[key]
 
 
 def least_seconds(segment: Segment, is_layer: bool, groups: Groups, kernels: Kernels, profile: Profile) -> float:
     """A lower bound on the device's seconds for all passes over a segment, in proportion to the microbatch's size.
 
-    Without partly empty waves, latencies, and products that are bound by memory or by their depth.
+    It leaves out partly empty waves, latencies, and products that are bound by memory or by their depth.
     """
-    known, key = profile.seconds, (segment, is_layer, kernels, "least")
-    if key in known:
-        return known[key]
-    dtype, found = kernels.dtype if is_layer else stored_dtype(kernels.dtype), 0.0
+    cache, key = profile.seconds, (segment, is_layer, kernels, "least")
+    if key in cache:
+        return cache[key]
+    dtype, seconds = kernels.dtype if is_layer else stored_dtype(kernels.dtype), 0.0
     fused = 1.0 if kernels.compiled else profile.fusion
-    for one in profile.operators(segment, is_layer):
-        flops = sum(count * gemm.flops for gemm, count in one.gemms.items())
-        found += flops / gemm_rate(dtype, profile)
-        found += sum(count * attention_time(core, dtype, profile) for core, count in one.attention.items())
-        found += ((1 - fused) * one.eager_bytes[0] + fused * one.fused_bytes[0]) / profile.memory_rate
-        for (kind, group, _), (_, nbytes) in one.collectives.items():
+    for pass_ in profile.operators(segment, is_layer):
+        flops = sum(count * gemm.flops for gemm, count in pass_.gemms.items())
+        seconds += flops / gemm_rate(dtype, profile)
+        seconds += sum(count * attention_time(core, dtype, profile) for core, count in pass_.attention.items())
+        seconds += ((1 - fused) * pass_.eager_bytes[0] + fused * pass_.fused_bytes[0]) / profile.memory_rate
+        for (kind, group, _), (_, nbytes) in pass_.collectives.items():
             if group in groups and kind not in _MESSAGES:
-                once, twice = (collective_time(kind, n * nbytes, *groups[group], profile) for n in (1, 2))
-                found += (twice - once) * (profile.expert_exposed if group == EXPERTS else profile.tensor_exposed)
-    known[key] = found
-    return found
+                single, double = (collective_time(kind, n * nbytes, *groups[group], profile) for n in (1, 2))
+                seconds += (double - single) * (profile.expert_exposed if group == EXPERTS else profile.tensor_exposed)
+    cache[key] = seconds
+    return seconds

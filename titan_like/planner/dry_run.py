@@ -107,7 +107,7 @@ class DryRun:
     num_parameters: int  # in the whole model, adapters included
     adapters: int  # of these
     trained: int  # elements of parameters that this process trains
-    active_parameters: int  # those that a token uses
+    active_parameters: int  # parameters that a token uses
     zero_stage: int
     world_size: int
     rank: int
@@ -132,7 +132,7 @@ class DryRun:
     def as_dict(self) -> dict[str, Any]:
         """The report for JSON. Actions become short words: F2:0 is the forward pass of microbatch 2 in stage 0."""
         tree = asdict(self) | {"state": self.state._asdict(), "peak": self.peak._asdict()}
-        tree["schedule"]["actions"] = [f"{one.kind}{one.microbatch}:{one.stage}" for one in self.schedule.actions]
+        tree["schedule"]["actions"] = [f"{step.kind}{step.microbatch}:{step.stage}" for step in self.schedule.actions]
         tree["traffic"] = [message._asdict() | amount._asdict() for message, amount in self.traffic.items()]
         return tree
 
@@ -173,9 +173,9 @@ def dry_run(config: JobConfig) -> DryRun:
             coordinates = _coordinates(parallel_model.expert_mesh) | coordinates
     # What it does in a step. float64 is computed as it is, while forecasts of time take it for float32.
     work = workload_of(config, model, layout)._replace(dtype=training.dtype)
-    at, reduce_bytes, sharding = coordinates["pp"][0], BYTES[training.reduce_dtype], sharding_of(work)
+    pipeline_rank, reduce_bytes, sharding = coordinates["pp"][0], BYTES[training.reduce_dtype], sharding_of(work)
     shards = {name: coordinate for name, (coordinate, _) in coordinates.items()}
-    traffic = step_traffic(work, Coordinates(at, shards), reduce_bytes)
+    traffic = step_traffic(work, Coordinates(pipeline_rank, shards), reduce_bytes)
     groups = {name: size for name, (_, size) in coordinates.items()} | {"cp": layout.context, "dp": layout.weight_ranks}
     groups |= {"expert_dp": layout.replicate * layout.expert_shards, HOST: 1}
     # Rules of other packages are taken to send nothing.
@@ -183,7 +183,7 @@ def dry_run(config: JobConfig) -> DryRun:
         group = "_".join(names)
         traffic[Message(group, kind, "optimizer")] = Amount(calls, size)
         groups[group] = prod(coordinates[name][1] for name in names)
-    moments, adapters = rank_moments(work, at, reduce_bytes), adapter_parameters(model, config.lora)
+    moments, adapters = rank_moments(work, pipeline_rank, reduce_bytes), adapter_parameters(model, config.lora)
     steps, samples = (total_steps(training), total_samples(training)) if has_length else (0, 0)
     return DryRun(
         family=config.model.family,
@@ -207,7 +207,7 @@ def dry_run(config: JobConfig) -> DryRun:
         peak=max(moments, key=lambda moment: moment.total),
         in_passes=moments[0].total,
         in_update=moments[1].total,
-        schedule=schedule_of(work, layout, at),
+        schedule=schedule_of(work, layout, pipeline_rank),
         traffic=traffic,
         groups=groups,
         data=data,
@@ -235,7 +235,7 @@ def schedule_of(work: Workload, layout: Layout, rank: int) -> Schedule:
     """What a pipeline rank computes in a step."""
     table = schedule_table(layout.schedule, layout.pipeline, layout.virtual_stages, work.microbatches)
     passes = (zip(*(segment.passes for segment in stage.segments), strict=True) for stage in stages_of(work))
-    flops = [[sum(one.flops(recomputed=True) for one in alike) for alike in of_stage] for of_stage in passes]
+    flops = [[sum(pass_.flops(recomputed=True) for pass_ in segments) for segments in of_stage] for of_stage in passes]
     parts = {"F": (0,), "B": (1, 2), "I": (1,), "W": (2,)}  # of `PASSES`
 
     def by_flops(action: Action) -> float:
@@ -294,7 +294,7 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> tuple[JobConfi
     """What is known of the data without tokenizing it. It may be on another machine.
 
     Returns:
-        The settings, with `training.epochs` in samples if those can be counted, and a line.
+        The settings, with `training.epochs` in samples if the data can be counted, and a line.
 
     Raises:
         ConfigError: the settings cannot be right for any data, or the data at hand is unfit.
@@ -303,8 +303,8 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> tuple[JobConfi
     if section.dataset not in DATASETS:  # only the class of a user's own dataset can count it
         return _counted(config, model)
     split_weights(section.split)
-    sections = [section, *(held_out(section, one.paths) for one in config.evaluation.sets)]
-    sources = [one.model_copy(update={"paths": share.paths}) for one in sections for share in shares_of(one.paths)]
+    sections = [section, *(held_out(section, dataset.paths) for dataset in config.evaluation.sets)]
+    sources = [data.model_copy(update={"paths": share.paths}) for data in sections for share in shares_of(data.paths)]
     if section.dataset in ("text", "conversations") and not section.paths:
         corpus_files(section)  # raises ConfigError
     spec = section.tokenizer
@@ -331,8 +331,8 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> tuple[JobConfi
 
 
 def _is_absent(name: str, dataset: str) -> bool:
-    others = [f"{prefix_of(name)}{ending}" for ending in (".idx", ".bin")] if dataset == "indexed" else []
-    return not any(map(named_paths, [name, *others]))
+    files = [f"{prefix_of(name)}{ending}" for ending in (".idx", ".bin")] if dataset == "indexed" else []
+    return not any(map(named_paths, [name, *files]))
 
 
 def _counted(config: JobConfig, model: TransformerConfig) -> tuple[JobConfig, str]:

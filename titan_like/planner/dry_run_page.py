@@ -88,14 +88,14 @@ def _aligned(rows: Sequence[tuple[str, ...]], sides: str) -> list[str]:
 
 
 def _collapse(parameters: list[ParameterReport]) -> Iterator[tuple[str, list[ParameterReport]]]:
-    """Parameters by layer, with runs of equal layers as one entry. Those outside layers have an empty name."""
+    """Parameters by layer, with runs of equal layers as one entry. Parameters outside layers have an empty name."""
     blocks = []
     for layer, group in groupby(parameters, lambda p: p.name.split(".")[1] if p.name.startswith("layers.") else None):
         blocks.append((layer, [replace(p, name=p.name.removeprefix(f"layers.{layer}.")) for p in group]))
-    for (in_layers, same), layers in groupby(blocks, key=lambda block: (block[0] is not None, block[1])):
+    for (in_layers, reports), layers in groupby(blocks, key=lambda block: (block[0] is not None, block[1])):
         numbers = [number for number, _ in layers]
         name = f"layers.{numbers[0]}" + (f"–{numbers[-1]}" if len(numbers) > 1 else "")
-        yield name if in_layers else "", same
+        yield name if in_layers else "", reports
 
 
 def _shape(shape: tuple[int, ...]) -> str:

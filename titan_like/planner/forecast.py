@@ -43,7 +43,7 @@ class StepForecast:
         self._run = run
         self._left, self._seconds = WARM_UP, list[float]()
         self._batch_size = run.config.training.global_batch_size
-        self._found = self._predict()
+        self._forecast = self._predict()
         self._done = False
 
     def add(self, record: StepRecord) -> str | None:
@@ -52,18 +52,18 @@ class StepForecast:
             return None
         if record.global_batch_size != self._batch_size:  # the batch grew: begin again
             self._batch_size, self._seconds = record.global_batch_size, []
-            self._found = self._predict()
+            self._forecast = self._predict()
         if self._left:
             self._left -= 1
             return None
         self._seconds.append(record.step_time_s)
         if len(self._seconds) < MEASURED:
             return None
-        self._done, found = True, self._found
-        if not isinstance(found, Forecast):
-            return found
+        self._done, forecast = True, self._forecast
+        if not isinstance(forecast, Forecast):
+            return forecast
         on_gpu = self._run.device.type == "cuda"
-        return describe(found, on_gpu, record.step, statistics.median(self._seconds), record.peak_memory_bytes)
+        return describe(forecast, on_gpu, record.step, statistics.median(self._seconds), record.peak_memory_bytes)
 
     def _predict(self) -> Forecast | str | None:
         """The forecast, a sentence that says why there is none, or None if no forecast was asked for."""
@@ -87,28 +87,28 @@ def predicted(run: Run, global_batch_size: int) -> Forecast | None:
         raise ConfigError("float8.enable", True, "is not predicted")
     if profile is not None and on_gpu and profile.device.is_cpu:
         raise ConfigError("cluster.profile", config.cluster.profile, "was measured on a CPU")
-    here: dict[str, Any] = {"cluster.gpu": config.cluster.gpu or device_name(run.device) or None}
+    overrides: dict[str, Any] = {"cluster.gpu": config.cluster.gpu or device_name(run.device) or None}
     if config.cluster.gpus_per_node is None and "LOCAL_WORLD_SIZE" in os.environ:
-        here["cluster.gpus_per_node"] = environment_number("LOCAL_WORLD_SIZE", 1, least=1)
-    here |= {"training.global_batch_size": global_batch_size, "training.batch_size_rampup": None}
-    config = edit(config, here)
+        overrides["cluster.gpus_per_node"] = environment_number("LOCAL_WORLD_SIZE", 1, least=1)
+    overrides |= {"training.global_batch_size": global_batch_size, "training.batch_size_rampup": None}
+    config = edit(config, overrides)
     return predict_layout(config, run.model, run.layout, profile)
 
 
-def describe(found: Forecast, on_gpu: bool, step: int, seconds: float, memory_bytes: int) -> str:
+def describe(forecast: Forecast, on_gpu: bool, step: int, seconds: float, memory_bytes: int) -> str:
     """The prediction next to the measurement, with a warning if they differ by more than the error band."""
-    first = found.memory.ranks[0]
-    # On a GPU the measured memory is that of tensors, on a CPU that of the whole process.
+    first = forecast.memory.ranks[0]
+    # Measured memory is the tensors' on a GPU, and the whole process's on a CPU.
     memory = first.total - first.overhead if on_gpu else first.total
-    off, memory_off = found.time.total / seconds - 1, memory / memory_bytes - 1
+    off, memory_off = forecast.time.total / seconds - 1, memory / memory_bytes - 1
     line = (
-        f" steps {step - MEASURED + 1} to {step}: {found.time.total:.4g} s predicted, {seconds:.4g} s measured "
+        f" steps {step - MEASURED + 1} to {step}: {forecast.time.total:.4g} s predicted, {seconds:.4g} s measured "
         f"({off:+.1%}) | memory of rank 0: {memory / 2**30:.3g} GiB predicted, {memory_bytes / 2**30:.3g} GiB measured "
-        f"({memory_off:+.1%}) | profile {found.profile.name} |"
+        f"({memory_off:+.1%}) | profile {forecast.profile.name} |"
     )
     warnings = []
-    if not found.seconds_low <= seconds <= found.seconds_high:
-        warnings.append(f"the step time is outside {found.seconds_low:.4g} to {found.seconds_high:.4g} s")
+    if not forecast.seconds_low <= seconds <= forecast.seconds_high:
+        warnings.append(f"the step time is outside {forecast.seconds_low:.4g} to {forecast.seconds_high:.4g} s")
     if abs(memory_off) > MEMORY_BAND:
         warnings.append(f"memory is more than {MEMORY_BAND:.0%} off")
     return line + (f" WARNING: {'; '.join(warnings)} |" if warnings else "")

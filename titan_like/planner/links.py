@@ -1,7 +1,7 @@
 """What collectives achieved between processes, as bench_comm.py measures it, and a profile with these links.
 
-Sizes and bus bandwidths are those of NCCL's tests (doc/PERFORMANCE.md of nccl-tests): the size is that of the whole
-buffer, which for an all-gather is the result; the bus bandwidth is what each process sends and receives on its links,
+Sizes and bus bandwidths are defined as in NCCL's tests (doc/PERFORMANCE.md of nccl-tests): the size is the whole
+buffer's, which for an all-gather is the result; the bus bandwidth is what each process sends and receives on its links,
 whatever their number is.
 """
 
@@ -69,8 +69,8 @@ def read_measurements(path: str, on_cpus: bool) -> list[Measurement]:
             if (table["device"] == "CPU") != on_cpus:
                 problem = f"was measured on {table['device']}; give measurements of the profile's own kind of machine"
                 raise ConfigError("--links", path, problem)
-            read = [Measurement(**{name: one[name] for name in names}) for one in table["measurements"]]
-            if read and all(one.seconds > 0 and one.processes > 1 and one.operation in BUS_SHARES for one in read):
+            read = [Measurement(**{name: row[name] for name in names}) for row in table["measurements"]]
+            if read and all(row.seconds > 0 and row.processes > 1 and row.operation in BUS_SHARES for row in read):
                 return read
             problem = "has no valid measurements"
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -81,13 +81,13 @@ def read_measurements(path: str, on_cpus: bool) -> list[Measurement]:
 def with_links(profile: Profile, measurements: list[Measurement]) -> Profile:
     """The profile with the bandwidths and latencies of the links that were measured.
 
-    The widest group inside a node tells of its links, and pairs of ranks on two nodes of the network. Bandwidths are
-    those of the largest buffers, less latency. A ring all-reduce of the smallest one is 2(n − 1) messages that take
-    nothing but their latency. Processes on one machine's CPU have no other links.
+    The widest group inside a node gives the node's links, and pairs of ranks on two nodes give the network's.
+    Bandwidths come from the largest buffers, less latency. A ring all-reduce of the smallest buffer is 2(n − 1)
+    messages that take only their latency. Processes on one machine's CPU have no other links.
     """
-    inside = [one for one in measurements if not one.sharing]
-    widest = [one for one in inside if one.processes == max(other.processes for other in inside)]
-    pairs = [one for one in measurements if one.dimension == BETWEEN_NODES]
+    inside = [row for row in measurements if not row.sharing]
+    widest = [row for row in inside if row.processes == max(other.processes for other in inside)]
+    pairs = [row for row in measurements if row.dimension == BETWEEN_NODES]
     changes: dict[str, Any] = {}
     if widest:
         all_reduce, _, latency = _figures(widest)
@@ -107,7 +107,7 @@ def with_links(profile: Profile, measurements: list[Measurement]) -> Profile:
 
 def _figures(measurements: list[Measurement]) -> tuple[float, float, float]:
     """Bandwidths of all-reduces and messages, and the latency of a hop."""
-    by_operation = {name: [one for one in measurements if one.operation == name] for name in BUS_SHARES}
+    by_operation = {name: [row for row in measurements if row.operation == name] for name in BUS_SHARES}
     reduced = by_operation["all_reduce"]
     if not reduced:
         raise ConfigError("--links", None, "the file has no all_reduce; measure it too")
@@ -116,13 +116,13 @@ def _figures(measurements: list[Measurement]) -> tuple[float, float, float]:
 
 def latency_of(reduced: list[Measurement]) -> float:
     """Seconds of a hop: of a ring's 2(n − 1), if the smallest all-reduce takes nothing but their latency."""
-    smallest = min(reduced, key=lambda one: one.bytes)
+    smallest = min(reduced, key=lambda row: row.bytes)
     return smallest.seconds / (2 * (smallest.processes - 1))
 
 
 def _bandwidth(measurements: list[Measurement]) -> float:
-    """Bus bandwidth of the bytes that the largest buffer has more than the smallest, so without latency."""
-    first, last = (of(measurements, key=lambda one: one.bytes) for of in (min, max))
+    """Bus bandwidth of the bytes by which the largest buffer exceeds the smallest, so without latency."""
+    first, last = (extreme(measurements, key=lambda row: row.bytes) for extreme in (min, max))
     if last.seconds <= first.seconds:  # the same one, or too small to tell
         return last.bus_bandwidth
     return replace(last, bytes=last.bytes - first.bytes, seconds=last.seconds - first.seconds).bus_bandwidth

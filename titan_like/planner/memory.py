@@ -38,7 +38,7 @@ class StepMemory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all parts."""
         return sum(self)
 
 
@@ -74,8 +74,8 @@ def usable_bytes(device: Device) -> float:
 
 def memory(work: Workload, profile: Profile) -> Memory:
     """Memory of all pipeline ranks."""
-    found = step_memory(work, range(work.pipeline), profile.gradient_bytes).values()
-    ranks = tuple(with_overhead(profile, *one) for one in found)
+    memories = step_memory(work, range(work.pipeline), profile.gradient_bytes).values()
+    ranks = tuple(with_overhead(profile, *parts) for parts in memories)
     return Memory(ranks, max(rank.total for rank in ranks), profile.device.memory_bytes)
 
 
@@ -84,13 +84,13 @@ def largest_memory(work: Workload, profile: Profile, limit: float = math.inf, me
 
     Without ``messages`` between stages it is a lower bound, which takes a fraction of the time.
     """
-    most = 0.0
+    largest = 0.0
     for rank in candidates(work):
-        found = rank_memory(work, rank, profile.gradient_bytes, messages)
-        most = max(most, with_overhead(profile, *found).total)
-        if most > limit:
+        parts = rank_memory(work, rank, profile.gradient_bytes, messages)
+        largest = max(largest, with_overhead(profile, *parts).total)
+        if largest > limit:
             break
-    return most
+    return largest
 
 
 def with_overhead(profile: Profile, *parts: float) -> RankMemory:
@@ -100,7 +100,7 @@ def with_overhead(profile: Profile, *parts: float) -> RankMemory:
 
 
 def step_memory(work: Workload, ranks: Iterable[int] | None = None, reduce_bytes: int = 4) -> dict[int, StepMemory]:
-    """Memory of some pipeline ranks, by default of those that may be the fullest.
+    """Memory of some pipeline ranks, by default of the ranks that may be the fullest.
 
     ``reduce_bytes``: of an element in `training.reduce_dtype`.
     """
@@ -136,7 +136,7 @@ def rank_moments(
     totals += np.array([sum(usage[:3]) for usage in usages])[occupied.running]
     fullest = int(totals.argmax())
     running = usages[occupied.running[fullest]]
-    found = int(gathered[fullest]) + running.gathered, int(kept[fullest]) + running.gradients
+    at_peak = int(gathered[fullest]) + running.gathered, int(kept[fullest]) + running.gradients
     copies = round(sharding.compute * sharding.copied * sum(stage.elements for stage in stages))
     frozen = sharding.compute * sum(_frozen(stage.stage, sharding) for stage in stages)
     master, kept_state = sum(shard for shard, _ in elements), sum(state for _, state in elements)
@@ -144,7 +144,7 @@ def rank_moments(
     at_update = sum(
         stage.at_update(shard, work.microbatches) for stage, (shard, _) in zip(stages, elements, strict=True)
     )
-    in_passes = StepMemory(held[0], found[1], held[1], found[0] + copies, int(totals[fullest]) - sum(found))
+    in_passes = StepMemory(held[0], at_peak[1], held[1], at_peak[0] + copies, int(totals[fullest]) - sum(at_peak))
     return in_passes, StepMemory(held[0], at_update, held[1], copies, 0)
 
 
@@ -154,7 +154,7 @@ def rank_memory(work: Workload, rank: int, reduce_bytes: int = 4, messages: bool
 
 
 def candidates(work: Workload) -> tuple[int, ...]:
-    """Both ends and, of ranks between them with equal stages, the first: later ones hold fewer microbatches."""
+    """Both end ranks, and the first of each kind between them: later ranks of a kind hold fewer microbatches."""
     if splits_backward(work.schedule, work.pipeline, work.compiled):
         return tuple(dict.fromkeys((0, work.pipeline - 1, *range(work.pipeline))))
     return pipeline_of(work).largest
@@ -174,9 +174,9 @@ def _stage_memory(stage: StageProgram, keeping: Keeping) -> StageMemory:
 def _frozen(stage: StageProgram, sharding: Sharding) -> int:
     """Elements of frozen parameters on the first process, which ZeRO 3 alone shards."""
     parameters = [parameter for unit in stage.units for parameter in unit.frozen]
-    shards = [sharding.shards[one.sharers] if sharding.zero_stage == 3 else 1 for one in parameters]
-    rows = [shard_rows(one.shape[0], size) for one, size in zip(parameters, shards, strict=True)]
-    return sum(here * (one.elements // one.shape[0]) for one, here in zip(parameters, rows, strict=True))
+    shards = [sharding.shards[p.sharers] if sharding.zero_stage == 3 else 1 for p in parameters]
+    rows = [shard_rows(p.shape[0], size) for p, size in zip(parameters, shards, strict=True)]
+    return sum(count * (p.elements // p.shape[0]) for p, count in zip(parameters, rows, strict=True))
 
 
 @lru_cache(maxsize=65536)
@@ -184,11 +184,11 @@ def _sharded(stage: StageProgram, shards: tuple[tuple[str, int], ...], optimizer
     """Elements of the first process's shard of a stage, and values that the optimizer keeps for them."""
     elements, state = 0, 0.0
     for segment in stage.layers:
-        more, kept = _sharded_segment(segment, shards, optimizer)
-        elements, state = elements + more, state + kept
+        shard, kept = _sharded_segment(segment, shards, optimizer)
+        elements, state = elements + shard, state + kept
     for parameter in [parameter for unit in stage.ends for parameter in unit.parameters]:
-        more, kept = _sharded_parameter(parameter, dict(shards), optimizer)
-        elements, state = elements + more, state + kept
+        shard, kept = _sharded_parameter(parameter, dict(shards), optimizer)
+        elements, state = elements + shard, state + kept
     return elements, state
 
 
@@ -196,11 +196,11 @@ def _sharded(stage: StageProgram, shards: tuple[tuple[str, int], ...], optimizer
 def _sharded_segment(
     segment: Segment, shards: tuple[tuple[str, int], ...], optimizer: OptimizerState
 ) -> tuple[int, float]:
-    found = [_sharded_parameter(parameter, dict(shards), optimizer) for parameter in segment.parameters]
-    return sum(elements for elements, _ in found), sum(kept for _, kept in found)
+    counts = [_sharded_parameter(parameter, dict(shards), optimizer) for parameter in segment.parameters]
+    return sum(elements for elements, _ in counts), sum(kept for _, kept in counts)
 
 
 def _sharded_parameter(parameter: Parameter, shards: dict[str, int], optimizer: OptimizerState) -> tuple[int, float]:
-    (rows, *others), size, matrices = parameter.shape, shards[parameter.sharers], parameter.matrices
-    shape = shard_rows(rows, size), *others
+    (rows, *dims), size, matrices = parameter.shape, shards[parameter.sharers], parameter.matrices
+    shape = shard_rows(rows, size), *dims
     return prod(shape), optimizer.of(parameter.name, shape, matrices if matrices % size else matrices // size)

@@ -20,8 +20,8 @@ from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, Action, schedul
 
 # What a stage has of gathered weights, after a forward and after a backward pass.
 NOT_GATHERED, AFTER_FORWARD, AFTER_BACKWARD = range(3)
-# What it has of gradients: of one backward pass, or sums. Those of a split backward pass's first part may wait for the
-# second part. After a second part without any, those of matrices were the last to be summed.
+# What it has of gradients: of one backward pass, or sums. Gradients of a split backward pass's first part may wait for
+# the second part. After a second part without such, the matrices' gradients were the last to be summed.
 NO_GRADIENTS, FIRST_PARTS, OF_ONE_PASS, SUMS, SUMS_AND_FIRST_PARTS, MATRICES, MATRICES_AND_FIRST_PARTS = range(7)
 FINISHED = 7
 _WITH_FIRST_PARTS = {NO_GRADIENTS: FIRST_PARTS, SUMS: SUMS_AND_FIRST_PARTS, MATRICES: MATRICES_AND_FIRST_PARTS}
@@ -29,7 +29,7 @@ WAITING = frozenset(_WITH_FIRST_PARTS.values())  # first parts wait
 
 
 class PassKind(NamedTuple):
-    """All that a stage's memory during a pass depends on, besides what it holds."""
+    """All that a stage's memory during a pass depends on, apart from what it holds."""
 
     kind: str  # F, B, I or W
     is_first: bool  # first forward pass of the step, or no gradients are summed up yet
@@ -44,7 +44,7 @@ class Occupancy(NamedTuple):
     passes: tuple[tuple[PassKind, ...], ...]  # of each stage
     held: np.ndarray  # [moments, stages]: microbatches between forward and backward pass
     deferred: np.ndarray  # [moments, stages]: microbatches between the two parts of a backward pass
-    # [moments, stages]: states of gathered weights and of gradients. Those of the stage that runs are 0, because they
+    # [moments, stages]: states of gathered weights and of gradients. The running stage has 0, because its states
     # are part of the pass.
     weights: np.ndarray
     gradients: np.ndarray
@@ -69,17 +69,17 @@ def occupancy(
 
     Without ``messages``, which need the order of all ranks, it takes a fraction of the time.
     """
-    few = microbatches
+    enough = microbatches
     if not _holds_all(schedule):
-        few = min(microbatches, max(3 * pipeline, 3))
-        few += (microbatches - few) % pipeline if microbatches > few else 0
+        enough = min(microbatches, max(3 * pipeline, 3))
+        enough += (microbatches - enough) % pipeline if microbatches > enough else 0
     layout = Layout(pipeline, schedule=schedule, virtual_stages=virtual_stages)
-    return _occupancy(layout, few, rank, splits_backward, messages)
+    return _occupancy(layout, enough, rank, splits_backward, messages)
 
 
 @cache
 def _holds_all(schedule: str) -> bool:
-    """Whether a rank holds all microbatches of a step: the more, the more there are."""
+    """Whether a rank holds all microbatches of a step, and so more of them the more there are."""
     stages = stages_per_rank(schedule, 2)
     few, many = (max(max_in_flight(schedule_table(schedule, 2, stages, microbatches))) for microbatches in (8, 16))
     return many > few
@@ -99,15 +99,15 @@ def steps_as_run(
 
     Where the trainer does not split them, a schedule's first part is the whole pass and its second part nothing.
     """
-    found = []
+    steps = []
     for step in _steps(layout, microbatches, messages)[rank]:
         if step.kind == "B" and splits_backward:
-            found += [step._replace(kind="I"), step._replace(kind="W")]
+            steps += [step._replace(kind="I"), step._replace(kind="W")]
         elif step.kind == "I" and not splits_backward:
-            found.append(step._replace(kind="B"))
+            steps.append(step._replace(kind="B"))
         elif step.kind != "W" or splits_backward:
-            found.append(step)
-    return found
+            steps.append(step)
+    return steps
 
 
 def splits_backward(schedule: str, pipeline: int, compiled: bool) -> bool:
@@ -123,7 +123,7 @@ def _occupancy(layout: Layout, microbatches: int, rank: int, splits: bool, with_
     weights, gradients = [NOT_GATHERED] * count, [NO_GRADIENTS] * count
     left = [microbatches] * count  # backward passes
     arrived = sent = 0  # messages
-    # Of what is held in the same states, only what no other moment has as much of in everything.
+    # For equal states, only the moments that no other moment matches or exceeds in every count.
     moments: _Moments = {}
     for kind, stage, _ in steps_as_run(layout, rank, microbatches, splits, with_messages):
         if kind.startswith(("SEND", "RECV")):
@@ -135,9 +135,9 @@ def _occupancy(layout: Layout, microbatches: int, rank: int, splits: bool, with_
         arrived -= takes
         is_last = kind in "BW" and left[n] == 1
         is_first = weights[n] == NOT_GATHERED if kind == "F" else gradients[n] in (NO_GRADIENTS, FIRST_PARTS)
-        one = PassKind(kind, is_first, is_last, gradients[n])
+        pass_ = PassKind(kind, is_first, is_last, gradients[n])
         messages = arrived + min(sent, MAX_PENDING_SENDS) if with_messages else 0
-        _keep(moments.setdefault((n, one, tuple(weights), tuple(gradients)), []), (*held, *deferred, messages))
+        _keep(moments.setdefault((n, pass_, tuple(weights), tuple(gradients)), []), (*held, *deferred, messages))
         gives = stage != (last_stage if kind == "F" else 0) and kind != "W"
         neighbour = stage + (1 if kind == "F" else -1)
         arrived += gives and neighbour in place  # to a stage on the same rank
@@ -160,22 +160,22 @@ def _occupancy(layout: Layout, microbatches: int, rank: int, splits: bool, with_
     return _as_arrays(stages, moments)
 
 
-def _keep(known: list[tuple[int, ...]], new: tuple[int, ...]) -> None:
-    """Add ``new`` to a list of moments of which none has as much of everything as another one."""
-    if not any(all(map(int.__ge__, one, new)) for one in known):
-        known[:] = [one for one in known if not all(map(int.__ge__, new, one))]
-        known.append(new)
+def _keep(moments: list[tuple[int, ...]], new: tuple[int, ...]) -> None:
+    """Add ``new`` to a list of moments, none of which matches or exceeds another in every count."""
+    if not any(all(map(int.__ge__, moment, new)) for moment in moments):
+        moments[:] = [moment for moment in moments if not all(map(int.__ge__, new, moment))]
+        moments.append(new)
 
 
 def _as_arrays(stages: tuple[int, ...], moments: _Moments) -> Occupancy:
-    passes = tuple(tuple({one: None for n, one, *_ in moments if n == stage}) for stage in range(len(stages)))
-    number = {one: number for number, one in enumerate((n, one) for n, kinds in enumerate(passes) for one in kinds)}
+    passes = tuple(tuple({pass_: None for n, pass_, *_ in moments if n == stage}) for stage in range(len(stages)))
+    number = {key: number for number, key in enumerate((n, kind) for n, kinds in enumerate(passes) for kind in kinds)}
     rows = [
-        (*held, *weights, *gradients, messages, number[n, one], n)
-        for (n, one, weights, gradients), kept in moments.items()
+        (*held, *weights, *gradients, messages, number[n, pass_], n)
+        for (n, pass_, weights, gradients), kept in moments.items()
         for *held, messages in kept
     ]
     parts = np.split(np.array(rows), [len(stages) * part for part in (1, 2, 3, 4)], axis=1)
-    held, deferred, weights, gradients, (messages, running, here) = *parts[:4], parts[4].T
-    weights[np.arange(len(rows)), here] = gradients[np.arange(len(rows)), here] = 0
+    held, deferred, weights, gradients, (messages, running, position) = *parts[:4], parts[4].T
+    weights[np.arange(len(rows)), position] = gradients[np.arange(len(rows)), position] = 0
     return Occupancy(stages, passes, held, deferred, weights, gradients, messages, running)

@@ -26,7 +26,7 @@ class Keeping(NamedTuple):
     wrapped: bool
     copied: bool
     replicated: bool  # then gradients that are missing are summed as zeros
-    single: tuple[str, ...]  # of `Sharding.shards`, those with one shard: gathers need no buffer
+    single: tuple[str, ...]  # names in `Sharding.shards` that have one shard: gathers need no buffer
     compute: int
     reduce: int
     master: int
@@ -38,13 +38,13 @@ class Reduced(NamedTuple):
     elements: int = 0
     largest_parameter: int = 0
     last_parameter: int = 0
-    experts: int = 0  # those that other processes share, which are reduced first
+    experts: int = 0  # elements that other processes share, which are reduced first
     last_of_experts: int = 0  # elements of their last parameter
     experts_alone: bool = False  # whether no process shares them
 
 
 class Placed(NamedTuple):
-    """A segment in its stage. Elements are those of parameters before ZeRO shards them."""
+    """A segment in its stage. Elements count parameters before ZeRO shards them."""
 
     segment: Segment
     before: int  # bytes that earlier segments keep
@@ -55,18 +55,18 @@ class Placed(NamedTuple):
     largest: int  # of the unit's experts, or of its other elements, whichever are gathered through a buffer
     begins_unit: bool  # whether it is the first layer of its unit, after whose backward pass gradients are complete
     following: int  # elements of the unit that the backward pass gathers next
-    repeats: int = 0  # equal layers before it whose moments lie between those of their neighbours
+    repeats: int = 0  # equal layers before it whose moments lie between their neighbours'
     frozen: int = 0  # elements of its unit that are gathered and have no gradients
 
     def follow_experts(self, produced: int) -> bool:
-        """Whether the last of so many elements come after the experts' gradients."""
+        """Whether the last of the ``produced`` elements come after the experts' gradients."""
         return 0 < self.experts <= self.through_experts < produced
 
     @property
     def at_experts(self) -> int:
         """Bytes of activations when the experts' gradients are complete."""
-        later = [one for one in self.segment.backward.moments if one.gradients >= self.through_experts]
-        return min(later, key=lambda one: one.gradients).activations
+        later = [moment for moment in self.segment.backward.moments if moment.gradients >= self.through_experts]
+        return min(later, key=lambda moment: moment.gradients).activations
 
     @property
     def unit(self) -> int:
@@ -77,20 +77,20 @@ class Placed(NamedTuple):
 class PassGradients:
     """Bytes of a stage's gradients in the course of one backward pass."""
 
-    def __init__(self, stage: StageMemory, one: PassKind) -> None:
+    def __init__(self, stage: StageMemory, pass_: PassKind) -> None:
         self.stage, self.keeping = stage, stage.keeping
-        self.reduces = self.keeping.wrapped and one.kind == "B" and (self.keeping.zero_stage >= 2 or one.is_last)
-        self.accumulated, retained = stage.accumulated(one.gradients)
-        self.retained = retained * (one.kind == "W")  # a backward pass frees it first
-        self.is_first = one.gradients == NO_GRADIENTS
-        self.has_shards = stage.has_shards(one.gradients)
+        self.reduces = self.keeping.wrapped and pass_.kind == "B" and (self.keeping.zero_stage >= 2 or pass_.is_last)
+        self.accumulated, retained = stage.accumulated(pass_.gradients)
+        self.retained = retained * (pass_.kind == "W")  # a backward pass frees it first
+        self.is_first = pass_.gradients == NO_GRADIENTS
+        self.has_shards = stage.has_shards(pass_.gradients)
         self.done = self.fresh = self.outside = 0  # elements: all so far, of the current unit, outside layers
         self.reduced = 0
 
     @classmethod
-    def of(cls, stage: StageMemory, one: PassKind) -> PassGradients:
-        """Before the pass."""
-        return (CopiedGradients if stage.keeping.copied else cls)(stage, one)
+    def of(cls, stage: StageMemory, pass_: PassKind) -> PassGradients:
+        """The gradients before the pass."""
+        return (CopiedGradients if stage.keeping.copied else cls)(stage, pass_)
 
     @property
     def shards(self) -> int:
@@ -98,7 +98,7 @@ class PassGradients:
         return 0 if self.has_shards else self.reduced
 
     def during(self, part: Placed, produced: int) -> int:
-        """While a segment's pass has produced so many elements."""
+        """Bytes when a segment's pass has produced this many elements."""
         keep = self.keeping
         if not keep.wrapped:  # added in place to what there is
             fresh = self.done + produced if self.is_first else min(produced, self.stage.largest_parameter)
@@ -113,7 +113,7 @@ class PassGradients:
         return accumulated + retained + keep.compute * (self.outside + self.fresh + produced)
 
     def produce(self, part: Placed) -> None:
-        """A segment's pass is over."""
+        """Count a segment's gradients once its pass is over."""
         self.done += part.segment.produced
         if part.unit:
             self.fresh += part.segment.produced
@@ -121,10 +121,10 @@ class PassGradients:
             self.outside += part.segment.produced
 
     def complete(self, unit: Reduced, repeats: int = 0) -> Iterator[tuple[int, int, bool]]:
-        """The gradients of a unit are accumulated or reduced; so are those of ``repeats`` units like it.
+        """Accumulate or reduce the gradients of a unit and of ``repeats`` units like it.
 
-        Yields bytes at moments of that, the elements of which reduced gradients exist besides, and whether it is the
-        experts' gradients that are reduced, in the middle of their layer.
+        Yields for each moment its bytes, the elements that also exist as reduced gradients, and whether it is in the
+        middle of a layer, where the experts' gradients are reduced.
         """
         keep = self.keeping
         if not keep.wrapped:
@@ -143,21 +143,21 @@ class PassGradients:
             yield before + rest + (fresh if keep.reduce == keep.compute else max(fresh, converted)), self.shards, False
             return
         had_sums = keep.zero_stage < 2 and not self.is_first  # to which fresh gradients are added in place
-        others = unit.elements - unit.experts, not keep.zero_stage, unit.last_parameter, False
+        dense = unit.elements - unit.experts, not keep.zero_stage, unit.last_parameter, False
         experts = unit.experts, unit.experts_alone, unit.last_of_experts, True
-        for size, alone, parameter, early in [experts, others] if unit.experts else [others]:
-            whole, earlier, fresh = keep.reduce * size, self.shards, keep.compute * min(size, produced) * (not had_sums)
-            self.retained, self.reduced = whole, self.reduced + size
-            yield self.accumulated + rest + fresh + whole, earlier, early
+        for size, alone, parameter, early in [experts, dense] if unit.experts else [dense]:
+            total, earlier, fresh = keep.reduce * size, self.shards, keep.compute * min(size, produced) * (not had_sums)
+            self.retained, self.reduced = total, self.reduced + size
+            yield self.accumulated + rest + fresh + total, earlier, early
             if had_sums:
-                self.accumulated -= min(self.accumulated, whole)
+                self.accumulated -= min(self.accumulated, total)
             if alone:  # the result is as large, and is divided once more
-                yield self.accumulated + rest + 3 * whole, earlier, early
-                self.accumulated += whole * (not self.has_shards)
+                yield self.accumulated + rest + 3 * total, earlier, early
+                self.accumulated += total * (not self.has_shards)
                 self.reduced -= size  # which stands for shards
             else:  # FSDP2 still has a reference to the last gradient when it allocates the result
                 last = (keep.reduce if had_sums else keep.compute) * parameter
-                yield self.accumulated + rest + last + whole, earlier + size, early
+                yield self.accumulated + rest + last + total, earlier + size, early
         self.reduced += unit.elements * repeats
         if keep.zero_stage == 0:
             self.reduced = 0
@@ -172,15 +172,15 @@ class CopiedGradients(PassGradients):
     The copies that a step's last backward pass frees are subtracted.
     """
 
-    def __init__(self, stage: StageMemory, one: PassKind) -> None:
-        super().__init__(stage, one)
+    def __init__(self, stage: StageMemory, pass_: PassKind) -> None:
+        super().__init__(stage, pass_)
         self.units = copied_units(stage.stage, self.keeping.compute)
         self.limits = list(accumulate(unit.elements for unit in self.units))
-        self.frees = one.is_last and len(self.units) > 1
-        self.is_second = one.gradients == OF_ONE_PASS
+        self.frees = pass_.is_last and len(self.units) > 1
+        self.is_second = pass_.gradients == OF_ONE_PASS
 
     def _after(self, taken: int, done: int) -> int:
-        """Once the gradients of ``taken`` elements of ``done`` are taken up."""
+        """Bytes once the gradients of ``taken`` of the ``done`` elements are taken up."""
         compute = self.keeping.compute
         sums = self.accumulated + compute * done * self.is_first
         if self.is_second:
@@ -189,14 +189,14 @@ class CopiedGradients(PassGradients):
 
     def during(self, part: Placed, produced: int) -> int:
         """As in the base class."""
-        done, before, most = self.done + produced, 0, 0
+        done, before, peak = self.done + produced, 0, 0
         for unit, limit in zip(self.units[:-1], self.limits, strict=False):  # the last one comes after the pass
             if limit > done:
                 break
-            if self.done < limit:  # its gradients exist, and of one of them the sum besides
-                most = max(most, self._at(unit, before, limit))
+            if self.done < limit:  # its gradients exist, and so does the sum of one of them
+                peak = max(peak, self._at(unit, before, limit))
             before = limit
-        return max(most, self._after(before, done))
+        return max(peak, self._after(before, done))
 
     def _at(self, unit: CopiedUnit, before: int, done: int) -> int:
         return self._after(before, done) + self.keeping.master * unit.largest_parameter * self.is_second

@@ -23,8 +23,8 @@ from titan_like.planner.workload import BYTES, Adapters, Workload
 from titan_like.train.environment import cluster_size
 from titan_like.train.rules import check_rules
 
-# Our own trainer has been measured on the H100, whose constants also stand in for newer GPUs. On the A100 those of
-# PyTorch's FSDP with fused attention do, and on the V100 those of a stack with unfused attention.
+# Our own trainer has been measured on the H100, whose constants also stand in for newer GPUs. PyTorch's FSDP with fused
+# attention stands in on the A100, and a stack with unfused attention on the V100.
 _NEAREST = {"V100": "dgx2_v100", "T4": "dgx2_v100"} | dict.fromkeys(
     ("A100", "A800", "A30", "A40", "A10", "A10G"), "fsdp_a100"
 )
@@ -89,7 +89,7 @@ def per_gpu(rate: float) -> str:
 
 
 def predict(config: JobConfig, profile: Profile | None = None, expert_load: float = 1.0) -> Forecast:
-    """Forecast the step of a run on the cluster that it names. ``expert_load`` is that of `Workload`.
+    """Forecast the step of a run on the cluster that it names. ``expert_load`` is as in `Workload`.
 
     Raises:
         ConfigError: the settings contradict each other, or the GPU is unknown.
@@ -114,7 +114,7 @@ def predict_layout(
 
 
 def checked_profile(config: JobConfig, num_processes: int, profile: Profile | None) -> Profile:
-    """The constants of `profile_of`, with those of our own trainer and of the run's cluster in their place.
+    """The profile of `profile_of`, adapted to our own trainer and to the run's cluster.
 
     Raises:
         ConfigError: as `profile_of`; or the device lacks the data type, or the profile knows nothing of links between
@@ -181,7 +181,7 @@ def default_profile(device: Device) -> Profile:
 
 
 def of_own_trainer(profile: Profile, dtype: str, reduce_dtype: str = "float32") -> Profile:
-    """A stack's constants, with our own trainer's way of working in place of that stack's."""
+    """A stack's constants, with our own trainer's way of working in place of its own."""
     return profile.changed(
         message_exposed=1.0 if profile.device.is_cpu else 0.0,  # our trainer waits only when a pass needs it
         # Weights are DTensors, and taking their local parts and gradients costs the host time. For a GPT layer with 12

@@ -97,8 +97,8 @@ class Links:
         if size == 1 or nbytes == 0:
             return 0.0
         latency, per_byte = _ring(self, size, stride)
-        few = min(1, 64 / (size - 1))  # NCCL changes to trees, whose latency grows with the logarithm
-        return 2 * (few * latency + nbytes * per_byte)
+        factor = min(1, 64 / (size - 1))  # NCCL changes to trees, whose latency grows with the logarithm
+        return 2 * (factor * latency + nbytes * per_byte)
 
     def all_gather(self, nbytes: float, size: int, stride: int) -> float:
         """Seconds to all-gather a result of ``nbytes``; a reduce-scatter of an input of that size takes as long."""
@@ -229,7 +229,7 @@ class Profile:
     overhead_bytes: Amount = 3e9  # context, libraries and communication buffers
     fragmentation: Amount = 0.05  # of activations and gathered weights
     cores: Whole = 0  # of a CPU, if a node's processes share them; 0: each has its own
-    # Of a job, not of a stack:
+    # Properties of a job, not of a stack:
     one_node: bool = False  # it has no more GPUs than one node
     own_links: bool = False  # the links between nodes were measured on its cluster, so its settings do not change them
     # What the stack runs for a traced segment, which is a layer or not; by default what this trainer runs.
@@ -273,10 +273,10 @@ def _table() -> type[BaseModel]:
     """What a profile's TOML may hold: the fields of `Profile`, with the name of the device."""
     hints = get_type_hints(Profile, include_extras=True) | {"device": str}
     needed = ("device", "gpus_per_node", "node_bandwidth")
-    known = [f.name for f in fields(Profile) if f.name not in ("name", *_OF_JOBS)]
+    names = [f.name for f in fields(Profile) if f.name not in ("name", *_OF_JOBS)]
     config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    found: dict[str, Any] = {name: (hints[name], ... if name in needed else None) for name in known}
-    return create_model("ProfileTable", __config__=config, **found)
+    field_types: dict[str, Any] = {name: (hints[name], ... if name in needed else None) for name in names}
+    return create_model("ProfileTable", __config__=config, **field_types)
 
 
 def profile_from(name: str, table: dict[str, Any]) -> Profile:
@@ -286,15 +286,15 @@ def profile_from(name: str, table: dict[str, Any]) -> Profile:
         ConfigError: keys are unknown or missing, a value is impossible, or the device is unknown or incomplete.
     """
     table = dict(table)
-    own = table.pop("device_table", None)
+    device_table = table.pop("device_table", None)
     try:  # as JSON, whose lists may be tuples
-        found = _table().model_validate_json(json.dumps(table, default=str))
+        model = _table().model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:
         raise all_of(field_errors(error.errors(), f"profile {name}: ".__add__, _table().model_fields)) from None
-    values = found.model_dump(exclude_unset=True)
-    if own is not None:
-        check_device_table(f"profile {name}: device_table", own)
-        values["device"] = device_from(values["device"], own)
+    values = model.model_dump(exclude_unset=True)
+    if device_table is not None:
+        check_device_table(f"profile {name}: device_table", device_table)
+        values["device"] = device_from(values["device"], device_table)
     else:
         values["device"] = find_device(values["device"])
     if values.get("overhead_bytes", 0.0) >= values["device"].memory_bytes:
@@ -324,9 +324,9 @@ def is_builtin(device: Device) -> bool:
 
 def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _rounded(one) for key, one in value.items()}
+        return {key: _rounded(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return [_rounded(one) for one in value]
+        return [_rounded(item) for item in value]
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 

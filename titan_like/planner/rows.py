@@ -89,20 +89,20 @@ def read_rows(path: str | Path, dtype: str) -> tuple[list[Row], list[str]]:
     problem = file_problem(Path(path))
     if problem is not None:
         raise ConfigError("--points", str(path), f"{problem}; give a readable CSV or JSON file")
-    rows, left_out, what, number = list[Row](), list[str](), "row", 1
+    rows, left_out, noun, number = list[Row](), list[str](), "row", 1
     if Path(path).suffix == ".json":
         read, tables = row_of_command, read_cases(path)
     else:
         tables, names = read_csv(path, COLUMNS)
         left_out = [f"column {name}: unknown, so not read" for name in names if name not in {*COLUMNS, *_MORE}]
-        read, what, number = partial(row_of_line, dtype=dtype), "line", 2
-    for at, table in enumerate(tables, start=number):
+        read, noun, number = partial(row_of_line, dtype=dtype), "line", 2
+    for index, table in enumerate(tables, start=number):
         try:
             rows.append(read(table))
         except KeyError as error:
-            left_out.append(f"{what} {at}: {error.args[0]} is not stated")
+            left_out.append(f"{noun} {index}: {error.args[0]} is not stated")
         except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
-            left_out.append(f"{what} {at}: {error}")
+            left_out.append(f"{noun} {index}: {error}")
     return rows, left_out
 
 
@@ -153,7 +153,7 @@ def row_of_command(case: dict[str, Any]) -> Row:
         ValueError, TypeError, AttributeError, ZeroDivisionError: the row says something impossible.
     """
     words = shlex.split(case["command"])
-    settings = words[next(at for at, word in enumerate([*words, "--"]) if word.startswith("--")) :]
+    settings = words[next(index for index, word in enumerate([*words, "--"]) if word.startswith("--")) :]
     return _row(load_config(settings), case, f"this trainer on {case['gpu']}, PyTorch {case.get('torch', 'unknown')}")
 
 
@@ -210,21 +210,21 @@ def _whole(name: str, text: str) -> int:
     return int(text)
 
 
-def _row(config: JobConfig, told: dict[str, Any], source: str) -> Row:
-    """A run, with the GPU and the speed that are told of it."""
-    model, layout = model_config(config.model), resolve_layout(config.parallelism, int(told.get("gpus", 1)))
+def _row(config: JobConfig, record: dict[str, Any], source: str) -> Row:
+    """A run with the GPU and the speed that ``record`` states."""
+    model, layout = model_config(config.model), resolve_layout(config.parallelism, int(record.get("gpus", 1)))
     work = workload_of(config, model, layout)
     tokens = work.global_batch_size * work.seq_len
-    if told.get("step_time_s"):
-        seconds = float(told["step_time_s"])
-    elif told.get("tflops_per_gpu"):
+    if record.get("step_time_s"):
+        seconds = float(record["step_time_s"])
+    elif record.get("tflops_per_gpu"):
         flops = tokens * model_flops_per_token(model, work.seq_len, decoder_seq_len=work.decoder_seq_len)
-        seconds = flops / (work.num_gpus * float(told["tflops_per_gpu"]) * 1e12)
-    elif told.get("tokens_per_second"):
-        seconds = tokens / float(told["tokens_per_second"])
+        seconds = flops / (work.num_gpus * float(record["tflops_per_gpu"]) * 1e12)
+    elif record.get("tokens_per_second"):
+        seconds = tokens / float(record["tokens_per_second"])
     else:
         raise ValueError("neither step_time_s nor tokens_per_second nor tflops_per_gpu is stated")
     if not 1e-9 < seconds < 1e6:
         raise ValueError(f"a step of {seconds} s")
-    name = told.get("model") or f"{config.model.family} {config.model.flavor}"
-    return Row(str(name), told["gpu"], work, seconds, str(told.get("source") or source))
+    name = record.get("model") or f"{config.model.family} {config.model.flavor}"
+    return Row(str(name), record["gpu"], work, seconds, str(record.get("source") or source))

@@ -54,7 +54,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search."""
 
     space: Space
@@ -73,8 +73,8 @@ class Found:
     def best(self) -> Candidate:
         """The simplest of the ranked layouts that predictions cannot tell from the fastest."""
         slowest = self.fastest.time.total * (1 + self.profile.error_median)
-        alike = [one for one in self.ranked if one.time.total <= slowest]
-        return min(alike, key=lambda one: (_complexity(one.work), one.time.total))
+        tied = [candidate for candidate in self.ranked if candidate.time.total <= slowest]
+        return min(tied, key=lambda candidate: (_complexity(candidate.work), candidate.time.total))
 
     @property
     def config(self) -> JobConfig:
@@ -89,13 +89,13 @@ def search(
     fixed: frozenset[str] = frozenset(),
     kinds: int = 10,
     progress: Callable[[Counts], None] = lambda _: None,
-) -> Found:
+) -> SearchResult:
     """Find the best layouts of a run.
 
     Args:
         config: the run. The keys of `search_space.SEARCHED` are chosen anew, except those in ``fixed``.
-        num_gpus: GPUs of the job (default: those of the run's cluster).
-        profile: the stack (default: that of the GPU).
+        num_gpus: GPUs of the job (default: all of the run's cluster).
+        profile: the stack (default: the GPU's).
         fixed: keys that stay as they are.
         kinds: how many combinations of tensor and pipeline degree to find the best layout of.
         progress: called now and then with the counts so far.
@@ -122,7 +122,7 @@ class BestFirst:
         self.space, self.profile, self.kinds, self.progress = space, profile, kinds, progress
         self.usable = usable_bytes(profile.device)
         self.counts = Counts()
-        # (bound, depth, order, what). Depths 0 and 1 have groups, 2 pipelines, 3 layouts, 4 followed layouts.
+        # (bound, depth, order, arguments). Depths 0 and 1 have groups, 2 pipelines, 3 layouts, 4 followed layouts.
         # Orders are unique, so comparisons stop there; among equally fast layouts, plainer settings come first.
         self.heap: list[tuple[float, int, tuple[int, ...], Any]] = []
         self.numbers = itertools.count()
@@ -131,7 +131,7 @@ class BestFirst:
         self.too_large: dict[tuple[int, int], tuple[Workload, float]] = {}
         self._least: dict[Workload, tuple[float, float]] = {}
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """Search to the end.
 
         Raises:
@@ -147,18 +147,18 @@ class BestFirst:
             if turn % 64 == 0:
                 self.progress(self.counts)
             # Whatever comes out first is replaced by its parts with closer bounds, until a followed layout comes out.
-            _, depth, _, what = heapq.heappop(self.heap)
-            (self._weigh, self._add_pipelines, self._add_layouts, self._follow, self._take)[depth](*what)
+            _, depth, _, arguments = heapq.heappop(self.heap)
+            (self._weigh, self._add_pipelines, self._add_layouts, self._follow, self._take)[depth](*arguments)
         if not self.ranked:
             raise self._nothing_fits()
         # Layouts that would win if they fitted are worth reporting.
         too_large = [Candidate(work, step_time(work, self.profile), used) for work, used in self.too_large.values()]
-        too_large = [one for one in too_large if one.time.total < self.ranked[0].time.total]
-        too_large.sort(key=lambda one: one.memory_bytes)
-        return Found(self.space, self.profile, self.ranked, too_large, self.counts, self.usable)
+        too_large = [candidate for candidate in too_large if candidate.time.total < self.ranked[0].time.total]
+        too_large.sort(key=lambda candidate: candidate.memory_bytes)
+        return SearchResult(self.space, self.profile, self.ranked, too_large, self.counts, self.usable)
 
-    def _push(self, bound: float, depth: int, what: tuple[Any, ...]) -> None:
-        heapq.heappush(self.heap, (bound * _ROUNDING, depth, (next(self.numbers),), what))
+    def _push(self, bound: float, depth: int, arguments: tuple[Any, ...]) -> None:
+        heapq.heappush(self.heap, (bound * _ROUNDING, depth, (next(self.numbers),), arguments))
 
     def _add_group(self, group: Workload) -> None:
         """Put a group into the heap, unless none of its layouts can fit."""
@@ -191,21 +191,21 @@ class BestFirst:
         if work.microbatches > work.pipeline:
             sums = master if work.zero_stage < 2 else master / shards
         at_end = elements * (master / shards if work.zero_stage else master)
-        most = max(held + elements * (sums + copies), at_end)
-        return most + elements * weights + self.profile.overhead_bytes
+        peak = max(held + elements * (sums + copies), at_end)
+        return peak + elements * weights + self.profile.overhead_bytes
 
     def _least_of(self, group: Workload) -> tuple[float, float]:
-        """Lower bounds of the seconds and kept bytes of a microbatch in the whole model, from that of one sample."""
-        one = group._replace(micro_batch_size=1, shard=1, replicate=1, zero_stage=0, stage_layers=None)
-        one = one._replace(global_batch_size=2, pipeline=min(2, group.pipeline), schedule="1f1b", virtual_stages=1)
-        if one not in self._least:
-            seconds, kept, kernels = 0.0, 0.0, Kernels.of(one)
-            for stage in stages_of(one, estimate):
+        """Lower bounds on a microbatch's seconds and kept bytes in the whole model, scaled up from one sample."""
+        probe = group._replace(micro_batch_size=1, shard=1, replicate=1, zero_stage=0, stage_layers=None)
+        probe = probe._replace(global_batch_size=2, pipeline=min(2, group.pipeline), schedule="1f1b", virtual_stages=1)
+        if probe not in self._least:
+            seconds, kept, kernels = 0.0, 0.0, Kernels.of(probe)
+            for stage in stages_of(probe, estimate):
                 kept += sum(segment.kept for segment in stage.layers)
                 for segment, is_layer, count in stage.counts:
                     seconds += count * least_seconds(segment, is_layer, stage.groups, kernels, self.profile)
-            self._least[one] = seconds, kept
-        seconds, kept = self._least[one]
+            self._least[probe] = seconds, kept
+        seconds, kept = self._least[probe]
         return group.micro_batch_size * seconds, group.micro_batch_size * kept
 
     def _weigh(self, group: Workload) -> None:
@@ -213,7 +213,7 @@ class BestFirst:
         if _cell(group) in self.cells:
             return
         pipelines, splits = self.space.pipelines(group), self.space.splits(group)
-        fitting = [one for one in splits if self._least_bytes(self.space.member(group, "1f1b", 1, *one)) <= self.usable]
+        fitting = [way for way in splits if self._least_bytes(self.space.member(group, "1f1b", 1, *way)) <= self.usable]
         self.counts.too_large += len(pipelines) * (len(splits) - len(fitting))
         if not fitting:
             return
@@ -221,14 +221,14 @@ class BestFirst:
 
         def mean(split: Split) -> float:
             passes = steps_of(self.space.member(group, *plain, *split), self.profile, estimate).stages
-            return group.microbatches / group.pipeline * sum([one.F + one.B for one in passes])
+            return group.microbatches / group.pipeline * sum([stage.F + stage.B for stage in passes])
 
         means = {split: mean(split) for split in fitting}
         fitting = sorted(means, key=means.__getitem__)
         self._push(means[fitting[0]], 1, (group, fitting, means[fitting[0]]))
 
     def _add_pipelines(self, group: Workload, splits: list[Split], mean: float) -> None:
-        """Put a group's pipelines into the heap. Those that split backward passes have no bound of their own."""
+        """Put a group's pipelines into the heap. With split backward passes they have no bound of their own."""
         if _cell(group) in self.cells:
             return
         for choice in self.space.pipelines(group):
@@ -291,8 +291,8 @@ class BestFirst:
     def _nothing_fits(self) -> ConfigError:
         if not self.counts.valid:
             return self.space.no_layout()
-        least = min((used for _, used in self.too_large.values()), default=None)
-        need = f"; the smallest found needs {least / 2**30:.0f} GiB" if least else ""
+        smallest = min((used for _, used in self.too_large.values()), default=None)
+        need = f"; the smallest found needs {smallest / 2**30:.0f} GiB" if smallest else ""
         problem = (
             f"no layout of {self.counts.valid:,} on {self.space.num_gpus} GPUs fits into {self.usable / 2**30:.0f} GiB "
             f"({100 * MEMORY_MARGIN:.0f} % kept free){need}; use more or larger GPUs"
@@ -306,7 +306,7 @@ def _cell(work: Workload) -> tuple[int, int]:
 
 
 def _complexity(work: Workload) -> int:
-    """How many things there are in a layout to understand and to go wrong."""
+    """The number of things in a layout to understand, each of which can go wrong."""
     splits = (work.tensor, work.pipeline, work.context, work.expert, work.replicate, work.virtual_stages)
     is_usual = work.pipeline == 1 or work.schedule in ("1f1b", "interleaved_1f1b")
     return sum(degree > 1 for degree in splits) + (not is_usual) + (work.recompute_every > 1)

@@ -96,18 +96,18 @@ class Space:
             ConfigError: no layout is valid; the error is the rules' first refusal of a setting that is not chosen here.
         """
         self._check_fixed()
-        found = False
+        has_layout = False
         for context in self._contexts():
             for tensor in self._choices("tensor", divisors(self.num_gpus)):
                 # With tensor parallelism, sequence parallelism costs nothing and takes less memory.
                 for sequence in self._choices("sequence_parallel", [True, False] if tensor > 1 else [False]):
                     is_valid = False
                     for work in self._with_tensor(context, tensor, sequence):
-                        found = is_valid = True
+                        has_layout = is_valid = True
                         yield work
                     if is_valid:
                         break
-        if not found:
+        if not has_layout:
             raise self.no_layout()
 
     def _check_fixed(self) -> None:
@@ -119,14 +119,14 @@ class Space:
         # Fixed degrees must divide the GPUs, and all together must use every GPU.
         choices = {"context": self._contexts()}
         choices |= {degree.name: self._choices(degree.name, []) for degree in FACTORS if degree.name not in choices}
-        degrees = {_KEY[name]: found[0] for name, found in choices.items() if len(found) == 1}
+        degrees = {_KEY[name]: values[0] for name, values in choices.items() if len(values) == 1}
         if 0 in degrees.values():
             raise ConfigError(_KEY["shard"], 0, "must be at least 1, or -1 for what the other degrees leave")
         product = prod(degrees.values())
         if self.num_gpus % product or (len(degrees) == len(FACTORS) and product != self.num_gpus):
             key = list(degrees)[-1]
-            given = {of: degree for of, degree in degrees.items() if degree != 1 or of == key}
-            factors = " × ".join(f"{of.partition('.')[2]} {degree}" for of, degree in given.items())
+            given = {name: degree for name, degree in degrees.items() if degree != 1 or name == key}
+            factors = " × ".join(f"{name.partition('.')[2]} {degree}" for name, degree in given.items())
             problem = f"does not {'divide' if self.num_gpus % product else 'equal'} the {self.num_gpus} GPUs"
             raise ConfigError(key, degrees[key], f"{factors} = {product} {problem}" if len(given) > 1 else problem)
         counts = self.config.parallelism.pipeline_layers
@@ -142,19 +142,19 @@ class Space:
     def no_layout(self) -> ConfigError:
         """Why there is no layout: the first refusal of a fixed setting, else of a setting that is not chosen here."""
         chosen = {*SEARCHED, STAGE_SIZES} if self.fixed else set()
-        own = [refusal for refusal in self.refusals if refusal.key in self.fixed]
-        others = [refusal for refusal in self.refusals if refusal.key not in chosen]
-        for refusal in (*own, *others):
+        of_fixed = [refusal for refusal in self.refusals if refusal.key in self.fixed]
+        of_unsearched = [refusal for refusal in self.refusals if refusal.key not in chosen]
+        for refusal in (*of_fixed, *of_unsearched):
             return refusal
         fixed = ", ".join(sorted(self.fixed))
         problem = f"no layout of this many is valid with {fixed} fixed; fix fewer settings, or fix them differently"
         return ConfigError("number of GPUs", self.num_gpus, problem)
 
     def _contexts(self) -> list[int]:
-        """The context degrees to try: the fixed one, or those of long enough slices and the configuration's."""
-        own, length = self.config.parallelism.context_parallel_degree, self._base.seq_len
+        """The context degrees to try: the fixed one, or the configuration's and all with long enough CP shards."""
+        given, length = self.config.parallelism.context_parallel_degree, self._base.seq_len
         long = [n for n in divisors(self.num_gpus) if length >= SLICE * n and length % (2 * n) == 0]
-        return self._choices("context", sorted({1, own, *long}))
+        return self._choices("context", sorted({1, given, *long}))
 
     def _with_tensor(self, context: int, tensor: int, sequence: bool) -> Iterator[Workload]:
         # The trainer's rules are asked as early as they can be decided, so that each refusal prunes most layouts.
@@ -168,8 +168,8 @@ class Space:
             if left % pipeline:
                 continue
             shard = left // pipeline
-            whole, rest = divmod(self._base.global_batch_size, shard)
-            batches = self._choices("micro_batch_size", divisors(whole) if whole and not rest else [1])
+            samples, rest = divmod(self._base.global_batch_size, shard)
+            batches = self._choices("micro_batch_size", divisors(samples) if samples and not rest else [1])
             ranks = shard * context * tensor // work.expert_tensor
             degrees = self._choices("expert", [n for n in self._experts if ranks % n == 0])
             for micro, expert in itertools.product(batches, degrees):
@@ -192,22 +192,22 @@ class Space:
             accepted = [self._accepts(check_pipeline, work) for work in works]
             valid = [choice for choice, is_valid in zip(choices, accepted, strict=True) if is_valid]
             fullest = [self._fullest(group, choice) for choice in valid]
-            self._pipelines[key] = [one for one, most in zip(valid, fullest, strict=True) if most == min(fullest)]
+            self._pipelines[key] = [choice for choice, size in zip(valid, fullest, strict=True) if size == min(fullest)]
         return self._pipelines[key]
 
     def _fullest(self, group: Workload, choice: tuple[str, int]) -> int:
-        """Layers on the rank with the most."""
+        """Number of layers on the rank that has the most."""
         return max(pipeline_of(self.member(group, *choice, 0, 1, group.shard)).layers)
 
     def _schedules(self, pipeline: int) -> list[tuple[str, int]]:
         if pipeline == 1:
             return [("1f1b", virtual) for virtual in self._choices("virtual_stages", [1])]
-        found = []
+        schedules = []
         for schedule in self._choices("schedule", list(SCHEDULES)):
             fewest = stages_per_rank(schedule, 2)
             most = max(fewest, len(self.model.layer_kinds) // pipeline) if stages_per_rank(schedule, 3) == 3 else fewest
-            found += [(schedule, n) for n in self._choices("virtual_stages", list(range(fewest, most + 1)))]
-        return found
+            schedules += [(schedule, n) for n in self._choices("virtual_stages", list(range(fewest, most + 1)))]
+        return schedules
 
     def splits(self, group: Workload) -> list[Split]:
         """Triples of ZeRO stage, replicas and shards, most sharded first.
@@ -220,8 +220,8 @@ class Space:
         innermost = group.context * group.tensor
         key = group.data_parallel, multiple, innermost
         if key not in self._splits:
-            found = self._splits_of(group.data_parallel, innermost)
-            self._splits[key] = [split for split in found if split[2] % multiple == 0]
+            splits = self._splits_of(group.data_parallel, innermost)
+            self._splits[key] = [split for split in splits if split[2] % multiple == 0]
         return self._splits[key]
 
     def _splits_of(self, size: int, innermost: int) -> list[Split]:

@@ -19,8 +19,8 @@ def shape_of(section: Model, parameters: float, seq_len: int) -> Model:
     """The run's flavor scaled to a number of parameters, as overrides of that flavor.
 
     The number of heads is a multiple of 8, and of 64 to 128 elements each. Whatever is a hidden size grows with the
-    width. The depth is what gives the number of parameters, and the width the one whose depth is then nearest to that
-    of the family's own flavors.
+    width. The depth gives the number of parameters, and the width is the one whose depth is then nearest to the
+    family's own flavors.
 
     Raises:
         ConfigError: the family has no shape of about this size.
@@ -37,18 +37,18 @@ def shape_of(section: Model, parameters: float, seq_len: int) -> Model:
 
     widths = range(8 * head, _WIDEST, 8 * head)
     width = min(widths, key=lambda width: abs(log(layers(width) / _depth(width, points))))
-    least = sum(count > 0 for count in style.layer_counts)
-    count = max(round(layers(width)), least)
+    fewest = sum(count > 0 for count in style.layer_counts)
+    count = max(round(layers(width)), fewest)
     for _ in range(2):  # what does not grow with the square of the width is counted
-        found = section.model_copy(
+        scaled = section.model_copy(
             update={"overrides": section.overrides | _fields(style, width, count, head, seq_len)}
         )
-        model = model_config(found)
-        count = max(count + round((parameters - model.num_parameters()) / model.layer_parameters), least)
+        model = model_config(scaled)
+        count = max(count + round((parameters - model.num_parameters()) / model.layer_parameters), fewest)
     if abs(model.num_parameters() / parameters - 1) > _FURTHEST:
         problem = f"the nearest {section.family} model has {model.num_parameters():,} parameters; ask for about as many"
         raise ConfigError("--params", parameters, problem)
-    return found
+    return scaled
 
 
 def _fields(style: TransformerConfig, width: int, layers: int, head: int, seq_len: int) -> dict[str, int]:
@@ -71,7 +71,7 @@ def _depths(section: Model) -> list[tuple[int, int]]:
     """Widths and depths of the family's flavors that are shallower than all wider ones."""
     known = (flavors(section.family) | section.flavors).values()
     points: list[tuple[int, int]] = []
-    for width, depth in sorted(((one["hidden_size"], one["num_layers"]) for one in known), key=lambda p: (-p[0], p[1])):
+    for width, depth in sorted(((row["hidden_size"], row["num_layers"]) for row in known), key=lambda p: (-p[0], p[1])):
         if not points or (width < points[-1][0] and depth <= points[-1][1]):
             points.append((width, depth))
     return points[::-1]

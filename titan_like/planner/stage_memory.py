@@ -1,6 +1,6 @@
 """What one pipeline stage holds during a step, in each state and during each pass.
 
-The trace knows activations. What is added here is how data parallelism keeps weights and gradients: FSDP2's units of
+The trace knows activations. This module adds how data parallelism keeps weights and gradients: FSDP2's units of
 communication and their buffers, and `ComputeCopies`. benchmarks/trace_memory.py compares the result with whole steps.
 """
 
@@ -36,23 +36,23 @@ class Usage(NamedTuple):
     activations: int
     gradients: int
     gathered: int
-    reduced: int = 0  # not bytes: elements of gradients that the pass has reduced, whose shards exist besides
+    reduced: int = 0  # not bytes: elements of gradients that the pass has reduced, whose shards exist too
 
 
 def _fullest(moments: Iterable[tuple[int, int, int, int]]) -> list[Usage]:
-    """Those of which no other one has as much of bytes and of reduced elements."""
-    most: dict[int, tuple[int, tuple[int, int, int, int]]] = {}  # by reduced elements
+    """The moments that no other moment matches or exceeds in both bytes and reduced elements."""
+    largest: dict[int, tuple[int, tuple[int, int, int, int]]] = {}  # by reduced elements
     for moment in moments:
         activations, gradients, gathered, reduced = moment
-        total, best = activations + gradients + gathered, most.get(reduced)
+        total, best = activations + gradients + gathered, largest.get(reduced)
         if best is None or total > best[0]:
-            most[reduced] = total, moment
-    found, least = list[Usage](), -1
-    for _, moment in sorted(most.values(), reverse=True):
-        if moment[3] > least:
-            least = moment[3]
-            found.append(Usage(*moment))
-    return found
+            largest[reduced] = total, moment
+    usages, most_reduced = list[Usage](), -1
+    for _, moment in sorted(largest.values(), reverse=True):
+        if moment[3] > most_reduced:
+            most_reduced = moment[3]
+            usages.append(Usage(*moment))
+    return usages
 
 
 class StageMemory:
@@ -79,7 +79,7 @@ class StageMemory:
         # Elements that are gathered: of the root, and of units before the layers.
         self.root = sum([self.gathered_elements(unit) for unit in stage.ends if not unit.name])
         self.table = sum([self.gathered_elements(unit) for unit in tables])
-        self.buffered_table = sum([self.gathered_elements(one) for one in tables if one.sharers not in keeping.single])
+        self.buffered_table = sum([self.gathered_elements(end) for end in tables if end.sharers not in keeping.single])
         self.unbuffered = {unit.name for unit in stage.ends if unit.sharers in keeping.single}
         self.placed = _placed(stage, keeping.single, keeping.zero_stage == 3)
         layers = [part for part in self.placed if part.unit]
@@ -151,11 +151,11 @@ class StageMemory:
         if not keep.copied:
             return self.gradients(FINISHED, shard)
         element = keep.compute if microbatches == 1 else keep.master
-        most = held = element * self.elements - self.freed
+        peak = held = element * self.elements - self.freed
         for size in self.copied_units:
-            most = max(most, held + keep.compute * size)
+            peak = max(peak, held + keep.compute * size)
             held -= (element - keep.compute) * size
-        return most
+        return peak
 
     def states(self, shard: int) -> tuple[list[int], list[int]]:
         """Bytes of gathered weights, and of gradients, in each of their states. ``shard``: as for `gradients`."""
@@ -171,25 +171,25 @@ class StageMemory:
         """
         key = passes, shard
         if key not in self._usages:
-            self._usages[key] = [self._usage(one, shard) for one in passes]
+            self._usages[key] = [self._usage(pass_, shard) for pass_ in passes]
         return self._usages[key]
 
-    def _usage(self, one: PassKind, shard: int) -> Usage:
-        if one not in self._moments:
-            moments = {"F": self._forward, "W": self._second_part}.get(one.kind, self._backward)(one)
-            self._moments[one] = _fullest(moments)
-        sums, factor = self.keeping.master * shard * self.has_shards(one.gradients), self.keeping.master * shard
-        found = [
+    def _usage(self, pass_: PassKind, shard: int) -> Usage:
+        if pass_ not in self._moments:
+            moments = {"F": self._forward, "W": self._second_part}.get(pass_.kind, self._backward)(pass_)
+            self._moments[pass_] = _fullest(moments)
+        sums, factor = self.keeping.master * shard * self.has_shards(pass_.gradients), self.keeping.master * shard
+        usages = [
             Usage(activations + self.moving, gradients + sums + factor * reduced // self.elements, gathered)
-            for activations, gradients, gathered, reduced in self._moments[one]
+            for activations, gradients, gathered, reduced in self._moments[pass_]
         ]
-        return max(found, key=sum)
+        return max(usages, key=sum)
 
-    def _forward(self, one: PassKind) -> Iterator[tuple[int, int, int, int]]:
+    def _forward(self, pass_: PassKind) -> Iterator[tuple[int, int, int, int]]:
         """Segment by segment. Weights arrive in a buffer, which FSDP2 keeps until the next ones have arrived."""
-        keep, gradients = self.keeping, sum(self.accumulated(one.gradients))
-        gathers = keep.wrapped and (keep.zero_stage == 3 or one.is_first)
-        stays, early = self.root, self.prefetched if one.gradients != NO_GRADIENTS else 0  # elements
+        keep, gradients = self.keeping, sum(self.accumulated(pass_.gradients))
+        gathers = keep.wrapped and (keep.zero_stage == 3 or pass_.is_first)
+        stays, early = self.root, self.prefetched if pass_.gradients != NO_GRADIENTS else 0  # elements
         buffer = self.root * ("" not in self.unbuffered)
         for number, part in enumerate(self.placed):
             unit, largest = part.unit, part.largest
@@ -206,34 +206,34 @@ class StageMemory:
             during = keep.compute * (weights + (early + buffer) * gathers) * keep.wrapped
             yield self.received + part.before + part.segment.forward_peak, gradients, during, 0
 
-    def _backward(self, one: PassKind) -> Iterator[tuple[int, int, int, int]]:
+    def _backward(self, pass_: PassKind) -> Iterator[tuple[int, int, int, int]]:
         """Segment by segment, from the last. Gradients are fresh, then accumulated or reduced."""
-        gradients = PassGradients.of(self, one)
-        freed, frees = 0, self._frees(one)
+        gradients = PassGradients.of(self, pass_)
+        freed, frees = 0, self._frees(pass_)
         for part in reversed(self.placed):
             held = self.received + part.before + part.later - self.held
             if part is not self.placed[-1] and not self.stage.is_last:
                 held += self.stage.message  # the gradient of the stage's output
-            weights, shards = self._weights_during(part, one) - freed, gradients.shards
+            weights, shards = self._weights_during(part, pass_) - freed, gradients.shards
             if self.keeping.zero_stage == 3 and part.unit:  # its weights arrive
                 arriving = self.keeping.compute * (self.root + part.unit + part.largest)
                 yield held + part.segment.kept, gradients.during(part, 0), arriving, shards
             for moment in part.segment.backward.moments:
                 during = gradients.during(part, moment.gradients)
-                gone = part.experts * (frees and part.follow_experts(moment.gradients))
+                dropped = part.experts * (frees and part.follow_experts(moment.gradients))
                 # A repeated forward pass gathers experts into a buffer, which FSDP2 keeps until its end.
-                gone -= part.largest * (self.keeping.zero_stage == 3 and moment.repeats and part.experts > 0)
-                yield held + moment.activations, during, weights - self.keeping.compute * gone, shards
+                dropped -= part.largest * (self.keeping.zero_stage == 3 and moment.repeats and part.experts > 0)
+                yield held + moment.activations, during, weights - self.keeping.compute * dropped, shards
             gradients.produce(part)
             if part.begins_unit:  # which frees the unit's weights first
                 unit, experts = (self.keeping.compute * size * frees for size in (part.unit, part.reduced.experts))
                 weights -= unit
                 freed += unit * (1 + part.repeats) * (self.keeping.zero_stage < 3)
                 for during, reduced, is_early in gradients.complete(part.reduced, part.repeats):
-                    activations, more = (part.at_experts, unit - experts) if is_early else (part.segment.output, 0)
-                    yield held + activations, during, weights + more, reduced
-        weights = self._weights_at_end(one) - freed
-        held = self.received - self.held + (self.deferred if one.kind == "I" else 0)
+                    activations, extra = (part.at_experts, unit - experts) if is_early else (part.segment.output, 0)
+                    yield held + activations, during, weights + extra, reduced
+        weights = self._weights_at_end(pass_) - freed
+        held = self.received - self.held + (self.deferred if pass_.kind == "I" else 0)
         for end in sorted(self.stage.ends):  # the root first
             weights -= self.keeping.compute * self.gathered_elements(end) * frees
             if not end.parameters:
@@ -242,83 +242,83 @@ class StageMemory:
             for during, reduced, _ in gradients.complete(outside_layers):
                 yield held, during, weights, reduced
 
-    def _second_part(self, one: PassKind) -> Iterator[tuple[int, int, int, int]]:
+    def _second_part(self, pass_: PassKind) -> Iterator[tuple[int, int, int, int]]:
         """All products are computed before any is accumulated or reduced."""
-        keep, (accumulated, retained) = self.keeping, self.accumulated(one.gradients)
+        keep, (accumulated, retained) = self.keeping, self.accumulated(pass_.gradients)
         weights = self.gathered(AFTER_FORWARD) if keep.zero_stage < 3 else 0
         fresh = keep.compute * self.matrices
-        if not (keep.wrapped or keep.copied or one.is_first):
+        if not (keep.wrapped or keep.copied or pass_.is_first):
             fresh = min(fresh, keep.compute * self.largest_parameter)
         yield 0, accumulated + retained + fresh, weights, 0
         if not keep.wrapped:
             return
         # The products' inputs are freed. One unit after the other is converted, and reduced.
-        reduces = keep.zero_stage >= 2 or one.is_last
-        lacks = keep.zero_stage >= 2 and not keep.replicated and one.gradients in (SUMS, MATRICES)  # all but matrices
+        reduces = keep.zero_stage >= 2 or pass_.is_last
+        lacks = keep.zero_stage >= 2 and not keep.replicated and pass_.gradients in (SUMS, MATRICES)  # all but matrices
         trained = (unit for unit in self.stage.units if unit.parameters)
         for unit in sorted(trained, key=lambda unit: unit.name == "layers"):
             matrices = sum(_matrices(unit))
-            adds_in_place = keep.zero_stage < 2 and not one.is_first
+            adds_in_place = keep.zero_stage < 2 and not pass_.is_first
             accumulated += 0 if adds_in_place else keep.reduce * matrices
             fresh -= keep.compute * matrices
-            gone = keep.reduce * (matrices if lacks else unit.elements) * reduces
-            weights -= keep.compute * unit.elements * self._frees(one) * (keep.zero_stage < 3)
-            yield -self.deferred, accumulated + fresh + gone, weights, 0
-            accumulated -= min(accumulated, gone)
+            reduced = keep.reduce * (matrices if lacks else unit.elements) * reduces
+            weights -= keep.compute * unit.elements * self._frees(pass_) * (keep.zero_stage < 3)
+            yield -self.deferred, accumulated + fresh + reduced, weights, 0
+            accumulated -= min(accumulated, reduced)
             if reduces:
                 if unit.sharers in keep.single:  # as in `PassGradients.complete`
-                    yield -self.deferred, accumulated + fresh + 3 * gone, weights, 0
+                    yield -self.deferred, accumulated + fresh + 3 * reduced, weights, 0
                 last = keep.reduce * (_matrices(unit) or [0] if lacks else [p.elements for p in unit.parameters])[-1]
-                yield -self.deferred, accumulated + last + fresh + gone, weights, unit.elements
+                yield -self.deferred, accumulated + last + fresh + reduced, weights, unit.elements
 
-    def _frees(self, one: PassKind) -> bool:
+    def _frees(self, pass_: PassKind) -> bool:
         """Whether a backward pass frees gathered weights, unit by unit, before it reduces gradients."""
-        is_done = one.is_last and one.kind in "BW"
+        is_done = pass_.is_last and pass_.kind in "BW"
         return self.keeping.wrapped and (is_done or self.keeping.zero_stage == 3)
 
-    def _weights_during(self, part: Placed, one: PassKind) -> int:
+    def _weights_during(self, part: Placed, pass_: PassKind) -> int:
         keep = self.keeping
         if not keep.wrapped:
             return 0
         if keep.zero_stage < 3:
             return keep.compute * self.elements
-        early = self.prefetched * (not one.is_last)
+        early = self.prefetched * (not pass_.is_last)
         if part.unit:  # and the buffer of the unit that is gathered next
             is_lowest = part.following == 0
             return keep.compute * (self.root + part.unit + (early if is_lowest else part.following))
         is_entry = part is self.placed[0] and self.stage.is_first
         return keep.compute * (self.root + (self.table + early) * is_entry)
 
-    def _weights_at_end(self, one: PassKind) -> int:
+    def _weights_at_end(self, pass_: PassKind) -> int:
         keep = self.keeping
         if not keep.wrapped:
             return 0
-        early = self.prefetched * (not one.is_last)
+        early = self.prefetched * (not pass_.is_last)
         return keep.compute * (self.elements if keep.zero_stage < 3 else self.root + self.table + early)
 
 
 def _matrices(unit: Unit) -> list[int]:
-    """Elements of those parameters whose gradients a split backward pass defers."""
+    """Elements of the parameters whose gradients a split backward pass defers."""
     return [parameter.elements for parameter in unit.parameters if parameter.deferred]
 
 
 @lru_cache(maxsize=65536)
 def _placed(stage: StageProgram, single: tuple[str, ...], gathers_frozen: bool) -> list[Placed]:
-    """A stage's segments. Of equal layers that are units by themselves, two at either end stand for all.
+    """A stage's segments. For equal layers that are units by themselves, two at either end stand for all.
 
-    ``single`` is that of `Keeping`.
+    ``single`` is as in `Keeping`.
     """
     # By layer: its unit, the largest part that is gathered through a buffer, and what the unit below has gathered while
     # this layer's backward pass runs: not yet its experts.
     units: list[tuple[Reduced, int, int, int]] = []
     ends = [unit for unit in stage.ends if unit.name]
-    first, below = 0, sum([one.elements + one.frozen_elements * gathers_frozen for one in ends])
+    first, below = 0, sum([unit.elements + unit.frozen_elements * gathers_frozen for unit in ends])
     for count in stage.layers_per_unit:
         layers = stage.layers[first : first + count]
         unit, buffered = _unit(layers, single, stage.sharers, gathers_frozen)
-        frozen = [one.frozen_elements.items() for one in layers if gathers_frozen]
-        dense = sum([size for each in frozen for sharers, size in each if sharers == stage.sharers])
-        units += [(unit, buffered, below, sum([size for each in frozen for _, size in each]))] * count
+        frozen = [layer.frozen_elements.items() for layer in layers if gathers_frozen]
+        dense = sum([size for items in frozen for sharers, size in items if sharers == stage.sharers])
+        units += [(unit, buffered, below, sum([size for items in frozen for _, size in items]))] * count
         first, below = first + count, (unit.elements - unit.experts + dense) * (stage.sharers not in single)
     firsts = set(accumulate(stage.layers_per_unit, initial=0))
     segments = stage.segments
@@ -330,32 +330,32 @@ def _placed(stage: StageProgram, single: tuple[str, ...], gathers_frozen: bool) 
         if not 0 <= layer < stage.num_layers:
             placed.append(Placed(segment, before[index], later[index], 0, 0, Reduced(), 0, False, 0))
             continue
-        near = segments[max(0, index - 2) : index + 3]
-        if len(near) == 5 and all(one is segment for one in near) and {*range(layer - 2, layer + 3)} <= firsts:
+        around = segments[max(0, index - 2) : index + 3]
+        if len(around) == 5 and all(other is segment for other in around) and {*range(layer - 2, layer + 3)} <= firsts:
             repeats += 1
             continue
-        unit, largest, following, frozen_here = units[layer]
-        experts = [one for one in segment.parameters if one.sharers != stage.sharers]
-        last = max([one.position for one in experts], default=-1)
-        through = sum([one.elements for one in segment.parameters if one.position <= last])
-        where = segment, before[index], later[index], sum([one.elements for one in experts]), through
-        placed.append(Placed(*where, unit, largest, layer in firsts, following, repeats, frozen_here))
+        unit, largest, following, frozen_elements = units[layer]
+        experts = [p for p in segment.parameters if p.sharers != stage.sharers]
+        last = max([p.position for p in experts], default=-1)
+        through = sum([p.elements for p in segment.parameters if p.position <= last])
+        placement = segment, before[index], later[index], sum([p.elements for p in experts]), through
+        placed.append(Placed(*placement, unit, largest, layer in firsts, following, repeats, frozen_elements))
         repeats = 0
     return placed
 
 
 @lru_cache(maxsize=65536)
 def _unit(
-    layers: tuple[Segment, ...], single: tuple[str, ...], others: str, gathers_frozen: bool
+    layers: tuple[Segment, ...], single: tuple[str, ...], dense: str, gathers_frozen: bool
 ) -> tuple[Reduced, int]:
     sizes, gathered = Counter[str](), Counter[str]()
     for segment in layers:
         sizes.update(segment.elements)
         gathered.update(segment.frozen_elements if gathers_frozen else {})
-    experts = sum(size for sharers, size in sizes.items() if sharers != others)
-    is_alone = all(sharers in single for sharers in sizes if sharers != others)
+    experts = sum(size for sharers, size in sizes.items() if sharers != dense)
+    is_alone = all(sharers in single for sharers in sizes if sharers != dense)
     largest = max(segment.largest_parameter for segment in layers)
     last = layers[-1].parameters[-1].elements
-    last_of_experts = next((one.elements for one in layers[-1].parameters[::-1] if one.sharers != others), 0)
+    last_of_experts = next((p.elements for p in layers[-1].parameters[::-1] if p.sharers != dense), 0)
     buffered = max((size for sharers, size in (sizes + gathered).items() if sharers not in single), default=0)
     return Reduced(sum(sizes.values()), largest, last, experts, last_of_experts, is_alone), buffered

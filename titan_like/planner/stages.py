@@ -25,12 +25,12 @@ class Unit(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Of parameters that are trained, before ZeRO shards them."""
+        """Number of elements of the trained parameters, before ZeRO shards them."""
         return sum(parameter.elements for parameter in self.parameters)
 
     @property
     def frozen_elements(self) -> int:
-        """Of frozen parameters, which ZeRO 3 alone shards and gathers."""
+        """Number of elements of the frozen parameters, which only ZeRO 3 shards and gathers."""
         return sum(parameter.elements for parameter in self.frozen)
 
 
@@ -46,7 +46,7 @@ class StageProgram:
     is_first: bool
     is_last: bool
     message: int  # bytes of the hidden states between two stages
-    sharers: str  # mesh dimension over which ZeRO shards what is no expert's
+    sharers: str  # mesh dimension over which ZeRO shards dense parameters
     groups: dict[str, tuple[int, int]]  # as `Program.groups`
 
     @property
@@ -58,8 +58,8 @@ class StageProgram:
     def counts(self) -> list[tuple[Segment, bool, int]]:
         """Each segment once, with whether it is a layer, and how often the stage has it."""
         layers = Counter(self.layers)
-        others = [one for one in self.segments if one not in layers]
-        return [*((one, False, 1) for one in others), *((one, True, count) for one, count in layers.items())]
+        ends = [segment for segment in self.segments if segment not in layers]
+        return [*((end, False, 1) for end in ends), *((layer, True, count) for layer, count in layers.items())]
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
@@ -70,23 +70,23 @@ class StageProgram:
 
     @cached_property
     def elements_by_sharers(self) -> dict[str, int]:
-        """Of all parameters before ZeRO shards them, by the mesh dimension over which it does."""
-        found = Counter[str]()
+        """Elements of all parameters before ZeRO shards them, by the mesh dimension over which it shards."""
+        elements = Counter[str]()
         for segment, is_layer, count in self.counts:
             for sharers, size in segment.elements.items():
-                found[sharers] += size * count * is_layer
+                elements[sharers] += size * count * is_layer
         for unit in self.ends:
-            found[unit.sharers] += unit.elements
-        return dict(found)
+            elements[unit.sharers] += unit.elements
+        return dict(elements)
 
     @cached_property
     def elements(self) -> int:
-        """Of all parameters, before ZeRO shards them."""
+        """Number of elements of all parameters, before ZeRO shards them."""
         return sum(self.elements_by_sharers.values())
 
 
 class StageKind(NamedTuple):
-    """What pipeline stages have in common that take equally long."""
+    """What pipeline stages that take equally long have in common."""
 
     layers: Kinds
     before: int  # layers of earlier stages, modulo n where every n-th layer is recomputed
@@ -110,17 +110,17 @@ class PipelineKinds:
     def __init__(self, stages: tuple[Kinds, ...], ranks: tuple[int, ...], every: int) -> None:
         """Arguments: kinds of the layers by stage, the stages' ranks, and which layers are recomputed."""
         before = [layers % every for layers in accumulate(map(len, stages), initial=0)]
-        self.crosses = [one != other for one, other in pairwise(ranks)]  # whether a message crosses each boundary
+        self.crosses = [rank != following for rank, following in pairwise(ranks)]  # which boundaries messages cross
         first, last = [n == 0 for n in range(len(stages))], [n == len(stages) - 1 for n in range(len(stages))]
         sends = [False, *self.crosses], [*self.crosses, False]
-        found = [StageKind(*one) for one in zip(stages, before[:-1], first, last, *sends, strict=True)]
-        self.kinds = list(dict.fromkeys(found))
-        self.kind_of = [self.kinds.index(one) for one in found]
+        stage_kinds = [StageKind(*fields) for fields in zip(stages, before[:-1], first, last, *sends, strict=True)]
+        self.kinds = list(dict.fromkeys(stage_kinds))
+        self.kind_of = [self.kinds.index(kind) for kind in stage_kinds]
         of_rank: dict[int, list[int]] = {}
         for stage, rank in enumerate(ranks):
             of_rank.setdefault(rank, []).append(stage)
-        alike = {tuple(self.kind_of[stage] for stage in here): rank for rank, here in sorted(of_rank.items())}
-        self.rank_kinds = [RankKind(kinds, rank, of_rank[rank][0]) for kinds, rank in alike.items()]
+        last_rank = {tuple(self.kind_of[stage] for stage in numbers): rank for rank, numbers in sorted(of_rank.items())}
+        self.rank_kinds = [RankKind(kinds, rank, of_rank[rank][0]) for kinds, rank in last_rank.items()]
         self.ends_on_one_rank = ranks[0] == ranks[-1]
 
 
@@ -128,10 +128,10 @@ class PipelineProgram:
     """The programs of a pipeline's stages. Runs with equal pipelines share the object."""
 
     def __init__(self, alike: PipelineKinds, programs: list[StageProgram]) -> None:
-        """``programs``: of each kind of stages."""
+        """``programs`` has one program for each kind of stage."""
         self.alike, self.programs = alike, programs
         sizes = [program.elements for program in programs]
-        self.fullest = max((one.kinds for one in alike.rank_kinds), key=lambda kinds: sum(sizes[n] for n in kinds))
+        self.fullest = max((rank.kinds for rank in alike.rank_kinds), key=lambda kinds: sum(sizes[n] for n in kinds))
         self.elements = Counter[str]()  # of the parameters of the rank with the most, as `elements_by_sharers`
         for kind in self.fullest:
             self.elements.update(programs[kind].elements_by_sharers)
@@ -152,7 +152,7 @@ class Sharding(NamedTuple):
 
     zero_stage: int  # 0 if no other process has the same weights
     holders: dict[str, int]  # by mesh dimension over which ZeRO would shard: processes with the same weights
-    shards: dict[str, int]  # of these, the processes over which it does
+    shards: dict[str, int]  # how many of these processes it shards over
     replicate: int
     wrapped: bool  # FSDP2, or its `replicate`, gathers or casts weights before use
     copied: bool  # the model computes with `ComputeCopies`
@@ -176,7 +176,7 @@ def sharding_of(work: Workload, reduce_bytes: int = BYTES["float32"]) -> Shardin
 
 
 def shard_groups(work: Workload) -> dict[str, tuple[int, int]]:
-    """By the mesh dimension over which ZeRO shards: processes over which it does, and the stride of their ranks."""
+    """Mesh dimension over which ZeRO shards → number of processes in it, and the stride of their ranks."""
     inside = work.expert * work.expert_tensor
     return {"dp_shard": (work.shard * work.context, work.tensor), "expert_shard": (work.expert_shards, inside)}
 
@@ -243,23 +243,23 @@ def _stage_program(
         layers[last] = on_device.layers[kinds[last]]
     segments = [*[program.entry] * is_first, program.inputs, *layers, *[program.head] * is_last]
     element = BYTES[stored_dtype(key.dtype)]
-    sizes = [sum((*one.elements.values(), *one.frozen_elements.values())) for one in program.layers]
+    sizes = [sum((*layer.elements.values(), *layer.frozen_elements.values())) for layer in program.layers]
     groups = units_of_layers([element * sizes[kind] for kind in kinds])
     ends = tuple(_ends(program, kinds, is_first, is_last))
-    where = is_first + 1, len(layers), ends, tuple(groups), is_first, is_last
+    layout = is_first + 1, len(layers), ends, tuple(groups), is_first, is_last
     head = program.head
-    others = program.entry.output, (head.parameters or head.frozen)[0].sharers, program.groups
-    return StageProgram(tuple(segments), *where, *others)
+    communication = program.entry.output, (head.parameters or head.frozen)[0].sharers, program.groups
+    return StageProgram(tuple(segments), *layout, *communication)
 
 
 def _ends(program: Program, kinds: Kinds, is_first: bool, is_last: bool) -> Iterator[Unit]:
     segments = program.entry, program.inputs, program.head
-    found = [
-        _of_ends(each, kinds, is_first, is_last)
-        for each in zip(*((s.parameters, s.frozen) for s in segments), strict=True)
+    lists = [
+        _of_ends(parts, kinds, is_first, is_last)
+        for parts in zip(*((s.parameters, s.frozen) for s in segments), strict=True)
     ]
-    for name, sharers in {parameter.unit: parameter.sharers for parameter in (*found[0], *found[1])}.items():
-        yield Unit(name, sharers, *(tuple(parameter for parameter in one if parameter.unit == name) for one in found))
+    for name, sharers in {parameter.unit: parameter.sharers for parameter in (*lists[0], *lists[1])}.items():
+        yield Unit(name, sharers, *(tuple(p for p in parameters if p.unit == name) for parameters in lists))
 
 
 def _of_ends(parts: tuple[list[Parameter], ...], kinds: Kinds, is_first: bool, is_last: bool) -> list[Parameter]:
@@ -268,11 +268,11 @@ def _of_ends(parts: tuple[list[Parameter], ...], kinds: Kinds, is_first: bool, i
     return [*entry * is_first, *shared, *head * is_last]
 
 
-def _layer_units(layers: Sequence[Segment], counts: Sequence[int], others: str) -> Iterator[Unit]:
-    """Of each group of layers, parameters that other processes share (experts) are a unit after the others."""
+def _layer_units(layers: Sequence[Segment], counts: Sequence[int], dense: str) -> Iterator[Unit]:
+    """Yield a unit for each group of layers, then one for its parameters that other processes share (experts)."""
     remaining = iter(layers)
     for count in counts:
         members = [next(remaining) for _ in range(count)]
-        both = [p for one in members for p in one.parameters], [p for one in members for p in one.frozen]
-        for sharers in dict.fromkeys([others, *(parameter.sharers for parameter in (*both[0], *both[1]))]):
-            yield Unit("layers", sharers, *(tuple(p for p in one if p.sharers == sharers) for one in both))
+        lists = [p for layer in members for p in layer.parameters], [p for layer in members for p in layer.frozen]
+        for sharers in dict.fromkeys([dense, *(parameter.sharers for parameter in (*lists[0], *lists[1]))]):
+            yield Unit("layers", sharers, *(tuple(p for p in part if p.sharers == sharers) for part in lists))

@@ -66,7 +66,7 @@ class Steps(NamedTuple):
         return [self.kinds[kind] for kind in self.pipeline.alike.kind_of]
 
     @property
-    def here(self) -> list[StagePasses]:
+    def on_busiest(self) -> list[StagePasses]:
         """The passes of the busiest rank's stages."""
         return [self.kinds[kind] for kind in self.busiest]
 
@@ -94,8 +94,8 @@ def host_and_device_seconds(work: Workload, profile: Profile) -> tuple[float, fl
     A run is bound by the host if the first exceeds the second.
     """
     steps = steps_of(work, profile)
-    device = sum(one.compute + one.recompute + one.tensor for one in steps.here)
-    return work.microbatches * sum(one.host for one in steps.here), work.microbatches * device + steps.update
+    device = sum(stage.compute + stage.recompute + stage.tensor for stage in steps.on_busiest)
+    return work.microbatches * sum(stage.host for stage in steps.on_busiest), work.microbatches * device + steps.update
 
 
 def timeline(work: Workload, profile: Profile) -> StepTimeline:
@@ -129,14 +129,14 @@ def steps_of(work: Workload, profile: Profile, source: Source = trace) -> Steps:
     alike = pipeline.alike
     num_stages = len(alike.kind_of)
     message = message_time(work, profile, pipeline.programs[0].message) if p > 1 else 0.0
-    waits, besides = message * profile.message_exposed, microbatch_overhead(profile, num_stages // p) * p / num_stages
+    waits, overhead = message * profile.message_exposed, microbatch_overhead(profile, num_stages // p) * p / num_stages
     # Gradients are added to the sums of earlier microbatches.
     summed = work.accumulates * profile.accumulation_bytes / profile.memory_rate
     kinds = [
-        _stage_passes(work, profile, waits, besides, summed, program, kind.sends_back, kind.sends_on)
+        _stage_passes(work, profile, waits, overhead, summed, program, kind.sends_back, kind.sends_on)
         for program, kind in zip(pipeline.programs, alike.kinds, strict=True)
     ]
-    busy = [(sum([kinds[n].F + kinds[n].B for n in one.kinds]), one.kinds) for one in alike.rank_kinds]
+    busy = [(sum([kinds[n].F + kinds[n].B for n in rank.kinds]), rank.kinds) for rank in alike.rank_kinds]
     backward = sum([kinds[n].B - kinds[n].messages - kinds[n].gathered for n in pipeline.fullest])
     forward = sum([kinds[n].F for n in pipeline.fullest])
     data = _after_backward(work, profile, pipeline.elements, forward, backward)
@@ -151,8 +151,8 @@ def steps_of(work: Workload, profile: Profile, source: Source = trace) -> Steps:
 def _span(work: Workload, steps: Steps) -> float:
     """Seconds from the first pass to the last, over the trainer's own schedule table."""
     if work.pipeline == 1:
-        return work.microbatches * sum(one.F + one.B for one in steps.here)
-    durations = [seconds for one in steps.stages for seconds in one[:4]]
+        return work.microbatches * sum(stage.F + stage.B for stage in steps.on_busiest)
+    durations = [seconds for stage in steps.stages for seconds in stage[:4]]
     shape = work.schedule, work.pipeline, work.virtual_stages, work.microbatches
     return span_of(*shape, durations, steps.transfer)
 
@@ -166,27 +166,27 @@ def _least_span(work: Workload, steps: Steps) -> float:
     """
     alike, kinds, m = steps.pipeline.alike, steps.kinds, work.microbatches
     sent = [steps.transfer * crosses for crosses in alike.crosses]
-    # Until a microbatch is there, and from its backward pass until the end.
-    there = [0.0, *accumulate([kinds[kind].F + one for kind, one in zip(alike.kind_of, sent, strict=False)])]
-    back = [0.0, *accumulate([kinds[kind].I + one for kind, one in zip(alike.kind_of, sent, strict=False)])]
-    most = 0.0
-    for here, _, first in alike.rank_kinds:
-        busy = sum([kinds[kind].F + kinds[kind].B for kind in here])
-        needed = sum([kinds[kind].F + kinds[kind].I for kind in here])
-        most = max(most, there[first] + max(m * busy, m * needed + back[first]))
-    return most
+    # Until a microbatch arrives, and from its backward pass until the end.
+    arrival = [0.0, *accumulate([kinds[kind].F + delay for kind, delay in zip(alike.kind_of, sent, strict=False)])]
+    back = [0.0, *accumulate([kinds[kind].I + delay for kind, delay in zip(alike.kind_of, sent, strict=False)])]
+    longest = 0.0
+    for stage_kinds, _, first in alike.rank_kinds:
+        busy = sum([kinds[kind].F + kinds[kind].B for kind in stage_kinds])
+        needed = sum([kinds[kind].F + kinds[kind].I for kind in stage_kinds])
+        longest = max(longest, arrival[first] + max(m * busy, m * needed + back[first]))
+    return longest
 
 
 def _added_up(work: Workload, profile: Profile, steps: Steps, span: float) -> StepTime:
-    """The busiest rank's work, by what takes it. Where ranks share cores it is their mean work that counts."""
+    """The busiest rank's work by what takes its time. Where ranks share cores, their mean work counts."""
     waits = waiting_share(work, profile)
-    here = steps.stages if waits < 1 else steps.here
+    stages = steps.stages if waits < 1 else steps.on_busiest
     m = work.microbatches / (work.pipeline if waits < 1 else 1)
-    mine, parts = m * sum(one.F + one.B for one in here), list(zip(*here, strict=True))[4:9]
+    busy, parts = m * sum(stage.F + stage.B for stage in stages), list(zip(*stages, strict=True))[4:9]
     compute, recompute, tensor, messages, gathered = (m * sum(part) for part in parts)
-    delays = mine - compute - recompute - tensor - messages - gathered
-    bubble, other = waits * max(0.0, span - mine), delays + profile.step_time
-    total = mine - (1 - waits) * messages + bubble + steps.data + steps.update + profile.step_time
+    delays = busy - compute - recompute - tensor - messages - gathered
+    bubble, other = waits * max(0.0, span - busy), delays + profile.step_time
+    total = busy - (1 - waits) * messages + bubble + steps.data + steps.update + profile.step_time
     messages *= waits
     # Messages that overlap with everything else still need the link: the step lasts at least as long as they do.
     late = max(0.0, steps.link + steps.update + profile.step_time - total)
@@ -213,8 +213,8 @@ def message_time(work: Workload, profile: Profile, nbytes: int) -> float:
     """
     stride = work.tensor * work.context * work.data_parallel
     if work.tensor > 1 and profile.message_shards and not work.sequence_parallel:
-        one = profile.links.message(nbytes / work.tensor, stride, work.pipeline)
-        return one + profile.links.all_gather(nbytes, work.tensor, 1)
+        seconds = profile.links.message(nbytes / work.tensor, stride, work.pipeline)
+        return seconds + profile.links.all_gather(nbytes, work.tensor, 1)
     return profile.links.message(nbytes, stride, work.pipeline)
 
 
@@ -235,27 +235,27 @@ def _stage_passes(
     work: Workload,
     profile: Profile,
     message: float,
-    besides: float,
+    overhead: float,
     summed: float,
     stage: StageProgram,
-    back: bool,
-    on: bool,
+    sends_back: bool,
+    sends_on: bool,
 ) -> StagePasses:
     """The passes of a stage.
 
-    ``message``: seconds that it waits for each that it sends ``back`` and ``on``. ``besides``: what a microbatch costs
-    it besides its passes, a third of which belongs to the forward pass. ``summed``: seconds to add a gradient.
+    ``message``: seconds that it waits for each message that it sends. ``overhead``: what a microbatch costs on top of
+    its passes, a third of which belongs to the forward pass. ``summed``: seconds to add a gradient.
     """
     key = stage, work.dtype, work.compiled, work.tensor > 1
     if key not in profile.seconds:
         forward, backward, weights = _stage_times(stage, Kernels.of(work), work.tensor > 1, profile)
-        alone = [host_and_device(one.host, one.device, profile) for one in (forward, weights)]
-        profile.seconds[key] = forward, backward, weights, *alone
+        seconds = [host_and_device(times.host, times.device, profile) for times in (forward, weights)]
+        profile.seconds[key] = forward, backward, weights, *seconds
     forward, backward, weights, first, deferred = profile.seconds[key]
     added = summed * stage.elements
-    first += besides / 3
-    second = host_and_device(backward.host, backward.device + added, profile) + deferred + 2 * besides / 3
-    sent, returned = on * message, back * message
+    first += overhead / 3
+    second = host_and_device(backward.host, backward.device + added, profile) + deferred + 2 * overhead / 3
+    sent, returned = sends_on * message, sends_back * message
     gathered = scattered = 0.0
     if work.zero_stage == 3:
         gather, scatter = _gather_and_scatter(work, profile, stage)
@@ -277,19 +277,19 @@ def _stage_passes(
 
 def _stage_times(stage: StageProgram, kernels: Kernels, is_split: bool, profile: Profile) -> tuple[Times, Times, Times]:
     """A stage's passes. DTensors, where tensor parallelism splits parameters, cost the host time in eager layers."""
-    found = [Times(), Times(), Times()]
+    totals = [Times(), Times(), Times()]
     for segment, is_layer, count in stage.counts:
         times = segment_times(segment, is_layer, stage.groups, kernels, profile)
-        found = [one.plus(more, count) for one, more in zip(found, times, strict=True)]
+        totals = [total.plus(added, count) for total, added in zip(totals, times, strict=True)]
     if is_split and not kernels.compiled:
-        more = profile.tensor_host_forward, profile.tensor_host_backward
-        for index, host in enumerate(more):
-            found[index] = found[index].plus(Times(host=host), stage.num_layers)
-    return found[0], found[1], found[2]
+        host_times = profile.tensor_host_forward, profile.tensor_host_backward
+        for index, host in enumerate(host_times):
+            totals[index] = totals[index].plus(Times(host=host), stage.num_layers)
+    return totals[0], totals[1], totals[2]
 
 
 def microbatch_overhead(profile: Profile, stages: int) -> float:
-    """Seconds that a microbatch costs a rank with so many stages besides its passes.
+    """Seconds that a microbatch costs a rank with this many stages on top of its passes.
 
     The host waits for the messages of each further stage on the rank, as far as they do not overlap with computation.
     """
@@ -317,8 +317,8 @@ def _gather_and_scatter(work: Workload, profile: Profile, stage: StageProgram) -
     for sharers, elements in stage.elements_by_sharers.items():
         size, stride = groups[sharers]
         frozen = sum(unit.frozen_elements for unit in stage.units if unit.sharers == sharers)
-        here = (elements + frozen) / parts
-        gather += parts * profile.links.all_gather(here * profile.parameter_bytes, size, stride)
+        part_elements = (elements + frozen) / parts
+        gather += parts * profile.links.all_gather(part_elements * profile.parameter_bytes, size, stride)
         scatter += parts * profile.links.all_gather(elements / parts * profile.gradient_bytes, size, stride)
     return gather, scatter
 

@@ -1,7 +1,7 @@
 """What a process sends in a step, composed from a traced microbatch.
 
-The passes' own messages are those of the trace, repeated. What is added here is what one microbatch does not show: sums
-of gradients, gathers of weights, and messages between pipeline stages. Sums of single numbers, and of experts' loads,
+Messages within passes come from the trace, repeated. This module adds what one microbatch does not show: sums of
+gradients, gathers of weights, and messages between pipeline stages. Sums of single numbers, and of experts' loads,
 are left out.
 """
 
@@ -20,7 +20,7 @@ from titan_like.planner.workload import Workload
 
 
 class Message(NamedTuple):
-    """Messages of one kind in one group; kinds are those of a traced `Collective`."""
+    """Messages of one kind in one group; kinds are named as in a traced `Collective`."""
 
     group: str  # as the recipe calls it
     kind: str
@@ -28,7 +28,7 @@ class Message(NamedTuple):
 
 
 class Amount(NamedTuple):
-    """How often, and the bytes of all calls: of the result of an all-gather, of the input of all others."""
+    """Calls, and their bytes in total: of the result of an all-gather, of the input of any other message."""
 
     calls: int
     bytes: int
@@ -41,15 +41,15 @@ class Coordinates(NamedTuple):
     shards: Mapping[str, int] = MappingProxyType({})  # by mesh dimension over which ZeRO shards; 0 if left out
 
 
-def step_traffic(work: Workload, at: Coordinates, reduce_bytes: int = 4) -> dict[Message, Amount]:
+def step_traffic(work: Workload, coordinates: Coordinates, reduce_bytes: int = 4) -> dict[Message, Amount]:
     """Everything that one process sends and receives in a step, as the first rank of tensor and expert parallelism.
 
     ``reduce_bytes``: of an element in `training.reduce_dtype`.
     """
-    stages, sharding = stages_of_rank(work, at.pipeline), sharding_of(work, reduce_bytes)
+    stages, sharding = stages_of_rank(work, coordinates.pipeline), sharding_of(work, reduce_bytes)
     layout = Layout(work.pipeline, schedule=work.schedule, virtual_stages=work.virtual_stages)
     splits = splits_backward(work.schedule, work.pipeline, work.compiled)
-    steps = steps_as_run(layout, at.pipeline, work.microbatches, splits)
+    steps = steps_as_run(layout, coordinates.pipeline, work.microbatches, splits)
     calls: Counter[Message] = Counter()
     sizes: Counter[Message] = Counter()
 
@@ -66,14 +66,14 @@ def step_traffic(work: Workload, at: Coordinates, reduce_bytes: int = 4) -> dict
         kinds = [step.kind for step in steps if step.stage == number and step.kind in ("F", "B", "I", "W")]
         forwards, backwards = kinds.count("F"), sum(kind in "BI" for kind in kinds)
         for segment in stage.segments:
-            for one, times in ((segment.forward, forwards), (segment.backward, backwards)):
-                for (kind, group, _), (count, size) in one.collectives.items():
+            for pass_, times in ((segment.forward, forwards), (segment.backward, backwards)):
+                for (kind, group, _), (count, size) in pass_.collectives.items():
                     add(group, kind, "activations", count * times, size * times)
         for group, kind, size in _data_parallel(stage, kinds, sharding):
             add(group, kind, "parameters" if kind == "all_gather" else "gradients", 1, size)
     parameters = [parameter for stage in stages.values() for unit in stage.units for parameter in unit.parameters]
-    local = {p.name: sharding.master * _elements_here(p, sharding, at) for p in parameters}
-    partial = sum(sharding.master * _elements_here(p, sharding, at) for p in parameters if p.partial)
+    local = {p.name: sharding.master * _local_elements(p, sharding, coordinates) for p in parameters}
+    partial = sum(sharding.master * _local_elements(p, sharding, coordinates) for p in parameters if p.partial)
     add("tp", "all_reduce", "partial gradients", min(partial, 1), partial)
     for name, holders in _copies(work, local).items():
         for kind in ("send", "receive"):
@@ -81,15 +81,15 @@ def step_traffic(work: Workload, at: Coordinates, reduce_bytes: int = 4) -> dict
     return {message: Amount(calls[message], sizes[message]) for message in calls}
 
 
-def _elements_here(parameter: Parameter, sharding: Sharding, at: Coordinates) -> int:
+def _local_elements(parameter: Parameter, sharding: Sharding, coordinates: Coordinates) -> int:
     rows, *_ = parameter.shape
     shards = sharding.shards[parameter.sharers]
-    here = shard_rows(rows, shards, at.shards.get(parameter.sharers, 0) % shards)
-    return parameter.elements // rows * here
+    local_rows = shard_rows(rows, shards, coordinates.shards.get(parameter.sharers, 0) % shards)
+    return parameter.elements // rows * local_rows
 
 
 def _copies(work: Workload, local: dict[str, int]) -> dict[str, int]:
-    """Of this process's parameters those that several pipeline ranks hold → how many do."""
+    """This process's parameters that several pipeline ranks hold → number of these ranks."""
     held: Counter[str] = Counter()
     outside = {name for name in local if not name.startswith("layers.")}
     for rank in range(work.pipeline) if work.pipeline > 1 and outside else ():
@@ -130,8 +130,8 @@ def _data_parallel(stage: StageProgram, passes: Sequence[str], sharding: Shardin
                     gathered.discard(number)
         only_matrices = only_matrices and kind not in "BI"
         if kind in "BW" and (zero >= 2 or position == last):
-            there = [_matrices(unit) for unit in units] if only_matrices else units
-            yield from _reductions(there, sharding, position == last)
+            reduced = [_matrices(unit) for unit in units] if only_matrices else units
+            yield from _reductions(reduced, sharding, position == last)
             if 0 < zero < 3 and position == last and len(gathers) > 1 and gathers[-1].name and _follows_another(passes):
                 # Without a root, FSDP2 gathers once more what the forward pass of the microbatch before ended with.
                 size = sharding.compute * _padded(gathers[-1], sharding)
@@ -140,7 +140,7 @@ def _data_parallel(stage: StageProgram, passes: Sequence[str], sharding: Shardin
 
 
 def _follows_another(passes: Sequence[str]) -> bool:
-    """Whether FSDP2, which takes back the newest forward pass first, knows one before that of the last backward."""
+    """Whether a forward pass precedes the one that FSDP2, which takes back the newest first, takes back last."""
     forward, number, taken = list[int](), 0, 0
     for kind in passes:
         if kind == "F":
@@ -159,20 +159,20 @@ def _reductions(units: Iterable[Unit], sharding: Sharding, sums_replicas: bool) 
     for unit in units:
         if not unit.parameters:
             continue
-        whole = sharding.reduce * _padded(unit, sharding)
+        nbytes = sharding.reduce * _padded(unit, sharding)
         if not sharding.zero_stage:
-            yield _with_replicas(unit.sharers, sharding), "all_reduce", whole
+            yield _with_replicas(unit.sharers, sharding), "all_reduce", nbytes
             continue
-        yield from _call(unit.sharers, "reduce_scatter", whole, sharding)
+        yield from _call(unit.sharers, "reduce_scatter", nbytes, sharding)
         if sums_replicas and sharding.replicate > 1:
-            yield "dp_replicate", "all_reduce", whole // sharding.shards[unit.sharers]
+            yield "dp_replicate", "all_reduce", nbytes // sharding.shards[unit.sharers]
 
 
 def _plain_sums(units: Sequence[Unit], sharding: Sharding) -> Iterator[_Call]:
     """One all-reduce for each unit of layers, and one for all other parameters."""
     layers = [unit for unit in units if unit.name == "layers"]
-    others = [parameter for unit in units if unit.name != "layers" for parameter in unit.parameters]
-    for unit in [*layers, Unit("", others[0].sharers, tuple(others))] if others else layers:
+    rest = [parameter for unit in units if unit.name != "layers" for parameter in unit.parameters]
+    for unit in [*layers, Unit("", rest[0].sharers, tuple(rest))] if rest else layers:
         yield _with_replicas(unit.sharers, sharding), "all_reduce", sharding.master * unit.elements
 
 
@@ -186,6 +186,6 @@ def _with_replicas(group: str, sharding: Sharding) -> str:
 
 
 def _padded(unit: Unit, sharding: Sharding, frozen: bool = False) -> int:
-    """Elements of a unit's parameters, with the ``frozen`` ones or without, and what fills up their last shard."""
+    """Elements of a unit's parameters, with or without the ``frozen`` ones, padded to equal shards."""
     shards, parameters = sharding.shards[unit.sharers], (*unit.parameters, *unit.frozen * frozen)
     return sum(shards * shard_rows(p.shape[0], shards) * (p.elements // p.shape[0]) for p in parameters)

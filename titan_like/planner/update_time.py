@@ -13,30 +13,30 @@ from titan_like.planner.workload import Workload, element_bytes
 
 
 def update_time(work: Workload, profile: Profile, elements: Mapping[str, int]) -> float:
-    """Seconds on a rank with these parameters, by the mesh dimension over which ZeRO shards them, before it does.
+    """Seconds on a rank with these parameters before ZeRO shards them, by the mesh dimension over which it does.
 
     An optimizer that works on whole matrices has each gathered on one of the processes that share it, and sends their
     updates back.
     """
     update, groups = work.update, shard_groups(work)
-    here = sum(number / (groups[sharers][0] if work.zero_stage else 1) for sharers, number in elements.items())
+    local_size = sum(number / (groups[sharers][0] if work.zero_stage else 1) for sharers, number in elements.items())
     # The profile's figure is AdamW's.
-    nbytes = here * (profile.optimizer_traffic + update.traffic - ADAMW_WORK.traffic)
+    nbytes = local_size * (profile.optimizer_traffic + update.traffic - ADAMW_WORK.traffic)
     if not update.matrix_steps:
         return nbytes / profile.memory_rate
     dtype = update.matrix_dtype or ("float32" if profile.device.is_cpu else "bfloat16")
     if dtype not in profile.device.peak:  # as on GPUs before Ampere, which emulate bfloat16
         dtype = "float32"
-    whole = trace(TraceKey.of(work._replace(tensor=1, sequence_parallel=False, expert=1, context=1)))
+    unsplit = trace(TraceKey.of(work._replace(tensor=1, sequence_parallel=False, expert=1, context=1)))
     size, longest, products = 0, 0.0, 0.0  # of all layers' matrices
-    for layer, count in zip(whole.layers, work.model.layer_counts, strict=True):
-        for one in (one for one in layer.parameters if len(one.shape) == 2):
-            rows, columns = one.shape[0] // one.matrices, one.shape[1]
+    for layer, count in zip(unsplit.layers, work.model.layer_counts, strict=True):
+        for matrix in (p for p in layer.parameters if len(p.shape) == 2):
+            rows, columns = matrix.shape[0] // matrix.matrices, matrix.shape[1]
             step = sum(gemm_time(*sizes, 1, dtype, profile) for sizes in update.products(rows, columns))
-            size, longest = size + count * one.elements, max(longest, step)
-            products += count * one.matrices * step
+            size, longest = size + count * matrix.elements, max(longest, step)
+            products += count * matrix.matrices * step
     processes = work.tensor * (work.shard * work.context if work.zero_stage else 1)
-    own = size / work.pipeline / processes
+    shard = size / work.pipeline / processes
     computes = update.matrix_steps * max(longest, products / work.pipeline / processes)
-    sends = 2 * profile.links.all_gather(own * element_bytes(dtype), processes, 1)  # two all-to-alls
-    return (nbytes + own * update.matrix_traffic) / profile.memory_rate + computes + sends
+    sends = 2 * profile.links.all_gather(shard * element_bytes(dtype), processes, 1)  # two all-to-alls
+    return (nbytes + shard * update.matrix_traffic) / profile.memory_rate + computes + sends

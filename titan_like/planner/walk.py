@@ -30,11 +30,11 @@ def span_of(
     """
     ranks = stage_ranks(schedule, pipeline, virtual)
     rounds = max(0, microbatches // pipeline - 3)
-    few = _program(schedule, pipeline, virtual, microbatches - rounds * pipeline)
-    seconds = _run(few, pipeline, durations, transfer)
+    shorter = _program(schedule, pipeline, virtual, microbatches - rounds * pipeline)
+    seconds = _run(shorter, pipeline, durations, transfer)
     if rounds:
-        more = _program(schedule, pipeline, virtual, microbatches - (rounds - 1) * pipeline)
-        round_ = _run(more, pipeline, durations, transfer) - seconds
+        longer = _program(schedule, pipeline, virtual, microbatches - (rounds - 1) * pipeline)
+        round_ = _run(longer, pipeline, durations, transfer) - seconds
         busy = [0.0] * pipeline
         for stage, rank in enumerate(ranks):
             busy[rank] += durations[4 * stage] + durations[4 * stage + 1]
@@ -44,7 +44,7 @@ def span_of(
 
 @lru_cache(maxsize=256)
 def _program(schedule: str, pipeline: int, virtual: int, microbatches: int) -> list[tuple[int, int, int]]:
-    """As `in_order`, with the index of an action's duration in its place."""
+    """The actions `in_order`, each replaced by the index of its duration."""
     table, ranks = schedule_table(schedule, pipeline, virtual, microbatches), stage_ranks(schedule, pipeline, virtual)
     return [(rank, 4 * stage + _KINDS.index(kind), needed) for rank, (kind, stage, _), needed in in_order(table, ranks)]
 

@@ -30,7 +30,7 @@ Kinds = tuple[int, ...]
 
 
 class Adapters(NamedTuple):
-    """What of [lora] changes a step."""
+    """The settings of [lora] that change a step."""
 
     rank: int = 0
     dropout: bool = False
@@ -47,7 +47,7 @@ class Workload(NamedTuple):
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
-    expert: int = 1  # processes that share a layer's experts, among those of data, context and tensor parallelism
+    expert: int = 1  # processes that share a layer's experts: part of data, context and tensor parallelism
     expert_tensor: int = 1  # processes that split each expert's matrices: 1 or `tensor`
     expert_load: float = 1.0  # rows on the process with the most work for its experts, relative to equal loads
     context_method: str = "all_gather"
@@ -62,7 +62,7 @@ class Workload(NamedTuple):
     dropout: bool = False
     compiled: bool = False  # a compiler fuses the layers' operators between products
     stage_layers: tuple[int, ...] | None = None  # None: equal stages
-    causal: bool = True  # each position attends only to those before it; in BERT (arXiv 1810.04805) it attends to all
+    causal: bool = True  # each position attends only to earlier ones; in BERT (arXiv 1810.04805) it attends to all
     decoder_seq_len: int = 0  # positions of a decoder, which come in addition to seq_len
     optimizer: OptimizerState = ADAMW_STATE  # what it keeps in our own trainer
     update: UpdateWork = ADAMW_WORK
@@ -88,7 +88,7 @@ class Workload(NamedTuple):
 
     @property
     def shares_experts(self) -> bool:
-        """Whether there are experts that other processes hold than the rest of a layer."""
+        """Whether other processes hold the experts than hold the rest of a layer."""
         return (self.expert > 1 or self.tensor > 1) and self.has_experts
 
     @property
@@ -103,7 +103,7 @@ class Workload(NamedTuple):
 
     @property
     def accumulates(self) -> bool:
-        """Whether whole gradients are added to those of earlier microbatches: below ZeRO 2, or with a single shard."""
+        """Whether whole gradients are added to sums of earlier microbatches: below ZeRO 2, or with a single shard."""
         return self.microbatches > 1 and (self.zero_stage < 2 or self.shard * self.context == 1)
 
     @property
@@ -143,11 +143,11 @@ def _pipeline(
     for rank, layers in zip(ranks, stages, strict=True):
         of_rank[rank].append(layers)
     largest = {0, pipeline - 1, *(of_rank.index(layers) for layers in of_rank)}
-    return PipelineRanks(stages, ranks, tuple(sum(map(len, one)) for one in of_rank), tuple(sorted(largest)))
+    return PipelineRanks(stages, ranks, tuple(sum(map(len, layers)) for layers in of_rank), tuple(sorted(largest)))
 
 
 def equal_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Layers of equal stages. If they do not divide evenly, the middle stages take one more each."""
-    base, more = divmod(num_layers, num_stages)
-    first = (num_stages - more) // 2
-    return tuple(base + (first <= stage < first + more) for stage in range(num_stages))
+    base, remainder = divmod(num_layers, num_stages)
+    first = (num_stages - remainder) // 2
+    return tuple(base + (first <= stage < first + remainder) for stage in range(num_stages))

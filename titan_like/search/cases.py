@@ -1,4 +1,4 @@
-"""What a search measures: the layouts of a grid, or those that the planner finds best, and its profile of a CPU."""
+"""What a search measures: the layouts of a grid or the planner's best ones, and its profile of a CPU."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def layout_name(config: JobConfig, processes: int) -> str:
 
 
 def next_size(sizes: Sequence[int], rates: dict[int, float | None]) -> int | None:
-    """The microbatch size to try next, given the rates of those tried; None if the largest that fits is known.
+    """The microbatch size to try next, given the rates of the sizes tried; None if the largest that fits is known.
 
     Sizes double, as far as there are such sizes, until one runs out of memory (its rate is None) or the rate falls
     clearly below the best. Sizes between the largest that fits and the smallest that does not are then bisected.
@@ -85,19 +85,19 @@ def read_grid(path: str, given: list[str]) -> dict[str, list[Any]]:
     """
     values: dict[str, list[Any]] = {"processes": []}
     for section, table in read_toml(path, "--grid").items():
-        found = {f"{section}.{key}": one for key, one in table.items()} if isinstance(table, dict) else {section: table}
-        values |= {key: one if isinstance(one, list) else [one] for key, one in found.items()}
+        keys = {f"{section}.{key}": val for key, val in table.items()} if isinstance(table, dict) else {section: table}
+        values |= {key: value if isinstance(value, list) else [value] for key, value in keys.items()}
     words = {word.partition("=")[0] for word in given}
     for key, listed in values.items():
         name, is_setting = f"{path}: {key}", key != "processes"
         require(key in {*KEYS, "processes"}, name, str(listed), unknown("key of a grid", key, ["processes", *KEYS]))
         require(f"--{key}" not in words, f"--{key}", None, f"{path} lists it too; remove one of them")
         require(listed or not is_setting, name, "[]", "lists nothing; give at least one value, or leave it out")
-        for at, value in enumerate(listed):
+        for index, value in enumerate(listed):
             is_count = type(value) is int and value > 0
             require(is_setting or is_count, name, value, "must be whole numbers of at least 1, such as 1, 2, 4")
             if is_setting and (key, value) != (MICRO, LARGEST):
-                listed[at] = setting(load_config([*given, *arguments(key, value)]), key)  # as it is understood
+                listed[index] = setting(load_config([*given, *arguments(key, value)]), key)  # as it is understood
     return values
 
 
@@ -112,17 +112,17 @@ def grid_cases(config: JobConfig, counts: Sequence[int], values: dict[str, list[
 
 
 def _case(base: JobConfig, processes: int, chosen: dict[str, Any]) -> Case:
-    config, found, reason = edit(base, chosen), dict[int, JobConfig](), ""
+    config, configs, reason = edit(base, chosen), dict[int, JobConfig](), ""
     batch, given = config.training.global_batch_size, config.training.micro_batch_size
     sizes = divisors(batch) if given == LARGEST else [given]
     for size in sizes:
         try:
-            found[size] = _effective(edit(config, {MICRO: size}), processes)
+            configs[size] = _effective(edit(config, {MICRO: size}), processes)
         except ConfigError as error:
             reason = reason or first_line(error)
-    if not found:
+    if not configs:
         return Case(edit(config, {MICRO: sizes[0]}), processes, (), reason)
-    return Case(next(iter(found.values())), processes, tuple(found))
+    return Case(next(iter(configs.values())), processes, tuple(configs))
 
 
 def _effective(config: JobConfig, processes: int) -> JobConfig:
@@ -167,13 +167,13 @@ def planned_cases(
     cases = []
     for count, profile in profiles.items():
         try:
-            found = search(config, count, profile, fixed, top)
+            result = search(config, count, profile, fixed, top)
         except ConfigError as error:
             cases.append(Case(config, count, (), first_line(error)))
             continue
-        for one in found.ranked:
-            run = _effective(found.space.configured(one.work), count)
-            cases.append(Case(run, count, (one.work.micro_batch_size,)))
+        for candidate in result.ranked:
+            run = _effective(result.space.configured(candidate.work), count)
+            cases.append(Case(run, count, (candidate.work.micro_batch_size,)))
     return _distinct(cases)
 
 

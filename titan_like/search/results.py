@@ -33,11 +33,11 @@ _FIGURES = {
 HEAD = f"{'layout':50s} " + " ".join(f"{title:>{width}s}" for title, width, _, _ in _FIGURES.values()) + "  outcome"
 
 
-def row_of(config: JobConfig, processes: int, found: dict[str, Any]) -> Row:
-    """A layout with what was found of it; figures that are not known are None."""
+def row_of(config: JobConfig, processes: int, result: dict[str, Any]) -> Row:
+    """A layout with its ``result``; figures that are not known are None."""
     layout = {name: setting(config, key) for key, name in KEYS.items()}
-    known = {name: found.get(name) for name in (*_FIGURES, "outcome", "reason")}
-    return {"layout": layout_name(config, processes), "processes": processes, **layout, **known}
+    figures = {name: result.get(name) for name in (*_FIGURES, "outcome", "reason")}
+    return {"layout": layout_name(config, processes), "processes": processes, **layout, **figures}
 
 
 def line(row: Row) -> str:
@@ -51,7 +51,7 @@ def line(row: Row) -> str:
 
 
 def ranked(rows: Sequence[Row]) -> list[Row]:
-    """The measured layouts, those with the most tokens per second first."""
+    """The measured layouts, the most tokens per second first."""
     return sorted((row for row in rows if row["outcome"] == OK), key=lambda row: -row["tokens_per_second"])
 
 
@@ -59,24 +59,24 @@ def judgement(rows: Sequence[Row]) -> dict[str, Any] | None:
     """How well predictions rank the measured layouts; None for fewer than two.
 
     The rank correlation is Spearman's, of seconds per sample over all layouts. A regret is how much longer the layout
-    that is predicted to be fastest takes than the fastest, among those with the same processes and batch.
+    that is predicted to be fastest takes than the fastest, among layouts with the same processes and batch.
     """
-    known = [row for row in rows if row["outcome"] == OK and row["predicted_step_time_s"]]
-    if len(known) < 2:
+    judged = [row for row in rows if row["outcome"] == OK and row["predicted_step_time_s"]]
+    if len(judged) < 2:
         return None
-    batch = np.array([row["global_batch_size"] for row in known])
-    predicted = np.array([row["predicted_step_time_s"] for row in known]) / batch
-    seconds = np.array([row["step_time_s"] for row in known]) / batch
+    batch = np.array([row["global_batch_size"] for row in judged])
+    predicted = np.array([row["predicted_step_time_s"] for row in judged]) / batch
+    seconds = np.array([row["step_time_s"] for row in judged]) / batch
     groups: dict[str, list[int]] = {}
-    for at, row in enumerate(known):
-        groups.setdefault(f"{row['processes']} processes, batch {row['global_batch_size']}", []).append(at)
+    for index, row in enumerate(judged):
+        groups.setdefault(f"{row['processes']} processes, batch {row['global_batch_size']}", []).append(index)
     regrets = {
-        name: float(seconds[here[int(np.argmin(predicted[here]))]] / seconds[here].min() - 1)
-        for name, here in groups.items()
-        if len(here) > 1
+        name: float(seconds[indices[int(np.argmin(predicted[indices]))]] / seconds[indices].min() - 1)
+        for name, indices in groups.items()
+        if len(indices) > 1
     }
     return {
-        "layouts": len(known),
+        "layouts": len(judged),
         "rank_correlation": rank_correlation(predicted, seconds),
         "median_error": float(np.median(np.abs(predicted / seconds - 1))),
         "worst_regret": max(regrets.values(), default=0.0),
@@ -94,12 +94,12 @@ def rank_correlation(first: np.ndarray, second: np.ndarray) -> float:
 def described(rows: Sequence[Row]) -> str:
     """The table at the end, the fastest layout first, with the planner's judgement."""
     lines = [HEAD, *map(line, ranked(rows)), *(line(row) for row in rows if row["outcome"] != OK)]
-    found = judgement(rows)
-    if found is not None:
-        worst = max(found["regrets"], key=lambda group: found["regrets"][group])
+    score = judgement(rows)
+    if score is not None:
+        worst = max(score["regrets"], key=lambda group: score["regrets"][group])
         lines.append(
-            f"planner: rank correlation {found['rank_correlation']:.3f} over {found['layouts']} layouts, median error "
-            f"of the step time {found['median_error']:.1%}, regret at most {found['worst_regret']:.1%} ({worst})"
+            f"planner: rank correlation {score['rank_correlation']:.3f} over {score['layouts']} layouts, median error "
+            f"of the step time {score['median_error']:.1%}, regret at most {score['worst_regret']:.1%} ({worst})"
         )
     return "\n".join(lines)
 

@@ -40,16 +40,16 @@ class Search:
         for case in cases:
             if case.sizes:
                 self._predicted(case.config, case.processes)
-        names = {f"{layout_name(one.config, one.processes)} {one.sizes}": settings_of(one.config) for one in cases}
-        here = json.loads(json_text({"plan": asdict(plan), "layouts": names}))
+        names = {f"{layout_name(case.config, case.processes)} {case.sizes}": settings_of(case.config) for case in cases}
+        identity = json.loads(json_text({"plan": asdict(plan), "layouts": names}))
         files = ("results.csv", "results.json", "rows.json", "best.toml", "throughput.png", "trials")
         foreign = [name for name in files if (out / name).exists()]
         if foreign and not (out / "search.json").exists():
             raise ConfigError("--dump_folder", str(out), f"has {foreign[0]}, but no search; name another folder")
         problem = "holds a search with other layouts, settings, steps or limits; give the same, or name another folder"
-        require(_read(out / "search.json", here) == here, "--dump_folder", str(out), problem)
-        write_output_file(out / "search.json", json_text(here))
-        self.found: dict[str, dict[str, Any]] = {
+        require(_read(out / "search.json", identity) == identity, "--dump_folder", str(out), problem)
+        write_output_file(out / "search.json", json_text(identity))
+        self.results: dict[str, dict[str, Any]] = {
             path.parent.name: _read(path, {}) for path in sorted((out / "trials").glob("*/result.json"))
         }
 
@@ -58,7 +58,7 @@ class Search:
 
         The files are written after each layout, and the picture at the end, also if the search is interrupted.
         """
-        print(f"{len(self.found)} layouts are known already\n{HEAD}" if self.found else HEAD, flush=True)
+        print(f"{len(self.results)} layouts are known already\n{HEAD}" if self.results else HEAD, flush=True)
         try:
             for case in self.cases:
                 for config in self._unknown(case):
@@ -71,16 +71,16 @@ class Search:
         return rows
 
     def runs(self) -> list[tuple[JobConfig, Row]]:
-        """All layouts that are known, in the order of the cases; those that rules forbid come last."""
-        known: dict[str, tuple[JobConfig, Row]] = {}
+        """All layouts that are known, in the order of the cases; layouts that rules forbid come last."""
+        rows: dict[str, tuple[JobConfig, Row]] = {}
         for case in self.cases:
             for config in map(case.with_size, case.sizes):
                 name = layout_name(config, case.processes)
-                if name in self.found:
-                    row = row_of(config, case.processes, self.found[name] | self._predicted(config, case.processes))
-                    known[name] = config, row
+                if name in self.results:
+                    row = row_of(config, case.processes, self.results[name] | self._predicted(config, case.processes))
+                    rows[name] = config, row
         refused = ((case, {"outcome": SKIPPED, "reason": case.reason}) for case in self.cases if not case.sizes)
-        return [*known.values(), *((case.config, row_of(case.config, case.processes, why)) for case, why in refused)]
+        return [*rows.values(), *((case.config, row_of(case.config, case.processes, why)) for case, why in refused)]
 
     def _unknown(self, case: Case) -> Iterator[JobConfig]:
         """The run with each microbatch size to try next, until the largest that fits is known or a trial fails."""
@@ -88,25 +88,25 @@ class Search:
         while (size := next_size(case.sizes, rates)) is not None:
             config = case.with_size(size)
             name = layout_name(config, case.processes)
-            if name not in self.found:
+            if name not in self.results:
                 yield config
-            if self.found[name]["outcome"] not in (OK, TOO_LARGE):
+            if self.results[name]["outcome"] not in (OK, TOO_LARGE):
                 return
-            rates[size] = self.found[name].get("samples_per_second")
+            rates[size] = self.results[name].get("samples_per_second")
 
     def _measure(self, config: JobConfig, processes: int) -> None:
         name, started = layout_name(config, processes), time.monotonic()
         folder = self.out / "trials" / name
-        found = run_trial(folder, config, processes, self.place, self.plan, len(self.found))
-        self.found[name] = found | {"processes": processes, "seconds": time.monotonic() - started}
-        write_output_file(folder / "result.json", json_text(self.found[name]))
+        result = run_trial(folder, config, processes, self.place, self.plan, len(self.results))
+        self.results[name] = result | {"processes": processes, "seconds": time.monotonic() - started}
+        write_output_file(folder / "result.json", json_text(self.results[name]))
         row = next(row for row in self._write() if row["layout"] == name)
         left = self._seconds_left()
         print(line(row) + (f"  time left {format_duration(left)}" if left else ""), flush=True)
 
     def _seconds_left(self) -> float:
         """Seconds for the cases that are not done, each as long as the last trial with as many processes."""
-        took = {found["processes"]: found["seconds"] for found in self.found.values()}
+        took = {result["processes"]: result["seconds"] for result in self.results.values()}
         left = [case.processes for case in self.cases if next(self._unknown(case), None)]
         return sum(took.get(processes, max(took.values())) for processes in left)
 
@@ -115,10 +115,10 @@ class Search:
         name = layout_name(config, processes)
         if processes in self.stacks and name not in self._predictions:
             settings, profile = resolve_settings(config, processes), self.stacks[processes]
-            found = predict_layout(config, settings.model, settings.layout, profile)
-            first = found.memory.ranks[0]  # measured memory is that of tensors, on a CPU that of the process
+            forecast = predict_layout(config, settings.model, settings.layout, profile)
+            first = forecast.memory.ranks[0]  # measured memory is the tensors', on a CPU the process's
             memory = first.total - (0 if profile.device.is_cpu else first.overhead)
-            figures = {"predicted_step_time_s": found.time.total, "predicted_memory_bytes": memory}
+            figures = {"predicted_step_time_s": forecast.time.total, "predicted_memory_bytes": memory}
             self._predictions[name] = figures
         return self._predictions.get(name, {})
 

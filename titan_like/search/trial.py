@@ -66,9 +66,9 @@ class Place:
 
     def check(self, processes: int) -> None:
         """Refuse a job of this many processes if it cannot run here."""
-        each, most = self.per_node or processes, (self.per_node or processes) * max(1, len(self.hosts))
-        there = f"the Slurm job has {len(self.hosts)} nodes of {each}" if self.hosts else f"there are {each} GPUs"
-        require(processes <= most, "--processes", processes, f"{there}; use at most {most}")
+        each, limit = self.per_node or processes, (self.per_node or processes) * max(1, len(self.hosts))
+        available = f"the Slurm job has {len(self.hosts)} nodes of {each}" if self.hosts else f"there are {each} GPUs"
+        require(processes <= limit, "--processes", processes, f"{available}; use at most {limit}")
         if processes > each and processes % each:
             raise ConfigError("--processes", processes, f"does not fill whole nodes; use a multiple of {each}")
 
@@ -87,17 +87,17 @@ class Place:
         srun = ["srun", f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}", "--ntasks-per-node=1", "--overlap"]
         srun += [f"--nodelist={','.join(hosts)}", "--kill-on-bad-exit=1", "--cpu-bind=none"]
         srun += [f"--time={int(plan.timeout // 60) + 2}"]  # minutes; nothing is left running if srun is killed
-        together = [f"--nnodes={len(hosts)}", f"--nproc_per_node={each}", "--rdzv_backend=c10d"]
-        together += [f"--rdzv_endpoint={hosts[0]}:{20000 + (self.job + number) % 10000}"]
+        rendezvous = [f"--nnodes={len(hosts)}", f"--nproc_per_node={each}", "--rdzv_backend=c10d"]
+        rendezvous += [f"--rdzv_endpoint={hosts[0]}:{20000 + (self.job + number) % 10000}"]
         identity = f"--rdzv_id={self.job}.{number}.{os.getpid()}"  # differs from the step that a killed search has left
-        return [*srun, *torchrun, *together, identity, *self.program, *settings]
+        return [*srun, *torchrun, *rendezvous, identity, *self.program, *settings]
 
 
 def arguments(key: str, value: Any) -> Iterator[str]:
     """A section or a setting as arguments of train.py. In free tables, text is quoted."""
     if isinstance(value, dict):
-        for name, one in value.items():
-            yield from arguments(f"{key}.{name}", one)
+        for name, item in value.items():
+            yield from arguments(f"{key}.{name}", item)
     else:
         is_plain = isinstance(value, str) and key.count(".") == 1
         yield f"--{key}={value if is_plain else json.dumps(value, ensure_ascii=False)}"
@@ -173,8 +173,8 @@ def failure(log: str, code: int) -> dict[str, Any]:
 
     text = re.sub(r"^\[rank\d+\]: ?", "", log, flags=re.MULTILINE)
     sentence = re.search(r"^error: (.+)", text, re.MULTILINE)
-    ours = re.split(r"^.* failed \(exitcode: ", text, maxsplit=1, flags=re.MULTILINE)[0]
-    reason = sentence[1] if sentence else error_in(ours) or (ours.strip().splitlines() or [f"exit code {code}"])[-1]
+    head = re.split(r"^.* failed \(exitcode: ", text, maxsplit=1, flags=re.MULTILINE)[0]
+    reason = sentence[1] if sentence else error_in(head) or (head.strip().splitlines() or [f"exit code {code}"])[-1]
     if _KILLED in log:
         reason = "the system killed a process, perhaps because memory ran out"
     return {"outcome": TOO_LARGE if any(word in log for word in _NO_MEMORY) else FAILED, "reason": reason}
@@ -194,20 +194,20 @@ def figures(metrics: Path, plan: Plan) -> dict[str, Any]:
 
 
 def end_processes(out: Path) -> None:
-    """Kill every process of a search on this machine, also those that a killed search has left behind.
+    """Kill every process of a search on this machine, including what a killed search has left behind.
 
     torchrun's processes are in sessions of their own, so they are found by their environment.
     """
     mark = f"{_MARK}={out.resolve()}".encode()
     for _ in range(100):
-        found = []
+        pids = []
         for file in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):  # it has just ended, or is another user's
                 if mark in file.read_bytes().split(b"\0"):
-                    found.append(int(file.parent.name))
-        if not found:
+                    pids.append(int(file.parent.name))
+        if not pids:
             return
-        for pid in found:
+        for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)

@@ -56,21 +56,21 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     rows, useless = usable(read, start)
     left_out += useless
     require(rows, "--points", options.points, "; ".join(["has no row to fit to", *left_out[:1]]))
-    found = calibrated(rows, start, name=Path(options.out).stem if options.out else start.name)
+    fitted = calibrated(rows, start, name=Path(options.out).stem if options.out else start.name)
     lines = [
         f"{len(rows)} rows of {options.points}; lines and columns left out: {len(left_out)}",
         *(f"  {reason}" for reason in left_out[:_REASONS]),
         *([f"  and {len(left_out) - _REASONS} more"] if len(left_out) > _REASONS else []),
-        f"step time of the fitted rows: {found.inside}",
+        f"step time of the fitted rows: {fitted.inside}",
     ]
-    lines += [f"  without {group:20s} {errors}" for group, errors in found.left_out.items()]
-    lines += [f"  {name:22s} {one['before']:10.4g} → {one['after']:10.4g}" for name, one in found.constants.items()]
+    lines += [f"  without {group:20s} {errors}" for group, errors in fitted.left_out.items()]
+    lines += [f"  {name:22s} {pair['before']:10.4g} → {pair['after']:10.4g}" for name, pair in fitted.constants.items()]
     result = {
-        "inside": found.inside._asdict(),
-        "left_out": {group: errors._asdict() for group, errors in found.left_out.items()},
-        "constants": found.constants,
+        "inside": fitted.inside._asdict(),
+        "left_out": {group: errors._asdict() for group, errors in fitted.left_out.items()},
+        "constants": fitted.constants,
     }
-    files = {Path(options.out): profile_to_toml(found.profile)} if options.out else {}
+    files = {Path(options.out): profile_to_toml(fitted.profile)} if options.out else {}
     return Outcome("\n".join(lines), result, files=files)
 
 
@@ -111,11 +111,11 @@ def fit(rows: Sequence[Row], start: Profile, names: Sequence[str], weights: np.n
         return np.concatenate([robust * weight, (point - center) / spread])
 
     def jacobian(point: np.ndarray) -> np.ndarray:
-        here = residuals(point)
+        base = residuals(point)
         columns = []
-        for i, one in enumerate(np.eye(len(point))):
+        for i, direction in enumerate(np.eye(len(point))):
             step = _STEP if point[i] + _STEP <= high[i] else -_STEP
-            columns.append((residuals(point + step * one) - here) / step)
+            columns.append((residuals(point + step * direction) - base) / step)
         return np.stack(columns, axis=1)
 
     return with_values(least_squares(residuals, center, jacobian, (low, high), ftol=1e-5, xtol=1e-5, max_nfev=40).x)
@@ -125,12 +125,12 @@ def leave_one_group_out(
     rows: Sequence[Row], start: Profile, names: Sequence[str], group_of: Callable[[Row], str]
 ) -> dict[str, tuple[Profile, list[Row]]]:
     """For every group, the profile that all other groups give, and its rows."""
-    found = {}
+    fits = {}
     for group in sorted({group_of(row) for row in rows}):
-        others = [row for row in rows if group_of(row) != group]
-        profile = fit(others, start, names) if others else start
-        found[group] = profile, [row for row in rows if group_of(row) == group]
-    return found
+        remaining = [row for row in rows if group_of(row) != group]
+        profile = fit(remaining, start, names) if remaining else start
+        fits[group] = profile, [row for row in rows if group_of(row) == group]
+    return fits
 
 
 class Errors(NamedTuple):
@@ -147,9 +147,9 @@ class Errors(NamedTuple):
         )
 
 
-def _summary(found: np.ndarray) -> Errors:
+def _summary(log_ratios: np.ndarray) -> Errors:
     """Summarize the logarithms of predicted over measured times."""
-    errors = np.expm1(found)
+    errors = np.expm1(log_ratios)
     size = np.abs(errors)
     return Errors(len(errors), float(np.median(size)), float(np.quantile(size, 0.9)), float(np.median(errors)))
 
@@ -182,7 +182,7 @@ def usable(rows: Sequence[Row], profile: Profile) -> tuple[list[Row], list[str]]
 def calibrated(rows: Sequence[Row], start: Profile, name: str) -> Calibration:
     """Fit the constants that `usable` rows tell anything about.
 
-    Errors are those of groups left out in turn: model sizes, or layouts if all rows have the same model.
+    Errors come from leaving out one group after another: model sizes, or layouts if all rows have the same model.
     """
     # The starting point: the rows' own device, and the assumptions that predictions will make.
     devices = {row.adapted(start).device for row in rows}
@@ -191,8 +191,8 @@ def calibrated(rows: Sequence[Row], start: Profile, name: str) -> Calibration:
     start = of_own_trainer(start, rows[0].work.dtype)
     names = informed(rows, start)
     profile = fit(rows, start, names)
-    several = len({row.model for row in rows}) > 1
-    groups = leave_one_group_out(rows, start, names, lambda row: row.model if several else layout_name(row.work))
+    by_model = len({row.model for row in rows}) > 1
+    groups = leave_one_group_out(rows, start, names, lambda row: row.model if by_model else layout_name(row.work))
     left_out = {group: log_errors(held, fitted) for group, (fitted, held) in groups.items()}
     held = _summary(np.concatenate(list(left_out.values())))
     sources = [row.source for row in rows]
@@ -220,10 +220,10 @@ def layout_name(work: Workload) -> str:
 def informed(rows: Sequence[Row], profile: Profile) -> list[str]:
     """Constants that move some row's step time by a thousandth when they change by a twentieth."""
     before = log_errors(rows, profile)
-    found = []
+    names = []
     for name, bounds in FITTED.items():
         value = getattr(profile, name)
         changed = value * 1.05 if value * 1.05 <= bounds.high else value / 1.05
         if np.abs(log_errors(rows, profile.changed(**{name: changed})) - before).max() > 1e-3:
-            found.append(name)
-    return found
+            names.append(name)
+    return names

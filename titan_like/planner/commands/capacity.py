@@ -78,7 +78,7 @@ def add_options(parser: OptionParser) -> None:
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
-    """Find both. The exit status is 1 if the run's model fits on no number of nodes.
+    """Find the largest models and the fewest nodes. The exit status is 1 if the run's model fits on no number of nodes.
 
     Raises:
         ConfigError: the run does not say which GPUs its nodes have, or no layout is valid.
@@ -87,28 +87,28 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     fixed = frozenset(parse_overrides(settings)) & {*SEARCHED, STAGE_SIZES}
     show, per_node = Progress(), config.cluster.gpus_per_node
     if per_node is None:
-        known = profile is not None or config.cluster.profile is not None
-        require(known, "cluster.gpus_per_node", None, "say how many GPUs a node has")
+        is_known = profile is not None or config.cluster.profile is not None
+        require(is_known, "cluster.gpus_per_node", None, "say how many GPUs a node has")
         per_node = profile_of(config, profile).gpus_per_node
         config = edit(config, {"cluster.gpus_per_node": per_node})
-    on, training = f"{per_node} × {profile_of(config, profile).device.name}", config.training
+    node, training = f"{per_node} × {profile_of(config, profile).device.name}", config.training
     batch = f"sequences of {training.seq_len}, batches of {training.global_batch_size}"
     lines, largest = [f"largest {config.model.family} model, {batch}"], []
 
-    def tell(found: Capacity | None, otherwise: str) -> dict[str, Any] | None:
-        if found is None:
+    def report(capacity: Capacity | None, otherwise: str) -> dict[str, Any] | None:
+        if capacity is None:
             lines.append(f"  {otherwise}")
             return None
-        text, days = length(found.forecast, tokens, options.price)
-        lines.append(f"  {found.nodes} × {on}: {sized(found.model)}")
-        lines.extend((f"    {described(found.forecast.work)}", f"    predicted: {found.forecast}{text}"))
-        return as_dict(found) | days
+        text, days = length(capacity.forecast, tokens, options.price)
+        lines.append(f"  {capacity.nodes} × {node}: {sized(capacity.model)}")
+        lines.extend((f"    {described(capacity.forecast.work)}", f"    predicted: {capacity.forecast}{text}"))
+        return as_dict(capacity) | days
 
     for nodes in dict.fromkeys((1, config.cluster.nodes or 1)):
-        text = tell(largest_model(config, profile, nodes, fixed, show), f"{nodes} × {on}: none fits")
+        text = report(largest_model(config, profile, nodes, fixed, show), f"{nodes} × {node}: none fits")
         largest += [text] if text else []
     lines.append(f"fewest nodes for {config.model.flavor}")
-    fewest = tell(fewest_nodes(config, profile, fixed, show), "fits on no number of nodes")
+    fewest = report(fewest_nodes(config, profile, fixed, show), "fits on no number of nodes")
     result = {"tokens": tokens, "largest": largest} | ({"fewest": fewest} if fewest else {})
     return Outcome("\n".join(lines), {"capacity": result}, int(fewest is None))
 
@@ -151,9 +151,9 @@ def fewest_nodes(config: JobConfig, profile: Profile | None, fixed: frozenset[st
     model, per_node = model_config(config.model), config.cluster.gpus_per_node or 1
     stack = profile_of(config, profile)
     room = usable_bytes(stack.device) - stack.overhead_bytes
-    least = model.num_parameters() * _LEAST_STATE / room / per_node if room > 0 else inf
+    lowest = model.num_parameters() * _LEAST_STATE / room / per_node if room > 0 else inf
     refusal, is_valid = None, False
-    for nodes in range(ceil(min(least, _MOST_NODES + 1)), _MOST_NODES + 1):
+    for nodes in range(ceil(min(lowest, _MOST_NODES + 1)), _MOST_NODES + 1):
         show(f"does it fit on {nodes} node{'s' * (nodes > 1)}?")
         try:
             if fits(config, profile, nodes * per_node, fixed):
@@ -173,9 +173,9 @@ def fits(config: JobConfig, profile: Profile | None, gpus: int, fixed: frozenset
         ConfigError: no layout is valid.
     """
     stack = checked_profile(config, gpus, profile)
-    least = {key: value for key, value in _LEAST_MEMORY.items() if key not in fixed}
+    overrides = {key: value for key, value in _LEAST_MEMORY.items() if key not in fixed}
     usable = usable_bytes(stack.device)
-    space = Space(edit(config, least), model_config(config.model), gpus, fixed | least.keys())
+    space = Space(edit(config, overrides), model_config(config.model), gpus, fixed | overrides.keys())
     for group in space.groups():
         splits = group.tensor == 1 or group.sequence_parallel or group.seq_len % group.tensor
         works = (
@@ -190,14 +190,14 @@ def fastest(config: JobConfig, profile: Profile | None, nodes: int, fixed: froze
     """The fastest layout in which a model fits, of the schedules and splits that decide whether it does."""
     plain = {key: value for key, value in _LEAST_MEMORY.items() if key not in fixed and key not in _CHOSEN}
     gpus = nodes * (config.cluster.gpus_per_node or 1)
-    found = search(edit(config, plain), gpus, profile, fixed | plain.keys(), kinds=1)
-    return Capacity(nodes, found.config, forecast(found.best.work, found.profile))
+    result = search(edit(config, plain), gpus, profile, fixed | plain.keys(), kinds=1)
+    return Capacity(nodes, result.config, forecast(result.best.work, result.profile))
 
 
-def as_dict(found: Capacity) -> dict[str, Any]:
+def as_dict(capacity: Capacity) -> dict[str, Any]:
     """A result for JSON."""
-    model, work = found.model, found.forecast.work
+    model, work = capacity.model, capacity.forecast.work
     shape = {"layers": model.num_layers, "width": model.hidden_size, "heads": model.num_attention_heads}
     layout = {name: getattr(work, name) for name in SEARCHED.values()}
-    size = {"nodes": found.nodes, "parameters": model.num_parameters()}
-    return size | shape | layout | {"predict": found.forecast.as_dict()}
+    size = {"nodes": capacity.nodes, "parameters": model.num_parameters()}
+    return size | shape | layout | {"predict": capacity.forecast.as_dict()}

@@ -61,7 +61,7 @@ _ALTERNATIONS = 10  # rounds of a product and a collective
 _SMALLEST = 1 << 12  # bytes of a collective whose time is latency; larger ones tell the bandwidth
 _LARGEST_CPU, _LARGEST_GPU = 1 << 24, 1 << 28
 
-# Of a process on a CPU: what its first steps add to its size besides tensors (threads, scratch space), and the share of
+# What the first steps of a process on a CPU add to its size besides tensors (threads, scratch space), and the share of
 # activations, logits and gathered weights that the allocator keeps on top of them (0.3 to 0.9 in runs of 1 and 2
 # processes, models of 1 to 13 million parameters).
 _FIRST_STEPS, _FRAGMENTATION = 53e6, 0.6
@@ -106,35 +106,35 @@ class Machine:
     def __init__(self, device: torch.device) -> None:
         self.device, self.is_cpu, self.began = device, device.type == "cpu", time.perf_counter()
         self.processes = dist.get_world_size()
-        self.here = int(os.environ.get("LOCAL_WORLD_SIZE", self.processes))  # processes on this machine
+        self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.processes))  # processes on this machine
         self.products = _PRODUCTS_CPU if self.is_cpu else _PRODUCTS_GPU
         self.layers = _LAYERS_CPU if self.is_cpu else _LAYERS_GPU
         cores = len(os.sched_getaffinity(0))
-        self.shared_cores = cores if self.is_cpu and self.here > cores else 0
+        self.shared_cores = cores if self.is_cpu and self.local_size > cores else 0
         self.typical: Callable[[list[float]], float] = statistics.median if self.shared_cores else min
 
-    def show(self, what: str) -> None:
+    def show(self, message: str) -> None:
         """Print on stderr what is measured next."""
         if dist.get_rank() == 0:
-            print(f"{time.perf_counter() - self.began:5.1f} s  {what}", file=sys.stderr, flush=True)
+            print(f"{time.perf_counter() - self.began:5.1f} s  {message}", file=sys.stderr, flush=True)
 
     def seconds(self, run: Callable[[], object], times: int = 1, launch_only: bool = False) -> float:
         """Seconds of the run that counts, from several ``times`` in a row, so that a GPU does not wait for the host.
 
         ``launch_only``: until the host has launched the operators, on which the device may still work.
         """
-        found: list[float] = []
+        durations: list[float] = []
         run()
         began = time.perf_counter()
-        while len(found) < 3 or time.perf_counter() - began < _SECONDS:
+        while len(durations) < 3 or time.perf_counter() - began < _SECONDS:
             self._finish()
             start = time.perf_counter()
             for _ in range(times):
                 run()
             if not launch_only:
                 self._finish()
-            found.append((time.perf_counter() - start) / times)
-        return self.mean(self.typical(found))
+            durations.append((time.perf_counter() - start) / times)
+        return self.mean(self.typical(durations))
 
     def timed(self, run: Callable[[], object], times: int = 1, launch_only: bool = False) -> Timed:
         """A run's operators and `seconds`."""
@@ -150,7 +150,7 @@ class Machine:
         everyone waits while other processes of the machine are scheduled.
         """
 
-        def several(*steps: Callable[[], object]) -> float:
+        def elapsed(*steps: Callable[[], object]) -> float:
             dist.barrier()
             start = time.perf_counter()
             for _ in range(_ALTERNATIONS):
@@ -159,10 +159,10 @@ class Machine:
             self._finish()
             return time.perf_counter() - start
 
-        several(product, run)
-        rounds = [(several(product, run), several(product)) for _ in range(7)]
-        together, alone = (self.typical(list(times)) for times in zip(*rounds, strict=True))
-        return self.mean(max(together - alone, 0.0) / _ALTERNATIONS)
+        elapsed(product, run)
+        rounds = [(elapsed(product, run), elapsed(product)) for _ in range(7)]
+        alternating, alone = (self.typical(list(times)) for times in zip(*rounds, strict=True))
+        return self.mean(max(alternating - alone, 0.0) / _ALTERNATIONS)
 
     def mean(self, value: float) -> float:
         """The mean of a value over the processes."""
@@ -178,10 +178,10 @@ class Machine:
 def measure(device: torch.device, name: str) -> tuple[Profile, list[str]]:
     """A profile of this machine, and its figures in words. Every process of the default group calls it."""
     machine = Machine(device)
-    more: dict[str, float] = {}
+    constants: dict[str, float] = {}
     if machine.is_cpu:  # first, because the largest resident set never shrinks
         resident = machine.mean(peak_memory_bytes(device))
-        more = {"overhead_bytes": resident + _FIRST_STEPS, "fragmentation": _FRAGMENTATION}
+        constants = {"overhead_bytes": resident + _FIRST_STEPS, "fragmentation": _FRAGMENTATION}
     main = "float32"
     if not machine.is_cpu:
         main = "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
@@ -194,17 +194,17 @@ def measure(device: torch.device, name: str) -> tuple[Profile, list[str]]:
         peaks["float16"] = peaks["bfloat16"]
     machine.show("links")
     links = _links(machine) if machine.processes > 1 else []
-    own = _device(machine, peaks, bandwidth, links[2].bus_bandwidth if links else bandwidth)
-    profile = with_products(_start(machine, name, own).changed(dtype=main), products[main], main)
+    measured = _device(machine, peaks, bandwidth, links[2].bus_bandwidth if links else bandwidth)
+    profile = with_products(_start(machine, name, measured).changed(dtype=main), products[main], main)
     profile = with_links(profile, links)
     ideal = profile.changed(attention_efficiency=1.0, memory_efficiency=1.0, fusion=0.0)
     machine.show("attention")
-    more["attention_efficiency"] = _attention_efficiency(machine, main, ideal)
+    constants["attention_efficiency"] = _attention_efficiency(machine, main, ideal)
     machine.show("host")
-    more["operator_time"] = _operator_time(machine, main)
+    constants["operator_time"] = _operator_time(machine, main)
     machine.show("operators between GEMMs")
-    more["memory_efficiency"] = _memory_efficiency(machine, main, ideal)
-    profile = profile.changed(**more)
+    constants["memory_efficiency"] = _memory_efficiency(machine, main, ideal)
+    profile = profile.changed(**constants)
     return profile, _described(profile, links, main)
 
 
@@ -228,7 +228,7 @@ def _memory_bandwidth(machine: Machine) -> float:
 def _products(machine: Machine, dtype: str) -> list[Timed]:
     """The forward and backward passes of linear layers: three products each."""
     shapes = [((tokens, inputs), (outputs, inputs)) for tokens, inputs, outputs in machine.products]
-    return [machine.timed(_both_passes(machine, dtype, F.linear, *both)) for both in shapes]
+    return [machine.timed(_both_passes(machine, dtype, F.linear, *operands)) for operands in shapes]
 
 
 def _flops_per_second(products: Timed) -> float:
@@ -237,14 +237,14 @@ def _flops_per_second(products: Timed) -> float:
 
 def with_products(profile: Profile, products: list[Timed], dtype: str) -> Profile:
     """The profile with the depth and the efficiency that fit measured GEMMs best, by squared relative errors."""
-    best, least = profile, math.inf
+    best, smallest = profile, math.inf
     for depth in _DEPTHS:
         trial = profile.changed(gemm_depth=depth, gemm_efficiency=1.0)
-        ratios = [math.log(one.predicted(dtype, trial) / one.seconds) for one in products]
+        ratios = [math.log(product.predicted(dtype, trial) / product.seconds) for product in products]
         shift = statistics.mean(ratios)
         spread = sum((ratio - shift) ** 2 for ratio in ratios)
-        if spread < least:
-            best, least = trial.changed(gemm_efficiency=min(1.0, math.exp(shift))), spread
+        if spread < smallest:
+            best, smallest = trial.changed(gemm_efficiency=min(1.0, math.exp(shift))), spread
     return best
 
 
@@ -277,7 +277,7 @@ def _memory_efficiency(machine: Machine, dtype: str, ideal: Profile) -> float:
     They are timed one by one, not as the rest of a whole layer's time: a short run is more likely to find a moment in
     which nothing else runs.
     """
-    found = []
+    efficiencies = []
     for samples, seq_len, hidden, _ in machine.layers:
         tokens = samples * seq_len
         x = torch.ones(tokens, hidden, device=machine.device, dtype=getattr(torch, dtype))
@@ -285,9 +285,9 @@ def _memory_efficiency(machine: Machine, dtype: str, ideal: Profile) -> float:
         runs.append((1, _both_passes(machine, dtype, partial(F.gelu, approximate="tanh"), (tokens, 4 * hidden))))
         runs.append((4, partial(torch.add, x, x)))
         timed = [(count, machine.timed(run, times=4)) for count, run in runs]
-        predicted = sum(count * one.predicted(dtype, ideal) for count, one in timed)
-        found.append(predicted / sum(count * one.seconds for count, one in timed))
-    return min(1.0, statistics.geometric_mean(found))  # caches may beat the memory that updates go through
+        predicted = sum(count * result.predicted(dtype, ideal) for count, result in timed)
+        efficiencies.append(predicted / sum(count * result.seconds for count, result in timed))
+    return min(1.0, statistics.geometric_mean(efficiencies))  # caches may beat the memory that updates go through
 
 
 def _norm(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -297,42 +297,42 @@ def _norm(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def _links(machine: Machine) -> list[Measurement]:
     """Small and large all-reduces over all processes, and messages between neighbours that all send at once."""
     n, rank = machine.processes, dist.get_rank()
-    sharing = machine.here if n > machine.here else 0  # then the slowest links are those between machines
+    sharing = machine.local_size if n > machine.local_size else 0  # then the links between machines are the slowest
     tokens, inputs, outputs = machine.products[-1]
     x, weight = torch.ones(tokens, inputs, device=machine.device), torch.ones(inputs, outputs, device=machine.device)
-    found = []
+    results = []
     for nbytes in (_SMALLEST, _LARGEST_CPU if machine.is_cpu else _LARGEST_GPU):
-        whole, other = (torch.ones(nbytes // 4, device=machine.device) for _ in range(2))
+        sent, received = (torch.ones(nbytes // 4, device=machine.device) for _ in range(2))
 
-        def exchange(whole: torch.Tensor = whole, other: torch.Tensor = other) -> None:
-            sends = dist.P2POp(dist.isend, whole, (rank + 1) % n), dist.P2POp(dist.irecv, other, (rank - 1) % n)
+        def exchange(sent: torch.Tensor = sent, received: torch.Tensor = received) -> None:
+            sends = dist.P2POp(dist.isend, sent, (rank + 1) % n), dist.P2POp(dist.irecv, received, (rank - 1) % n)
             for work in dist.batch_isend_irecv(list(sends)):
                 work.wait()
 
-        for operation, run in (("all_reduce", partial(dist.all_reduce, whole)), ("send_receive", exchange)):
+        for operation, run in (("all_reduce", partial(dist.all_reduce, sent)), ("send_receive", exchange)):
             seconds = max(machine.seconds_between(run, lambda: x @ weight), 1e-9)
-            found.append(Measurement(BETWEEN_NODES if sharing else "node", n, operation, nbytes, seconds, sharing))
-    return found
+            results.append(Measurement(BETWEEN_NODES if sharing else "node", n, operation, nbytes, seconds, sharing))
+    return results
 
 
 def _device(machine: Machine, peaks: dict[str, float], bandwidth: float, link: float) -> Device:
     """This machine's device with its measured figures. A known GPU's link is the data sheet's."""
     if machine.is_cpu:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / machine.here
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / machine.local_size
         return Device("CPU", memory, bandwidth, link, 1, 1, peaks, is_cpu=True)
     properties = torch.cuda.get_device_properties(machine.device)
-    known = known_device(properties.name)
-    link = known.nvlink_bandwidth if known else link
+    listed = known_device(properties.name)
+    link = listed.nvlink_bandwidth if listed else link
     return Device(properties.name, properties.total_memory, bandwidth, link, properties.multi_processor_count, 8, peaks)
 
 
 def _start(machine: Machine, name: str, device: Device) -> Profile:
     """The constants that are not measured: on a GPU the nearest shipped profile's, on a CPU the defaults."""
     if machine.is_cpu:
-        profile = Profile(name, device, machine.here, 0.0, microbatch_time=1e-4, step_time=1e-3, overlap=0.01)
+        profile = Profile(name, device, machine.local_size, 0.0, microbatch_time=1e-4, step_time=1e-3, overlap=0.01)
     else:
         nearest = default_profile(known_device(device.name) or device)
-        profile = nearest.changed(name=name, device=device, gpus_per_node=machine.here, groups=(), only_zero=None)
+        profile = nearest.changed(name=name, device=device, gpus_per_node=machine.local_size, groups=(), only_zero=None)
     threads = f", torch threads of each: {torch.get_num_threads()}" if machine.is_cpu else ""
     return profile.changed(
         description=f"measured on {machine.processes} × {device.name}{threads}, PyTorch {torch.__version__}",
@@ -360,5 +360,5 @@ def _described(profile: Profile, links: list[Measurement], dtype: str) -> list[s
     if not links:
         return [*lines, "  one process: no links; start it with torchrun to measure them"]
     _, _, *largest = links
-    lines += [f"  {one.operation:19s} {one.bus_bandwidth / 1e9:10.3g} GB/s" for one in largest]
+    lines += [f"  {link.operation:19s} {link.bus_bandwidth / 1e9:10.3g} GB/s" for link in largest]
     return [*lines, f"  a hop of a ring     {1e6 * latency_of(links):10.3g} µs"]

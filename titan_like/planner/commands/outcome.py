@@ -37,20 +37,20 @@ class Progress:
     """Prints progress on stderr once something takes longer than a moment."""
 
     def __init__(self) -> None:
-        self._said = time.monotonic()
+        self._printed = time.monotonic()
 
-    def __call__(self, what: str) -> None:
+    def __call__(self, message: str) -> None:
         """Print a line, unless the last one is too recent."""
         now = time.monotonic()
-        if now - self._said > _SECONDS_OF_SILENCE:
-            self._said = now
-            print(what, file=sys.stderr, flush=True)
+        if now - self._printed > _SECONDS_OF_SILENCE:
+            self._printed = now
+            print(message, file=sys.stderr, flush=True)
 
 
 def add_profile(parser: OptionParser) -> None:
     """Add the option for the stack profile."""
-    what = "stack profile: a shipped one or a TOML file (default: the GPU's)"
-    parser.add_argument("--profile", type=path_option, help=what)
+    text = "stack profile: a shipped one or a TOML file (default: the GPU's)"
+    parser.add_argument("--profile", type=path_option, help=text)
     links = "what scripts/bench_comm.py --json has measured, in the place of the profile's links"
     parser.add_argument("--links", type=path_option, metavar="FILE.json", help=links)
 
@@ -105,14 +105,14 @@ def days_of(tokens: float, tokens_per_second: float, num_gpus: int, price: float
     return {"days": seconds / SECONDS_PER_DAY, "gpu_hours": hours} | ({} if price is None else {"cost": hours * price})
 
 
-def length(ahead: Forecast, tokens: float | None, price: float | None) -> tuple[str, dict[str, float]]:
+def length(forecast: Forecast, tokens: float | None, price: float | None) -> tuple[str, dict[str, float]]:
     """`days_of` in words, after a comma, and for JSON; both are empty without a number of tokens."""
     if tokens is None:
         return "", {}
-    found = days_of(tokens, ahead.rates.tokens_per_second, ahead.work.num_gpus, price)
-    days, cost = found["days"], f", cost {found['cost']:,.0f}" if price is not None else ""
+    figures = days_of(tokens, forecast.rates.tokens_per_second, forecast.work.num_gpus, price)
+    days, cost = figures["days"], f", cost {figures['cost']:,.0f}" if price is not None else ""
     shown = f"{days:,.0f}" if days >= 10 else f"{days:.2g}"
-    return f", {tokens / 1e9:.4g} billion tokens in {shown} days, {found['gpu_hours']:,.0f} GPU hours{cost}", found
+    return f", {tokens / 1e9:.4g} billion tokens in {shown} days, {figures['gpu_hours']:,.0f} GPU hours{cost}", figures
 
 
 def toml_option(text: str) -> str:
@@ -123,9 +123,9 @@ def toml_option(text: str) -> str:
     return path
 
 
-def does_not_fit(ahead: Forecast) -> list[str]:
+def does_not_fit(forecast: Forecast) -> list[str]:
     """A warning for commands that report something else: the run is predicted not to fit into memory."""
-    return [] if ahead.memory.fits else [f"the run DOES NOT FIT: {ahead.taken} on a GPU"]
+    return [] if forecast.memory.fits else [f"the run DOES NOT FIT: {forecast.taken} on a GPU"]
 
 
 def sized(model: TransformerConfig) -> str:

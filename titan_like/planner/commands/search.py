@@ -25,7 +25,7 @@ from titan_like.planner.commands.outcome import (
 )
 from titan_like.planner.memory import MEMORY_MARGIN
 from titan_like.planner.predict import Forecast, forecast
-from titan_like.planner.search import Candidate, Counts, Found, search
+from titan_like.planner.search import Candidate, Counts, SearchResult, search
 from titan_like.planner.search_space import SEARCHED, SLICE, STAGE_SIZES, set_keys
 from titan_like.planner.shape import shape_of
 
@@ -39,7 +39,7 @@ def add_options(parser: OptionParser) -> None:
     )
     add_profile(parser)
     add_price(parser)
-    text = "parameters: the run's flavor scaled to about so many, with the depth of its family"
+    text = "parameters: the run's flavor scaled to about this many, with the depth of its family"
     parser.add_number("--params", float, least=1, most=1e18, metavar="30e9", help=text)
     text = "GPUs of the job (default: the run's cluster)"
     parser.add_number("--gpus", int, least=1, most=1_000_000, help=text)
@@ -62,51 +62,51 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     if config.parallelism.auto:
         fixed |= set_keys(config)
     if options.profile:  # the layout found is then predicted and trained with the same profile
-        own = Path(options.profile)
-        config = edit(config, {"cluster.profile": str(own.resolve()) if own.is_file() else options.profile})
+        path = Path(options.profile)
+        config = edit(config, {"cluster.profile": str(path.resolve()) if path.is_file() else options.profile})
     show = Progress()
 
     def report(counts: Counts) -> None:
         show(f"{counts.valid:,} layouts, {counts.computed:,} step times computed …")
 
-    found = search(config, options.gpus, profile, fixed, options.top, report)
-    ahead = forecast(found.best.work, found.profile)
-    files = {Path(options.out): as_toml(found, ahead, Path(options.out))} if options.out else {}
-    days_told, days = length(ahead, tokens, options.price)
-    layouts = reasons(found)
-    lines = [sized(found.space.model)] if options.params else []
-    lines += [*summary(found, ahead), "", *table(found.best, *layouts)]
-    lines += [f"the best layout{days_told}"] if days else []
-    return Outcome("\n".join(lines), {"search": as_dict(found, *layouts) | days}, files=files)
+    result = search(config, options.gpus, profile, fixed, options.top, report)
+    prediction = forecast(result.best.work, result.profile)
+    files = {Path(options.out): as_toml(result, prediction, Path(options.out))} if options.out else {}
+    days_text, days = length(prediction, tokens, options.price)
+    layouts = reasons(result)
+    lines = [sized(result.space.model)] if options.params else []
+    lines += [*summary(result, prediction), "", *table(result.best, *layouts)]
+    lines += [f"the best layout{days_text}"] if days else []
+    return Outcome("\n".join(lines), {"search": as_dict(result, *layouts) | days}, files=files)
 
 
-def summary(found: Found, ahead: Forecast) -> list[str]:
+def summary(result: SearchResult, prediction: Forecast) -> list[str]:
     """The best layout, the forecast for it, and how many layouts it is the best of."""
-    counts, is_fastest = found.counts, found.best is found.fastest
+    counts, is_fastest = result.counts, result.best is result.fastest
     which = "fastest" if is_fastest else "the simplest that predictions cannot tell from the fastest"
     return [
-        described(ahead.work),
-        f"predicted: {ahead}",
-        f"{which} of {counts.valid:,} valid layouts on {gpus(found.space.num_gpus)}; {counts.too_large:,} of them are "
+        described(prediction.work),
+        f"predicted: {prediction}",
+        f"{which} of {counts.valid:,} valid layouts on {gpus(result.space.num_gpus)}; {counts.too_large:,} of them are "
         f"known not to fit ({100 * MEMORY_MARGIN:.0f} % of the memory is kept free), and bounds show that the others "
-        f"are slower{_of_slices(found)}",
+        f"are slower{_of_slices(result)}",
     ]
 
 
-def _of_slices(found: Found) -> str:
-    is_chosen = "parallelism.context_parallel_degree" not in found.space.fixed and found.best.work.context > 1
+def _of_slices(result: SearchResult) -> str:
+    is_chosen = "parallelism.context_parallel_degree" not in result.space.fixed and result.best.work.context > 1
     return f"; a file that names no context degree gets slices of at least {SLICE:,} tokens" if is_chosen else ""
 
 
 Reasoned = list[tuple[Candidate, str]]  # with why each is not the best
 
 
-def reasons(found: Found) -> tuple[Reasoned, Reasoned]:
-    """The ranked layouts, and those that would be faster but do not fit, with why they lose."""
-    best = found.best
-    ranked = [(one, "best" if one is best else why_slower(best, one, found.profile)) for one in found.ranked]
-    too_large = found.too_large[:_TOO_LARGE_SHOWN]
-    return ranked, [(one, why_too_large(best, one, found.usable_bytes)) for one in too_large]
+def reasons(result: SearchResult) -> tuple[Reasoned, Reasoned]:
+    """The ranked layouts, and layouts that would be faster but do not fit, with why they lose."""
+    best = result.best
+    ranked = [(other, "best" if other is best else why_slower(best, other, result.profile)) for other in result.ranked]
+    too_large = result.too_large[:_TOO_LARGE_SHOWN]
+    return ranked, [(other, why_too_large(best, other, result.usable_bytes)) for other in too_large]
 
 
 def table(best: Candidate, ranked: Reasoned, too_large: Reasoned) -> list[str]:
@@ -114,13 +114,13 @@ def table(best: Candidate, ranked: Reasoned, too_large: Reasoned) -> list[str]:
     return [
         f"{'':>3s} {'tensor':>7s} {'pipeline':>9s} {'schedule':23s} {'ZeRO':>4s} {'data':>12s} {'micro':>5s} "
         f"{'recompute':11s} {'step s':>9s} {'slower':>7s} {'GiB':>6s}  why",
-        *(f"{number:3d} {_columns(one, best)}  {why}" for number, (one, why) in enumerate(ranked, 1)),
-        *(f"{'-':>3s} {_columns(one, best)}  {why}" for one, why in too_large),
+        *(f"{number:3d} {_columns(candidate, best)}  {why}" for number, (candidate, why) in enumerate(ranked, 1)),
+        *(f"{'-':>3s} {_columns(candidate, best)}  {why}" for candidate, why in too_large),
     ]
 
 
-def _columns(one: Candidate, best: Candidate) -> str:
-    work = one.work
+def _columns(candidate: Candidate, best: Candidate) -> str:
+    work = candidate.work
     tensor = f"{work.tensor}{' sp' if work.sequence_parallel else ''}"
     pipeline = f"{work.pipeline}" + (f" × {work.virtual_stages}" if work.virtual_stages > 1 else "")
     data = f"{work.replicate} × {work.shard}" if work.replicate > 1 else f"{work.shard}"
@@ -128,46 +128,46 @@ def _columns(one: Candidate, best: Candidate) -> str:
     data += f" ep {work.expert}" if work.expert > 1 else ""
     recompute = work.recompute + (f" 1/{work.recompute_every}" if work.recompute_every > 1 else "")
     schedule = work.schedule if work.pipeline > 1 else ""
-    slower = f"{100 * (one.time.total / best.time.total - 1):+.1f} %"
+    slower = f"{100 * (candidate.time.total / best.time.total - 1):+.1f} %"
     return (
         f"{tensor:>7s} {pipeline:>9s} {schedule:23s} {work.zero_stage:>4d} {data:>12s} {work.micro_batch_size:>5d} "
-        f"{recompute:11s} {one.time.total:9.3f} {slower:>7s} {one.memory_bytes / 2**30:6.1f}"
+        f"{recompute:11s} {candidate.time.total:9.3f} {slower:>7s} {candidate.memory_bytes / 2**30:6.1f}"
     )
 
 
-def as_dict(found: Found, ranked: Reasoned, too_large: Reasoned) -> dict[str, Any]:
+def as_dict(result: SearchResult, ranked: Reasoned, too_large: Reasoned) -> dict[str, Any]:
     """The result for JSON."""
 
-    def entry(one: Candidate, why: str) -> dict[str, Any]:
+    def entry(candidate: Candidate, why: str) -> dict[str, Any]:
         return {
-            "settings": found.space.settings(one.work),
-            "step_seconds": one.time._asdict(),
-            "seconds_more": differences(found.best, one),
-            "memory_bytes": one.memory_bytes,
+            "settings": result.space.settings(candidate.work),
+            "step_seconds": candidate.time._asdict(),
+            "seconds_more": differences(result.best, candidate),
+            "memory_bytes": candidate.memory_bytes,
             "why": why,
         }
 
     return {
-        "gpus": found.space.num_gpus,
-        "profile": found.profile.name,
-        "valid": found.counts.valid,
-        "too_large": found.counts.too_large,
-        "computed": found.counts.computed,
-        "usable_memory_bytes": found.usable_bytes,
-        "ranked": [entry(*one) for one in ranked],
-        "faster_but_too_large": [entry(*one) for one in too_large],
+        "gpus": result.space.num_gpus,
+        "profile": result.profile.name,
+        "valid": result.counts.valid,
+        "too_large": result.counts.too_large,
+        "computed": result.counts.computed,
+        "usable_memory_bytes": result.usable_bytes,
+        "ranked": [entry(*row) for row in ranked],
+        "faster_but_too_large": [entry(*row) for row in too_large],
     }
 
 
-def as_toml(found: Found, ahead: Forecast, path: Path) -> str:
+def as_toml(result: SearchResult, prediction: Forecast, path: Path) -> str:
     """The run in its best layout, as a TOML: what its file and command line set, and the layout's keys."""
-    count = found.space.num_gpus
+    count = result.space.num_gpus
     head = [
-        f"{found.config.job.config_file or 'A run'} in the layout that scripts/plan.py search found for {gpus(count)}:"
+        f"{result.config.job.config_file or 'A run'} in the layout that scripts/plan.py search found for {gpus(count)}:"
     ]
-    for line in summary(found, ahead):
+    for line in summary(result, prediction):
         head += textwrap.wrap(line, 118, initial_indent="  ", subsequent_indent="    ")
-    return run_as_toml(found.config, count, path, head)
+    return run_as_toml(result.config, count, path, head)
 
 
 def run_as_toml(config: JobConfig, num_gpus: int, path: Path, head: list[str]) -> str:

@@ -62,13 +62,13 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     if not (options.whole or options.measured):
         drawn_step, note = ends_of(forecast.work, forecast.profile, predicted)
     steps = [("predicted", drawn_step)]
-    found: list[PartOfSteps] = []
+    compared: list[PartOfSteps] = []
     if options.measured is not None:
         measured = measured_timeline(options.measured, predicted)
         steps.append(("measured", measured))
-        found = differences(predicted, measured)
+        compared = differences(predicted, measured)
     if options.picture is not None:
-        titles = {"predicted": headline(predicted) + note} | ({"measured": headline(steps[1][1])} if found else {})
+        titles = {"predicted": headline(predicted) + note} | ({"measured": headline(steps[1][1])} if compared else {})
         draw([(f"{name}: {titles[name]}", step) for name, step in steps], Path(options.picture))
     origin = f"{headline(predicted)}; profile {forecast.profile.name} on {forecast.profile.device.name}"
     summary, parts = figures(predicted), parts_of(predicted)
@@ -79,15 +79,15 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         *([note.removeprefix("; ")] if note else []),
         *sentences(summary, parts),
     ]
-    if found:
-        lines += table(found)
+    if compared:
+        lines += table(compared)
     lines += does_not_fit(forecast)
     result = {
         "seconds": predicted.seconds,
         "bubble_fraction": summary.bubble_fraction,
         "bubble_fraction_ideal": summary.bubble_fraction_ideal,
         "parts": parts,
-        "compared": [part._asdict() for part in found],
+        "compared": [part._asdict() for part in compared],
     }
     files = {Path(options.out): json.dumps(chrome_trace(predicted)) + "\n"} if options.out else {}
     return Outcome("\n".join(lines), {"simulate": result}, files=files)
@@ -102,14 +102,14 @@ def ends_of(work: Workload, profile: Profile, whole: StepTimeline) -> tuple[Step
     rounds = m // p - 2
     if rounds < 4:
         return whole, ""
-    few = m - rounds * p
-    step = timeline(work._replace(global_batch_size=few * work.micro_batch_size * work.data_parallel), profile)
+    shown = m - rounds * p
+    step = timeline(work._replace(global_batch_size=shown * work.micro_batch_size * work.data_parallel), profile)
     for number, event in enumerate(step.passes):
         if event.action.microbatch >= p:
             later = event.action._replace(microbatch=event.action.microbatch + rounds * p)
             step.passes[number] = event._replace(action=later)
-    each = milliseconds((whole.seconds - step.seconds) / rounds)
-    return step, f"; left out: {rounds} rounds of {p} after microbatch {p - 1}, which take {each} ms each"
+    duration = milliseconds((whole.seconds - step.seconds) / rounds)
+    return step, f"; left out: {rounds} rounds of {p} after microbatch {p - 1}, which take {duration} ms each"
 
 
 def measured_timeline(path: str, predicted: StepTimeline) -> StepTimeline:
@@ -123,8 +123,8 @@ def measured_timeline(path: str, predicted: StepTimeline) -> StepTimeline:
     except ValueError as error:
         raise ConfigError("--measured", path, f"give a step-N.json that the trainer wrote; {error}") from None
     if headline(step).split(";")[0] != headline(predicted).split(";")[0]:
-        theirs, ours = (headline(found).split(";")[0] for found in (step, predicted))
-        raise ConfigError("--measured", path, f"has {theirs}; the run has {ours}")
+        given, expected = (headline(candidate).split(";")[0] for candidate in (step, predicted))
+        raise ConfigError("--measured", path, f"has {given}; the run has {expected}")
     return step
 
 
@@ -140,12 +140,12 @@ def drawn(steps: list[tuple[str, StepTimeline]], width: int) -> list[str]:
     return [*lines, f"{'':10}0{last:>{width - 1}}"]
 
 
-def table(found: list[PartOfSteps]) -> list[str]:
+def table(parts: list[PartOfSteps]) -> list[str]:
     """Predicted next to measured, with the difference in ms and as a share of the measured step."""
-    whole = found[-1].measured
+    total = parts[-1].measured
     lines = [f"{'ms, mean of the ranks':24s}{'predicted':>12s}{'measured':>12s}{'difference':>12s}{'of the step':>13s}"]
-    for name, predicted, measured in found:
-        off = predicted - measured
-        numbers = "".join(f"{milliseconds(value):>12s}" for value in (predicted, measured, off))
-        lines.append(f"{name:24s}{numbers}{off / whole:>+12.1%}")
+    for name, predicted, measured in parts:
+        difference = predicted - measured
+        numbers = "".join(f"{milliseconds(value):>12s}" for value in (predicted, measured, difference))
+        lines.append(f"{name:24s}{numbers}{difference / total:>+12.1%}")
     return lines

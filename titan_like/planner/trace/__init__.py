@@ -19,23 +19,23 @@ def trace(key: TraceKey, folder: Path | None = None) -> Program:
 
     Do not change the result: all callers share it. The folder is `default_folder` unless given.
     """
-    where = folder or default_folder()
-    program = load(key, where)
+    cache = folder or default_folder()
+    program = load(key, cache)
     if program is None:
         from titan_like.planner.trace.run import run_trace  # importing the recipe takes a second
 
         program = run_trace(key)
-        save(key, program, where)
+        save(key, program, cache)
     return program
 
 
 @lru_cache(maxsize=4096)
 def estimate(key: TraceKey) -> Program:
-    """About what `trace` gives, from the programs of microbatches of one sample and of two."""
+    """Estimate what `trace` gives from the programs of microbatches of one and two samples."""
     if key.micro_batch_size <= 2:
         return trace(key)
-    one, two = (trace(key._replace(micro_batch_size=samples)) for samples in (1, 2))
+    single, double = (trace(key._replace(micro_batch_size=samples)) for samples in (1, 2))
     try:
-        return one.grown(two, key.micro_batch_size)
+        return single.grown(double, key.micro_batch_size)
     except DifferError:
         return trace(key)

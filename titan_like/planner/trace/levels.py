@@ -38,11 +38,11 @@ class Operator(NamedTuple):
 
 
 class Storages(NamedTuple):
-    """What a trace knows of them, by number."""
+    """What a trace knows of storages, by their number."""
 
     operators: Mapping[int, Operator]  # what wrote them in a forward pass
     needed: Container[int]  # a backward pass, or another segment, needs them in memory
-    outside: set[int]  # another segment does
+    outside: set[int]  # another segment needs them
     inside_kernels: Container[int]  # a single fused kernel writes and reads them
     views: Mapping[int, Mapping[View, int]]  # bytes of each view that backward passes read
 
@@ -87,55 +87,55 @@ def events_as_compiled(
         dropped |= partition.dropped
         recomputed += [(segment, operator) for operator in partition.repeated() if operator.work is not None]
     needed, operators = storages.needed, storages.operators
-    again = {number for number in dropped if number in needed or operators[number].kind != "pointwise"}
+    rematerialized = {number for number in dropped if number in needed or operators[number].kind != "pointwise"}
     # At the end of a forward pass, and at the start of a backward pass, by segment.
     freed, returned = defaultdict[int, list[Event]](list), defaultdict[int, list[Event]](list)
-    moved, gone = defaultdict[int, list[int]](list), set[int]()
+    moved, handled = defaultdict[int, list[int]](list), set[int]()
     leaving = [(made[number], number) for number in dropped]
     leaving += [(segment, number) for segment, numbers in offloaded.items() for number in stay.intersection(numbers)]
     for segment, number in leaving:
-        if number in gone:
+        if number in handled:
             continue
-        gone.add(number)
+        handled.add(number)
         size, is_dropped = sizes[number], number in dropped
         freed[segment].append(Event(segment, FORWARD, number, -size))
-        if number in again or not is_dropped:
+        if number in rematerialized or not is_dropped:
             returned[segment].append(Event(segment, BACKWARD, number, size, repeats=is_dropped))
             written[segment] += size * is_dropped
         if not is_dropped:
             moved[segment].append(size)
-    found, absent = list[Event](), dropped - again
+    compiled_events, absent = list[Event](), dropped - rematerialized
     for event in events:
         if event.storage == 0:
-            found += freed.pop(event.segment - 1, []) if event.which == FORWARD else []
-            found += [event, *(returned.pop(event.segment, []) if event.which == BACKWARD else [])]
+            compiled_events += freed.pop(event.segment - 1, []) if event.which == FORWARD else []
+            compiled_events += [event, *(returned.pop(event.segment, []) if event.which == BACKWARD else [])]
             continue
         end = ends.get(event.storage)
         is_short = end is not None and (end.segment, end.which) == (event.segment, event.which)
         if event.bytes > 0 and event.segment in compiled and event.storage in storages.inside_kernels and is_short:
             absent.add(event.storage)
         elif event.bytes > 0 or event.storage not in absent:
-            found.append(event)
-    return Compiled(found, recomputed, written, moved)
+            compiled_events.append(event)
+    return Compiled(compiled_events, recomputed, written, moved)
 
 
 class Partition:
     """What torch's partitioner recomputes of one compiled segment (`choose_saved_values_set` in its `partitioners`)."""
 
-    def __init__(self, storages: Storages, sizes: Mapping[int, int], stay: set[int], here: set[int]) -> None:
-        """``stay``: storages that autograd keeps for the backward pass; ``here``: those that the segment wrote."""
+    def __init__(self, storages: Storages, sizes: Mapping[int, int], stay: set[int], written: set[int]) -> None:
+        """``stay``: storages that autograd keeps for the backward pass. ``written``: the segment's storages."""
         self.operators, self.views, self.sizes, self.stay = storages.operators, storages.views, sizes, stay
-        self.kept = here & stay - storages.outside
-        self.known = here & self.operators.keys() - storages.outside
+        self.kept = written & stay - storages.outside
+        self.known = written & self.operators.keys() - storages.outside
         self.cheap = {number for number in self.known if self.operators[number].kind == "pointwise"}
         self.dropped: set[int] = set()
         self._allow({number for number in self.cheap if number not in storages.needed})
 
     def fit(self, budget: float) -> None:
-        """Recompute so much that ``budget`` stays of the bytes that are kept now.
+        """Recompute until a share ``budget`` of the bytes that are kept now remains.
 
-        First what costs little: pointwise operators whose results the backward pass needs in memory, then all but
-        products and reductions. Then those of these that cost fewest FLOPs. Messages are repeated only at 0.
+        Cheap operators come first: pointwise ones whose results the backward pass needs in memory, then all except
+        GEMMs and reductions. The choice of these that costs the fewest FLOPs follows. Messages are repeated only at 0.
         """
         total, operators = self._size(), self.operators
         if budget == 1 or not total:
@@ -149,31 +149,31 @@ class Partition:
             if budget == 0 or self._size() < budget * total:
                 return
         choices: list[tuple[int, int, frozenset[int]]] = [(0, 0, frozenset())]  # bytes, FLOPs, kept
-        for number in sorted(costly & self._ancestors(self.kept) - messages, key=lambda one: -self.sizes[one]):
+        for number in sorted(costly & self._ancestors(self.kept) - messages, key=lambda storage: -self.sizes[storage]):
             work, size, best = operators[number].work, self.sizes[number], -1
             flops = work.flops if isinstance(work, Gemm) and not work.grouped else 1
-            more = [(old + size, saved + flops, kept | {number}) for old, saved, kept in choices]
-            merged, choices = sorted([*choices, *more], key=lambda one: (one[0], -one[1])), []
-            for one in merged:
-                if one[0] <= budget * total and one[1] > best:
-                    choices.append(one)
-                    best = one[1]
+            extended = [(old + size, saved + flops, kept | {number}) for old, saved, kept in choices]
+            merged, choices = sorted([*choices, *extended], key=lambda choice: (choice[0], -choice[1])), []
+            for choice in merged:
+                if choice[0] <= budget * total and choice[1] > best:
+                    choices.append(choice)
+                    best = choice[1]
         self._allow(self.known - messages - choices[-1][2])
 
     def repeated(self) -> list[Operator]:
         """The operators that the backward pass repeats, each once."""
-        again = self._ancestors(self.dropped, self.stay - self.dropped)
-        return list({id(self.operators[number]): self.operators[number] for number in again}.values())
+        numbers = self._ancestors(self.dropped, self.stay - self.dropped)
+        return list({id(self.operators[number]): self.operators[number] for number in numbers}.values())
 
     def _ancestors(self, numbers: set[int], until: Container[int] = ()) -> set[int]:
-        """Storages of the segment from which these are computed, and they themselves; none of ``until``."""
-        found, waiting = set[int](), list(numbers)
+        """The segment's storages among ``numbers`` and the storages they are computed from, stopping at ``until``."""
+        ancestors, waiting = set[int](), list(numbers)
         while waiting:
             number = waiting.pop()
-            if number in self.known and number not in found and number not in until:
-                found.add(number)
+            if number in self.known and number not in ancestors and number not in until:
+                ancestors.add(number)
                 waiting += [source for source, _ in self.operators[number].sources]
-        return found
+        return ancestors
 
     def _allow(self, allowed: set[int]) -> None:
         """Drop what operators of ``allowed`` storages can compute from what is kept."""
@@ -226,8 +226,8 @@ def fill_in_levels(
                 if index == last:
                     segment.kept = level - starts[index]
                     level -= sum(early.values())
-                    produced = sum(gradients[one][0] for one in early)
-                before, later = carried, sum(created[one] for one in range(index + 1, last + 1))
+                    produced = sum(gradients[storage][0] for storage in early)
+                before, later = carried, sum(created[position] for position in range(index + 1, last + 1))
                 carried = later - size_of.get(boundary, 0) * (owner_of.get(boundary, 0) > index)
                 if index < last:
                     previous.deferred = max(0, carried - before)
@@ -236,9 +236,9 @@ def fill_in_levels(
             level += size
             early[number] = early.get(number, 0) + size
         elif gradient is not None:
-            elements, more = gradient
+            elements, excess = gradient
             produced += elements * (size > 0)
-            level += more if size > 0 else -more
+            level += excess if size > 0 else -excess
         else:
             level += size
             owner = owner_of.setdefault(number, index)
@@ -248,6 +248,6 @@ def fill_in_levels(
             below = starts[index] + (carried if which == BACKWARD else 0)
             segment.passes[which].moments.append(Moment(level - below, produced, repeats))
     for segment in segments:
-        for one in segment.passes:
-            by_kind = ([moment for moment in one.moments if moment.repeats == repeats] for repeats in (False, True))
-            one.moments = [moment for moments in by_kind for moment in fullest(moments)]
+        for pass_ in segment.passes:
+            by_kind = ([moment for moment in pass_.moments if moment.repeats == repeats] for repeats in (False, True))
+            pass_.moments = [moment for moments in by_kind for moment in fullest(moments)]

@@ -27,12 +27,12 @@ class Gemm(NamedTuple):
     k: int
     batch: int
     recomputed: bool  # by activation checkpointing
-    alignment: int  # elements, at most 16, of which the distance between rows of all three matrices is a multiple
+    alignment: int  # elements, at most 16: distances between rows of all three matrices are multiples of it
     grouped: bool = False  # products of experts, each of which has its own number of rows
 
     @property
     def flops(self) -> int:
-        """A multiply-add is 2."""
+        """FLOPs; a multiply-add counts as 2."""
         return 2 * self.m * self.n * self.k * self.batch
 
 
@@ -50,13 +50,13 @@ class Attention(NamedTuple):
     window: int = 0  # most keys that a query sees; 0: all
 
     def flops(self, causal: bool = False) -> int:
-        """Of two products forward and four backward within the window.
+        """FLOPs of two GEMMs forward and four backward within the window.
 
         ``causal`` counts what a causal mask leaves, half of the matrix without a window.
         """
         products, seen = 4 if self.backward else 2, min(self.window or self.keys, self.keys)
-        whole = 2 * products * self.batch * self.heads * self.queries * seen * self.head_dim
-        return whole * (2 * self.keys - seen) // (2 * self.keys) if causal and self.causal else whole
+        unmasked = 2 * products * self.batch * self.heads * self.queries * seen * self.head_dim
+        return unmasked * (2 * self.keys - seen) // (2 * self.keys) if causal and self.causal else unmasked
 
 
 class Collective(NamedTuple):
@@ -81,9 +81,9 @@ def _from_pairs(value: Any) -> Any:
 
 _Key = TypeVar("_Key")
 _Amount = TypeVar("_Amount")
-# A dictionary that is pairs in JSON, whose objects have no keys but strings.
+# A dictionary that becomes pairs in JSON, where the keys of objects must be strings.
 Amounts = Annotated[
-    dict[_Key, _Amount], BeforeValidator(_from_pairs), PlainSerializer(lambda found: list(found.items()))
+    dict[_Key, _Amount], BeforeValidator(_from_pairs), PlainSerializer(lambda amounts: list(amounts.items()))
 ]
 
 
@@ -100,7 +100,7 @@ class Pass:
     fused_bytes: tuple[int, int] = (0, 0)
     launches: int = 0  # kernels, each operator by itself
     fused_launches: int = 0
-    moments: list[Moment] = field(default_factory=list)  # those that may be the fullest
+    moments: list[Moment] = field(default_factory=list)  # moments that may be the fullest
 
     def add(self, work: Gemm | Attention | Collective | None, size: int) -> None:
         """Count an operator, or a message of ``size`` bytes."""
@@ -121,7 +121,7 @@ class Pass:
         """
         amounts = [(gemm.recomputed, gemm.flops, count) for gemm, count in self.gemms.items()]
         amounts += [(core.recomputed, core.flops(causal), count) for core, count in self.attention.items()]
-        return sum(count * flops for again, flops, count in amounts if recomputed or not again)
+        return sum(count * flops for is_recomputed, flops, count in amounts if recomputed or not is_recomputed)
 
 
 class Parameter(NamedTuple):
@@ -158,7 +158,7 @@ class Segment:
 
     @property
     def passes(self) -> tuple[Pass, Pass, Pass]:
-        """In the order of `PASSES`."""
+        """The passes, in the order of `PASSES`."""
         return self.forward, self.backward, self.weights
 
     @cached_property
@@ -193,15 +193,15 @@ class Segment:
 
     @cached_property
     def frozen_elements(self) -> dict[str, int]:
-        """The same of frozen parameters."""
+        """Elements of frozen parameters, in the same form."""
         return _by_sharers(self.frozen)
 
 
 def _by_sharers(parameters: Iterable[Parameter]) -> dict[str, int]:
-    found: dict[str, int] = {}
+    elements: dict[str, int] = {}
     for parameter in parameters:
-        found[parameter.sharers] = found.get(parameter.sharers, 0) + parameter.elements
-    return found
+        elements[parameter.sharers] = elements.get(parameter.sharers, 0) + parameter.elements
+    return elements
 
 
 @dataclass
@@ -215,7 +215,7 @@ class Program:
     groups: dict[str, tuple[int, int]]  # process group → number of ranks, distance between neighbours
 
     def segments(self) -> list[Segment]:
-        """In the order of the forward pass."""
+        """All segments, in the order of the forward pass."""
         return [self.entry, self.inputs, *self.layers, self.head]
 
     @cached_property
@@ -228,15 +228,15 @@ class Program:
         """The inverse of `tree`. Raises a `ValueError` if something is missing."""
         return _ADAPTER.validate_python(tree)
 
-    def grown(self, two: Program, samples: int) -> Program:
-        """The program of a larger microbatch, estimated from this one of a single sample and from that of two.
+    def grown(self, double: Program, samples: int) -> Program:
+        """Estimate the program of a larger microbatch from this one, of a single sample, and ``double``, of two.
 
-        Numbers grow in proportion to the samples. Messages and the moments that may be the fullest may be others.
+        Numbers grow in proportion to the samples. Messages and the fullest moments may differ.
 
         Raises:
-            DifferError: the programs have other operators.
+            DifferError: the programs have different operators.
         """
-        return Program.from_json(_grown(self.tree, two.tree, samples))
+        return Program.from_json(_grown(self.tree, double.tree, samples))
 
 
 _ADAPTER = TypeAdapter(Program)
@@ -246,31 +246,31 @@ class DifferError(Exception):
     """Two programs differ by more than numbers."""
 
 
-def _grown(one: Any, two: Any, samples: int, name: str = "") -> Any:
-    if isinstance(one, bool | str) or one is None:
-        if one != two:
+def _grown(single: Any, double: Any, samples: int, name: str = "") -> Any:
+    if isinstance(single, bool | str) or single is None:
+        if single != double:
             raise DifferError
-        return one
-    if isinstance(one, int):
-        return one + (samples - 1) * (two - one)
-    if isinstance(one, dict):
-        return {key: _grown(value, two[key], samples, key) for key, value in one.items()}
+        return single
+    if isinstance(single, int):
+        return single + (samples - 1) * (double - single)
+    if isinstance(single, dict):
+        return {key: _grown(value, double[key], samples, key) for key, value in single.items()}
     try:
-        if len(one) != len(two):
+        if len(single) != len(double):
             raise DifferError
-        return [_grown(a, b, samples) for a, b in zip(one, two, strict=True)]
+        return [_grown(a, b, samples) for a, b in zip(single, double, strict=True)]
     except DifferError:
         if name == "collectives":
-            return [[kind, [samples * calls, samples * size]] for kind, (calls, size) in one]
+            return [[kind, [samples * calls, samples * size]] for kind, (calls, size) in single]
         if name == "moments":
-            return [[samples * activations, *others] for activations, *others in one]
+            return [[samples * activations, *rest] for activations, *rest in single]
         raise
 
 
 def fullest(moments: Iterable[Moment]) -> list[Moment]:
     """The moments of which one is the fullest, however many bytes an element of a gradient takes."""
     hull: list[Moment] = []
-    for moment in sorted(set(moments), key=lambda one: (one.gradients, -one.activations)):
+    for moment in sorted(set(moments), key=lambda candidate: (candidate.gradients, -candidate.activations)):
         while hull and hull[-1].activations <= moment.activations:
             hull.pop()
         # The last one is below the line from the one before it to the new one.

@@ -72,7 +72,7 @@ class Recorder(TorchDispatchMode):
         self._used_in: defaultdict[int, set[int]] = defaultdict(set)  # storage → fused groups
         self._operators: dict[int, Operator] = {}  # storages that a compiler may compute twice → what wrote them
         self._needed: set[int] = set()  # storages that a backward pass, or another segment, needs in memory
-        self._outside: set[int] = set()  # those that another segment needs
+        self._outside: set[int] = set()  # storages that another segment needs
         # Storage → bytes of its views that backward passes read, by offset and shape.
         self._views: defaultdict[int, dict[View, int]] = defaultdict(dict)
         self._offloaded: defaultdict[int, set[int]] = defaultdict(set)  # segment → storages
@@ -117,8 +117,8 @@ class Recorder(TorchDispatchMode):
     def is_gradient(self, gradient: torch.Tensor, parameter: torch.Tensor) -> None:
         """Tell that this is a parameter's complete gradient. It does not count as an activation of its pass."""
         part = local_tensor(gradient)
-        more = part.numel() * (part.element_size() - parameter.element_size())
-        self._gradients[self.number_of(gradient)] = part.numel(), more
+        excess = part.numel() * (part.element_size() - parameter.element_size())
+        self._gradients[self.number_of(gradient)] = part.numel(), excess
 
     # --- Operators ----------------------------------------------------------------------------------------------------
 
@@ -129,16 +129,16 @@ class Recorder(TorchDispatchMode):
         inputs = list(_tensors(args))
         outputs = list(_tensors([result, *kwargs.values()]))
         changes_inputs = schema_of(func).is_mutable
-        known = {self.number_of(tensor) for tensor in inputs}
-        elsewhere = {number for number in known if self._made_in[number] != self.segment}
-        self._needed |= elsewhere
-        self._outside |= elsewhere
+        input_numbers = {self.number_of(tensor) for tensor in inputs}
+        foreign = {number for number in input_numbers if self._made_in[number] != self.segment}
+        self._needed |= foreign
+        self._outside |= foreign
         if name == "to_host":
-            self._offloaded[self.segment] |= known
+            self._offloaded[self.segment] |= input_numbers
             return result
         written = {self.number_of(tensor): tensor for tensor in outputs}
         is_message = "c10d" in func.namespace
-        is_view = not (changes_inputs or is_message) and written.keys() <= known
+        is_view = not (changes_inputs or is_message) and written.keys() <= input_numbers
         if name in _FREE or name.startswith("_foreach") or is_view:  # lists are data parallelism's own
             return result
         for tensor in inputs if self.which == BACKWARD else ():
@@ -164,15 +164,15 @@ class Recorder(TorchDispatchMode):
             if kind == "pointwise":
                 read = max(map(_bytes, inputs), default=0)
             sources = [(self.number_of(tensor), _view(tensor)) for tensor in inputs]
-            for number in written.keys() - known:
+            for number in written.keys() - input_numbers:
                 left = _bytes(written[number]) if kind == "pointwise" else left
                 is_reduction = kind in ("pointwise", "other") and 4 * left < read
                 self._operators[number] = Operator("reduction" if is_reduction else kind, sources, work, size)
         if kind == "pointwise":
             return result
-        for number in known:
+        for number in input_numbers:
             self._used_in[number].add(_OUTSIDE)
-        self._needed |= known if self.which == BACKWARD else set()
+        self._needed |= input_numbers if self.which == BACKWARD else set()
         current.fused_launches += 1
         self._end_fusion()
         return result
@@ -189,7 +189,7 @@ class Recorder(TorchDispatchMode):
         self.groups[label] = group.size(), ranks[1] - ranks[0]
         moved = outputs[:1] if kind == "all_gather" else inputs
         if kind == "all_to_all":  # the busiest rank receives more than it sends, or returns more than it gets back
-            moved = max(inputs, outputs, key=lambda some: sum(map(_bytes, some)))
+            moved = max(inputs, outputs, key=lambda tensors: sum(map(_bytes, tensors)))
         moved = moved[1:] if name.startswith("_reduce_scatter_base") else moved  # whose first input is its result
         return Collective(kind, label, recomputed), sum(map(_bytes, moved))
 
@@ -224,28 +224,28 @@ class Recorder(TorchDispatchMode):
             if self._used_in[storage] == {number} and storage not in self._gradients
         }
         storages = Storages(self._operators, self._needed, self._outside, inside, self._views)
-        found = events_as_compiled(self.events, self.compiled, storages, self.budget, self._offloaded)
-        for index, operator in found.recomputed:
+        compiled = events_as_compiled(self.events, self.compiled, storages, self.budget, self._offloaded)
+        for index, operator in compiled.recomputed:
             self.segments[index].backward.add(operator.work and operator.work._replace(recomputed=True), operator.size)
-        for index, sizes in found.moved.items():
-            for one, kind in ((self.segments[index].forward, "to_host"), (self.segments[index].backward, "from_host")):
-                one.collectives[Collective(kind, HOST, False)] = len(sizes), sum(sizes)
-        fill_in_levels(self.segments, found.events, self._gradients)
+        for index, sizes in compiled.moved.items():
+            for part, kind in ((self.segments[index].forward, "to_host"), (self.segments[index].backward, "from_host")):
+                part.collectives[Collective(kind, HOST, False)] = len(sizes), sum(sizes)
+        fill_in_levels(self.segments, compiled.events, self._gradients)
         for number, (owner, recomputed, reads, writes) in enumerate(self._fused):
             if reads or writes:
                 left = sum(size for storage, size in writes.items() if self._used_in[storage] - {number})
                 owner.fused_bytes = _plus(owner.fused_bytes, sum(reads.values()) + left, recomputed)
                 owner.fused_launches += 1
-        for index, size in found.written.items():
+        for index, size in compiled.written.items():
             backward = self.segments[index].backward
             backward.fused_bytes = _plus(backward.fused_bytes, 2 * size, True)
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
     for value in values:
-        for one in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(one, torch.Tensor):
-                yield local_tensor(one)
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, torch.Tensor):
+                yield local_tensor(item)
 
 
 def _view(tensor: torch.Tensor) -> View:

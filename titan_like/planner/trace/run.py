@@ -83,23 +83,23 @@ def run_trace(key: TraceKey) -> Program:
         mesh = build_mesh(layout, "cpu")
         with parts.WithoutInit():
             config = _config(key, layout)
-            where = mesh, torch.device("cpu"), splits, Tuning(layers_on_device=0)
-            stages, expert_mesh = recipe.build_stages(config, key.model, *where)
+            placement = mesh, torch.device("cpu"), splits, Tuning(layers_on_device=0)
+            stages, expert_mesh = recipe.build_stages(config, key.model, *placement)
         segments = [Segment() for _ in range(_FIRST_LAYER + kinds + 1)]
         compiled = range(_FIRST_LAYER, _FIRST_LAYER + kinds * key.compiled)
         recorder = Recorder(segments, lambda: recomputation.depth > 0, compiled, key.budget)
         modules = [stage.module for stage in stages]
-        for twice in (parameter for module in modules for parameter in summed_in_full(module)):
-            if not isinstance(twice, DTensor):  # of which FSDP2 rounds the sum
-                twice.grad_dtype = torch.promote_types(dtype, torch.float32)
+        for parameter in (parameter for module in modules for parameter in summed_in_full(module)):
+            if not isinstance(parameter, DTensor):  # FSDP2 rounds a DTensor's sum
+                parameter.grad_dtype = torch.promote_types(dtype, torch.float32)
         for tensor in (tensor for module in modules for tensor in (*module.parameters(), *module.buffers())):
             recorder.ignore(tensor.data)
-        named = [(name, one, module) for module in modules for name, one in module.named_parameters()]
+        named = [(name, parameter, module) for module in modules for name, parameter in module.named_parameters()]
         owners = {id(parameter): _segment_of(name, module, kinds) for name, parameter, module in named}
         complete = list[int]()  # ids of parameters in the order of their gradients
         for parameter in (parameter for _, parameter, _ in named if parameter.requires_grad):
-            parameter.register_post_accumulate_grad_hook(lambda one: _take(one, recorder))
-            parameter.register_post_accumulate_grad_hook(lambda one: complete.append(id(one)))
+            parameter.register_post_accumulate_grad_hook(lambda weight: _take(weight, recorder))
+            parameter.register_post_accumulate_grad_hook(lambda weight: complete.append(id(weight)))
         _watch(modules, segments, recorder)
         with mode, recorder:
             deferred = _run(key, stages, recorder, owners)
@@ -128,7 +128,7 @@ def microbatch(key: TraceKey) -> Batch:
     """One microbatch on the first context-parallel rank: fake tensors."""
     tokens = torch.zeros(key.micro_batch_size, key.seq_len + key.decoder_seq_len, dtype=torch.int64)
     heads = key.model.predictions
-    whole = Batch(
+    batch = Batch(
         tokens,
         labels=tokens.clone(),
         sample_labels=tokens.new_zeros(key.micro_batch_size) if {"pair", "choice"} & set(heads) else None,
@@ -137,11 +137,11 @@ def microbatch(key: TraceKey) -> Batch:
         next_labels=tokens.clone() if "mtp" in heads else None,
         encoder_len=key.seq_len if key.decoder_seq_len else None,
     )
-    return CPShard(key.context, 0, key.context_method).shard(whole)
+    return CPShard(key.context, 0, key.context_method).shard(batch)
 
 
 def _run(key: TraceKey, stages: Sequence[Stage], recorder: Recorder, owners: dict[int, int]) -> set[int]:
-    """One microbatch through all stages and back. Returns ids of the parameters whose gradients were deferred."""
+    """Run one microbatch through all stages and back. Returns ids of the parameters whose gradients were deferred."""
     batch = microbatch(key)
     last, returned = len(recorder.segments) - 1, list[torch.Tensor]()
     output = stages[0].module(batch.tokens, **model_fields(batch))
@@ -214,12 +214,12 @@ def _watch(modules: Sequence[Transformer], segments: list[Segment], recorder: Re
 
     def watched_inputs(*args: Any) -> tuple[Any, ...]:
         recorder.enter(_INPUTS, FORWARD)
-        found = layer_inputs(*args)
-        for tensor in tree_leaves(found):
+        inputs = layer_inputs(*args)
+        for tensor in tree_leaves(inputs):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda gradient: recorder.enter(_INPUTS, BACKWARD, gradient))
         recorder.enter(_FIRST_LAYER, FORWARD)
-        return found
+        return inputs
 
     def after_layer(index: int) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
@@ -256,7 +256,7 @@ def _list_parameters(
     complete: list[int],
 ) -> None:
     """Give each segment its parameters."""
-    num_kinds, positions = len(modules[0].layers), {one: number for number, one in enumerate(complete)}
+    num_kinds, positions = len(modules[0].layers), {key: number for number, key in enumerate(complete)}
     for module in modules:
         names = {id(part): name for name, part in module.named_modules()}
         units: dict[int, tuple[str, str]] = {}  # id of a parameter → its unit, who shares it
@@ -268,8 +268,8 @@ def _list_parameters(
         for name, parameter in module.named_parameters():
             kinds = tuple(kind for kind, shared in enumerate(uses) if name.partition(".")[0] in shared)
             shape = tuple(local_tensor(parameter.data).shape)
-            one = id(parameter)
-            flags = one in deferred, one in partial
-            row = Parameter(name, shape, *units[one], *flags, kinds, positions.get(one, 0), matrices_here(parameter))
+            key = id(parameter)
+            flags = key in deferred, key in partial
+            row = Parameter(name, shape, *units[key], *flags, kinds, positions.get(key, 0), matrices_here(parameter))
             segment = segments[_segment_of(name, module, num_kinds)]
             (segment.parameters if parameter.requires_grad else segment.frozen).append(row)

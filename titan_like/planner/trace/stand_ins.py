@@ -95,8 +95,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-        *found, of_bias = _attention_backward(gradient, *ctx.saved_tensors, *ctx.sees)
-        return *found, of_bias.sum(0, keepdim=True) if ctx.needs_input_grad[3] else None, None, None
+        *gradients, of_bias = _attention_backward(gradient, *ctx.saved_tensors, *ctx.sees)
+        return *gradients, of_bias.sum(0, keepdim=True) if ctx.needs_input_grad[3] else None, None, None
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -124,8 +124,8 @@ class _SliceAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: None) -> tuple[torch.Tensor | None, ...]:
-        *found, of_sinks = cp_attention.cp_attention_backward(gradient, *ctx.saved_tensors, *ctx.settings)
-        return *found, None, None, of_sinks if ctx.needs_input_grad[4] else None, *[None] * len(ctx.settings)
+        *gradients, of_sinks = cp_attention.cp_attention_backward(gradient, *ctx.saved_tensors, *ctx.settings)
+        return *gradients, None, None, of_sinks if ctx.needs_input_grad[4] else None, *[None] * len(ctx.settings)
 
 
 def _flex_attention(q: Any, k: Any, v: Any, block_mask: int, return_aux: Any = None, **_: Any) -> Any:
@@ -133,30 +133,30 @@ def _flex_attention(q: Any, k: Any, v: Any, block_mask: int, return_aux: Any = N
     return output if return_aux is None else (output, SimpleNamespace(lse=denominator))
 
 
-def _ranged_attention(q: Any, k: Any, v: Any, ranges: Any, *how: Any) -> torch.Tensor:
+def _ranged_attention(q: Any, k: Any, v: Any, ranges: Any, *options: Any) -> torch.Tensor:
     """FlexAttention, with the window in place of blocks, which depend on data."""
-    return attention.flex_attention(q, k, v, ranges.window, *how)
+    return attention.flex_attention(q, k, v, ranges.window, *options)
 
 
 _attend, _gradients = cp_attention._attend, cp_attention._gradients
 
 
-def _attend_to_block(q: Any, keys: Any, block: cp_attention.Block, how: cp_attention.Exchange) -> Any:
+def _attend_to_block(q: Any, keys: Any, block: cp_attention.Block, exchange: cp_attention.Exchange) -> Any:
     if block.first is None:
-        return _attend(q, keys, block, how)
-    return _attention(q, *keys, None, True, _share(how))
+        return _attend(q, keys, block, exchange)
+    return _attention(q, *keys, None, True, _share(exchange))
 
 
-def _gradients_of_block(parts: Any, keys: Any, block: cp_attention.Block, how: cp_attention.Exchange) -> Any:
+def _gradients_of_block(parts: Any, keys: Any, block: cp_attention.Block, exchange: cp_attention.Exchange) -> Any:
     if block.first is None:
-        return _gradients(parts, keys, block, how)
+        return _gradients(parts, keys, block, exchange)
     gradient, q, *results = parts
-    return _attention_backward(gradient, q, *keys, None, *results, True, _share(how))[:3]
+    return _attention_backward(gradient, q, *keys, None, *results, True, _share(exchange))[:3]
 
 
-def _share(how: cp_attention.Exchange) -> int:
+def _share(exchange: cp_attention.Exchange) -> int:
     """The window of a chunk of the keys, if a query's whole window is spread evenly over all chunks."""
-    return -(-how.window // (2 * how.size if how.travels else 1))
+    return -(-exchange.window // (2 * exchange.size if exchange.travels else 1))
 
 
 def _scaled_dot_product_attention(
@@ -184,7 +184,7 @@ class Recomputation:
         self.depth = 0
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """As torch's."""
+        """Call torch's function, and count repeated calls in `depth`."""
 
         def run(*inputs: Any, **named: Any) -> Any:
             is_repeated = is_in_backward_pass()
@@ -241,8 +241,8 @@ def _empty_parameter(old: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
     if not isinstance(old.data, DTensor):
         return torch.empty(old.shape, dtype=dtype)
     part = torch.empty(old.data.to_local().shape, dtype=dtype)
-    where = old.data.device_mesh, old.data.placements
-    return DTensor.from_local(part, *where, run_check=False, shape=old.shape, stride=old.data.stride())
+    placement = old.data.device_mesh, old.data.placements
+    return DTensor.from_local(part, *placement, run_check=False, shape=old.shape, stride=old.data.stride())
 
 
 @contextmanager
