@@ -71,5 +71,5 @@ def raw_length(encoder: int, section: Data) -> int:
     """
     problem = "span corruption needs a token, a sentinel and the end; use at least 3"
     require(encoder >= 3, "training.seq_len", encoder, problem)
-    most = 2 + int(encoder / (1 - section.noise_density))
-    return bisect_right(range(2, most + 1), encoder, key=lambda raw: inputs_length(raw, section)) + 1
+    limit = 2 + int(encoder / (1 - section.noise_density))
+    return bisect_right(range(2, limit + 1), encoder, key=lambda raw: inputs_length(raw, section)) + 1

@@ -102,11 +102,11 @@ class Source(Dataset[Batch], ABC):
 
 
 def digest_of(*parts: object) -> str:
-    """A digest of what the parts' ``repr`` says."""
+    """A digest of the ``repr`` of the parts."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
-@lru_cache(maxsize=256)  # of two epochs of each source of a blend
+@lru_cache(maxsize=256)  # enough for two epochs of each source of a blend
 def epoch_order(num_samples: int, *key: object) -> Permutation:
-    """The order of an epoch, given the seed, the number of the source in a blend and the epoch; or of a block."""
+    """The order of an epoch, given the seed, the number of the source in a blend and the epoch; or a block's order."""
     return Permutation(num_samples, *key)
