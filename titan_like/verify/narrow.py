@@ -27,7 +27,7 @@ from titan_like.models.layers import cross_entropy
 from titan_like.models.layers.cross_entropy import Vocabulary
 from titan_like.models.layers.init import local_part
 from titan_like.optim.optimizer import build_optimizer
-from titan_like.optim.shards import num_matrices, whole
+from titan_like.optim.shards import full_tensor, num_matrices
 from titan_like.parallel import cp_attention
 from titan_like.train.pending_step import PendingStep
 from titan_like.train.trainer import Trainer
@@ -269,4 +269,4 @@ def _bits(trainer: Trainer, parameter: torch.nn.Parameter) -> dict[str, tuple[to
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     """A float64 copy of a whole tensor. All ranks that share it call this together."""
-    return local(whole(tensor)).double()
+    return local(full_tensor(tensor)).double()
