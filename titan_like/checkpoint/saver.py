@@ -116,7 +116,7 @@ class Saver:
             sweep(exports_to)
         self._save: _Save | None = None
         self._copies: Tensors = {}
-        self.files: dict[str, bytes] = {}  # that rank 0 adds to each checkpoint, by name
+        self.files: dict[str, bytes] = {}  # files that rank 0 adds to each checkpoint, by name
         # Called in the thread before it copies, with the event that something waits for the copies.
         self.before_copy: Callable[[threading.Event], object] = lambda _: None
 

@@ -35,7 +35,7 @@ from titan_like.data.unfinished import remove, removed_unless_renamed
 from titan_like.optim.schedule import Schedule
 
 RUN_FILE = "run.json"
-_MARKERS = (RUN_FILE, "config.json")  # of a complete checkpoint, and of a complete Hugging Face folder
+_MARKERS = (RUN_FILE, "config.json")  # in a complete checkpoint, and in a complete Hugging Face folder
 UNFINISHED = ".unfinished"
 REPLACED = ".replaced"
 _DESCRIPTION = ".metadata"  # torch's name for it
@@ -61,11 +61,11 @@ class RunState:
     consecutive_skips: _Count = 0
     data: str = ""  # fingerprint of the training tokens
     readers: dict[str, list[_Count]] = field(default_factory=dict)  # where a stream's readers go on
-    versions: dict[str, str] = field(default_factory=dict)  # of the libraries that wrote it
+    versions: dict[str, str] = field(default_factory=dict)  # versions of the libraries that wrote it
     run_id: str = ""  # the same in every checkpoint of a run, however often it was resumed
-    schedule_batch_size: _Count = 0  # of the run's beginning; older versions do not have it
+    schedule_batch_size: _Count = 0  # as the run began; older versions do not have it
     schedule: Schedule | None = None  # older versions do not have it
-    epoch_samples: _Count = 0  # of the training data; older versions do not have it
+    epoch_samples: _Count = 0  # in the training data; older versions do not have it
     base: dict[str, str] = field(default_factory=dict)  # "folder" of the weights under adapters, and "fingerprint"
 
     def come_to(self, training: Training) -> tuple[int, int, int]:

@@ -32,7 +32,7 @@ from titan_like.train.environment import check_meeting, environment_number, numb
 from titan_like.train.job import process_group
 from titan_like.train.setup import host_memory_bytes, select_device
 
-_BLOCKS = 5  # of runs, whose median counts
+_BLOCKS = 5  # blocks of runs; their median counts
 _MOST_RUNS = 100  # in a block
 _ELEMENT = 4  # bytes of float32
 _UNITS = {"k": 2**10, "m": 2**20, "g": 2**30}

@@ -99,7 +99,7 @@ def format_verdict(verdict: Verdict, kinds: list[str], seconds: float) -> str:
     if verdict.outcome == "same":
         lines.append(f"same: this layout computes the training of one process ({seconds:.0f} s)")
     if verdict.outcome == "undecided":
-        from titan_like.verify.processes import TOO_LONG  # which imports torch
+        from titan_like.verify.processes import TOO_LONG  # this imports torch
 
         cure = "; give it more with --timeout" if verdict.reason.endswith(TOO_LONG) else ""
         lines.append(f"undecided: {verdict.reason}{cure} ({seconds:.0f} s)")

@@ -89,7 +89,7 @@ def read_flavors(package: str) -> dict[str, dict[str, Any]]:
 
 
 def check_flavor(family: str, flavor: str, known: Iterable[str]) -> None:
-    """Refuse a flavor that the family does not have; ``known`` are the ones that it has."""
+    """Refuse a flavor that the family does not have; ``known`` are its flavors."""
     known = list(known)
     require(flavor in known, "model.flavor", flavor, unknown(f"flavor of {family}", flavor, known))
 

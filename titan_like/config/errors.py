@@ -102,7 +102,7 @@ def field_errors(
         path, kind = [str(part) for part in detail["loc"] if not isinstance(part, int)], detail["type"]
         problem = problem_of(detail)
         if kind == "extra_forbidden":
-            synonym = (key_of(path[-1]) or "").rpartition(".")[2]  # of a model
+            synonym = (key_of(path[-1]) or "").rpartition(".")[2]  # a model's field
             problem = unknown("field", synonym if synonym in known else path[-1], known)
         key = name(".".join(path))
         value = table if not path else None if kind == "missing" else detail["input"]

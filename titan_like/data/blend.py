@@ -62,7 +62,7 @@ class Blend:
         Raises a `ValueError` if a weight is so small that its source would never be drawn.
         """
         self.num_readers, self._seed = num_readers, seed
-        self._slots = -(-BLOCK // self.num_readers)  # of a reader in a block
+        self._slots = -(-BLOCK // self.num_readers)  # per reader and block
         total = self._slots * self.num_readers * PERIOD
         self.shares = apportion(weights, total)
         if min(self.shares) == 0:
@@ -215,8 +215,8 @@ class BlendedSource(Source):
 
     def drawn(self, num_samples: int) -> dict[str, float]:
         """Samples and epochs of each source after ``num_samples``, by ``samples/NAME`` and ``epochs/NAME``."""
-        each, rest = divmod(num_samples, self.blend.num_readers)
-        counts = [self.blend.counts(each + (reader < rest), reader) for reader in range(self.blend.num_readers)]
+        share, extra = divmod(num_samples, self.blend.num_readers)
+        counts = [self.blend.counts(share + (reader < extra), reader) for reader in range(self.blend.num_readers)]
         figures: dict[str, float] = {}
         for name, source, count in zip(self.names, self.sources, map(sum, zip(*counts, strict=True)), strict=True):
             figures[f"samples/{name}"] = count
@@ -238,5 +238,5 @@ class BlendedSource(Source):
         limit = sum(map(len, self.sources)) + 1
         start = BLOCK * (
             bisect_left(range(0, limit, BLOCK), True, key=repeats) - 1
-        )  # of the block that first repeats one
+        )  # where the block begins that first repeats one
         return start + bisect_left(range(start + 1, start + BLOCK), True, key=repeats)

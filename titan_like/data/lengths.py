@@ -52,13 +52,13 @@ def span_counts(raw: int, section: Data) -> tuple[int, int]:
 
 
 def inputs_length(raw: int, section: Data) -> int:
-    """Encoder positions of ``raw`` tokens: those that stay, a sentinel for each span, and the end."""
+    """Encoder positions for ``raw`` tokens: the ones that stay, a sentinel for each span, and the end."""
     noise, spans = span_counts(raw, section)
     return raw - noise + spans + 1
 
 
 def targets_length(raw: int, section: Data) -> int:
-    """Decoder positions of ``raw`` tokens: those that are taken out, a sentinel before each span, and the end."""
+    """Decoder positions for ``raw`` tokens: the ones taken out, a sentinel before each span, and the end."""
     noise, spans = span_counts(raw, section)
     return noise + spans + 1
 

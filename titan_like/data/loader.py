@@ -29,7 +29,7 @@ from titan_like.data.batch import Batch, collate, map_tensors
 from titan_like.data.masks import Masks
 from titan_like.data.source import Source
 
-State = dict[str, list[int]]  # of a dataset; see `titan_like.data.source.Source.state_dict`
+State = dict[str, list[int]]  # a dataset's; see `titan_like.data.source.Source.state_dict`
 
 
 @dataclass
@@ -120,7 +120,7 @@ class BackgroundLoader:
         """With ``repeats``, worker processes outlive the pass over the sampler's batches, for another `start`."""
         self._device = device  # the target of later copies, which are faster from pinned memory if it is a GPU
         self._depth, self._repeats, self._workers = depth, repeats, list[BaseProcess]()
-        self.state: State = {}  # of the dataset, after the microbatches that have been taken
+        self.state: State = {}  # the dataset's, after the microbatches that have been taken
         batches = _Batches(dataset)
         with warnings.catch_warnings():
             # From torchdata on newer torch, and about more workers than processors: torch ignores a container's limit.

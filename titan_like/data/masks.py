@@ -42,7 +42,7 @@ class Masks(Dataset[Batch]):
     eod_id: int | None  # None if the section does not need it
     seed: int
     objective: MaskedTokens | SpanCorruption | None = None  # None: the dataset's labels, the next tokens
-    pairs: SentencePairs | None = None  # of an objective over pairs of sentences
+    pairs: SentencePairs | None = None  # set if the objective needs pairs of sentences
     has_next: bool = False  # whether the model takes next tokens and predicts one more
     samples: Samples = ()  # the dataset's
 

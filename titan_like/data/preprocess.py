@@ -57,8 +57,8 @@ class Job:
     bad_lines: str = "stop"  # or "skip", as `data.bad_lines`
     key: str = "data.paths"  # setting to blame for a file
     tokenizer_key: str = "data.tokenizer"
-    cure: str = f"correct it, set data.text_key, or {SKIP}"  # of a bad line
-    template: str | None = None  # of records that are conversations, whose chat template this is, or "" for none
+    cure: str = f"correct it, set data.text_key, or {SKIP}"  # for a bad line
+    template: str | None = None  # if records are conversations, their chat template, or "" for none
 
     @property
     def num_sequences(self) -> int:
@@ -312,7 +312,7 @@ def _tokenize(piece: Piece, job: Job, dtype: str) -> Result:
     """Tokenize a piece, in this process or in a worker."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the work already
     if job.template is None:
-        tokenizer = build_tokenizer(job.tokenizer, job.tokenizer_key, job.token_options)  # which each process keeps
+        tokenizer = build_tokenizer(job.tokenizer, job.tokenizer_key, job.token_options)  # each process keeps it
         documents = documents_of(piece, job.text_key, tokenizer, ends=job.ends_documents)
     else:
         documents = _conversations(piece, build_chat(job.tokenizer, job.token_options, job.template))

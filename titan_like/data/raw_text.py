@@ -172,7 +172,7 @@ def _content(path: Path, file: IO[bytes], start: int) -> Iterator[bytes]:
 
 
 def _decompressed(file: IO[bytes], compression: str) -> Iterator[bytes]:
-    """All members of a file. Python's own readers take one that is damaged at its beginning for the file's end."""
+    """All members of a file. Python's own readers take a member with a damaged beginning for the file's end."""
     new: Any = {".gz": partial(zlib.decompressobj, 31), ".bz2": bz2.BZ2Decompressor, ".xz": lzma.LZMADecompressor}
     if compression == ".zst":
         from zstandard import ZstdDecompressor

@@ -19,7 +19,7 @@ from titan_like.models.layers.cross_entropy import IGNORED_LABEL
 
 __all__ = ["IGNORED_LABEL", "SPLITS", "UNKNOWN_LENGTH", "DataRequest", "Source", "epoch_order"]
 
-UNKNOWN_LENGTH = sys.maxsize  # of a stream, in samples; the most that len() may return
+UNKNOWN_LENGTH = sys.maxsize  # a stream's, in samples; the most that len() may return
 SPLITS = ("train", "validation", "test")
 
 
@@ -29,7 +29,7 @@ class DataRequest:
 
     section: Data  # the run's [data] section
     split: str  # one of SPLITS
-    seq_len: int  # of the samples; the objective may turn them into others, see `titan_like.data.lengths`
+    seq_len: int  # tokens per sample; the objective may change it, see `titan_like.data.lengths`
     seed: int
     vocab_size: int  # the model's; tokens must be below it
     cache_folder: Path  # for files that are made once and read by all processes of a node; may not exist yet

@@ -65,7 +65,7 @@ class SpanCorruption:
 def noise_mask(raw: int, num_noise: int, num_spans: int, seed: int, index: int) -> np.ndarray:
     """Which tokens are taken out: bool [raw], with ``num_noise`` true in ``num_spans`` runs, the last one at the end.
 
-    The lengths of the spans, and of the pieces between them, are drawn uniformly from all that are at least 1.
+    The lengths of the spans, and of the pieces between them, are drawn uniformly from all lengths of at least 1.
     """
     random = sample_generator(b"span corruption", seed, index)
 

@@ -25,7 +25,7 @@ MAP_FILE = "special_tokens_map.json"
 _ADDED_FILE = "added_tokens.json"
 _SAY_ENDS = (GENERATION_FILE, CONFIG_FILE, ORIGIN_FILE)
 COMPANIONS = (ABOUT_FILE, MAP_FILE, _ADDED_FILE, *_SAY_ENDS)
-TOKENIZER_FILES = (  # of a tokenizer alone; transformers may look for any of them
+TOKENIZER_FILES = (  # a tokenizer's alone; transformers may look for any of them
     *(TOKENIZER_FILE, ABOUT_FILE, MAP_FILE, _ADDED_FILE, "tokenizer.model", "vocab.json", "merges.txt"),
     "chat_template.jinja",
 )

@@ -31,8 +31,8 @@ class Place(NamedTuple):
 
     epoch: int = 0
     shard: int = 0  # in the order of the epoch
-    start: int = 0  # where its piece of the shard begins, in bytes or rows
-    first_record: int = 1  # of that piece
+    start: int = 0  # where the document's piece of the shard begins, in bytes or rows
+    first_record: int = 1  # number of that piece's first record
     record: int = 1
 
 
@@ -49,7 +49,7 @@ class Documents:
 
     def __init__(self, source: StreamSource, reader: int) -> None:
         self._source, self._section, self._reader = source, source.request.section, reader
-        self._counts = Counter[str]()  # of records that this process has read, and of bad ones
+        self._counts = Counter[str]()  # records that this process has read, and bad ones
 
     def from_place(self, place: Place) -> Iterator[tuple[Place, np.ndarray]]:
         """Each document from ``place`` on, int64 [tokens].

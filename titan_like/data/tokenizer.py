@@ -54,7 +54,7 @@ class ByteTokenizer:
     first_ids: ClassVar[list[int]] = []  # what begins every document, such as Llama's <s>; see `data.bos`
     mask_id: int | None = 257  # hides another token in masked language modelling
     pad_id: int | None = 258  # fills an encoder-decoder's targets, and begins the decoder's input
-    sentinel_ids: ClassVar = list(range(259, 359))  # which stand for spans in span corruption
+    sentinel_ids: ClassVar = list(range(259, 359))  # stand for spans in span corruption
     pair_ids: tuple[int, int, int] | None = (258, 259, 260)  # around two sentences: [CLS], [SEP] and [PAD]
     special_ids = frozenset({256})  # tokens that no text becomes, such as the end of a document
     digest = "byte"  # identifies everything that decides how text is tokenized

@@ -22,7 +22,7 @@ class Words:
     """Tells words by the text of their tokens. A token that joins two words makes them one."""
 
     def __init__(self, pieces: list[bytes], pre_tokenizer: pre_tokenizers.PreTokenizer, opens: np.ndarray) -> None:
-        """``pieces``: UTF-8 of each token, empty for those that are words of their own; the last is for any other id.
+        """``pieces``: UTF-8 of each token, empty for tokens that are words of their own; the last is for any other id.
 
         Text can be cut before the tokens that ``opens`` marks, bool [pieces], so that few of its parts are new.
         """

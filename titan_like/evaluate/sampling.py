@@ -36,7 +36,7 @@ def filter_logits(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tenso
 
 
 def stop_ids(tokenizer: Tokenizer, path: Path) -> frozenset[int]:
-    """The tokens that end a text: the tokenizer's, and those that the files in the checkpoint's folder ``path`` name.
+    """The tokens that end a text: the tokenizer's, and any that the files in the checkpoint's folder ``path`` name.
 
     Raises:
         ConfigError: such a file is invalid.

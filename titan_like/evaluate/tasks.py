@@ -192,8 +192,8 @@ def split_passage(number: int, passage: str) -> tuple[str, str]:
 def split_tokens(context: str, target: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """The tokens of a context, which begins as documents do, and of a target that follows it.
 
-    Both are tokenized as one text, because a tokenizer may write a word after others in another way than one that
-    begins a text. A token across the border is the target's.
+    Both are tokenized as one text, because a tokenizer may write a word inside a text in another way than at its
+    beginning. A token across the border is the target's.
     """
     tokens, _, ends = tokenizer.encode_with_places(context + target)
     border = int(np.append(ends > len(context), True).argmax())
@@ -231,7 +231,7 @@ def race_task(name: str, folder: Path, tokenizer: Tokenizer, settings: TextSetti
 class _Kind(NamedTuple):
     """A task that can be named."""
 
-    build: Callable[[str, Path, Tokenizer, TextSettings], Task]  # of its label and its file or folder
+    build: Callable[[str, Path, Tokenizer, TextSettings], Task]  # from its label and its file or folder
     slides: bool = False  # cuts a text into windows that overlap
     chooses: bool = False  # is a folder of questions, for a model that chooses answers
 

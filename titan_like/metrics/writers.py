@@ -109,7 +109,7 @@ class JsonLinesWriter:
     def __init__(self, path: Path, start_step: int, run_id: str, goes_back: bool = False) -> None:
         self._path, self._run_id, self._of_run = path, run_id, (start_step, run_id, goes_back)
         self._file: FileIO | None = None  # None as long as it cannot be opened
-        self._step: int | None = start_step  # of the last line
+        self._step: int | None = start_step  # the last line's
         self._problems: list[str] = []
         with self._reported():
             self._opened()

@@ -138,7 +138,7 @@ class _Update:
             optimizer.blocks[parameter] = blocks_of(parameter)
         self.blocks = optimizer.blocks[parameter]
         self.bucket = bucket
-        self.number = number  # of the update, from 1: a scalar on the device
+        self.number = number  # counts updates, from 1: a scalar on the device
         self.factor = 1.0 if optimizer.factor is None else optimizer.factor
         self.matrices, self.size = matrices_here(parameter), parameter.numel() // num_matrices(parameter)
 

@@ -41,7 +41,7 @@ class MatrixExchange:
         """``parameters`` are matrices [rows, columns], or stacks of them [matrices · rows, columns]."""
         self.group, rank, size = group, dist.get_rank(group), dist.get_world_size(group)
         self.shapes = [(len(stack) // num_matrices(stack), stack.shape[1]) for stack in parameters]
-        self.rows: dict[_Matrix, slice] = {}  # of this process's part of the parameter
+        self.rows: dict[_Matrix, slice] = {}  # within this process's part of the parameter
         local_places: dict[_Matrix, Place] = {}
         for number, parameter in enumerate(parameters):
             part, (_, column) = local_part(parameter)
@@ -56,7 +56,7 @@ class MatrixExchange:
         matrices = sorted(set().union(*places))
         owners = assign_owners([self.shapes[number] for number, _ in matrices], size)
         owned = [[matrix for matrix, owner in zip(matrices, owners, strict=True) if owner == r] for r in range(size)]
-        self.counts = Counter(number for number, _ in owned[rank])  # of matrices that this process owns, by parameter
+        self.counts = Counter(number for number, _ in owned[rank])  # matrices that this process owns, by parameter
         self.owned_parts = [[of_process.get(matrix, _NOWHERE) for matrix in owned[rank]] for of_process in places]
         self.sent = [matrix for of_owner in owned for matrix in of_owner if matrix in local_places]
         self.sizes_owned = [sum(prod(shape) for _, shape in of_process) for of_process in self.owned_parts]
@@ -141,7 +141,7 @@ class Muon(FusedAdamW):
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], section: OptimizerSection) -> None:
-        """Each of the ``groups`` has its ``weight_decay``; those with ``orthogonal`` set hold the matrices."""
+        """Each of the ``groups`` has its ``weight_decay``; groups with ``orthogonal`` set hold the matrices."""
         super().__init__(groups, section.lr, betas=section.betas, eps=section.eps)
         self.section = section
         # Matrices sharded over the same mesh dimensions, and how their ranks exchange them.

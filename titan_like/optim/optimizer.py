@@ -52,7 +52,7 @@ class Gradients:
         """This rank's part of every gradient, as plain tensors that share its memory, by the dimensions that shard it.
 
         Raises:
-            AssertionError: a parameter has no gradient, or one that is split in another way than it is.
+            AssertionError: a parameter has no gradient, or one that is split in another way.
         """
         by_dimensions = {}
         for dimensions, parameters in self._by_dimensions.items():

@@ -23,7 +23,7 @@ from titan_like.torch_private import StridedShard, flattened
 class UpdateTraffic(NamedTuple):
     """Collectives of one kind that one process takes part in during an update."""
 
-    dimensions: tuple[str, ...]  # of the mesh; together they are the group
+    dimensions: tuple[str, ...]  # mesh dimensions; together they are the group
     kind: str
     calls: int
     bytes: int  # sent by this process, in all of them
@@ -112,7 +112,7 @@ def is_table(name: str, parameter: torch.Tensor) -> bool:
 def sharded_dimensions(parameter: torch.Tensor, dim: int | None = None, in_matrix: bool = False) -> tuple[str, ...]:
     """Names of the mesh dimensions that split a parameter, or its dimension ``dim``, among several processes.
 
-    With ``in_matrix``, only those that cut single matrices of a stack.
+    With ``in_matrix``, only the dimensions that cut single matrices of a stack.
     """
     names = (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
     left_out = _between_matrices(parameter) if in_matrix else ()
@@ -159,8 +159,8 @@ class Block(NamedTuple):
     """Consecutive matrices of a stack; a process holds the same rows of each."""
 
     matrices: slice  # their numbers among the `matrices_here`
-    rows: slice  # of the process's part of the stack
-    offset: int  # of these rows in each matrix
+    rows: slice  # within the process's part of the stack
+    offset: int  # first of these rows in each matrix
 
     def of(self, part: torch.Tensor) -> torch.Tensor:
         """A view of a process's part of a stack: [rows of all, …] → [matrices, rows of each, …]."""
@@ -178,7 +178,7 @@ def blocks_of(parameter: torch.Tensor) -> list[Block]:
     ]
     blocks: list[Block] = []
     alike, start = None, 0  # what rows of matrices in one block have in common
-    for row, end in starts:  # of the rows held of each matrix
+    for row, end in starts:  # one for each run of rows within a matrix
         number, offset = row // height % num_local, row % height
         count = min(height - offset, end - row)
         block = Block(slice(number, number + 1), slice(start, start + count), offset)

@@ -14,14 +14,14 @@ from titan_like.config.schema import Optimizer as OptimizerSection
 class UpdateWork(NamedTuple):
     """What an update does. Bytes are per element, read and written, in float32."""
 
-    traffic: int = 28  # of every parameter: fused AdamW reads weight, gradient, moments and writes all but the gradient
-    matrix_traffic: int = 0  # of matrices inside layers, in addition
-    matrix_steps: int = 0  # of Newton-Schulz, on matrices inside layers, each of them on one process
+    traffic: int = 28  # every parameter's: fused AdamW reads weight, gradient, moments and writes all but the gradient
+    matrix_traffic: int = 0  # in addition, for matrices inside layers
+    matrix_steps: int = 0  # Newton-Schulz steps, on matrices inside layers, each of them on one process
     matrix_dtype: str | None = None  # None: bfloat16 on GPUs, float32 on CPUs
 
     @staticmethod
     def products(rows: int, columns: int) -> list[tuple[int, int, int]]:
-        """The products [m, k] · [k, n] in one step on a matrix [rows, columns]: (m, n, k) of each."""
+        """The matmuls [m, k] · [k, n] in one step on a matrix [rows, columns]: (m, n, k) of each."""
         short, long = min(rows, columns), max(rows, columns)
         return [(short, short, long), (short, short, short), (short, long, short)]
 
@@ -99,7 +99,7 @@ def _optimizer_state(section: str) -> OptimizerState:
     from titan_like.optim.shards import num_matrices
 
     square, tall, wide, vector = (_SIDE, _SIDE), (2 * _SIDE, _SIDE), (_SIDE, 2 * _SIDE), (_SIDE,)
-    stack = (4 * _SIDE, _SIDE)  # of 4 square matrices
+    stack = (4 * _SIDE, _SIDE)  # 4 square matrices
     named: dict[tuple[str, tuple[int, ...]], torch.nn.Parameter] = {
         (kind, shape): torch.nn.Parameter(torch.zeros(shape))
         for kind in ("layers", "table")

@@ -85,14 +85,14 @@ class Key(NamedTuple):
 
     step: int  # from 1; 0 is before the first
     row: Row
-    name: str = ""  # of a parameter, in rows with one number per parameter
+    name: str = ""  # the parameter's, in rows with one number per parameter
 
 
 @dataclass(frozen=True)
 class Check:
     """One comparison on one process, or the comparison that represents its whole row in a step."""
 
-    kind: str  # of the run: a type, dropout or resume
+    kind: str  # the run's: a type, dropout or resume
     step: int
     row: Row
     parameter: str
@@ -119,9 +119,9 @@ class Reference:
     """The training that every layout has to reproduce. Its numbers and tensors are in a file that processes share."""
 
     small: Small
-    file: Path  # of the numbers and tensors, float64
+    file: Path  # holds the numbers and tensors, float64
     indices: dict[str, int]  # indices of the first samples by their digests
-    names: list[str]  # of all parameters, in the model's order
+    names: list[str]  # all parameters' names, in the model's order
     sizes: dict[Key, float]  # L2 norm that a difference is relative to
     allowed: dict[str, dict[Key, float]]  # by type or kind of run, the largest relative difference
     outputs: Outputs | None = None  # the modules whose outputs are compared, to find a place

@@ -31,7 +31,7 @@ from titan_like.verify.watch import digest
 RATE = 0.3  # at least: gradients of other masks must differ by much
 NOTHING = 1e-15  # a rate at which no element is dropped, yet layers do what they do for dropout
 _TELLING = 128  # elements with which a mask is hardly ever drawn twice
-_SCALE = 0.02  # that the factor may be off; 16-bit dtypes round it
+_SCALE = 0.02  # by which the factor may be off; 16-bit dtypes round it
 _DEVIATIONS = 6.0  # standard deviations of a binomial distribution by which the kept share may be off
 
 
@@ -47,7 +47,7 @@ class Draw:
     tensor_rank: int
     stream: str  # digest of the random generator before the draw
     kept: torch.Tensor  # bool, this process's part of [batch, seq, hidden] or [batch, heads, seq, seq]
-    scale: float  # that multiplies what is kept
+    scale: float  # factor of the elements that are kept
 
     @property
     def mask(self) -> tuple[object, ...]:
@@ -59,7 +59,7 @@ class Draw:
 def recorded_draws(trainer: Trainer) -> Iterator[list[Draw]]:
     """The draws of a trainer's steps, recomputation included.
 
-    Replaces torch's two functions that draw dropout by ones that repeat the draw to see what it keeps.
+    Replaces torch's two functions that draw dropout by functions that repeat the draw to see what it keeps.
     """
     draws, sites, generator = list[Draw](), [""], generator_of(trainer.run.device)
     data_rank, tensor_rank = trainer.run.layout.data_rank(trainer.mesh.get_rank()), trainer.mesh["tp"].get_local_rank()
@@ -112,7 +112,7 @@ def check_draws(report: Report, draws: list[Draw], layout: Layout, rate: float) 
         # Tensor-parallel ranks hold different activations if the sequence or the heads are split, else the same ones.
         has_parts = draw.kept.shape[1] > 1  # all ranks hold a sequence's first token
         is_split = layout.tensor > 1 if draw.is_attention else layout.sequence_parallel and has_parts
-        if not is_split and not layout.sequence_parallel:  # which takes the first rank's mask of a first token
+        if not is_split and not layout.sequence_parallel:  # this takes the first rank's mask of a first token
             report.share(Key(1, Row.MASKS_EQUAL, f"{draw.site} @ {draw.place}"), digest(draw.kept))
         if is_split or draw.tensor_rank == 0:
             rows = draw.kept.flatten(0, int(draw.is_attention))

@@ -42,7 +42,7 @@ _STATE_ROUNDINGS = 64  # of moments over a few steps, and of sums of squares, in
 
 _TRAVELLING, _MERGED = "gradients of keys", "attention to several blocks of keys"
 _LOSS_ROUNDING = 1e-5  # relative, of a loss that is computed in float32 from hundreds of positions
-_SPARE_BITS = {"bfloat16": 16, "float16": 13}  # of a float32 mantissa that the 16-bit dtype lacks
+_SPARE_BITS = {"bfloat16": 16, "float16": 13}  # mantissa bits of float32 that the 16-bit dtype lacks
 # By the names of all versions of torch. Tensor parallelism and pipelines send activations in other ways.
 _SUMS = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all_single", "batch_isend_irecv")
 
@@ -118,7 +118,7 @@ class HalfWatch(NarrowWatch):
         super().__init__(reference, report)
         self.is_in_passes = self.is_travelling = False  # in forward and backward passes; gradients in a ring
         self.finer = {"loss": 0, "gradient norm": 0}  # good steps in which it has more digits than the dtype
-        self.dtypes_of_sums = set[str]()  # of gradients between processes
+        self.dtypes_of_sums = set[str]()  # sums of gradients between processes
 
     @contextmanager
     def watched_sums(self) -> Iterator[None]:

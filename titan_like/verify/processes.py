@@ -45,7 +45,7 @@ class Member:
     rank: int
     world_size: int
     folder: Path  # shared by the group's processes and deleted after them
-    port: int  # of the group's store
+    port: int  # the group's store listens on it
     device: str
 
 

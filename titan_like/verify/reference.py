@@ -54,16 +54,16 @@ FEW = 16  # elements: so few numbers may be right by chance in one step, but not
 
 _LARGE_MODEL = 1_000_000  # parameters
 _FIXED = {Row.INITIAL: 0.0, Row.BATCH: 0.0, Row.SKIPPED: 0.0, Row.LOSS_SCALE: 0.0, Row.RATE: 1e-9}  # tolerances
-_LOGITS = 1024  # of a chunk of the loss: small samples then take several chunks, as large ones do
+_LOGITS = 1024  # in a chunk of the loss: small samples then take several chunks, as large ones do
 _GRADIENT_BYTES = 4096  # in a 16-bit dtype that wait to be added up, for the same reason
-_ELEMENTS = 64  # of initial weights that one generator draws, so that some shards begin after the first block
+_ELEMENTS = 64  # initial weights that one generator draws, so that some shards begin after the first block
 
 
 @dataclass
 class Trace:
     """The numbers and tensors of one run on one process, which serve as the reference for others."""
 
-    names: list[str] = field(default_factory=list)  # of parameters
+    names: list[str] = field(default_factory=list)  # all parameters' names
     values: dict[Key, torch.Tensor] = field(default_factory=dict)  # float64; a number has no dimensions
     outputs: Outputs | None = None  # records modules in the last step, if given; their tensors go to `values`
 

@@ -29,7 +29,7 @@ END_OF_DOCUMENT = 3  # token that ends a document, where [data] asks for masks
 MASK = 4  # token that hides another, where the objective is masked language modelling
 PAD = 5  # token that begins and fills up the decoder's input, where the objective is span corruption
 FIRST, SEPARATOR, PADDING = 5, 6, 7  # tokens around two sentences, where samples are pairs
-_SHARE_OF_ENDS = 0.15  # of tokens that end a document, in short samples
+_SHARE_OF_ENDS = 0.15  # share of tokens that end a document, in short samples
 _EMPTY_BATCH = 2  # index of the global batch in which one data-parallel rank has no label at all
 
 

@@ -106,7 +106,7 @@ def shrink(
     stages = len(degrees.stage_ranks)
     fields, seq_len, micro_batch = model.model_dump(), training.seq_len, training.micro_batch_size
     method = method_of(config, model).name  # the original's: `auto` could choose another for a small model
-    unit = degrees.tensor * degrees.context_chunks  # that sequences are multiples of
+    unit = degrees.tensor * degrees.context_chunks  # sequences are multiples of it
     per_stage = section.pipeline_layers if full_size and keep_layout else None
     if not full_size:
         micro_batch = min(micro_batch, 2 * NUM_OPTIONS if "choice" in model.predictions else 3)
@@ -120,7 +120,7 @@ def shrink(
         groups = degrees.context if method == "ulysses" else 1
         fields |= small_fields(model, layout.tensor, degrees.tensor, groups, on_gpus, for_float8)
         fields |= fields_of_length(model, training.seq_len, seq_len, degrees.expert)
-        kinds = len(set(model.layer_kinds))  # of one kind, two layers suffice for one stage
+        kinds = len(set(model.layer_kinds))  # with one kind, two layers suffice for one stage
         if per_stage and sum(per_stage) < kinds:
             per_stage[0] += kinds - sum(per_stage)
         fields |= model.with_layers(sum(per_stage) if per_stage else stages + kinds)

@@ -56,7 +56,7 @@ class Blame:
 
     axis: str
     sentence: str
-    trials: dict[str, str]  # axis left out, next to the ones that stay out → same, different, fails or undecided
+    trials: dict[str, str]  # axis left out, next to axes that stay out → same, different, fails or undecided
 
 
 @dataclass
@@ -88,7 +88,7 @@ class Verifier:
     patience: float = 15.0  # seconds for which the processes of a layout may all wait for one another
     most: int = MOST_PROCESSES  # processes that may run at once
     start: Callable[..., Any] = Group  # what runs a function on every rank, and waits for its end, as `Group` does
-    kinds: list[str] = field(default_factory=list)  # of runs; empty: all that apply
+    kinds: list[str] = field(default_factory=list)  # kinds of runs; empty: all applicable ones
     progress: Callable[[str], None] = lambda _: None
 
     def __post_init__(self) -> None:

@@ -27,9 +27,9 @@ from titan_like.verify.compare import Key, Reference, Report, Row
 from titan_like.verify.places import Outputs
 from titan_like.verify.shrink import Small
 
-FLOAT16_SCALE = 1024.0  # of the loss: raises small gradients without any overflow
+FLOAT16_SCALE = 1024.0  # loss scale: raises small gradients without any overflow
 LARGE = 1e4  # multiplies the last norm's weights; the exponential of a logit then exceeds the range of float64
-_COPY_SECONDS = 0.3  # that a save in the background waits for an update that waits for it
+_COPY_SECONDS = 0.3  # for which a background save waits for an update that waits for it
 _FEWEST, _MOST_CHOSEN = 5, 2  # experts of a layer, and of a token, where one can be starved
 
 Note = Callable[[Key, torch.Tensor | float], object]  # takes what a run computed: a number, or this process's part
@@ -42,7 +42,7 @@ class Watch(Observer):
         """``indices``: indices of samples by their digests; every other sample has the index -1."""
         self.indices = indices
         self.drawn: list[list[int]] = []  # sample indices of each microbatch of this process
-        self.gradients: list[tuple[str, torch.Tensor]] = []  # of this process, by parameter; DTensors if sharded
+        self.gradients: list[tuple[str, torch.Tensor]] = []  # this process's, by parameter; DTensors if sharded
 
     def attach(self, trainer: Trainer) -> None:
         """Let saves in the background copy late."""
@@ -81,7 +81,7 @@ class Watch(Observer):
 class StepWatch(Watch):
     """Notes everything that the steps of a small run compute, makes its bad steps bad, and ends it."""
 
-    names: list[str]  # of the model's parameters, in the order of the forward pass
+    names: list[str]  # the model's parameters, in the order of the forward pass
 
     def __init__(self, small: Small, note: Note, indices: Mapping[str, int] = {}, last_step: int | None = None) -> None:
         """The loop ends after ``last_step``, by default the small run's last."""
