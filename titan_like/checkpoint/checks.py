@@ -100,7 +100,7 @@ def usable_steps(folder: Path, load_step: int | None) -> list[int]:
 
 
 def newest_state(folder: Path, steps: list[int]) -> RunState | None:
-    """What the newest readable `run.json` says; None if there is none. `resume` reports damaged checkpoints."""
+    """The content of the newest readable `run.json`; None if there is none. `resume` reports damaged checkpoints."""
     for step in reversed(steps):
         with suppress(OSError, ValueError):
             return read_run_state(checkpoint_path(folder, step))

@@ -282,7 +282,7 @@ def one_checkpoint(path: Path, key: str) -> Path:
 
 
 def problem_without_checkpoints(path: Path, cure: str) -> str:
-    """What is at a path that is no folder of checkpoints, as the predicate of a sentence that ends with ``cure``."""
+    """Why a path is not a folder of checkpoints, as the predicate of a sentence that ends with ``cure``."""
     if is_checkpoint(path):
         return f"is a checkpoint itself; leave out checkpoint.load_step, or name the folder {path.parent}"
     if (path / "config.json").is_file():

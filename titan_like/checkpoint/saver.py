@@ -93,7 +93,7 @@ class TensorWriter(FileSystemWriter):
         self.save_id, self.fs = mark, DurableFiles(mark)
 
     def storage_meta(self) -> StorageMeta:
-        """What the metadata says of the checkpoint: plain texts, which need no class to be read."""
+        """The metadata's description of the checkpoint: plain texts, which need no class to be read."""
         return StorageMeta(str(self.path), self.save_id)
 
 

@@ -86,7 +86,7 @@ def folder_of_settings(job: dict[str, Any], checkpoint: dict[str, Any]) -> Path:
 
 
 def hugging_face_folder(config: JobConfig) -> Path:
-    """Where a run keeps what `checkpoint.hugging_face_interval` writes."""
+    """The folder that `checkpoint.hugging_face_interval` writes to."""
     return path_of(config.checkpoint.folder or config.job.dump_folder) / "hugging_face"
 
 

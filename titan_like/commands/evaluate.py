@@ -37,8 +37,8 @@ _SECONDS_BETWEEN_LINES = 10
 def build_parser() -> argparse.ArgumentParser:
     """The options that evaluation adds to the run's settings."""
     parser = OptionParser(description=__doc__, takes_settings=True)
-    described = "a run's dump folder, or one of its checkpoints; the run's settings are in it (no --job.config_file)"
-    parser.add_path("--checkpoint", described, "FOLDER", type=url_option)
+    meaning = "a run's dump folder, or one of its checkpoints; the run's settings are in it (no --job.config_file)"
+    parser.add_path("--checkpoint", meaning, "FOLDER", type=url_option)
     parser.add_argument(
         "--task",
         metavar="NAME=PATH",

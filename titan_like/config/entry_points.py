@@ -115,5 +115,5 @@ def wrong_names(settings: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 @lru_cache(maxsize=16)
 def _installed(group: str, _path: tuple[str, ...]) -> EntryPoints:
-    """The entry points of all packages on the path, of which each has a file to read."""
+    """The entry points of all packages on the path, each of which has a file to read."""
     return entry_points(group=group)

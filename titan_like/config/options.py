@@ -62,7 +62,7 @@ class OptionParser(argparse.ArgumentParser):
         self._limits[name.removeprefix("--")] = least, most
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's, then check numbers and the files to write."""
+        """Parse as argparse does, then check numbers and the files to write."""
         options, remaining = super().parse_known_args(args, namespace)
         for name, (least, most) in self._limits.items():
             value = getattr(options, name)

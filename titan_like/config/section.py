@@ -1,4 +1,4 @@
-"""What the sections of the configuration are made of: their base class, limits, and types of texts, paths and lists."""
+"""Building blocks of the configuration's sections: their base class, limits, and types of texts, paths and lists."""
 
 from __future__ import annotations
 

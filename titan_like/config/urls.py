@@ -93,7 +93,7 @@ class RemotePath(PosixPath):
         return len(data)
 
     def mkdir(self, *_: Any, **__: Any) -> None:
-        """Nothing: a folder is there once something is in it."""
+        """Do nothing: a folder exists once something is in it."""
 
     def rename(self, target: RemotePath) -> RemotePath:  # type: ignore[override]
         """Copy a file, then remove it."""

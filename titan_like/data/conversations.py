@@ -60,7 +60,7 @@ class ConversationSource(Source):
         return Batch(tokens, labels, document_starts=starts, padding_mask=torch.arange(size) >= at)
 
     def _read(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a sample takes of a conversation: its tokens, int64, and whether each is an answer's."""
+        """The part of a conversation that fits a sample: its tokens, int64, and whether each is an answer's."""
         tokens, borders = self._stored[2 * number][: self.request.seq_len + 1], self._stored[2 * number + 1]
         is_answer = np.searchsorted(borders, np.arange(len(tokens)), side="right") % 2 == 1
         return torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(is_answer)

@@ -92,7 +92,7 @@ def _named_files(paths: list[str], key: str, endings: tuple[str, ...], split: st
 
 
 def named_paths(text: str) -> list[Path]:
-    """What a path or a glob pattern names, sorted. A path that cannot be looked at is taken to be there."""
+    """What a path or a glob pattern names, sorted. A path that cannot be checked counts as existing."""
     if os.path.lexists(text) or file_problem(Path(text)) != "does not exist":
         return [Path(text)]
     return sorted(map(Path, glob.glob(text, recursive=True)))
@@ -113,7 +113,7 @@ def _files_of_folder(folder: Path, key: str, endings: tuple[str, ...], split: st
 
 
 def _saved(folder: Path, key: str, wanted: str = "") -> list[str] | None:
-    """What ``save_to_disk`` wrote of a dataset, or of the wanted split of several; None if it did not."""
+    """The files that ``save_to_disk`` wrote, in the wanted split if there are several; None if it wrote none."""
     for name, entry in (("dataset_dict.json", "splits"), ("state.json", "_data_files")):
         if not (folder / name).is_file():
             continue
@@ -137,7 +137,7 @@ def _chosen_split(folder: Path, key: str, splits: Collection[str], wanted: str) 
 
 
 def _of_split(folder: Path, key: str, endings: dict[str, str], wanted: str) -> list[str]:
-    """What ``load_dataset`` takes for the wanted split, given files with their endings."""
+    """The files that ``load_dataset`` takes for the wanted split, given files with their endings."""
     has_records = not set(RECORD_ENDINGS).isdisjoint(endings.values())
     names = [name for name in endings if not has_records or endings[name] != ".md"]  # it only describes the records
     by_split = _splits_of_readme(folder, key, names) or _splits_of_names(names)

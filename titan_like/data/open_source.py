@@ -71,8 +71,8 @@ def held_out(section: Data, paths: list[Any]) -> Data:
 def open_source(request: DataRequest) -> Source:
     """One split of the dataset, or the blend of datasets, that [data] names.
 
-    Raises a `ConfigError` if there is no such dataset, its class is none, its samples do not fit the run, or it refuses
-    its request.
+    Raises a `ConfigError` if there is no such dataset, its class is no `Source`, its samples do not fit the run, or it
+    refuses its request.
     """
     shares = shares_of(request.section.paths)
     entry = find_dataset(request.section)

@@ -204,7 +204,7 @@ def open_corpus(section: Data, cache_folder: Path) -> IndexedDataset:
 
 
 def corpus_job(section: Data) -> Job:
-    """What is to be tokenized; raises what `corpus_files` raises."""
+    """The job that tokenizes the corpus. Raises the errors of `corpus_files`."""
     # Nobody can be asked to correct the standard library, so files of it that are not UTF-8 are left out.
     bad_lines, files = "skip" if section.dataset == "stdlib" else section.bad_lines, corpus_files(section)
     if section.dataset != "conversations":

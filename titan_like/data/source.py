@@ -79,8 +79,8 @@ class Source(Dataset[Batch], ABC):
         return None
 
     def state_dict(self) -> dict[str, list[int]] | None:
-        """What a checkpoint keeps so that a resumed run need not read again what it has read: by name, numbers that
-        grow as reading goes on. It never decides which samples come. None: there is nothing to keep.
+        """State in a checkpoint that spares a resumed run reading its data again: by name, numbers that grow as reading
+        goes on. It never decides which samples come. None: there is nothing to keep.
         """
         return None
 

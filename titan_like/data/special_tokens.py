@@ -91,7 +91,7 @@ class SpecialTokens:
 
     @property
     def pair_ids(self) -> tuple[int, int, int] | None:
-        """What begins, separates and fills up two sentences; None if the tokenizer is not made for them."""
+        """The tokens that begin, separate and pad two sentences; None if the tokenizer is not made for them."""
         if self.cls_id is None or self.sep_id is None:
             return None
         return self.cls_id, self.sep_id, self.cls_id if self.pad_id is None else self.pad_id

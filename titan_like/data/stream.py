@@ -121,7 +121,7 @@ class StreamSource(Source):
         return reader
 
     def state_dict(self) -> dict[str, list[int]]:
-        """Where readers go on, as far as this process knows."""
+        """Where each reader continues, as far as this process knows."""
         return dict(self._states)
 
     def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
@@ -178,7 +178,7 @@ class BlendedStream(BlendedSource):
         return self.sources[source][within * self.blend.num_readers + reader]
 
     def state_dict(self) -> dict[str, list[int]]:
-        """Where the readers of all sources go on."""
+        """Where the readers of all sources continue."""
         return {key: mark for source in self.sources for key, mark in (source.state_dict() or {}).items()}
 
     def load_state_dict(self, state: Mapping[str, list[int]]) -> None:

@@ -1,4 +1,4 @@
-"""Where words begin among token ids, for masking whole words. A tokenizer's own pre-tokenization tells its words.
+"""Finds where words begin among token ids, for masking whole words. A tokenizer's pre-tokenization defines its words.
 
 Datasets store ids without their text, so the pre-tokenizer divides the text of the tokens again. Where it does not
 divide text, as with Llama 2, or vocabularies mark words themselves, such as WordPiece by ##, white space divides it.
@@ -72,7 +72,7 @@ def words_of(tokenizer: HFTokenizer, special_ids: Collection[int], spec: str) ->
     bytes_of = {character: byte for byte, character in enumerate(byte_characters())}
 
     def text_of(piece: str) -> bytes:
-        """What the pre-tokenizer saw: without the marks that it writes for a space and for bytes."""
+        """The text that the pre-tokenizer saw, without the marks that it writes for a space and for bytes."""
         if suffix:
             return piece.replace(suffix, " ").encode()
         if is_marked:

@@ -56,7 +56,7 @@ def find_tasks(names: Sequence[str], folder: str | None) -> tuple[list[str], Har
         The names, in which patterns such as ``mmlu_*`` are filled in by single tasks, and what builds their tasks.
 
     Raises:
-        ConfigError: there is no task of one of the names. The harness passes over a file that it cannot read.
+        ConfigError: no task has one of the names. The harness passes over a file that it cannot read.
     """
     manager = HarnessTasks(include_path=folder, include_defaults=False) if folder is not None else None
     if manager is None or not set(names) <= set(manager.all_subtasks):

@@ -117,7 +117,7 @@ def find_checkpoint(config: JobConfig) -> Path:
 
 
 def _other_checkpoints(path: Path) -> str:
-    """What to do if a checkpoint is damaged."""
+    """The cure for a damaged checkpoint."""
     steps = [str(step) for step in complete_steps(path.parent) if step != step_of(path)][-3:]
     if steps:
         return f"set checkpoint.load_step to {' or '.join(steps)}"

@@ -36,7 +36,7 @@ def text_task(name: str, path: Path, tokenizer: Tokenizer, settings: TextSetting
     """The perplexity of a text under a sliding window.
 
     Raises:
-        UnreadableError: the file is no text, or no token can be scored.
+        UnreadableError: the file is not text, or no token can be scored.
     """
     text = read_file(path)
     if not isinstance(text, str):

@@ -52,7 +52,7 @@ class StepTimeline:
 
     @property
     def seconds(self) -> float:
-        """From the start of the first pass of any rank to the end of the last."""
+        """Time from the start of any rank's first pass to the end of the last."""
         return step_time(self.passes)
 
     def mean_seconds(self) -> dict[tuple[str, int], float]:

@@ -24,7 +24,7 @@ Update = Callable[[Sequence[torch.Tensor], torch.Tensor | None, torch.Tensor], N
 
 
 class CopiedUnit(Protocol):
-    """Weights of which a model uses 16-bit copies."""
+    """Weights that a model uses 16-bit copies of."""
 
     masters: list[torch.nn.Parameter]
     copies: list[torch.nn.Parameter]  # a weight that is used as it is stands for its copy
@@ -125,7 +125,7 @@ class FusedAdamW(ShardedOptimizer):
         self._units, self._prepared_for = (), None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in the base class."""
+        """Add a group. The units are then made again."""
         super().add_param_group(param_group)
         self._units, self._prepared_for = (), None
 

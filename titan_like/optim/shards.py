@@ -1,4 +1,4 @@
-"""What optimizers that look at whole matrices need to know of shards, and an optimizer that never waits for the device.
+"""Shards for optimizers that look at whole matrices, and the base of optimizers that never wait for the device.
 
 A process holds one rectangle of a parameter, which tensor parallelism and ZeRO have cut out along its two dimensions.
 A layer's experts are one parameter, a stack of matrices [matrices · rows, columns]; a process holds one rectangle of

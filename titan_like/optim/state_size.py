@@ -12,7 +12,7 @@ from titan_like.config.schema import Optimizer as OptimizerSection
 
 
 class UpdateWork(NamedTuple):
-    """What an update does. Bytes are per element, read and written, in float32."""
+    """The work of an update. Bytes are per element, read and written, in float32."""
 
     traffic: int = 28  # every parameter's: fused AdamW reads weight, gradient, moments and writes all but the gradient
     matrix_traffic: int = 0  # in addition, for matrices inside layers
@@ -30,7 +30,7 @@ ADAMW_WORK = UpdateWork()
 
 
 def update_work(section: OptimizerSection) -> UpdateWork:
-    """What the run's optimizer does. Rules of other packages are taken to do what AdamW does.
+    """The work of the run's optimizer. Other packages' rules are taken to do AdamW's.
 
     Bytes are counted for each operator in `titan_like.optim`: 4 for every tensor of the parameter's size that it reads
     or writes.
@@ -61,7 +61,7 @@ class StateValues(NamedTuple):
 
 
 class OptimizerState(NamedTuple):
-    """What an optimizer keeps, by kind of parameter."""
+    """The values that an optimizer keeps, by kind of parameter."""
 
     layers: StateValues  # matrices inside layers
     tables: StateValues  # matrices outside layers
@@ -81,7 +81,7 @@ ADAMW_STATE = OptimizerState(StateValues(element=2), StateValues(element=2), 2)
 
 
 def optimizer_state(section: OptimizerSection) -> OptimizerState:
-    """What the run's optimizer keeps.
+    """The values that the run's optimizer keeps.
 
     It is measured, so that it also holds for optimizers of other packages, whose state must be proportional to a
     matrix's elements, rows or columns. Scalars, such as AdamW's number of updates, are left out, and so is one for each

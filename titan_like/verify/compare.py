@@ -151,7 +151,7 @@ def _opened(file: Path) -> Any:
 
 @dataclass
 class Report:
-    """What one process of a layout found in one kind of run."""
+    """The checks of one process of a layout in one kind of run."""
 
     kind: str
     rank: int

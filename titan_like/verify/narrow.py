@@ -1,4 +1,4 @@
-"""What is checked in narrower dtypes than float64, in which weights cannot be compared.
+"""Checks in dtypes narrower than float64, in which weights cannot be compared.
 
 The product's optimizer on one process repeats each update in float64 from the whole gradients that the trainer's
 received. Rounding in the gradients therefore plays no part: a wrong rate, decay or dtype of state shows as clearly as

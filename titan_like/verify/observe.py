@@ -84,7 +84,7 @@ def observe_dropout(member: Member, reference: Reference, config: JobConfig, _: 
         gradients = watch.gradients
         trainer.validate()
         steps_alone(trainer, 1)
-    # Run one operation at a time, compiled layers draw the same random numbers as others.
+    # Compiled layers draw the same random numbers as eager ones if they run one operation at a time.
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
         steps_alone(Trainer(run_of(member, small, config, member.folder), observer=rerun), 1)
     check_draws(report, draws, trainer.run.layout, rate)

@@ -150,6 +150,6 @@ def ids_of_samples(vocab_size: int) -> TokenIds:
 
 
 def masks_of_run(config: JobConfig) -> Masks:
-    """What the trainer makes of the small samples."""
+    """The `Masks` that the trainer applies to the small samples."""
     model = model_config(config.model)
     return masks_of(config, model, cast(Tokenizer, ids_of_samples(model.vocab_size)))

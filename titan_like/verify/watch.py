@@ -1,4 +1,4 @@
-"""Watch what a trainer does in each step, through its hooks. The reference and every layout are watched alike."""
+"""Watch what a trainer does in each step, through its hooks. The reference and all layouts are watched in one way."""
 
 from __future__ import annotations
 
