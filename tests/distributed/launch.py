@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_like.checkpoint import saver
 from titan_like.config.schema import JobConfig
-from titan_like.optim.shards import whole
+from titan_like.optim.shards import full_tensor
 from titan_like.parallel import split
 from titan_like.parallel.mesh import build_mesh
 from titan_like.train import training_state
@@ -91,7 +91,7 @@ def by_name(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tens
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor of which this rank may hold a part."""
-    return whole(tensor).detach().clone()
+    return full_tensor(tensor).detach().clone()
 
 
 def relative(value: torch.Tensor, expected: torch.Tensor) -> float:

@@ -143,7 +143,7 @@ def test_what_is_no_timeline_is_refused(text, tmp_path):
     ("change", "problem"),
     [
         ({"schedule": "fastest"}, "not a pipeline schedule"),
-        ({"pipeline_degree": 4}, "not those of the schedule"),
+        ({"pipeline_degree": 4}, "do not follow the order of the schedule"),
         ({"clock_error": "none"}, "clock_error: should be a valid number"),
     ],
 )

@@ -58,7 +58,7 @@ def test_readers_and_splits_divide_the_records_among_them(folder, num_readers):
     for split in SPLITS:
         source = source_of(folder, split, num_readers=num_readers)
         for reader, epoch, shard in product(range(num_readers), range(num_readers), range(5)):
-            wanted = (source.wanted(shard, reader, epoch, first, first + 4) for first in range(1, 61, 4))
+            wanted = (source.records_of(shard, reader, epoch, first, first + 4) for first in range(1, 61, 4))
             records = [record for some in wanted for record in sorted(some)]
             by_epoch.update((epoch, shard, record) for record in records)
             by_reader.update((reader, shard, record) for record in records)

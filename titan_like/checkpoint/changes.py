@@ -1,4 +1,4 @@
-"""What changes when a run goes on from a checkpoint with other settings than those that it was saved with."""
+"""What changes when a run goes on from a checkpoint with other settings than it was saved with."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OF_SCHEDULE = (*_LENGTH, "optimizer.lr", "optimizer.matrix_lr", "lr_scheduler."
 def schedule_of(config: JobConfig, state: RunState | None) -> Schedule:
     """The schedule of a run that goes on from a checkpoint, or of a new one (None).
 
-    Raises a `ConfigError` if it is to be that of a checkpoint that does not have it.
+    Raises a `ConfigError` if it has to come from a checkpoint that does not have one.
     """
     if state is None or state.step == 0 or config.lr_scheduler.resume == "recompute":
         return Schedule.of(config, *(state.come_to(config.training) if state else ()))
@@ -58,7 +58,7 @@ def changes(state: RunState, config: JobConfig, model: TransformerConfig, schedu
     if of_schedule := [text for key, text in changed.items() if key.startswith(_OF_SCHEDULE)]:
         step, samples = state.step + 1, state.consumed_samples
         samples += global_batch_size_at(config.training, samples)
-        lr, old_lr = (one and f"{one.lr_at(step, samples):.3g}" for one in (schedule, state.schedule))
+        lr, old_lr = (s and f"{s.lr_at(step, samples):.3g}" for s in (schedule, state.schedule))
         outcome = f"and lr at step {step} stays {lr}" if lr == old_lr else f"so lr at step {step} is {lr}"
         outcome += f" instead of {old_lr}" if old_lr not in (None, lr) else ""
         if config.lr_scheduler.resume == "continue" and "lr_scheduler.resume" not in changed:

@@ -75,13 +75,13 @@ def _is_copied(spec: str, path: Path, section: Data) -> bool:
     try:
         stored = tokenizer_in(path)
         specs = () if stored is None else (spec, stored)
-        return len({build_tokenizer(one, options=section.token_options).digest for one in specs}) == 1
+        return len({build_tokenizer(name, options=section.token_options).digest for name in specs}) == 1
     except ConfigError:
         return False
 
 
 def _of_model(state: RunState, config: JobConfig, model: TransformerConfig) -> list[tuple[str, Any, Any]]:
-    """(setting, value, value in the checkpoint) of all that describes the model."""
+    """(setting, value, value in the checkpoint) of everything that describes the model."""
     shape, fields = model.model_dump(mode="json"), type(model).model_fields
     family = ("model.family", config.model.family, state.config["model"]["family"])
     defaults = {key: fields[key].get_default(call_default_factory=True) for key in shape}
@@ -89,18 +89,18 @@ def _of_model(state: RunState, config: JobConfig, model: TransformerConfig) -> l
     return [family, *((f"model.overrides.{k}", v, saved[k]) for k, v in shape.items() if k not in _MAY_CHANGE)]
 
 
-def usable_steps(folder: Path, wanted: int | None) -> list[int]:
-    """The steps of a run's checkpoints, or only the ``wanted`` one; a `ConfigError` if there is no such checkpoint."""
+def usable_steps(folder: Path, load_step: int | None) -> list[int]:
+    """The steps of a run's checkpoints, or only ``load_step``; a `ConfigError` if there is no such checkpoint."""
     steps = complete_steps(folder)
-    if wanted is None:
+    if load_step is None:
         return steps
-    there = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
-    require(wanted in steps, "checkpoint.load_step", wanted, f"no such checkpoint in {folder}; {there}")
-    return [wanted]
+    cure = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
+    require(load_step in steps, "checkpoint.load_step", load_step, f"no such checkpoint in {folder}; {cure}")
+    return [load_step]
 
 
 def newest_state(folder: Path, steps: list[int]) -> RunState | None:
-    """What the newest readable `run.json` says; None if there is none. `resume` reports damaged checkpoints."""
+    """The content of the newest readable `run.json`; None if there is none. `resume` reports damaged checkpoints."""
     for step in reversed(steps):
         with suppress(OSError, ValueError):
             return read_run_state(checkpoint_path(folder, step))
@@ -123,13 +123,13 @@ def check_writable(key: str, folder: Path, make: bool) -> None:
     try:
         if make:
             folder.mkdir(parents=True, exist_ok=True)
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     except OSError as error:
         problem = f"the folder cannot be created ({error.strerror}); name one that you may write to"
         raise ConfigError(key, str(folder), problem) from None
-    problem = f"the folder cannot be created ({there} is a file); name one that you may write to"
-    require(there.is_dir(), key, str(folder), problem)
-    require(os.access(there, os.W_OK), key, str(folder), f"the folder {there} is not writable; name one that is")
+    problem = f"the folder cannot be created ({parent} is a file); name one that you may write to"
+    require(parent.is_dir(), key, str(folder), problem)
+    require(os.access(parent, os.W_OK), key, str(folder), f"the folder {parent} is not writable; name one that is")
 
 
 def check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path, make: bool) -> bool:

@@ -45,13 +45,13 @@ _SAYS_TOKENS = ("dataset", "tokenizer", *TokenOptions._fields)
 def model_tensors(model: ParallelModel | nn.Module, base: bool = False) -> dict[str, torch.Tensor]:
     """Weights by name; a sharded weight is a DTensor, which knows its place in the full tensor.
 
-    With ``base``, those of a model without adapters, else those that are trained.
+    With ``base``, the weights of a model without adapters, else the trained weights.
 
     Buffers that belong to a model's state, such as the loads of experts, have names of their own.
     """
     modules = [model] if isinstance(model, nn.Module) else [stage.module for stage in model.stages]
-    known = {name for module in modules for name, _ in module.named_parameters()}
-    buffers = {name: value for module in modules for name, value in module.state_dict().items() if name not in known}
+    params = {name for module in modules for name, _ in module.named_parameters()}
+    buffers = {name: value for module in modules for name, value in module.state_dict().items() if name not in params}
     weights = _by_name(model, base)
     return {f"model.{name}": parameter.detach() for name, parameter in weights.items()} | {
         f"{_BUFFERS}{name}": value for name, value in buffers.items()
@@ -134,7 +134,7 @@ def hold_folder(key: str, folder: Path, lock: Path) -> None:
 def resume(
     folder: Path, is_usable: Callable[[int], bool], model: ParallelModel, optimizer: torch.optim.Optimizer
 ) -> RunState | None:
-    """Load the newest checkpoint for which ``is_usable(step)`` holds and which is not damaged; print those that are.
+    """Load the newest checkpoint for which ``is_usable(step)`` holds and which is not damaged; print the damaged ones.
 
     Every rank calls it. It first locks the folder. Returns None if the folder has no usable checkpoint.
 
@@ -143,13 +143,13 @@ def resume(
         RunError: there are usable checkpoints but none of them loads.
     """
     hold_folder("checkpoint.folder", folder, folder)
-    found: list[list[int]] = [[]]
+    usable: list[list[int]] = [[]]
     if dist.get_rank() == 0:
         for name in sweep(folder):
             print(f"checkpoint {folder / name} was never completed and has been removed", flush=True)
-        found = [[step for step in complete_steps(folder) if is_usable(step)]]
-    dist.broadcast_object_list(found, src=0)  # listings of a network file system may lag behind on other nodes
-    for step in reversed(found[0]):
+        usable = [[step for step in complete_steps(folder) if is_usable(step)]]
+    dist.broadcast_object_list(usable, src=0)  # listings of a network file system may lag behind on other nodes
+    for step in reversed(usable[0]):
         path = checkpoint_path(folder, step)
         try:
             agree(unreadable(path))  # else ranks that can read it would wait in the collective load
@@ -161,9 +161,9 @@ def resume(
         if dist.get_rank() == 0:
             print(f"resumed from {path}", flush=True)
         return state
-    if not found[0]:
+    if not usable[0]:
         return None
-    if len(found[0]) == 1:
+    if len(usable[0]) == 1:
         raise RunError(f"{path} cannot be loaded; choose another checkpoint.load_step, or move it away to start anew")
     raise RunError(f"none of the checkpoints in {folder} can be loaded; move them away to start anew")
 
@@ -208,7 +208,7 @@ def unreadable(path: Path) -> str | None:
     try:
         read_run_state(path)
         TensorReader(path).read_metadata()
-    except StorageError:  # which does not mean damage: the job ends, rather than go on from an older checkpoint
+    except StorageError:  # this does not mean damage: the job ends, rather than go on from an older checkpoint
         raise
     except Exception as error:  # whatever a damaged file raises
         return first_line(error)
@@ -282,7 +282,7 @@ def one_checkpoint(path: Path, key: str) -> Path:
 
 
 def problem_without_checkpoints(path: Path, cure: str) -> str:
-    """What is at a path that is no folder of checkpoints, as the predicate of a sentence that ends with ``cure``."""
+    """Why a path is not a folder of checkpoints, as the predicate of a sentence that ends with ``cure``."""
     if is_checkpoint(path):
         return f"is a checkpoint itself; leave out checkpoint.load_step, or name the folder {path.parent}"
     if (path / "config.json").is_file():
@@ -290,8 +290,8 @@ def problem_without_checkpoints(path: Path, cure: str) -> str:
     if not path.is_dir():
         return f"{'is a file' if path.exists() else 'no such folder'}; {cure}"
     names = sorted(file.name for file in path.iterdir())
-    there = f"only {', '.join(names[:3])}{' and so on' if len(names) > 3 else ''}" if names else "it is empty"
-    return f"holds no checkpoint ({there}); {cure}"
+    content = f"only {', '.join(names[:3])}{' and so on' if len(names) > 3 else ''}" if names else "it is empty"
+    return f"holds no checkpoint ({content}); {cure}"
 
 
 class CheckpointWeights:
@@ -327,14 +327,14 @@ class CheckpointWeights:
     def _check(self) -> None:
         if self.run.base:  # it has adapters alone
             return
-        known = set()
+        described = set()
         for parameter in family_module(self.family).stored_parameters(self.model):
             name = parameter.key
             stored = self._stored.get(name)
             if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != parameter.shape:
                 raise ValueError(f"run.json describes a {name} of shape {list(parameter.shape)}, which is not there")
-            known.add(name)
+            described.add(name)
         for name in self._stored:
-            if name.startswith("model.") and name not in known:
+            if name.startswith("model.") and name not in described:
                 problem = f"stored_parameters of {self.family!r} does not describe {name!r} for the shape in run.json"
                 raise ValueError(problem)

@@ -71,8 +71,8 @@ class _MetadataUnpickler(pickle._Unpickler):
         if isinstance(instance, TensorProperties) and isinstance(state, tuple):
             instance.__setstate__(state)  # sets only its own fields
             return
-        known = {field.name for field in fields(instance)} if is_dataclass(instance) else set()
-        if isinstance(instance, type) or not known or not isinstance(state, dict) or not state.keys() <= known:
+        allowed = {field.name for field in fields(instance)} if is_dataclass(instance) else set()
+        if isinstance(instance, type) or not allowed or not isinstance(state, dict) or not state.keys() <= allowed:
             raise pickle.UnpicklingError("checkpoint metadata changes something that is not tensor metadata")
         for name, value in state.items():
             object.__setattr__(instance, name, value)
@@ -171,5 +171,5 @@ def _check_pieces(metadata: Metadata) -> None:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a name is that of a file, without a folder."""
+    """Whether a name is a file's, without a folder."""
     return name not in ("", ".", "..") and "/" not in name

@@ -60,7 +60,7 @@ class SaveError(Exception):
 
 
 def background_group() -> dist.ProcessGroup:
-    """A process group of all ranks for the thread that saves: its collectives must not mix with those of training."""
+    """A process group of all ranks for the thread that saves: its collectives must not mix with training's."""
     return dist.new_group(backend="gloo")
 
 
@@ -76,7 +76,7 @@ class DurableFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """A file."""
+        """Open a file. A tensor file gets the mark first."""
         with super().create_stream(path, mode) as stream:
             if mode == "wb" and str(path).endswith(DEFAULT_SUFFIX):
                 stream.write(self.mark)
@@ -93,7 +93,7 @@ class TensorWriter(FileSystemWriter):
         self.save_id, self.fs = mark, DurableFiles(mark)
 
     def storage_meta(self) -> StorageMeta:
-        """What the metadata says of the checkpoint: plain texts, which need no class to be read."""
+        """The metadata's description of the checkpoint: plain texts, which need no class to be read."""
         return StorageMeta(str(self.path), self.save_id)
 
 
@@ -103,8 +103,8 @@ class Saver:
     With `checkpoint.async` a thread copies the tensors while the next step computes its gradients, then writes the
     copies while training continues, so only `before_update` may have to wait. Later saves reuse the buffers.
 
-    A Hugging Face folder in ``exports_to`` is made of the step's checkpoint, or of one of weights alone that is removed
-    again. Each rank writes a share of its files.
+    A Hugging Face folder in ``exports_to`` is made from the step's checkpoint, or from one of weights alone that is
+    removed again. Each rank writes a share of its files.
     """
 
     def __init__(self, folder: Path, section: CheckpointSection, exports_to: Path, export: Export) -> None:
@@ -116,7 +116,7 @@ class Saver:
             sweep(exports_to)
         self._save: _Save | None = None
         self._copies: Tensors = {}
-        self.files: dict[str, bytes] = {}  # that rank 0 adds to each checkpoint, by name
+        self.files: dict[str, bytes] = {}  # files that rank 0 adds to each checkpoint, by name
         # Called in the thread before it copies, with the event that something waits for the copies.
         self.before_copy: Callable[[threading.Event], object] = lambda _: None
 
@@ -126,8 +126,8 @@ class Saver:
         The previous save must be finished.
         """
         assert self._save is None and self._group is not None
-        self._wanted = [folder for folder, is_due in ((self.folder, saves), (self.exports_to, exports)) if is_due]
-        self._save = _Save([checkpoint_path(folder, run.step) for folder in self._wanted])
+        self._due = [folder for folder, is_due in ((self.folder, saves), (self.exports_to, exports)) if is_due]
+        self._save = _Save([checkpoint_path(folder, run.step) for folder in self._due])
         self._saved: list[Path] = []
         if not self.in_background:
             self._save.problem = self._write(tensors, run)
@@ -206,9 +206,9 @@ class Saver:
 
     def _write(self, tensors: Tensors, run: RunState) -> str | None:
         """Why a folder could not be written, the same on every rank; None if all were."""
-        exports, step = self.exports_to in self._wanted, run.step
+        exports, step = self.exports_to in self._due, run.step
         weights = unfinished_path(self.exports_to, step) / "weights"  # removed again
-        folder = self.folder if self.folder in self._wanted else weights
+        folder = self.folder if self.folder in self._due else weights
         problem = self._of_weights(tensors)
         if problem is None and exports:
             problem = self._on_first_rank(partial(begin_checkpoint, self.exports_to, step))
@@ -216,7 +216,7 @@ class Saver:
         if problem is None and exports:
             problem = self._write_export(checkpoint_path(folder, step), weights, step)
         if problem is not None:
-            for folder in self._wanted:
+            for folder in self._due:
                 self._on_first_rank(partial(sweep, folder))
         return problem
 
@@ -239,7 +239,7 @@ class Saver:
         return problem
 
     def _write_export(self, checkpoint: Path, weights: Path, step: int) -> str | None:
-        """Write the Hugging Face folder of a checkpoint, which is in ``weights`` if it is no other's."""
+        """Write the Hugging Face folder of a checkpoint, which is in ``weights`` if it serves only this."""
         rank, unfinished = dist.get_rank(), weights.parent
         with TemporaryDirectory() if isinstance(unfinished, RemotePath) else nullcontext(unfinished) as name:
             folder = Path(name)

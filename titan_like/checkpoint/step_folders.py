@@ -35,7 +35,7 @@ from titan_like.data.unfinished import remove, removed_unless_renamed
 from titan_like.optim.schedule import Schedule
 
 RUN_FILE = "run.json"
-_MARKERS = (RUN_FILE, "config.json")  # of a complete checkpoint, and of a complete Hugging Face folder
+_MARKERS = (RUN_FILE, "config.json")  # in a complete checkpoint, and in a complete Hugging Face folder
 UNFINISHED = ".unfinished"
 REPLACED = ".replaced"
 _DESCRIPTION = ".metadata"  # torch's name for it
@@ -61,11 +61,11 @@ class RunState:
     consecutive_skips: _Count = 0
     data: str = ""  # fingerprint of the training tokens
     readers: dict[str, list[_Count]] = field(default_factory=dict)  # where a stream's readers go on
-    versions: dict[str, str] = field(default_factory=dict)  # of the libraries that wrote it
+    versions: dict[str, str] = field(default_factory=dict)  # versions of the libraries that wrote it
     run_id: str = ""  # the same in every checkpoint of a run, however often it was resumed
-    schedule_batch_size: _Count = 0  # with which the run began; older versions do not have it
+    schedule_batch_size: _Count = 0  # as the run began; older versions do not have it
     schedule: Schedule | None = None  # older versions do not have it
-    epoch_samples: _Count = 0  # of the training data; older versions do not have it
+    epoch_samples: _Count = 0  # in the training data; older versions do not have it
     base: dict[str, str] = field(default_factory=dict)  # "folder" of the weights under adapters, and "fingerprint"
 
     def come_to(self, training: Training) -> tuple[int, int, int]:
@@ -86,7 +86,7 @@ def folder_of_settings(job: dict[str, Any], checkpoint: dict[str, Any]) -> Path:
 
 
 def hugging_face_folder(config: JobConfig) -> Path:
-    """Where a run keeps what `checkpoint.hugging_face_interval` writes."""
+    """The folder that `checkpoint.hugging_face_interval` writes to."""
     return path_of(config.checkpoint.folder or config.job.dump_folder) / "hugging_face"
 
 
@@ -193,8 +193,8 @@ def complete(folder: Path, step: int, keep_latest: int) -> None:
         flush(folder)
     steps = complete_steps(folder)
     kept = [older for older in steps if older <= step][-keep_latest:]  # the run may have gone back
-    for other in sorted(set(steps) - set(kept)) if keep_latest else []:
-        _withdraw(checkpoint_path(folder, other))
+    for old in sorted(set(steps) - set(kept)) if keep_latest else []:
+        _withdraw(checkpoint_path(folder, old))
     sweep(folder)
 
 
@@ -214,19 +214,19 @@ def sweep(folder: Path) -> list[str]:
     folder.
     """
     removed = []
-    for path in _left(folder, REPLACED):
+    for path in _leftovers(folder, REPLACED):
         original = path.with_name(path.name.removesuffix(REPLACED))
         if original.exists():
             remove(path)
         else:
             os.rename(path, original)
-    for path in _left(folder, UNFINISHED):
+    for path in _leftovers(folder, UNFINISHED):
         remove(path)
         removed.append(path.name)
     return removed
 
 
-def _left(folder: Path, ending: str) -> list[Path]:
+def _leftovers(folder: Path, ending: str) -> list[Path]:
     """Folders that interrupted saves left behind, whose names have this ending; on object storage, no ending."""
     if not isinstance(folder, RemotePath):
         return list(folder.glob(f"step-*{ending}"))
@@ -236,8 +236,8 @@ def _left(folder: Path, ending: str) -> list[Path]:
 
 def leftover_bytes(folder: Path) -> int:
     """Total size in bytes of the files that `sweep` would remove."""
-    left = [*folder.glob(f"step-*{UNFINISHED}"), *folder.glob(f"step-*{REPLACED}")]
-    return sum(file.stat().st_size for path in left for file in path.rglob("*") if file.is_file())
+    leftovers = [*folder.glob(f"step-*{UNFINISHED}"), *folder.glob(f"step-*{REPLACED}")]
+    return sum(file.stat().st_size for path in leftovers for file in path.rglob("*") if file.is_file())
 
 
 @contextmanager
@@ -245,7 +245,7 @@ def written_aside(final: Path) -> Iterator[Path]:
     """A folder to write to, renamed to ``final`` when everything in it is on disk, or removed after an exception.
 
     One process writes it. ``final`` must not exist or must be an empty folder. To object storage the files are copied,
-    what makes the folder a checkpoint or a Hugging Face folder last.
+    last the one that makes the folder a checkpoint or a Hugging Face folder.
     """
     if isinstance(final, RemotePath):
         with TemporaryDirectory() as name:
@@ -308,7 +308,7 @@ def is_resumable(config: JobConfig) -> tuple[bool, str]:
     return True, f"resumable: step {newest} of {total} is in {folder}"
 
 
-_held: list[int] = []  # descriptors; the system releases the locks when the process ends, for whatever reason
+_locks: list[int] = []  # descriptors; the system releases the locks when the process ends, for whatever reason
 
 
 def hold(folder: Path, taken: str, patience: float) -> str | None:
@@ -337,11 +337,11 @@ def hold(folder: Path, taken: str, patience: float) -> str | None:
                     continue
                 os.close(descriptor)
                 return taken
-        _held.append(descriptor)
+        _locks.append(descriptor)
         return None
 
 
 def release() -> None:
     """Unlock every folder that this process holds."""
-    while _held:
-        os.close(_held.pop())
+    while _locks:
+        os.close(_locks.pop())

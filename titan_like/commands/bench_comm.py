@@ -32,14 +32,14 @@ from titan_like.train.environment import check_meeting, environment_number, numb
 from titan_like.train.job import process_group
 from titan_like.train.setup import host_memory_bytes, select_device
 
-_BLOCKS = 5  # of runs, whose median counts
+_BLOCKS = 5  # blocks of runs; their median counts
 _MOST_RUNS = 100  # in a block
 _ELEMENT = 4  # bytes of float32
 _UNITS = {"k": 2**10, "m": 2**20, "g": 2**30}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The options that the measurement adds to the settings of a run, of which the layout counts."""
+    """The options that the measurement adds to a run's settings. Of these only the layout counts."""
     parser = OptionParser(description=__doc__, takes_settings=True)
     parser.add_argument("--smallest", type=size_option, default="4k", help="bytes of the smallest buffers (4k)")
     parser.add_argument(
@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def size_option(text: str) -> int:
-    """Bytes, of a text such as 4k, 16m or 1g."""
+    """Bytes from a text such as 4k, 16m or 1g."""
     number, unit = (text[:-1], _UNITS[text[-1].lower()]) if text[-1:].lower() in _UNITS else (text, 1)
     if not (number.isdecimal() and 2**10 <= int(number) * unit <= 2**36):
         raise argparse.ArgumentTypeError(f'"{text}" must be from 1k to 64g, such as 4k, 16m or 1g')
@@ -69,96 +69,96 @@ def sizes_of(options: argparse.Namespace) -> list[int]:
 
 def main(argv: list[str]) -> int:
     """Measure and print."""
-    options, given = build_parser().parse_known_args(argv)
-    sizes, config, processes = sizes_of(options), load_config(given), number_of_processes()
+    options, settings = build_parser().parse_known_args(argv)
+    sizes, config, processes = sizes_of(options), load_config(settings), number_of_processes()
     check_picture("--picture", options.picture)
     problem = "there is nothing to communicate; start several, with torchrun --nproc_per_node=2"
     require(processes != 1, "processes", 1, problem)
-    layout, here = resolve_layout(config.parallelism, processes), environment_number("LOCAL_WORLD_SIZE", processes)
+    layout, per_node = resolve_layout(config.parallelism, processes), environment_number("LOCAL_WORLD_SIZE", processes)
     check_meeting()
     device = select_device("float32")
-    buffers, room = 3, host_memory_bytes() // here  # gloo takes one more, for all-gathers and others
+    buffers, room = 3, host_memory_bytes() // per_node  # gloo takes one more, for all-gathers and others
     if device.type == "cuda":
         buffers, room = 2, torch.cuda.mem_get_info(device)[0]
     problem = f"{buffers} buffers of this size need more than the {room / 2**30:.3g} GiB of a process; lower it"
     require(buffers * sizes[-1] <= 0.8 * room, "--largest", options.largest, problem)
-    found: list[Measurement] = []
+    rows: list[Measurement] = []
     with process_group(device):
         is_first = dist.get_rank() == 0
-        whole, other = (torch.zeros(sizes[-1] // _ELEMENT, device=device) for _ in range(2))
+        buffer, spare = (torch.zeros(sizes[-1] // _ELEMENT, device=device) for _ in range(2))
         mesh = build_mesh(layout, device.type)
         groups = [(name, mesh.get_group(name)) for name in mesh.mesh_dim_names or () if mesh[name].size() > 1]
         if layout.expert > 1:
             groups.append(("ep", build_expert_mesh(layout, device.type).get_group("ep")))
-        pairs = between_nodes(processes, here)
+        pairs = between_nodes(processes, per_node)
         for name, group in [*groups, *([(BETWEEN_NODES, pairs)] if pairs else [])]:
-            sharing = int(largest(sharing_of(group, here), device))
+            sharing = int(largest(sharing_of(group, per_node), device))
             if is_first:
                 print(f"{name}: {group.size()} processes on {dist.get_backend()}\n{_HEAD}", flush=True)
             for operation in BUS_SHARES:
                 for size in sizes:
                     elements = max(1, size // _ELEMENT // group.size()) * group.size()
-                    run = operation_on(operation, whole[:elements], other[:elements], group)
+                    run = operation_on(operation, buffer[:elements], spare[:elements], group)
                     seconds = seconds_of(run, device, options.seconds)
-                    found.append(Measurement(name, group.size(), operation, elements * _ELEMENT, seconds, sharing))
+                    rows.append(Measurement(name, group.size(), operation, elements * _ELEMENT, seconds, sharing))
                     if is_first:
-                        print(line(found[-1]), flush=True)
+                        print(line(rows[-1]), flush=True)
         dist.barrier()
     if not is_first:
         return 0
     if options.json:
-        about: dict[str, object] = {"device": "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)}
-        about |= {"torch": torch.__version__, "processes": processes, "processes_of_a_node": here}
-        write_json(options.json, {**about, "measurements": [one.as_dict() for one in found]})
+        facts: dict[str, object] = {"device": "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)}
+        facts |= {"torch": torch.__version__, "processes": processes, "processes_of_a_node": per_node}
+        write_json(options.json, {**facts, "measurements": [row.as_dict() for row in rows]})
     if options.picture:
-        draw(found, Path(options.picture))
+        draw(rows, Path(options.picture))
     return 0
 
 
-def between_nodes(processes: int, here: int) -> dist.ProcessGroup | None:
+def between_nodes(processes: int, per_node: int) -> dist.ProcessGroup | None:
     """This rank's group with the rank of the same number on the neighbouring node; None if there is one node.
 
     All pairs of nodes communicate at once. If the number of nodes is odd, the ranks of the last one only wait.
     """
-    if processes < 2 * here:
+    if processes < 2 * per_node:
         return None
-    nodes = processes // here
-    pairs = [[n * here + i, (n + 1) * here + i] for n in range(0, nodes - 1, 2) for i in range(here)]
-    rest = [[rank] for rank in range(2 * here * (nodes // 2), processes)]
-    return dist.new_subgroups_by_enumeration([*pairs, *rest])[0]
+    nodes = processes // per_node
+    pairs = [[n * per_node + i, (n + 1) * per_node + i] for n in range(0, nodes - 1, 2) for i in range(per_node)]
+    waiting = [[rank] for rank in range(2 * per_node * (nodes // 2), processes)]
+    return dist.new_subgroups_by_enumeration([*pairs, *waiting])[0]
 
 
-def sharing_of(group: dist.ProcessGroup, here: int) -> int:
+def sharing_of(group: dist.ProcessGroup, per_node: int) -> int:
     """How many groups like this one use a node's links to others at the same time; 0 if this one stays in its node."""
-    nodes = [rank // here for rank in dist.get_process_group_ranks(group)]
-    return 0 if len(set(nodes)) == 1 else here // nodes.count(nodes[0])
+    nodes = [rank // per_node for rank in dist.get_process_group_ranks(group)]
+    return 0 if len(set(nodes)) == 1 else per_node // nodes.count(nodes[0])
 
 
-def operation_on(name: str, whole: torch.Tensor, other: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
-    """One run of an operation on a buffer ``whole``, whose elements the group's size divides. ``other`` is as large."""
+def operation_on(name: str, buffer: torch.Tensor, spare: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
+    """One run of an operation on ``buffer``, whose elements the group's size divides. ``spare`` is as large."""
     n, rank = group.size(), group.rank()
     if n == 1:
         return lambda: None
-    part = other[: whole.numel() // n]
+    part = spare[: buffer.numel() // n]
     if name == "send_receive":
         to, source = (dist.get_global_rank(group, (rank + step) % n) for step in (1, -1))
 
         def exchange() -> None:
-            both = [dist.P2POp(dist.isend, whole, to, group), dist.P2POp(dist.irecv, other, source, group)]
-            for work in dist.batch_isend_irecv(both):
+            messages = [dist.P2POp(dist.isend, buffer, to, group), dist.P2POp(dist.irecv, spare, source, group)]
+            for work in dist.batch_isend_irecv(messages):
                 work.wait()
 
         return exchange
     return {
-        "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+        "all_reduce": lambda: dist.all_reduce(buffer, group=group),
+        "all_gather": lambda: dist.all_gather_into_tensor(buffer, part, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, buffer, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(spare, buffer, group=group),
     }[name]
 
 
-def seconds_of(run: Callable[[], None], device: torch.device, most: float) -> float:
-    """Seconds of one run on the slowest process: the median of blocks of runs that take ``most`` seconds together.
+def seconds_of(run: Callable[[], None], device: torch.device, budget: float) -> float:
+    """Seconds of one run on the slowest process: the median of blocks of runs that take ``budget`` seconds together.
 
     Every process of the default group calls it.
     """
@@ -175,15 +175,15 @@ def seconds_of(run: Callable[[], None], device: torch.device, most: float) -> fl
     with warnings.catch_warnings():  # two functions have new names in later versions
         warnings.simplefilter("ignore", FutureWarning)
         block(1)  # connects
-        runs = min(_MOST_RUNS, max(1, int(most / _BLOCKS / largest(block(1), device))))
+        runs = min(_MOST_RUNS, max(1, int(budget / _BLOCKS / largest(block(1), device))))
         return largest(statistics.median(block(runs) for _ in range(_BLOCKS)), device)
 
 
 def largest(value: float, device: torch.device) -> float:
     """The largest of all processes' values."""
-    found = torch.tensor([value], dtype=torch.float64, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return found.item()
+    maximum = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(maximum, dist.ReduceOp.MAX)
+    return maximum.item()
 
 
 def _finish(device: torch.device) -> None:
@@ -194,24 +194,24 @@ def _finish(device: torch.device) -> None:
 _HEAD = f"{'operation':15s} {'bytes':>13s} {'µs':>12s} {'algorithm GB/s':>15s} {'bus GB/s':>9s}"
 
 
-def line(one: Measurement) -> str:
+def line(row: Measurement) -> str:
     """A row of the table."""
     return (
-        f"{one.operation:15s} {one.bytes:13,d} {1e6 * one.seconds:12,.1f} {one.algorithm_bandwidth / 1e9:15.3f} "
-        f"{one.bus_bandwidth / 1e9:9.3f}"
+        f"{row.operation:15s} {row.bytes:13,d} {1e6 * row.seconds:12,.1f} {row.algorithm_bandwidth / 1e9:15.3f} "
+        f"{row.bus_bandwidth / 1e9:9.3f}"
     )
 
 
-def draw(found: list[Measurement], path: Path) -> None:
+def draw(rows: list[Measurement], path: Path) -> None:
     """Draw bus bandwidths against sizes, a panel for each dimension."""
     from matplotlib.figure import Figure
 
-    names = list(dict.fromkeys(one.dimension for one in found))
+    names = list(dict.fromkeys(row.dimension for row in rows))
     figure = Figure(figsize=(5.5 * len(names), 4), layout="constrained")
     for panel, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         for operation in BUS_SHARES:
-            own = [one for one in found if (one.dimension, one.operation) == (name, operation)]
-            panel.plot([one.bytes for one in own], [one.bus_bandwidth / 1e9 for one in own], "o-", label=operation)
+            points = [row for row in rows if (row.dimension, row.operation) == (name, operation)]
+            panel.plot([p.bytes for p in points], [p.bus_bandwidth / 1e9 for p in points], "o-", label=operation)
         panel.set(xscale="log", yscale="log", xlabel="bytes", ylabel="bus bandwidth, GB/s", title=name)
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8)

@@ -25,8 +25,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = OptionParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="to-hf | from-hf")
     to_hf = commands.add_parser("to-hf", help="write a folder that transformers loads")
-    whose = "a step-N folder, or a run's dump folder or folder of them, whose newest is used"
-    to_hf.add_path("--checkpoint", whose, "FOLDER", type=url_option, required=True)
+    meaning = "a step-N folder, or a run's dump folder or folder of them, whose newest is used"
+    to_hf.add_path("--checkpoint", meaning, "FOLDER", type=url_option, required=True)
     to_hf.add_path("--output", "folder to write; it must not exist", "FOLDER", type=url_option, required=True)
     to_hf.add_argument(
         "--dtype",

@@ -1,7 +1,7 @@
 """Evaluate a checkpoint: python scripts/evaluate.py --checkpoint outputs/debug_gpt --task text=FILE
 
 Tasks: text=FILE (perplexity and bits per byte), wikitext103=FILE (perplexity per word), lambada=FILE (last words),
-race=FOLDER (multiple choice, for a BERT that was fine-tuned to choose), and with --lm_eval those of EleutherAI's
+race=FOLDER (multiple choice, for a BERT that was fine-tuned to choose), and with --lm_eval tasks of EleutherAI's
 evaluation harness.
 Uses the newest checkpoint in --checkpoint FOLDER, or of the run that --job.config_file describes, or
 --checkpoint.load_step N. Under torchrun the processes split the model in the run's layout; a single process loads the
@@ -37,8 +37,8 @@ _SECONDS_BETWEEN_LINES = 10
 def build_parser() -> argparse.ArgumentParser:
     """The options that evaluation adds to the run's settings."""
     parser = OptionParser(description=__doc__, takes_settings=True)
-    whose = "a run's dump folder, or one of its checkpoints; the run's settings are in it (no --job.config_file)"
-    parser.add_path("--checkpoint", whose, "FOLDER", type=url_option)
+    meaning = "a run's dump folder, or one of its checkpoints; the run's settings are in it (no --job.config_file)"
+    parser.add_path("--checkpoint", meaning, "FOLDER", type=url_option)
     parser.add_argument(
         "--task",
         metavar="NAME=PATH",
@@ -173,8 +173,8 @@ def progress_of(name: str) -> Progress:
         now = time.monotonic()
         if now - printed >= _SECONDS_BETWEEN_LINES:
             printed = now
-            left = format_duration((now - began) / done * (total - done))
-            print(f"{name}: {done:,} of {total:,} windows, about {left} left", file=sys.stderr, flush=True)
+            remaining = format_duration((now - began) / done * (total - done))
+            print(f"{name}: {done:,} of {total:,} windows, about {remaining} left", file=sys.stderr, flush=True)
 
     return show
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 def build_parser() -> argparse.ArgumentParser:
     """The options that generation adds to the run's settings."""
     parser = OptionParser(description=__doc__, takes_settings=True)
-    whose = "a run's dump folder, or one of its checkpoints; the run's settings are in it (no --job.config_file)"
-    parser.add_path("--checkpoint", whose, "FOLDER", type=url_option)
+    meaning = "a run's dump folder, or one of its checkpoints; the run's settings are in it (no --job.config_file)"
+    parser.add_path("--checkpoint", meaning, "FOLDER", type=url_option)
     parser.add_argument("--prompt", default="\n", help="text to continue, or for t5 to read")
     parser.add_number("--max_new_tokens", int, least=1, default=200, help="maximum number of tokens to generate")
     parser.add_number(

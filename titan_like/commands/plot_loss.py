@@ -1,6 +1,6 @@
 """Show a run's loss: python scripts/plot_loss.py --job.config_file train_configs/debug_gpt.toml
 
-Prints the curve and draws it, with those of validations, in loss.png in the run's folder, or in --out, if matplotlib is
+Prints the curve and draws it, with validation curves, in loss.png in the run's folder, or in --out, if matplotlib is
 installed. --runs outputs/a outputs/b draws several runs over one another.
 """
 

@@ -39,10 +39,10 @@ def build_parser() -> argparse.ArgumentParser:
         help='as data.tokenizer: "byte" (the default), a tokenizer.json, gpt2:…, or a name of the hub',
     )
     for name in ("bos", "eod_token", "split_special_tokens"):
-        about = Data.model_fields[name]
+        field = Data.model_fields[name]
         choices = {"bos": ["auto", "always", "never"], "split_special_tokens": ["true", "false"]}.get(name)
-        default = str(about.default).lower() if choices else about.default
-        parser.add_argument(f"--{name}", choices=choices, default=default, help=f"as data.{name}: {about.description}")
+        default = str(field.default).lower() if choices else field.default
+        parser.add_argument(f"--{name}", choices=choices, default=default, help=f"as data.{name}: {field.description}")
     parser.add_argument("--text_key", default="text", help='key or column of the text (default: "text")')
     parser.add_number("--workers", int, least=1, most=1024, default=1, help="processes that tokenize (default: 1)")
     parser.add_argument(
@@ -86,8 +86,8 @@ def main(argv: list[str]) -> int:
         done = tokenize_files(job, prefix, options.workers)
     except ConfigError as error:
         if error.key == job.key and unfinished.exists():
-            kept = "which keeps what is done, if you change anything but --bad_lines and --workers"
-            error.args = (f"{error}; delete {unfinished}, {kept}",)
+            effect = "which keeps what is done, if you change anything but --bad_lines and --workers"
+            error.args = (f"{error}; delete {unfinished}, {effect}",)
         raise
     seconds = time.monotonic() - began
     skipped = f", {done.bad_lines:,} bad records skipped" if done.bad_lines else ""

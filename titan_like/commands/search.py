@@ -26,7 +26,7 @@ from titan_like.config.options import OptionParser, write_json
 def build_parser() -> argparse.ArgumentParser:
     """The options that a search adds to the run's settings."""
     parser = OptionParser(description=__doc__, takes_settings=True)
-    parser.add_argument("--processes", metavar="N[,N...]", help="numbers of processes (default: those of the grid)")
+    parser.add_argument("--processes", metavar="N[,N...]", help="numbers of processes (default: the grid's)")
     parser.add_path("--dump_folder", "folder of the results", "OUT", required=True)
     parser.add_path("--grid", "the values to combine (docs/search.md)", "GRID.toml")
     parser.add_number(
@@ -54,8 +54,8 @@ def check_options(options: argparse.Namespace) -> list[int]:
 
 def main(argv: list[str]) -> int:
     """Measure the layouts and print them, the fastest first."""
-    options, given = build_parser().parse_known_args(argv)
-    counts, config = check_options(options), load_config(given)
+    options, settings = build_parser().parse_known_args(argv)
+    counts, config = check_options(options), load_config(settings)
 
     from titan_like.checkpoint.step_folders import hold
     from titan_like.data.batch_size import check_length
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
     from titan_like.search.trial import OK, Place, Plan, end_processes
 
     check_length(config.training)  # the best run's file trains as it is
-    values = read_grid(options.grid, given) if options.grid else {}
+    values = read_grid(options.grid, settings) if options.grid else {}
     listed = values.pop("processes", [])
     counts = counts or list(dict.fromkeys(listed))
     require(counts, "--processes", None, "say on how many to measure, such as 1,2,4")
@@ -86,8 +86,8 @@ def main(argv: list[str]) -> int:
         place = Place.of_slurm(program("train"))
     for count in counts:
         place.check(count)
-    here = torch.cuda.get_device_name(0) if gpus else ""
-    gpu = config.cluster.gpu or (here if known_device(here) else None)
+    gpu_name = torch.cuda.get_device_name(0) if gpus else ""
+    gpu = config.cluster.gpu or (gpu_name if known_device(gpu_name) else None)
     config = edit(config, {"cluster.gpu": gpu, "cluster.gpus_per_node": config.cluster.gpus_per_node or place.per_node})
     if not (gpus or place.hosts or options.grid or options.profile or config.cluster.profile or gpu):
         profiles = {count: own_profile(count, Place(program("plan", "scripts"))) for count in counts}
@@ -96,8 +96,8 @@ def main(argv: list[str]) -> int:
         stacks = {count: profile_of(config, profile) for count, profile in profiles.items()}
         for count, profile in stacks.items():
             if profile.device.is_cpu and profile.gpus_per_node != count:
-                told = f"{profile.name} was measured with {profile.gpus_per_node} processes, which share the cores"
-                print(f"{told}; predictions for {count} are rough")
+                warning = f"{profile.name} was measured with {profile.gpus_per_node} processes, which share the cores"
+                print(f"{warning}; predictions for {count} are rough")
         if config.float8.enable:
             print(FLOAT8_NOTE)
     problem = "the planner needs one to choose layouts here; scripts/plan.py microbenchmark measures it. "
@@ -105,7 +105,7 @@ def main(argv: list[str]) -> int:
     if options.grid:
         cases = grid_cases(config, counts, values)
     else:
-        fixed = frozenset(parse_overrides(given)) & {*SEARCHED, STAGE_SIZES}
+        fixed = frozenset(parse_overrides(settings)) & {*SEARCHED, STAGE_SIZES}
         fixed |= set_keys(config) if config.parallelism.auto else frozenset()
         cases = planned_cases(config, profiles, fixed, options.top or 8)
     problem = f"no layout is valid; {cases[0].reason}"
@@ -115,7 +115,7 @@ def main(argv: list[str]) -> int:
     refusal = hold(out / "search", "another search writes to this folder; stop it, or name another folder", 0.0)
     require(refusal is None, "--dump_folder", str(out), refusal or "")
     plan = Plan(options.warmup, options.steps, options.timeout, options.memory_gib)
-    search = Search(out, cases, place, plan, gpu or here or "CPU", stacks)
+    search = Search(out, cases, place, plan, gpu or gpu_name or "CPU", stacks)
     for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: the trial ends too, and the files are written
         signal.signal(number, signal.default_int_handler)
     end_processes(out)

@@ -26,8 +26,8 @@ def main(argv: list[str], signals: StopSignals | None = None) -> int:
 
     parser = OptionParser(add_help=False)
     parser.add_path("--json", "file to write a dry run's result to")
-    options, given = parser.parse_known_args(argv)
-    config = load_config(given)
+    options, arguments = parser.parse_known_args(argv)
+    config = load_config(arguments)
     if options.json is not None and not config.job.dry_run:
         raise ConfigError("--json", options.json, "only a dry run writes it; add --job.dry_run true or leave it out")
     if config.job.deterministic:

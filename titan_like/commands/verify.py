@@ -77,8 +77,8 @@ def format_table(verdict: Verdict) -> str:
     rows: dict[str, Check] = {}
     for check in verdict.checks:
         name = f"{check.row} ({check.kind})"
-        known = rows.get(name)
-        if known is None or (known.ok and (not check.ok or check.nearness > known.nearness)):
+        previous = rows.get(name)
+        if previous is None or (previous.ok and (not check.ok or check.nearness > previous.nearness)):
             rows[name] = check
     width = max((len(name) for name in rows), default=0)
     lines = [f"{'':{width}}  {'':9}  {'worst':>9}  {'allowed':>9}"]
@@ -99,14 +99,14 @@ def format_verdict(verdict: Verdict, kinds: list[str], seconds: float) -> str:
     if verdict.outcome == "same":
         lines.append(f"same: this layout computes the training of one process ({seconds:.0f} s)")
     if verdict.outcome == "undecided":
-        from titan_like.verify.processes import TOO_LONG  # which imports torch
+        from titan_like.verify.processes import TOO_LONG  # this imports torch
 
         cure = "; give it more with --timeout" if verdict.reason.endswith(TOO_LONG) else ""
         lines.append(f"undecided: {verdict.reason}{cure} ({seconds:.0f} s)")
     if (first := verdict.first_difference) is not None:
         step = f" in step {first.step}" if first.step else ""
-        where = f"{first.parameter}: " if first.parameter else ""
-        lines.append(f"different: {first.row}{step} ({first.kind}): {where}{first.detail} ({seconds:.0f} s)")
+        parameter = f"{first.parameter}: " if first.parameter else ""
+        lines.append(f"different: {first.row}{step} ({first.kind}): {parameter}{first.detail} ({seconds:.0f} s)")
     if verdict.place is not None:
         lines.append(f"place: {verdict.place}")
     if verdict.blame is not None:
@@ -116,12 +116,12 @@ def format_verdict(verdict: Verdict, kinds: list[str], seconds: float) -> str:
 
 def format_kind(checks: list[Check], kind: str) -> str:
     """One line on a kind of run: what came nearest to a difference."""
-    mine = [check for check in checks if check.kind == kind]
-    if not mine or not all(check.ok for check in mine):
-        return f"{kind:9} {'different' if mine else 'not compared'}"
-    steps = max(check.step for check in mine)
-    line = f"{kind:9} same  {len({check.row for check in mine})} rows, {steps} step{'s' if steps > 1 else ''}"
-    measured = [check for check in mine if check.allowed and math.isfinite(check.nearness)]
+    of_kind = [check for check in checks if check.kind == kind]
+    if not of_kind or not all(check.ok for check in of_kind):
+        return f"{kind:9} {'different' if of_kind else 'not compared'}"
+    steps = max(check.step for check in of_kind)
+    line = f"{kind:9} same  {len({check.row for check in of_kind})} rows, {steps} step{'s' if steps > 1 else ''}"
+    measured = [check for check in of_kind if check.allowed and math.isfinite(check.nearness)]
     if not measured:
         return line
     nearest = max(measured, key=lambda check: check.nearness)

@@ -39,18 +39,18 @@ RULES = {  # update rules
     "sgd": "titan_like.optim.optimizer:sgd",
 }
 START = "titan_like.hugging_face.start:with_start"  # what `model.from` calls
-NAMED = {  # setting → this package's own objects, and the group of entry points that adds those of other packages
+NAMED = {  # setting → this package's own objects, and the group of entry points that adds other packages'
     "model.family": (FAMILIES, "titan_like.models"),
     "data.dataset": (DATASETS, "titan_like.datasets"),
     "optimizer.name": (RULES, "titan_like.optimizers"),
 }
 
 
-def names_of(key: str, own: bool = True) -> list[str]:
-    """The names that setting ``key`` may have: this package's if ``own``, then those that other packages add."""
+def names_of(key: str, with_built_in: bool = True) -> list[str]:
+    """The names that setting ``key`` may have: this package's if ``with_built_in``, then other packages'."""
     built_in, group = NAMED.get(key, ({}, ""))
     added = sorted(_installed(group, tuple(sys.path)).names - built_in.keys()) if group else []
-    return [*(built_in if own else ()), *added]
+    return [*(built_in if with_built_in else ()), *added]
 
 
 def find_entry(key: str, name: str) -> EntryPoint:
@@ -60,13 +60,13 @@ def find_entry(key: str, name: str) -> EntryPoint:
         ConfigError: nothing has this name, or several packages define it, this one included.
     """
     built_in, group = NAMED[key]
-    own = [EntryPoint(name, built_in[name], group)] if name in built_in else []
-    found = [*own, *_installed(group, tuple(sys.path)).select(name=name)]
-    if len(found) == 1:
-        return found[0]
-    places = " and ".join(sorted(entry.value for entry in found))
+    local = [EntryPoint(name, built_in[name], group)] if name in built_in else []
+    entries = [*local, *_installed(group, tuple(sys.path)).select(name=name)]
+    if len(entries) == 1:
+        return entries[0]
+    places = " and ".join(sorted(entry.value for entry in entries))
     problem = f"is defined by {places}; rename it in the entry points of all packages but one, or uninstall them"
-    require(not found, key, name, problem)
+    require(not entries, key, name, problem)
     raise ConfigError(key, name, unknown("name", name, names_of(key)))
 
 
@@ -89,7 +89,7 @@ def read_flavors(package: str) -> dict[str, dict[str, Any]]:
 
 
 def check_flavor(family: str, flavor: str, known: Iterable[str]) -> None:
-    """Refuse a flavor that the family does not have; ``known`` are those that it has."""
+    """Refuse a flavor that the family does not have; ``known`` are its flavors."""
     known = list(known)
     require(flavor in known, "model.flavor", flavor, unknown(f"flavor of {family}", flavor, known))
 
@@ -115,5 +115,5 @@ def wrong_names(settings: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 @lru_cache(maxsize=16)
 def _installed(group: str, _path: tuple[str, ...]) -> EntryPoints:
-    """The entry points of all packages on the path, of which each has a file to read."""
+    """The entry points of all packages on the path, each of which has a file to read."""
     return entry_points(group=group)

@@ -49,14 +49,14 @@ class RunError(RuntimeError):
 
 
 def all_of(errors: Sequence[ConfigError]) -> ConfigError:
-    """Several errors as one, with a line for each; its key is that of the first error."""
+    """Several errors as one, with a line for each and the key of the first error."""
     return _with_message(errors[0].key, NEXT_LINE.join(dict.fromkeys(map(str, errors))))
 
 
 def _with_message(key: str, message: str) -> ConfigError:
-    told = ConfigError(key, None, "")
-    told.args = (message,)
-    return told
+    error = ConfigError(key, None, "")
+    error.args = (message,)
+    return error
 
 
 def cure_of_writing(error: OSError, then: str = "or name another folder") -> str:
@@ -74,12 +74,12 @@ def first_line(error: BaseException) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
-def unknown(what: str, word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """The problem with a word that names nothing: the nearest that does, else ``otherwise`` or all that there are."""
+def unknown(kind: str, word: str, known: Iterable[str], otherwise: str = "") -> str:
+    """The problem with a word that names nothing, and the nearest name, else ``otherwise`` or all names."""
     lower = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.6)
-    cure = f"did you mean {lower[near[0]]}?" if near else otherwise or f"there are {', '.join(lower.values())}"
-    return f"unknown {what}; {cure}"
+    nearest = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.6)
+    cure = f"did you mean {lower[nearest[0]]}?" if nearest else otherwise or f"there are {', '.join(lower.values())}"
+    return f"unknown {kind}; {cure}"
 
 
 def problem_of(detail: Any) -> str:
@@ -97,17 +97,17 @@ def field_errors(
 
     ``table`` stands for the value in errors that are about no field alone.
     """
-    found: dict[str, ConfigError] = {}
+    errors: dict[str, ConfigError] = {}
     for detail in details:
         path, kind = [str(part) for part in detail["loc"] if not isinstance(part, int)], detail["type"]
         problem = problem_of(detail)
         if kind == "extra_forbidden":
-            same = (key_of(path[-1]) or "").rpartition(".")[2]  # of a model
-            problem = unknown("field", same if same in known else path[-1], known)
+            synonym = (key_of(path[-1]) or "").rpartition(".")[2]  # a model's field
+            problem = unknown("field", synonym if synonym in known else path[-1], known)
         key = name(".".join(path))
         value = table if not path else None if kind == "missing" else detail["input"]
-        found.setdefault(key, ConfigError(key, value, problem))
-    return list(found.values())
+        errors.setdefault(key, ConfigError(key, value, problem))
+    return list(errors.values())
 
 
 def boolean_of(text: str) -> str | None:
@@ -119,9 +119,9 @@ _BOOLEANS = dict.fromkeys(("true", "yes", "y", "on", "1"), "true")
 _BOOLEANS |= dict.fromkeys(("false", "no", "n", "off", "0"), "false")
 
 
-def shortened(text: str, most: int = _MOST_SHOWN) -> str:
+def shortened(text: str, limit: int = _MOST_SHOWN) -> str:
     """The text, cut off if it is too long to print."""
-    return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text):,} characters)"
 
 
 def printable(text: str) -> str:

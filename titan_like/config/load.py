@@ -43,7 +43,7 @@ def format_help(program: str, config_type: type[BaseModel]) -> str:
             shown = "none" if default is None else json.dumps(default)
             lines.append(f"  --{section}.{key}  {_type_name(option.annotation)}, default {shown}")
             meaning = option.description or ""
-            if added := names_of(f"{section}.{key}", own=False):
+            if added := names_of(f"{section}.{key}", with_built_in=False):
                 meaning += f" (installed here: {', '.join(added)})"
             lines += textwrap.wrap(meaning, 108, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
@@ -86,7 +86,7 @@ def edit(config: JobConfig, values: Mapping[str, Any]) -> JobConfig:
 
 
 _SECONDS_FOR_RANK_0 = 10
-_VERY_NEAR = 0.8  # similarity of two keys, of which one is a typo for the other, whatever other sections have
+_VERY_NEAR = 0.8  # similarity of two keys from which one is a typo for the other, whatever other sections have
 # Errors of files and disks that the user has to put right. Any other error is a bug, which shows its traceback.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PACKAGE = str(Path(__file__).parents[1])
@@ -119,8 +119,8 @@ def load_config(argv: list[str], stored: Mapping[str, Any] | None = None) -> Job
     try:
         config = JobConfig.model_validate(tree)
     except ValidationError as error:
-        known = {one.key for one in errors}
-        errors += [one for one in _validation_errors(error) if one.key not in known]
+        reported = {e.key for e in errors}
+        errors += [e for e in _validation_errors(error) if e.key not in reported]
     if errors:
         raise all_of([*errors, *wrong_names(tree)])
     return config if config.model.from_ is None else resolve_name(START)(config)
@@ -264,10 +264,10 @@ def _file_settings(path: Any) -> dict[str, Any]:
         return {}
     require(isinstance(path, str), "job.config_file", path, "must be the path of one TOML file")
     try:
-        found = expanded(path)
+        name = expanded(path)
     except ValueError as error:
         raise ConfigError("job.config_file", path, str(error)) from None
-    return read_toml(find_config(found))
+    return read_toml(find_config(name))
 
 
 def _parse_value(text: str) -> Any:
@@ -300,7 +300,7 @@ def _set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
 
 def _validation_errors(error: ValidationError) -> list[ConfigError]:
     """An error for each wrong key, which says what would be valid: the nearest key, or what this one means."""
-    found = []
+    errors = []
     for detail in error.errors(include_url=False):
         dotted = ".".join(str(part) for part in detail["loc"] if not isinstance(part, int))
         section, _, key = dotted.partition(".")
@@ -314,16 +314,16 @@ def _validation_errors(error: ValidationError) -> list[ConfigError]:
             problem = _unknown_key(dotted)
         elif any(cure_of(f"{dotted}.{name}") for name in value):
             keys = {f"{dotted}.{name}": item for name, item in value.items()}
-            found += [ConfigError(name, item, _unknown_key(name)) for name, item in keys.items()]
+            errors += [ConfigError(name, item, _unknown_key(name)) for name, item in keys.items()]
             continue
         else:
             value, problem = "[table]", unknown("section", dotted, JobConfig.model_fields)
-        found.append(ConfigError(dotted, value, problem))
-    return list({one.key: one for one in reversed(found)}.values())[::-1]
+        errors.append(ConfigError(dotted, value, problem))
+    return list({e.key: e for e in reversed(errors)}.values())[::-1]
 
 
 def _unknown_key(dotted: str) -> str:
-    """The problem with a key that there is not: other projects' name for it, one in another section, or the nearest."""
+    """The problem with a key that does not exist, and another project's key, one in another section, or the nearest."""
     if cure := cure_of(dotted):
         return f"unknown key; {cure}"
     keys = [f"{section}.{key}" for section in JobConfig.model_fields for key in _section_fields(section)]

@@ -24,8 +24,8 @@ _FILE_OF_COMMAND = re.compile(r"(?<![\w/.-])(?:python (?:scripts/)?|scripts/)(\w
 
 
 def as_installed(text: str) -> str:
-    """A text that names commands by their files (python scripts/plan.py), by their own names (titan-plan) instead if
-    this process runs one of those, as after pip install.
+    """A text that names commands by their files (python scripts/plan.py), with their installed names (titan-plan)
+    instead if this process runs such a command, as after pip install.
     """
     if not os.path.basename(sys.argv[0]).startswith("titan-"):
         return text
@@ -44,15 +44,15 @@ class OptionParser(argparse.ArgumentParser):
         if takes_settings:
             parts["epilog"] = "Any --section.key of the run can be given too; python train.py --help lists them."
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **parts)
-        about = "print the versions of titan_like and torch"  # which `run_command` does
-        self.add_argument("--version", action="store_true", default=argparse.SUPPRESS, help=about)
+        meaning = "print the versions of titan_like and torch"  # `run_command` does it
+        self.add_argument("--version", action="store_true", default=argparse.SUPPRESS, help=meaning)
         self._limits: dict[str, tuple[float, float]] = {}
         if takes_settings:
             self.add_path("--json", "also write the result to this file")
 
-    def add_path(self, name: str, about: str, metavar: str = "PATH", **parts: Any) -> None:
+    def add_path(self, name: str, meaning: str, metavar: str = "PATH", **parts: Any) -> None:
         """Add an option that names a path, in which ``~`` and environment variables are replaced, as in settings."""
-        self.add_argument(name, type=parts.pop("type", path_option), metavar=metavar, help=about, **parts)
+        self.add_argument(name, type=parts.pop("type", path_option), metavar=metavar, help=meaning, **parts)
 
     def add_number(
         self, name: str, kind: type[int] | type[float], *, least: float, most: float = 2**63 - 1, **parts: Any
@@ -62,15 +62,15 @@ class OptionParser(argparse.ArgumentParser):
         self._limits[name.removeprefix("--")] = least, most
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's, then check numbers and the files to write."""
-        options, rest = super().parse_known_args(args, namespace)
+        """Parse as argparse does, then check numbers and the files to write."""
+        options, remaining = super().parse_known_args(args, namespace)
         for name, (least, most) in self._limits.items():
             value = getattr(options, name)
             require(value is None or value >= least, f"--{name}", value, f"must be at least {least:,.12g}")
             require(value is None or value <= most, f"--{name}", value, f"must be at most {most:,.12g}")
         for name in _OUTPUTS:
             check_output_file(f"--{name}", getattr(options, name, None))
-        return options, rest
+        return options, remaining
 
     def format_help(self) -> str:
         """The help, with the names of commands as they are installed here."""

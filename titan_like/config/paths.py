@@ -32,7 +32,7 @@ def expanded(text: str, takes_urls: bool = False) -> str:
             raise ValueError(f"has ${{{braced}}}, which names no environment variable; write the path out")
         if name not in os.environ:
             raise ValueError(f"names the environment variable {name}, which is not set; set it or write the path out")
-    path = os.path.expanduser(_VARIABLE.sub(lambda found: os.environ[found[1] or found[2]], text))
+    path = os.path.expanduser(_VARIABLE.sub(lambda match: os.environ[match[1] or match[2]], text))
     if not path.strip():
         raise ValueError("is empty; name a path")
     if is_url(path):
@@ -72,8 +72,8 @@ def find_config(path: str) -> str:
     if os.path.isfile(f"{path}.toml"):
         return f"{path}.toml"
     shipped = {file.stem: str(file) for file in SHIPPED.glob("*.toml")}
-    if name not in shipped and (near := difflib.get_close_matches(name, shipped)):
-        problem = f"no such file; give the path of a TOML file, or a shipped one's name, such as {', '.join(near)}"
+    if name not in shipped and (similar := difflib.get_close_matches(name, shipped)):
+        problem = f"no such file; give the path of a TOML file, or a shipped one's name, such as {', '.join(similar)}"
         raise ConfigError("job.config_file", path, problem)
     return shipped.get(name, path)
 
@@ -92,7 +92,7 @@ def read_toml(path: str, key: str = "job.config_file") -> dict[str, Any]:
         return tomli.loads(text)
     except UnicodeDecodeError as error:
         problem = f"byte {error.start} is not valid UTF-8; save the file as UTF-8"
-    except ValueError as error:  # TOMLDecodeError, or of Python, for example for a date that does not exist
+    except ValueError as error:  # TOMLDecodeError, or Python's, for example for a date that does not exist
         problem = f"not valid TOML ({error}); {_cure(text, str(error))}"
     raise ConfigError(key, path, problem)
 

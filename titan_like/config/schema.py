@@ -61,7 +61,7 @@ class Model(Section):
 
 
 class TokenOptions(NamedTuple):
-    """What else than the tokenizer decides the tokens that a text becomes; the fields of `[data]` of the same names."""
+    """What besides the tokenizer decides the tokens of a text; the fields of `[data]` of the same names."""
 
     bos: str = "auto"
     eod_token: str = ""
@@ -130,7 +130,7 @@ class Data(Section):
 
     @property
     def token_options(self) -> TokenOptions:
-        """What else than the tokenizer decides the tokens that a text becomes."""
+        """What besides the tokenizer decides the tokens of a text."""
         return TokenOptions(self.bos, self.eod_token, self.split_special_tokens)
 
     @property
@@ -358,7 +358,7 @@ class Cluster(Section):
     profile: OptionalPath = option(
         None,
         "stack profile for predictions: a shipped one's name, or a TOML file that scripts/plan.py microbenchmark or "
-        "calibrate wrote (default: that of the GPU)",
+        "calibrate wrote (default: the GPU's)",
     )
 
 

@@ -1,4 +1,4 @@
-"""What the sections of the configuration are made of: their base class, limits, and types of texts, paths and lists."""
+"""Building blocks of the configuration's sections: their base class, limits, and types of texts, paths and lists."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ OptionalPath = Annotated[str | None, AfterValidator(lambda path: None if path is
 OptionalUrl = Annotated[str | None, AfterValidator(lambda path: None if path is None else expanded(path, True))]
 TextList = Annotated[list[str], BeforeValidator(_as_list)]
 if TYPE_CHECKING:
-    PathList = list[Any]  # paths alone, once `shares_of` has told weights from paths
+    PathList = list[Any]  # paths alone, once `shares_of` has separated the weights
 else:
     PathList = Annotated[list[str | float], BeforeValidator(_as_paths)]
 StepList = Annotated[list[StepNumber], BeforeValidator(_as_list)]
@@ -65,7 +65,7 @@ RankList = Annotated[list[Annotated[int, Field(ge=0, lt=2**20)]], BeforeValidato
 
 
 def option(default: T, description: str, **limits: Any) -> T:
-    """A setting: its default, and its meaning with units; ``limits`` are those of `pydantic.Field`."""
+    """A setting: its default, and its meaning with units; ``limits`` go to `pydantic.Field`."""
     return Field(default, description=description, **limits)
 
 

@@ -33,7 +33,7 @@ class RemotePath(PosixPath):
 
     @contextmanager
     def storage(self) -> Iterator[tuple[Any, str]]:
-        """fsspec's file system and the path in it, for calls whose errors become those of this class."""
+        """fsspec's file system and the path in it, for calls whose errors become the ones of this class."""
         from fsspec.core import url_to_fs
 
         try:
@@ -46,9 +46,9 @@ class RemotePath(PosixPath):
     def stat(self, **_: Any) -> os.stat_result:
         """Whether this is a file or a folder, and its size in bytes."""
         with self.storage() as (system, path):
-            about = system.info(path)
-        kind = stat.S_IFDIR if about["type"] == "directory" else stat.S_IFREG
-        return os.stat_result((kind, 0, 0, 0, 0, 0, about["size"] or 0, 0, 0, 0))
+            info = system.info(path)
+        kind = stat.S_IFDIR if info["type"] == "directory" else stat.S_IFREG
+        return os.stat_result((kind, 0, 0, 0, 0, 0, info["size"] or 0, 0, 0, 0))
 
     def exists(self, **_: Any) -> bool:
         """Whether there is a file, or a folder with something in it."""
@@ -77,9 +77,9 @@ class RemotePath(PosixPath):
 
     def open(self, mode: str = "rb", *_: Any, **__: Any) -> IO[Any]:  # type: ignore[override]
         """A file of bytes. Reading takes one request each time, except for the first 64 KiB, which are kept."""
-        kept = {"cache_type": "first", "block_size": 2**16} if mode == "rb" else {}
+        cache = {"cache_type": "first", "block_size": 2**16} if mode == "rb" else {}
         with self.storage() as (system, path):
-            return system.open(path, mode, **kept)
+            return system.open(path, mode, **cache)
 
     def read_bytes(self) -> bytes:
         """The content of a file."""
@@ -93,7 +93,7 @@ class RemotePath(PosixPath):
         return len(data)
 
     def mkdir(self, *_: Any, **__: Any) -> None:
-        """Nothing: a folder is there once something is in it."""
+        """Do nothing: a folder exists once something is in it."""
 
     def rename(self, target: RemotePath) -> RemotePath:  # type: ignore[override]
         """Copy a file, then remove it."""

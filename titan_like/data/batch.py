@@ -1,6 +1,6 @@
 """A batch: named fields, from a dataset's samples to the keyword arguments of the model's forward pass.
 
-On this way a field is known by its shape alone: samples are stacked, batches are copied to a device, and context
+On the way, only the shape of a field matters: samples are stacked, batches are copied to a device, and context
 parallelism shards what has a dimension of positions. So a new field is a line in `Batch`, set by a dataset or an
 objective, and an argument of the ``forward`` that reads it. A package of its own adds one with a NamedTuple that has
 the fields of `Batch` and more.
@@ -21,8 +21,8 @@ from titan_like.models.layers.key_ranges import KeyRanges
 
 
 class Batch(NamedTuple):
-    """Samples with what goes with them. Tensors are [batch, seq] if nothing else is said; a sample's have no batch
-    dimension. None where nobody needs the field.
+    """Samples with their fields. Tensors are [batch, seq] unless stated otherwise, and have no batch dimension in a
+    single sample. A field that nothing needs is None.
     """
 
     tokens: torch.Tensor  # int64
@@ -40,7 +40,7 @@ class Batch(NamedTuple):
 
 
 _LABELS_OF = {"tokens": "labels", "mtp": "next_labels", "pair": "sample_labels", "choice": "sample_labels"}
-"""Of each of a model's heads."""
+"""The field with the labels of each head."""
 
 B = TypeVar("B", bound=Batch)
 
@@ -94,8 +94,8 @@ def without_labels(sample: B) -> B:
 
 def num_labels(batch: Batch, heads: Sequence[str]) -> torch.Tensor:
     """How many labels each of a model's heads has in a batch: int64 [heads]."""
-    each = [getattr(batch, _LABELS_OF[head]) for head in heads]
-    return torch.stack([(labels != IGNORED_LABEL).sum() for labels in each if labels is not None])
+    labels_of_heads = [getattr(batch, _LABELS_OF[head]) for head in heads]
+    return torch.stack([(labels != IGNORED_LABEL).sum() for labels in labels_of_heads if labels is not None])
 
 
 def count_tokens(batch: Batch) -> torch.Tensor:

@@ -17,8 +17,8 @@ def check_rampup(training: Training) -> None:
         return
     is_triple = len(rampup) == 3 and min(rampup) > 0
     require(is_triple, key, rampup, "must be three positive integers [start, increment, samples]")
-    increments, rest = divmod(size - rampup[0], rampup[1])
-    fits = increments >= 0 and rest == 0
+    increments, remainder = divmod(size - rampup[0], rampup[1])
+    fits = increments >= 0 and remainder == 0
     require(fits, key, rampup, f"start plus whole increments must reach global_batch_size ({size})")
 
 
@@ -33,7 +33,7 @@ def check_length(training: Training) -> None:
 
 
 def in_samples(training: Training, epoch: int) -> Training:
-    """Settings whose ``samples``, at least one, are those of ``epochs``, if an ``epoch`` has that many (0: unknown).
+    """Settings with ``samples``, at least one, in place of ``epochs``, given the samples of an ``epoch`` (0: unknown).
 
     The run takes as many steps as hold all of them, as with Hugging Face's Trainer: the next epoch's first samples fill
     up the last batch.
@@ -80,12 +80,12 @@ def _walk(training: Training, consumed: int, steps: int | None, samples: int | N
     """(steps, samples) from ``consumed`` on: ``steps``, or the whole batches that ``samples`` fill (epochs: begin)."""
     total_steps = total_samples = 0
     for size, length in _rampup(training, consumed):
-        left = (samples or 0) - total_samples
-        whole = left // size if training.epochs is None else -(-left // size)
-        wanted = whole if steps is None else steps - total_steps
-        taken = wanted if length is None else min(wanted, length)
+        remaining = (samples or 0) - total_samples
+        num_batches = remaining // size if training.epochs is None else -(-remaining // size)
+        needed = num_batches if steps is None else steps - total_steps
+        taken = needed if length is None else min(needed, length)
         total_steps, total_samples = total_steps + taken, total_samples + taken * size
-        if taken == wanted:
+        if taken == needed:
             break
     return total_steps, total_samples
 
@@ -105,5 +105,5 @@ def total_steps(training: Training, step: int = 0, consumed: int = 0) -> int:
 
 def total_samples(training: Training, step: int = 0, consumed: int = 0) -> int:
     """Number of samples in the whole run, given as in `total_steps`."""
-    left = max(0, total_steps(training, step, consumed) - step)
-    return consumed + _walk(training, consumed, left, None)[1]
+    remaining = max(0, total_steps(training, step, consumed) - step)
+    return consumed + _walk(training, consumed, remaining, None)[1]

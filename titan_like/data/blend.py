@@ -44,7 +44,7 @@ def shares_of(paths: Sequence[str | float]) -> list[Share]:
 
 
 class Blend:
-    """An endless mixture of sources in fixed proportions, of which any sample is computed in constant time and memory.
+    """An endless mixture of sources in fixed proportions. Any sample is computed in constant time and memory.
 
     Weights are rounded to multiples of 1 / (4096 · 4096). Each block of 4096 samples gives a source the floor or the
     ceiling of its share: block k rounds the sources' cumulative shares down after adding u(k), which takes each
@@ -62,7 +62,7 @@ class Blend:
         Raises a `ValueError` if a weight is so small that its source would never be drawn.
         """
         self.num_readers, self._seed = num_readers, seed
-        self._slots = -(-BLOCK // self.num_readers)  # of a reader in a block
+        self._slots = -(-BLOCK // self.num_readers)  # per reader and block
         total = self._slots * self.num_readers * PERIOD
         self.shares = apportion(weights, total)
         if min(self.shares) == 0:
@@ -97,17 +97,17 @@ class Blend:
         return counts
 
     def _block(self, reader: int, block: int) -> list[tuple[int, int]]:
-        last, found = self._enumerated.get(reader, (-1, []))
+        last, samples = self._enumerated.get(reader, (-1, []))
         if last != block:
             offset, order = reversed_digits(block % PERIOD), self._order(block, reader)
             ends = [(end + offset) // PERIOD for end in self._ends]  # places at which the sources begin and end
-            taken, found = self._before(reader, block), []
+            taken, samples = self._before(reader, block), []
             for slot in range(self._slots):
                 source = bisect_right(ends, reader + self.num_readers * order(slot)) - 1
-                found.append((source, taken[source]))
+                samples.append((source, taken[source]))
                 taken[source] += 1
-            self._enumerated[reader] = block, found
-        return found
+            self._enumerated[reader] = block, samples
+        return samples
 
     def _order(self, block: int, reader: int) -> Permutation:
         return epoch_order(self._slots, "blend", self._seed, block, reader)
@@ -148,14 +148,14 @@ def count_reversed(k: int, least: int) -> int:
 
     They agree with k in its first digits, have a smaller one next, and any digits after that.
     """
-    found, free, base = 0, 256, 0  # combinations of the digits after; what the first digits are worth, reversed
+    count, free, base = 0, 256, 0  # combinations of the later digits; value of the first digits, reversed
     for digit, worth in ((k >> 8, 1), (k >> 4 & 15, 16), (k & 15, 256)):
         # In steps of `worth`: the next digit d and the free ones f make base + (16 · f + d) · worth.
-        wanted = max(0, -((base - least) // worth))
-        full, edge = divmod(wanted, 16)  # f above `full` are enough, and f = `full` with d of at least `edge`
-        found += digit * max(0, free - 1 - full) + (max(0, digit - edge) if full < free else 0)
+        needed = max(0, -((base - least) // worth))
+        full, edge = divmod(needed, 16)  # f above `full` are enough, and f = `full` with d of at least `edge`
+        count += digit * max(0, free - 1 - full) + (max(0, digit - edge) if full < free else 0)
         free, base = free // 16, base + digit * worth
-    return found
+    return count
 
 
 class BlendedSource(Source):
@@ -215,14 +215,14 @@ class BlendedSource(Source):
 
     def drawn(self, num_samples: int) -> dict[str, float]:
         """Samples and epochs of each source after ``num_samples``, by ``samples/NAME`` and ``epochs/NAME``."""
-        each, more = divmod(num_samples, self.blend.num_readers)
-        counts = [self.blend.counts(each + (reader < more), reader) for reader in range(self.blend.num_readers)]
-        found: dict[str, float] = {}
+        share, extra = divmod(num_samples, self.blend.num_readers)
+        counts = [self.blend.counts(share + (reader < extra), reader) for reader in range(self.blend.num_readers)]
+        figures: dict[str, float] = {}
         for name, source, count in zip(self.names, self.sources, map(sum, zip(*counts, strict=True)), strict=True):
-            found[f"samples/{name}"] = count
+            figures[f"samples/{name}"] = count
             if len(source) != UNKNOWN_LENGTH:
-                found[f"epochs/{name}"] = count / len(source)
-        return found
+                figures[f"epochs/{name}"] = count / len(source)
+        return figures
 
     def described(self, micro_batch_size: int, num_ranks: int) -> str | None:
         """The line of each source that has one, once if they are the same."""
@@ -235,8 +235,8 @@ class BlendedSource(Source):
             counts = self.blend.counts(num_samples)
             return any(count > len(source) for count, source in zip(counts, self.sources, strict=True))
 
-        most = sum(map(len, self.sources)) + 1
+        limit = sum(map(len, self.sources)) + 1
         start = BLOCK * (
-            bisect_left(range(0, most, BLOCK), True, key=repeats) - 1
-        )  # of the block that first repeats one
+            bisect_left(range(0, limit, BLOCK), True, key=repeats) - 1
+        )  # where the block begins that first repeats one
         return start + bisect_left(range(start + 1, start + BLOCK), True, key=repeats)

@@ -1,12 +1,12 @@
-"""Conversations as tokens, of which those of the answers are marked: a model learns to write them.
+"""Tokenizes conversations, and marks the tokens of the answers, which a model learns to write.
 
 `titan_like.data.chat_records` has the forms of a record. A chat template writes every one of them. Without a template,
-a prompt and its answer become the tokens of the one text that they are together, and the end-of-document token.
+a prompt and its answer are tokenized as one text, which the end-of-document token follows.
 
 transformers renders templates, in its sandbox. If a template marks what the assistant says by ``{% generation %}``,
-that is the answers. Otherwise an answer is what the template writes for a message of the assistant, calls of tools
-included, after the prompt that it would give the model at this place, without the white space after a special token,
-such as <|im_end|>, that ends it.
+the marked parts are the answers. Otherwise an answer is what the template writes for a message of the assistant, tool
+calls included, after the generation prompt, without the white space after a special token that ends it, such as
+<|im_end|>.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from titan_like.data.special_tokens import TOKENIZER_FILE
 from titan_like.data.tokenizer import Tokenizer, build_tokenizer, is_on_hub, tokenizer_files
 
 _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Some templates write today's date. A run's data must not depend on the day, so they get that which Llama 3.1's has.
+# Some templates write today's date. A run's data must not depend on the day, so they get Llama 3.1's.
 _FIXED_DATE = "{%- macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
 
 
@@ -45,7 +45,7 @@ def read_template(spec: str) -> Any:
         from transformers import PreTrainedTokenizerFast
 
         tokenizer = PreTrainedTokenizerFast.from_pretrained(spec if file is None else str(file.parent))
-    except Exception as error:  # of whatever is in the folder
+    except Exception as error:  # the folder may hold anything
         problem = f"transformers cannot read its folder ({first_line(error)}); install titan_like[hf], or name another"
         raise ConfigError("data.tokenizer", spec, problem) from None
     return tokenizer if tokenizer.chat_template else None
@@ -58,7 +58,7 @@ class Chat:
         self.tokenizer, self.template = tokenizer or build_tokenizer(spec), read_template(spec)
 
     def encode(self, record: Any) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of a record and whether each is of an answer: int64 and bool [tokens].
+        """The tokens of a record and whether each belongs to an answer: int64 and bool [tokens].
 
         Raises a `BadRecord` if it is no conversation, has no answer, or the template does not fit it.
         """
@@ -77,14 +77,14 @@ class Chat:
         return tokens, is_answer
 
     def _by_texts(self, prompt: str, answer: str) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of a prompt with its answer and whether they are of the answer: int64 and bool [tokens]."""
+        """Tokens of a prompt with its answer and whether each belongs to the answer: int64 and bool [tokens]."""
         tokens, _, ends = self.tokenizer.encode_with_places(prompt + answer)
         first, end = self.tokenizer.first_ids, self.tokenizer.eod_id
         is_answer = np.array([*[False] * len(first), *(ends > len(prompt)), True])
         return np.array([*first, *tokens, end], dtype=np.int64), is_answer
 
     def _by_template(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of a conversation and whether they are of an answer: int64 and bool [tokens]."""
+        """Tokens of a conversation and whether each belongs to an answer: int64 and bool [tokens]."""
         messages, num_given, tools = conversation.messages, conversation.num_given, conversation.tools
         is_learned = [n >= num_given and message["role"] == "assistant" for n, message in enumerate(messages)]
         if not any(is_learned):
@@ -94,53 +94,53 @@ class Chat:
         try:
             text = self.template.get_chat_template(tools=tools)
             text = _FIXED_DATE + text if "strftime_now" in text else text
-            known: Any = {"tools": tools, "chat_template": text, **self.template.special_tokens_map}
-            write: Callable[..., Any] = partial(render_jinja_template, **known)
+            arguments: Any = {"tools": tools, "chat_template": text, **self.template.special_tokens_map}
+            write: Callable[..., Any] = partial(render_jinja_template, **arguments)
             spans, prompts, throughs = list[tuple[int, int]](), list[str](), list[str]()
             if _MARKS_ANSWERS.search(text):
-                wanted = [messages, messages[:num_given]] if num_given else [messages]
-                (whole, *_), (marked, *given) = write(wanted, return_assistant_tokens_mask=True)
-                spans = marked[sum(map(len, given)) :]
+                conversations = [messages, messages[:num_given]] if num_given else [messages]
+                (rendered, *_), (marked, *given_spans) = write(conversations, return_assistant_tokens_mask=True)
+                spans = marked[sum(map(len, given_spans)) :]
             else:
                 answers = np.flatnonzero(is_learned).tolist()
-                (whole, *throughs), _ = write([messages, *(messages[: number + 1] for number in answers)])
+                (rendered, *throughs), _ = write([messages, *(messages[: number + 1] for number in answers)])
                 prompts = [_prompt(write, messages[:number], throughs[0]) for number in answers]
         except Exception as error:  # a template may raise anything
             raise BadRecord(f"the chat template refuses the record ({first_line(error)})") from None
-        if any(str(m["content"]) in whole for m in messages if m.get("content") and isinstance(m["content"], list)):
+        if any(str(m["content"]) in rendered for m in messages if m.get("content") and isinstance(m["content"], list)):
             raise BadRecord('the chat template takes no "content" that is a list of parts')
-        tokens, begins, ends = self.tokenizer.encode_with_places(whole, parses_special=True)
+        tokens, begins, ends = self.tokenizer.encode_with_places(rendered, parses_special=True)
         is_special = np.isin(tokens, list(self.tokenizer.special_ids))
-        for number in np.flatnonzero(is_special):  # which may take in the white space of the message before
-            written = whole[begins[number] : ends[number]]
+        for number in np.flatnonzero(is_special):  # it may take in the white space of the previous message
+            written = rendered[begins[number] : ends[number]]
             begins[number] += len(written) - len(written.lstrip())
         can_follow = is_special & (tokens != self.template.bos_token_id)
-        cut = partial(_without_end, whole, begins, ends, is_special, can_follow)
+        cut = partial(_without_end, rendered, begins, ends, is_special, can_follow)
         for prompt, through in zip(map(cut, prompts), map(cut, throughs), strict=True):
-            if not whole.startswith(prompt) or not whole.startswith(through):
+            if not rendered.startswith(prompt) or not rendered.startswith(through):
                 problem = "the chat template writes the beginning of the conversation in another way once more follows"
-                if whole.startswith(through):
+                if rendered.startswith(through):
                     problem = "an answer does not begin with what the chat template gives the model to begin it"
                 cure = "mark them in the template by {% generation %}"
                 raise BadRecord(f"{problem}, so answers cannot be found; {cure}")
-            own = is_special & (begins >= len(prompt)) & (ends <= len(through))
-            last = ends[own].max(initial=len(prompt))
-            is_ended = own.any() and not whole[last : len(through)].strip()
+            in_answer = is_special & (begins >= len(prompt)) & (ends <= len(through))
+            last = ends[in_answer].max(initial=len(prompt))
+            is_ended = in_answer.any() and not rendered[last : len(through)].strip()
             spans.append((len(prompt), last if is_ended else len(through)))
         is_answer = np.zeros(len(tokens), dtype=bool)
         for begin, end in spans:
-            # A token across a border is the answer's, unless it is a header's that takes in the white space after it.
+            # A token across a border belongs to the answer, unless it is a header's that takes in white space after it.
             is_answer |= (ends > begin) & (begins < end) & ~(is_special & (begins < begin))
         return tokens, is_answer
 
 
 def _prompt(write: Callable[..., Any], messages: list[dict[str, Any]], through: str) -> str:
-    """The prompt for an answer after these messages. Many templates cannot write one without messages, before the
-    answer that ends ``through``. Then it ends with what they add to another prompt.
+    """The prompt for an answer after these messages. Many templates cannot write one without messages. Then the prompt
+    is the beginning of ``through``, which the answer ends, up to and with what they add to another prompt.
     """
     if not messages:
-        other = [{"role": "user", "content": "a"}]
-        (written,), (asked,) = (write([other], add_generation_prompt=asks)[0] for asks in (False, True))
+        example = [{"role": "user", "content": "a"}]
+        (written,), (asked,) = (write([example], add_generation_prompt=asks)[0] for asks in (False, True))
         shared = len(os.path.commonprefix((asked, written)))  # noqa: RUF071 (no paths)
         before, header, _ = through.partition(asked[shared:] or through)
         if header not in ("", through):
@@ -150,23 +150,23 @@ def _prompt(write: Callable[..., Any], messages: list[dict[str, Any]], through: 
 
 
 def _without_end(
-    whole: str, begins: np.ndarray, ends: np.ndarray, is_special: np.ndarray, can_end: np.ndarray, text: str
+    rendered: str, begins: np.ndarray, ends: np.ndarray, is_special: np.ndarray, can_end: np.ndarray, text: str
 ) -> str:
-    """A ``text`` of the first messages without what the template writes at the end of every text, but not where more
-    follows: special tokens and white space, which end the whole text too.
+    """The ``text`` of the first messages without the special tokens and white space that the template writes at the end
+    of every conversation, the ``rendered`` one too, but not where more messages follow.
 
     If another token ends a message where more follows, as in gpt-oss, the text ends with that. It is known by another
     special token, with which the next message begins, right after it.
     """
-    if whole.startswith(text):
+    if rendered.startswith(text):
         return text
-    is_blank = np.array([not whole[begin:end].strip() for begin, end in zip(begins, ends, strict=True)])
+    is_blank = np.array([not rendered[begin:end].strip() for begin, end in zip(begins, ends, strict=True)])
     last, first = begins[is_special].max(initial=0), ends[~(is_special | is_blank)].max(initial=0)
-    bodies = (text.removesuffix(whole[at:]) for at in range(last, first - 1, -1))
-    body = next(filter(whole.startswith, bodies), text)
+    bodies = (text.removesuffix(rendered[at:]) for at in range(last, first - 1, -1))
+    body = next(filter(rendered.startswith, bodies), text)
     before, after = (np.flatnonzero(~is_blank & side) for side in (ends <= len(body), begins >= len(body)))
     ends_otherwise = len(after) > 1 and can_end[after[0]] and is_special[after[1]] and not is_special[before[-1:]].any()
-    return whole[: ends[after[0]]] if ends_otherwise and whole.startswith(body) else body
+    return rendered[: ends[after[0]]] if ends_otherwise and rendered.startswith(body) else body
 
 
 @lru_cache(maxsize=1)

@@ -3,7 +3,7 @@
 | keys | values |
 |---|---|
 | ``messages`` or ``conversations`` | messages with ``role`` and ``content``, or ``from`` and ``value`` (ShareGPT) |
-| ``prompt`` and ``completion`` | lists of messages (TRL), of which those of the prompt are not learned |
+| ``prompt`` and ``completion`` | lists of messages (TRL); the messages of the prompt are not learned |
 | ``prompt`` and ``answer`` or ``completion`` | two texts |
 
 ``tools`` is a list for the template, and ``system`` the text of a first message. Lists may be given as JSON text.
@@ -49,8 +49,8 @@ def read_conversation(record: Any) -> Conversation:
     match record:
         case {"messages": messages} | {"conversations": messages}:
             pass
-        case {"prompt": [*given], "completion": [*answers]}:
-            messages, num_given = [*given, *answers], len(given)
+        case {"prompt": [*prompt_messages], "completion": [*answers]}:
+            messages, num_given = [*prompt_messages, *answers], len(prompt_messages)
         case {"prompt": str(prompt), "answer": str(answer)} | {"prompt": str(prompt), "completion": str(answer)}:
             messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
             texts = prompt, answer

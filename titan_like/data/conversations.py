@@ -1,6 +1,6 @@
 """Conversations for fine-tuning, whole and packed into samples: `data.dataset` "conversations".
 
-The conversations of a run are tokenized once (see `titan_like.data.chat`). Best-fit decreasing packs those of a split
+The conversations of a run are tokenized once (see `titan_like.data.chat`). Best-fit decreasing packs a split's
 into samples: each, the longest first, goes to the fullest sample that has room for it. An epoch is all samples in an
 order that depends on the seed. A sample says where each token's conversation begins, so that attention and positions
 stay within it. Only the tokens of answers are labels. A conversation longer than a sample is cut at its end.
@@ -31,14 +31,14 @@ class ConversationSource(Source):
         """
         super().__init__(request)
         section, size = request.section, request.seq_len
-        wanted = split_range(split_weights(section.split), request.split)
+        split = split_range(split_weights(section.split), request.split)
         self._eod_id = tokenizer_of(section, request.vocab_size).eod_id
         self._stored = open_corpus(section, request.cache_folder)
         self._lengths = self._stored.lengths[::2]
-        own = [number for number in range(len(self._lengths)) if number * BY_RECORD % WHOLE in wanted]
-        long = {number for number in own if self._lengths[number] > size + 1}
-        self._kept = [n for n in own if n not in long or self._read(n)[1][1:].any()]
-        self._num_long, self._num_left_out = len(long), len(own) - len(self._kept)
+        in_split = [number for number in range(len(self._lengths)) if number * BY_RECORD % WHOLE in split]
+        long = {number for number in in_split if self._lengths[number] > size + 1}
+        self._kept = [n for n in in_split if n not in long or self._read(n)[1][1:].any()]
+        self._num_long, self._num_left_out = len(long), len(in_split) - len(self._kept)
         self._packs = pack([min(int(self._lengths[number]) - 1, size) for number in self._kept], size)
         # The first samples have the longest conversations, and validation may look at the first ones alone.
         self._packs.sort(key=lambda inside: min(self._kept[number] for number in inside) * BY_RECORD % WHOLE)
@@ -51,16 +51,16 @@ class ConversationSource(Source):
         size, at = self.request.seq_len, 0
         tokens, labels, starts = (torch.full((size,), value) for value in (self._eod_id, IGNORED_LABEL, 0))
         for number in self._packs[position]:
-            whole, is_answer = self._read(self._kept[number])
-            end = at + len(whole) - 1
-            tokens[at:end] = whole[:-1]
-            labels[at:end] = torch.where(is_answer, whole, IGNORED_LABEL)[1:]
+            conversation, is_answer = self._read(self._kept[number])
+            end = at + len(conversation) - 1
+            tokens[at:end] = conversation[:-1]
+            labels[at:end] = torch.where(is_answer, conversation, IGNORED_LABEL)[1:]
             starts[at:end], at = at, end
         starts[at:] = at  # what fills the sample up is a document of its own, so that no token sees it
         return Batch(tokens, labels, document_starts=starts, padding_mask=torch.arange(size) >= at)
 
     def _read(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a sample takes of a conversation: its tokens, int64, and whether each is an answer's."""
+        """The part of a conversation that fits a sample: its tokens, int64, and whether each is an answer's."""
         tokens, borders = self._stored[2 * number][: self.request.seq_len + 1], self._stored[2 * number + 1]
         is_answer = np.searchsorted(borders, np.arange(len(tokens)), side="right") % 2 == 1
         return torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(is_answer)
@@ -72,8 +72,8 @@ class ConversationSource(Source):
 
     def described(self, micro_batch_size: int, num_ranks: int) -> str:
         """Numbers of conversations and tokens."""
-        read = list(map(self._read, self._kept))
-        tokens, answers = sum(len(one) for one, _ in read), sum(int(is_answer[1:].sum()) for _, is_answer in read)
+        pairs = list(map(self._read, self._kept))
+        tokens, answers = sum(len(ids) for ids, _ in pairs), sum(int(is_answer[1:].sum()) for _, is_answer in pairs)
         line = f"{len(self._kept):,} conversations in {len(self):,} samples | {tokens:,} tokens, {answers:,} of answers"
         if self._num_long:
             line += f" | {self._num_long:,} longer than training.seq_len were cut"
@@ -87,14 +87,14 @@ def pack(lengths: list[int], size: int) -> list[list[int]]:
     Among equal items the first comes first, and so does the first of equally full bins.
     """
     bins: list[list[int]] = []
-    left: list[tuple[int, int]] = []  # room in a bin, and its number; sorted
+    open_bins: list[tuple[int, int]] = []  # room in a bin, and its number; sorted
     for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
-        at = bisect_left(left, (lengths[number], 0))
-        if at == len(left):
+        at = bisect_left(open_bins, (lengths[number], 0))
+        if at == len(open_bins):
             bins.append([])
-            left.append((size, len(bins) - 1))
-        room, chosen = left.pop(at)
+            open_bins.append((size, len(bins) - 1))
+        room, chosen = open_bins.pop(at)
         bins[chosen].append(number)
         if room > lengths[number]:
-            insort(left, (room - lengths[number], chosen))
+            insort(open_bins, (room - lengths[number], chosen))
     return bins

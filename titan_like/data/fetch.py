@@ -1,4 +1,4 @@
-"""Copies on this machine of files on object storage."""
+"""Local copies of files on object storage."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _SMALL = ("*.json", "*.txt", "*.jinja", "additional_chat_templates/*.jinja")
 
 
 def local_paths(paths: Sequence[str], cache: Path) -> list[str]:
-    """The paths of `data.paths`, with those of copies in ``cache`` instead of URLs and patterns of them.
+    """The paths of `data.paths`, with local copies in ``cache`` in place of URLs and their patterns.
 
     Raises a `ConfigError` if a URL means no file, or cannot be read.
     """
-    found: list[str] = []
+    local: list[str] = []
     for name in paths:
         prefix = name.removesuffix(".idx").removesuffix(".bin")  # either file of an indexed dataset means both
-        both = [f"{prefix}.idx", f"{prefix}.bin"] if prefix != name or glob.escape(name) == name else []
-        found += map(str, fetch([name, *both], "data.paths", cache)) if is_url(name) else [name]
-    return found
+        pair = [f"{prefix}.idx", f"{prefix}.bin"] if prefix != name or glob.escape(name) == name else []
+        local += map(str, fetch([name, *pair], "data.paths", cache)) if is_url(name) else [name]
+    return local
 
 
 def with_small_files(folder: Path) -> Path:
@@ -51,24 +51,24 @@ def fetch(patterns: Sequence[str], key: str, cache: Path | None = None) -> list[
     Raises a `ConfigError` about the setting ``key`` if the storage cannot be read, or a file changes meanwhile.
     """
     url = RemotePath(patterns[0])
-    users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan_like" / "data_cache"
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan_like" / "data_cache"
     try:
         with url.storage() as (system, _):
             named, files = _listed(system, patterns)
             version = hashlib.sha256(repr(files).encode()).hexdigest()[:16]
-            folder = (cache or users) / f"{version}{_ENDING}" / url.parts[0][:-1]
+            folder = (cache or user_cache) / f"{version}{_ENDING}" / url.parts[0][:-1]
             folder.mkdir(parents=True, exist_ok=True)
             copies = {name: folder / name.lstrip("/") for name in files}
             with FileLock(f"{folder}.lock"):
                 missing = [name for name, path in copies.items() if not path.is_file()]
                 for start in range(0, len(missing), _TOGETHER):
                     size = sum(files[name][0] for name in missing[start:])
-                    about = f"fetching {url}: {len(missing) - start:,} files are left, {size / 1e6:,.0f} MB"
+                    message = f"fetching {url}: {len(missing) - start:,} files are left, {size / 1e6:,.0f} MB"
                     if size > 1e7:
-                        print(about, file=sys.stderr, flush=True)
-                    some = missing[start : start + _TOGETHER]
-                    system.get(some, [f"{copies[name]}{_PART}" for name in some])
-                    for name in some:
+                        print(message, file=sys.stderr, flush=True)
+                    batch = missing[start : start + _TOGETHER]
+                    system.get(batch, [f"{copies[name]}{_PART}" for name in batch])
+                    for name in batch:
                         os.replace(f"{copies[name]}{_PART}", copies[name])
                 is_same = not missing or _listed(system, patterns)[1] == files
                 if not is_same:
@@ -82,26 +82,26 @@ def fetch(patterns: Sequence[str], key: str, cache: Path | None = None) -> list[
 
 
 def source_name(path: Path) -> str:
-    """What a file is called wherever its copy is: without the cache's folder. The path itself if it is no copy."""
+    """A file's name without the cache's folder, which differs between machines. The path itself if it is no copy."""
     return path.as_posix().rpartition(f"{_ENDING}/")[2]
 
 
 def _listed(system: Any, patterns: Sequence[str]) -> tuple[list[str], dict[str, tuple[int, str]]]:
-    """What matches the patterns, and all files that this means, with the size in bytes and version of each."""
+    """The matches of the patterns, and all files that they mean, with the size in bytes and version of each."""
     matches: dict[str, Any] = {}
-    for one in patterns:  # a name that exists comes first
+    for pattern in patterns:  # a name that exists comes first
         try:
-            about = system.info(one)
-            matches[about["name"]] = about
+            info = system.info(pattern)
+            matches[info["name"]] = info
         except FileNotFoundError:
-            matches |= system.glob(one, detail=True) if glob.escape(one) != one else {}
+            matches |= system.glob(pattern, detail=True) if glob.escape(pattern) != pattern else {}
     files: dict[str, Any] = {}
-    for name, about in matches.items():
-        files |= system.find(name, detail=True) if about["type"] == "directory" else {name: about}
+    for name, info in matches.items():
+        files |= system.find(name, detail=True) if info["type"] == "directory" else {name: info}
     versions = {
-        name: str(sorted((key, str(value)) for key, value in about.items() if key not in _NAMES))
-        for name, about in files.items()
+        name: str(sorted((key, str(value)) for key, value in info.items() if key not in _NAMES))
+        for name, info in files.items()
     }
-    # Not an object that only marks a folder, nor one whose copy would be elsewhere.
-    kept = [name for name in sorted(files) if not name.endswith("/") and ".." not in name.split("/")]
-    return [name.rstrip("/") for name in matches], {name: (files[name]["size"] or 0, versions[name]) for name in kept}
+    # Leave out objects that only mark a folder, and names whose copy would lie outside it.
+    names = [name for name in sorted(files) if not name.endswith("/") and ".." not in name.split("/")]
+    return [name.rstrip("/") for name in matches], {name: (files[name]["size"] or 0, versions[name]) for name in names}

@@ -1,10 +1,10 @@
-"""Which files a path in a setting means: the file, those that a glob pattern matches, or those of a folder.
+"""Which files a path in a setting means: the file, the matches of a glob pattern, or the files of a folder.
 
 The files are of text or records, or the indexes of Megatron-LM's datasets.
 
 A folder means what Hugging Face's `datasets` reads of it: what ``load_from_disk`` does, if ``save_to_disk`` wrote it,
 else what ``load_dataset(folder, split="train")`` does. If neither names nor README.md tell splits apart, files of all
-formats are read, and not only those of the most frequent one. So are all files of text, if none of them is of train.
+formats are read, not only the most frequent one. All text files are read too if none of them belongs to train.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_NAMED = 6  # files in a line of the log
 
 
 def find_files(paths: list[str], key: str, no_text: str = "", split: str = "train") -> list[Path]:
-    """The files that paths mean, each once; of folders with several splits, those of ``split``.
+    """The files that paths mean, each once; from folders with several splits, the files of ``split``.
 
     Only records are wanted if ``no_text`` says what is wrong with text.
 
@@ -60,39 +60,39 @@ def find_indexed(paths: list[str], key: str) -> list[str]:
 
     Raises a `ConfigError` if a path means none; ``key`` is the setting to blame.
     """
-    found: dict[Path, str] = {}
+    names_by_prefix: dict[Path, str] = {}
     for name in paths:
         prefix = prefix_of(name)
         named = [name]
         if not any(os.path.lexists(f"{prefix}{ending}") for ending in (".idx", ".bin")):
             # A pattern may be of .bin files, or of names without either ending.
-            patterns = [one for one in dict.fromkeys((f"{prefix}.idx", name)) if named_paths(one)]
+            patterns = [pattern for pattern in dict.fromkeys((f"{prefix}.idx", name)) if named_paths(pattern)]
             files = sorted(_named_files(patterns or [name], key, (".idx",)))
             named = [str(prefix_of(path)) for path in files if path.suffix == ".idx"] or [str(files[0])]
-        for one in named:
-            found.setdefault(prefix_of(one).resolve(), one)
-    return list(found.values())
+        for dataset in named:
+            names_by_prefix.setdefault(prefix_of(dataset).resolve(), dataset)
+    return list(names_by_prefix.values())
 
 
 def _named_files(paths: list[str], key: str, endings: tuple[str, ...], split: str = "train") -> list[Path]:
-    """The files that paths mean, each once. ``endings`` are of files in folders, without that of compression."""
+    """The files that paths mean, each once. ``endings``, without a compression's, select the files of folders."""
     files: dict[Path, Path] = {}  # by name in their real folder, which may have other spellings and links to it
     for name in paths:
         named = named_paths(name)
         require(named, key, name, "no such file or folder, and no file matches it as a glob pattern")
         # A pattern passes over what is neither, and over folders without such files, unless it matches nothing else.
-        kept = [path for path in named if os.path.isfile(path) or os.path.isdir(path)] or named[:1]
-        inside = [_files_of_folder(path, key, endings, split) if os.path.isdir(path) else [path] for path in kept]
-        found = list(chain(*inside))
-        none = f"is a folder, not a file, and no file in the folder ends with {', '.join(endings)}"
-        require(found, key, str(kept[0]), none)
-        for path in found:
+        usable = [path for path in named if os.path.isfile(path) or os.path.isdir(path)] or named[:1]
+        inside = [_files_of_folder(path, key, endings, split) if os.path.isdir(path) else [path] for path in usable]
+        matches = list(chain(*inside))
+        problem = f"is a folder, not a file, and no file in the folder ends with {', '.join(endings)}"
+        require(matches, key, str(usable[0]), problem)
+        for path in matches:
             files.setdefault(path.parent.resolve() / path.name, path)
     return list(files.values())
 
 
 def named_paths(text: str) -> list[Path]:
-    """What a path or a glob pattern names, sorted. A path that cannot be looked at is taken to be there."""
+    """What a path or a glob pattern names, sorted. A path that cannot be checked counts as existing."""
     if os.path.lexists(text) or file_problem(Path(text)) != "does not exist":
         return [Path(text)]
     return sorted(map(Path, glob.glob(text, recursive=True)))
@@ -113,17 +113,17 @@ def _files_of_folder(folder: Path, key: str, endings: tuple[str, ...], split: st
 
 
 def _saved(folder: Path, key: str, wanted: str = "") -> list[str] | None:
-    """What ``save_to_disk`` wrote of a dataset, or of the wanted split of several; None if it did not."""
+    """The files that ``save_to_disk`` wrote, in the wanted split if there are several; None if it wrote none."""
     for name, entry in (("dataset_dict.json", "splits"), ("state.json", "_data_files")):
         if not (folder / name).is_file():
             continue
         try:
-            found: Any = json.loads((folder / name).read_bytes())[entry]
+            content: Any = json.loads((folder / name).read_bytes())[entry]
             if entry == "_data_files":
-                return [file["filename"] for file in found]
+                return [file["filename"] for file in content]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(key, str(folder / name), f"is damaged ({first_line(error)}); save it again") from None
-        split = _chosen_split(folder, key, found, wanted)
+        split = _chosen_split(folder, key, content, wanted)
         return [f"{split}/{file}" for file in _saved(folder / split, key) or ()]
     return None
 
@@ -137,40 +137,40 @@ def _chosen_split(folder: Path, key: str, splits: Collection[str], wanted: str) 
 
 
 def _of_split(folder: Path, key: str, endings: dict[str, str], wanted: str) -> list[str]:
-    """What ``load_dataset`` takes for the wanted split, given files with their endings."""
+    """The files that ``load_dataset`` takes for the wanted split, given files with their endings."""
     has_records = not set(RECORD_ENDINGS).isdisjoint(endings.values())
-    names = [name for name in endings if not has_records or endings[name] != ".md"]  # which describes the records
+    names = [name for name in endings if not has_records or endings[name] != ".md"]  # it only describes the records
     by_split = _splits_of_readme(folder, key, names) or _splits_of_names(names)
     if not by_split or (not has_records and not {wanted, "train"} & {*by_split}):
         return names
     split = _chosen_split(folder, key, by_split, wanted)
-    # Of several formats, which may hold the same rows, the most frequent.
+    # Several formats may hold the same rows, so the most frequent one is read.
     counts = Counter(endings[name] for name in by_split[split])
     order = [".parquet", ".arrow", *JSON_ENDINGS, *endings.values()]
-    most = max(counts, key=lambda ending: (counts[ending], -order.index(ending)), default="")
-    kept = JSON_ENDINGS if most in JSON_ENDINGS else (most,)
-    return [name for name in by_split[split] if endings[name] in kept]
+    most_frequent = max(counts, key=lambda ending: (counts[ending], -order.index(ending)), default="")
+    chosen_endings = JSON_ENDINGS if most_frequent in JSON_ENDINGS else (most_frequent,)
+    return [name for name in by_split[split] if endings[name] in chosen_endings]
 
 
 def _splits_of_names(names: list[str]) -> dict[str, list[str]]:
-    """Files by the split that their names tell, else those of their folders; empty if they tell none."""
+    """Files by the split in their names, else in the names of their folders; empty if these name none."""
     shards = [(match[1], name) for name in names if (match := _SHARD.fullmatch(name))]
     for part in (slice(-1), slice(-1, None)) if not shards else ():
         parts = {name: Path(name).parts[part] for name in names}
         shards = [(s, name) for s, words in _SPLITS.items() for name in names if any(map(words.fullmatch, parts[name]))]
         if shards:
             break
-    return {split: [name for of, name in shards if of == split] for split, _ in shards}
+    return {split: [name for shard_split, name in shards if shard_split == split] for split, _ in shards}
 
 
 def _splits_of_readme(folder: Path, key: str, names: list[str]) -> dict[str, list[str]] | None:
     """Files by split, as the head of README.md says; None if it says nothing."""
-    from huggingface_hub import metadata_load  # which the package tokenizers brings
+    from huggingface_hub import metadata_load  # installed with the package tokenizers
 
     try:
         configs = (metadata_load(folder / "README.md") or {})["configs"]
-        chosen = [one for one in configs if len(configs) == 1 or one["config_name"] == "default" or one.get("default")]
-        names_of = ", ".join(one.get("config_name", "") for one in configs)
+        chosen = [c for c in configs if len(configs) == 1 or c["config_name"] == "default" or c.get("default")]
+        names_of = ", ".join(config.get("config_name", "") for config in configs)
         problem = f"has several configurations ({names_of}); name the files or the folder of one"
         require(len(chosen) == 1, key, str(folder), problem)
         inside = chosen[0].get("data_dir") or "."
@@ -180,12 +180,12 @@ def _splits_of_readme(folder: Path, key: str, names: list[str]) -> dict[str, lis
         stated, start = chosen[0]["data_files"], glob.escape(str(folder / inside))
         if not (isinstance(stated, list) and isinstance(stated[0], dict)):
             stated = [{"split": "train", "path": stated}]
-        found = {}
+        by_split = {}
         for entry in stated:
             patterns = [entry["path"]] if isinstance(entry["path"], str) else entry["path"]
-            paths = {path for one in patterns for path in glob.glob(os.path.join(start, one), recursive=True)}
-            found[entry["split"]] = [name for name in names if str(folder / name) in paths]
-        return found
+            paths = {path for pattern in patterns for path in glob.glob(os.path.join(start, pattern), recursive=True)}
+            by_split[entry["split"]] = [name for name in names if str(folder / name) in paths]
+        return by_split
     except ConfigError:
         raise
     except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, YAMLError):
@@ -193,9 +193,9 @@ def _splits_of_readme(folder: Path, key: str, names: list[str]) -> dict[str, lis
 
 
 @cache
-def _report(folder: str, chosen: tuple[str, ...], left: tuple[str, ...]) -> None:
-    """Say once, on the first process, which files of a folder are read and which are left, if any are."""
-    if chosen and left and os.environ.get("RANK", "0") == "0":
-        read, unread = (", ".join(names[:_MOST_NAMED]) + ", …" * (len(names) > _MOST_NAMED) for names in (chosen, left))
-        line = f"{folder}: reads {len(chosen)} of {len(chosen) + len(left)} files ({read}) and leaves {unread}"
+def _report(folder: str, chosen: tuple[str, ...], rest: tuple[str, ...]) -> None:
+    """Say once, on the first process, which files of a folder are read and which are not, if any are left."""
+    if chosen and rest and os.environ.get("RANK", "0") == "0":
+        read, unread = (", ".join(names[:_MOST_NAMED]) + ", …" * (len(names) > _MOST_NAMED) for names in (chosen, rest))
+        line = f"{folder}: reads {len(chosen)} of {len(chosen) + len(rest)} files ({read}) and leaves {unread}"
         print(line, file=sys.stderr, flush=True)

@@ -100,9 +100,9 @@ class IndexedDataset:
             _require(problem is None, path, "there is no such file" if problem == "does not exist" else str(problem))
         self.dtype, self.lengths, self._pointers, self._documents = _open_index(index)
         self.tokens = StoredTokens(data, self.dtype)
-        found, wanted = os.stat(data).st_size, int(self.lengths.sum(dtype=np.int64)) * self.dtype.itemsize
-        what = "is cut off" if found < wanted else "is longer than its index says"
-        _require(found == wanted, data, f"{what}: it has {found:,} bytes, and {index.name} describes {wanted:,}")
+        size, expected = os.stat(data).st_size, int(self.lengths.sum(dtype=np.int64)) * self.dtype.itemsize
+        defect = "is cut off" if size < expected else "is longer than its index says"
+        _require(size == expected, data, f"{defect}: it has {size:,} bytes, and {index.name} describes {expected:,}")
         covers = len(self._documents) > 0 and self._documents[0] == 0 and self._documents[-1] == len(self)
         _require(covers, index, f"is damaged: its documents do not cover its {len(self):,} sequences")
 
@@ -144,10 +144,10 @@ def _open_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
     _, version, code, sequences, boundaries = _HEADER.unpack(header)
     problem = f"has version {version} of the format and tokens of type {code}, which are unknown"
     _require(version == 1 and code in DTYPES, path, problem)
-    wanted = _HEADER.size + 12 * sequences + 8 * boundaries
-    what = "is cut off" if size < wanted else "is damaged"
-    is_whole = size in (wanted, wanted + sequences)
-    _require(is_whole, path, f"{what}: it has {size:,} bytes, and its header describes {wanted:,}")
+    expected = _HEADER.size + 12 * sequences + 8 * boundaries
+    defect = "is cut off" if size < expected else "is damaged"
+    is_whole = size in (expected, expected + sequences)
+    _require(is_whole, path, f"{defect}: it has {size:,} bytes, and its header describes {expected:,}")
 
     def mapped(dtype: str, offset: int, count: int) -> np.ndarray:
         return np.memmap(path, dtype, "r", offset, (count,)) if count else np.empty(0, dtype)

@@ -52,13 +52,13 @@ def span_counts(raw: int, section: Data) -> tuple[int, int]:
 
 
 def inputs_length(raw: int, section: Data) -> int:
-    """Encoder positions of ``raw`` tokens: those that stay, a sentinel for each span, and the end."""
+    """Encoder positions for ``raw`` tokens: the ones that stay, a sentinel for each span, and the end."""
     noise, spans = span_counts(raw, section)
     return raw - noise + spans + 1
 
 
 def targets_length(raw: int, section: Data) -> int:
-    """Decoder positions of ``raw`` tokens: those that are taken out, a sentinel before each span, and the end."""
+    """Decoder positions for ``raw`` tokens: the ones taken out, a sentinel before each span, and the end."""
     noise, spans = span_counts(raw, section)
     return noise + spans + 1
 
@@ -71,5 +71,5 @@ def raw_length(encoder: int, section: Data) -> int:
     """
     problem = "span corruption needs a token, a sentinel and the end; use at least 3"
     require(encoder >= 3, "training.seq_len", encoder, problem)
-    most = 2 + int(encoder / (1 - section.noise_density))
-    return bisect_right(range(2, most + 1), encoder, key=lambda raw: inputs_length(raw, section)) + 1
+    limit = 2 + int(encoder / (1 - section.noise_density))
+    return bisect_right(range(2, limit + 1), encoder, key=lambda raw: inputs_length(raw, section)) + 1

@@ -29,7 +29,7 @@ from titan_like.data.batch import Batch, collate, map_tensors
 from titan_like.data.masks import Masks
 from titan_like.data.source import Source
 
-State = dict[str, list[int]]  # of a dataset; see `titan_like.data.source.Source.state_dict`
+State = dict[str, list[int]]  # a dataset's; see `titan_like.data.source.Source.state_dict`
 
 
 @dataclass
@@ -45,8 +45,8 @@ class GlobalSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         start = self.first_sample
         while self.last_sample is None or start < self.last_sample:
-            mine = start + self.rank * self.micro_batch_size
-            yield list(range(mine, mine + self.micro_batch_size))
+            rank_start = start + self.rank * self.micro_batch_size
+            yield list(range(rank_start, rank_start + self.micro_batch_size))
             start += self.num_ranks * self.micro_batch_size
 
 
@@ -120,10 +120,10 @@ class BackgroundLoader:
         """With ``repeats``, worker processes outlive the pass over the sampler's batches, for another `start`."""
         self._device = device  # the target of later copies, which are faster from pinned memory if it is a GPU
         self._depth, self._repeats, self._workers = depth, repeats, list[BaseProcess]()
-        self.state: State = {}  # of the dataset, after the microbatches that have been taken
+        self.state: State = {}  # the dataset's, after the microbatches that have been taken
         batches = _Batches(dataset)
         with warnings.catch_warnings():
-            # Of torchdata on newer torch, and of more workers than processors, which torch counts without containers.
+            # From torchdata on newer torch, and about more workers than processors: torch ignores a container's limit.
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated|This DataLoader will create")
             self._loader: StatefulDataLoader | None = StatefulDataLoader(
                 batches,
@@ -206,8 +206,8 @@ def _death_among(workers: list[BaseProcess]) -> RunError | None:
         if worker.sentinel in dead:
             worker.join()
             code = worker.exitcode or 0
-            what = f"ended with exit code {code}" if code >= 0 else f"was killed by signal {-code}"
+            end = f"ended with exit code {code}" if code >= 0 else f"was killed by signal {-code}"
             cure = "the same command resumes from the last checkpoint; lower data.num_workers if it happens again"
-            problem = f"a data loader process (pid {worker.pid}) {what}, perhaps for lack of memory or room in /dev/shm"
+            problem = f"a data loader process (pid {worker.pid}) {end}, perhaps for lack of memory or room in /dev/shm"
             return RunError(f"{problem}; {cure}", of_this_process=True)
     return None

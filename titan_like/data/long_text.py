@@ -1,4 +1,4 @@
-"""Tokenizes a long text in pieces. The tokens are those of the whole text.
+"""Tokenizes a long text in pieces, into the same tokens as the whole text.
 
 A text may be cut before a token that is the same wherever tokenization begins and ends. Each piece is tokenized with
 some of the text around it, whose tokens are dropped.
@@ -27,8 +27,8 @@ _SHIFTS = (0, 1, 2, 3, 5, 8, 13, 21, 34)
 def find_cut(tokenizer: Tokenizer, text: str) -> int | None:
     """Where a longer text may be cut, given the 2 · CONTEXT characters ``text`` of it: a place in its middle half.
 
-    None if the tokens there depend on where tokenization begins. A Unigram model is cut between words only. Within one,
-    the rounding of all scores before decides between equally likely tokens, such as those of a dashed line.
+    None if the tokens there depend on where tokenization begins. A Unigram model is cut between words only. Within a
+    word, the rounding of all earlier scores decides between equally likely tokens, as in a dashed line.
     """
     if isinstance(tokenizer, ByteTokenizer):
         return len(text) // 2
@@ -40,8 +40,8 @@ def find_cut(tokenizer: Tokenizer, text: str) -> int | None:
         is_cut &= begins_word == 1
     if len(first) < len(stretch) or not is_cut.any():
         return None
-    others = [set(map(tuple, _window(tokenizer, text, shift).tolist())) for shift in _SHIFTS[1:]]
-    agree = [all(token in other for other in others) for token in map(tuple, first.tolist())]
+    windows = [set(map(tuple, _window(tokenizer, text, shift).tolist())) for shift in _SHIFTS[1:]]
+    agree = [all(token in window for window in windows) for token in map(tuple, first.tolist())]
     places = begins[is_cut & (np.convolve(agree, stretch, "same") == len(stretch))]
     return int(places[np.abs(places - len(text) // 2).argmin()]) if len(places) else None
 
@@ -93,7 +93,7 @@ def encode_documents(
 
 
 def encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """The tokens of several texts, each int64 [tokens], those of long ones in pieces."""
+    """The tokens of several texts, each int64 [tokens]. Long texts are tokenized in pieces."""
     short = iter(tokenizer.encode_all([text for text in texts if len(text) <= PIECE]))
     return [next(short) if len(text) <= PIECE else _encode_long(tokenizer, text) for text in texts]
 

@@ -35,26 +35,26 @@ class MaskedTokens:
     words: Words | None  # None: every token is a word
 
     def apply(self, sample: Batch, seed: int, index: int) -> Batch:
-        """A sample of next-token prediction as one of masked tokens.
+        """Turn a sample of next-token prediction into a sample of masked tokens.
 
         A position to which the dataset gives no label is not chosen.
         """
-        inputs, given = arrays_of(sample)
+        inputs, given_labels = arrays_of(sample)
         random = sample_generator(b"masked tokens", seed, index)
-        can_be = np.isin(inputs, self.ordinary) & (given != IGNORED_LABEL)
-        chosen = self._choose(inputs, can_be, random)
+        is_candidate = np.isin(inputs, self.ordinary) & (given_labels != IGNORED_LABEL)
+        chosen = self._choose(inputs, is_candidate, random)
         labels = np.where(chosen, inputs, IGNORED_LABEL)
-        kind, others = random.random(len(inputs)), random.random(len(inputs))
-        replacements = self.ordinary[(others * len(self.ordinary)).astype(np.int64)]
+        kind, draws = random.random(len(inputs)), random.random(len(inputs))
+        replacements = self.ordinary[(draws * len(self.ordinary)).astype(np.int64)]
         replaced = np.where(kind < _MASKED, self.mask_id, np.where(kind < _MASKED + _RANDOM, replacements, inputs))
         tokens = torch.from_numpy(np.where(chosen, replaced, inputs))
         return sample._replace(tokens=tokens, labels=torch.from_numpy(labels))
 
-    def _choose(self, inputs: np.ndarray, can_be: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    def _choose(self, inputs: np.ndarray, is_candidate: np.ndarray, random: np.random.Generator) -> np.ndarray:
         """bool [seq]: `data.mlm_probability` of the tokens that can be chosen, at least one if there is any."""
-        count = int(can_be.sum())
-        left = max(1, round(count * self.section.mlm_probability)) if count else 0
-        begins = self._begins(inputs, can_be, left)
+        count = int(is_candidate.sum())
+        remaining = max(1, round(count * self.section.mlm_probability)) if count else 0
+        begins = self._begins(inputs, is_candidate, remaining)
         ends = np.append(begins[1:], len(inputs))
         # Words are tried in random order until enough tokens are chosen. Each draws a length n with weight 1/n, and the
         # longest span of at most n words that fits is taken.
@@ -62,31 +62,31 @@ class MaskedTokens:
         steps = np.cumsum(1 / lengths) / np.sum(1 / lengths)
         order = random.random(len(begins)).argsort(kind="stable").tolist()
         drawn = lengths[np.minimum(np.searchsorted(steps, random.random(len(begins)), "right"), len(lengths) - 1)]
-        free = can_be.copy()
+        free = is_candidate.copy()
         for word in order:
-            if left == 0:
+            if remaining == 0:
                 break
             for length in range(min(drawn[word], len(begins) - word), 0, -1):  # a shorter one where this does not fit
                 begin, end = begins[word], ends[word + length - 1]
-                if end - begin <= left and free[begin:end].all():
+                if end - begin <= remaining and free[begin:end].all():
                     free[begin:end] = False
-                    left -= int(end - begin)
+                    remaining -= int(end - begin)
                     break
-        if left:  # every other word is longer, so the first tokens of one are taken
+        if remaining:  # every other word is longer, so the first tokens of one are taken
             begin = next(begin for begin in begins[order] if free[begin])
-            free[begin : begin + left] = False
-        return can_be & ~free
+            free[begin : begin + remaining] = False
+        return is_candidate & ~free
 
-    def _begins(self, inputs: np.ndarray, can_be: np.ndarray, most: int) -> np.ndarray:
-        """Where words begin: int64 [words]. Those of more than ``most`` tokens, which could never be chosen, such as
+    def _begins(self, inputs: np.ndarray, is_candidate: np.ndarray, max_tokens: int) -> np.ndarray:
+        """Where words begin: int64 [words]. Words of more than ``max_tokens``, which could never be chosen, such as
         Chinese without spaces or long addresses, are cut into characters. So are words at tokens that cannot be chosen.
         """
         if self.words is None:
             return np.arange(len(inputs))
         begins, characters = self.words(inputs)
-        begins[1:] |= can_be[1:] != can_be[:-1]
+        begins[1:] |= is_candidate[1:] != is_candidate[:-1]
         word = np.cumsum(begins) - 1
-        return np.flatnonzero(begins | characters & (np.bincount(word)[word] > most))
+        return np.flatnonzero(begins | characters & (np.bincount(word)[word] > max_tokens))
 
 
 def masked_tokens_of(section: Data, tokenizer: Tokenizer, vocab_size: int) -> MaskedTokens:

@@ -1,4 +1,4 @@
-"""Makes a model's samples of a dataset's: its objective, and masks and positions of packed documents and of prefixes.
+"""Turns a dataset's samples into a model's: the objective, and masks and positions of packed documents and prefixes.
 
 A document ends with its end-of-document token, and the next one begins after it. As with Megatron-LM:
 `reset_position_ids` counts positions from 0 in each document, `reset_attention_mask` keeps attention within documents,
@@ -8,8 +8,8 @@ another document.
 With `prefix_lm` the first tokens of a sample see each other, and only the others carry a loss (arXiv 1910.10683,
 section 3.2.1). With `reset_attention_mask` each document of a sample has a prefix of its own.
 
-Multi-token prediction takes the token after each as an input, and the label of its position as its own. It carries no
-loss where that token is of another document, or is the last of the sample.
+Multi-token prediction takes each position's next token as an input, and the next position's label as its label. It
+carries no loss where the next token belongs to another document, or at the last position of the sample.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ MASK_SETTINGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", 
 
 @dataclass(frozen=True)
 class Masks(Dataset[Batch]):
-    """A run's samples: a dataset's, with what the objective and [data] ask for beyond causal language modelling."""
+    """A run's samples: the dataset's, changed as the objective and [data] ask beyond causal language modelling."""
 
     section: Data
     eod_id: int | None  # None if the section does not need it
     seed: int
-    objective: MaskedTokens | SpanCorruption | None = None  # None: the labels are a dataset's, the next tokens
-    pairs: SentencePairs | None = None  # of an objective over pairs of sentences
+    objective: MaskedTokens | SpanCorruption | None = None  # None: the dataset's labels, the next tokens
+    pairs: SentencePairs | None = None  # set if the objective needs pairs of sentences
     has_next: bool = False  # whether the model takes next tokens and predicts one more
     samples: Samples = ()  # the dataset's
 
@@ -92,7 +92,7 @@ class Masks(Dataset[Batch]):
 
 
 def masks_of(config: JobConfig, model: TransformerConfig, tokenizer: Tokenizer | None = None) -> Masks:
-    """What the run's objective and [data] ask for. The run's tokenizer, if none is given, is built only if needed.
+    """The `Masks` that the run's objective and [data] ask for. Without ``tokenizer``, the run's is built if needed.
 
     Raises a `ConfigError` if the tokenizer cannot be built, or it or the model lacks a token that is needed.
     """
@@ -108,8 +108,8 @@ def masks_of(config: JobConfig, model: TransformerConfig, tokenizer: Tokenizer |
         objective = masked_tokens_of(section, tokenizer, model.vocab_size)
     pairs = None
     if "pair" in model.predictions:
-        around = pair_tokens_of(section.tokenizer, tokenizer, model.vocab_size)
-        pairs = SentencePairs(section.sentence_objective, around, tokenizer.eod_id)
+        pair_tokens = pair_tokens_of(section.tokenizer, tokenizer, model.vocab_size)
+        pairs = SentencePairs(section.sentence_objective, pair_tokens, tokenizer.eod_id)
     return Masks(section, eod_id, seed, objective, pairs, has_next)
 
 

@@ -40,8 +40,8 @@ def open_data(config: JobConfig, model: TransformerConfig) -> dict[str, Source]:
     train, validation = sources["train"], sources["validation"]
     is_stream = len(train) == UNKNOWN_LENGTH
     is_validated = config.evaluation.interval > 0 and not config.evaluation.sets
-    about = train.described(1, 1) if len(train) == 0 else None
-    problem = f"its training split has no samples{f' ({about})' if about else ''}; give it more data"
+    description = train.described(1, 1) if len(train) == 0 else None
+    problem = f"its training split has no samples{f' ({description})' if description else ''}; give it more data"
     require(len(train) > 0, "data.dataset", config.data.dataset, problem)
     problem = "leaves no whole sample for validation; give it more weight or set evaluation.interval to 0"
     require(not is_validated or len(validation) > 0, "data.split", config.data.split, problem)
@@ -50,20 +50,20 @@ def open_data(config: JobConfig, model: TransformerConfig) -> dict[str, Source]:
     problem = "takes the second sentence from anywhere in the data, and a stream is only read in order; use "
     problem += '"sentence_order", or write the data with scripts/preprocess_data.py'
     require(not is_stream or objective != "next_sentence", "data.sentence_objective", objective, problem)
-    for one in config.evaluation.sets:
-        key = f"evaluation.sets.{one.name}.paths"
+    for entry in config.evaluation.sets:
+        key = f"evaluation.sets.{entry.name}.paths"
         try:
-            source = open_source(replace(request, split="validation", section=held_out(config.data, one.paths)))
+            source = open_source(replace(request, split="validation", section=held_out(config.data, entry.paths)))
         except ConfigError as error:
             error.args = (str(error).replace("data.paths", key, 1),)
             raise
-        require(len(source) > 0, key, one.paths, "has no whole sample of training.seq_len; give it more data")
-        sources[f"validation/{one.name}"] = source
+        require(len(source) > 0, key, entry.paths, "has no whole sample of training.seq_len; give it more data")
+        sources[f"validation/{entry.name}"] = source
     return sources
 
 
 def held_out(section: Data, paths: list[Any]) -> Data:
-    """[data] of one of `evaluation.sets`, of which no part is for training."""
+    """[data] of one of `evaluation.sets`, none of which is for training."""
     dataset = "text" if section.dataset == "stdlib" else section.dataset
     return section.model_copy(update={"dataset": dataset, "paths": paths, "split": HELD_OUT})
 
@@ -71,8 +71,8 @@ def held_out(section: Data, paths: list[Any]) -> Data:
 def open_source(request: DataRequest) -> Source:
     """One split of the dataset, or the blend of datasets, that [data] names.
 
-    Raises a `ConfigError` if there is no such dataset, its class is none, its samples do not fit the run, or it refuses
-    its request.
+    Raises a `ConfigError` if there is no such dataset, its class is no `Source`, its samples do not fit the run, or it
+    refuses its request.
     """
     shares = shares_of(request.section.paths)
     entry = find_dataset(request.section)
@@ -84,9 +84,9 @@ def open_source(request: DataRequest) -> Source:
     weights: list[float | None] = []
     for share in shares:
         opened: list[Source] = []
-        given = local_paths(share.paths, request.cache_folder)
-        datasets = find_indexed(given, "data.paths") if request.section.dataset == "indexed" else []
-        for paths in [[path] for path in datasets] or [given]:
+        local = local_paths(share.paths, request.cache_folder)
+        datasets = find_indexed(local, "data.paths") if request.section.dataset == "indexed" else []
+        for paths in [[path] for path in datasets] or [local]:
             section = request.section.model_copy(update={"paths": paths})
             source: Source = dataset(replace(request, section=section, part=len(sources) + len(opened)))
             if len(source) > 0:
@@ -113,6 +113,6 @@ def _check_sample(sample: Any, request: DataRequest, dataset: str) -> None:
         fits = x.dtype == torch.int64 and x.shape == (request.seq_len,)
         problem = f"the {name} of its samples are {x.dtype} {list(x.shape)}, not torch.int64 [{request.seq_len}]"
         require(fits, "data.dataset", dataset, problem)
-    tokens, most = torch.cat([x[x != IGNORED_LABEL] for x in fields.values()]), request.vocab_size - 1
-    problem = f"its first sample has tokens from {tokens.min()} to {tokens.max()}, but the model's go from 0 to {most}"
-    require(tokens.min() >= 0 and tokens.max() <= most, "data.dataset", dataset, problem)
+    tokens, last = torch.cat([x[x != IGNORED_LABEL] for x in fields.values()]), request.vocab_size - 1
+    problem = f"its first sample has tokens from {tokens.min()} to {tokens.max()}, but the model's go from 0 to {last}"
+    require(tokens.min() >= 0 and tokens.max() <= last, "data.dataset", dataset, problem)

@@ -86,7 +86,7 @@ class PackedDataset(Source):
     """Windows of seq_len + 1 tokens over one long stream. The labels are the inputs shifted by one."""
 
     def __init__(self, request: DataRequest, tokens: np.ndarray | StoredTokens) -> None:
-        """``tokens``, integers [total], are only those of the split."""
+        """``tokens``, integers [total]: the tokens of the split only."""
         super().__init__(request)
         self.tokens = tokens
 
@@ -162,8 +162,8 @@ def _split_of(dataset: IndexedDataset, weights: tuple[float, float, float], requ
     number = SPLITS.index(request.split)
     part = dataset.tokens.part(bounds[number], bounds[number + 1])
     is_enough = request.split != "train" or len(part) > request.seq_len
-    where = f" of {dataset.prefix}" if request.section.dataset == "indexed" else ""
-    problem = f"the training split{where} has {len(part)} tokens, fewer than seq_len + 1; add text or lower it"
+    of_dataset = f" of {dataset.prefix}" if request.section.dataset == "indexed" else ""
+    problem = f"the training split{of_dataset} has {len(part)} tokens, fewer than seq_len + 1; add text or lower it"
     require(is_enough, "training.seq_len", request.seq_len, problem)
     return part
 
@@ -178,13 +178,13 @@ def token_fingerprint(tokens: np.ndarray | StoredTokens) -> str:
 
 
 def open_corpus(section: Data, cache_folder: Path) -> IndexedDataset:
-    """Open the corpus that [data] names. Tokenize it into the cache, or what is missing of it.
+    """Open the corpus that [data] names. Whatever the cache lacks of it is tokenized.
 
     Raises a `ConfigError` if files are missing or unusable, or the cache cannot be written, as on a full disk.
     """
     job = corpus_job(section)
     folder = corpus_folder(job, cache_folder)
-    unfinished = folder.with_suffix(".unfinished")  # of a run that was ended, this one goes on
+    unfinished = folder.with_suffix(".unfinished")  # this run goes on with what an interrupted one left
     try:
         cache_folder.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
@@ -204,7 +204,7 @@ def open_corpus(section: Data, cache_folder: Path) -> IndexedDataset:
 
 
 def corpus_job(section: Data) -> Job:
-    """What is to be tokenized; raises what `corpus_files` raises."""
+    """The job that tokenizes the corpus. Raises the errors of `corpus_files`."""
     # Nobody can be asked to correct the standard library, so files of it that are not UTF-8 are left out.
     bad_lines, files = "skip" if section.dataset == "stdlib" else section.bad_lines, corpus_files(section)
     if section.dataset != "conversations":
@@ -216,7 +216,7 @@ def corpus_job(section: Data) -> Job:
 
 
 def corpus_folder(job: Job, cache_folder: Path) -> Path:
-    """Where the tokens are once they have been made. Those that may lack bad lines have a folder of their own."""
+    """The folder of the complete tokens. A corpus that may lack bad lines has a folder of its own."""
     return cache_folder / (job.fingerprint() + "-skip" * (job.bad_lines == "skip"))
 
 
@@ -229,9 +229,9 @@ def corpus_files(section: Data) -> list[Path]:
         root = Path(sysconfig.get_paths()["stdlib"])
         left_out = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
         files = []
-        for folder, subfolders, names_here in os.walk(root):
+        for folder, subfolders, file_names in os.walk(root):
             subfolders[:] = set(subfolders) - left_out  # os.walk descends only into what is left in this list
-            files += [Path(folder, name) for name in names_here if name.endswith(".py")]
+            files += [Path(folder, name) for name in file_names if name.endswith(".py")]
         files = [path for path in files if path.stat().st_size > 0]
         names = {path: path.relative_to(root).as_posix() for path in files}
     else:

@@ -42,7 +42,7 @@ _MOST_NAMED = 100  # bad lines
 _BATCH = 16  # records that are tokenized together
 _NO_CUT = "repeats itself so far that it cannot be cut; divide it, or write it as .jsonl"
 SKIP = 'set data.bad_lines to "skip"'
-_FORMAT = 4  # of what is stored; another number tokenizes everything again
+_FORMAT = 4  # version of the stored files; another one tokenizes everything again
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class Job:
     bad_lines: str = "stop"  # or "skip", as `data.bad_lines`
     key: str = "data.paths"  # setting to blame for a file
     tokenizer_key: str = "data.tokenizer"
-    cure: str = f"correct it, set data.text_key, or {SKIP}"  # of a bad line
-    template: str | None = None  # of records that are conversations, whose chat template this is, or "" for none
+    cure: str = f"correct it, set data.text_key, or {SKIP}"  # for a bad line
+    template: str | None = None  # if records are conversations, their chat template, or "" for none
 
     @property
     def num_sequences(self) -> int:
-        """Sequences of a document: of a conversation its tokens, and where its answers begin and end, in turn."""
+        """Sequences per document. A conversation has two: its tokens, and where its answers begin and end."""
         return 1 if self.template is None else 2
 
     def fingerprint(self) -> str:
@@ -82,16 +82,16 @@ class Progress:
     """How far a job has come."""
 
     fingerprint: str
-    file: int = 0  # that is being read
-    end: int = 0  # of the last piece of it that is written; a text is written whole
-    record: int = 1  # the next one of it
-    documents: int = 0  # of conversations, sequences
+    file: int = 0  # index of the file that is being read
+    end: int = 0  # where its last written piece ends; a text is written whole
+    record: int = 1  # number of its next record
+    documents: int = 0  # for conversations, sequences
     tokens: int = 0
     bad_lines: int = 0
 
 
 def tokenize_files(job: Job, prefix: Path, num_workers: int = 0) -> Progress:
-    """Write ``prefix``.bin and .idx, which appear when they are complete. Processes tokenize, or this one if 0.
+    """Write ``prefix``.bin and .idx, which appear when they are complete. ``num_workers`` 0: this process tokenizes.
 
     Bad lines are counted, and the first ones named. What has been written stays after an error, for a later call to go
     on with; if there is nothing, the folder is removed when bad input ends the job.
@@ -145,15 +145,15 @@ def tell(line: str) -> None:
 
 def _read_progress(folder: Path, job: Job) -> Progress:
     try:
-        found = Progress(**json.loads((folder / "progress.json").read_text()))
+        progress = Progress(**json.loads((folder / "progress.json").read_text()))
     except (OSError, ValueError, TypeError):
         return Progress(job.fingerprint())
-    if not (folder / "tokens.bin").exists() and not (folder / "index").exists():  # both are where they belong
+    if not (folder / "tokens.bin").exists() and not (folder / "index").exists():  # both have their final names
         return Progress(job.fingerprint())
-    if found.fingerprint != job.fingerprint() or (found.bad_lines and job.bad_lines == "stop"):
+    if progress.fingerprint != job.fingerprint() or (progress.bad_lines and job.bad_lines == "stop"):
         problem = "an interrupted job with other input or settings is there; repeat that one, or delete the folder"
         raise ConfigError("--output", str(folder), problem)
-    return found
+    return progress
 
 
 class _Output:
@@ -162,7 +162,7 @@ class _Output:
     def __init__(self, folder: Path, dtype: np.dtype, progress: Progress) -> None:
         self.folder, self.dtype, self.progress = folder, dtype, progress
         self._files: dict[str, IO[bytes]] = {}
-        self._open = 0  # tokens of a text of which more is to come
+        self._open = 0  # tokens written of a text that is not complete
 
     def __enter__(self) -> _Output:
         for name, size in (
@@ -182,12 +182,12 @@ class _Output:
         if lengths:
             lengths[0] += self._open
         self._files["lengths"].write(np.array(lengths, "<i4").tobytes())
-        # Only now, and all at once: an interruption, or a full disk, leaves the input and what is written of it alike.
+        # Last, and all at once: after an interruption, or with a full disk, the progress agrees with what is written.
         self.progress = replace(read, documents=read.documents + len(lengths), tokens=read.tokens + sum(lengths))
         self._open = 0
 
     def drop_open_document(self, read: Progress) -> None:
-        """Take back what is written of a text of which a part is bad."""
+        """Remove the written part of a text that turned out to be bad."""
         self._files["tokens"].truncate(self.progress.tokens * self.dtype.itemsize)
         self.progress, self._open = read, 0
 
@@ -209,7 +209,7 @@ class _Output:
 
 def _write_tokens(job: Job, output: _Output, num_workers: int) -> None:
     sizes = [max(1, path.stat().st_size) for path in job.files]
-    began = told = time.monotonic()
+    began = reported = time.monotonic()
     tokens_before, done_before = output.progress.tokens, None
     for number, piece, share, result in _tokenized(job, output.progress, num_workers, output.dtype):
         tokens, lengths, bad = result
@@ -232,13 +232,13 @@ def _write_tokens(job: Job, output: _Output, num_workers: int) -> None:
         done = (sum(sizes[:number]) + share * sizes[number]) / sum(sizes)
         done_before = done if done_before is None else done_before
         now = time.monotonic()
-        if now - told >= _SECONDS_BETWEEN_REPORTS:
-            told, seconds, gained = now, now - began, done - done_before
+        if now - reported >= _SECONDS_BETWEEN_REPORTS:
+            reported, seconds, gained = now, now - began, done - done_before
             rate = (output.progress.tokens - tokens_before) / seconds
-            left = f", {seconds * (1 - done) / gained:.0f} s left" if gained > 0 else ""
+            eta = f", {seconds * (1 - done) / gained:.0f} s left" if gained > 0 else ""
             output.save()
-            where = f"file {number + 1} of {len(sizes)}, {output.progress.tokens:,} tokens, {rate:,.0f} tokens/s{left}"
-            tell(f"tokenizing: {done:.1%}, {where}")
+            counts = f"file {number + 1} of {len(sizes)}, {output.progress.tokens:,} tokens, {rate:,.0f} tokens/s{eta}"
+            tell(f"tokenizing: {done:.1%}, {counts}")
     if bad_lines := output.progress.bad_lines:
         records = bad_lines + output.progress.documents // job.num_sequences
         tell(f"skipped {bad_lines:,} of {records:,} records")
@@ -255,7 +255,7 @@ def _tokenized(
         pieces = _pieces(job, progress)
         yield from ((number, piece, share, _tokenize(piece, job, dtype.str)) for number, piece, share in pieces)
         return
-    work = replace(job, files=[])  # which may be many, and workers need none
+    work = replace(job, files=[])  # there may be many, and workers need none
     with ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker) as pool:
         waiting: deque[tuple[int, Piece, float, Future[Result]]] = deque()
         pieces = _pieces(job, progress)
@@ -303,21 +303,21 @@ def documents_of(
     while batch := list(islice(records, _BATCH)):
         texts = [text for _, text in batch if isinstance(text, str)]
         documents = encode_documents(tokenizer, texts, ends, piece.before, piece.after) if texts else []
-        found: Iterator[Any] = repeat(BadRecord(_NO_CUT)) if documents is None else iter(documents)
+        results: Iterator[Any] = repeat(BadRecord(_NO_CUT)) if documents is None else iter(documents)
         for number, text in batch:
-            yield number, next(found) if isinstance(text, str) else text
+            yield number, next(results) if isinstance(text, str) else text
 
 
 def _tokenize(piece: Piece, job: Job, dtype: str) -> Result:
     """Tokenize a piece, in this process or in a worker."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the work already
     if job.template is None:
-        tokenizer = build_tokenizer(job.tokenizer, job.tokenizer_key, job.token_options)  # which each process keeps
-        found = documents_of(piece, job.text_key, tokenizer, ends=job.ends_documents)
+        tokenizer = build_tokenizer(job.tokenizer, job.tokenizer_key, job.token_options)  # each process keeps it
+        documents = documents_of(piece, job.text_key, tokenizer, ends=job.ends_documents)
     else:
-        found = _conversations(piece, build_chat(job.tokenizer, job.token_options, job.template))
+        documents = _conversations(piece, build_chat(job.tokenizer, job.token_options, job.template))
     parts, bad = [np.empty(0, np.int64)], []
-    for number, part in found:
+    for number, part in documents:
         if isinstance(part, BadRecord):
             bad.append((number, str(part)))
         else:
@@ -326,7 +326,7 @@ def _tokenize(piece: Piece, job: Job, dtype: str) -> Result:
 
 
 def _conversations(piece: Piece, chat: Chat) -> Iterator[tuple[int, np.ndarray | BadRecord]]:
-    """For each record of a piece its tokens, and then where its answers begin and end; or why it has none."""
+    """Yield each record's tokens and then where its answers begin and end, or why it has none."""
     for number, record in texts_of(piece, None):
         try:
             if isinstance(record, BadRecord):

@@ -44,10 +44,10 @@ class Question:
     answer: int
     group: str  # the folder of its file: middle or high
 
-    def inputs(self, option: int, around: PairTokens, seq_len: int) -> np.ndarray:
+    def inputs(self, option: int, pair_tokens: PairTokens, seq_len: int) -> np.ndarray:
         """[CLS] question and option [SEP] passage [SEP], padded: int64 [seq_len]."""
         question = self.options[option][: min(MOST_OF_QUESTION, (seq_len - ADDED) // 2)]
-        return around.join(question, self.passage[: seq_len - ADDED - len(question)], seq_len)
+        return pair_tokens.join(question, self.passage[: seq_len - ADDED - len(question)], seq_len)
 
 
 class Record(BaseModel):
@@ -109,13 +109,13 @@ class RaceSource(Source):
     together = NUM_OPTIONS
 
     def __init__(self, request: DataRequest) -> None:
-        """Raises a `ConfigError` if the folder is not of RACE, or the tokenizer does not fit the model."""
+        """Raises a `ConfigError` if the folder is not one of RACE, or the tokenizer does not fit the model."""
         super().__init__(request)
         section = request.section
         problem = 'dataset "race" needs one folder, in which train, dev and test are'
         require(len(section.paths) == 1, "data.paths", section.paths, problem)
         tokenizer = tokenizer_of(section, request.vocab_size)
-        self._around = pair_tokens_of(section.tokenizer, tokenizer, request.vocab_size)
+        self._pair_tokens = pair_tokens_of(section.tokenizer, tokenizer, request.vocab_size)
         folder = Path(section.paths[0]) / FOLDERS[request.split]
         try:
             self._questions = read_questions(folder, tokenizer)
@@ -129,8 +129,8 @@ class RaceSource(Source):
         """One option of a question."""
         number, option = divmod(position, NUM_OPTIONS)
         question = self._questions[number]
-        tokens = torch.from_numpy(question.inputs(option, self._around, self.request.seq_len))
-        return self._around.batch(tokens, sample_labels=torch.tensor(IGNORED_LABEL if option else question.answer))
+        tokens = torch.from_numpy(question.inputs(option, self._pair_tokens, self.request.seq_len))
+        return self._pair_tokens.batch(tokens, sample_labels=torch.tensor(IGNORED_LABEL if option else question.answer))
 
     @cached_property
     def fingerprint(self) -> str:

@@ -38,7 +38,7 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _PIECE = 1 << 20  # bytes of JSON lines
 _CHUNK = 1 << 18  # bytes that are read at a time
 _HEAD = 1 << 16  # bytes at the beginning that tell a file's kind
-_ROWS = 256  # of a table or an array in a piece
+_ROWS = 256  # rows of a table or an array in a piece
 _OBJECT = re.compile(rb'\{\s*"(?:[^"\\]|\\.)*"\s*:')  # the beginning of a JSON object
 Key = str | tuple[str, ...]
 
@@ -69,7 +69,7 @@ class Piece:
 
 
 def ending_of(path: Path) -> str:
-    """The file's ending in lower case, without that of its compression: .jsonl for a.JSONL.gz."""
+    """The file's ending in lower case, without a compression's: .jsonl for a.JSONL.gz."""
     is_compressed = path.suffix.lower() in _COMPRESSED
     return (path.with_suffix("") if is_compressed else path).suffix.lower()
 
@@ -78,7 +78,7 @@ def kind_of(path: Path) -> str:
     """ "jsonl", "array", "parquet", "arrow" or "text", by the file's content and its ending.
 
     Raises:
-        UnreadableError: it is of no such kind, or cannot be read.
+        UnreadableError: it is of none of these kinds, or cannot be read.
     """
     head = b""
     with _readable(), open(path, "rb") as file:
@@ -154,8 +154,8 @@ def _readable() -> Iterator[None]:
         raise UnreadableError("ends in the middle of compressed data; copy or compress it again") from None
     except ImportError as error:
         raise UnreadableError(f"needs the package {error.name}; install titan_like[data]") from None
-    except Exception as error:  # of whatever library reads the format
-        if isinstance(error, OSError) and error.errno is not None:  # libraries' own have no errno
+    except Exception as error:  # a format's library may raise anything
+        if isinstance(error, OSError) and error.errno is not None:  # libraries' own errors have no errno
             raise ReadFailure(f"cannot be read ({first_line(error)})") from None
         raise UnreadableError(f"is damaged ({first_line(error)}); copy or write it again") from None
 
@@ -172,7 +172,7 @@ def _content(path: Path, file: IO[bytes], start: int) -> Iterator[bytes]:
 
 
 def _decompressed(file: IO[bytes], compression: str) -> Iterator[bytes]:
-    """All members of a file. Python's own readers take one that is damaged at its beginning for the file's end."""
+    """All members of a file. Python's own readers take a member with a damaged beginning for the file's end."""
     new: Any = {".gz": partial(zlib.decompressobj, 31), ".bz2": bz2.BZ2Decompressor, ".xz": lzma.LZMADecompressor}
     if compression == ".zst":
         from zstandard import ZstdDecompressor
@@ -180,7 +180,7 @@ def _decompressed(file: IO[bytes], compression: str) -> Iterator[bytes]:
         new[".zst"] = lambda: ZstdDecompressor(max_window_size=2**31).decompressobj()
     member = None
     for chunk in iter(partial(file.read, _CHUNK >> 5), b""):  # small, because it may grow a thousandfold
-        while chunk := chunk if member else chunk.lstrip(b"\0"):  # which may fill up the space after a member
+        while chunk := chunk if member else chunk.lstrip(b"\0"):  # zeros may fill up the space after a member
             member = member or new[compression]()
             yield member.decompress(chunk)
             chunk = member.unused_data if member.eof else b""
@@ -190,19 +190,19 @@ def _decompressed(file: IO[bytes], compression: str) -> Iterator[bytes]:
 
 
 def _lines(chunks: Iterable[bytes], at: int, record: int) -> Iterator[Piece]:
-    held: list[bytes] = []  # joined only when it is cut: a line may be far longer than a piece
+    pending: list[bytes] = []  # joined only when it is cut: a line may be far longer than a piece
     size = 0
     for chunk in chunks:
-        held.append(chunk)
+        pending.append(chunk)
         size += len(chunk)
         if size >= _PIECE and b"\n" in chunk:
-            joined = b"".join(held)
+            joined = b"".join(pending)
             cut = joined.rindex(b"\n") + 1
             lines, at = joined.count(b"\n"), at + cut
             yield Piece("jsonl", joined[:cut], record, lines, at)
-            held, size, record = [joined[cut:]], size - cut, record + lines
-    if rest := b"".join(held):
-        yield Piece("jsonl", rest, record, 1 + rest.count(b"\n"), at + len(rest))
+            pending, size, record = [joined[cut:]], size - cut, record + lines
+    if remaining := b"".join(pending):
+        yield Piece("jsonl", remaining, record, 1 + remaining.count(b"\n"), at + len(remaining))
 
 
 def _text(chunks: Iterable[bytes], find_cut: FindCut | None) -> Iterator[Piece]:
@@ -243,7 +243,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _parquet_batches(path: Path, key: Key, start: int) -> Iterator[tuple[int, Any, float]]:
-    """First row, columns and share of the file read, for each batch from that of row ``start`` on."""
+    """First row, columns and share of the file read, for each batch from the one with row ``start`` on."""
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(str(path), buffer_size=_PIECE) as file:  # buffered, since a row group may be a gigabyte
@@ -279,10 +279,10 @@ def _arrow_batches(path: Path, key: Key) -> Iterator[tuple[int, Any, float]]:
 
 def _columns(schema: Any, key: Key) -> list[str]:
     """The columns to read."""
-    wanted = (key,) if isinstance(key, str) else key
-    columns = [name for name in wanted if name in schema.names]
+    keys = (key,) if isinstance(key, str) else key
+    columns = [name for name in keys if name in schema.names]
     if not columns:
-        raise UnreadableError(f'has no column "{" or ".join(wanted)}"; it has {", ".join(schema.names)}')
+        raise UnreadableError(f'has no column "{" or ".join(keys)}"; it has {", ".join(schema.names)}')
     return columns
 
 
@@ -291,8 +291,8 @@ def texts_of(
 ) -> Iterator[tuple[int, Any]]:
     """Yield the number and text of each record of a piece, or why a record has no text. Empty lines are skipped.
 
-    ``key`` is that of the text in a record; with None the whole record is yielded. ``is_wanted`` tells by its number
-    whether to look at a record.
+    ``key`` is the text's in a record; with None the whole record is yielded. ``is_wanted`` tells by its number whether
+    to look at a record.
     """
     if piece.kind == "text":
         yield piece.first_record, piece.content[0]

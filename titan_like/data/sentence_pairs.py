@@ -44,9 +44,9 @@ class PairTokens:
     separator: int  # [SEP]
     padding: int  # [PAD]
 
-    def join(self, one: np.ndarray, two: np.ndarray, seq_len: int) -> np.ndarray:
-        """[CLS] one [SEP] two [SEP], padded: int64 [seq_len]. Both together have at most seq_len - 3 tokens."""
-        parts = (np.array([self.first]), one, np.array([self.separator]), two, np.array([self.separator]))
+    def join(self, first: np.ndarray, second: np.ndarray, seq_len: int) -> np.ndarray:
+        """[CLS] first [SEP] second [SEP], padded: int64 [seq_len]. Both together have at most seq_len - 3 tokens."""
+        parts = (np.array([self.first]), first, np.array([self.separator]), second, np.array([self.separator]))
         joined = np.concatenate(parts)
         return np.pad(joined, (0, seq_len - len(joined)), constant_values=self.padding)
 
@@ -78,30 +78,30 @@ class SentencePairs:
         two tokens of text has no class.
         """
         random = sample_generator(b"sentence pairs", seed, index)
-        given, seq_len = samples[index], len(samples[index].tokens)
-        text, has_label = self._text(given, seq_len - ADDED, random)
+        window, seq_len = samples[index], len(samples[index].tokens)
+        text, has_label = self._text(window, seq_len - ADDED, random)
         cut = 1 + int(random.random() * (len(text) - 1))
-        (one, two), (label_one, label_two) = np.split(text, [cut]), np.split(has_label, [cut])
+        (first, second), (first_has_label, second_has_label) = np.split(text, [cut]), np.split(has_label, [cut])
         is_other = bool(random.random() < 0.5)
         if is_other and self.objective == "sentence_order":
-            one, two, label_one, label_two = two, one, label_two, label_one
+            first, second, first_has_label, second_has_label = second, first, second_has_label, first_has_label
         elif is_other:
-            other, other_has_label = self._text(self._other(samples, given, random), seq_len - ADDED, random)
+            other, other_has_label = self._text(self._other(samples, window, random), seq_len - ADDED, random)
             # As long as B was, at the end of its text and without its beginning: B alone does not tell the class.
-            begin = max(len(other) - len(two), int(len(other) > 1))
-            two, label_two = other[begin:], other_has_label[begin:]
-        inputs = self.tokens.join(one, two, seq_len)
-        nothing = np.zeros(1, dtype=bool)
-        has_label = np.concatenate((nothing, label_one, nothing, label_two))
+            begin = max(len(other) - len(second), int(len(other) > 1))
+            second, second_has_label = other[begin:], other_has_label[begin:]
+        inputs = self.tokens.join(first, second, seq_len)
+        no_label = np.zeros(1, dtype=bool)
+        has_label = np.concatenate((no_label, first_has_label, no_label, second_has_label))
         labels = np.where(np.pad(has_label, (0, seq_len - len(has_label))), inputs, IGNORED_LABEL)
         label = torch.tensor(is_other if len(text) > 1 else IGNORED_LABEL, dtype=torch.int64)
         pair = self.tokens.batch(torch.from_numpy(inputs), torch.from_numpy(labels), label)
-        return pair if num_labels(given, ("tokens",)) else without_labels(pair)  # past the end of held-out data
+        return pair if num_labels(window, ("tokens",)) else without_labels(pair)  # past the end of held-out data
 
-    def _text(self, sample: Batch, most: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """The text around a random token of a sample, up to ``most`` tokens of one document, and where it has a label.
+    def _text(self, sample: Batch, max_tokens: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """The text around a random token of a sample, up to ``max_tokens`` of one document, and where it has a label.
 
-        Both results, int64 and bool, are [tokens], with 0 to ``most`` tokens: none if the sample has no text.
+        Both results, int64 and bool, are [tokens], with 0 to ``max_tokens`` tokens: none if the sample has no text.
         """
         inputs, labels = arrays_of(sample)
         is_text = ~np.isin(inputs, (self.eod_id, self.tokens.first, self.tokens.separator))
@@ -113,16 +113,16 @@ class SentencePairs:
         after = int(np.searchsorted(ends, token))
         begin = int(ends[after - 1]) + 1 if after > 0 else 0
         end = int(ends[after]) if after < len(ends) else len(inputs)
-        begin += int(random.random() * (max(0, end - begin - most) + 1))
-        chosen = slice(begin, min(end, begin + most))
+        begin += int(random.random() * (max(0, end - begin - max_tokens) + 1))
+        chosen = slice(begin, min(end, begin + max_tokens))
         return inputs[chosen], labels[chosen] != IGNORED_LABEL
 
-    def _other(self, samples: Samples, given: Batch, random: np.random.Generator) -> Batch:
-        """A sample other than ``given``, or ``given`` itself if there is no other."""
+    def _other(self, samples: Samples, sample: Batch, random: np.random.Generator) -> Batch:
+        """A sample other than ``sample``, or ``sample`` itself if there is no other."""
         drawn = int(random.random() * len(samples))
         for number in (drawn, drawn + 1):
             other = samples[number % len(samples)]
-            if not torch.equal(other.tokens, given.tokens):
+            if not torch.equal(other.tokens, sample.tokens):
                 break
         return other
 
@@ -132,8 +132,8 @@ def pair_tokens_of(spec: str, tokenizer: Tokenizer, vocab_size: int) -> PairToke
 
     Raises a `ConfigError` if it lacks them, or has ones that the model lacks.
     """
-    if (found := tokenizer.pair_ids) is None:
+    if (pair_ids := tokenizer.pair_ids) is None:
         problem = "has no [CLS] and [SEP], which pairs of sentences need; use a tokenizer with these, or <s> and </s>"
         raise ConfigError("data.tokenizer", spec, problem)
-    check_ids(spec, f"its [CLS], [SEP] and [PAD] are {', '.join(map(str, found))}", max(found), vocab_size)
-    return PairTokens(*found)
+    check_ids(spec, f"its [CLS], [SEP] and [PAD] are {', '.join(map(str, pair_ids))}", max(pair_ids), vocab_size)
+    return PairTokens(*pair_ids)

@@ -23,7 +23,7 @@ from titan_like.data.raw_text import (
 )
 
 _FILES, _PIECES, _PIECE = 64, 3, 4096  # files whose content a digest samples, pieces of each, and bytes in a piece
-_ROWS = 256  # of a dataset on the hub in a piece
+_ROWS = 256  # rows of a dataset on the hub in a piece
 _NOTHING = (
     "no such file or folder, and no file matches it as a glob pattern; a name of the Hugging Face hub would be like "
     "org/name, org/name:config or org/name@revision"
@@ -58,7 +58,7 @@ class HubShard:
     number: int
 
     def pieces(self, key: str, start: int, first_record: int) -> Iterator[Piece]:
-        """Read pieces as `LocalShard.pieces` does. What is not known as damage counts as a failure of the network."""
+        """Read pieces as `LocalShard.pieces` does. Errors that are not known damage count as network failures."""
         try:
             rows = self.dataset.shard(num_shards=self.dataset.num_shards, index=self.number).skip(start)
             for batch in rows.iter(batch_size=_ROWS):
@@ -68,7 +68,7 @@ class HubShard:
                 yield Piece("rows", texts, start + 1, len(texts), start := start + len(texts))
         except UnreadableError:
             raise
-        except Exception as error:  # of whatever library reads the network and the format
+        except Exception as error:  # the libraries may raise anything
             raise ReadFailure(f"cannot be read ({first_line(error)})") from None
 
 
@@ -83,19 +83,19 @@ def find_shards(paths: list[str], split: str = "train") -> tuple[list[Shard], st
     """
     require(paths, "data.paths", None, 'dataset "hf" needs files, folders, patterns or names of the hub')
     shards: dict[str, Shard] = {}
-    about: list[object] = []
+    identity: list[object] = []
     for path in paths:
         is_on_hub = _HUB_NAME.fullmatch(path) and ending_of(Path(path)) not in RECORD_ENDINGS and not named_paths(path)
         if is_on_hub:
-            found, revision = _shards_of_hub(path, split)
-            about.append((path, revision, len(found)))
-            shards |= {shard.name: shard for shard in found}
+            hub_shards, revision = _shards_of_hub(path, split)
+            identity.append((path, revision, len(hub_shards)))
+            shards |= {shard.name: shard for shard in hub_shards}
         else:
             require(named_paths(path), "data.paths", path, _NOTHING)
             shards |= {str(file): LocalShard(str(file)) for file in find_files([path], "data.paths", _NO_TEXT, split)}
     local = [Path(shard.name) for shard in shards.values() if isinstance(shard, LocalShard)]
-    about += [(file.name, file.stat().st_size) for file in local]
-    digest = hashlib.blake2b(repr(about).encode(), digest_size=16)
+    identity += [(file.name, file.stat().st_size) for file in local]
+    digest = hashlib.blake2b(repr(identity).encode(), digest_size=16)
     for number in sorted({*np.linspace(0, len(local) - 1, _FILES).astype(int)} if local else ()):
         with open(local[number], "rb") as content:
             for start in np.linspace(0, max(0, local[number].stat().st_size - _PIECE), _PIECES).astype(int):
@@ -117,7 +117,7 @@ def _shards_of_hub(path: str, split: str) -> tuple[list[HubShard], str]:
     try:
         revision = HfApi().dataset_info(name, revision=revision, timeout=30).sha
         dataset = load_dataset(name, config, split=split, revision=revision, streaming=True)
-    except Exception as error:  # of the network, the hub's answer, or the dataset's own format
+    except Exception as error:  # from the network, the hub, or the dataset's own format
         problem = f"no such file or folder, nor can the Hugging Face hub give it ({first_line(error)})"
         raise ConfigError(
             "data.paths", path, f"{problem}; correct the name, or download it and name the folder"

@@ -19,7 +19,7 @@ from titan_like.models.layers.cross_entropy import IGNORED_LABEL
 
 __all__ = ["IGNORED_LABEL", "SPLITS", "UNKNOWN_LENGTH", "DataRequest", "Source", "epoch_order"]
 
-UNKNOWN_LENGTH = sys.maxsize  # of a stream, in samples; the most that len() may return
+UNKNOWN_LENGTH = sys.maxsize  # a stream's, in samples; the most that len() may return
 SPLITS = ("train", "validation", "test")
 
 
@@ -29,7 +29,7 @@ class DataRequest:
 
     section: Data  # the run's [data] section
     split: str  # one of SPLITS
-    seq_len: int  # of the samples; the objective may turn them into others, see `titan_like.data.lengths`
+    seq_len: int  # tokens per sample; the objective may change it, see `titan_like.data.lengths`
     seed: int
     vocab_size: int  # the model's; tokens must be below it
     cache_folder: Path  # for files that are made once and read by all processes of a node; may not exist yet
@@ -79,8 +79,8 @@ class Source(Dataset[Batch], ABC):
         return None
 
     def state_dict(self) -> dict[str, list[int]] | None:
-        """What a checkpoint keeps so that a resumed run need not read again what it has read: by name, numbers that
-        grow as reading goes on. It never decides which samples come. None: there is nothing to keep.
+        """State in a checkpoint that spares a resumed run reading its data again: by name, numbers that grow as reading
+        goes on. It never decides which samples come. None: there is nothing to keep.
         """
         return None
 
@@ -102,11 +102,11 @@ class Source(Dataset[Batch], ABC):
 
 
 def digest_of(*parts: object) -> str:
-    """A digest of what the parts' ``repr`` says."""
+    """A digest of the ``repr`` of the parts."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
-@lru_cache(maxsize=256)  # of two epochs of each source of a blend
+@lru_cache(maxsize=256)  # enough for two epochs of each source of a blend
 def epoch_order(num_samples: int, *key: object) -> Permutation:
-    """The order of an epoch, given the seed, the number of the source in a blend and the epoch; or of a block."""
+    """The order of an epoch, given the seed, the number of the source in a blend and the epoch; or a block's order."""
     return Permutation(num_samples, *key)

@@ -40,7 +40,7 @@ class SpanCorruption:
         whose token has no label in the dataset. For this rule a sentinel counts as the token after it, and the end
         token as the last token of the window.
         """
-        tokens, given = arrays_of(sample)
+        tokens, given_labels = arrays_of(sample)
         is_noise = noise_mask(len(tokens), self.num_noise, len(self.sentinel_ids), seed, index)
         begins = is_noise.copy()
         begins[1:] &= ~is_noise[:-1]
@@ -48,24 +48,24 @@ class SpanCorruption:
         marked[begins] = self.sentinel_ids
         inputs = np.append(marked[begins | ~is_noise], self.end_id)
 
-        taken = np.flatnonzero(is_noise)
-        places = np.flatnonzero(begins[taken])  # where each span begins among the tokens that are taken out
-        targets = np.append(np.insert(tokens[taken], places, self.sentinel_ids), self.end_id)
-        sources = np.append(np.insert(taken, places, taken[places]), len(tokens) - 1)
-        labels = np.where(given[sources] != IGNORED_LABEL, targets, IGNORED_LABEL)
+        noise_positions = np.flatnonzero(is_noise)
+        places = np.flatnonzero(begins[noise_positions])  # where each span begins among the tokens that are taken out
+        targets = np.append(np.insert(tokens[noise_positions], places, self.sentinel_ids), self.end_id)
+        sources = np.append(np.insert(noise_positions, places, noise_positions[places]), len(tokens) - 1)
+        labels = np.where(given_labels[sources] != IGNORED_LABEL, targets, IGNORED_LABEL)
 
         padding = np.full(self.length.decoder - len(targets), self.pad_id)
         no_labels = [np.full(size, IGNORED_LABEL) for size in (len(inputs), len(padding))]
         decoder_inputs = np.concatenate(([self.pad_id], targets, padding))[:-1]
-        both = torch.from_numpy(np.append(inputs, decoder_inputs))
+        model_inputs = torch.from_numpy(np.append(inputs, decoder_inputs))
         labels = np.concatenate((no_labels[0], labels, no_labels[1]))
-        return Batch(both, torch.from_numpy(labels), encoder_len=self.length.encoder)
+        return Batch(model_inputs, torch.from_numpy(labels), encoder_len=self.length.encoder)
 
 
 def noise_mask(raw: int, num_noise: int, num_spans: int, seed: int, index: int) -> np.ndarray:
     """Which tokens are taken out: bool [raw], with ``num_noise`` true in ``num_spans`` runs, the last one at the end.
 
-    The lengths of the spans, and of the pieces between them, are drawn uniformly from all that are at least 1.
+    The lengths of the spans, and of the pieces between them, are drawn uniformly from all lengths of at least 1.
     """
     random = sample_generator(b"span corruption", seed, index)
 
@@ -73,8 +73,8 @@ def noise_mask(raw: int, num_noise: int, num_spans: int, seed: int, index: int) 
         first = random.random(total - 1).argsort(kind="stable")[: num_spans - 1] + 1  # where parts begin
         return np.diff(np.sort(first), prepend=0, append=total)
 
-    noise, others = lengths(num_noise), lengths(raw - num_noise)
-    return np.repeat(np.tile([False, True], num_spans), np.stack((others, noise), 1).flatten())
+    noise, gaps = lengths(num_noise), lengths(raw - num_noise)
+    return np.repeat(np.tile([False, True], num_spans), np.stack((gaps, noise), 1).flatten())
 
 
 def span_corruption_of(config: JobConfig, model: TransformerConfig, tokenizer: Tokenizer) -> SpanCorruption:

@@ -2,7 +2,7 @@
 
 `tokenizer.json` lists special tokens without saying what they are for. The files next to it do, in the order in which
 transformers reads them: `tokenizer_config.json`, `special_tokens_map.json`, and, for the ids that end a text,
-`generation_config.json` and `config.json`. Where none of them speaks, well-known names count.
+`generation_config.json` and `config.json`. If none of them names a token, well-known names count.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAP_FILE = "special_tokens_map.json"
 _ADDED_FILE = "added_tokens.json"
 _SAY_ENDS = (GENERATION_FILE, CONFIG_FILE, ORIGIN_FILE)
 COMPANIONS = (ABOUT_FILE, MAP_FILE, _ADDED_FILE, *_SAY_ENDS)
-TOKENIZER_FILES = (  # of a tokenizer alone; transformers may look for any of them
+TOKENIZER_FILES = (  # a tokenizer's alone; transformers may look for any of them
     *(TOKENIZER_FILE, ABOUT_FILE, MAP_FILE, _ADDED_FILE, "tokenizer.model", "vocab.json", "merges.txt"),
     "chat_template.jinja",
 )
@@ -60,9 +60,9 @@ class SpecialTokens:
         roles = {key.removesuffix("_token"): value for key, value in about.items() if key.endswith("_token")}
         roles = {role: roles.pop(role) for role in _ROLES if role in roles} | roles
         try:
-            others = about.get("extra_special_tokens") or about.get("additional_special_tokens") or []
-            others = [*roles.values(), *(others.values() if isinstance(others, dict) else others)]
-            named = [_token(value, special=True) for value in others if _text(value)]
+            values = about.get("extra_special_tokens") or about.get("additional_special_tokens") or []
+            values = [*roles.values(), *(values.values() if isinstance(values, dict) else values)]
+            named = [_token(value, special=True) for value in values if _text(value)]
             decoder = (about.get("added_tokens_decoder") or {}).items()
             numbered = {int(number): _token(fields) for number, fields in decoder if fields["content"]}
         except (AttributeError, TypeError, ValueError, KeyError) as error:
@@ -73,25 +73,25 @@ class SpecialTokens:
         _add(tokenizer, numbered, named)
         names = {role: _text(value) for role, value in roles.items()}
         self._tokenizer, self._names = tokenizer, names
-        self.names_eos = bool(names.get("eos"))  # whether its own files do
+        self.names_eos = bool(names.get("eos"))  # whether its files name an end token
         self.bos_id, self.mask_id, self.pad_id = self._id("bos"), self._id("mask"), self._id("pad")
         self.unk_id, self.cls_id, self.sep_id = self._id("unk"), self._id("cls"), self._id("sep")
         self.sample_id = None if self.bos_id is not None else tokenizer.token_to_id(names.get("cls") or "[CLS]")
         sentinels = map(tokenizer.token_to_id, map("<extra_id_{}>".format, count()))
         self.sentinel_ids = [n for n in takewhile(lambda number: number is not None, sentinels) if n is not None]
         self.end_ids = [] if folder is None else end_ids(folder)
-        # The tokenizer's own word counts before the model's, and both before a well-known name.
+        # The tokenizer's files take precedence over the model's, and both over a well-known name.
         ends = (number for number in self.end_ids if tokenizer.id_to_token(number) is not None)
         ids = ([self._id("eos")] if self.names_eos else []), ends, _ids(tokenizer, _WELL_KNOWN["eos"])
         self.eos_id = next(chain(*ids), None)
         added = [number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special]
-        known = _ids(tokenizer, chain(*_WELL_KNOWN.values()))
-        own = (self.eos_id, self.bos_id, self.mask_id, self.pad_id, self.unk_id, self.cls_id, self.sep_id)
-        self.all_ids = frozenset(number for number in (*added, *known, *own) if number is not None)
+        well_known_ids = _ids(tokenizer, chain(*_WELL_KNOWN.values()))
+        role_ids = (self.eos_id, self.bos_id, self.mask_id, self.pad_id, self.unk_id, self.cls_id, self.sep_id)
+        self.all_ids = frozenset(number for number in (*added, *well_known_ids, *role_ids) if number is not None)
 
     @property
     def pair_ids(self) -> tuple[int, int, int] | None:
-        """What begins, separates and fills up two sentences; None if the tokenizer is not made for them."""
+        """The tokens that begin, separate and pad two sentences; None if the tokenizer is not made for them."""
         if self.cls_id is None or self.sep_id is None:
             return None
         return self.cls_id, self.sep_id, self.cls_id if self.pad_id is None else self.pad_id
@@ -112,8 +112,8 @@ def end_ids(folder: Path) -> list[int]:
     for name in _SAY_ENDS:
         content = read_json(folder / name)
         fields = content.get("config") if name == ORIGIN_FILE else content
-        if (given := fields.get("eos_token_id") if fields else None) is not None:
-            return given if isinstance(given, list) else [given]
+        if (eos_ids := fields.get("eos_token_id") if fields else None) is not None:
+            return eos_ids if isinstance(eos_ids, list) else [eos_ids]
     return []
 
 
@@ -134,8 +134,8 @@ def has_gpt2(folder: Path) -> bool:
     except (ValueError, AttributeError):
         return False
     settings = ("add_prefix_space", "chat_template", "additional_special_tokens", "extra_special_tokens")
-    said = [*added, *(value for name, value in about.items() if name.endswith("_token") or name in settings)]
-    is_plain = all(not value or (_text(value) or value) in (GPT2_END, [GPT2_END]) for value in said)
+    declared = [*added, *(value for name, value in about.items() if name.endswith("_token") or name in settings)]
+    is_plain = all(not value or (_text(value) or value) in (GPT2_END, [GPT2_END]) for value in declared)
     return is_plain and kind in ("gpt2", "GPT2Tokenizer", "GPT2TokenizerFast")
 
 
@@ -192,13 +192,13 @@ def _add(tokenizer: HFTokenizer, numbered: dict[int, AddedToken], named: list[Ad
         if repr(token) != repr(listed.get(text)):
             tokenizer.add_tokens([token])
         if tokenizer.token_to_id(text) != number:
-            where = f"token {number} {text!r}, which is {tokenizer.token_to_id(text)} in {TOKENIZER_FILE}"
-            raise ValueError(f"has a {ABOUT_FILE} or {_ADDED_FILE} with the {where}; correct one of them")
+            conflict = f"token {number} {text!r}, which is {tokenizer.token_to_id(text)} in {TOKENIZER_FILE}"
+            raise ValueError(f"has a {ABOUT_FILE} or {_ADDED_FILE} with the {conflict}; correct one of them")
     listed = _added(tokenizer)
     missing = {token.content: token for token in reversed(named) if token.content not in listed}
     tokenizer.add_tokens(list(reversed(missing.values())))
 
 
 def _ids(tokenizer: HFTokenizer, names: Iterable[str]) -> Iterator[int]:
-    """The ids of those of the named tokens that a tokenizer has."""
+    """The ids of the named tokens, without the ones that a tokenizer lacks."""
     return (number for number in map(tokenizer.token_to_id, names) if number is not None)

@@ -31,7 +31,7 @@ from titan_like.data.stream_reader import Documents, Place, Reader, ReaderState
 from titan_like.data.tokenizer import tokenizer_of
 
 # Fractions of 2⁶⁴ by which a record's place among the splits advances with its number and with its shard's. They are
-# those of the golden ratio and of √2, so that any stretch of records, and any set of short shards, is divided fairly.
+# the golden ratio's and √2's, so that any stretch of records, and any set of short shards, is divided fairly.
 _BY_SHARD = 0x6A09E667F3BCC909
 _DEALING = "each of R records in turn"  # in the fingerprint: another way of dealing out records is another stream
 
@@ -85,8 +85,8 @@ class StreamSource(Source):
         section = self.request.section
         text = f"streaming with {section.num_readers} readers"
         times = tokenized_times(section, micro_batch_size, num_ranks)
-        wanted = micro_batch_size * num_ranks * max(1, section.num_workers)
-        cure = f"each sample is tokenized {times} times; data.num_readers = {wanted} would avoid it"
+        enough = micro_batch_size * num_ranks * max(1, section.num_workers)
+        cure = f"each sample is tokenized {times} times; data.num_readers = {enough} would avoid it"
         return text if times == 1 else f"{text}: {cure}"
 
     def __getitem__(self, index: int) -> Batch:
@@ -98,11 +98,11 @@ class StreamSource(Source):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of the shards' names, sizes and samples of their content, and of all that decides their order."""
+        """Digest of the shards' names, sizes and samples of their content, and of what decides their order."""
         section = self.request.section
-        decided = section.num_readers, self._weights, self.request.split, section.text_key
+        order = section.num_readers, self._weights, self.request.split, section.text_key
         tokens = section.token_options, self.tokenizer.first_ids, self.tokenizer.eod_id, self.tokenizer.digest
-        return digest_of(_DEALING, self._content, *decided, tokens)
+        return digest_of(_DEALING, self._content, *order, tokens)
 
     def _window(self, index: int) -> np.ndarray | None:
         sample, number = divmod(index, self.request.section.num_readers)
@@ -114,18 +114,18 @@ class StreamSource(Source):
 
     def _open(self, number: int) -> Reader:
         if get_worker_info() is not None:
-            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # whose threads do not survive a fork
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
         sample, offset, *place = self._states.get(f"{self._state_key}/{number}", [0, 0])
         start = ReaderState(sample, offset, Place(*place))
         reader = self._readers[os.getpid(), number] = Reader(Documents(self, number), self.request.seq_len, start)
         return reader
 
     def state_dict(self) -> dict[str, list[int]]:
-        """Where readers go on, as far as this process knows."""
+        """Where each reader continues, as far as this process knows."""
         return dict(self._states)
 
     def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
-        """Let readers begin where those of any layout were. What is of other data or of another order is ignored."""
+        """Let readers continue where any layout's readers stopped. State of other data or another order is ignored."""
         self._states = {key: mark for key, mark in state.items() if key.startswith(f"{self._state_key}/")}
         self._readers.clear()
 
@@ -141,7 +141,7 @@ class StreamSource(Source):
             return Permutation(num_shards, "stream", request.seed, request.part, reader, epoch)(place)
         return (place + reader * num_shards // request.section.num_readers) % num_shards
 
-    def wanted(self, shard: int, reader: int, epoch: int, first: int, stop: int) -> set[int]:
+    def records_of(self, shard: int, reader: int, epoch: int, first: int, stop: int) -> set[int]:
         """Which of records ``first`` … ``stop - 1`` of a shard, which count from 1, a reader reads in an epoch."""
         num_readers, split = self.request.section.num_readers, split_range(self._weights, self.request.split)
         if not split:
@@ -178,7 +178,7 @@ class BlendedStream(BlendedSource):
         return self.sources[source][within * self.blend.num_readers + reader]
 
     def state_dict(self) -> dict[str, list[int]]:
-        """Where the readers of all sources go on."""
+        """Where the readers of all sources continue."""
         return {key: mark for source in self.sources for key, mark in (source.state_dict() or {}).items()}
 
     def load_state_dict(self, state: Mapping[str, list[int]]) -> None:

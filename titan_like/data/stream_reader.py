@@ -31,8 +31,8 @@ class Place(NamedTuple):
 
     epoch: int = 0
     shard: int = 0  # in the order of the epoch
-    start: int = 0  # where its piece of the shard begins, in bytes or rows
-    first_record: int = 1  # of that piece
+    start: int = 0  # where the document's piece of the shard begins, in bytes or rows
+    first_record: int = 1  # number of that piece's first record
     record: int = 1
 
 
@@ -49,7 +49,7 @@ class Documents:
 
     def __init__(self, source: StreamSource, reader: int) -> None:
         self._source, self._section, self._reader = source, source.request.section, reader
-        self._counts = Counter[str]()  # of records that this process has read, and of bad ones
+        self._counts = Counter[str]()  # records that this process has read, and bad ones
 
     def from_place(self, place: Place) -> Iterator[tuple[Place, np.ndarray]]:
         """Each document from ``place`` on, int64 [tokens].
@@ -76,8 +76,8 @@ class Documents:
         shard = source.shards[number]
         for start, piece in self._pieces(shard, begin):
             bounds = max(piece.first_record, begin.record), piece.first_record + piece.num_records
-            wanted = source.wanted(number, self._reader, begin.epoch, *bounds)
-            for record, tokens in documents_of(piece, self._section.text_key, source.tokenizer, wanted.__contains__):
+            numbers = source.records_of(number, self._reader, begin.epoch, *bounds)
+            for record, tokens in documents_of(piece, self._section.text_key, source.tokenizer, numbers.__contains__):
                 self._counts["read"] += 1
                 name = f"{shard.name}:{record}"
                 if not isinstance(tokens, BadRecord):
@@ -92,11 +92,11 @@ class Documents:
         self._counts["bad"] += 1
         bad, read = self._counts["bad"], self._counts["read"]
         if bad <= _MOST_NAMED or bad.bit_count() == 1:
-            who = f"reader {self._reader} of {self._section.num_readers}"
-            tell(f"{who} skipped {problem} ({bad:,} of {read:,} records so far)")
+            reader = f"reader {self._reader} of {self._section.num_readers}"
+            tell(f"{reader} skipped {problem} ({bad:,} of {read:,} records so far)")
 
     def _pieces(self, shard: Shard, place: Place) -> Iterator[tuple[int, Piece]]:
-        """The shard's pieces from that of ``place`` on, each with its start. Tries again when reading fails."""
+        """The shard's pieces from the one of ``place`` on, each with its start. Tries again when reading fails."""
         start, record, tries = place.start, place.first_record, 0
         while True:
             try:
@@ -106,13 +106,13 @@ class Documents:
                 return
             except ReadFailure as failure:
                 tries += 1
-                where = f"reader {self._reader} of {self._section.num_readers}: {shard.name} {failure}"
+                description = f"reader {self._reader} of {self._section.num_readers}: {shard.name} {failure}"
                 if tries == _TRIES:
-                    problem = f"{where} from record {record} on, {_TRIES} times in a row"
+                    problem = f"{description} from record {record} on, {_TRIES} times in a row"
                     problem += "; the same command resumes from the last checkpoint"
                     raise RunError(problem, of_this_process=True) from None
                 wait = 2 ** (tries - 1)
-                tell(f"{where}; trying again in {wait} s ({tries} of {_TRIES} tries failed)")
+                tell(f"{description}; trying again in {wait} s ({tries} of {_TRIES} tries failed)")
                 time.sleep(wait)
             except UnreadableError as error:
                 cure = "set data.text_key, or repair or remove it"
@@ -128,14 +128,14 @@ class Reader:
     def __init__(self, documents: Documents, seq_len: int, start: ReaderState) -> None:
         self._all, self._seq_len, self._start = documents, seq_len, start
         self._documents: Iterator[tuple[Place, np.ndarray]] | None = None
-        self._held: deque[tuple[Place, np.ndarray]] = deque()  # documents from that with which the next sample begins
-        self._offset = 0  # tokens of the first that come before it
+        self._pending: deque[tuple[Place, np.ndarray]] = deque()  # documents from the next sample's first one on
+        self._offset = 0  # tokens of this first one that come before the sample
         self._next = 0  # number of the next sample
 
     @property
     def state(self) -> ReaderState:
         """Where the next sample begins."""
-        return ReaderState(self._next, self._offset, self._held[0][0]) if self._held else self._start
+        return ReaderState(self._next, self._offset, self._pending[0][0]) if self._pending else self._start
 
     def sample(self, number: int) -> np.ndarray | None:
         """Window ``number``, int64 [seq_len + 1], or None if the data ends before.
@@ -147,7 +147,7 @@ class Reader:
         if self._documents is None or number < self._next:
             start = self._start if self._start.sample <= number else ReaderState()
             self._next, self._offset = start.sample, start.offset
-            self._held.clear()
+            self._pending.clear()
             self._documents = self._all.from_place(start.place)
         try:
             window = self._read()
@@ -161,18 +161,18 @@ class Reader:
     def _read(self) -> np.ndarray | None:
         """Read the next window, int64 [seq_len + 1], and move past it. None if the data ends before."""
         assert self._documents is not None
-        missing = self._offset + self._seq_len + 1 - sum(len(tokens) for _, tokens in self._held)
+        missing = self._offset + self._seq_len + 1 - sum(len(tokens) for _, tokens in self._pending)
         while missing > 0:
             document = next(self._documents, None)
             if document is None:
                 return None
-            self._held.append(document)
+            self._pending.append(document)
             missing -= len(document[1])
-        parts, wanted, offset = [], self._seq_len + 1, self._offset
-        for _, tokens in self._held:
-            parts.append(tokens[offset : offset + wanted])
-            wanted, offset = wanted - len(parts[-1]), 0
+        parts, remaining, offset = [], self._seq_len + 1, self._offset
+        for _, tokens in self._pending:
+            parts.append(tokens[offset : offset + remaining])
+            remaining, offset = remaining - len(parts[-1]), 0
         self._next, self._offset = self._next + 1, self._offset + self._seq_len
-        while self._offset >= len(self._held[0][1]):
-            self._offset -= len(self._held.popleft()[1])
+        while self._offset >= len(self._pending[0][1]):
+            self._offset -= len(self._pending.popleft()[1])
         return np.concatenate(parts)

@@ -54,10 +54,10 @@ class ByteTokenizer:
     first_ids: ClassVar[list[int]] = []  # what begins every document, such as Llama's <s>; see `data.bos`
     mask_id: int | None = 257  # hides another token in masked language modelling
     pad_id: int | None = 258  # fills an encoder-decoder's targets, and begins the decoder's input
-    sentinel_ids: ClassVar = list(range(259, 359))  # which stand for spans in span corruption
+    sentinel_ids: ClassVar = list(range(259, 359))  # stand for spans in span corruption
     pair_ids: tuple[int, int, int] | None = (258, 259, 260)  # around two sentences: [CLS], [SEP] and [PAD]
     special_ids = frozenset({256})  # tokens that no text becomes, such as the end of a document
-    digest = "byte"  # of all that decides which tokens a text becomes
+    digest = "byte"  # identifies everything that decides how text is tokenized
 
     def encode(self, text: str, parses_special: bool = False) -> np.ndarray:
         """One token per byte: int64 [bytes]. No text becomes a special token."""
@@ -84,7 +84,7 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """Wraps a tokenizer of the `tokenizers` library. Its attributes are those of `ByteTokenizer`."""
+    """Wraps a tokenizer of the `tokenizers` library. It has the attributes of `ByteTokenizer`."""
 
     def __init__(
         self, tokenizer: HFTokenizer, spec: str, options: TokenOptions, file: Path | None = None, key: str = _KEY
@@ -96,7 +96,7 @@ class HuggingFaceTokenizer:
                 the settings name.
         """
         self.tokenizer, self._spec, self._key = tokenizer, spec, key
-        tokenizer.no_truncation()  # what transformers may have stored with it
+        tokenizer.no_truncation()  # transformers may have stored it with the tokenizer
         tokenizer.no_padding()
         try:
             special = SpecialTokens(tokenizer, file)
@@ -105,36 +105,36 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         with _blamed(self._key, self._spec):
             tokenizer.encode("")
-            found = tokenizer.post_process(HFTokenizer(models.WordLevel({"a": 0}, "a")).encode("a"))
-        # What the tokenizer puts before a text, whatever that is, and not what it puts after it.
-        place = found.special_tokens_mask.index(0)
-        self.template_ids = found.ids[:place]
+            template = tokenizer.post_process(HFTokenizer(models.WordLevel({"a": 0}, "a")).encode("a"))
+        # The tokens that the tokenizer puts before a text, without the ones that it puts after it.
+        text_index = template.special_tokens_mask.index(0)
+        self.template_ids = template.ids[:text_index]
         # [CLS] begins a sample and not a document.
-        by_itself = [] if self.template_ids[:1] == [special.sample_id] else self.template_ids
-        self.bos_id = next(iter(by_itself), None) if special.bos_id is None else special.bos_id
+        template_start = [] if self.template_ids[:1] == [special.sample_id] else self.template_ids
+        self.bos_id = next(iter(template_start), None) if special.bos_id is None else special.bos_id
         self.eod_id = self._end_of_document(options.eod_token, special.eos_id)
         self.mask_id, self.pad_id, self.names_eos = special.mask_id, special.pad_id, special.names_eos
         has_bos = options.bos != "always" or self.bos_id is not None
         require(has_bos, _BOS_KEY, options.bos, f"{spec} has no bos_token; use auto or never")
-        alone = [self.bos_id] if options.bos == "always" and self.bos_id is not None else []
-        first_ids = [] if options.bos == "never" else by_itself or alone
+        bos_start = [self.bos_id] if options.bos == "always" and self.bos_id is not None else []
+        first_ids = [] if options.bos == "never" else template_start or bos_start
         # An end of document stands before the next document already.
         self.first_ids = first_ids[1:] if first_ids[:1] == [self.eod_id] else first_ids
-        # What the tokenizer itself puts after a text that begins so.
-        self.last_ids = found.ids[place + 1 :] if self.first_ids == self.template_ids else []
+        # The tokens that the tokenizer itself puts after such a text.
+        self.last_ids = template.ids[text_index + 1 :] if self.first_ids == self.template_ids else []
         self.stop_ids = frozenset({self.eod_id, *special.end_ids})
         self.sentinel_ids, self.pair_ids, self.special_ids = special.sentinel_ids, special.pair_ids, special.all_ids
         self._parses_special = not options.split_special_tokens
         controls = special.all_ids - {special.unk_id}
         self._is_control = np.isin(np.arange(self.vocab_size), list(controls))
 
-    def _end_of_document(self, wanted: str, known: int | None) -> int:
-        number = self.tokenizer.token_to_id(wanted) if wanted else known
-        if number is None:
+    def _end_of_document(self, eod_token: str, eos_id: int | None) -> int:
+        token_id = self.tokenizer.token_to_id(eod_token) if eod_token else eos_id
+        if token_id is None:
             cure = f"name the token that ends a document in {_EOD_KEY}"
-            require(not wanted, _EOD_KEY, wanted, f"is no token of {self._spec}; name one of its tokens")
+            require(not eod_token, _EOD_KEY, eod_token, f"is no token of {self._spec}; name one of its tokens")
             raise ConfigError(self._key, self._spec, f"does not say which of its tokens ends a document; {cure}")
-        return number
+        return token_id
 
     def encode(self, text: str, parses_special: bool | None = None) -> np.ndarray:
         """Token ids, int64 [tokens], without the special tokens that the tokenizer's template would add.
@@ -187,7 +187,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of all that decides which tokens a text becomes, with the tokens that only the folder names."""
+        """A digest of everything that decides how text is tokenized, with the tokens that only the folder names."""
         return hashlib.blake2b(self.tokenizer.to_str().encode(), digest_size=16).hexdigest()
 
     @cached_property
@@ -208,14 +208,14 @@ def _blamed(key: str, spec: str, problem: str = "cannot be used") -> Iterator[No
     """Turn whatever the tokenizers library raises, such as for an unknown word without [UNK], into a ConfigError."""
     try:
         yield
-    except Exception as error:  # bare ones
+    except Exception as error:  # the library raises bare ones
         raise ConfigError(key, spec, f"{problem} ({first_line(error)}); give another") from None
 
 
 def decode_after(tokenizer: Tokenizer, before: list[int], ids: list[int]) -> str:
     """The text of ``ids`` where they follow the tokens ``before``, whose last character may be incomplete."""
-    whole = tokenizer.decode([*before, *ids])
-    return whole[len(os.path.commonprefix((whole, tokenizer.decode(before)))) :]  # noqa: RUF071 (no paths)
+    text = tokenizer.decode([*before, *ids])
+    return text[len(os.path.commonprefix((text, tokenizer.decode(before)))) :]  # noqa: RUF071 (no paths)
 
 
 def tokenizer_of(section: Data, vocab_size: int | None = None) -> Tokenizer:
@@ -225,15 +225,15 @@ def tokenizer_of(section: Data, vocab_size: int | None = None) -> Tokenizer:
     """
     tokenizer = build_tokenizer(section.tokenizer, options=section.token_options)
     if vocab_size is not None:
-        what = f"it has {tokenizer.vocab_size} tokens"
-        check_ids(section.tokenizer, what, tokenizer.vocab_size - 1, vocab_size)
+        problem = f"it has {tokenizer.vocab_size} tokens"
+        check_ids(section.tokenizer, problem, tokenizer.vocab_size - 1, vocab_size)
     return tokenizer
 
 
 def describe_vocabulary(section: Data, vocab_size: int) -> str | None:
     """A line for the log if a model of ``vocab_size`` has far more tokens than the tokenizer, beyond any padding.
 
-    None also if data that the run does not tokenize may be of another tokenizer, or its files are not here.
+    Also None if another tokenizer may have made the run's data, or the tokenizer's files are not on this machine.
     """
     spec, is_tokenized_here = section.tokenizer, section.dataset in DATASETS and section.dataset != "indexed"
     is_unknown = not is_tokenized_here and (spec == "byte" or is_on_hub(spec))
@@ -258,13 +258,13 @@ def build_tokenizer(spec: str, key: str = _KEY, options: TokenOptions = DEFAULT_
             token that the settings name.
     """
     files = tuple(tokenizer_files(spec, key))
-    looked_at = (*files, *(files[0].with_name(name) for name in COMPANIONS)) if len(files) == 1 else files
-    changed = tuple(path.stat().st_mtime_ns for path in looked_at if os.path.isfile(path))
-    return _build(spec, key, options, files, changed)
+    watched = (*files, *(files[0].with_name(name) for name in COMPANIONS)) if len(files) == 1 else files
+    modified = tuple(path.stat().st_mtime_ns for path in watched if os.path.isfile(path))
+    return _build(spec, key, options, files, modified)
 
 
 @lru_cache(maxsize=1)
-def _build(spec: str, key: str, options: TokenOptions, files: tuple[Path, ...], changed: tuple[int, ...]) -> Tokenizer:
+def _build(spec: str, key: str, options: TokenOptions, files: tuple[Path, ...], modified: tuple[int, ...]) -> Tokenizer:
     if spec == "byte":
         if options.eod_token or options.bos == "always":
             name, value = (_EOD_KEY, options.eod_token) if options.eod_token else (_BOS_KEY, options.bos)
@@ -279,17 +279,17 @@ def _build(spec: str, key: str, options: TokenOptions, files: tuple[Path, ...], 
     return HuggingFaceTokenizer(tokenizer, spec, options, files[0], key)
 
 
-def check_ids(spec: str, what: str, largest: int, vocab_size: int) -> None:
-    """Raise a `ConfigError` unless a model of ``vocab_size`` has the token ``largest``, which ``what`` names."""
+def check_ids(spec: str, problem: str, largest: int, vocab_size: int) -> None:
+    """Raise a `ConfigError` unless a model of ``vocab_size`` has the token ``largest``, which ``problem`` names."""
     cure = f"set model.overrides.vocab_size to {largest + 1}"
-    require(largest < vocab_size, _KEY, spec, f"{what}, but the model's vocab_size is {vocab_size}; {cure}")
+    require(largest < vocab_size, _KEY, spec, f"{problem}, but the model's vocab_size is {vocab_size}; {cure}")
 
 
-def check_token(spec: str, what: str, number: int | None, names: str, vocab_size: int | None = None) -> int:
+def check_token(spec: str, role: str, number: int | None, names: str, vocab_size: int | None = None) -> int:
     """The id of a special token that the objective needs; a `ConfigError` if the tokenizer or the model lacks it."""
     if number is None:
-        raise ConfigError(_KEY, spec, f"has no {what} token, which the objective needs; use a tokenizer with {names}")
-    check_ids(spec, f"its {what} token is {number}", number, vocab_size or number + 1)
+        raise ConfigError(_KEY, spec, f"has no {role} token, which the objective needs; use a tokenizer with {names}")
+    check_ids(spec, f"its {role} token is {number}", number, vocab_size or number + 1)
     return number
 
 
@@ -334,12 +334,12 @@ def tokenizer_in(folder: Path, named: Path | None = None) -> str | None:
 def from_hub(name: str, patterns: list[str], needed: Sequence[str], key: str, problem: str, cure: str) -> Path:
     """The folder in the hub's cache of this machine to which the files of a repository that match are downloaded.
 
-    If one of ``needed`` is there already, the network is not used. Without a network, what is there has to do.
+    If one of ``needed`` is there already, the network is not used. Without a network, the cached files are used.
 
     Raises:
         ConfigError: ``problem``, for setting ``key``: the hub does not have it, or cannot be reached.
     """
-    from huggingface_hub import HfApi, snapshot_download  # which the package tokenizers brings
+    from huggingface_hub import HfApi, snapshot_download  # installed with the package tokenizers
 
     cached = None
     with suppress(Exception):
@@ -347,9 +347,9 @@ def from_hub(name: str, patterns: list[str], needed: Sequence[str], key: str, pr
     if cached is not None and any((cached / file).is_file() for file in needed):
         return cached
     try:
-        HfApi().model_info(name, timeout=30)  # fails at once, where a download would be tried for half a minute
+        HfApi().model_info(name, timeout=30)  # fails at once; a download would be tried for half a minute
         return Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:  # of the network, or the hub's answer
+    except Exception as error:  # from the network or the hub
         if cached is not None:
             return cached
         raise ConfigError(key, name, f"{problem} ({first_line(error)}); {cure}") from None

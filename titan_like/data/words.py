@@ -1,4 +1,4 @@
-"""Where words begin among token ids, for masking whole words. A tokenizer's own pre-tokenization tells its words.
+"""Finds where words begin among token ids, for masking whole words. A tokenizer's pre-tokenization defines its words.
 
 Datasets store ids without their text, so the pre-tokenizer divides the text of the tokens again. Where it does not
 divide text, as with Llama 2, or vocabularies mark words themselves, such as WordPiece by ##, white space divides it.
@@ -22,7 +22,7 @@ class Words:
     """Tells words by the text of their tokens. A token that joins two words makes them one."""
 
     def __init__(self, pieces: list[bytes], pre_tokenizer: pre_tokenizers.PreTokenizer, opens: np.ndarray) -> None:
-        """``pieces``: UTF-8 of each token, empty for those that are words of their own; the last is for any other id.
+        """``pieces``: UTF-8 of each token, empty for tokens that are words of their own; the last is for any other id.
 
         Text can be cut before the tokens that ``opens`` marks, bool [pieces], so that few of its parts are new.
         """
@@ -32,12 +32,12 @@ class Words:
 
     def __call__(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Where words and where characters begin: ids [n] → bool [n] each."""
-        known = np.minimum(ids, len(self._pieces) - 1)
-        cuts = np.flatnonzero(self._opens[known] | np.append(True, self._is_apart[known[:-1]])).tolist()
-        data = known.astype(np.int32).tobytes()
+        clipped = np.minimum(ids, len(self._pieces) - 1)
+        cuts = np.flatnonzero(self._opens[clipped] | np.append(True, self._is_apart[clipped[:-1]])).tolist()
+        data = clipped.astype(np.int32).tobytes()
         levels = [self._levels(data[4 * a : 4 * b]) for a, b in zip(cuts, [*cuts[1:], len(ids)], strict=True)]
-        found = np.frombuffer(b"".join(levels), dtype=np.uint8)
-        return found > 1, found > 0
+        level = np.frombuffer(b"".join(levels), dtype=np.uint8)
+        return level > 1, level > 0
 
     @lru_cache(maxsize=1 << 14)  # noqa: B019
     def _levels(self, ids: bytes) -> bytes:
@@ -48,8 +48,8 @@ class Words:
         places = {byte: place for place, byte in enumerate(accumulate((len(c.encode()) for c in text), initial=0))}
         ends = (end for _, (_, end) in self._pre_tokenizer.pre_tokenize_str(text))
         begins = {0, *ends}  # white space that no word has goes with the next one
-        found = (places.get(byte) for byte in accumulate(map(len, pieces[:-1]), initial=0))
-        return bytes(2 if place in begins else place is not None for place in found)
+        token_places = (places.get(byte) for byte in accumulate(map(len, pieces[:-1]), initial=0))
+        return bytes(2 if place in begins else place is not None for place in token_places)
 
 
 def words_of(tokenizer: HFTokenizer, special_ids: Collection[int], spec: str) -> Words:
@@ -72,7 +72,7 @@ def words_of(tokenizer: HFTokenizer, special_ids: Collection[int], spec: str) ->
     bytes_of = {character: byte for byte, character in enumerate(byte_characters())}
 
     def text_of(piece: str) -> bytes:
-        """What the pre-tokenizer saw: without the marks that it writes for a space and for bytes."""
+        """The text that the pre-tokenizer saw, without the marks that it writes for a space and for bytes."""
         if suffix:
             return piece.replace(suffix, " ").encode()
         if is_marked:
@@ -94,5 +94,5 @@ def words_of(tokenizer: HFTokenizer, special_ids: Collection[int], spec: str) ->
 def byte_characters() -> list[str]:
     """The character for each byte in GPT-2's vocabulary: the byte itself if printable, else one from 256 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+    substitutes = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(substitutes)) for byte in range(256)]

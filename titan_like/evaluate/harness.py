@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from jinja2 import TemplateError  # which lm_eval brings
+from jinja2 import TemplateError  # installed with lm_eval
 from lm_eval import evaluator
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
@@ -50,27 +50,27 @@ class HarnessTasks(TaskManager):
 
 
 def find_tasks(names: Sequence[str], folder: str | None) -> tuple[list[str], HarnessTasks]:
-    """Find the harness's tasks, and those that YAML files in ``folder`` describe.
+    """Find the harness's tasks, and the tasks that YAML files in ``folder`` describe.
 
     Returns:
         The names, in which patterns such as ``mmlu_*`` are filled in by single tasks, and what builds their tasks.
 
     Raises:
-        ConfigError: there is no task of one of the names. The harness passes over a file that it cannot read.
+        ConfigError: no task has one of the names. The harness passes over a file that it cannot read.
     """
     manager = HarnessTasks(include_path=folder, include_defaults=False) if folder is not None else None
     if manager is None or not set(names) <= set(manager.all_subtasks):
         manager = HarnessTasks(include_path=folder)  # reads some ten thousand files of the harness
-    wanted: dict[str, None] = {}
+    chosen: dict[str, None] = {}
     for name in names:
         # The groups that a pattern matches would repeat their tasks, which the harness refuses.
         matches = [name] if name in manager.all_tasks else fnmatch.filter(manager.all_subtasks, name)
         matches = matches or fnmatch.filter(manager.all_tasks, name)
-        wanted |= dict.fromkeys(matches)
+        chosen |= dict.fromkeys(matches)
         problem = "the harness has no such task; `lm-eval ls tasks` lists them, and --lm_eval_folder adds your own, if "
         problem += "their YAML files are valid"
         require(matches, "--lm_eval", name, problem)
-    return list(wanted), manager
+    return list(chosen), manager
 
 
 _MAX_NEW_TOKENS = 256  # the harness's own default
@@ -111,7 +111,7 @@ class CheckpointLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without context."""
+        """The token before a text without context."""
         return self.eot_token_id if self._tokenizer.bos_id is None else self._tokenizer.bos_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_kwargs: Any) -> list[int]:
@@ -157,13 +157,13 @@ class CheckpointLM(TemplateLM):
     def _continue(self, context: str, settings: dict[str, Any]) -> str:
         settings = normalize_gen_kwargs(settings | {"until": settings.get("until") or []}, _MAX_NEW_TOKENS)
         stops = handle_stop_sequences(settings.pop("until"), self._written(self.eot_token_id))
-        most = settings.pop("max_gen_toks")
-        if most >= self._seq_len:
-            raise RunError(f"a task generates {most} tokens, which leaves no context in training.seq_len; raise that")
-        others = {name: value for name, value in settings.items() if name not in _SAMPLING and value not in _NEUTRAL}
-        if others:
-            told = ", ".join(f"{name} = {value}" for name, value in others.items())
-            raise RunError(f"a task sets {told} in generation_kwargs, which is not supported; take it out")
+        limit = settings.pop("max_gen_toks")
+        if limit >= self._seq_len:
+            raise RunError(f"a task generates {limit} tokens, which leaves no context in training.seq_len; raise that")
+        extra = {name: value for name, value in settings.items() if name not in _SAMPLING and value not in _NEUTRAL}
+        if extra:
+            listed = ", ".join(f"{name} = {value}" for name, value in extra.items())
+            raise RunError(f"a task sets {listed} in generation_kwargs, which is not supported; take it out")
         # The harness looks for a stop sequence in its number of tokens and two more.
         sizes = {stop: len(self.tok_encode(stop, add_special_tokens=False)) + 2 for stop in stops}
 
@@ -173,8 +173,8 @@ class CheckpointLM(TemplateLM):
 
         tokens = generate(
             self._inference,
-            (self.tok_encode(context) or [self.prefix_token_id])[-(self._seq_len - most) :],
-            most,
+            (self.tok_encode(context) or [self.prefix_token_id])[-(self._seq_len - limit) :],
+            limit,
             device=self._device,
             temperature=settings.get("temperature", 1.0) if settings["do_sample"] else 0.0,
             top_k=settings.get("top_k", 0),
@@ -200,7 +200,7 @@ def run_harness(
     """
     options: dict[str, Any] = {} if dist.get_rank() == 0 else {"bootstrap_iters": 0}  # errors are printed on rank 0
     try:
-        found = evaluator.simple_evaluate(
+        results = evaluator.simple_evaluate(
             model, tasks=list(names), task_manager=manager, num_fewshot=num_fewshot, limit=limit, **options
         )
     except OSError as error:  # the network's errors among them
@@ -208,4 +208,4 @@ def run_harness(
     except TemplateError as error:
         problem = f"a template of {', '.join(names)} cannot be filled in ({first_line(error)}); correct the YAML file"
         raise RunError(f"--lm_eval: {problem}") from error
-    return dict(found or {})
+    return dict(results or {})

@@ -71,7 +71,7 @@ def load(
 def config_of_checkpoint(folder: str, settings: list[str]) -> JobConfig:
     """The configuration of the run that wrote a checkpoint, for reading that checkpoint in any number of processes.
 
-    The arguments and errors are those of `load`.
+    The arguments and errors are the same as for `load`.
     """
     if is_hugging_face(path_of(folder)):
         return load_config([*settings, f"--model.from={folder}", f"--checkpoint.folder={folder}"])
@@ -83,10 +83,10 @@ def config_of_checkpoint(folder: str, settings: list[str]) -> JobConfig:
         run = read_run_state(path)
     stored = {}
     for name, section in JobConfig.model_fields.items():  # a setting that no longer exists plays no part in reading
-        known = options_of(cast(type[BaseModel], section.annotation))
-        stored[name] = {key: value for key, value in run.config.get(name, {}).items() if key in known}
+        options = options_of(cast(type[BaseModel], section.annotation))
+        stored[name] = {key: value for key, value in run.config.get(name, {}).items() if key in options}
     stored["job"].pop("config_file", None)
-    stored["model"].pop("from", None)  # what it gave is here
+    stored["model"].pop("from", None)  # the checkpoint has its weights
     stored["checkpoint"] |= {"folder": str(path), "load_step": None}
     stored["parallelism"] |= {"data_parallel_replicate_degree": 1, "data_parallel_shard_degree": -1}
     if tokenizer := tokenizer_in(path):  # the run's own may be elsewhere
@@ -117,10 +117,10 @@ def find_checkpoint(config: JobConfig) -> Path:
 
 
 def _other_checkpoints(path: Path) -> str:
-    """What to do if a checkpoint is damaged."""
-    others = [str(other) for other in complete_steps(path.parent) if other != step_of(path)][-3:]
-    if others:
-        return f"set checkpoint.load_step to {' or '.join(others)}"
+    """The cure for a damaged checkpoint."""
+    steps = [str(step) for step in complete_steps(path.parent) if step != step_of(path)][-3:]
+    if steps:
+        return f"set checkpoint.load_step to {' or '.join(steps)}"
     return "there is no other in that folder; name another folder"
 
 
@@ -145,14 +145,14 @@ def _load(path: Path, model: ParallelModel | Transformer) -> None:
 
 @torch.no_grad()
 def _load_adapted(weights: MergedWeights, model: ParallelModel | Transformer) -> None:
-    """Load the base of a checkpoint of adapters, and add these to it."""
+    """Load the base of a checkpoint of adapters, and add the adapters to it."""
     _load(weights.base, model)
     for key, tensor in model_tensors(model).items():
         if (name := key.removeprefix("model.")) in weights.adapters:
             update = weights.update(name)
             for part, offsets in local_parts(tensor):
-                where = zip(offsets, part.shape, strict=True)
-                part += update[tuple(slice(start, start + size) for start, size in where)]
+                bounds = zip(offsets, part.shape, strict=True)
+                part += update[tuple(slice(start, start + size) for start, size in bounds)]
 
 
 def load_parallel_model(config: JobConfig, path: Path, mesh: DeviceMesh, device: torch.device) -> ParallelModel:
@@ -183,14 +183,14 @@ class ParallelInference:
         max_tokens: int,
         encoder_len: int = 0,
     ) -> None:
-        """``model`` comes from `load_parallel_model`. No call may have more than ``max_tokens`` tokens, and those of an
-        encoder, without sequence parallelism.
+        """``model`` comes from `load_parallel_model`. No call may have more than ``max_tokens`` tokens, except
+        for the ``encoder_len`` tokens of an encoder, which needs sequence parallelism off.
         """
-        whole, shards = model_config(config.model), Layout.of(config.parallelism).sequence_shards
+        shape, shards = model_config(config.model), Layout.of(config.parallelism).sequence_shards
         # Sequence parallelism needs equal parts.
-        most = min(-(-max_tokens // shards), whole.max_seq_len // shards) * shards
-        self.config: TransformerConfig = whole.model_copy(update={"max_seq_len": most})
-        self._window = encoder_len + most
+        max_len = min(-(-max_tokens // shards), shape.max_seq_len // shards) * shards
+        self.config: TransformerConfig = shape.model_copy(update={"max_seq_len": max_len})
+        self._window = encoder_len + max_len
         self._pipeline = run_batches(config, model, mesh, device, batch=1, seq_len=self._window)
         self._last_rank = int(mesh.mesh[self._pipeline.layout.stage_ranks[-1]].flatten()[0])  # a rank of the last stage
 
@@ -211,11 +211,11 @@ class ParallelInference:
             order = torch.arange(self._window, device=tokens.device)[None]
             end = torch.cat((document_mask.end, order[:, tokens.shape[1] :] + 1), 1)
             document_mask = KeyRanges(torch.nn.functional.pad(document_mask.first, padding), end)
-        found = torch.empty(1, 1, self.config.padded_vocab_size, device=tokens.device)
+        result = torch.empty(1, 1, self.config.padded_vocab_size, device=tokens.device)
 
         def keep(logits: torch.Tensor, _: int) -> torch.Tensor:
-            return found.copy_(full_logits(logits, slice(last, last + 1)))
+            return result.copy_(full_logits(logits, slice(last, last + 1)))
 
         self._pipeline.forward([Batch(padded, document_mask=document_mask, encoder_len=encoder_len)], keep)
-        dist.broadcast(found, src=self._last_rank)
-        return found
+        dist.broadcast(result, src=self._last_rank)
+        return result

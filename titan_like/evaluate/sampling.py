@@ -19,7 +19,7 @@ def filter_logits(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tenso
     """Mask logits [batch, vocab] with -inf for top-k and nucleus sampling (arXiv 1904.09751).
 
     Keeps the ``top_k`` largest logits (0 keeps all), and among those the smallest set whose probabilities sum to
-    ``top_p``. Of equal logits those of the lowest tokens come first.
+    ``top_p``. Among equal logits the lowest token's comes first.
     """
     if not top_k and top_p >= 1.0:
         return logits
@@ -36,7 +36,7 @@ def filter_logits(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tenso
 
 
 def stop_ids(tokenizer: Tokenizer, path: Path) -> frozenset[int]:
-    """The tokens that end a text: the tokenizer's, and those that the files in the checkpoint's folder ``path`` name.
+    """The tokens that end a text: the tokenizer's, and any that the files in the checkpoint's folder ``path`` name.
 
     Raises:
         ConfigError: such a file is invalid.
@@ -67,7 +67,7 @@ def generate(
 
     ``is_complete`` is called with all new tokens after each of them, and ends the text if it returns true.
     Temperature 0 takes the most probable token. The model sees at most the last max_seq_len tokens. With ``prefix_lm``
-    the tokens of the prompt see each other, as those of a prefix do in training. A model with an encoder reads all
+    the tokens of the prompt see each other, as in a prefix in training. A model with an encoder reads all
     of ``encoder_tokens``, and the prompt is its decoder's.
     """
     generator = torch.Generator(device).manual_seed(seed)
@@ -82,8 +82,8 @@ def generate(
             prefix_end = len(prompt) - (tokens.shape[1] - window.shape[1])
             order = torch.arange(window.shape[1], device=window.device)[None]
             document_mask = KeyRanges(torch.zeros_like(order), (order + 1).clamp(min=prefix_end))
-        given = window if memory is None else torch.cat((memory, window), 1)
-        logits = model(given, document_mask=document_mask, encoder_len=encoder_len)[:, -1].float()  # [1, vocab]
+        inputs = window if memory is None else torch.cat((memory, window), 1)
+        logits = model(inputs, document_mask=document_mask, encoder_len=encoder_len)[:, -1].float()  # [1, vocab]
         if temperature == 0:
             following = logits.argmax(-1, keepdim=True)
         else:

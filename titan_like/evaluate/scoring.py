@@ -46,24 +46,24 @@ def token_scores(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tens
     first = 0 if group is None else group.vocabulary(logits.shape[2]).start
     # One sequence at a time, because the logits of a batch in float32 can take gigabytes.
     local = torch.stack([_parts(part, label, first) for part, label in zip(parts, labels, strict=True)], 1)
-    found = local[None] if group is None else all_gather(local[None], 0, group)  # [ranks, 4, batch, seq]
-    denominator, target = found[:, 0].logsumexp(0), found[:, 1].sum(0)
-    best = found[:, 2].argmax(0, keepdim=True)  # rank, and below the token on it; argmax takes the first of equals
-    most_probable = found[:, 3].gather(0, best)[0]
+    gathered = local[None] if group is None else all_gather(local[None], 0, group)  # [ranks, 4, batch, seq]
+    denominator, target = gathered[:, 0].logsumexp(0), gathered[:, 1].sum(0)
+    best = gathered[:, 2].argmax(0, keepdim=True)  # rank, and below the token on it; argmax takes the first of equals
+    most_probable = gathered[:, 3].gather(0, best)[0]
     valid = labels != IGNORED_LABEL
     return (target - denominator).masked_fill(~valid, 0), (most_probable == labels) & valid
 
 
 def _parts(logits: torch.Tensor, labels: torch.Tensor, first: int) -> torch.Tensor:
-    """What one rank knows: logits [seq, tokens of this rank], from token ``first`` on, labels [seq] → [4, seq].
+    """What a rank contributes: logits [seq, tokens of this rank], from token ``first`` on, labels [seq] → [4, seq].
 
     The rows are the logarithm of its part of the softmax's denominator, the label's logit or else 0, its largest logit,
-    and the token of that, which float32 holds exactly up to 2²⁴.
+    and that logit's token, which float32 holds exactly up to 2²⁴.
     """
     values = logits.to(torch.promote_types(logits.dtype, torch.float32))
     columns = labels - first
-    here = (columns >= 0) & (columns < values.shape[1])
-    target = values.gather(1, columns.masked_fill(~here, 0)[:, None])[:, 0].masked_fill(~here, 0)
+    is_local = (columns >= 0) & (columns < values.shape[1])
+    target = values.gather(1, columns.masked_fill(~is_local, 0)[:, None])[:, 0].masked_fill(~is_local, 0)
     token = values.argmax(1)
     largest = values.gather(1, token[:, None])[:, 0]
     return torch.stack((values.logsumexp(1), target, largest, (token + first).to(values.dtype)))
@@ -80,7 +80,7 @@ class Scorer:
 
     Data-parallel ranks share the windows, in microbatches of `training.micro_batch_size`. The logits stay where they
     are: only a few numbers per token leave a process. With `data.prefix_lm` the tokens before a window's targets see
-    each other, as those of a prefix do in training.
+    each other, as in a prefix in training.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Scorer:
         self._pipelines: dict[int, Pipeline | WholeModel] = {}  # by length of the inputs
 
     @cached_property
-    def _around(self) -> PairTokens | None:
+    def _pair_tokens(self) -> PairTokens | None:
         """The tokens around two sentences, for a model that scores the options of questions."""
         shape, section = self.model.stages[0].module.config, self.config.data
         if "choice" not in shape.predictions:
@@ -119,23 +119,23 @@ class Scorer:
         self.model.train(False)
         # By length, so that little padding is needed.
         order = sorted(range(len(windows)), key=lambda number: len(windows[number].tokens), reverse=True)
-        found = torch.zeros(len(windows), 2, dtype=torch.float64, device=self.device)
+        results = torch.zeros(len(windows), 2, dtype=torch.float64, device=self.device)
         rows, stages = self.config.training.micro_batch_size, self._layout.pipeline
         at_once = _MICROBATCHES_PER_STAGE * stages * rows * self._dp_size
         for start in range(0, len(order), at_once):
             chunk = order[start : start + at_once]
             width = self._width(len(windows[chunk[0]].tokens) - 1)
             num_microbatches = -(-len(chunk) // (rows * self._dp_size))  # the same on every rank
-            here = chunk[self._dp_rank :: self._dp_size]
-            scores = self._score([windows[number] for number in here], num_microbatches, width)
-            found[here] = scores[: len(here)]
+            numbers = chunk[self._dp_rank :: self._dp_size]
+            scores = self._score([windows[number] for number in numbers], num_microbatches, width)
+            results[numbers] = scores[: len(numbers)]
             if progress is not None:
                 progress(start + len(chunk), len(order))
         for group in self._groups:
-            dist.all_reduce(found, group=group)
+            dist.all_reduce(results, group=group)
         self.model.train(was_training)
         self.model.free_gathered_parameters()
-        return [Score(log_probability, int(right)) for log_probability, right in found.tolist()]
+        return [Score(log_probability, int(right)) for log_probability, right in results.tolist()]
 
     def _width(self, longest: int) -> int:
         """The number of inputs that windows of at most ``longest`` inputs are padded to."""
@@ -148,14 +148,14 @@ class Scorer:
     def _score(self, windows: Sequence[Window], num_microbatches: int, width: int) -> torch.Tensor:
         """This rank's windows → float64 [num_microbatches · rows, 2]: zeros for padding, and outside the last stage."""
         rows = self.config.training.micro_batch_size
-        nothing = [Window(np.zeros(1, np.int64), 0)] * (num_microbatches * rows - len(windows))
-        samples = [self._sample(window, width) for window in (*windows, *nothing)]
+        padding = [Window(np.zeros(1, np.int64), 0)] * (num_microbatches * rows - len(windows))
+        samples = [self._sample(window, width) for window in (*windows, *padding)]
         batches = (collate(samples[at : at + rows]) for at in range(0, len(samples), rows))
         microbatches = [self._cp_shard.shard(to_device(batch, self.device)) for batch in batches]
         scores = torch.zeros(num_microbatches, rows, 2, dtype=torch.float64, device=self.device)
 
         def keep(logits: torch.Tensor, microbatch: int) -> torch.Tensor:
-            if self._around is not None:
+            if self._pair_tokens is not None:
                 scores[microbatch, :, 0] = logits.flatten().double()
                 return logits.sum()
             targets = microbatches[microbatch].labels
@@ -172,8 +172,8 @@ class Scorer:
         """A window in ``width`` positions. In a prefix language model the tokens before its targets see each other."""
         tokens, length = torch.from_numpy(window.tokens), len(window.tokens) - 1
         inputs, scored = F.pad(tokens[:-1], (0, width - length)), slice(length - window.num_targets, length)
-        if self._around is not None:
-            return self._around.batch(inputs)
+        if self._pair_tokens is not None:
+            return self._pair_tokens.batch(inputs)
         labels, order = torch.full_like(inputs, IGNORED_LABEL), torch.arange(1, width + 1)
         labels[scored] = tokens[1:][scored]
         seen = KeyRanges(torch.zeros_like(inputs), order.clamp(min=scored.start + 1))

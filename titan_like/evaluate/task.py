@@ -23,7 +23,7 @@ class Window:
 class Score(NamedTuple):
     """A model's score on the targets of one window."""
 
-    log_probability: float  # of all targets together, in nats; or the score of an option, of a model that chooses
+    log_probability: float  # sum over all targets, in nats; or an option's score, if the model chooses answers
     num_right: int  # targets that are the most probable token given all tokens before
 
 
@@ -77,7 +77,7 @@ class TextSettings:
         return cls(seq_len, max(1, seq_len // 2) if stride is None else stride)
 
 
-_KEY = "text"  # of a record
+_KEY = "text"  # a record's text
 
 
 def read_file(path: Path) -> str | list[tuple[int, str]]:

@@ -36,7 +36,7 @@ def text_task(name: str, path: Path, tokenizer: Tokenizer, settings: TextSetting
     """The perplexity of a text under a sliding window.
 
     Raises:
-        UnreadableError: the file is no text, or no token can be scored.
+        UnreadableError: the file is not text, or no token can be scored.
     """
     text = read_file(path)
     if not isinstance(text, str):
@@ -46,11 +46,11 @@ def text_task(name: str, path: Path, tokenizer: Tokenizer, settings: TextSetting
 
 
 def _text_task(
-    name: str, text: str, tokenizer: Tokenizer, settings: TextSettings, more: Callable[[float], dict[str, float]]
+    name: str, text: str, tokenizer: Tokenizer, settings: TextSettings, figures: Callable[[float], dict[str, float]]
 ) -> Task:
-    """The figures of a text by token, and those that ``more`` makes of its summed loss in nats.
+    """The figures of a text by token, and more ``figures`` of its summed loss in nats.
 
-    A text begins as documents do in training. What begins it is not scored; without that the first token is not.
+    A text begins as documents do in training. The tokens that begin it, or else the first one, are not scored.
     """
     first = tokenizer.first_ids
     tokens, num_given = np.concatenate((first, tokenizer.encode(text))).astype(np.int64), max(1, len(first))
@@ -61,7 +61,7 @@ def _text_task(
     def results(scores: Sequence[Score]) -> dict[str, float]:
         loss = _loss(scores)
         by_token = {"tokens": num_scored, "loss": loss / num_scored, "perplexity": exponential(loss / num_scored)}
-        return by_token | more(loss)
+        return by_token | figures(loss)
 
     return Task(name, sliding_windows(tokens, settings.seq_len, settings.stride, num_given), results)
 
@@ -76,7 +76,7 @@ def exponential(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-# What to write instead of what, in this order. Megatron-LM has one more rule, which is meant to join an apostrophe and
+# Replacements, in this order. Megatron-LM has one more rule, which is meant to join an apostrophe and
 # a digit. As written it applies only to an apostrophe and a digit between slashes, which WikiText does not contain.
 _JOINED = {
     "s '": "s'",  # the players ' goals
@@ -128,8 +128,8 @@ def wikitext_task(name: str, path: Path, tokenizer: Tokenizer, settings: TextSet
 
     It is published as words between spaces, and models that read words are compared by their perplexity per word.
     Megatron-LM (arXiv 1909.08053, appendix E) gives a model with tokens of its own ordinary text, and divides the loss
-    of that text by the number of words that were there before. A file of records has its lines, as on Hugging Face's
-    hub, with nothing in place of those that hold a single space.
+    of that text by the number of words in the published one. A file of records has its lines, as on Hugging Face's
+    hub, which has empty lines in place of single spaces.
 
     Raises:
         UnreadableError: records are not lines, the text has fewer than two words, or no token can be scored.
@@ -192,8 +192,8 @@ def split_passage(number: int, passage: str) -> tuple[str, str]:
 def split_tokens(context: str, target: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """The tokens of a context, which begins as documents do, and of a target that follows it.
 
-    Both are tokenized as one text, because a tokenizer may write a word after others in another way than one that
-    begins a text. A token across the border is the target's.
+    Both are tokenized as one text, because a tokenizer may write a word inside a text in another way than at its
+    beginning. A token across the border is the target's.
     """
     tokens, _, ends = tokenizer.encode_with_places(context + target)
     border = int(np.append(ends > len(context), True).argmax())
@@ -201,21 +201,21 @@ def split_tokens(context: str, target: str, tokenizer: Tokenizer) -> tuple[list[
 
 
 def race_task(name: str, folder: Path, tokenizer: Tokenizer, settings: TextSettings) -> Task:
-    """RACE (arXiv 1704.04683): accuracy over a folder's questions, and over those of each of its subfolders.
+    """RACE (arXiv 1704.04683): accuracy over a folder's questions, and over each of its subfolders.
 
     Raises:
-        UnreadableError: the folder is not of RACE, or the tokenizer has no tokens for pairs of sentences.
+        UnreadableError: the folder is not one of RACE, or the tokenizer has no tokens for pairs of sentences.
     """
     if tokenizer.pair_ids is None:
         raise UnreadableError("needs a tokenizer with [CLS] and [SEP]; set data.tokenizer to the model's")
     questions = read_questions(folder, tokenizer)
-    around = PairTokens(*tokenizer.pair_ids)
+    pair_tokens = PairTokens(*tokenizer.pair_ids)
     windows = []
     for question, option in product(questions, range(NUM_OPTIONS)):
-        inputs = question.inputs(option, around, settings.seq_len)
-        end = int(np.flatnonzero(inputs == around.separator)[-1]) + 1
+        inputs = question.inputs(option, pair_tokens, settings.seq_len)
+        end = int(np.flatnonzero(inputs == pair_tokens.separator)[-1]) + 1
         # Without the padding: the model sees all tokens of the option and predicts none of them.
-        windows.append(Window(np.append(inputs[:end], around.separator), 1))
+        windows.append(Window(np.append(inputs[:end], pair_tokens.separator), 1))
 
     def results(scores: Sequence[Score]) -> dict[str, float]:
         values = np.array([score.log_probability for score in scores]).reshape(-1, NUM_OPTIONS)
@@ -231,7 +231,7 @@ def race_task(name: str, folder: Path, tokenizer: Tokenizer, settings: TextSetti
 class _Kind(NamedTuple):
     """A task that can be named."""
 
-    build: Callable[[str, Path, Tokenizer, TextSettings], Task]  # of its label and its file or folder
+    build: Callable[[str, Path, Tokenizer, TextSettings], Task]  # from its label and its file or folder
     slides: bool = False  # cuts a text into windows that overlap
     chooses: bool = False  # is a folder of questions, for a model that chooses answers
 
@@ -313,7 +313,7 @@ def run_tasks(
 ) -> dict[str, dict[str, float]]:
     """Score every task: task → figure → value, the same on every process, which all call it with the same tasks.
 
-    ``progress`` makes a task's name into what is told about its progress.
+    ``progress`` returns the callback for a task of this name.
     """
     return {
         task.name: task.results(scorer(task.windows, None if progress is None else progress(task.name)))

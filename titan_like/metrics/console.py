@@ -30,7 +30,7 @@ class LineContext(NamedTuple):
 def format_log_line(records: Sequence[StepRecord], style: Literal["short", "megatron"], context: LineContext) -> str:
     """The log line for the steps since the last one.
 
-    Time, loss and rates are means over the steps; other values are those of the last step.
+    Time, loss and rates are means over the steps; other values are the last step's.
     """
     if style == "megatron":
         return f" {' | '.join(_megatron_parts(records, context))} |"
@@ -44,7 +44,7 @@ def _short_parts(records: Sequence[StepRecord], context: LineContext) -> list[st
     tokens = _rate(records, lambda record: record.throughput.tokens_per_second / context.devices)
     parts = [
         f"step {last.step:{len(str(total))}d}/{total}",
-        *(f"{name.replace('_', ' ')} {_mean([each[name] for each in losses]):.4f}" for name in losses[-1]),
+        *(f"{name.replace('_', ' ')} {_mean([terms[name] for terms in losses]):.4f}" for name in losses[-1]),
         f"grad norm {last.grad_norm:.3f}",
         f"lr {last.lr:.2e}",
         f"{tokens:,.0f} tokens/s" + (f" per {device}" if context.devices > 1 else ""),
@@ -75,7 +75,7 @@ def _megatron_parts(records: Sequence[StepRecord], context: LineContext) -> list
         f"elapsed time per iteration (ms): {1000 * seconds / len(records):.1f}",
         f"learning rate: {last.lr:.3E}",
         f"global batch size: {last.global_batch_size:5d}",
-        *(f"{name.replace('_', ' ')}: {_mean([each[name] for each in losses]):.6E}" for name in losses[-1]),
+        *(f"{name.replace('_', ' ')}: {_mean([terms[name] for terms in losses]):.6E}" for name in losses[-1]),
         f"grad norm: {last.grad_norm:.3f}",
         f"num zeros: {last.num_zeros or 0.0:.1f}",
         f"actual seq length: {context.seq_len:5d}",
@@ -109,8 +109,8 @@ def _mean(values: list[float]) -> float:
     return sum(finite) / len(finite) if finite else math.nan
 
 
-def parameters_told(total: int, active: int, adapters: int = 0) -> str:
-    """Numbers of parameters, of those that a token uses, and of those of adapters, in words."""
+def describe_parameters(total: int, active: int, adapters: int = 0) -> str:
+    """The numbers of all parameters, of the ones that a token uses, and of the adapters', in words."""
     message = f"{total:,} parameters" + (f" ({active:,} used by a token)" if active < total else "")
     return f"{message}, frozen, and {adapters:,} in adapters, trained" if adapters else message
 
@@ -118,7 +118,7 @@ def parameters_told(total: int, active: int, adapters: int = 0) -> str:
 def format_validation(step: int, figures: Mapping[str, float]) -> str:
     """The line about a validation: losses such as validation_loss/NAME, or figures of tasks as TASK/FIGURE."""
     parts = [(*name.partition("/"), value) for name, value in figures.items()]
-    shown = [f"{name.replace('_', ' ')}{slash}{rest} {value:.4f}" for name, slash, rest, value in parts]
+    shown = [f"{name.replace('_', ' ')}{slash}{suffix} {value:.4f}" for name, slash, suffix, value in parts]
     return " | ".join([f" step {step}", *shown])
 
 

@@ -48,7 +48,7 @@ class Device:
     multiprocessors: int
     tensor_element: int  # tensor cores need matrix sizes that are multiples of this
     peak: dict[str, float]  # dense FLOP/s by type
-    is_cpu: bool = False  # the host computes, and activations are those that PyTorch's CPU kernels save
+    is_cpu: bool = False  # the host computes, and PyTorch's CPU kernels decide which activations are saved
 
     def peak_flops(self, dtype: str) -> float:
         """Dense peak in FLOP/s; a `ConfigError` if the device has no rate for this type."""
@@ -105,8 +105,8 @@ def known_device(name: str) -> Device | None:
     devices = builtin_devices()
     if name in devices:  # the name that profiles use
         return devices[name]
-    patterns = ((known, table["pattern"]) for known, table in _tables().items())
-    return next((devices[known] for known, pattern in patterns if re.search(pattern, name, re.IGNORECASE)), None)
+    patterns = ((label, table["pattern"]) for label, table in _tables().items())
+    return next((devices[label] for label, pattern in patterns if re.search(pattern, name, re.IGNORECASE)), None)
 
 
 def find_device(name: str) -> Device:

@@ -6,7 +6,7 @@
   after it needs the result.
 - ``model``: without recomputation, with the same attention matrix. It gives MFU as defined in arXiv 2204.02311.
 - ``causal``: without recomputation, with the half of the attention matrix that a causal mask leaves. Where samples have
-  masks of their own (documents, prefixes, padding), with the pairs of a query and a key that those leave.
+  masks of their own (documents, prefixes, padding), with the pairs of a query and a key that these leave.
 
 A rate per token counts the tokens of `training.seq_len`. The layers of a decoder also work on ``decoder_seq_len``
 positions of each sample.
@@ -39,7 +39,7 @@ def layer_flops(model: TransformerConfig, seq_len: int, decoder_seq_len: int = 0
 
 
 def head_flops(model: TransformerConfig, seq_len: int, decoder_seq_len: int = 0) -> int:
-    """The same in the head's products and the output matrix's: 2hV for the logits of each token."""
+    """The same in the matmuls of the head and the output matrix: 2hV for the logits of each token."""
     return 2 * model.parts.head_matrices * (decoder_seq_len if model.has_decoder else seq_len)
 
 
@@ -48,15 +48,15 @@ def recomputed_flops(
 ) -> int:
     """The same in what activation checkpointing computes again: whole layers, attention cores, or experts.
 
-    Of what a compiler chooses within a budget, only the whole layers of a budget of 0 are known.
+    What a compiler chooses within a budget is not known, except for a budget of 0: whole layers.
     """
-    lengths, width, found = (seq_len, decoder_seq_len), 4 * model.attention_size, 0
+    lengths, width, total = (seq_len, decoder_seq_len), 4 * model.attention_size, 0
     mode = "full" if recompute.budget == 0 else recompute.mode
     for count, kind in zip(recomputed_layers(model, recompute), model.parts.kinds, strict=True):
         core = width * kind.scores(lengths)
         of_mode = {"full": 2 * kind.products(lengths) + core, "selective": core, "experts": 2 * kind.experts * seq_len}
-        found += count * of_mode.get(mode, 0)
-    return found
+        total += count * of_mode.get(mode, 0)
+    return total
 
 
 def model_flops_per_token(
@@ -106,8 +106,8 @@ def megatron_flops_per_token(
     so utilisations do not use it. It is computed from the weights, so it also covers GQA and SwiGLU.
     """
     layers, head = layer_flops(model, seq_len, decoder_seq_len), head_flops(model, seq_len, decoder_seq_len)
-    again = sum(recomputed_layers(model, recompute)) / sum(model.layer_counts) if recompute.mode == "full" else 0
-    return (3 + again) * ((layers + 0.75 * head) / seq_len)
+    recomputed = sum(recomputed_layers(model, recompute)) / sum(model.layer_counts) if recompute.mode == "full" else 0
+    return (3 + recomputed) * ((layers + 0.75 * head) / seq_len)
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class ThroughputMeter:
     num_devices: int
     peak_tflops: float | None
     decoder_seq_len: int = 0
-    adapters: int = 0  # elements of LoRA's, where nothing else is trained
+    adapters: int = 0  # elements of LoRA adapters, if nothing else is trained
 
     def measure(self, tokens: int, seconds: float, num_pairs: float = 0) -> Throughput:
         """Rates of a step that took ``seconds`` for ``tokens`` tokens on all devices together.

@@ -19,21 +19,21 @@ Curve = list[tuple[int, float]]
 
 
 def read_losses(path: Path) -> dict[str, Curve]:
-    """What a metrics.jsonl has of ``loss`` and of each ``validation_loss`` and ``validation_loss/NAME``.
+    """Each ``loss``, ``validation_loss`` and ``validation_loss/NAME`` in a metrics.jsonl.
 
     Losses that are not finite are left out, and so is a line that is being written.
     """
-    found = defaultdict[str, Curve](list)
+    curves = defaultdict[str, Curve](list)
     for step, line in complete_lines(path):
         for key, loss in json.loads(line).items():
             is_loss = key == "loss" or key.partition("/")[0] == "validation_loss"
             if is_loss and isinstance(loss, int | float) and math.isfinite(loss):
-                found[key].append((step, loss))
-    return dict(found)
+                curves[key].append((step, loss))
+    return dict(curves)
 
 
 def text_curve(losses: Sequence[tuple[int, float]], width: int = 72, height: int = 10) -> str:
-    """The curve in block characters; a column is the median of as many steps as all others, or one more."""
+    """The curve in block characters; a column is the median of equally many steps, give or take one."""
     width = max(1, min(width, len(losses)))
     edges = [len(losses) * column // width for column in range(width + 1)]
     columns = [median(loss for _, loss in losses[a:b]) for a, b in pairwise(edges)]
@@ -66,7 +66,7 @@ def draw_losses(runs: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
                 continue
             half = max(1, len(values) // 100)
             nearby = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
-            means = [sum(near) / len(near) for near in nearby]
+            means = [sum(window) / len(window) for window in nearby]
             panel.plot(steps, values, color=color, linewidth=0.8, alpha=0.25)
             panel.plot(steps, means, color=color, linewidth=1.6, label=name)
     panel.set(xlabel="step", ylabel="loss, nats per token")

@@ -34,15 +34,15 @@ def _lenient(stream: Any, descriptor: int) -> Any:
 class _LenientFile(io.FileIO):
     """A file whose writes always succeed."""
 
-    _is_told = False
+    _is_reported = False
 
     def write(self, data: Any) -> int:
         """Write, or drop the data; the first time, report it."""
         try:
             return super().write(data) or len(data)  # nothing is written where a pipe does not block
         except OSError as error:
-            if self.fileno() == 1 and not self._is_told:
+            if self.fileno() == 1 and not self._is_reported:
                 problem = f"stdout cannot be written ({error.strerror}); training goes on without it"
                 print(problem, file=sys.stderr, flush=True)
-            self._is_told = True
+            self._is_reported = True
             return len(data)

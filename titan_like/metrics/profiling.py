@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class StepProfiler:
-    """Traces steps on any rank, and times those of the first pipeline: the ranks that are 0 in all other dimensions."""
+    """Traces steps on any rank, and times steps on the first pipeline: the ranks that are 0 in all other dimensions."""
 
     def __init__(
         self,
@@ -38,8 +38,8 @@ class StepProfiler:
         self._section, self._folder = config.profiling, Path(config.job.dump_folder)
         self._pipeline, self._device, self._show = pipeline, device, show
         self._group, self._rank = mesh["pp"].get_group(), mesh["pp"].get_local_rank()
-        others = [name for name in mesh.mesh_dim_names or () if name != "pp"]
-        self._is_timing = all(mesh[name].get_local_rank() == 0 for name in others)
+        dimensions = [name for name in mesh.mesh_dim_names or () if name != "pp"]
+        self._is_timing = all(mesh[name].get_local_rank() == 0 for name in dimensions)
         self._is_tracing = not config.profiling.trace_ranks or dist.get_rank() in config.profiling.trace_ranks
         self._trace: torch.profiler.profile | None = None
 
@@ -52,7 +52,7 @@ class StepProfiler:
         return step in self._section.timeline_steps or bool(interval and step % interval == 0)
 
     def _is_traced(self, step: int) -> bool:
-        """Whether torch.profiler is on in the step, be it only to have started up before one that it records."""
+        """Whether torch.profiler is on in the step, even if only to warm up for a step that it records."""
         return any(0 <= traced - step <= self._section.trace_warmup_steps for traced in self._section.trace_steps)
 
     def begin(self, step: int) -> None:

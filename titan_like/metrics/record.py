@@ -31,7 +31,7 @@ class StepRecord:
     loss_scale: float | None = None  # float16 only
     losses: dict[str, float] = field(default_factory=dict)  # see `named_losses`
     experts: dict[str, float] = field(default_factory=dict)  # `titan_like.parallel.expert_balance.FIGURES`
-    sources: dict[str, float] = field(default_factory=dict)  # of a blend: samples and epochs, on logged steps
+    sources: dict[str, float] = field(default_factory=dict)  # for a blend: samples and epochs, on logged steps
     profile: dict[str, float] = field(default_factory=dict)  # figures by name, on steps with a timeline
 
     def as_dict(self) -> dict[str, Any]:

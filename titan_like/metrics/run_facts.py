@@ -1,4 +1,4 @@
-"""What trackers show of a run besides its figures: a name, and all that decided how it went."""
+"""What trackers show of a run besides its figures: a name, and everything that decided how it went."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which run each file of metrics in a folder belongs to, which its lines say.
+"""Which run each file of metrics in a folder belongs to, as its lines say.
 
-``metrics.jsonl`` is the current run's. Those of earlier runs are ``metrics.1.jsonl``, ``metrics.2.jsonl`` and so on.
+``metrics.jsonl`` is the current run's. Earlier runs' files are ``metrics.1.jsonl``, ``metrics.2.jsonl`` and so on.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def own_file(path: Path, start_step: int, run_id: str, goes_back: bool = False) 
     is_own = resumes and run_of(path) in (run_id, None)
     if not is_own and path.exists() and path.stat().st_size:
         os.rename(path, _next_aside(path))
-    earlier = [found for _, found in sorted(_aside(path).items()) if resumes and run_of(found) == run_id]
+    earlier = [other for _, other in sorted(_aside(path).items()) if resumes and run_of(other) == run_id]
     if earlier and not (path.exists() and complete_lines(path)):  # another run may have died before its first line
         os.replace(earlier[-1], path)
     if path.exists():
@@ -59,16 +59,16 @@ def _drop_lines_after(step: int, path: Path, keeps_copy: bool) -> None:
     if not content.startswith(kept):
         _replace(path, kept)
     elif kept != content:
-        os.truncate(path, len(kept))  # which needs no room on the disk
+        os.truncate(path, len(kept))  # this needs no room on the disk
 
 
 def complete_lines(path: Path) -> list[tuple[int, str]]:
     """Each complete line of a metrics.jsonl, with its step."""
-    found = []
+    lines = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with suppress(ValueError, KeyError, TypeError):
-            found.append((int(json.loads(line)["step"]), f"{line}\n"))
-    return found
+            lines.append((int(json.loads(line)["step"]), f"{line}\n"))
+    return lines
 
 
 def _replace(path: Path, content: bytes) -> None:
@@ -84,5 +84,5 @@ def _next_aside(path: Path) -> Path:
 
 def _aside(path: Path) -> dict[int, Path]:
     """The files that have been put aside, by their numbers."""
-    found = {path.stem.removeprefix("metrics."): path for path in path.parent.glob(f"{path.stem}.*{path.suffix}")}
-    return {int(number): path for number, path in found.items() if number.isdecimal()}
+    by_number = {path.stem.removeprefix("metrics."): path for path in path.parent.glob(f"{path.stem}.*{path.suffix}")}
+    return {int(number): path for number, path in by_number.items() if number.isdecimal()}

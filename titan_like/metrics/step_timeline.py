@@ -1,6 +1,6 @@
 """One training step of a pipeline on one clock: what each rank computed and waited for, and when.
 
-It is kept as a trace for ui.perfetto.dev or chrome://tracing ("Trace Event Format"), which also has it as it is.
+It is kept as a trace for ui.perfetto.dev or chrome://tracing ("Trace Event Format"), which also holds its fields.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class StepTimeline:
 
     @property
     def seconds(self) -> float:
-        """From the start of the first pass of any rank to the end of the last."""
+        """Time from the start of any rank's first pass to the end of the last."""
         return step_time(self.passes)
 
     def mean_seconds(self) -> dict[tuple[str, int], float]:
@@ -65,7 +65,7 @@ class StepTimeline:
     def senders(self, action: Action) -> list[Event]:
         """The passes on other ranks whose results this one needs."""
         needed, ranks = inputs(action, len(self.ranks)), self.ranks
-        return [self._makers[other] for other in needed if ranks[other.stage] != ranks[action.stage]]
+        return [self._makers[source] for source in needed if ranks[source.stage] != ranks[action.stage]]
 
     @cached_property
     def _makers(self) -> dict[Action, Event]:
@@ -125,15 +125,15 @@ def as_simulated(step: StepTimeline) -> StepTimeline:
 
 
 def clock_offset(reference: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(how far another clock is ahead, the error of that), from collectives that both ranks took part in.
+    """(how far another clock is ahead, the error of this), from collectives that both ranks took part in.
 
     A meeting is the pair of times at which a rank enters and leaves a collective. No rank leaves before all have
     entered. If the other clock is ahead by o, then ``in_other - o <= out_reference`` and
     ``in_reference <= out_other - o``, so each meeting bounds o from both sides. The result is the middle of the
     tightest bounds, or 0 if they allow it, because processes on one machine share a clock.
     """
-    lowest = max(entered - left for (_, left), (entered, _) in zip(reference, other, strict=True))
-    highest = min(left - entered for (entered, _), (_, left) in zip(reference, other, strict=True))
+    lowest = max(entered - exited for (_, exited), (entered, _) in zip(reference, other, strict=True))
+    highest = min(exited - entered for (entered, _), (_, exited) in zip(reference, other, strict=True))
     if lowest <= 0 <= highest:
         return 0.0, max(-lowest, highest)
     return (lowest + highest) / 2, (highest - lowest) / 2
@@ -171,9 +171,9 @@ def _events(timeline: StepTimeline) -> Iterator[dict[str, Any]]:
         yield {**arrow, "ph": "f", "bp": "e", "pid": taker.rank, "ts": 1e6 * taker.start}
 
 
-def _named(what: str, name: str, place: int, **where: int) -> Iterator[dict[str, Any]]:
-    yield {"name": f"{what}_name", "ph": "M", **where, "args": {"name": name}}
-    yield {"name": f"{what}_sort_index", "ph": "M", **where, "args": {"sort_index": place}}
+def _named(kind: str, name: str, place: int, **ids: int) -> Iterator[dict[str, Any]]:
+    yield {"name": f"{kind}_name", "ph": "M", **ids, "args": {"name": name}}
+    yield {"name": f"{kind}_sort_index", "ph": "M", **ids, "args": {"sort_index": place}}
 
 
 def _slice(span: Event | Phase, name: str, category: str, row: int) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def read_trace(path: Path) -> StepTimeline:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it contains something else, or passes that are not those of its schedule.
+        ValueError: it contains something else, or its passes do not follow its schedule.
     """
     try:
         step = _Trace.model_validate_json(path.read_bytes()).timeline
@@ -199,7 +199,7 @@ def read_trace(path: Path) -> StepTimeline:
             order[event.rank].append(event.action)
         shape = step.schedule, step.pipeline_degree, step.virtual_stages
         if order != dict(enumerate(schedule_table(*shape, step.num_microbatches))):
-            raise ValueError("its passes are not those of the schedule, in its order")
+            raise ValueError("its passes do not follow the order of the schedule")
     except ValueError as error:
         raise ValueError(f"no timeline: {first_line(error)}") from None
     return step

@@ -15,7 +15,7 @@ from titan_like.metrics.step_timeline import KINDS, StepTimeline
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# For each kind of pass, the colours of a rank's first and last stage; those in between are interpolated.
+# For each kind of pass, the colours of a rank's first and last stage; stages in between are interpolated.
 _COLOURS = {
     "F": ((0.16, 0.38, 0.72), (0.68, 0.80, 0.95)),
     "B": ((0.10, 0.50, 0.30), (0.66, 0.88, 0.70)),

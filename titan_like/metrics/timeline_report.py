@@ -57,7 +57,7 @@ def figures(timeline: StepTimeline) -> TimelineFigures:
     """Compute the figures of a timeline."""
     degree, stages = timeline.pipeline_degree, range(len(timeline.ranks))
     means, shares = timeline.mean_seconds(), rank_shares(timeline)
-    stage_seconds = [sum(time for (_, of), time in means.items() if of == stage) for stage in stages]
+    stage_seconds = [sum(time for (_, owner), time in means.items() if owner == stage) for stage in stages]
     slowest = max(stages, key=stage_seconds.__getitem__)
     return TimelineFigures(
         bubble_fraction=bubble_fraction(timeline.passes, degree),
@@ -112,25 +112,25 @@ def sentences(summary: TimelineFigures, parts: dict[str, float]) -> list[str]:
 
 def report(timeline: StepTimeline, title: str) -> str:
     """The figures as text for a terminal."""
-    found, means, total = figures(timeline), timeline.mean_seconds(), timeline.seconds
-    kinds = [kind for kind in KINDS if any(kind == of for of, _ in means)]
+    summary, means, total = figures(timeline), timeline.mean_seconds(), timeline.seconds
+    kinds = [kind for kind in KINDS if any(kind == other for other, _ in means)]
     columns = (*(KINDS[kind] for kind in kinds), "sum", "to the mean")
     stages = _table("time of one microbatch in each stage (ms)", ("stage", "rank"), columns)
     columns = ("compute", "bubble", "exposed communication", "other", "sum")
     ranks = _table("where each rank's time went (ms)", ("rank",), columns)
-    for stage, (rank, seconds) in enumerate(zip(timeline.ranks, found.stage_seconds, strict=True)):
+    for stage, (rank, seconds) in enumerate(zip(timeline.ranks, summary.stage_seconds, strict=True)):
         times = [milliseconds(means[kind, stage]) if (kind, stage) in means else "" for kind in kinds]
-        off = round(100 * (seconds / fmean(found.stage_seconds) - 1), 1) + 0.0  # no minus zero
+        off = round(100 * (seconds / fmean(summary.stage_seconds) - 1), 1) + 0.0  # no minus zero
         stages.add_row(str(stage), str(rank), *times, milliseconds(seconds), f"{off:+.1f}%")
-    for rank, share in enumerate(found.ranks):
+    for rank, share in enumerate(summary.ranks):
         ranks.add_row(str(rank), *map(milliseconds, (*share, total)))
     parts: list[str | Table] = [
         f"{title}: {headline(timeline)}",
         stages,
         ranks,
-        f"slowest stage: {found.slowest_stage}, {100 * found.slowest_stage_excess:.1f}% over the mean",
-        f"exposed communication: {100 * found.exposed_communication:.2f}% of the ranks' time",
-        *sentences(found, parts_of(timeline)),
+        f"slowest stage: {summary.slowest_stage}, {100 * summary.slowest_stage_excess:.1f}% over the mean",
+        f"exposed communication: {100 * summary.exposed_communication:.2f}% of the ranks' time",
+        *sentences(summary, parts_of(timeline)),
     ]
     if timeline.pipeline_degree > 1:
         parts.append(f"times of different ranks compare within {milliseconds(timeline.clock_error)} ms")
@@ -163,8 +163,8 @@ def lanes(step: StepTimeline, width: int, seconds: float | None = None) -> list[
         shares = (np.minimum(ends, columns + 1) - np.maximum(starts, columns)).clip(0)  # [passes, columns]
         shown = np.where(shares.sum(0) < 0.5, -1, shares.argmax(0))
         line = ""
-        for number, same in groupby(shown):
-            event, length = passes[number] if number >= 0 else None, len(list(same))
+        for number, run in groupby(shown):
+            event, length = passes[number] if number >= 0 else None, len(list(run))
             line += _box(event.action, length, step.ranks.index(rank)) if event else _IDLE * length
         text.append(line.rstrip(_IDLE) if seconds and seconds > step.seconds else line)
     return text
@@ -194,8 +194,8 @@ def parts_of(step: StepTimeline) -> dict[str, float]:
         times = [event.end - event.start for event in step.passes if event.action.kind == kind]
         if times:
             parts[name] = sum(times) / step.pipeline_degree
-    _, *others = map(fmean, zip(*rank_shares(step), strict=True))
-    parts |= zip(("bubble", "exposed communication", "between passes"), others, strict=True)
+    _, *idle = map(fmean, zip(*rank_shares(step), strict=True))
+    parts |= zip(("bubble", "exposed communication", "between passes"), idle, strict=True)
     parts["first to last pass"] = step.seconds
     after = step.after_passes()
     for name, seconds in after.items():
@@ -206,6 +206,6 @@ def parts_of(step: StepTimeline) -> dict[str, float]:
 
 def differences(predicted: StepTimeline, measured: StepTimeline) -> list[PartOfSteps]:
     """The parts of two steps side by side, with 0 for a part that one of them lacks. The whole step comes last."""
-    ours, theirs = parts_of(predicted), parts_of(measured)
-    names = [name for name in dict.fromkeys((*ours, *theirs)) if name != "step"]
-    return [PartOfSteps(name, ours.get(name, 0.0), theirs.get(name, 0.0)) for name in (*names, "step")]
+    expected, actual = parts_of(predicted), parts_of(measured)
+    names = [name for name in dict.fromkeys((*expected, *actual)) if name != "step"]
+    return [PartOfSteps(name, expected.get(name, 0.0), actual.get(name, 0.0)) for name in (*names, "step")]

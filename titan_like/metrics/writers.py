@@ -61,8 +61,8 @@ def _groups() -> dict[str, str]:
     from titan_like.metrics.timeline_report import TimelineFigures
     from titan_like.parallel.expert_balance import FIGURES
 
-    rates = "step_time_s", "data_time_s", *(one.name for one in fields(Throughput))
-    timeline = [one.name for one in fields(TimelineFigures)]
+    rates = "step_time_s", "data_time_s", *(field.name for field in fields(Throughput))
+    timeline = [field.name for field in fields(TimelineFigures)]
     groups = {"throughput": rates, "timeline": timeline, "experts": FIGURES, "memory": ["peak_memory_bytes"]}
     return {key: group for group, keys in groups.items() for key in keys}
 
@@ -85,7 +85,7 @@ def check_trackers(metrics: Metrics) -> None:
 
 @contextmanager
 def _reported_once(
-    problems: list[str], what: Path | str, consequence: str, kind: type[Exception] = OSError
+    problems: list[str], target: Path | str, consequence: str, kind: type[Exception] = OSError
 ) -> Iterator[None]:
     """Suppress errors of the file system, or of another ``kind``, and print a line about the first.
 
@@ -96,7 +96,7 @@ def _reported_once(
     except kind as error:
         problems.append(getattr(error, "strerror", None) or first_line(error))
         if len(problems) == 1:
-            print(f"{what} cannot be written ({problems[0]}) and {consequence}", flush=True)
+            print(f"{target} cannot be written ({problems[0]}) and {consequence}", flush=True)
 
 
 class JsonLinesWriter:
@@ -109,7 +109,7 @@ class JsonLinesWriter:
     def __init__(self, path: Path, start_step: int, run_id: str, goes_back: bool = False) -> None:
         self._path, self._run_id, self._of_run = path, run_id, (start_step, run_id, goes_back)
         self._file: FileIO | None = None  # None as long as it cannot be opened
-        self._step: int | None = start_step  # of the last line
+        self._step: int | None = start_step  # the last line's
         self._problems: list[str] = []
         with self._reported():
             self._opened()
@@ -159,7 +159,7 @@ class TensorBoardWriter:
         self._writer: Any = None
         with self._reported():
             self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
-            text = json.dumps(facts, indent=2, default=str)  # Markdown shows what is indented as it is
+            text = json.dumps(facts, indent=2, default=str)  # Markdown shows indented text as it is
             self._writer.add_text("configuration", f"    {text}".replace("\n", "\n    "), start_step)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
@@ -222,28 +222,28 @@ class MLflowWriter:
     def __init__(self, config: JobConfig, run_id: str, name: str, facts: Mapping[str, Any]) -> None:
         from mlflow.tracking import MlflowClient
 
-        for limit, few in (("MAX_RETRIES", "2"), ("TIMEOUT", "20")):  # a step waits for them
-            os.environ.setdefault(f"MLFLOW_HTTP_REQUEST_{limit}", few)
+        for limit, value in (("MAX_RETRIES", "2"), ("TIMEOUT", "20")):  # a step waits for them
+            os.environ.setdefault(f"MLFLOW_HTTP_REQUEST_{limit}", value)
         self._client, self._run, self._problems = MlflowClient(), "", list[str]()
         self._waiting, self._sent = list[Any](), -math.inf  # figures, and when the last ones were sent
         with self._reported():
-            self._run = self._found(config, run_id, name, facts)
+            self._run = self._find_run(config, run_id, name, facts)
 
-    def _found(self, config: JobConfig, run_id: str, name: str, facts: Mapping[str, Any]) -> str:
+    def _find_run(self, config: JobConfig, run_id: str, name: str, facts: Mapping[str, Any]) -> str:
         """MLflow's id of the run, which begins or goes on."""
         from mlflow.entities import Param
 
         client, title = self._client, os.environ.get("MLFLOW_EXPERIMENT_NAME", "titan_like")
-        known = client.get_experiment_by_name(title)
-        experiment = known.experiment_id if known else client.create_experiment(title)
-        found = client.search_runs([experiment], f"tags.`{_RUN_TAG}` = '{run_id}'")
-        if found:
-            client.update_run(found[0].info.run_id, status="RUNNING", name=name)
-            client.set_tag(found[0].info.run_id, "resumed_layout", str(facts["layout"]))  # parameters cannot change
-            return found[0].info.run_id
+        existing = client.get_experiment_by_name(title)
+        experiment = existing.experiment_id if existing else client.create_experiment(title)
+        runs = client.search_runs([experiment], f"tags.`{_RUN_TAG}` = '{run_id}'")
+        if runs:
+            client.update_run(runs[0].info.run_id, status="RUNNING", name=name)
+            client.set_tag(runs[0].info.run_id, "resumed_layout", str(facts["layout"]))  # parameters cannot change
+            return runs[0].info.run_id
         tags = {_RUN_TAG: run_id, "mlflow.note.content": config.job.description}
         run = client.create_run(experiment, run_name=name, tags=tags).info.run_id
-        params = [Param(_OTHERS.sub("_", key), str(value)) for key, value in _flat(facts)]
+        params = [Param(_INVALID.sub("_", key), str(value)) for key, value in _flat(facts)]
         for first in range(0, len(params), _MLFLOW_PARAMS):
             client.log_batch(run, params=params[first : first + _MLFLOW_PARAMS])
         return run
@@ -255,7 +255,7 @@ class MLflowWriter:
         if self._problems:
             return
         now = int(1000 * time.time())
-        named = [(_OTHERS.sub("_", grouped(key)), value) for key, value in values.items() if value is not None]
+        named = [(_INVALID.sub("_", grouped(key)), value) for key, value in values.items() if value is not None]
         self._waiting += [Metric(name, value, now, step) for name, value in named]
         if time.monotonic() - self._sent > _MLFLOW_SECONDS or len(self._waiting) > _MLFLOW_METRICS:
             self._send()
@@ -282,7 +282,7 @@ class MLflowWriter:
 _RUN_TAG = "titan_like.run_id"
 _MLFLOW_PARAMS, _MLFLOW_METRICS = 100, 500  # in one request, which may have twice as many metrics
 _MLFLOW_SECONDS = 5.0  # between requests, for which the training loop waits
-_OTHERS = re.compile(r"[^\w\-. :/]")  # than what MLflow takes in names
+_INVALID = re.compile(r"[^\w\-. :/]")  # characters that MLflow does not take in names
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -72,16 +72,16 @@ class Adafactor(ShardedOptimizer):
         """Two all-reduces in each mesh dimension, for the layers and for each table: before and after dividing."""
         sizes: Counter[tuple[str, int]] = Counter()  # bytes by mesh dimension and bucket
         for index, (_, name, parameter) in enumerate(self.members()):
-            here, is_matrix = matrices_here(parameter), parameter.ndim == 2
+            num_local, is_matrix = matrices_here(parameter), parameter.ndim == 2
             vectors = [(local(zeros_along(parameter, dim)).numel(), 1 - dim) for dim in (0, 1) if is_matrix]
-            for size, dim in [*vectors, (here * (1 + self.section.scale_parameter + is_matrix), None)]:
+            for size, dim in [*vectors, (num_local * (1 + self.section.scale_parameter + is_matrix), None)]:
                 for dimension in sharded_dimensions(parameter, dim, in_matrix=True):
                     sizes[dimension, _bucket(index, name, parameter)] += size * parameter.element_size()
-        found: dict[str, UpdateTraffic] = {}
+        totals: dict[str, UpdateTraffic] = {}
         for (dimension, _), size in sizes.items():
-            before = found.get(dimension, UpdateTraffic((dimension,), "all_reduce", 0, 0))
-            found[dimension] = before._replace(calls=before.calls + 2, bytes=before.bytes + size)
-        return list(found.values())
+            before = totals.get(dimension, UpdateTraffic((dimension,), "all_reduce", 0, 0))
+            totals[dimension] = before._replace(calls=before.calls + 2, bytes=before.bytes + size)
+        return list(totals.values())
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # there is no closure
@@ -107,7 +107,7 @@ class Adafactor(ShardedOptimizer):
 
 
 def _bucket(index: int, name: str, parameter: torch.Tensor) -> int:
-    """Parameters with the same bucket share an all-reduce. ``index`` is the parameter's among those of the process.
+    """Parameters with the same bucket share an all-reduce. ``index`` counts the process's parameters.
 
     Pipelines hold two copies of a tied table, which must stay equal. The order in which an all-reduce adds depends on a
     number's place in the buffer, so each table has its own.
@@ -132,13 +132,13 @@ class _Update:
         assert parameter.grad is not None
         self.optimizer, self.section = optimizer, optimizer.section
         self.parameter, self.group = parameter, group
-        self.weight, self.gradient = (torch.atleast_1d(local(each)) for each in (parameter, parameter.grad))
+        self.weight, self.gradient = (torch.atleast_1d(local(tensor)) for tensor in (parameter, parameter.grad))
         self.state = {key: torch.atleast_1d(local(value)) for key, value in optimizer.state[parameter].items()}
         if parameter not in optimizer.blocks:
             optimizer.blocks[parameter] = blocks_of(parameter)
         self.blocks = optimizer.blocks[parameter]
         self.bucket = bucket
-        self.number = number  # of the update, from 1: a scalar on the device
+        self.number = number  # counts updates, from 1: a scalar on the device
         self.factor = 1.0 if optimizer.factor is None else optimizer.factor
         self.matrices, self.size = matrices_here(parameter), parameter.numel() // num_matrices(parameter)
 
@@ -186,7 +186,7 @@ class _Update:
         row = average("exp_avg_sq_row", self.rows / num_columns)
         column = average("exp_avg_sq_col", self.columns / (self.size // num_columns))
         mean = average("exp_avg_sq_mean", self.total / self.size)
-        # Of elements [matrix, row, column] the product of these two is the factor over the root.
+        # The product of these two is the factor over the root, for each element [matrix, row, column].
         self.by_row = [(block.of(row) / mean[block.matrices, None]).rsqrt()[..., None] for block in self.blocks]
         self.by_column = (column.rsqrt() * self.factor)[:, None]
         for block, by_row in zip(self.blocks, self.by_row, strict=True):
@@ -213,15 +213,15 @@ class _Update:
         for number, block in enumerate(self.blocks):
             weight = block.of(self.weight)
             shape = (-1, *[1] * (weight.ndim - 1))
-            kept, left = (
-                (each[block.matrices].view(shape)) for each in (1 - rate * self.group["weight_decay"], clipped)
+            decay, left = (
+                (rates[block.matrices].view(shape)) for rates in (1 - rate * self.group["weight_decay"], clipped)
             )
             if self.weight.ndim == 2:
                 left, right = block.of(self.gradient) * (self.by_row[number] * left), self.by_column[block.matrices]
             else:
                 right = self.quotient
             if section.beta1 is None:
-                new = torch.addcmul(weight * kept, left, right, value=-1)
+                new = torch.addcmul(weight * decay, left, right, value=-1)
             else:
-                new = weight * kept - self._average(block.of(self.state["exp_avg"]), left * right, 1 - section.beta1)
+                new = weight * decay - self._average(block.of(self.state["exp_avg"]), left * right, 1 - section.beta1)
             self.optimizer.assign(weight, new)

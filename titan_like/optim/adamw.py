@@ -24,7 +24,7 @@ Update = Callable[[Sequence[torch.Tensor], torch.Tensor | None, torch.Tensor], N
 
 
 class CopiedUnit(Protocol):
-    """Weights of which a model uses 16-bit copies."""
+    """Weights that a model uses 16-bit copies of."""
 
     masters: list[torch.nn.Parameter]
     copies: list[torch.nn.Parameter]  # a weight that is used as it is stands for its copy
@@ -37,9 +37,9 @@ class CopiedUnit(Protocol):
 
 
 class Tensors(NamedTuple):
-    """This process's parts of some parameters; what belongs to one has the same place in each list."""
+    """This process's parts of some parameters, which have the same order in each list."""
 
-    settings: list[dict[str, Any]]  # its group: lr, betas, eps and weight_decay
+    settings: list[dict[str, Any]]  # each one's group: lr, betas, eps and weight_decay
     weights: list[torch.Tensor]
     copies: list[torch.Tensor | None]
     first_moments: list[torch.Tensor]
@@ -77,7 +77,7 @@ class AdamWUnit:
 
     def step(self, factor: torch.Tensor | None, found_inf: torch.Tensor) -> None:
         """Update the parameters by their gradients times ``factor``, and free these if there are copies."""
-        gradients = [one.grad for one in self.parameters if one.grad is not None]
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         assert len(gradients) == len(self.parameters), "a parameter received no gradient"
         if self._is_sharded:
             gradients = [local(gradient) for gradient in gradients]
@@ -100,7 +100,7 @@ class FusedAdamW(ShardedOptimizer):
 
     takes_factor = True
     _units: tuple[AdamWUnit, ...] = ()
-    _known: Any = None  # the state of the first parameter for which the units were made
+    _prepared_for: Any = None  # the first parameter's state when the units were made
     _copied: tuple[CopiedUnit, ...] = ()
 
     def __init__(self, groups: Iterable[dict[str, Any]], lr: float, **settings: Any) -> None:
@@ -116,18 +116,18 @@ class FusedAdamW(ShardedOptimizer):
 
         A unit's copies exist before its gradients are freed, so the largest unit comes last.
         """
-        self._copied = tuple(sorted(units, key=lambda unit: sum(local(one).numel() for one in unit.masters)))
-        self._units, self._known = (), None
+        self._copied = tuple(sorted(units, key=lambda unit: sum(local(weight).numel() for weight in unit.masters)))
+        self._units, self._prepared_for = (), None
 
     def forget_state(self) -> None:
         """Free the state, to be loaded or created again."""
         self.state.clear()
-        self._units, self._known = (), None
+        self._units, self._prepared_for = (), None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in the base class."""
+        """Add a group. The units are then made again."""
         super().add_param_group(param_group)
-        self._units, self._known = (), None
+        self._units, self._prepared_for = (), None
 
     def step(self) -> None:  # type: ignore[override]  # there is no closure
         """Update every parameter."""
@@ -139,21 +139,21 @@ class FusedAdamW(ShardedOptimizer):
 
     def _prepared(self) -> tuple[AdamWUnit, ...]:
         """The units, which are made again when the state has been replaced."""
-        known = next((self.state.get(group["params"][0]) for group in self.param_groups if group["params"]), None)
-        if known is not None and known is self._known:
+        state = next((self.state.get(group["params"][0]) for group in self.param_groups if group["params"]), None)
+        if state is not None and state is self._prepared_for:
             return self._units
         self.init_state()
         groups = {parameter: group for group, _, parameter in self.members() if not group.get("orthogonal")}
-        units = [AdamWUnit([(groups.pop(p), p) for p in one.masters], self.state, one) for one in self._copied]
+        units = [AdamWUnit([(groups.pop(p), p) for p in unit.masters], self.state, unit) for unit in self._copied]
         if groups:
             units.append(AdamWUnit([(group, parameter) for parameter, group in groups.items()], self.state))
         self._units = tuple(units)
-        self._known = next(self.state[group["params"][0]] for group in self.param_groups if group["params"])
+        self._prepared_for = next(self.state[group["params"][0]] for group in self.param_groups if group["params"])
         return self._units
 
 
 def update_of(tensors: Tensors) -> Update:
-    """What updates some tensors on their device."""
+    """The `Update` of some tensors on their device."""
     if tensors.weights[0].is_cuda and {weight.dtype for weight in tensors.weights} == {torch.float32}:
         from titan_like.optim.adamw_kernel import OneKernel  # imports Triton
 
@@ -182,8 +182,8 @@ class _Block(NamedTuple):
     is_whole: bool  # whether all pieces are whole tensors
     tensors: tuple[list[torch.Tensor], ...]  # weights, moments and numbers of updates
     scaled: list[torch.Tensor]  # room for gradients in the weights' dtype
-    copies: list[tuple[_Piece, torch.Tensor]]  # whole ones, which may be freed now, with their pieces
-    copied: list[torch.Tensor]  # of the weights, those that have copies
+    copies: list[tuple[_Piece, torch.Tensor]]  # whole copies, which may be freed now, with their pieces
+    copied: list[torch.Tensor]  # the weights that have copies
 
 
 class InBlocks:
@@ -192,7 +192,7 @@ class InBlocks:
     def __init__(self, tensors: Tensors, size: int) -> None:
         self._blocks: list[_Block] = []
         weights = tensors.weights
-        room = torch.empty(min(size, max(sum(one.numel() for one in weights), 1)), dtype=weights[0].dtype)
+        room = torch.empty(min(size, max(sum(weight.numel() for weight in weights), 1)), dtype=weights[0].dtype)
         room = room.to(weights[0].device)
         order = sorted(range(len(weights)), key=lambda index: id(tensors.settings[index]))
         for _, members in groupby(order, key=lambda index: id(tensors.settings[index])):
@@ -212,23 +212,23 @@ class InBlocks:
     def _add(self, pieces: list[_Piece], tensors: Tensors, room: torch.Tensor) -> None:
         _, weights, copies, *moments, steps = tensors
         parts = [[piece.of(tensor[piece.member]) for piece in pieces] for tensor in (weights, *moments)]
-        found = [
+        copied = [
             (piece, copy, part)
             for piece, part in zip(pieces, parts[0], strict=True)
             if (copy := copies[piece.member]) is not None
         ]
         sizes = [piece.stop - piece.start for piece in pieces]
-        scaled = [one.view_as(part) for one, part in zip(room[: sum(sizes)].split(sizes), parts[0], strict=True)]
+        scaled = [space.view_as(part) for space, part in zip(room[: sum(sizes)].split(sizes), parts[0], strict=True)]
         numbers, settings = [steps[piece.member] for piece in pieces], tensors.settings[pieces[0].member]
         is_whole = all(piece.is_whole for piece in pieces)
-        with_copies = [(piece, copy) for piece, copy, _ in found], [part for *_, part in found]
+        with_copies = [(piece, copy) for piece, copy, _ in copied], [part for *_, part in copied]
         self._blocks.append(_Block(settings, pieces, is_whole, (*parts, numbers), scaled, *with_copies))
 
     def __call__(self, gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found_inf: torch.Tensor) -> None:
         """See `Update`."""
         for block in self._blocks:
             pieces = block.pieces  # whole ones are taken without a call for each
-            parts = [gradients[one.member] if block.is_whole else one.of(gradients[one.member]) for one in pieces]
+            parts = [gradients[p.member] if block.is_whole else p.of(gradients[p.member]) for p in pieces]
             if factor is not None or any(part.dtype != block.scaled[0].dtype for part in parts):
                 copy_all_(block.scaled, parts)
                 parts = block.scaled

@@ -79,9 +79,9 @@ class OneKernel:
 
     def __init__(self, tensors: Tensors) -> None:
         settings, weights, self.copies, *moments, self.steps = tensors
-        assert all(one.is_contiguous() for column in (weights, *moments) for one in column)
-        self.settings, self.device, numels = settings[0], weights[0].device, [one.numel() for one in weights]
-        table = [*([one.data_ptr() for one in column] for column in (weights, *moments)), numels]
+        assert all(tensor.is_contiguous() for column in (weights, *moments) for tensor in column)
+        self.settings, self.device, numels = settings[0], weights[0].device, [w.numel() for w in weights]
+        table = [*([tensor.data_ptr() for tensor in column] for column in (weights, *moments)), numels]
         self.is_aligned = not any(value % 16 for column in table for value in column)
         self.table = torch.tensor(table, device=self.device)
         blocks = [-(-numel // BLOCK) for numel in numels]
@@ -89,7 +89,7 @@ class OneKernel:
         programs = [(tensor, block) for tensor, count in enumerate(blocks) for block in range(count)]
         self.programs = torch.tensor(programs, dtype=torch.int32, device=self.device).view(-1, 2).t().contiguous()
         self.decays = torch.tensor([group["weight_decay"] for group in settings], device=self.device).double()
-        self.one = torch.ones((), device=self.device)
+        self.unscaled = torch.ones((), device=self.device)
 
     def __call__(self, gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found_inf: torch.Tensor) -> None:
         """See `titan_like.optim.adamw.Update`."""
@@ -97,11 +97,11 @@ class OneKernel:
         corrections = lr / (1 - beta1**numbers), (1 - beta2**numbers).sqrt(), 1 - lr * self.decays
         rates = torch.stack(corrections).float()
         gradients = [gradient.contiguous() for gradient in gradients]
-        addresses = [one.data_ptr() for one in gradients], [0 if one is None else one.data_ptr() for one in self.copies]
+        addresses = [x.data_ptr() for x in gradients], [0 if copy is None else copy.data_ptr() for copy in self.copies]
         is_aligned = self.is_aligned and not any(address % 16 for column in addresses for address in column)
         on_host = torch.tensor(addresses, pin_memory=self.device.type == "cuda")
         on_device = on_host.to(self.device, non_blocking=True)
-        scale = self.one if factor is None else factor.float()
+        scale = self.unscaled if factor is None else factor.float()
         kinds = zip(gradients, self.copies, strict=True)
         types = [(gradient.dtype, None if copy is None else copy.dtype) for gradient, copy in kinds]
         for (of_gradient, of_copy), run in groupby(range(len(types)), key=types.__getitem__):

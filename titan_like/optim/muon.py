@@ -40,9 +40,9 @@ class MatrixExchange:
     def __init__(self, parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
         """``parameters`` are matrices [rows, columns], or stacks of them [matrices · rows, columns]."""
         self.group, rank, size = group, dist.get_rank(group), dist.get_world_size(group)
-        self.shapes = [(len(each) // num_matrices(each), each.shape[1]) for each in parameters]
-        self.rows: dict[_Matrix, slice] = {}  # of this process's part of the parameter
-        mine: dict[_Matrix, Place] = {}
+        self.shapes = [(len(stack) // num_matrices(stack), stack.shape[1]) for stack in parameters]
+        self.rows: dict[_Matrix, slice] = {}  # within this process's part of the parameter
+        local_places: dict[_Matrix, Place] = {}
         for number, parameter in enumerate(parameters):
             part, (_, column) = local_part(parameter)
             for block in blocks_of(parameter):
@@ -50,27 +50,27 @@ class MatrixExchange:
                 for count, matrix in enumerate(range(block.matrices.start, block.matrices.stop)):
                     first = block.rows.start + count * height
                     self.rows[number, matrix] = slice(first, first + height)
-                    mine[number, matrix] = (block.offset, column), (height, width)
-        places: list[dict[_Matrix, Place]] = [mine] * size  # by process
-        dist.all_gather_object(places, mine, group=group)
+                    local_places[number, matrix] = (block.offset, column), (height, width)
+        places: list[dict[_Matrix, Place]] = [local_places] * size  # by process
+        dist.all_gather_object(places, local_places, group=group)
         matrices = sorted(set().union(*places))
         owners = assign_owners([self.shapes[number] for number, _ in matrices], size)
-        owned = [[one for one, owner in zip(matrices, owners, strict=True) if owner == each] for each in range(size)]
-        self.counts = Counter(number for number, _ in owned[rank])  # of matrices that this process owns, by parameter
-        self.here = [[of_process.get(one, _NOWHERE) for one in owned[rank]] for of_process in places]
-        self.sent = [one for ones in owned for one in ones if one in mine]
-        self.sizes_here = [sum(prod(shape) for _, shape in of_process) for of_process in self.here]
-        self.sizes_sent = [sum(prod(mine.get(one, _NOWHERE)[1]) for one in ones) for ones in owned]
+        owned = [[matrix for matrix, owner in zip(matrices, owners, strict=True) if owner == r] for r in range(size)]
+        self.counts = Counter(number for number, _ in owned[rank])  # matrices that this process owns, by parameter
+        self.owned_parts = [[of_process.get(matrix, _NOWHERE) for matrix in owned[rank]] for of_process in places]
+        self.sent = [matrix for of_owner in owned for matrix in of_owner if matrix in local_places]
+        self.sizes_owned = [sum(prod(shape) for _, shape in of_process) for of_process in self.owned_parts]
+        self.sizes_sent = [sum(prod(local_places.get(m, _NOWHERE)[1]) for m in of_owner) for of_owner in owned]
 
     def gather(self, parts: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Send this process's parts of the parameters, [rows here, columns here], to the matrices' owners.
+        """Send this process's parts of the parameters, [local rows, local columns], to the matrices' owners.
 
         Returns:
             The whole matrices that this process owns, [matrices, rows, columns], by the number of their parameter.
         """
-        received = self._exchange(self._pieces(parts), self.sizes_sent, self.sizes_here, parts[0])
+        received = self._exchange(self._pieces(parts), self.sizes_sent, self.sizes_owned, parts[0])
         wholes = {number: parts[0].new_empty(count, *self.shapes[number]) for number, count in self.counts.items()}
-        arrived = iter(received.split([prod(shape) for of_process in self.here for _, shape in of_process]))
+        arrived = iter(received.split([prod(shape) for of_process in self.owned_parts for _, shape in of_process]))
         for matrix, place in self._places(wholes):
             rectangle(matrix, place).copy_(next(arrived).view(place[1]))
         return wholes
@@ -78,19 +78,19 @@ class MatrixExchange:
     def scatter(self, wholes: Mapping[int, torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
         """Send the matrices that `gather` returned back, to be written over the ``parts`` that it was given."""
         sent = [rectangle(matrix, place) for matrix, place in self._places(wholes)]
-        received, pieces = self._exchange(sent, self.sizes_here, self.sizes_sent, parts[0]), self._pieces(parts)
+        received, pieces = self._exchange(sent, self.sizes_owned, self.sizes_sent, parts[0]), self._pieces(parts)
         views = received.split([piece.numel() for piece in pieces])
         if pieces:
             copy_all_(pieces, [view.view_as(piece) for view, piece in zip(views, pieces, strict=True)])
 
     def _pieces(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What this process holds of each matrix, in the order of their owners."""
+        """This process's part of each matrix, in the order of their owners."""
         return [parts[number][self.rows[number, matrix]] for number, matrix in self.sent]
 
     def _places(self, wholes: Mapping[int, torch.Tensor]) -> Iterator[tuple[torch.Tensor, Place]]:
-        """Each matrix that this process owns, with what each process in turn holds of it."""
+        """Each matrix that this process owns, with the part that each process in turn holds."""
         matrices = [matrix for stack in wholes.values() for matrix in stack]
-        for of_process in self.here:
+        for of_process in self.owned_parts:
             yield from zip(matrices, of_process, strict=True)
 
     def _exchange(
@@ -103,11 +103,11 @@ class MatrixExchange:
         return incoming
 
 
-def rectangle(whole: torch.Tensor, place: Place) -> torch.Tensor:
-    """A view of a process's part of a matrix: [rows, columns] → [rows there, columns there]."""
+def rectangle(matrix: torch.Tensor, place: Place) -> torch.Tensor:
+    """A view of a process's part of a matrix: [rows, columns] → [local rows, local columns]."""
     for dim, (start, length) in enumerate(zip(*place, strict=True)):
-        whole = whole.narrow(dim, min(start, whole.shape[dim]), length)  # an empty part may begin past the end
-    return whole
+        matrix = matrix.narrow(dim, min(start, matrix.shape[dim]), length)  # an empty part may begin past the end
+    return matrix
 
 
 def assign_owners(shapes: Sequence[tuple[int, ...]], size: int) -> list[int]:
@@ -124,7 +124,7 @@ def assign_owners(shapes: Sequence[tuple[int, ...]], size: int) -> list[int]:
     return owners
 
 
-# Of the quintic polynomial (https://kellerjordan.github.io/posts/muon), chosen for a steep slope at 0.
+# Coefficients of the quintic polynomial (https://kellerjordan.github.io/posts/muon), chosen for a steep slope at 0.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-7  # the least norm by which a matrix is divided
 
@@ -133,15 +133,15 @@ class Muon(FusedAdamW):
     """Moves matrices along their orthogonalised momentum, and all other parameters as AdamW does.
 
     A sharded matrix is gathered on one rank, which orthogonalises it and sends the shards back. Each rank owns about as
-    much of this work as the others. Ranks with equal copies all do the same work. Each matrix of a stack is one by
-    itself.
+    much of this work as the others. Ranks with equal copies all do the same work. Each matrix of a stack counts
+    by itself.
 
-    `match_rms_adamw` of `optimizer.adjust_lr` gives a matrix's update the root mean square that AdamW's have (arXiv
+    `match_rms_adamw` of `optimizer.adjust_lr` gives a matrix's update the root mean square of AdamW updates (arXiv
     2502.16982, section 2.2).
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], section: OptimizerSection) -> None:
-        """Each of the ``groups`` has its ``weight_decay``; those with ``orthogonal`` set hold the matrices."""
+        """Each of the ``groups`` has its ``weight_decay``; groups with ``orthogonal`` set hold the matrices."""
         super().__init__(groups, section.lr, betas=section.betas, eps=section.eps)
         self.section = section
         # Matrices sharded over the same mesh dimensions, and how their ranks exchange them.
@@ -170,11 +170,11 @@ class Muon(FusedAdamW):
         self.begin_step()
         self._take_factors()
         if self._sets is None:
-            found: dict[tuple[str, ...], list[_Member]] = {}
+            sets: dict[tuple[str, ...], list[_Member]] = {}
             for group, _, parameter in self.members():
                 if group.get("orthogonal"):
-                    found.setdefault(sharded_dimensions(parameter, in_matrix=True), []).append((parameter, group))
-            self._sets = [(members, _exchange_of(members, dimensions)) for dimensions, members in found.items()]
+                    sets.setdefault(sharded_dimensions(parameter, in_matrix=True), []).append((parameter, group))
+            self._sets = [(members, _exchange_of(members, dimensions)) for dimensions, members in sets.items()]
         for members, exchange in self._sets:
             self._update_matrices(members, exchange)
         super().step()
@@ -189,7 +189,7 @@ class Muon(FusedAdamW):
         self._total = 1 - self._kept * (1 - beta) + new
         self._share = new / self._total
         # Gradients before a small factor are large, so their share is what must be exact. A direction's length does not
-        # matter, but that of a skipped step must be 0.
+        # matter, but a skipped step's must be 0.
         self._share_of_direction = torch.where(self._skip, 1, new / (beta + new))
 
     def _update_matrices(self, members: list[_Member], exchange: MatrixExchange | None) -> None:

@@ -33,7 +33,7 @@ class Gradients:
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], *meshes: DeviceMesh | None) -> None:
-        """``meshes`` are those of all parameters; the first has the pipeline's stages."""
+        """``meshes``: the meshes of all parameters; the first has the pipeline's stages."""
         self._groups: dict[str, dist.ProcessGroup] = {}
         for mesh in meshes:
             if mesh is not None:
@@ -52,16 +52,16 @@ class Gradients:
         """This rank's part of every gradient, as plain tensors that share its memory, by the dimensions that shard it.
 
         Raises:
-            AssertionError: a parameter has no gradient, or one that is split in another way than it is.
+            AssertionError: a parameter has no gradient, or one that is split in another way.
         """
-        found = {}
+        by_dimensions = {}
         for dimensions, parameters in self._by_dimensions.items():
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             assert len(gradients) == len(parameters), "a parameter received no gradient"
             if dimensions in self._of_dtensors:
-                gradients = [_part(parameter, one) for parameter, one in zip(parameters, gradients, strict=True)]
-            found[dimensions] = gradients
-        return found
+                gradients = [_part(p, gradient) for p, gradient in zip(parameters, gradients, strict=True)]
+            by_dimensions[dimensions] = gradients
+        return by_dimensions
 
     def norm(self) -> torch.Tensor:
         """Euclidean norm of all gradients: a scalar, at least float32, equal on every rank of the mesh.
@@ -72,7 +72,7 @@ class Gradients:
 
     def count_zeros(self) -> torch.Tensor:
         """Number of gradient elements that are exactly zero: an integer scalar, summed over all ranks of the mesh."""
-        return self._sum_over_shards(lambda gradients: torch.stack([_zeros_in(one) for one in gradients]).sum())
+        return self._sum_over_shards(lambda gradients: torch.stack(list(map(_zeros_in, gradients))).sum())
 
     def widen(self) -> None:
         """Convert gradients in a 16-bit dtype to the dtype of their weights."""
@@ -105,12 +105,12 @@ class Gradients:
 
 
 def _by_dtype(tensors: list[torch.Tensor]) -> dict[torch.dtype, list[torch.Tensor]]:
-    return {dtype: [one for one in tensors if one.dtype == dtype] for dtype in {one.dtype for one in tensors}}
+    return {dtype: [x for x in tensors if x.dtype == dtype] for dtype in {x.dtype for x in tensors}}
 
 
 def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
     # 16-bit gradients are read as they are, and added up in float32.
-    if len({one.dtype for one in gradients}) > 1:
+    if len({gradient.dtype for gradient in gradients}) > 1:
         return torch.stack([_sum_of_squares(alike) for alike in _by_dtype(gradients).values()]).sum()
     wide = torch.promote_types(gradients[0].dtype, torch.float32)
     return torch.stack(norms_of(gradients, 2, wide)).square().sum()
@@ -188,16 +188,16 @@ def build_optimizer(
         ConfigError: there is no such optimizer, or its function does not return one.
     """
     # Kernels that take lists take no plain tensors together with DTensors, so those are groups of their own.
-    found: dict[tuple[bool, bool], dict[str, Any]] = {}
+    by_kind: dict[tuple[bool, bool], dict[str, Any]] = {}
     for name, parameter in named_parameters:
         is_vector = parameter.ndim < 2
         decay = 0.0 if is_vector else section.weight_decay
-        group = found.setdefault(
+        group = by_kind.setdefault(
             (is_vector, isinstance(parameter.data, DTensor)), {"params": [], "names": [], "weight_decay": decay}
         )
         group["params"].append(parameter)
         group["names"].append(name)
-    groups = list(found.values())
+    groups = list(by_kind.values())
     rule = find_rule(section)
     optimizer = load_entry("optimizer.name", rule)(groups, section)
     problem = f"it returns a {type(optimizer).__name__}, not a torch.optim.Optimizer"

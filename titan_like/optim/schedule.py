@@ -20,7 +20,7 @@ class Schedule(Section):
 
     shape: LRScheduler
     lr: float  # its peak
-    matrix_lr: float | None  # that of muon's matrices
+    matrix_lr: float | None  # for muon's matrices
     length: float  # in steps of the schedule
     batch_size: int | None  # samples in a step of the schedule; None: it counts the run's steps
 
@@ -40,7 +40,7 @@ class Schedule(Section):
 def schedule_length(training: Training, step: int = 0, consumed: int = 0, batch_size: int | None = None) -> float:
     """The schedule's step with which a run ends that has taken ``step`` steps and ``consumed`` samples so far.
 
-    It began with ``batch_size``, by default today's.
+    It began with ``batch_size``, by default the current one.
     """
     if training.steps is not None:
         return total_steps(training, step, consumed)

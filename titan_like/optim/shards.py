@@ -1,8 +1,8 @@
-"""What optimizers that look at whole matrices need to know of shards, and an optimizer that never waits for the device.
+"""Shards for optimizers that look at whole matrices, and the base of optimizers that never wait for the device.
 
 A process holds one rectangle of a parameter, which tensor parallelism and ZeRO have cut out along its two dimensions.
 A layer's experts are one parameter, a stack of matrices [matrices · rows, columns]; a process holds one rectangle of
-each matrix of which it holds anything.
+each matrix that it has a part of.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from titan_like.torch_private import StridedShard, flattened
 class UpdateTraffic(NamedTuple):
     """Collectives of one kind that one process takes part in during an update."""
 
-    dimensions: tuple[str, ...]  # of the mesh; together they are the group
+    dimensions: tuple[str, ...]  # mesh dimensions; together they are the group
     kind: str
     calls: int
-    bytes: int  # that this process hands over, in all of them
+    bytes: int  # sent by this process, in all of them
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -79,7 +79,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor, on every rank that holds a part of it. All of them call this."""
     if not isinstance(tensor, DTensor) or not isinstance(tensor.placements[-1], StridedShard):
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
@@ -112,7 +112,7 @@ def is_table(name: str, parameter: torch.Tensor) -> bool:
 def sharded_dimensions(parameter: torch.Tensor, dim: int | None = None, in_matrix: bool = False) -> tuple[str, ...]:
     """Names of the mesh dimensions that split a parameter, or its dimension ``dim``, among several processes.
 
-    With ``in_matrix``, only those that cut single matrices of a stack.
+    With ``in_matrix``, only the dimensions that cut single matrices of a stack.
     """
     names = (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
     left_out = _between_matrices(parameter) if in_matrix else ()
@@ -141,7 +141,7 @@ def num_matrices(parameter: torch.Tensor) -> int:
 
 
 def matrices_here(parameter: torch.Tensor) -> int:
-    """How many matrices of a stack a process holds, counting those that it shares with others."""
+    """How many matrices of a stack a process holds, counting the ones that it shares with others."""
     return num_matrices(parameter) // prod(_between_matrices(parameter).values())
 
 
@@ -156,11 +156,11 @@ def _between_matrices(parameter: torch.Tensor) -> dict[int, int]:
 
 
 class Block(NamedTuple):
-    """Consecutive matrices of a stack, of each of which a process holds the same rows."""
+    """Consecutive matrices of a stack; a process holds the same rows of each."""
 
-    matrices: slice  # their numbers among those of `matrices_here`
-    rows: slice  # of the process's part of the stack
-    offset: int  # of these rows in each matrix
+    matrices: slice  # their numbers among the `matrices_here`
+    rows: slice  # within the process's part of the stack
+    offset: int  # first of these rows in each matrix
 
     def of(self, part: torch.Tensor) -> torch.Tensor:
         """A view of a process's part of a stack: [rows of all, …] → [matrices, rows of each, …]."""
@@ -171,15 +171,15 @@ def blocks_of(parameter: torch.Tensor) -> list[Block]:
     """A process's part of a stack of matrices, in the order of its rows. Other parameters are stacks of one."""
     if parameter.ndim != 2:
         return [Block(slice(0, 1), slice(None), 0)] if local(parameter).numel() else []
-    height, here = len(parameter) // num_matrices(parameter), matrices_here(parameter)
+    height, num_local = len(parameter) // num_matrices(parameter), matrices_here(parameter)
     runs = [(first, first + len(part)) for part, (first, *_) in local_parts(parameter) if len(part)]
     starts = [
         (row, end) for first, end in runs for row in (first, *range(first - first % height + height, end, height))
     ]
     blocks: list[Block] = []
     alike, start = None, 0  # what rows of matrices in one block have in common
-    for row, end in starts:  # of what is held of each matrix
-        number, offset = row // height % here, row % height
+    for row, end in starts:  # one for each run of rows within a matrix
+        number, offset = row // height % num_local, row % height
         count = min(height - offset, end - row)
         block = Block(slice(number, number + 1), slice(start, start + count), offset)
         if alike == (number, count, offset):
@@ -211,23 +211,23 @@ def mesh_over(parameter: torch.Tensor, dimensions: tuple[str, ...]) -> DeviceMes
 def zeros_along(parameter: torch.Tensor, dim: int | None) -> torch.Tensor:
     """Zeros for each row of a parameter (``dim`` 0), each column of each matrix (1), or each matrix (None).
 
-    They are split over processes as those are. Shapes: [rows]; [columns] and [] of a single matrix, [matrices, columns]
+    They are split over processes likewise. Shapes: [rows]; [columns] and [] of a single matrix, [matrices, columns]
     and [matrices] of a stack.
     """
     number, last = num_matrices(parameter), () if dim is None else (dim,)
     stack = number > 1 and dim != 0
-    shape = torch.Size([*[number] * stack, *(parameter.shape[each] for each in last)])
-    part = [*[matrices_here(parameter)] * stack, *(local(parameter).shape[each] for each in last)]
+    shape = torch.Size([*[number] * stack, *(parameter.shape[d] for d in last)])
+    part = [*[matrices_here(parameter)] * stack, *(local(parameter).shape[d] for d in last)]
     zeros = torch.zeros(part, dtype=parameter.dtype, device=parameter.device)
     if not isinstance(parameter, DTensor) or not shape:
         return zeros
-    given: Any = parameter.placements  # those of a size of 1 too
-    as_rows = [Replicate() if each.is_replicate() or each.dim else each for each in given]
+    placed: Any = parameter.placements  # over mesh dimensions of size 1 too
+    as_rows = [Replicate() if p.is_replicate() or p.dim else p for p in placed]
     placements: list[Any] = as_rows if dim == 0 else [Replicate()] * len(as_rows)
-    kept = _between_matrices(parameter) if dim != 0 else {}
+    splits = _between_matrices(parameter) if dim != 0 else {}
     for index, _, placement in _shards(parameter):
-        if index in kept:
-            finer = prod(size for other, size in kept.items() if other > index)
+        if index in splits:
+            finer = prod(size for later, size in splits.items() if later > index)
             placements[index] = Shard(0) if finer == 1 else StridedShard(0, split_factor=finer)
         elif placement.dim == dim == 1:
             placements[index] = Shard(len(shape) - 1)
@@ -245,11 +245,11 @@ class Partial(NamedTuple):
 
 def sum_partials(partials: Iterable[Partial]) -> None:
     """Sum tensors over their groups. Processes of a group give tensors of the same sizes in the same order."""
-    together: dict[tuple[int, dist.ProcessGroup], list[torch.Tensor]] = {}
+    buckets: dict[tuple[int, dist.ProcessGroup], list[torch.Tensor]] = {}
     for tensor, groups, bucket in partials:
         for group in groups:
-            together.setdefault((bucket, group), []).append(tensor)
-    for (_, group), tensors in together.items():
+            buckets.setdefault((bucket, group), []).append(tensor)
+    for (_, group), tensors in buckets.items():
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         dist.all_reduce(flat, group=group)
         sums = flat.split([tensor.numel() for tensor in tensors])

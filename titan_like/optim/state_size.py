@@ -12,16 +12,16 @@ from titan_like.config.schema import Optimizer as OptimizerSection
 
 
 class UpdateWork(NamedTuple):
-    """What an update does. Bytes are per element, read and written, in float32."""
+    """The work of an update. Bytes are per element, read and written, in float32."""
 
-    traffic: int = 28  # of every parameter: fused AdamW reads weight, gradient, moments and writes all but the gradient
-    matrix_traffic: int = 0  # of matrices inside layers, in addition
-    matrix_steps: int = 0  # of Newton-Schulz, on matrices inside layers, each of them on one process
+    traffic: int = 28  # every parameter's: fused AdamW reads weight, gradient, moments and writes all but the gradient
+    matrix_traffic: int = 0  # in addition, for matrices inside layers
+    matrix_steps: int = 0  # Newton-Schulz steps, on matrices inside layers, each of them on one process
     matrix_dtype: str | None = None  # None: bfloat16 on GPUs, float32 on CPUs
 
     @staticmethod
     def products(rows: int, columns: int) -> list[tuple[int, int, int]]:
-        """The products [m, k] · [k, n] in one step on a matrix [rows, columns]: (m, n, k) of each."""
+        """The matmuls [m, k] · [k, n] in one step on a matrix [rows, columns]: (m, n, k) of each."""
         short, long = min(rows, columns), max(rows, columns)
         return [(short, short, long), (short, short, short), (short, long, short)]
 
@@ -30,10 +30,10 @@ ADAMW_WORK = UpdateWork()
 
 
 def update_work(section: OptimizerSection) -> UpdateWork:
-    """What the run's optimizer does. Rules of other packages are taken to do what AdamW does.
+    """The work of the run's optimizer. Other packages' rules are taken to do AdamW's.
 
-    Bytes are those of each operator in `titan_like.optim`: 4 for every tensor of the parameter's size that it reads or
-    writes.
+    Bytes are counted for each operator in `titan_like.optim`: 4 for every tensor of the parameter's size that it reads
+    or writes.
     """
     if section.name == "muon":
         # A matrix takes 72 bytes, 44 more than under AdamW: gradients of skipped steps are replaced 8, momentum 12 and
@@ -48,20 +48,20 @@ def update_work(section: OptimizerSection) -> UpdateWork:
     return UpdateWork(24) if section.name == "sgd" else ADAMW_WORK
 
 
-_SIDE = 32  # of the matrices that are tried
+_SIDE = 32  # rows and columns of the smallest matrix that is tried
 
 
 class StateValues(NamedTuple):
-    """Values kept for a matrix [rows, columns], in units of its type. Shapes are those of a process's part."""
+    """Values kept for a process's part of a matrix, [rows, columns], in units of its type."""
 
     element: float = 0  # for each element: 2 for AdamW
     row: float = 0
     column: float = 0
-    more: float = 0  # for each column, for every further matrix of a stack
+    stacked_column: float = 0  # for each column, for every further matrix of a stack
 
 
 class OptimizerState(NamedTuple):
-    """What an optimizer keeps, by kind of parameter."""
+    """The values that an optimizer keeps, by kind of parameter."""
 
     layers: StateValues  # matrices inside layers
     tables: StateValues  # matrices outside layers
@@ -73,7 +73,7 @@ class OptimizerState(NamedTuple):
         if not columns:
             return self.vector * rows
         values = self.layers if name.startswith("layers.") else self.tables
-        by_column = values.column + (matrices - 1) * values.more
+        by_column = values.column + (matrices - 1) * values.stacked_column
         return rows * (values.element * columns[0] + values.row) + by_column * columns[0]
 
 
@@ -81,11 +81,11 @@ ADAMW_STATE = OptimizerState(StateValues(element=2), StateValues(element=2), 2)
 
 
 def optimizer_state(section: OptimizerSection) -> OptimizerState:
-    """What the run's optimizer keeps.
+    """The values that the run's optimizer keeps.
 
     It is measured, so that it also holds for optimizers of other packages, whose state must be proportional to a
     matrix's elements, rows or columns. Scalars, such as AdamW's number of updates, are left out, and so is one for each
-    matrix of a stack. AdamW's is known, because the first optimizer that torch makes imports its compiler, for 0.7 s.
+    matrix of a stack. AdamW's is not, because the first optimizer that torch makes imports its compiler, for 0.7 s.
 
     Raises:
         ConfigError: as `build_optimizer`.
@@ -99,7 +99,7 @@ def _optimizer_state(section: str) -> OptimizerState:
     from titan_like.optim.shards import num_matrices
 
     square, tall, wide, vector = (_SIDE, _SIDE), (2 * _SIDE, _SIDE), (_SIDE, 2 * _SIDE), (_SIDE,)
-    stack = (4 * _SIDE, _SIDE)  # of 4 square matrices
+    stack = (4 * _SIDE, _SIDE)  # 4 square matrices
     named: dict[tuple[str, tuple[int, ...]], torch.nn.Parameter] = {
         (kind, shape): torch.nn.Parameter(torch.zeros(shape))
         for kind in ("layers", "table")
@@ -113,22 +113,22 @@ def _optimizer_state(section: str) -> OptimizerState:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
 
-    def kept(kind: str, shape: tuple[int, ...]) -> float:
+    def num_values(kind: str, shape: tuple[int, ...]) -> float:
         parameter = named[kind, shape]
         state = (value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor))
-        kept = (value for value in state if value.numel() > num_matrices(parameter))
-        return sum(value.numel() * value.element_size() for value in kept) / parameter.element_size()
+        values = (value for value in state if value.numel() > num_matrices(parameter))
+        return sum(value.numel() * value.element_size() for value in values) / parameter.element_size()
 
     def of_matrix(kind: str) -> StateValues:
         # With n = _SIDE, a matrix keeps e·rows·columns + r·rows + c·columns values: e·n² + (r + c)·n if it is square,
         # 2e·n² + (2r + c)·n if it is tall, and 2e·n² + (r + 2c)·n if it is wide. These three give e, r and c.
-        smallest, taller, wider = (kept(kind, shape) for shape in (square, tall, wide))
+        smallest, taller, wider = (num_values(kind, shape) for shape in (square, tall, wide))
         element = _number((taller + wider - 3 * smallest) / _SIDE**2)
-        row, column = ((more - smallest) / _SIDE - element * _SIDE for more in (taller, wider))
-        stacked = kept(kind, stack) / _SIDE - 4 * (element * _SIDE + row)  # for each column, of 4 matrices
+        row, column = ((larger - smallest) / _SIDE - element * _SIDE for larger in (taller, wider))
+        stacked = num_values(kind, stack) / _SIDE - 4 * (element * _SIDE + row)  # for each column, of 4 matrices
         return StateValues(element, _number(row), _number(column), _number((stacked - column) / 3))
 
-    return OptimizerState(of_matrix("layers"), of_matrix("table"), _number(kept("layers", vector) / _SIDE))
+    return OptimizerState(of_matrix("layers"), of_matrix("table"), _number(num_values("layers", vector) / _SIDE))
 
 
 def _number(value: float) -> float:

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from titan_like.config.options import write_json
 from titan_like.config.schema import JobConfig
-from titan_like.metrics.console import parameters_told
+from titan_like.metrics.console import describe_parameters
 from titan_like.parallel.schedules.tables import Action
 from titan_like.planner.dry_run import DryRun, ParameterReport, Schedule, StageReport, dry_run
 from titan_like.planner.predict import FLOAT8_NOTE
@@ -53,7 +53,7 @@ def format_dry_run(run: DryRun) -> str:
 
 def _parameters(run: DryRun) -> str:
     base, active = (number - run.adapters for number in (run.num_parameters, run.active_parameters))
-    return parameters_told(base, active, run.adapters)
+    return describe_parameters(base, active, run.adapters)
 
 
 def _places(run: DryRun) -> Iterator[str]:

@@ -30,7 +30,7 @@ from titan_like.data.open_source import open_data
 from titan_like.data.source import Source
 from titan_like.evaluate.task import Task
 from titan_like.evaluate.tasks import validation_tasks
-from titan_like.metrics.console import parameters_told
+from titan_like.metrics.console import describe_parameters
 from titan_like.models.config import TransformerConfig
 from titan_like.models.hugging_face import RefusedError, family_of
 from titan_like.parallel.layout import method_of
@@ -97,7 +97,7 @@ def describe_run(run: Run) -> str:
     """One line that says what is trained, on how many processes and in which layout."""
     processes = f"{run.layout.num_processes} process{'es' if run.layout.num_processes > 1 else ''} on {run.device.type}"
     trained = adapter_parameters(run.model, run.config.lora)
-    size = parameters_told(run.model.num_parameters(), run.model.active_parameters, trained)
+    size = describe_parameters(run.model.num_parameters(), run.model.active_parameters, trained)
     return (
         f"{run.config.model.family} {run.config.model.flavor}: {size}, "
         f"{run.config.training.dtype}, {processes} ({run.layout.described()})"

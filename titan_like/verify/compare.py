@@ -67,7 +67,7 @@ class Row(StrEnum):
     PLACE = "what a module computes"  # only to find the place of another difference
 
 
-# Some process must report each of the reference's numbers in these rows, and unless runs resume in `_AT_THE_ENDS`.
+# Some process must report each of the reference's numbers in these rows, and in `_AT_THE_ENDS` unless runs resume.
 _COVERED = (Row.KEPT, Row.LOSS, Row.NORM, Row.GRADIENT, Row.WEIGHT, Row.VALIDATION)
 LOSSES = (Row.LOSS, Row.LARGE_LOSS)
 GRADIENTS = {Row.GRADIENT: Row.NORM, Row.LARGE_GRADIENT: Row.LARGE_NORM}  # with the row of their norm
@@ -85,14 +85,14 @@ class Key(NamedTuple):
 
     step: int  # from 1; 0 is before the first
     row: Row
-    name: str = ""  # of a parameter, in rows with one number per parameter
+    name: str = ""  # the parameter's, in rows with one number per parameter
 
 
 @dataclass(frozen=True)
 class Check:
     """One comparison on one process, or the comparison that represents its whole row in a step."""
 
-    kind: str  # of the run: a type, dropout or resume
+    kind: str  # the run's: a type, dropout or resume
     step: int
     row: Row
     parameter: str
@@ -119,9 +119,9 @@ class Reference:
     """The training that every layout has to reproduce. Its numbers and tensors are in a file that processes share."""
 
     small: Small
-    file: Path  # of the numbers and tensors, float64
-    known: dict[str, int]  # indices of the first samples by their digests
-    names: list[str]  # of all parameters, in the model's order
+    file: Path  # holds the numbers and tensors, float64
+    indices: dict[str, int]  # indices of the first samples by their digests
+    names: list[str]  # all parameters' names, in the model's order
     sizes: dict[Key, float]  # L2 norm that a difference is relative to
     allowed: dict[str, dict[Key, float]]  # by type or kind of run, the largest relative difference
     outputs: Outputs | None = None  # the modules whose outputs are compared, to find a place
@@ -131,17 +131,17 @@ class Reference:
         return self.allowed[kind if kind in self.allowed else EXACT]
 
     def whole(self, key: Key) -> torch.Tensor:
-        """A whole tensor."""
+        """Read a whole tensor."""
         return _opened(self.file).get_tensor(str(key))
 
     def part(self, key: Key, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """This process's part of ``value``, and what the reference has there."""
+        """This process's part of ``value``, and the same part of the reference's tensor."""
         file, shard, expected = _opened(self.file), local(value), []
         for part, offset in local_parts(value):
-            where = tuple(slice(start, start + length) for start, length in zip(offset, part.shape, strict=True))
-            expected.append(file.get_slice(str(key))[where] if where else file.get_tensor(str(key)))
-        whole = torch.cat(expected) if len(expected) > 1 else expected[0]
-        return shard, whole.to(shard.device)
+            bounds = tuple(slice(start, start + length) for start, length in zip(offset, part.shape, strict=True))
+            expected.append(file.get_slice(str(key))[bounds] if bounds else file.get_tensor(str(key)))
+        joined = torch.cat(expected) if len(expected) > 1 else expected[0]
+        return shard, joined.to(shard.device)
 
 
 @cache
@@ -151,7 +151,7 @@ def _opened(file: Path) -> Any:
 
 @dataclass
 class Report:
-    """What one process of a layout found in one kind of run."""
+    """The checks of one process of a layout in one kind of run."""
 
     kind: str
     rank: int
@@ -207,7 +207,7 @@ def combine(reference: Reference, groups: list[list[Report]]) -> list[Check]:
         return check.step, rows.index(check.row), backward * names.get(check.parameter, -1)
 
     checks.sort(key=order)
-    return [_of_row(list(some)) for _, some in groupby(checks, key=lambda check: (check.step, check.row))]
+    return [_of_row(list(group)) for _, group in groupby(checks, key=lambda check: (check.step, check.row))]
 
 
 def _of_row(checks: list[Check]) -> Check:
@@ -217,9 +217,9 @@ def _of_row(checks: list[Check]) -> Check:
     worst = max((c for c in checks if first is None or c.parameter == first), key=lambda check: check.nearness)
     if worst.ok:
         return replace(worst, detail="")
-    where = "" if worst.rank is None else f" on rank {worst.rank}"
-    others = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    return replace(worst, detail=f"{worst.detail or f'differs by {worst.worst:.3g}'}{where}{others}")
+    on_rank = "" if worst.rank is None else f" on rank {worst.rank}"
+    and_more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    return replace(worst, detail=f"{worst.detail or f'differs by {worst.worst:.3g}'}{on_rank}{and_more}")
 
 
 def _of_all_ranks(reference: Reference, groups: list[list[Report]], reported: set[Key]) -> Iterator[Check]:
@@ -230,16 +230,16 @@ def _of_all_ranks(reference: Reference, groups: list[list[Report]], reported: se
         if key.row in rows and key not in reported:
             yield Check(kind, *key, 1, detail="no process has it")
     for group in groups:
-        known: dict[Key, tuple[str, int]] = {}
+        first_values: dict[Key, tuple[str, int]] = {}
         for report in group:
             for key, value in report.shared:
-                other, rank = known.setdefault(key, (value, report.rank))
-                message = f"{other} on rank {rank} and {value} on rank {report.rank}"
-                yield Check(kind, key.step, key.row, key.name.split(" @ ")[0], float(value != other), detail=message)
+                first, rank = first_values.setdefault(key, (value, report.rank))
+                message = f"{first} on rank {rank} and {value} on rank {report.rank}"
+                yield Check(kind, key.step, key.row, key.name.split(" @ ")[0], float(value != first), detail=message)
         due = batches(reference.small.config, reference.small.num_steps)
         for step in group[0].samples:
             drawn = {report.data_rank: report.samples.get(step, []) for report in group}  # the same on all of a rank
-            taken, wanted = Counter(index for indices in drawn.values() for index in indices), Counter(due[step])
-            missing, surplus = (sorted(some.elements())[:4] for some in (wanted - taken, taken - wanted))
+            taken, expected = Counter(index for indices in drawn.values() for index in indices), Counter(due[step])
+            missing, surplus = (sorted(counter.elements())[:4] for counter in (expected - taken, taken - expected))
             message = f"samples {missing} are not taken, and {surplus} (-1: of no step) are taken twice or out of turn"
-            yield Check(kind, step, Row.SAMPLES, "", float(taken != wanted), detail=message)
+            yield Check(kind, step, Row.SAMPLES, "", float(taken != expected), detail=message)

@@ -2,8 +2,8 @@
 
 Masks must be equal where processes hold the same activations (tensor-parallel processes between layers, without
 sequence parallelism) and different everywhere else: other samples, layers, attention heads, parts of the sequence.
-Recomputation must draw the forward pass's masks again. Each drops its share, and scales up what it keeps, at every site
-where one process drops.
+Recomputation must draw the forward pass's masks again. Each process drops its share,
+and scales up what it keeps, at every site where one process drops.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from titan_like.verify.watch import digest
 
 RATE = 0.3  # at least: gradients of other masks must differ by much
 NOTHING = 1e-15  # a rate at which no element is dropped, yet layers do what they do for dropout
-_TELLING = 128  # elements of a mask, for it hardly ever to be drawn twice
-_SCALE = 0.02  # that the factor may be off; 16-bit dtypes round it
+_TELLING = 128  # elements with which a mask is hardly ever drawn twice
+_SCALE = 0.02  # by which the factor may be off; 16-bit dtypes round it
 _DEVIATIONS = 6.0  # standard deviations of a binomial distribution by which the kept share may be off
 
 
@@ -47,7 +47,7 @@ class Draw:
     tensor_rank: int
     stream: str  # digest of the random generator before the draw
     kept: torch.Tensor  # bool, this process's part of [batch, seq, hidden] or [batch, heads, seq, seq]
-    scale: float  # that multiplies what is kept
+    scale: float  # factor of the elements that are kept
 
     @property
     def mask(self) -> tuple[object, ...]:
@@ -59,26 +59,26 @@ class Draw:
 def recorded_draws(trainer: Trainer) -> Iterator[list[Draw]]:
     """The draws of a trainer's steps, recomputation included.
 
-    Replaces torch's two functions that draw dropout by ones that repeat the draw to see what it keeps.
+    Replaces torch's two functions that draw dropout by functions that repeat the draw to see what it keeps.
     """
     draws, sites, generator = list[Draw](), [""], generator_of(trainer.run.device)
     data_rank, tensor_rank = trainer.run.layout.data_rank(trainer.mesh.get_rank()), trainer.mesh["tp"].get_local_rank()
     dropout, attention = F.dropout, F.scaled_dot_product_attention
 
-    def record(is_attention: bool, draw: Callable[[], torch.Tensor], again: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def record(is_attention: bool, draw: Callable[[], torch.Tensor], redo: Callable[[], torch.Tensor]) -> torch.Tensor:
         before = generator.get_state()
         with torch.no_grad():
-            drawn = local(again()).cpu()
+            drawn = local(redo()).cpu()
         generator.set_state(before)
         result = draw()
         if torch.equal(before, generator.get_state()):  # nothing is drawn in validation
             return result
-        where = sites[-1], is_attention, is_in_backward_pass(), trainer.step + 1
-        number = sum((draw.site, draw.is_attention, draw.is_recomputed, draw.step) == where for draw in draws)
-        place = f"after {where[0]} in step {where[3]}, data rank {data_rank}, microbatch {number}"
+        event = sites[-1], is_attention, is_in_backward_pass(), trainer.step + 1
+        number = sum((draw.site, draw.is_attention, draw.is_recomputed, draw.step) == event for draw in draws)
+        place = f"after {event[0]} in step {event[3]}, data rank {data_rank}, microbatch {number}"
         kept, keys = drawn != 0, drawn.shape[-1] if is_attention else 1
         scale = drawn[kept].double().mean().item() * keys
-        draws.append(Draw(*where, place, tensor_rank, digest(before), kept, scale))
+        draws.append(Draw(*event, place, tensor_rank, digest(before), kept, scale))
         return result
 
     def recorded_dropout(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
@@ -89,8 +89,8 @@ def recorded_draws(trainer: Trainer) -> Iterator[list[Draw]]:
         # Queries see all keys alike. With unit vectors as values, the result is the matrix of probabilities.
         units = torch.eye(v.shape[2], dtype=v.dtype, device=v.device).expand(*v.shape[:2], -1, -1)
         plain = options | {"attn_mask": None, "is_causal": False}
-        again = partial(attention, torch.zeros_like(q), torch.zeros_like(k), units, **plain)
-        return record(True, partial(attention, q, k, v, **options), again)
+        redo = partial(attention, torch.zeros_like(q), torch.zeros_like(k), units, **plain)
+        return record(True, partial(attention, q, k, v, **options), redo)
 
     for stage in trainer.model.stages:
         for name, module in stage.module.named_modules():
@@ -112,7 +112,7 @@ def check_draws(report: Report, draws: list[Draw], layout: Layout, rate: float) 
         # Tensor-parallel ranks hold different activations if the sequence or the heads are split, else the same ones.
         has_parts = draw.kept.shape[1] > 1  # all ranks hold a sequence's first token
         is_split = layout.tensor > 1 if draw.is_attention else layout.sequence_parallel and has_parts
-        if not is_split and not layout.sequence_parallel:  # which takes the first rank's mask of a first token
+        if not is_split and not layout.sequence_parallel:  # this takes the first rank's mask of a first token
             report.share(Key(1, Row.MASKS_EQUAL, f"{draw.site} @ {draw.place}"), digest(draw.kept))
         if is_split or draw.tensor_rank == 0:
             rows = draw.kept.flatten(0, int(draw.is_attention))
@@ -125,7 +125,7 @@ def check_draws(report: Report, draws: list[Draw], layout: Layout, rate: float) 
     places: dict[object, str] = {}
     for site, place, drawn in (mark for marks in everywhere if report.rank == 0 for mark in marks):
         for mark in drawn:
-            problem = f"it is that {places.get(mark)} as well as {place}"
+            problem = f"the same mask is drawn {places.get(mark)} and {place}"
             report.require(mark not in places, Key(1, Row.MASKS_DIFFER, site), problem)
             places.setdefault(mark, place)
 

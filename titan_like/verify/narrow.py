@@ -1,4 +1,4 @@
-"""What is checked in narrower dtypes than float64, in which weights cannot be compared.
+"""Checks in dtypes narrower than float64, in which weights cannot be compared.
 
 The product's optimizer on one process repeats each update in float64 from the whole gradients that the trainer's
 received. Rounding in the gradients therefore plays no part: a wrong rate, decay or dtype of state shows as clearly as
@@ -27,7 +27,7 @@ from titan_like.models.layers import cross_entropy
 from titan_like.models.layers.cross_entropy import Vocabulary
 from titan_like.models.layers.init import local_part
 from titan_like.optim.optimizer import build_optimizer
-from titan_like.optim.shards import num_matrices, whole
+from titan_like.optim.shards import full_tensor, num_matrices
 from titan_like.parallel import cp_attention
 from titan_like.train.pending_step import PendingStep
 from titan_like.train.trainer import Trainer
@@ -42,7 +42,7 @@ _STATE_ROUNDINGS = 64  # of moments over a few steps, and of sums of squares, in
 
 _TRAVELLING, _MERGED = "gradients of keys", "attention to several blocks of keys"
 _LOSS_ROUNDING = 1e-5  # relative, of a loss that is computed in float32 from hundreds of positions
-_SPARE_BITS = {"bfloat16": 16, "float16": 13}  # of a float32 mantissa that the 16-bit dtype lacks
+_SPARE_BITS = {"bfloat16": 16, "float16": 13}  # mantissa bits of float32 that the 16-bit dtype lacks
 # By the names of all versions of torch. Tensor parallelism and pipelines send activations in other ways.
 _SUMS = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all_single", "batch_isend_irecv")
 
@@ -52,8 +52,8 @@ def finer(numbers: torch.Tensor, dtype: str) -> int:
 
     Its range does not matter.
     """
-    rest = numbers.float().view(torch.int32) & ((1 << _SPARE_BITS[dtype]) - 1)
-    return int(((rest != 0) | ~numbers.isfinite()).sum())
+    spare = numbers.float().view(torch.int32) & ((1 << _SPARE_BITS[dtype]) - 1)
+    return int(((spare != 0) | ~numbers.isfinite()).sum())
 
 
 class NarrowWatch(LayoutWatch):
@@ -62,14 +62,14 @@ class NarrowWatch(LayoutWatch):
     def attach(self, trainer: Trainer) -> None:
         """Copy the weights, and build the optimizer that repeats their updates."""
         super().attach(trainer)
-        self.parameters = [(name, p, nn.Parameter(_whole(p))) for name, p in trainer.model.named_parameters()]
+        self.parameters = [(name, p, nn.Parameter(_gathered(p))) for name, p in trainer.model.named_parameters()]
         for _, parameter, copy in self.parameters:
             copy.num_matrices = num_matrices(parameter)  # type: ignore[attr-defined]
         self.optimizer = build_optimizer([(name, copy) for name, _, copy in self.parameters], trainer.config.optimizer)
 
     @torch.no_grad()
     def end_step(self, issued: PendingStep) -> None:
-        """Check the update and the optimizer's state: a good step changes those of every parameter, a bad one none.
+        """Check the update and the optimizer's state: a good step changes all parameters', a bad one none.
 
         Clipping must go by the norm that the step reports. AdamW's update hardly depends on it, but its moments do.
         """
@@ -82,12 +82,12 @@ class NarrowWatch(LayoutWatch):
         factor = min(1.0, max_norm / (grad_norm + 1e-6)) if max_norm else 1.0
         if is_good:
             for name, _, copy in self.parameters:
-                copy.grad = _whole(gradients[name]) * factor if name in gradients else None
+                copy.grad = _gathered(gradients[name]) * factor if name in gradients else None
             for group in self.optimizer.param_groups:
                 group["lr"] = issued.lr
             self.optimizer.step()
         for (name, parameter, copy), old in zip(self.parameters, before, strict=True):
-            new = _whole(parameter)
+            new = _gathered(parameter)
             if not is_good:
                 self.report.require(torch.equal(new, old), Key(issued.step, Row.SKIPPED, name), "it is updated")
             elif name not in gradients:
@@ -103,12 +103,12 @@ class NarrowWatch(LayoutWatch):
             copy.grad = None
 
     def _compare_state(self, key: Key, parameter: torch.Tensor, expected: dict[str, torch.Tensor]) -> None:
-        for what, exact in expected.items():
+        for name, exact in expected.items():
             if isinstance(exact, torch.Tensor):
                 # Squares below the smallest normal number lose digits.
                 size, floor = exact.double().norm().item() or 1.0, math.sqrt(exact.numel()) * 1e-37
-                off = distance(_whole(self.trainer.optimizer.state[parameter][what]), exact.double()) / size
-                self.report.add(key, off, _STATE_ROUNDINGS * EPS[SINGLE] + floor / size, what)
+                off = distance(_gathered(self.trainer.optimizer.state[parameter][name]), exact.double()) / size
+                self.report.add(key, off, _STATE_ROUNDINGS * EPS[SINGLE] + floor / size, name)
 
 
 class HalfWatch(NarrowWatch):
@@ -118,7 +118,7 @@ class HalfWatch(NarrowWatch):
         super().__init__(reference, report)
         self.is_in_passes = self.is_travelling = False  # in forward and backward passes; gradients in a ring
         self.finer = {"loss": 0, "gradient norm": 0}  # good steps in which it has more digits than the dtype
-        self.dtypes_of_sums = set[str]()  # of gradients between processes
+        self.dtypes_of_sums = set[str]()  # sums of gradients between processes
 
     @contextmanager
     def watched_sums(self) -> Iterator[None]:
@@ -157,7 +157,7 @@ class HalfWatch(NarrowWatch):
             yield
 
     def _note_sum(self, name: str, dtype: torch.dtype) -> None:
-        """Check that a sum is computed in float32, or if it is of gradients between processes in their dtype."""
+        """Check that a sum is computed in float32, or, for gradients between processes, in their dtype."""
         if self.is_in_passes and name == "batch_isend_irecv":  # a ring passes keys and values on
             return
         of_weights = self.is_in_passes and name not in (_TRAVELLING, _MERGED)
@@ -224,9 +224,9 @@ class HalfWatch(NarrowWatch):
         """Check, at the end, the digits and dtypes of all steps. Only a run that is right so far is resumed."""
         for name, steps in self.finer.items():
             self.report.require(steps > 0, Key(1, Row.SUMS, name), f"it is rounded to {self.dtype}")
-        trainer, wanted = self.trainer, self.trainer.config.training.reduce_dtype
-        is_missing = trainer.token_group.size() > 1 and wanted in HALF and wanted not in self.dtypes_of_sums
-        problem = f"they are in {', '.join(sorted(self.dtypes_of_sums))}, not {wanted}"
+        trainer, expected = self.trainer, self.trainer.config.training.reduce_dtype
+        is_missing = trainer.token_group.size() > 1 and expected in HALF and expected not in self.dtypes_of_sums
+        problem = f"they are in {', '.join(sorted(self.dtypes_of_sums))}, not {expected}"
         self.report.require(not is_missing, Key(1, Row.SUMS, "gradients"), problem)
         is_wrong = not all(check.ok for check in self.report.checks.values())
         wrong = torch.tensor(int(is_wrong), device=trainer.run.device)
@@ -237,26 +237,26 @@ class HalfWatch(NarrowWatch):
     def _check_resumed(self) -> None:
         """Resume from the run's last save, and compare the states bit for bit.
 
-        Then both trainers take a step. The new one knows nothing of earlier weights. So gradients that differ in one
-        bit tell of old ones in the first, which may be too near the new ones to be found by a tolerance. Some kernels
-        of GPUs add in any order.
+        Then both trainers take a step. The new one has never seen earlier weights. So gradients that differ in one
+        bit show that the first used old weights, which may be too near the new ones for a tolerance to find. Some
+        kernels of GPUs add in any order.
         """
-        trainer, report, step, again = self.trainer, self.report, self.trainer.step, Watch()
-        resumed = Trainer(trainer.run, observer=again)
+        trainer, report, step, resumed_watch = self.trainer, self.report, self.trainer.step, Watch()
+        resumed = Trainer(trainer.run, observer=resumed_watch)
         scalers = trainer.scaler, resumed.scaler
         old, new = (scaler and (scaler.scale.item(), int(scaler.good_steps)) for scaler in scalers)
         report.require(old == new, Key(step, Row.RESUMED, "loss scale"), f"{new}, not {old}")
-        for (name, parameter), other in zip(trainer.model.named_parameters(), resumed.model.parameters(), strict=True):
-            problem = "its weights or its optimizer's state are others, or of another type"
-            report.require(_bits(trainer, parameter) == _bits(resumed, other), Key(step, Row.RESUMED, name), problem)
-        kept = list[list[torch.Tensor]]()
-        for watch in (self, again):
+        for (name, parameter), copy in zip(trainer.model.named_parameters(), resumed.model.parameters(), strict=True):
+            problem = "its weights or its optimizer's state differ, or have another type"
+            report.require(_bits(trainer, parameter) == _bits(resumed, copy), Key(step, Row.RESUMED, name), problem)
+        gradients = list[list[torch.Tensor]]()
+        for watch in (self, resumed_watch):
             steps_alone(watch.trainer, 1)
-            kept.append([local_part(gradient)[0] for _, gradient in watch.gradients])
+            gradients.append([local_part(gradient)[0] for _, gradient in watch.gradients])
         allowed = 0.0 if trainer.run.device.type == "cpu" else torch.finfo(getattr(torch, report.kind)).eps
         apart = {
-            name: distance(gradient, other) / (other.norm().item() or 1.0)
-            for (name, _), gradient, other in zip(self.gradients, *kept, strict=True)
+            name: distance(gradient, expected) / (expected.norm().item() or 1.0)
+            for (name, _), gradient, expected in zip(self.gradients, *gradients, strict=True)
         }
         worst = max(apart, key=lambda name: math.inf if math.isnan(apart[name]) else apart[name])
         report.add(Key(step, Row.FRESH), apart[worst], allowed, f"{worst} differs most, by {apart[worst]:.3g}")
@@ -264,9 +264,9 @@ class HalfWatch(NarrowWatch):
 
 def _bits(trainer: Trainer, parameter: torch.nn.Parameter) -> dict[str, tuple[torch.dtype, str]]:
     state = {"weights": parameter, **trainer.optimizer.state[parameter]}
-    return {what: (value.dtype, digest(local_part(value)[0])) for what, value in state.items()}
+    return {name: (value.dtype, digest(local_part(value)[0])) for name, value in state.items()}
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def _gathered(tensor: torch.Tensor) -> torch.Tensor:
     """A float64 copy of a whole tensor. All ranks that share it call this together."""
-    return local(whole(tensor)).double()
+    return local(full_tensor(tensor)).double()

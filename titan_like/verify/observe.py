@@ -1,4 +1,4 @@
-"""One process of a layout: the trainer runs its own loop, and all that it does is compared with the reference."""
+"""One process of a layout: the trainer runs its own loop, and everything it does is compared with the reference."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def observe_places(member: Member, reference: Reference, config: JobConfig, kind
     """Compare what every module computes in the last step of the reference."""
     report, small, outputs = Report(kind, member.rank), reference.small, Outputs()
     config = in_type(edit(config, _EAGER), kind)
-    watch = StepWatch(small, lambda *_: None, reference.known)
+    watch = StepWatch(small, lambda *_: None, reference.indices)
     watch.names, watch.outputs = reference.names, outputs
     run_through(Trainer(run_of(member, small, config, member.folder), observer=watch), watch)
     compare_outputs(watch, outputs, reference, report)
@@ -76,7 +76,7 @@ def observe_dropout(member: Member, reference: Reference, config: JobConfig, _: 
     report, small = Report(DROPOUT, member.rank), replace(reference.small, bad_steps={})
     rate = max(small.dropout or 0.0, RATE)
     config = edit(config, {"model.overrides": {"dropout": rate}})
-    watch, again = (StepWatch(small, lambda *_: None) for _ in range(2))
+    watch, rerun = (StepWatch(small, lambda *_: None) for _ in range(2))
     plain = edit(config, _EAGER)
     trainer = Trainer(run_of(member, small, plain, member.folder), observer=watch)
     with recorded_draws(trainer) as draws:
@@ -84,14 +84,14 @@ def observe_dropout(member: Member, reference: Reference, config: JobConfig, _: 
         gradients = watch.gradients
         trainer.validate()
         steps_alone(trainer, 1)
-    # Run one operation at a time, compiled layers draw the same random numbers as others.
+    # Compiled layers draw the same random numbers as eager ones if they run one operation at a time.
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
-        steps_alone(Trainer(run_of(member, small, config, member.folder), observer=again), 1)
+        steps_alone(Trainer(run_of(member, small, config, member.folder), observer=rerun), 1)
     check_draws(report, draws, trainer.run.layout, rate)
-    whole = math.hypot(*(norm(local_part(gradient)[0]) for _, gradient in gradients))
-    for (name, gradient), (_, other) in zip(gradients, again.gradients, strict=True):
-        shard, other_shard = local_part(gradient)[0], local_part(other)[0]
-        off = distance(shard, other_shard) / max(norm(shard), 0.1 * whole)
+    total = math.hypot(*(norm(local_part(gradient)[0]) for _, gradient in gradients))
+    for (name, gradient), (_, redone) in zip(gradients, rerun.gradients, strict=True):
+        shard, redone_shard = local_part(gradient)[0], local_part(redone)[0]
+        off = distance(shard, redone_shard) / max(norm(shard), 0.1 * total)
         report.add(Key(1, Row.DROPOUT_AGAIN, name), off, _OTHER_MASKS)
     return report
 
@@ -108,14 +108,14 @@ def observe_resumed(
     small, report = reference.small, Report(RESUME, member.rank)
     saves = {"enable": True, "interval": 1, "load_step": load_step, "keep_latest": keep}
     changed = edit(in_type(config, EXACT), {f"checkpoint.{key}": value for key, value in saves.items()})
-    if small.dropout:  # kernels for dropout are others
+    if small.dropout:  # dropout takes other kernels
         changed = edit(changed, {"model.overrides": {"dropout": NOTHING}})
     run = run_of(member, small, changed, folder)
-    there = complete_steps(run.checkpoint_folder)
-    for step in [*there] if member.rank == 0 and load_step is None else []:
+    present = complete_steps(run.checkpoint_folder)
+    for step in [*present] if member.rank == 0 and load_step is None else []:
         if step > start:
             shutil.rmtree(checkpoint_path(run.checkpoint_folder, step))
-            there.remove(step)
+            present.remove(step)
     if start and load_step is None and small.dropout is not None:  # the last run
         check_resumed_dropout(member, report, small, changed, folder)
     trainer = Trainer(run, observer=LayoutWatch(reference, report, last_step))
@@ -124,7 +124,7 @@ def observe_resumed(
     trainer.train()
     if member.rank == 0:  # after a skipped step nothing is saved, except at the end, and nothing removed
         saved = [step for step in range(start + 1, last_step + 1) if step == last_step or step not in small.bad_steps]
-        kept = sorted({*there, *saved})[-keep if last_step not in small.bad_steps else 0 :]
+        kept = sorted({*present, *saved})[-keep if last_step not in small.bad_steps else 0 :]
         steps = complete_steps(run.checkpoint_folder)
         report.require(steps == kept, Key(0, Row.CHECKPOINTS), f"steps {steps} are kept, not {kept}")
     return report
@@ -138,9 +138,9 @@ def check_resumed_dropout(member: Member, report: Report, small: Small, config: 
     steps_alone(straight, resumed.step)
     with recorded_draws(resumed) as draws:
         steps_alone(resumed, 1)
-    with recorded_draws(straight) as others:
+    with recorded_draws(straight) as expected_draws:
         steps_alone(straight, 1)
-    for draw, other in zip_longest(draws, others):
-        is_same = bool(draw and other and draw.place == other.place and torch.equal(draw.kept, other.kept))
-        key = Key(resumed.step, Row.DROPOUT_RESUMED, (draw or other).site)
-        report.require(is_same, key, "a run that never stopped drops others")
+    for draw, expected in zip_longest(draws, expected_draws):
+        is_same = bool(draw and expected and draw.place == expected.place and torch.equal(draw.kept, expected.kept))
+        key = Key(resumed.step, Row.DROPOUT_RESUMED, (draw or expected).site)
+        report.require(is_same, key, "a run that never stopped drops other elements")

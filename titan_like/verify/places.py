@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 FORWARD, BACKWARD, INPUT = "forward", "backward", "input"
 
-# A module and what of it: FORWARD, its output; BACKWARD, the gradient of that; INPUT and a number, that of an input.
+# FORWARD for a module's output, BACKWARD for that output's gradient, INPUT and a number for an input's; and the module.
 Place = tuple[str, str]
 
 
@@ -47,12 +47,12 @@ class Outputs:
         for name, module in model.named_modules():
             if isinstance(module, TokenLoss):
                 module.register_forward_pre_hook(lambda *_: self.predictions.add(self.order[-1][1]))
-            elif name and not isinstance(module, Experts | ExpertLinear):  # whose rows are in the order of experts
+            elif name and not isinstance(module, Experts | ExpertLinear):  # their rows are in the order of experts
                 module.register_forward_pre_hook(partial(self._note_inputs, name))
                 module.register_forward_hook(partial(self._note_output, name))
 
     def whole(self, scale: torch.Tensor | float) -> dict[Place, torch.Tensor]:
-        """What each place has of all microbatches, if it has one entry a sample. Gradients lose the loss ``scale``."""
+        """Each place's tensor of all microbatches, if it has one entry a sample. Gradients lose the loss ``scale``."""
         ordered = {place: [parts[number] for number in sorted(parts)] for place, parts in self.tensors.items()}
         wholes = {place: torch.cat(parts) if parts[0].ndim > 2 else parts[0] for place, parts in ordered.items()}
         return {place: whole if place[0] == FORWARD else whole / scale for place, whole in wholes.items()}
@@ -133,15 +133,15 @@ def part_like(value: torch.Tensor, whole: torch.Tensor, trainer: Trainer) -> tor
     return whole
 
 
-def first_place(reference: Reference, reports: list[Report], where: str) -> str | None:
-    """Describe the module at fault, given what each rank found wrong in the step ``where``. None if all are right."""
+def first_place(reference: Reference, reports: list[Report], step: str) -> str | None:
+    """Describe the module at fault, given what each rank found wrong in ``step``. None if all are right."""
     outputs = reference.outputs
     assert outputs is not None
     wrong: dict[Place, str] = {}
     checks = [check for report in reports for check in report.checks.values() if not check.ok]
     for check in sorted(checks, key=lambda check: (check.worst, check.rank)):
         phase, _, name = check.parameter.partition("/")
-        wrong[phase.split()[0], name] = f"by {check.worst:.3g} on rank {check.rank}, in {where}"
+        wrong[phase.split()[0], name] = f"by {check.worst:.3g} on rank {check.rank}, in {step}"
     for place in outputs.order:
         if place[0] == FORWARD and place in wrong:
             return f"{place[1]}: its output is the first of the forward pass that differs, {wrong[place]}"

@@ -1,4 +1,4 @@
-"""What the server of `processes` has done before it forks them: importing what they use and reading the tables.
+"""What the server of `processes` does before it forks them: it imports what they use and reads the tables.
 
 It starts no thread and leaves the GPUs alone, since neither outlives a fork.
 """

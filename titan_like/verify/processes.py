@@ -45,7 +45,7 @@ class Member:
     rank: int
     world_size: int
     folder: Path  # shared by the group's processes and deleted after them
-    port: int  # of the group's store
+    port: int  # the group's store listens on it
     device: str
 
 
@@ -201,7 +201,7 @@ def error_in(printed: str) -> str:
 def is_any_active(groups: set[int | None]) -> bool:
     """Whether the main thread of a process of some groups computes, waits for a processor, or waits for a disk.
 
-    Others may spin: gloo's does while a receive is due that nobody awaits.
+    Other threads may spin: gloo's does while a receive is due that nobody awaits.
     """
     for folder in Path("/proc").iterdir():
         with suppress(OSError, ValueError):  # the process may have ended

@@ -4,7 +4,7 @@ There is one rule. One process that computes in a type is itself some way from f
 in another order, which is another draw of the same rounding, so it may be `MARGIN` times as far away as the farthest
 of the draws that are measured here, and always a few units of rounding.
 
-Float8 products are part of what is computed exactly. In float64 the numbers that they round differ too little to tip a
+Float8 matmuls are part of what is computed exactly. In float64 the numbers that they round differ too little to tip a
 rounding, so layouts must agree as closely as without them. In narrower types some roundings tip, in one layout and not
 in another, and their number is a matter of chance: there the tolerance is at least one rounding to float8, and one more
 for every update, which passes on what has tipped before it.
@@ -54,16 +54,16 @@ FEW = 16  # elements: so few numbers may be right by chance in one step, but not
 
 _LARGE_MODEL = 1_000_000  # parameters
 _FIXED = {Row.INITIAL: 0.0, Row.BATCH: 0.0, Row.SKIPPED: 0.0, Row.LOSS_SCALE: 0.0, Row.RATE: 1e-9}  # tolerances
-_LOGITS = 1024  # of a chunk of the loss: small samples then take several chunks, as large ones do
+_LOGITS = 1024  # in a chunk of the loss: small samples then take several chunks, as large ones do
 _GRADIENT_BYTES = 4096  # in a 16-bit dtype that wait to be added up, for the same reason
-_ELEMENTS = 64  # of initial weights that one generator draws, so that some shards begin after the first block
+_ELEMENTS = 64  # initial weights that one generator draws, so that some shards begin after the first block
 
 
 @dataclass
 class Trace:
     """The numbers and tensors of one run on one process, which serve as the reference for others."""
 
-    names: list[str] = field(default_factory=list)  # of parameters
+    names: list[str] = field(default_factory=list)  # all parameters' names
     values: dict[Key, torch.Tensor] = field(default_factory=dict)  # float64; a number has no dimensions
     outputs: Outputs | None = None  # records modules in the last step, if given; their tensors go to `values`
 
@@ -91,7 +91,7 @@ def perturb(parameters: Iterable[torch.Tensor], dtype: str, seed: int) -> None:
 
 
 def train_alone(member: Member, small: Small, dtype: str, seed: int | None = None, with_outputs: bool = False) -> Trace:
-    """Train in whole batches, from initial weights that are perturbed if there is a ``seed`` of that.
+    """Train in whole batches, from initial weights that are perturbed if there is a ``seed``.
 
     With ``with_outputs``, keep what modules compute in the last step. Otherwise float64 ends with the step with large
     logits, from the same initial weights.
@@ -116,7 +116,7 @@ def train_alone(member: Member, small: Small, dtype: str, seed: int | None = Non
 
 
 def alone(small: Small, dtype: str) -> JobConfig:
-    """The small run on one process, in whole batches. Float8 scales are a microbatch's, so those stay."""
+    """The small run on one process, in whole batches. Float8 scales are a microbatch's, so microbatches stay."""
     config = on_one_process(small.config)
     if not config.float8.enable:
         config = edit(config, {"training.micro_batch_size": min(rampup_batch_sizes(config.training))})
@@ -195,13 +195,13 @@ def compute_reference(
     save_file({str(key): value.contiguous() for key, value in exact.values.items()}, file)
     samples = masks_of_run(config).over(training_samples(config))
     num_samples = (small.num_steps + 2) * config.training.global_batch_size
-    known = {digest(samples[index]): index for index in range(num_samples)}
-    return Reference(small, file, known, exact.names, sizes, allowed, exact.outputs)
+    indices = {digest(samples[index]): index for index in range(num_samples)}
+    return Reference(small, file, indices, exact.names, sizes, allowed, exact.outputs)
 
 
-def is_cancelled(gradient: torch.Tensor, whole: float) -> bool:
+def is_cancelled(gradient: torch.Tensor, total_norm: float) -> bool:
     """Whether a gradient may be nothing but rounding, given the norm of all gradients."""
-    return norm(gradient) < NEGLIGIBLE * whole
+    return norm(gradient) < NEGLIGIBLE * total_norm
 
 
 def allowances(small: Small, dtype: str, sizes: dict[Key, float], exact: Trace, draws: list[Trace]) -> dict[Key, float]:
@@ -237,9 +237,9 @@ def allowances(small: Small, dtype: str, sizes: dict[Key, float], exact: Trace, 
 
 def uncertain(exact: Trace, draw: Trace, key: Key) -> torch.Tensor:
     """Which elements of a gradient may be nothing but rounding, which need not be the same in two runs."""
-    gradient, drawn, whole = exact.values[key], draw.values[key], exact.number(key.step, Row.NORM)
-    is_small = torch.maximum(gradient.abs(), drawn.abs()) < NEGLIGIBLE * whole
-    return is_small & ((gradient != 0) | (drawn != 0) | is_cancelled(gradient, whole))
+    gradient, drawn, total_norm = exact.values[key], draw.values[key], exact.number(key.step, Row.NORM)
+    is_small = torch.maximum(gradient.abs(), drawn.abs()) < NEGLIGIBLE * total_norm
+    return is_small & ((gradient != 0) | (drawn != 0) | is_cancelled(gradient, total_norm))
 
 
 def tipped(exact: Trace, draw: Trace) -> dict[Key, float]:

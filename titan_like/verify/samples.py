@@ -28,8 +28,8 @@ from titan_like.parallel.layout import Layout
 END_OF_DOCUMENT = 3  # token that ends a document, where [data] asks for masks
 MASK = 4  # token that hides another, where the objective is masked language modelling
 PAD = 5  # token that begins and fills up the decoder's input, where the objective is span corruption
-FIRST, SEPARATOR, PADDING = 5, 6, 7  # tokens around two sentences, where samples are such
-_SHARE_OF_ENDS = 0.15  # of tokens that end a document, in short samples
+FIRST, SEPARATOR, PADDING = 5, 6, 7  # tokens around two sentences, where samples are pairs
+_SHARE_OF_ENDS = 0.15  # share of tokens that end a document, in short samples
 _EMPTY_BATCH = 2  # index of the global batch in which one data-parallel rank has no label at all
 
 
@@ -69,7 +69,7 @@ class Samples(Source):
         if index in self.outer:
             chunk = seq_len // Layout.of(self.config.parallelism).context_chunks
             labels[chunk:-chunk] = IGNORED_LABEL
-        if section.dataset == "conversations":  # which are filled up, and whose samples say where each begins
+        if section.dataset == "conversations":  # they are padded, and say where each conversation begins
             size, begins = seq_len - index % 4 * seq_len // 6, tokens[:-1].roll(1) == END_OF_DOCUMENT
             starts = torch.where(begins, positions, 0).cummax(0).values
             inputs[size:], labels[size:], starts[size:] = END_OF_DOCUMENT, IGNORED_LABEL, size
@@ -93,11 +93,11 @@ class Samples(Source):
 
 def batches(config: JobConfig, last: int) -> dict[int, range]:
     """The samples of each step from 1 to ``last``."""
-    taken, consumed = {}, 0
+    by_step, consumed = {}, 0
     for step in range(1, last + 1):
-        taken[step] = range(consumed, consumed + global_batch_size_at(config.training, consumed))
-        consumed = taken[step].stop
-    return taken
+        by_step[step] = range(consumed, consumed + global_batch_size_at(config.training, consumed))
+        consumed = by_step[step].stop
+    return by_step
 
 
 def training_samples(config: JobConfig) -> Samples:
@@ -131,7 +131,7 @@ def words_of_samples(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class TokenIds(NamedTuple):
-    """What objectives and masks need of a tokenizer, under its names for it."""
+    """The attributes of a tokenizer that objectives and masks need."""
 
     eod_id: int = -1
     mask_id: int = -1
@@ -150,6 +150,6 @@ def ids_of_samples(vocab_size: int) -> TokenIds:
 
 
 def masks_of_run(config: JobConfig) -> Masks:
-    """What the trainer makes of the small samples."""
+    """The `Masks` that the trainer applies to the small samples."""
     model = model_config(config.model)
     return masks_of(config, model, cast(Tokenizer, ids_of_samples(model.vocab_size)))

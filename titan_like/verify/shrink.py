@@ -29,7 +29,7 @@ from titan_like.train.rules import check_rules
 MOST_PROCESSES = 8
 FLAVOR = "verify"
 FLEX_HEAD_DIM = 16  # the smallest that FlexAttention takes on GPUs
-_LONG = 160  # positions of the longer sequences, at most: more than the 128 of many a kernel's block
+_LONG = 160  # positions of the longer sequences, at most: more than the 128 in a block of many kernels
 _LEARNING_RATE = 1e-3
 _MAX_NORM = 0.05  # below the gradient norm of every small run, so that every step is clipped
 _NO_CHECKPOINTS = {"enable": False, "load_step": None, "initial_load_path": None, "folder": None, "keep_latest": 0}
@@ -67,7 +67,7 @@ def resolve(config: JobConfig, processes: int | None) -> Layout:
     brings data parallelism into use, or else the smallest valid degree.
 
     Raises:
-        ConfigError: no layout is chosen yet, or no degree is valid; then the message is that of shard degree 1.
+        ConfigError: no layout is chosen yet, or no degree is valid; then the message is about shard degree 1.
     """
     problem = "there is no layout to verify yet; scripts/plan.py search --out writes the one that is chosen"
     require(not config.parallelism.auto, "parallelism.auto", True, problem)
@@ -106,7 +106,7 @@ def shrink(
     stages = len(degrees.stage_ranks)
     fields, seq_len, micro_batch = model.model_dump(), training.seq_len, training.micro_batch_size
     method = method_of(config, model).name  # the original's: `auto` could choose another for a small model
-    unit = degrees.tensor * degrees.context_chunks  # that sequences are multiples of
+    unit = degrees.tensor * degrees.context_chunks  # sequences are multiples of it
     per_stage = section.pipeline_layers if full_size and keep_layout else None
     if not full_size:
         micro_batch = min(micro_batch, 2 * NUM_OPTIONS if "choice" in model.predictions else 3)
@@ -120,7 +120,7 @@ def shrink(
         groups = degrees.context if method == "ulysses" else 1
         fields |= small_fields(model, layout.tensor, degrees.tensor, groups, on_gpus, for_float8)
         fields |= fields_of_length(model, training.seq_len, seq_len, degrees.expert)
-        kinds = len(set(model.layer_kinds))  # of one kind, two layers suffice for one stage
+        kinds = len(set(model.layer_kinds))  # with one kind, two layers suffice for one stage
         if per_stage and sum(per_stage) < kinds:
             per_stage[0] += kinds - sum(per_stage)
         fields |= model.with_layers(sum(per_stage) if per_stage else stages + kinds)
@@ -234,12 +234,12 @@ def small_expert_degree(layout: Layout, small: Layout) -> int:
     if layout.expert_shards == 1:
         return ranks
     divisors = [degree for degree in (2, 3, 4) if ranks % degree == 0 and ranks > degree]
-    whole = [degree for degree in divisors if degree % small.tensor == 0 or small.tensor % degree == 0]
-    return max(whole, default=ranks)  # which float8 experts need
+    aligned = [degree for degree in divisors if degree % small.tensor == 0 or small.tensor % degree == 0]
+    return max(aligned, default=ranks)  # float8 experts need an aligned one
 
 
 def shrink_stages(counts: list[int], stages: int) -> list[int]:
-    """Layers per stage, from evenly picked original stages: 1 for those with the fewest layers, 2 for all others."""
+    """Layers per stage, from evenly picked original stages: 1 for the ones with the fewest layers, 2 for all others."""
     picked = [counts[index * (len(counts) - 1) // max(stages - 1, 1)] for index in range(stages)]
     return [2 if count > min(counts) else 1 for count in picked]
 
@@ -259,8 +259,8 @@ def two_kinds(counts: list[int], encoder: int, stages: int) -> list[int]:
     if is_split and not (ends_with_stage and stages > 2):
         return [1, 3] + [1] * (stages - 2)
     first = [1, 1] if is_split else [2] if ends_with_stage else [3]
-    left = stages - len(first)
-    return first + [1] * (left - 1) + [2]
+    remaining = stages - len(first)
+    return first + [1] * (remaining - 1) + [2]
 
 
 def fields_of_length(model: TransformerConfig, original: int, seq_len: int, expert: int) -> dict[str, Any]:
@@ -316,7 +316,7 @@ def small_spans(config: JobConfig, model: TransformerConfig, seq_len: int, unit:
 
 
 def small_filter(patterns: list[str], layers: int, small_layers: int) -> list[str]:
-    """Patterns of module names in which numbers of layers become those of the small model, at the same share of it."""
+    """Patterns of module names, in which the numbers of layers are scaled to the small model."""
     parts = [pattern.split(".") for pattern in patterns]
     for names in parts:
         if len(names) > 1 and names[1].isdecimal():
@@ -346,5 +346,5 @@ def shrink_microbatches(training: Training, original: Layout, layout: Layout) ->
     They are enough for the schedule's steady state if the original reaches it.
     """
     had, warmup = num_microbatches(training, original), layout.pipeline * (2 if layout.schedule in V_SHAPED else 1)
-    wanted = max(3, warmup + 1 if had >= original.pipeline else layout.pipeline)
-    return fewest_microbatches(layout, max(2, min(had, wanted)))
+    enough = max(3, warmup + 1 if had >= original.pipeline else layout.pipeline)
+    return fewest_microbatches(layout, max(2, min(had, enough)))

@@ -56,7 +56,7 @@ class Blame:
 
     axis: str
     sentence: str
-    trials: dict[str, str]  # axis left out, next to those that stay out → same, different, fails or undecided
+    trials: dict[str, str]  # axis left out, next to axes that stay out → same, different, fails or undecided
 
 
 @dataclass
@@ -88,7 +88,7 @@ class Verifier:
     patience: float = 15.0  # seconds for which the processes of a layout may all wait for one another
     most: int = MOST_PROCESSES  # processes that may run at once
     start: Callable[..., Any] = Group  # what runs a function on every rank, and waits for its end, as `Group` does
-    kinds: list[str] = field(default_factory=list)  # of runs; empty: all that apply
+    kinds: list[str] = field(default_factory=list)  # kinds of runs; empty: all applicable ones
     progress: Callable[[str], None] = lambda _: None
 
     def __post_init__(self) -> None:
@@ -99,8 +99,8 @@ class Verifier:
     def verify(self) -> Verdict:
         """Compare all kinds of runs in the layout with one reference. If they differ, find the place and the axis."""
         layout = Layout.of(self.small.config.parallelism)
-        what = "context parallelism" if layout.context > 1 else f"the {self.small.config.model.family} family"
-        missing = [] if DROPOUT in self.kinds else [f"dropout: {what} has none"]
+        subject = "context parallelism" if layout.context > 1 else f"the {self.small.config.model.family} family"
+        missing = [] if DROPOUT in self.kinds else [f"dropout: {subject} has none"]
         verdict = Verdict(SAME, layout, [], not_applicable=missing, limits=self.small.limits)
         with tempfile.TemporaryDirectory(prefix="verify-") as folder:
             self.folder = Path(folder)
@@ -164,12 +164,12 @@ class Verifier:
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         skipped, last = max(self.small.bad_steps), self.small.num_steps
         is_followed = skipped > 2 and skipped - 2 not in self.small.bad_steps
-        start, most = (skipped - 2, 3) if is_followed else (skipped - 1, 2)
+        start, keep = (skipped - 2, 3) if is_followed else (skipped - 1, 2)
         return [
-            (observe_resumed, config, None, 0, skipped + 1, most, folder),
+            (observe_resumed, config, None, 0, skipped + 1, keep, folder),
             (observe_resumed, config, start, start, last, 0, folder),
-            (observe_resumed, other_layout(config, self.most), skipped - 1, skipped - 1, skipped, most, folder),
-            (observe_resumed, config, None, skipped, last, most, folder),
+            (observe_resumed, other_layout(config, self.most), skipped - 1, skipped - 1, skipped, keep, folder),
+            (observe_resumed, config, None, skipped, last, keep, folder),
         ]
 
     def _run_layout(
@@ -201,9 +201,9 @@ class Verifier:
         dtype = first.kind if first.kind in HALF else EXACT
         if config.float8.enable:  # a module's outputs depend on its microbatch, and the search looks at whole batches
             return None
-        small, where = replace(self.small, num_steps=first.step), f"step {first.step}"
+        small, step = replace(self.small, num_steps=first.step), f"step {first.step}"
         if first.row in LARGE:
-            config, small, where = edit(config, self.small.longer), self.small.large, "the longer sequences"
+            config, small, step = edit(config, self.small.longer), self.small.large, "the longer sequences"
         arguments = small, [dtype], self.folder / "places.safetensors", partial(train_alone, with_outputs=True)
         (alone,) = self.start(compute_reference, 1, *arguments).wait(self.timeout)
         if not isinstance(alone.result, Reference):
@@ -211,10 +211,10 @@ class Verifier:
         outcomes = self._run_layout(alone.result, observe_places, config, dtype)
         if any(outcome.result is None for outcome in outcomes):
             return None
-        place = first_place(alone.result, [outcome.result for outcome in outcomes], where)
+        place = first_place(alone.result, [outcome.result for outcome in outcomes], step)
         if place is None and not config.compile.enable and first.row in (*LOSSES, *GRADIENTS):
-            what = f"{first.parameter}: its gradient, or the sum of it" if first.row in GRADIENTS else "the loss"
-            return f"{what}: no module's output differs in {where} by more than rounding"
+            quantity = f"{first.parameter}: its gradient, or the sum of it" if first.row in GRADIENTS else "the loss"
+            return f"{quantity}: no module's output differs in {step} by more than rounding"
         return place
 
     def blame(self, config: JobConfig, first: Check, symptom: str) -> Blame:
@@ -252,21 +252,21 @@ class Verifier:
         has met another problem and says nothing: a bug that drops the last microbatch leaves none at all in a run with
         one microbatch. An axis without which such trials fail is at fault only if there is no other.
         """
-        trials, kept = dict[str, str](), list[Axis]()
+        trials, required = dict[str, str](), list[Axis]()
         for axis in AXES:
-            rest = axis.drop(config)
-            if rest == config:
+            reduced = axis.drop(config)
+            if reduced == config:
                 continue
-            trials[axis.name] = self.outcome_of(rest, first, kind)
+            trials[axis.name] = self.outcome_of(reduced, first, kind)
             if trials[axis.name] in (DIFFERENT, symptom):
-                config = rest
+                config = reduced
             else:
-                kept.append(axis)
-        vanishes = [axis for axis in kept if trials[axis.name] == SAME]
-        needed = vanishes or [axis for axis in kept if axis is not ACCUMULATION]
+                required.append(axis)
+        vanishes = [axis for axis in required if trials[axis.name] == SAME]
+        needed = vanishes or [axis for axis in required if axis is not ACCUMULATION]
         if not needed:
-            where = "also on one process without any parallelism: the trainer itself, or the model"
-            return Blame(ONE_PROCESS, f"the difference is there {where}", trials)
+            culprit = "without any parallelism: the trainer itself, or the model"
+            return Blame(ONE_PROCESS, f"the difference is there also on one process {culprit}", trials)
         # A part is named instead of its whole, and accumulation only if nothing else is left.
         wholes = {name for axis in needed for name in axis.within}
         parts = [axis for axis in needed if axis.name not in wholes]

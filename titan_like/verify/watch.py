@@ -1,4 +1,4 @@
-"""Watch what a trainer does in each step, through its hooks. The reference and every layout are watched alike."""
+"""Watch what a trainer does in each step, through its hooks. The reference and all layouts are watched in one way."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from titan_like.verify.compare import Key, Reference, Report, Row
 from titan_like.verify.places import Outputs
 from titan_like.verify.shrink import Small
 
-FLOAT16_SCALE = 1024.0  # of the loss: raises small gradients without any overflow
+FLOAT16_SCALE = 1024.0  # loss scale: raises small gradients without any overflow
 LARGE = 1e4  # multiplies the last norm's weights; the exponential of a logit then exceeds the range of float64
-_COPY_SECONDS = 0.3  # that a save in the background waits for an update that waits for it
+_COPY_SECONDS = 0.3  # for which a background save waits for an update that waits for it
 _FEWEST, _MOST_CHOSEN = 5, 2  # experts of a layer, and of a token, where one can be starved
 
 Note = Callable[[Key, torch.Tensor | float], object]  # takes what a run computed: a number, or this process's part
@@ -38,11 +38,11 @@ Note = Callable[[Key, torch.Tensor | float], object]  # takes what a run compute
 class Watch(Observer):
     """Keeps the samples of a trainer's latest step, and the gradients before clipping."""
 
-    def __init__(self, known: Mapping[str, int] = {}) -> None:
-        """``known``: indices of samples by their digests; every other sample has the index -1."""
-        self.known = known
+    def __init__(self, indices: Mapping[str, int] = {}) -> None:
+        """``indices``: indices of samples by their digests; every other sample has the index -1."""
+        self.indices = indices
         self.drawn: list[list[int]] = []  # sample indices of each microbatch of this process
-        self.gradients: list[tuple[str, torch.Tensor]] = []  # of this process, by parameter; DTensors if sharded
+        self.gradients: list[tuple[str, torch.Tensor]] = []  # this process's, by parameter; DTensors if sharded
 
     def attach(self, trainer: Trainer) -> None:
         """Let saves in the background copy late."""
@@ -66,26 +66,26 @@ class Watch(Observer):
 
     def take_batch(self, batch: Batch) -> None:
         """Note which samples of training these are."""
-        if self.known and self.trainer.model.stages[0].module.training:
-            self.drawn.append([self.known.get(digest(sample), -1) for sample in samples_of(batch)])
+        if self.indices and self.trainer.model.stages[0].module.training:
+            self.drawn.append([self.indices.get(digest(sample), -1) for sample in samples_of(batch)])
 
     def complete_gradients(self) -> None:
         """Copy the gradients, without any loss scale."""
         scale, named = self.trainer.loss_scale, self.trainer.model.named_parameters()
-        held = [(name, parameter.grad.detach()) for name, parameter in named if parameter.grad is not None]
+        gradients = [(name, parameter.grad.detach()) for name, parameter in named if parameter.grad is not None]
         # Operations on DTensors are slow.
         is_scaled = self.trainer.scaler is not None
-        self.gradients = [(name, gradient / scale if is_scaled else gradient.clone()) for name, gradient in held]
+        self.gradients = [(name, gradient / scale if is_scaled else gradient.clone()) for name, gradient in gradients]
 
 
 class StepWatch(Watch):
-    """Notes all that the steps of a small run compute, makes its bad steps bad, and ends it."""
+    """Notes everything that the steps of a small run compute, makes its bad steps bad, and ends it."""
 
-    names: list[str]  # of the model's parameters, in the order of the forward pass
+    names: list[str]  # the model's parameters, in the order of the forward pass
 
-    def __init__(self, small: Small, note: Note, known: Mapping[str, int] = {}, last_step: int | None = None) -> None:
+    def __init__(self, small: Small, note: Note, indices: Mapping[str, int] = {}, last_step: int | None = None) -> None:
         """The loop ends after ``last_step``, by default the small run's last."""
-        super().__init__(known)
+        super().__init__(indices)
         self.small, self.note, self.last_step = small, note, last_step or small.num_steps
         self.validation = Row.VALIDATION  # what validations are noted as
         self.at_step = 0  # the step that is being taken, or was taken last
@@ -127,9 +127,9 @@ class StepWatch(Watch):
     def _spoil(self, is_last_element: bool) -> None:
         """Make one gradient element infinite or NaN on every process that holds it."""
         matrices = [name for name in self.names if "norm" not in name and name.endswith(("weight", *ADAPTER_NAMES))]
-        wanted = matrices[-1 if is_last_element else 0]
+        target = matrices[-1 if is_last_element else 0]
         for name, parameter in self.trainer.model.named_parameters():
-            if name == wanted and parameter.grad is not None:
+            if name == target and parameter.grad is not None:
                 shard, offset = local_part(parameter.grad)
                 corner = [size - 1 if is_last_element else 0 for size in parameter.shape]
                 at = tuple(index - start for index, start in zip(corner, offset, strict=True))
@@ -181,7 +181,7 @@ class LayoutWatch(StepWatch):
 
     def __init__(self, reference: Reference, report: Report, last_step: int | None = None) -> None:
         """The loop ends after ``last_step``, by default the reference's last."""
-        super().__init__(reference.small, partial(report.compare, reference), reference.known, last_step)
+        super().__init__(reference.small, partial(report.compare, reference), reference.indices, last_step)
         self.report, self.names = report, reference.names
 
     def attach(self, trainer: Trainer) -> None:
@@ -240,7 +240,7 @@ def samples_of(batch: Batch) -> list[Batch]:
 
 
 def digest(value: Any) -> str:
-    """A hash of a tensor's bytes, or of a sample's fields: equal exactly for those that are equal bit for bit."""
+    """A hash of a tensor's bytes, or of a sample's fields: equal exactly for values that are equal bit for bit."""
     if isinstance(value, torch.Tensor):
         data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
     else:

@@ -73,9 +73,9 @@ def factor_not_applied_to_matrices(original: Any, self: Muon) -> None:
 @bug(MatrixExchange, "gather")
 def parts_put_together_in_reverse(original: Any, self: MatrixExchange, parts: Any) -> Any:
     """Muon's owner of a matrix takes the first process's part for the last one's."""
-    here, self.here = self.here, self.here[::-1]
+    owned, self.owned_parts = self.owned_parts, self.owned_parts[::-1]
     wholes = original(self, parts)
-    self.here = here
+    self.owned_parts = owned
     return wholes
 
 
