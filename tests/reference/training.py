@@ -221,7 +221,7 @@ def look_ahead(model: Transformer) -> None:
     def forward(x: torch.Tensor, *inputs: Any) -> torch.Tensor:
         batch = AHEAD["batch"]
         following = model.embedding(F.pad(batch.tokens[:, 1:], (0, 1)))  # nothing comes of the last one
-        joined = layer.eh_proj(torch.cat((layer.enorm(following), layer.hnorm(x)), 2))
+        joined = layer.eh_proj(torch.cat((layer.enorm(following), layer.hnorm(model.norm(x))), 2))
         has_experts = {"padding_mask": labels_of(batch)[1] == IGNORED_LABEL} if layer.takes_padding_mask else {}
         AHEAD["logits"] = model.logits(layer.norm(DecoderLayer.forward(layer, joined, *inputs, **has_experts)))
         return x

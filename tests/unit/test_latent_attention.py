@@ -169,7 +169,7 @@ def test_multi_token_prediction_is_a_plain_loop(tied):
     table = model.embedding.weight if tied else model.output.weight
     main = [model.norm(states[:, i]) @ table[:257].t() for i in range(17)]
     embedded = model.embedding(batch.tokens[:, 1:])
-    joined = ahead.eh_proj(torch.cat((ahead.enorm(embedded), ahead.hnorm(states[:, :16])), 2))
+    joined = ahead.eh_proj(torch.cat((ahead.enorm(embedded), ahead.hnorm(model.norm(states[:, :16]))), 2))
     further = ahead.norm(DecoderLayer.forward(ahead, joined, *(x[:16] for x in inputs))) @ table[:257].t()
     labels = batch.labels
     expected = [sum(F.cross_entropy(main[i], labels[:, i], reduction="sum") for i in range(17) if i != 4)]

@@ -212,11 +212,14 @@ class Transformer(nn.Module):
             x = self.embed(x, positions, *lengths, *types)
         masks = self.key_ranges(len(x), positions, document_mask) if encoder_len is None else {}
         inputs: tuple[Any, ...] = self.layer_inputs(positions, *lengths)
+        is_normed = False
         for name, layer in self.layers.items():
             further: dict[str, torch.Tensor] = {}
             if padding_mask is not None or next_tokens is not None:
                 is_padding = padding_mask
                 if loss_factors is not None and next_tokens is not None and getattr(layer, "takes_next_tokens", False):
+                    if self.is_last:  # what predicts the next token goes into the layer, as in Megatron-LM and vLLM
+                        x, is_normed = self.before_output(x), True
                     further["next_embedding"] = self.embed_next(next_tokens)
                     is_padding = cast(torch.Tensor, next_labels) == IGNORED_LABEL  # no other of its positions counts
                 if is_padding is not None and getattr(layer, "takes_padding_mask", False):
@@ -234,17 +237,22 @@ class Transformer(nn.Module):
         if next_labels is None:
             return self.loss(x, loss_factors, labels, sample_labels)
         x, ahead = x.chunk(2)
-        losses = self.loss(x, loss_factors[:-1], labels, sample_labels)
-        return torch.cat((losses, self.loss_of_tokens(ahead, next_labels, loss_factors[-1])[None]))
+        x = x if is_normed else self.before_output(x)
+        outputs = zip((x, ahead), (labels, next_labels), loss_factors, strict=True)
+        return torch.stack([self.loss_of_tokens(*output) for output in outputs])
 
     def predict(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Hidden states after the last layer → a tensor for each of the configuration's ``predictions``.
 
         The logits of tokens are [batch, seq, padded vocab], and those of padding are -inf.
         """
+        return self.logits(self.before_output(x))
+
+    def before_output(self, x: torch.Tensor) -> torch.Tensor:
+        """Hidden states after the last layer → the output matrix's input, both [batch, seq, hidden]."""
         for name in self.head:
             x = self.get_submodule(name)(x)
-        return self.logits(x)
+        return x
 
     def loss(self, x: torch.Tensor, factors: torch.Tensor, labels: Labels, sample_labels: Labels) -> torch.Tensor:
         """Hidden states after the last layer → the summed loss of each head times its factor, [heads].
@@ -254,9 +262,7 @@ class Transformer(nn.Module):
         Sums, not means: the caller makes each factor one over the number of labels in the global batch, so that every
         layout and accumulation count computes the same quantity. Losses are in nats and at least float32.
         """
-        for name in self.head:
-            x = self.get_submodule(name)(x)
-        return torch.stack([self.loss_of_tokens(x, labels, factors[0])])
+        return torch.stack([self.loss_of_tokens(self.before_output(x), labels, factors[0])])
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """The output matrix's input [batch, seq, hidden] → [batch, seq, padded vocab]; those of padding are -inf."""

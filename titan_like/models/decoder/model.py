@@ -68,7 +68,8 @@ def norm_of(config: DecoderConfig) -> nn.Module:
 class MTPLayer(DecoderLayer):
     """A decoder layer that sees each next token too, to predict the one after it (arXiv 2412.19437, section 2.2).
 
-    Its modules outside attention and MLP have DeepSeek's names; ``norm`` is before the output matrix.
+    Its modules outside attention and MLP have DeepSeek's names; ``norm`` is before the output matrix. The hidden states
+    that it gets for a loss have gone through the model's own last norm.
     """
 
     takes_next_tokens = True
