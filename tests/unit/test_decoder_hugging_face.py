@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,9 +114,19 @@ def close(ours: torch.Tensor, theirs: torch.Tensor, bound: float = 2e-6) -> bool
     return bool((ours - theirs).norm() <= bound * theirs.norm())
 
 
-@pytest.mark.parametrize("name", CASES)
+RARE: dict[str, tuple[str, dict[str, Any]]] = {
+    "smollm3, not rotated": ("smollm3", SMALL | {"no_rope_layers": [0] * 4}),
+    "gemma2, no window": ("gemma2", WIDE | {"layer_types": ["full_attention"] * 4}),
+    "gemma3_text, scaled windows": (
+        "gemma3_text",
+        CASES["gemma3_text"][1] | {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), LINEAR)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES | RARE)
 def test_a_folder_of_transformers_is_read_and_written_again(name: str, tmp_path: Path) -> None:
-    theirs = random_folder(*CASES[name], tmp_path / "hf")
+    theirs = random_folder(*(CASES | RARE)[name], tmp_path / "hf")
     source = open_hugging_face(tmp_path / "hf", "--input")
     weights = CheckpointWeights(from_hugging_face(source, tmp_path / "run"))
     ours = build_model(source.model, source.family).eval()
@@ -150,7 +161,7 @@ def test_a_folder_of_transformers_is_read_and_written_again(name: str, tmp_path:
     assert first.keys() == again.keys()
     assert all(torch.equal(first[key], again[key]) and first[key].dtype == again[key].dtype for key in first)
     fields = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert fields["model_type"] == CASES[name][0] and "quantization_config" not in fields
+    assert fields["model_type"] == (CASES | RARE)[name][0] and "quantization_config" not in fields
     loaded, info = type(theirs).from_pretrained(
         tmp_path / "back", attn_implementation="eager", output_loading_info=True
     )
@@ -164,29 +175,42 @@ def test_a_folder_of_transformers_is_read_and_written_again(name: str, tmp_path:
         assert generate(ours, prompt[0].tolist(), 20, temperature=0) == continued
 
 
-DEFAULTS = [one.model_types[0] for one in CLASSES if None not in one.sizes]
-
-
-@pytest.mark.parametrize("model_type", DEFAULTS)
+@pytest.mark.parametrize("model_type", [one.model_types[0] for one in CLASSES])
 def test_an_absent_field_has_the_default_of_the_class(model_type: str) -> None:
     read = family_module("decoder").from_fields
     theirs = transformers.AutoConfig.for_model(model_type).to_dict()
     if model_type == "deepseek_v3":
         theirs["num_nextn_predict_layers"] = 0  # transformers does not save these layers
     assert read(Fields({"model_type": model_type})) == read(Fields(theirs))
+    heads = {"num_attention_heads": 6, "num_key_value_heads": None}  # as many, whatever the default
+    assert read(Fields(SMALL | {"model_type": model_type} | heads)).num_kv_heads == 6
 
 
 def test_fields_that_mean_something_else_are_refused_by_name() -> None:
     refused = {
         "qwen2": {"layer_types": ["chunked_attention"] * 4, "rope_scaling": {"type": "yarn", "factor": 2.0, "odd": 1}},
-        "gemma3_text": {"attn_logit_softcapping": 30.0, "use_bidirectional_attention": True, "clip_qkv": 8.0},
-        "deepseek_v3": {"scoring_func": "softmax", "num_key_value_heads": 2, "moe_layer_freq": 2},
+        "gemma2": {"attn_logit_softcapping": 0.0, "query_pre_attn_scalar": 0, "sliding_window_pattern": 3},
+        "gemma3_text": {
+            "attn_logit_softcapping": 30.0,
+            "use_bidirectional_attention": True,
+            "clip_qkv": 8.0,
+            "rope_parameters": {"rope_type": "linear", "factor": 2.0},
+            "rope_scaling": {"type": "linear", "factor": 2.0},
+        },
+        "granite": {"attention_multiplier": 0.0, "logits_scaling": 0},
+        "glm4": {"partial_rotary_factor": None},
+        "llama": {"rope_scaling": YARN | {"attention_factor": 0.0}, "rope_parameters": {"partial_rotary_factor": 0.5}},
+        "deepseek_v3": {"scoring_func": "softmax", "num_key_value_heads": 2, "moe_layer_freq": 2, "head_dim": 1},
         "gpt_oss": {"attention_bias": False, "swiglu_limit": 5.0, "hidden_act": "relu"},
         "phi3": {"interpolate_factor": 2, "resid_pdrop": 0.1, "rope_scaling": {"type": "longrope", "short_factor": 1}},
         "smollm3": {"use_sliding_window": True, "no_rope_layers": [1, 2, 1, 1]},
         "nemotron": {"rope_percent": 0.5, "layer_norm_eps": 1e-5},
         "olmo2": {"clip_qkv": 8.0, "head_dim": "4"},
-        "gpt_neox": {"hidden_dropout": 0.1, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        "gpt_neox": {
+            "hidden_dropout": 0.1,
+            "partial_rotary_factor": 0.5,
+            "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
+        },
     }
     for model_type, values in refused.items():
         for field, value in values.items():
@@ -267,7 +291,7 @@ def test_the_text_model_of_gemma3_is_taken_out(tmp_path: Path) -> None:
     plain = files_of(tmp_path / "hf")
     around = {f"language_model.{name}": tensor for name, tensor in plain.items()}
     around |= {"vision_tower.a.weight": torch.ones(2), "multi_modal_projector.b": torch.ones(2)}
-    text = json.loads((tmp_path / "hf" / "config.json").read_text())
+    text = json.loads((tmp_path / "hf" / "config.json").read_text()) | {"final_logit_softcapping": None}
     outer = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {"a": 1}}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(outer | {"text_config": text, "eos_token_id": [1, 106]}))
     rewrite(tmp_path / "hf", around)

@@ -147,6 +147,8 @@ def write_folder(
     if number == 0:
         tokens = _write_tokens(weights, source, origin, tokenizer, folder)
         architecture = architecture_of(weights.model, fields["model_type"])
+        if weights.model.is_causal and not origin.fields:  # their classes' defaults may be outside of the vocabulary
+            tokens = {"pad_token_id": None} | tokens
         config = _config(origin, fields, tokens, next(iter(empty.values())).dtype, architecture)
         write_durably(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         if split.is_sharded:

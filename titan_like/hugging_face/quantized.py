@@ -46,8 +46,9 @@ def with_scales(tensors: dict[str, FileTensor], block: tuple[int, int] | None) -
     dequantized = {}
     for name, tensor in tensors.items():
         stem = name.removesuffix(_BLOCKS)
-        if name.removesuffix(_SCALE) in tensors and name.endswith(_SCALE):
-            continue  # of a tensor that reads it
+        scaled = tensors.get(name.removesuffix(_SCALE)) if name.endswith(_SCALE) else None
+        if scaled is not None and scaled.dtype == "F8_E4M3":
+            continue  # read with the scaled tensor
         if name.endswith((".activation_scale", ".input_scale")):
             continue  # of inputs, which are not quantised here
         if name.endswith(_SCALES) and name.removesuffix(_SCALES) + _BLOCKS in tensors:

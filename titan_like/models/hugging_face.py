@@ -296,6 +296,13 @@ class Fields:
             self.refuse(field, "which must be a number")
         return float(value)
 
+    def positive(self, field: str, default: float | None = None) -> float:
+        """Read a number above 0."""
+        value = self.number(field, default)
+        if value <= 0:
+            self.refuse(field, "which must be a positive number")
+        return value
+
     def equal_numbers(self, names: Sequence[str], default: float, reason: str) -> float:
         """Read a number that several fields must agree on, for a ``reason`` that the message gives."""
         value = self.number(names[0], default)

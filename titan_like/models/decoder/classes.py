@@ -72,11 +72,12 @@ class Class:
     has_bias: bool = False  # default of attention_bias
     parallel: str = ""  # the field that says whether a block is parallel, which is the default
     query_scalar: bool = False  # as in Gemma, which also scales embeddings
-    # Which layers have a window: none; all; those of layer_types or else all but every n-th, n = period; those after
-    # max_window_layers if use_sliding_window. Or every n-th does not rotate.
+    # Which layers have a window: none; all; those of layer_types or else all but every n-th, n = period, or all if
+    # period is 0; those after max_window_layers if use_sliding_window. Or every n-th does not rotate.
     layers: Literal["none", "all", "types", "switched", "unrotated"] = "none"
     window: int | None = None  # default of sliding_window
-    period: int = 1
+    period: int = 0
+    period_field: str = ""
     theta: tuple[str, float] = ("rope_theta", 10_000.0)
     local_theta: tuple[str, float] | None = None  # of layers with a window, which are not scaled
     fraction: tuple[str, float] | None = None  # field and default of the part of a head that is rotated
@@ -93,7 +94,7 @@ _MLP_BIAS = (("mlp_bias", "mlp_bias", False),)
 _QK_HEAD, _QK_ALL = {"qk_norm": "head"}, {"qk_norm": "all"}
 _GEMMA: dict[str, Any] = {
     "must": {"hidden_activation": ("gelu_pytorch_tanh",)},
-    "ignored": frozenset({"hidden_act", "sliding_window_size"}),
+    "ignored": frozenset({"hidden_act", "sliding_window_size", "_sliding_window_pattern"}),
     "tied": True,
     "head_dim": 256,
     "bias": "all",
@@ -107,7 +108,8 @@ _QWEN: dict[str, Any] = {"layers": "switched", "window": 4096, "may": {"use_mrop
 # fmt: off
 CLASSES = (
     Class(
-        "LlamaForCausalLM", ("llama",), must=_SILU, fields=_MLP_BIAS, bias="all", may={"sliding_window": (None,)},
+        "LlamaForCausalLM", ("llama",), (32000, 4096, 11008, 32, 32, 0, 2048), must=_SILU, fields=_MLP_BIAS, bias="all",
+        may={"sliding_window": (None,)},
     ),
     Class(
         "MistralForCausalLM", ("mistral",), (32000, 4096, 14336, 32, 32, 8, 131072), must=_SILU, layers="all",
@@ -153,9 +155,9 @@ CLASSES = (
     ),
     Class(
         "Gemma3ForCausalLM", ("gemma3_text", "gemma3"), (262208, 2304, 9216, 26, 8, 4, 131072),
-        _GEMMA_FIXED | _QK_HEAD, nullable=(("final_softcap", "final_logit_softcapping", 0.0),),
-        may={"attn_logit_softcapping": (None,)}, period=6, theta=("rope_theta", 1e6),
-        local_theta=("rope_local_base_freq", 10_000.0),
+        _GEMMA_FIXED | _QK_HEAD, nullable=(("final_softcap", "final_logit_softcapping", None),),
+        may={"attn_logit_softcapping": (None,)}, period=6, period_field="sliding_window_pattern",
+        theta=("rope_theta", 1e6), local_theta=("rope_local_base_freq", 10_000.0),
         renamed={
             "language_model.model.": "model.", "language_model.lm_head.": "lm_head.",
             "model.language_model.": "model.",
@@ -206,20 +208,23 @@ CLASSES = (
         names={"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"},
     ),
     Class(
-        "MixtralForCausalLM", ("mixtral",), must=_SILU, may={"router_jitter_noise": (0.0, 0)},
-        eps=("rms_norm_eps", 1e-5), layers="all", theta=("rope_theta", 1e6),
-        experts=Experts("num_local_experts", "intermediate_size", ("w1", "w3", "w2")),
+        "MixtralForCausalLM", ("mixtral",), (32000, 4096, 14336, 32, 32, 8, 131072), must=_SILU,
+        may={"router_jitter_noise": (0.0, 0)}, eps=("rms_norm_eps", 1e-5), layers="all", theta=("rope_theta", 1e6),
+        experts=Experts("num_local_experts", "intermediate_size", ("w1", "w3", "w2"), defaults=(8, 14336, 2)),
         names={"mlp.router": "block_sparse_moe.gate", "mlp.experts": "block_sparse_moe.experts"},
     ),
     Class(
-        "Qwen3MoeForCausalLM", ("qwen3_moe",), fixed=_QK_HEAD, must=_SILU, bias="all",
-        ignored=frozenset({"max_window_layers", "sliding_window"}),
-        experts=Experts("num_experts", "moe_intermediate_size", dense_layers="mlp_only_layers", renormalize=False),
+        "Qwen3MoeForCausalLM", ("qwen3_moe",), (151936, 2048, 6144, 24, 32, 4, 32768), _QK_HEAD, must=_SILU,
+        bias="all", ignored=frozenset({"max_window_layers", "sliding_window"}),
+        experts=Experts(
+            "num_experts", "moe_intermediate_size", dense_layers="mlp_only_layers", defaults=(128, 768, 8),
+            renormalize=False,
+        ),
     ),
     Class(
-        "OlmoeForCausalLM", ("olmoe",), fixed=_QK_ALL, must=_SILU, may={"clip_qkv": (None,)},
-        eps=("rms_norm_eps", 1e-5), head_dim=None, bias="all",
-        experts=Experts("num_experts", "intermediate_size", renormalize=False, balance=0.01),
+        "OlmoeForCausalLM", ("olmoe",), (50304, 2048, 2048, 16, 16, 0, 4096), _QK_ALL, must=_SILU,
+        may={"clip_qkv": (None,)}, eps=("rms_norm_eps", 1e-5), head_dim=None, bias="all",
+        experts=Experts("num_experts", "intermediate_size", defaults=(64, 2048, 8), renormalize=False, balance=0.01),
     ),
     Class(
         "GptOssForCausalLM", ("gpt_oss",), (201088, 2880, 2880, 36, 64, 8, 131072),
@@ -250,7 +255,7 @@ CLASSES = (
             ("routed_scaling", "routed_scaling_factor", 2.5), ("router_groups", "n_group", 8),
             ("router_top_groups", "topk_group", 4),
         ),
-        ignored=frozenset({"head_dim", "qk_head_dim", "num_mtp_layers"}), head_dim=None,
+        ignored=frozenset({"qk_head_dim", "num_mtp_layers"}), head_dim=None,
         bias="all", is_interleaved=True, has_latents=True,
         experts=Experts(
             "n_routed_experts", "moe_intermediate_size", has_groups=True, dense_layers="first_k_dense_replace",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_like.models.decoder.classes import CLASSES, Class
-from titan_like.models.decoder.config import FULL, DecoderConfig
+from titan_like.models.decoder.config import FULL, DecoderConfig, LayerKind
 from titan_like.models.decoder.rope import read_rope, written_rope
 from titan_like.models.decoder.tensors import stored_parameters
 from titan_like.models.hugging_face import Fields, RefusedError, Stored, read_fields, validated
@@ -62,6 +62,8 @@ def from_fields(fields: Fields, kind: type[DecoderConfig] = DecoderConfig) -> De
     if (text := fields.table("text_config")) is not None:
         tied = fields.get("tie_word_embeddings")  # of the model around that of the text
         fields = Fields(text.values | ({} if tied is None else {"tie_word_embeddings": tied}), "text_config.")
+        for field in ("final_logit_softcapping", "quantization_config"):  # which the model around it does not read
+            fields.must_be(field, None)
     if fields.get("attention_dropout"):
         warnings.warn("attention_dropout of config.json is ignored: decoders here have no dropout", stacklevel=2)
     values = _shape(row, fields)
@@ -77,7 +79,10 @@ def _shape(row: Class, fields: Fields) -> dict[str, Any]:
     for field, allowed in {**_EVERYWHERE, **row.may, **row.must}.items():
         if field not in read:
             fields.must_be(field, *allowed)
-    sizes = [(*names, default) for names, default in zip(_SIZES, row.sizes, strict=True) if names[1] not in row.ignored]
+    defaults = dict(zip(_SIZES, row.sizes, strict=True))
+    if fields.values.get("num_key_value_heads", 0) is None:  # as many as query heads, whatever an absent field means
+        defaults["num_kv_heads", "num_key_value_heads"] = 0
+    sizes = [(*names, default) for names, default in defaults.items() if names[1] not in row.ignored]
     scalars = (
         ("norm_eps", *row.eps),
         ("init_std", "initializer_range", row.init_std),
@@ -85,17 +90,20 @@ def _shape(row: Class, fields: Fields) -> dict[str, Any]:
     )
     shape = {**row.fixed, **read_fields(DecoderConfig, (*sizes, *scalars, *row.fields), fields)}
     hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
-    shape |= {ours: 1 / fields.number(theirs, default) for ours, theirs, default in row.reciprocal}
+    for ours, theirs, default in row.fields:
+        if isinstance(default, float):
+            shape[ours] = fields.positive(theirs, default)
+    shape |= {ours: 1 / fields.positive(theirs, default) for ours, theirs, default in row.reciprocal}
     for ours, theirs, default in row.nullable:
-        shape[ours] = 0.0 if fields.get(theirs, default) is None else fields.number(theirs, default)
+        shape[ours] = 0.0 if fields.get(theirs, default) is None else fields.positive(theirs, default)
     if row.head_dim is not None:
         shape["head_size"] = fields.integer("head_dim", row.head_dim or max(1, hidden // heads))
-    elif not row.has_latents and fields.get("head_dim") is not None:
-        fields.must_be("head_dim", hidden // heads)
+    elif fields.get("head_dim") is not None:  # with latents, what is rotated
+        fields.must_be("head_dim", shape["rope_head_size"] if row.has_latents else hidden // heads)
     if row.bias:
         shape["attention_bias"] = row.bias if fields.flag("attention_bias", row.has_bias) else "none"
     if row.query_scalar:
-        shape["attention_scale"] = fields.number("query_pre_attn_scalar", 256) ** -0.5
+        shape["attention_scale"] = fields.positive("query_pre_attn_scalar", 256) ** -0.5
         shape["embedding_scale"] = hidden**0.5
     if row.parallel:
         shape["block"] = "parallel" if fields.flag(row.parallel, True) else "pre"
@@ -165,10 +173,8 @@ def _layers(row: Class, fields: Fields, shape: dict[str, Any]) -> dict[str, Any]
     elif row.layers == "all" and window is not None:
         layers = [_SLIDING] * count
     elif row.layers == "types":
-        period = row.period
-        for field in {"sliding_window_pattern", "_sliding_window_pattern"} & (fields.values.keys() - row.ignored):
-            period = fields.integer(field)
-        is_full = [(window is None and row.period == 1) or (period > 1 and not (i + 1) % period) for i in range(count)]
+        period = fields.integer(row.period_field, row.period) if row.period_field else row.period
+        is_full = [not (i + 1) % period if period else window is None for i in range(count)]
         layers = [FULL if full else _SLIDING for full in is_full]
     if row.layers in ("types", "switched", "unrotated") and (types := fields.get("layer_types")) is not None:
         if not isinstance(types, list) or len(types) != count or any(name not in _LAYER_TYPES for name in types):
@@ -241,14 +247,14 @@ def to_fields(config: DecoderConfig, row: Class) -> dict[str, Any]:
     layers = [config.kind(config.kind_of(i)) for i in range(config.num_layers)]
     window = next((kind.window for kind in layers if kind.window), None)
     if row.layers in ("all", "types", "switched"):
-        fields["sliding_window"] = window
+        fields["sliding_window"] = window or (row.window if row.layers == "types" else None)  # its code needs a number
     if row.layers == "switched":
         fields |= {"use_sliding_window": window is not None, "max_window_layers": config.num_layers}
     if row.layers == "types" or (row.layers == "switched" and window):
         fields["layer_types"] = [f"{'sliding' if kind.window else 'full'}_attention" for kind in layers]
     if row.layers == "unrotated":
         fields["no_rope_layers"] = [int(kind.rope_theta > 0) for kind in layers]
-    rotated = [kind for kind in layers if kind.rope_theta] or layers
+    rotated = [kind for kind in layers if kind.rope_theta] or [LayerKind(rope_theta=config.rope_theta)]
     full = next((kind for kind in rotated if not kind.window), rotated[0])
     sliding = next((kind for kind in rotated if kind.window), rotated[0])
     return fields | written_rope(row, config.rotary_fraction, full, sliding)

@@ -9,6 +9,7 @@ from titan_like.models.decoder.config import LayerKind
 from titan_like.models.hugging_face import Fields
 
 _ORIGINAL = "original_max_position_embeddings"
+_TABLES = ("rope_scaling", "rope_parameters")
 _TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 Rope = dict[str, Any]  # rope_theta and rope_scaling
 
@@ -23,14 +24,16 @@ class RopeOf(NamedTuple):
 
 def read_rope(row: Class, fields: Fields, max_seq_len: int) -> RopeOf:
     """Read the rotary positions of a class."""
-    # As in transformers, which takes the older field first.
-    table = fields.table("rope_scaling") or fields.table("rope_parameters")
-    if table is None:
-        table = Fields(dict(row.default_scaling or {}))
+    tables = {field: table for field in _TABLES if (table := fields.table(field)) is not None and table.values}
+    if len(tables) > 1:
+        fields.refuse(_TABLES[1], f"beside {_TABLES[0]}; keep one of them")
+    table = next(iter(tables.values()), Fields(dict(row.default_scaling or {})))
     of_full, of_sliding = table, Fields({})
     if row.local_theta is not None and {"full_attention", "sliding_attention"} & table.values.keys():
         of_full = table.table("full_attention") or Fields({})
         of_sliding = table.table("sliding_attention") or Fields({})
+    elif row.local_theta is not None and tables and (_TABLES[1] in tables or "rope_type" not in table.values):
+        fields.refuse(next(iter(tables)), "of which transformers reads no rope_type; give each type of layer a table")
     theta = of_full.number("rope_theta", fields.number(*row.theta))
     scaling = _scaling(row, fields, of_full, max_seq_len)
     full = sliding = {"rope_theta": theta, "rope_scaling": scaling}
@@ -38,10 +41,10 @@ def read_rope(row: Class, fields: Fields, max_seq_len: int) -> RopeOf:
         local = of_sliding.number("rope_theta", fields.number(*row.local_theta))
         sliding = {"rope_theta": local, "rope_scaling": _scaling(row, fields, of_sliding, max_seq_len)}
     fraction, name = 1.0, "partial_rotary_factor"
-    if row.fraction is not None or (scaling is not None and not row.has_latents):
-        field, default = row.fraction or (name, 1.0)
-        default = fields.number(field, default) if field != name or name in fields.values else default
-        fraction = of_full.number(name, fields.number(name, default))
+    if row.fraction is not None:
+        fraction = of_full.positive(name, fields.positive(*row.fraction))
+        if row.fraction[0] in fields.values and fields.values[row.fraction[0]] is None:
+            fields.refuse(row.fraction[0], "which must be a number")
     else:
         of_full.must_be(name, None, 1.0, 1)
         fields.must_be(name, None, 1.0, 1)
@@ -51,7 +54,7 @@ def read_rope(row: Class, fields: Fields, max_seq_len: int) -> RopeOf:
 def _scaling(row: Class, fields: Fields, table: Fields, max_seq_len: int) -> dict[str, Any] | None:
     kind = "rope_type" if "rope_type" in table.values else "type"
     is_phi = row.model_types == ("phi3",)
-    table.must_be(kind, *_TYPES, *(("su",) if is_phi else ()))
+    table.must_be(kind, *(("default", "longrope", "su", "yarn") if is_phi else _TYPES))
     table.get("type")
     name = table.get(kind, "default")
     if name == "default":
@@ -65,7 +68,8 @@ def _scaling(row: Class, fields: Fields, table: Fields, max_seq_len: int) -> dic
     values["factor"] = table.number("factor", None if name == "llama3" else max_seq_len / original)
     if name == "llama3":
         return values | {field: table.number(field) for field in ("low_freq_factor", "high_freq_factor")}
-    values["attention_factor"] = table.number("attention_factor", 0.0)
+    is_given = table.get("attention_factor") is not None
+    values["attention_factor"] = table.positive("attention_factor") if is_given else 0.0
     if name == "longrope":
         return values | {f"{part}_factors": _numbers(table, f"{part}_factor") for part in ("short", "long")}
     values |= {"beta_fast": table.number("beta_fast", 32.0), "beta_slow": table.number("beta_slow", 1.0)}
@@ -82,22 +86,31 @@ def _numbers(table: Fields, field: str) -> list[float]:
 
 def written_rope(row: Class, fraction: float, full: LayerKind, sliding: LayerKind) -> dict[str, Any]:
     """θ and scaling of layers without and with a window as fields of config.json."""
-    fields: dict[str, Any] = {row.theta[0]: full.rope_theta}
+    fields: dict[str, Any] = {row.theta[0]: full.rope_theta, "rope_scaling": _written_scaling(full)}
     if row.local_theta is not None:
         fields[row.local_theta[0]] = sliding.rope_theta
+        if sliding.rope_scaling is not None:  # which only tables for each type of layer can say
+            kinds = {"full_attention": full, "sliding_attention": sliding}
+            tables = {name: {"rope_theta": kind.rope_theta} for name, kind in kinds.items()}
+            scalings = {name: _written_scaling(kind) or {"rope_type": "default"} for name, kind in kinds.items()}
+            fields |= {"rope_scaling": None, "rope_parameters": {name: tables[name] | scalings[name] for name in kinds}}
     if row.fraction is not None:
         fields[row.fraction[0]] = fraction
-    scaling = full.rope_scaling
+    if row.default_scaling and full.rope_scaling is None:
+        fields["rope_scaling"] = {"rope_type": "default"}
+    if row.model_types == ("phi3",) and full.rope_scaling is not None:
+        fields[_ORIGINAL] = full.rope_scaling.original_max_seq_len
+    return fields
+
+
+def _written_scaling(kind: LayerKind) -> dict[str, Any] | None:
+    scaling = kind.rope_scaling
     if scaling is None:
-        return fields | {"rope_scaling": {"rope_type": "default"} if row.default_scaling else None}
+        return None
     table = scaling.model_dump(exclude_defaults=True) | {"truncate": scaling.truncate}
     table = {name.replace("_factors", "_factor"): value for name, value in table.items()}
     table |= {"rope_type": scaling.type, _ORIGINAL: table.pop("original_max_seq_len", None)}
     table.pop("type", None)
     unused = {_ORIGINAL} if scaling.type == "linear" else set()
     unused |= {"truncate"} if scaling.type != "yarn" else set()
-    if fraction != 1 and row.fraction is None:
-        table["partial_rotary_factor"] = fraction
-    if row.model_types == ("phi3",):
-        fields[_ORIGINAL] = scaling.original_max_seq_len
-    return fields | {"rope_scaling": {name: value for name, value in table.items() if name not in unused}}
+    return {name: value for name, value in table.items() if name not in unused}
