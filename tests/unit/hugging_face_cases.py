@@ -18,6 +18,7 @@ from titan_like.checkpoint.step_folders import RunState, checkpoint_path
 from titan_like.config.schema import JobConfig
 from titan_like.models import hugging_face
 from titan_like.models.bert.config import BertConfig
+from titan_like.models.config import TransformerConfig
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.llama.config import LlamaConfig
 from titan_like.models.moe.config import MoEConfig
@@ -64,9 +65,8 @@ MOE = {
 }
 
 
-def family_of(config: GPTConfig | LlamaConfig | BertConfig | T5Config | MoEConfig) -> str:
-    families = {GPTConfig: "gpt", LlamaConfig: "llama", BertConfig: "bert", T5Config: "t5", MoEConfig: "moe"}
-    return families[type(config)]
+def family_of(config: TransformerConfig) -> str:
+    return type(config).__module__.split(".")[-2]
 
 
 def random_model(config, size=0.15, seed=11):

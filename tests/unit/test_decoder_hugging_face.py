@@ -11,6 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from tests.unit.hugging_face_cases import random_model, save_checkpoint
 from titan_like.checkpoint.loader import CheckpointWeights
 from titan_like.evaluate.sampling import generate
 from titan_like.hugging_face.convert import from_hugging_face, to_hugging_face
@@ -218,6 +219,27 @@ def test_fields_that_mean_something_else_are_refused_by_name() -> None:
                 family_module("decoder").from_fields(Fields(SMALL | {"model_type": model_type, field: value}))
     with pytest.warns(match="attention_dropout"):
         family_module("decoder").from_fields(Fields(SMALL | {"model_type": "granite", "attention_dropout": 0.1}))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("Glm4", {"block": "sandwich", "rotary_fraction": 0.5, "attention_bias": "qkv"}),
+        ("Phi3", {"rotary_fraction": 0.5}),
+        ("SmolLM3", {"layer_pattern": ["a", "b"], "kinds": {"a": {}, "b": {"rope_theta": 0.0}}}),
+        ("Gemma2", {"block": "sandwich", "norm_offset": True, "activation": "gelu_tanh", "attention_softcap": 2.0}
+         | {"embedding_scale": 48**0.5, "tied_embeddings": True}),
+    ],
+)  # fmt: skip
+def test_models_that_came_from_no_folder_load_in_transformers(
+    name: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    model = random_model(DecoderConfig.model_validate(SMALL_SHAPE | fields)).float()
+    to_hugging_face(CheckpointWeights(save_checkpoint(tmp_path / "run", model)), tmp_path / "hf", None, 10**9, "none")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
+    tokens = torch.arange(SEQ)[None]
+    assert type(theirs).__name__ == f"{name}ForCausalLM"
+    assert close(model.eval()(tokens)[..., :VOCAB], theirs.eval()(tokens).logits)
 
 
 def rewrite(folder: Path, tensors: dict[str, torch.Tensor], **fields: object) -> None:
