@@ -25,12 +25,6 @@ LAYOUTS = {
     "context 2, ZeRO 3": ["--parallelism.context_parallel_degree=2", "--parallelism.zero_stage=3"],
 }
 EXPERT_LAYOUTS = {"experts 2, tensor 2": [*TENSOR, "--parallelism.expert_parallel_degree=2"]}
-# The plain loop adds no losses of experts and moves no biases.
-WITHOUT_BALANCE = {
-    "auxiliary": ["--model.overrides.balance_coefficient=0"],
-    "bias": ["--model.overrides.bias_update_rate=0"],
-    "none": [],
-}
 
 
 def arguments(folder: Path) -> list[str]:
@@ -90,7 +84,6 @@ def test_training_from_a_folder_is_a_plain_loop(name: str, tmp_path: Path) -> No
     layouts = LAYOUTS
     if getattr(shape, "num_experts", 0):
         layouts = EXPERT_LAYOUTS | LAYOUTS
-        settings += WITHOUT_BALANCE[shape.balance]
     expected = collect(plain_loop, 1, tmp_path / "hf", settings)[0]
     found = collect(train, 4, {name: [*settings, *layout] for name, layout in layouts.items()})[0]
     for layout, losses in found.items():

@@ -121,7 +121,7 @@ SAME: list[tuple[list[str], list[str]]] = [
 ]
 MORE_SAME: list[tuple[list[str], list[str]]] = [
     ([*LATENT, *RING[2:], *ZERO_3[2:]], [EXACT]),
-    ([*LATENT, *EXPERTS[2:], *FLOAT8, *SEQUENCE, "--model.overrides.num_shared_experts", "0"], [EXACT]),
+    ([*LATENT, *EXPERTS[2:], *FLOAT8, *SEQUENCE], [EXACT]),
     ([*BIASES, *SPLIT_EXPERTS[2:], *COMPILED[:2]], [EXACT, SINGLE]),
     *[([*one, *SEQUENCE, *PIPELINE], []) for one in (DECODER, PARALLEL, OTHER_KINDS)],
     *[([*one, *CONTEXT[2:], *ZERO_3], []) for one in (DECODER, PARALLEL, OTHER_KINDS)],

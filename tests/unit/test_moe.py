@@ -94,7 +94,7 @@ def test_an_imported_auxiliary_loss_weighs_what_it_weighs_in_transformers(name):
     """Of one layer, and of layers that route alike; transformers rounds it to float32."""
     module, dense = hugging_face.family_of(MOE[name]), MOE[name].num_dense_layers
     from_fields = hugging_face.family_module("moe").from_fields
-    fields = module.to_fields(MOE[name]) | {"router_aux_loss_coef": 0.05}
+    fields = module.to_fields(MOE[name]) | {"router_aux_loss_coef": 0.05, "output_router_logits": True}
     padding = torch.arange(7) >= torch.tensor([[3], [7], [6]])
     for layers in (1, 8):
         config = from_fields(hugging_face.Fields(fields | {"num_hidden_layers": layers + dense}))
@@ -113,17 +113,18 @@ def test_an_imported_auxiliary_loss_weighs_what_it_weighs_in_transformers(name):
 
 
 def test_coefficients_go_out_as_they_came_in():
-    """Digit for digit; a model without balance has none."""
+    """Digit for digit. transformers adds no loss without output_router_logits, and then the source's stays."""
     from_fields = hugging_face.family_module("moe").from_fields
     for name, digits, layers, chosen in product(MOE, (0.001, 0.007, 0.02), range(2, 95, 3), (1, 2, 5)):
         module, config = hugging_face.family_of(MOE[name]), MOE[name]
         fields = module.to_fields(config) | {"num_hidden_layers": layers, "num_experts_per_tok": chosen}
         if chosen > 1 or name != "mixtral":
-            read = from_fields(hugging_face.Fields(fields | {"router_aux_loss_coef": digits}))
+            active = {"router_aux_loss_coef": digits, "output_router_logits": True}
+            read = from_fields(hugging_face.Fields(fields | active))
             assert module.to_fields(read)["router_aux_loss_coef"] == digits
-    none = from_fields(hugging_face.Fields(fields | {"router_aux_loss_coef": 0.0}))
-    assert none.balance == "none" and module.to_fields(none)["router_aux_loss_coef"] == 0
-    assert module.to_fields(moe_config(balance="none"))["router_aux_loss_coef"] == 0
+    for change in ({"router_aux_loss_coef": 0.0}, {"output_router_logits": False}):
+        none = from_fields(hugging_face.Fields(fields | active | change))
+        assert none.balance == "none" and "router_aux_loss_coef" not in module.to_fields(none)
 
 
 def test_flavors_have_the_published_coefficients():

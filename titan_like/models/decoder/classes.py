@@ -244,7 +244,7 @@ CLASSES = (
     ),
     Class(
         "DeepseekV3ForCausalLM", ("deepseek_v3",), (129280, 7168, 18432, 61, 128, 128, 4096),
-        {"router_score": "sigmoid", "balance": "bias"},
+        {"router_score": "sigmoid", "balance": "bias", "bias_update_rate": 0.0},  # biases stay as they are
         must=_SILU | {
             "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
             "rope_interleave": (True,),

@@ -157,7 +157,8 @@ def _experts(row: Class, fields: Fields, num_layers: int) -> dict[str, Any]:
     # that sum to 1. If layers route alike, it is layers / k times as large.
     coefficient = fields.number("router_aux_loss_coef", names.balance)
     per_layer = coefficient * chosen / max(1, num_layers - num_dense)
-    return shape | {"balance": "auxiliary" if coefficient else "none", "balance_coefficient": per_layer}
+    is_active = coefficient and fields.flag("output_router_logits", False)  # else transformers leaves the loss out
+    return shape | {"balance": "auxiliary" if is_active else "none", "balance_coefficient": per_layer}
 
 
 def _layers(row: Class, fields: Fields, shape: dict[str, Any]) -> dict[str, Any]:
@@ -231,11 +232,11 @@ def to_fields(config: DecoderConfig, row: Class) -> dict[str, Any]:
         fields |= {"q_lora_rank": config.q_lora_rank or None, "num_nextn_predict_layers": config.mtp_layers}
     if (names := row.experts) is not None:
         fields |= {names.number: config.num_experts, "num_experts_per_tok": config.experts_per_token}
-        fields |= {names.width: config.expert_ffn_hidden_size, "output_router_logits": False}
-        if names.balance is not None:  # without the rounding of both conversions
-            coefficient = config.balance_coefficient if config.balance == "auxiliary" else 0.0
-            coefficient *= (config.num_layers - config.num_dense_layers) / max(1, config.experts_per_token)
-            fields["router_aux_loss_coef"] = float(f"{coefficient:.12g}")
+        fields |= {names.width: config.expert_ffn_hidden_size}
+        if names.balance is not None and config.balance == "auxiliary":  # otherwise the source's stays
+            layers_with_experts = config.num_layers - config.num_dense_layers
+            coefficient = config.balance_coefficient * layers_with_experts / max(1, config.experts_per_token)
+            fields["router_aux_loss_coef"] = float(f"{coefficient:.12g}")  # without the rounding of both conversions
         if names.renormalize is not None:
             fields["norm_topk_prob"] = config.renormalize
         if names.dense_layers == "mlp_only_layers":
