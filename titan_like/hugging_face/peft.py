@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from titan_like.checkpoint.loader import CheckpointWeights, is_checkpoint
 from titan_like.checkpoint.step_folders import flush, write_durably, written_aside
-from titan_like.config.errors import ConfigError, first_line, require
+from titan_like.config.errors import ConfigError, first_line, require, shortened
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import LoRA
 from titan_like.config.urls import RemotePath, path_of
@@ -154,7 +154,7 @@ def check_peft(folder: Path, base: Path, key: str, model: TransformerConfig, sec
     kind, start = fields.get("peft_type"), fields.get("init_lora_weights", True)
     require(kind == "LORA", key, str(folder), f"its peft_type is {json.dumps(kind)}; only LORA can be read")
     for name in sorted(fields.keys() - _READ):
-        problem = f"its {name} = {json.dumps(fields[name])} cannot be read; merge it with PEFT instead"
+        problem = f"its {name} = {shortened(json.dumps(fields[name]), 80)} cannot be read; merge it with PEFT instead"
         require(fields[name] in (None, False, _DEFAULTS.get(name)), key, str(folder), problem)
     problem = f"its init_lora_weights = {json.dumps(start)} changes the base; merge it with PEFT instead"
     require(isinstance(start, bool) or start == "gaussian", key, str(folder), problem)
