@@ -1,6 +1,7 @@
 """Adapters train as PEFT trains them, in every layout, and go from and to PEFT's folders."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,17 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from tests.distributed.launch import base_config, collect, losses_of_layouts, trainer_of
+from tests.distributed.launch import Case, base_config, collect, losses_of_layouts, run_cases, trainer_of
 from tests.distributed.layouts import pipeline, sizes, tensor, zero
-from tests.unit.hugging_face_cases import gpt_config, llama_config, reference_model
+from tests.unit.hugging_face_cases import gpt_config, llama_config, moe_config, reference_model
 from tests.unit.test_decoder_hugging_face import CASES as CLASSES
 from tests.unit.test_decoder_hugging_face import random_folder
 from titan_like.commands import convert
 from titan_like.config import ConfigError
 from titan_like.evaluate.inference import load
 from titan_like.hugging_face.folder import read_model
+from titan_like.hugging_face.peft import base_of
+from titan_like.models.layers.experts import Router
 from titan_like.train.job import process_group
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
@@ -142,16 +145,19 @@ def test_steps_are_those_of_a_plain_loop_and_go_to_peft_and_merged(tmp_path: Pat
     torch.testing.assert_close(loaded, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_run_goes_on_with_its_own_base_alone_and_keeps_adapters_alone(tmp_path: Path) -> None:
+def test_a_run_goes_on_with_its_own_base_alone_and_keeps_adapters_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings, *_ = prepared(tmp_path, "llama")
     settings |= {"checkpoint.enable": True, "checkpoint.interval": 2, "training.steps": 4}
     losses = []
+    plain_run = collect(losses_of_layouts, 1, tmp_path, {"x": {}}, settings | {"checkpoint.enable": False})[0]["x"]
     for steps in (2, 4):
         with process_group(torch.device("cpu")):
             trainer = trainer_of(tmp_path, settings | {"training.steps": steps})
             trainer.callback = lambda record: losses.append(record.loss)
             trainer.train()
-    plain_run = collect(losses_of_layouts, 1, tmp_path, {"x": {}}, settings | {"checkpoint.enable": False})[0]["x"]
+        shutil.rmtree(tmp_path / "peft", ignore_errors=True)
     assert losses == pytest.approx(plain_run, rel=1e-6)
     size = sum(file.stat().st_size for file in (tmp_path / "checkpoint/step-4").glob("*.distcp"))
     assert size < 4 * 3 * 1.5 * sum(p.numel() for p in trainer.model.parameters()) + 100_000
@@ -163,6 +169,80 @@ def test_a_run_goes_on_with_its_own_base_alone_and_keeps_adapters_alone(tmp_path
     with pytest.raises(ConfigError, match="has changed; restore it"):
         whole = ["to-hf", "--checkpoint", str(tmp_path), "--tokenizer", "none", "--merge"]
         convert.main([*whole, "--output", str(tmp_path / "merged")])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert base_of(url := f"file://{tmp_path}/hf", "model.from") == url  # and not a copy of it
+    shutil.rmtree(tmp_path / "hf")
+    with pytest.raises(ConfigError, match=r"trained on .*/hf, which is not there.*restore it"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["phi3", "deepseek_v3"])
+def test_a_peft_folder_has_the_modules_of_its_base(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Phi-3 fuses what Llama, a class of the same shape, does not; DeepSeek-V3 has dense MLPs next to experts."""
+    base = tmp_path / "hf"
+    model = random_folder(name, CLASSES[name][1] | {"vocab_size": 257}, base)
+    if name == "deepseek_v3":
+        add_mtp(base)
+    shape = read_model(base, "model.from")[2].model_dump(mode="json", exclude_none=True)
+    if name == "phi3":
+        convert.main(["from-hf", "--input", str(base), "--output", str(tmp_path / "base")])
+        base = tmp_path / "base/step-0"
+    settings = sizes(SEQ, 2, BATCH, 3) | {
+        "model.family": "decoder", "model.overrides": shape | {"bias_update_rate": 0.0}, "training.max_norm": 0.0,
+        "checkpoint.initial_load_path": str(base), "lora.rank": RANK, "lora.alpha": ALPHA, "optimizer.lr": 1e-2,
+    }  # fmt: skip
+    one = run_cases([Case("one", settings)], 1, tmp_path)["one"]
+    for layout in (tensor(2, True), pipeline(2)) if name == "deepseek_v3" else ():
+        split = run_cases([Case("split", settings | layout)], 2, tmp_path)["split"]
+        assert split.losses == pytest.approx(one.losses, rel=1e-6)
+        assert split.grad_norms == pytest.approx(one.grad_norms, rel=2e-6)
+    with process_group(torch.device("cpu")):
+        trainer_of(tmp_path, settings | {"checkpoint.enable": True}).train()
+    whole = ["to-hf", "--checkpoint", str(tmp_path), "--tokenizer", "none"]
+    convert.main([*whole, "--output", str(tmp_path / "out")])
+    assert ("transformers cannot open" in capsys.readouterr().err) == (name == "phi3")
+    convert.main([*whole, "--output", str(tmp_path / "merged"), "--merge"])
+    fields = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    if name == "deepseek_v3":  # PEFT would take a module "mlp.up_proj" for the experts'
+        assert "mlp.up_proj.weight" in fields["target_parameters"] and "mlp.up_proj" not in fields["target_modules"]
+    written = load_file(tmp_path / "out/adapter_model.safetensors")
+    for key in (key for key in written if ".lora_A." in key and ".layers.4." not in key):  # the fifth is for MTP
+        module, a, b = key[len("base_model.model.") :].split(".lora_A")[0], written[key], written[key.replace("A", "B")]
+        rank, alpha = (
+            fields[f"{k}_pattern"].get(module, fields[f]) for k, f in (("rank", "r"), ("alpha", "lora_alpha"))
+        )
+        assert len(a) == rank
+        model.get_submodule(module).weight.data += alpha / rank * b @ a
+    tokens = torch.arange(SEQ)[None] + 65
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()
+    torch.testing.assert_close(merged(input_ids=tokens).logits, model(input_ids=tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def add_mtp(folder: Path) -> None:
+    """Add a layer of multi-token prediction to a folder of DeepSeek-V3, of four layers."""
+    tensors = load_file(folder / "model.safetensors")
+    hidden = len(tensors["model.norm.weight"])
+    tensors |= {name.replace(".3.", ".4.", 1): t.clone() for name, t in tensors.items() if ".layers.3." in name}
+    tensors |= {f"model.layers.4.{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
+    tensors["model.layers.4.eh_proj.weight"] = torch.randn(hidden, 2 * hidden) / 8
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    fields = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(fields))
+
+
+def test_a_frozen_router_has_no_auxiliary_loss() -> None:
+    router = Router(moe_config(balance="auxiliary", z_loss_coefficient=1.0)).train()
+    nn.init.normal_(router.weight)
+    router.loss_factor.fill_(1.0)
+    gradients = []
+    for is_trained in (True, False):
+        router.weight.requires_grad_(is_trained)
+        x = torch.ones(3, router.weight.shape[1], requires_grad=True)
+        router(x).weights.sum().backward()  # 1, whatever x is
+        gradients.append(x.grad.norm().item())
+    assert gradients[0] > 1e-2 and gradients[1] < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -170,6 +250,9 @@ def test_a_run_goes_on_with_its_own_base_alone_and_keeps_adapters_alone(tmp_path
     [
         ({"use_dora": True}, {}, "use_dora = true cannot be read"),
         ({"r": 8}, {}, "lora.rank = 4: .* has r = 8"),
+        ({"use_bdlora": {"nblocks": 2}}, {}, "use_bdlora = .* cannot be read"),
+        ({"revision": "v2"}, {}, 'revision = "v2" cannot be read'),
+        ({"base_model_name_or_path": "/gone"}, {}, "its base /gone is neither"),
         ({"init_lora_weights": "pissa"}, {}, "changes the base"),
         ({}, {"lora.modules": ["q_proj"]}, "lora.modules = .* has a base_model.*down_proj"),
         ({}, {"lora.rank": 0, "lora.alpha": 16.0, "lora.modules": []}, "holds adapters; set it to 4"),

@@ -64,7 +64,7 @@ def to_hf(options: argparse.Namespace) -> int:
 
     import torch
 
-    from titan_like.checkpoint.loader import CheckpointWeights, one_checkpoint
+    from titan_like.checkpoint.loader import CheckpointWeights, is_checkpoint, one_checkpoint
     from titan_like.hugging_face.convert import to_hugging_face
     from titan_like.hugging_face.peft import MergedWeights, write_peft
 
@@ -73,7 +73,11 @@ def to_hf(options: argparse.Namespace) -> int:
     dtype = getattr(torch, options.dtype) if options.dtype else None
     if weights.run.base and not options.merge:
         write_peft(weights, output, dtype or torch.float32)
-        print(f"wrote the adapters of {path} as {output}, a PEFT folder for {weights.run.base['folder']}")
+        base = weights.run.base["folder"]
+        print(f"wrote the adapters of {path} as {output}, a PEFT folder for {base}")
+        if is_checkpoint(path_of(base)):
+            cure = "convert that too, and name its folder in adapter_config.json"
+            print(f"transformers cannot open {base}, a checkpoint; {cure}", file=sys.stderr)
         return 0
     weights = MergedWeights(path) if options.merge else weights
     files = to_hugging_face(weights, output, dtype, int(options.max_shard_size * 1e9), options.tokenizer)

@@ -134,19 +134,23 @@ def load_for_inference(config: JobConfig, path: Path, device: torch.device) -> T
 
 
 def _load(path: Path, model: ParallelModel | Transformer) -> None:
-    with reading(path, f"; {_other_checkpoints(path)}"):
-        if not is_checkpoint(path):
-            read_weights(path, model)
-        elif not read_run_state(path).base:
+    cure = f"; {_other_checkpoints(path)}"
+    with reading(path, cure):
+        adapted = MergedWeights(path) if is_checkpoint(path) and read_run_state(path).base else None
+    if adapted is not None:
+        _load(adapted.base, model)
+    with reading(path, cure):
+        if adapted is not None:
+            _add_adapters(adapted, model)
+        elif is_checkpoint(path):
             load_checkpoint(path, model)
         else:
-            _load_adapted(MergedWeights(path), model)
+            read_weights(path, model)
 
 
 @torch.no_grad()
-def _load_adapted(weights: MergedWeights, model: ParallelModel | Transformer) -> None:
-    """Load the base of a checkpoint of adapters, and add the adapters to it."""
-    _load(weights.base, model)
+def _add_adapters(weights: MergedWeights, model: ParallelModel | Transformer) -> None:
+    """Add the adapters of a checkpoint to their base, which the model holds."""
     for key, tensor in model_tensors(model).items():
         if (name := key.removeprefix("model.")) in weights.adapters:
             update = weights.update(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import compress
@@ -17,14 +18,16 @@ from safetensors.torch import save_file
 
 from titan_like.checkpoint.loader import CheckpointWeights, is_checkpoint
 from titan_like.checkpoint.step_folders import flush, write_durably, written_aside
-from titan_like.config.errors import ConfigError, first_line, require
+from titan_like.config.errors import ConfigError, first_line, require, shortened
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import LoRA
 from titan_like.config.urls import RemotePath, path_of
-from titan_like.data.special_tokens import read_json
+from titan_like.data.fetch import with_small_files
+from titan_like.data.special_tokens import CONFIG_FILE, read_json
 from titan_like.data.tokenizer import is_on_hub
-from titan_like.hugging_face.folder import local_folder, open_hugging_face, slice_reader
-from titan_like.models.config import TransformerConfig
+from titan_like.hugging_face.folder import DTYPES, local_folder, open_hugging_face, slice_reader
+from titan_like.hugging_face.origin import read_origin
+from titan_like.models.config import TransformerConfig, has_experts
 from titan_like.models.hugging_face import Stored, fill_part
 from titan_like.models.layers.init import ADAPTER_NAMES, local_parts
 from titan_like.models.parts import WithoutInit
@@ -34,67 +37,62 @@ from titan_like.parallel.model import ParallelModel
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _BASE = "base_model_name_or_path"
-_NOTHING: tuple[Any, ...] = (None, False, [], {}, "none")
-# Fields of adapter_config.json that make another model of the base.
-_UNREAD = (
-    *("bias", "use_rslora", "use_dora", "use_qalora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern"),
-    *("layer_replication", "target_parameters", "trainable_token_indices", "alora_invocation_tokens", "arrow_config"),
-)
+# Fields of adapter_config.json that are read, that the tensors' names settle, or that change nothing here. Any other
+# must be null, false, or PEFT's default.
+_READ = {
+    *("peft_type", "task_type", "auto_mapping", "peft_version", _BASE, "r", "lora_alpha", "lora_dropout"),
+    *("init_lora_weights", "inference_mode", "fan_in_fan_out", "target_modules", "target_parameters"),
+    *("exclude_modules", "layers_to_transform", "layers_pattern", "runtime_config"),
+}
+_DEFAULTS: dict[str, Any] = {"r": 8, "lora_alpha": 8, "bias": "none", "modules_to_save": [], "revision": "main"}
+_DEFAULTS |= {"rank_pattern": {}, "alpha_pattern": {}, "loftq_config": {}, "qalora_group_size": 16}
+_DEFAULTS |= {"megatron_core": "megatron.core"}
 _SAMPLES, _SAMPLE_BYTES = 256, 4096  # of a file of weights
 
 
+class Block(NamedTuple):
+    """The rows of one of an adapter's matrices in a module of transformers. A fused module has several blocks."""
+
+    module: str
+    shape: tuple[int, int]  # of the module's weight, [out, in]
+    matrix: int  # its number among the adapter's
+    ours: torch.Tensor  # rows of the matrix
+    theirs: torch.Tensor  # the same rows in the module
+
+
 class StoredAdapter(NamedTuple):
-    """The adapter of the linear layer ``name``, and where PEFT keeps it."""
+    """The adapter of the linear layer ``name``, and where transformers stores the layer."""
 
     name: str
     adapter: Adapter
     stored: Stored
 
-    @property
-    def modules(self) -> dict[str, tuple[int, int]]:
-        """The modules in transformers that have an adapter, and the shapes [out, in] of their weights."""
-        pairs = zip(self.stored.sources.items(), self.adapter.is_adapted, strict=True)
-        turned = -1 if self.stored.is_transposed else 1
-        shapes = {
-            source.removesuffix(".weight"): shape[::turned] for (source, shape), is_adapted in pairs if is_adapted
-        }
-        return {module: (rows, columns) for module, (rows, columns) in shapes.items()}
+    def blocks(self) -> Iterator[Block]:
+        """Every block, by matrix and by module."""
+        numbers = self.stored.order().view(-1, sum(self.adapter.rows)).split(list(self.adapter.rows), 1)
+        for matrix, rows in enumerate(compress(numbers, self.adapter.is_adapted)):
+            theirs = rows.flatten()
+            for (source, shape), count in zip(self.stored.sources.items(), self.stored.rows, strict=True):
+                is_there = (theirs >= 0) & (theirs < count)
+                if is_there.any():
+                    size = count, shape[0 if self.stored.is_transposed else 1]
+                    ours = is_there.nonzero().flatten()
+                    yield Block(source.removesuffix(".weight"), size, matrix, ours, theirs[ours])
+                theirs = theirs - count
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, int]]:
-        """The shapes of PEFT's tensors by their names."""
-        rank, shapes = self.adapter.rank, dict[str, tuple[int, int]]()
-        for module, (rows, columns) in self.modules.items():
-            shapes |= zip(names_of(module), ((rank, columns), (rows, rank)), strict=True)
-        return shapes
-
-    def to_peft(self, a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that PEFT keeps of our A and B."""
-        rows = b.new_zeros(sum(self.stored.rows), self.adapter.rank).index_copy_(0, self._order, b)
-        adapted = compress(rows.split(self.stored.rows), self.adapter.is_adapted)
-        for module, part_a, part_b in zip(self.modules, a.split(self.adapter.rank), adapted, strict=True):
-            first, second = names_of(module)
-            yield first, part_a
-            yield second, part_b
+    def to_peft(self, a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """The module, A and B of each block, of our A and B."""
+        parts, matrices = a.split(self.adapter.rank), self.adapter.matrices(b)
+        for module, (rows, _), matrix, ours, theirs in self.blocks():
+            whole = b.new_zeros(rows, self.adapter.rank)
+            yield module, parts[matrix], whole.index_copy_(0, theirs, matrices[matrix].flatten(0, 1)[ours])
 
     def from_peft(self, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Our A and B from PEFT's tensors: float32."""
-        pairs = iter([[tensors[name].float() for name in names_of(module)] for module in self.modules])
-        parts, rows = list[torch.Tensor](), list[torch.Tensor]()
-        for count, is_adapted in zip(self.stored.rows, self.adapter.is_adapted, strict=True):
-            first, second = next(pairs) if is_adapted else (None, torch.zeros(count, self.adapter.rank))
-            parts += [] if first is None else [first]
-            rows.append(second)
-        return torch.cat(parts), torch.cat(rows)[self._order]
-
-    @property
-    def _order(self) -> torch.Tensor:
-        """For each row of our B, its number among the rows of all of the layer's matrices in transformers."""
-        order, sizes = self.stored.order(), self.adapter.rows
-        if len(sizes) == 1:
-            return order
-        adapted = torch.tensor(self.adapter.is_adapted).repeat_interleave(torch.tensor(sizes))
-        return order.view(-1, sum(sizes))[:, adapted].flatten()
+        """Our A and B from PEFT's tensors: float32. Every module has one block."""
+        pairs = [([tensors[name].float() for name in names_of(block.module)], block) for block in self.blocks()]
+        sizes = self.adapter.adapted_rows
+        rows = [b[block.theirs].view(-1, size, b.shape[1]) for ((_, b), block), size in zip(pairs, sizes, strict=True)]
+        return torch.cat([a for (a, _), _ in pairs]), torch.cat(rows, 1).flatten(0, 1)
 
 
 def names_of(module: str) -> tuple[str, str]:
@@ -107,20 +105,24 @@ def _adapters(model: TransformerConfig, section: LoRA) -> dict[str, Adapter]:
         return adapters_of(model.family_module("model").build(model), section)
 
 
-def stored_adapters(model: TransformerConfig, section: LoRA) -> Iterator[StoredAdapter]:
-    """Every adapter of a model.
+def stored_adapters(model: TransformerConfig, section: LoRA, model_type: Any) -> Iterator[StoredAdapter]:
+    """Every adapter of a model whose base is of the class with ``model_type``.
 
     Raises:
         ConfigError: transformers has no module for one of them.
     """
-    stored = stored_linears(model)
+    stored = stored_linears(model, model_type)
     for name, adapter in _adapters(model, section).items():
         weight = stored.get(name)
-        is_whole = weight is not None and sum(weight.rows) == weight.shape[0]
         problem = f"PEFT has no adapter for {name}, which is not a module of transformers' class"
-        require(weight is not None and is_whole, "lora.modules", section.modules, problem)
+        require(weight is not None, "lora.modules", section.modules, problem)
         assert weight is not None
         yield StoredAdapter(name, adapter, weight)
+
+
+def _model_type(base: Path) -> Any:
+    """The model_type of a Hugging Face folder, or of the one that a checkpoint's weights came from."""
+    return (read_json(base / CONFIG_FILE) or read_origin(with_small_files(base)).fields).get("model_type")
 
 
 def is_peft(folder: Path) -> bool:
@@ -132,7 +134,7 @@ def base_of(name: str, key: str, weights: bool = True) -> str:
     """The folder of weights, or the hub's name of one, that a setting names by itself or by a PEFT folder."""
     folder = local_folder(name, key, weights)
     if not is_peft(folder):
-        return name if is_on_hub(name) or isinstance(folder, RemotePath) else os.path.abspath(folder)
+        return name if is_on_hub(name) or isinstance(path_of(name), RemotePath) else os.path.abspath(folder)
     base = _fields(folder, key).get(_BASE)
     problem = f"its {ADAPTER_CONFIG} names no {_BASE}; add it"
     require(isinstance(base, str) and base and not is_peft(path_of(base)), key, name, problem)
@@ -146,43 +148,54 @@ def _fields(folder: Path, key: str) -> dict[str, Any]:
         raise ConfigError(key, str(folder), first_line(error)) from None
 
 
-def check_peft(folder: Path, key: str, model: TransformerConfig, section: LoRA) -> None:
-    """Refuse a PEFT folder that holds other adapters than [lora] describes. Reads no tensors."""
+def check_peft(folder: Path, base: Path, key: str, model: TransformerConfig, section: LoRA) -> None:
+    """Refuse a PEFT folder that holds other adapters of ``base`` than [lora] describes. Reads no tensors."""
     fields = _fields(folder, key)
     kind, start = fields.get("peft_type"), fields.get("init_lora_weights", True)
     require(kind == "LORA", key, str(folder), f"its peft_type is {json.dumps(kind)}; only LORA can be read")
-    for name in _UNREAD:
-        problem = f"its {name} = {json.dumps(fields.get(name))} cannot be read; merge it with PEFT instead"
-        require(fields.get(name) in _NOTHING, key, str(folder), problem)
+    for name in sorted(fields.keys() - _READ):
+        problem = f"its {name} = {shortened(json.dumps(fields[name]), 80)} cannot be read; merge it with PEFT instead"
+        require(fields[name] in (None, False, _DEFAULTS.get(name)), key, str(folder), problem)
     problem = f"its init_lora_weights = {json.dumps(start)} changes the base; merge it with PEFT instead"
     require(isinstance(start, bool) or start == "gaussian", key, str(folder), problem)
     for name, value, theirs in (("rank", section.rank, "r"), ("alpha", section.alpha, "lora_alpha")):
-        problem = f"{folder} has {theirs} = {fields.get(theirs)}; set it to that"
-        require(value == fields.get(theirs), f"lora.{name}", value, problem)
+        problem = f"{folder} has {theirs} = {fields.get(theirs, _DEFAULTS[theirs])}; set it to that"
+        require(value == fields.get(theirs, _DEFAULTS[theirs]), f"lora.{name}", value, problem)
     try:
         with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+            dtypes = {name: part.get_dtype() for name, part in slices.items()}
     except Exception as error:  # whatever the library raises for an invalid file
         raise ConfigError(key, str(folder), f"its {ADAPTER_WEIGHTS} cannot be read ({first_line(error)})") from None
-    wanted = {name: shape for adapter in stored_adapters(model, section) for name, shape in adapter.shapes.items()}
+    blocks = [block for adapter in stored_adapters(model, section, _model_type(base)) for block in adapter.blocks()]
+    wanted, fused = dict[str, tuple[int, int]](), Counter(block.module for block in blocks)
+    for module, (rows, columns), *_ in blocks:
+        wanted |= zip(names_of(module), ((section.rank, columns), (rows, section.rank)), strict=True)
     for name in sorted(shapes.keys() ^ wanted.keys()):
         problem = f"{folder} has {'no' if name in wanted else 'a'} {name}; name the modules that it has"
         raise ConfigError("lora.modules", section.modules, problem)
+    for module, count in fused.items():
+        problem = f"its {module} has one A, but the {count} matrices in it have one each here; merge it with PEFT"
+        require(count == 1, key, str(folder), problem)
     for name, shape in wanted.items():
         problem = f"its {name} has the shape {list(shapes[name])}, but the model and [lora] give {list(shape)}"
         require(shapes[name] == shape, key, str(folder), problem)
+        problem = f"its {name} is of type {dtypes[name]}, but only {', '.join(DTYPES)} can be read"
+        require(dtypes[name] in DTYPES, key, str(folder), problem)
 
 
 @torch.no_grad()
-def read_peft(folder: Path, model: ParallelModel, section: LoRA) -> None:
+def read_peft(folder: Path, base: Path, model: ParallelModel, section: LoRA) -> None:
     """Read this process's part of a PEFT folder's adapters, which have been checked, into a model in any layout."""
     parameters = dict(model.named_parameters())
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
-        for adapter in stored_adapters(model.stages[0].module.config, section):
+        for adapter in stored_adapters(model.stages[0].module.config, section, _model_type(base)):
             ours = [parameters.get(f"{adapter.name}.{name}") for name in ADAPTER_NAMES]
             if ours[0] is None:  # of another pipeline stage
                 continue
-            tensors = {name: file.get_tensor(name) for name in adapter.shapes}
+            names = [name for block in adapter.blocks() for name in names_of(block.module)]
+            tensors = {name: file.get_tensor(name) for name in names}
             for parameter, value in zip(ours, adapter.from_peft(tensors), strict=True):
                 assert parameter is not None
                 for part, offset in local_parts(parameter):
@@ -192,26 +205,36 @@ def read_peft(folder: Path, model: ParallelModel, section: LoRA) -> None:
 
 def write_peft(weights: CheckpointWeights, output: Path, dtype: torch.dtype) -> None:
     """Write a checkpoint's adapters as a PEFT folder, completely or not at all."""
-    section, model = lora_of(weights), weights.model
-    adapters, tensors = list(stored_adapters(model, section)), dict[str, torch.Tensor]()
+    section, model, blocks = lora_of(weights), weights.model, dict[str, list[tuple[torch.Tensor, torch.Tensor]]]()
+    adapters, tensors = list(stored_adapters(model, section, _model_type(weights.path))), dict[str, torch.Tensor]()
     for adapter in adapters:
         a, b = (weights.read(f"{adapter.name}.{name}") for name in ADAPTER_NAMES)
-        tensors |= {name: tensor.to(dtype).contiguous() for name, tensor in adapter.to_peft(a, b)}
+        for module, *pair in adapter.to_peft(a, b):
+            blocks.setdefault(module, []).append((pair[0], pair[1]))
+    for module, pairs in blocks.items():  # a fused module's rank is the sum of those of its matrices
+        for name, parts, dimension in zip(names_of(module), zip(*pairs, strict=True), (0, 1), strict=True):
+            tensors[name] = torch.cat(parts, dimension).to(dtype).contiguous()
+    fused = {module: len(pairs) for module, pairs in blocks.items() if len(pairs) > 1}
     # Without the layers' numbers, names fit the same module in each layer.
-    ends = {NUMBERED.sub("", module) for adapter in adapters for module in adapter.modules}
+    ends = {NUMBERED.sub("", module) for module in blocks}
+    # Next to experts PEFT takes modules of these names for the experts' matrices, but parameters for what they are.
+    dense = {end for end in ends if has_experts(model) and end.endswith(("gate_proj", "up_proj", "down_proj"))}
     fields = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if model.is_causal else "SEQ_2_SEQ_LM" if model.has_decoder else None,
         _BASE: weights.run.base.get("folder"),
         "r": section.rank,
         "lora_alpha": section.alpha,
-        "lora_dropout": section.dropout,
-        "target_modules": sorted(ends),
+        "lora_dropout": 0.0 if dense else section.dropout,  # PEFT has none for parameters
+        "target_modules": sorted(ends - dense),
         "fan_in_fan_out": any(adapter.stored.is_transposed for adapter in adapters),
         "bias": "none",
         "init_lora_weights": True,
         "inference_mode": True,
+        "rank_pattern": {module: count * section.rank for module, count in fused.items()},
+        "alpha_pattern": {module: count * section.alpha for module, count in fused.items()},
     }
+    fields |= {"target_parameters": sorted(f"{end}.weight" for end in dense)} if dense else {}
     with written_aside(output) as aside:
         write_durably(aside / ADAPTER_CONFIG, json.dumps(fields, indent=2) + "\n")
         save_file(tensors, aside / ADAPTER_WEIGHTS, metadata={"format": "pt"})

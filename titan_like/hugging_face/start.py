@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,7 +53,8 @@ def read_start(name: str, key: str) -> Start:
     Raises:
         ConfigError: it is neither, or its files are inconsistent.
     """
-    path = local_folder(base_of(name, key, weights=False), key, weights=False)
+    base = base_of(name, key, weights=False)
+    path = local_folder(base, key, weights=False)
     if is_checkpoint(path):
         problem = unreadable(path)
         require(not problem, key, str(path), f"cannot be loaded ({problem}); name another checkpoint")
@@ -68,7 +70,10 @@ def read_start(name: str, key: str) -> Start:
     require(is_readable, key, name, f"{path / RUN_FILE} {problem}; name a folder that you may read")
     steps = complete_steps(path)
     cure = f"name {path}/step-{steps[-1]}" if steps else "name one with run.json or with config.json"
-    raise ConfigError(key, name, f"neither a checkpoint's step-N folder nor a Hugging Face folder; {cure}")
+    problem = "neither a checkpoint's step-N folder nor a Hugging Face folder"
+    if base not in (name, os.path.abspath(name)):
+        problem, cure = f"its base {base} is {problem}", "correct base_model_name_or_path in adapter_config.json"
+    raise ConfigError(key, name, f"{problem}; {cure}")
 
 
 def _of_run(state: RunState, shape: dict[str, Any], tokenizer: str | None) -> Start:

@@ -11,7 +11,7 @@ A fused projection is several matrices in Hugging Face's files. Each of these ha
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -119,10 +119,14 @@ def adapters_of(model: Transformer, section: LoRA) -> dict[str, Adapter]:
     return {name: adapter for name, adapter in adapters.items() if any(adapter.is_adapted)}
 
 
-def stored_linears(config: TransformerConfig) -> dict[str, Stored]:
-    """How Hugging Face's files store each layer's weights, by the module's name; empty if they cannot."""
+def stored_linears(config: TransformerConfig, model_type: Any = None) -> dict[str, Stored]:
+    """How Hugging Face's files store each layer's weights, by the module's name; empty if they cannot.
+
+    Of several classes of this shape it is the one with ``model_type``, or else the first. Training takes the first.
+    """
     try:
-        return {weight.name.removesuffix(".weight"): weight for weight in family_of(config).stored_parameters(config)}
+        family = family_of(config, model_type)
+        return {weight.name.removesuffix(".weight"): weight for weight in family.stored_parameters(config)}
     except (ConfigError, RefusedError):
         return {}
 

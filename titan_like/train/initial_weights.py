@@ -10,7 +10,9 @@ from titan_like.checkpoint.loader import agree, is_checkpoint, load_checkpoint, 
 from titan_like.checkpoint.step_folders import RunState, read_run_state
 from titan_like.config.errors import RunError, first_line, require
 from titan_like.config.schema import JobConfig, LoRA
+from titan_like.config.urls import path_of
 from titan_like.data.special_tokens import read_json
+from titan_like.data.tokenizer import is_on_hub
 from titan_like.hugging_face.folder import local_folder, open_hugging_face
 from titan_like.hugging_face.peft import ADAPTER_CONFIG, base_of, check_peft, fingerprint, is_peft, read_peft
 from titan_like.hugging_face.start import may_differ, plain, read_start, read_weights
@@ -27,13 +29,13 @@ def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
     require(text is not None or not config.lora.rank, "lora.rank", config.lora.rank, cure)
     if text is None:
         return
-    key = "model.from" if config.model.from_ else _KEY
-    path, named, start = initial_folder(text), local_folder(text, key), read_start(text, key)
+    key = _key(config)
+    path, named, start = initial_folder(text, key), local_folder(text, key), read_start(text, key)
     if is_peft(named):
         fields = read_json(named / ADAPTER_CONFIG)
-        cure = f"{text} holds adapters; set it to {fields.get('r')}, and lora.alpha to {fields.get('lora_alpha')}"
+        cure = f"{text} holds adapters; set it to {fields.get('r', 8)}, and lora.alpha to {fields.get('lora_alpha', 8)}"
         require(config.lora.rank, "lora.rank", config.lora.rank, cure)
-        check_peft(named, key, model, config.lora)
+        check_peft(named, path, key, model, config.lora)
     if is_checkpoint(path):
         base = read_run_state(path).base
         cure = f"holds adapters of {base.get('folder')} alone; merge them by scripts/convert.py to-hf --merge"
@@ -50,11 +52,25 @@ def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
         require(name in free or theirs == value, f"model.overrides.{name}", value, problem)
 
 
+def _key(config: JobConfig) -> str:
+    """The setting that names the initial weights."""
+    return "model.from" if config.model.from_ else _KEY
+
+
+def with_base(config: JobConfig, state: RunState) -> JobConfig:
+    """The configuration of a run that resumes adapters: their own base stands in for a folder that is gone."""
+    text = str(config.checkpoint.initial_load_path)
+    if is_on_hub(text) or path_of(text).exists():
+        return config
+    section = config.checkpoint.model_copy(update={"initial_load_path": state.base.get("folder", text)})
+    return config.model_copy(update={"checkpoint": section})
+
+
 def check_base(config: JobConfig, state: RunState) -> None:
     """Refuse to go on with adapters on other weights than those that they were trained on."""
     text, base = config.checkpoint.initial_load_path, state.base
     problem = f"the adapters of step {state.step} were trained on {base.get('folder')}, and these are others; name that"
-    require(base_state(str(text))["fingerprint"] == base.get("fingerprint"), _KEY, text, problem)
+    require(base_state(str(text))["fingerprint"] == base.get("fingerprint"), _key(config), text, problem)
 
 
 def base_state(path: str) -> dict[str, str]:
@@ -62,15 +78,15 @@ def base_state(path: str) -> dict[str, str]:
     return {"folder": base_of(path, _KEY), "fingerprint": fingerprint(initial_folder(path))}
 
 
-def initial_folder(path: str) -> Path:
+def initial_folder(path: str, key: str = _KEY) -> Path:
     """The folder of weights that `checkpoint.initial_load_path` names; one of the hub is downloaded, once."""
-    return local_folder(base_of(path, _KEY), _KEY)
+    return local_folder(base_of(path, key), key)
 
 
 def load_adapters(path: str, model: ParallelModel, section: LoRA) -> None:
     """Read the adapters of a PEFT folder, if it is one, into a model in any layout."""
     if is_peft(folder := local_folder(path, _KEY)):
-        read_peft(folder, model, section)
+        read_peft(folder, initial_folder(path), model, section)
         if dist.get_rank() == 0:
             print(f"adapters from {path}", flush=True)
 

@@ -301,7 +301,7 @@ def _check_lora(config: JobConfig, model: TransformerConfig) -> None:
     from titan_like.parallel.lora import check_adapters  # imports torch
 
     check_adapters(model, section, family)
-    heads = [head for head in model.predictions if head != "tokens"]
+    heads = [head for head in model.predictions if head not in ("tokens", "mtp")]  # the latter has a layer
     problem = f"trains adapters alone, and the head ({', '.join(heads)}) of {family} would not be trained; set it to 0"
     require(not heads, "lora.rank", section.rank, problem)
     trains_bias = has_experts(model) and model.balance == "bias" and model.bias_update_rate > 0

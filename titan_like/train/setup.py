@@ -37,7 +37,7 @@ from titan_like.parallel.layout import method_of
 from titan_like.parallel.lora import adapter_parameters
 from titan_like.parallel.tuning import DEFAULT_TUNING, Tuning
 from titan_like.train.environment import environment_number
-from titan_like.train.initial_weights import check_base, check_initial_weights
+from titan_like.train.initial_weights import check_base, check_initial_weights, with_base
 from titan_like.train.rules import Settings
 
 # Messages of torch's allocators and the C++ library. Only the GPU's allocator has an exception class of its own.
@@ -113,7 +113,7 @@ def prepare_run(settings: Settings) -> Run:
     device, saved = select_device(config.training.dtype, config.float8.enable), checkpoint_bytes(config, model)
     problem = "needs a GPU, and this machine has none; set it to false"
     require(device.type == "cuda" or not config.compile.cudagraphs, "compile.cudagraphs", True, problem)
-    check_folders(config, model, make=True)
+    config = check_folders(config, model, make=True)
     if config.checkpoint.enable:
         check_room(checkpoint_folder(config), saved)
     if device.type == "cpu" and environment_number("GROUP_WORLD_SIZE", 1, least=1) == 1:
@@ -131,8 +131,11 @@ def open_run_data(config: JobConfig, model: TransformerConfig) -> tuple[dict[str
     return open_data(config, model), masks
 
 
-def check_folders(config: JobConfig, model: TransformerConfig, make: bool) -> None:
-    """Refuse folders that the run cannot write to, or whose checkpoints or initial weights are another model's."""
+def check_folders(config: JobConfig, model: TransformerConfig, make: bool) -> JobConfig:
+    """Refuse folders that the run cannot write to, or whose checkpoints or initial weights are another model's.
+
+    Returns the configuration `with_base`.
+    """
     check_writable("job.dump_folder", Path(config.job.dump_folder), make)
     resumes = False
     if config.checkpoint.enable:
@@ -140,12 +143,15 @@ def check_folders(config: JobConfig, model: TransformerConfig, make: bool) -> No
     load_step, problem = config.checkpoint.load_step, "is only read by a run with checkpoint.enable; leave it out"
     require(config.checkpoint.enable or load_step is None, "checkpoint.load_step", load_step, problem)
     check_export(config, model)
+    folder, state = checkpoint_folder(config), None
+    if resumes and config.lora.rank:
+        state = newest_state(folder, usable_steps(folder, config.checkpoint.load_step))
+    config = config if state is None else with_base(config, state)
     if not resumes or config.lora.rank:
         check_initial_weights(config, model)
-    if resumes and config.lora.rank:
-        folder = checkpoint_folder(config)
-        if state := newest_state(folder, usable_steps(folder, config.checkpoint.load_step)):
-            check_base(config, state)
+    if state is not None:
+        check_base(config, state)
+    return config
 
 
 def check_export(config: JobConfig, model: TransformerConfig) -> None:

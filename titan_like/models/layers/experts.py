@@ -122,6 +122,8 @@ class Router(nn.Module):
         with torch.no_grad():
             self.counts.add_(offsets.diff(prepend=offsets.new_zeros(1)))
             self.loss_sums.add_(torch.stack((balance, z)))
+        if not self.weight.requires_grad:  # frozen under adapters: there is nothing to balance
+            return routing
         loss = config.z_loss_coefficient * z
         if config.balance == "auxiliary":
             loss = loss + config.balance_coefficient * balance
