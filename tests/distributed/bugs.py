@@ -276,7 +276,7 @@ BUGS = [
         [*ULYSSES, *GROUPS, *WINDOWS],
         "context_parallel",
         Row.GRADIENT,
-        CORE,
+        "layers.",
     ),
     (windows.sinks_gradient_of_one_rank, [*RING, *WINDOWS], "context_parallel", Row.GRADIENT, "layers."),
     (windows.slope_of_the_cap_forgotten_by_the_ring, [*RING, *WINDOWS], "context_parallel", Row.GRADIENT, "layers."),
