@@ -37,6 +37,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "replicas, interleaved": pipeline(2, "interleaved_1f1b") | {"parallelism.data_parallel_replicate_degree": 2},
     "data": zero(0),
 }
+# Windows of up to 12 tokens and longer ones have different rotary frequencies.
+LONGROPE = {"type": "longrope", "factor": 2.0, "original_max_seq_len": 12}
+LONGROPE |= {"short_factors": [1.0] * 8, "long_factors": [3.0] * 8}
 FAMILIES = ("gpt", "llama")
 MODELS = (*FAMILIES, "gpt prefix")  # the last with data.prefix_lm
 CHOSEN = [
@@ -51,7 +54,8 @@ CHOSEN = [
 @cache
 def model_of(family: str):
     """Random weights; its dropout must be off."""
-    shape = gpt_config(num_layers=4, dropout=0.5) if family == "gpt" else llama_config(num_layers=4)
+    is_gpt = family == "gpt"
+    shape = gpt_config(num_layers=4, dropout=0.5) if is_gpt else llama_config(num_layers=4, rope_scaling=LONGROPE)
     return random_model(shape).float()
 
 

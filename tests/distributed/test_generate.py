@@ -47,7 +47,10 @@ CHOSEN = [
 
 def config_of(folder: Path, family: str, layout: dict[str, Any]) -> JobConfig:
     # The text grows past max_seq_len; large weights give a distribution that is far from uniform.
-    overrides = {"max_seq_len": 18 if family == "llama" else 17, "init_std": 2.0 if family == "t5" else 0.3}
+    overrides: dict[str, Any] = {"max_seq_len": 17, "init_std": 2.0 if family == "t5" else 0.3}
+    if family == "llama":  # whose rotary frequencies change on the way
+        longrope = {"type": "longrope", "factor": 2.0, "original_max_seq_len": 14, "short_factors": [1.0] * 16}
+        overrides |= {"max_seq_len": 18, "rope_scaling": longrope | {"long_factors": [3.0] * 16}}
     few = {"training.steps": 1, "training.seq_len": 16, "checkpoint.enable": True}
     few |= {"training.decoder_seq_len": 6} if family == "t5" else {}
     return base_config(folder / family, layout | few | {"model.family": family, "model.overrides": overrides})

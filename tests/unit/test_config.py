@@ -69,6 +69,7 @@ OVERRIDES = """
 --model.overrides.tied_embeddings=false => model.overrides = {"tied_embeddings": False}
 --model.flavors.a.num_layers=2 => model.flavors = {"a": {"num_layers": 2}}
 --model.overrides.rope_scaling.factor 8.0 => model.overrides = {"rope_scaling": {"factor": 8.0}}
+--model.overrides.qk_norm none => model.overrides = {"qk_norm": "none"}
 --training.steps=3 --training.steps none => training.steps = None
 --training.dtype bf16 => training.dtype = "bfloat16"
 --training.dtype=FP16 => training.dtype = "float16"

@@ -190,3 +190,10 @@ def test_logits_and_gradients_are_those_of_transformers(name: str) -> None:
 
 def compare(found: torch.Tensor, wanted: torch.Tensor, name: str = "", most: float = 2e-6) -> None:
     assert (found - wanted).norm() <= most * wanted.norm(), (name, ((found - wanted).norm() / wanted.norm()).item())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_small_copy_of_any_shape_is_valid(name: str) -> None:
+    config = DecoderConfig.model_validate(OURS | CASES[name][1])
+    assert DecoderConfig.model_validate(config.model_dump() | config.shrunk(16)).hidden_size == HIDDEN
+    assert DecoderConfig.model_validate(OURS | {"rope_scaling": "none"}).rope_scaling is None

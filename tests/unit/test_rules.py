@@ -42,6 +42,14 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 1 --model.family=decoder --model.overrides.rotary_fraction=0.07 => head_size 48 · rotary_fraction 0.07 = 3 is odd
 1 --model.family=decoder '--model.overrides.layer_pattern=["a"]' '--model.overrides.kinds={b = {window = 4}}' \
 => no layer of kind b
+1 --model.family=decoder '--model.overrides.layer_pattern=["a", "full"]' => kind a ; kinds.a, such as its window
+1 --model.family=decoder --model.overrides.router_groups=2 => router_groups 2 needs experts ; router_groups = 1
+1 --model.family=decoder --model.overrides.expert_bias=true => expert_bias true needs experts ; expert_bias = false
+1 --model.family=decoder --model.overrides.kv_lora_rank=16 \
+=> model.overrides = {'kv_lora_rank': 16}: latent attention needs nope_head_size
+1 --model.family=decoder '--model.overrides.rope_scaling={rope_type = "yarn", factor = 2.0}' \
+=> model.overrides.rope_scaling.rope_type = "yarn": unknown field; did you mean type?
+1 --model.family=decoder --model.overrides.kinds.full.windo=3 => kinds.full.windo = 3: unknown field ; window?
 1 --model.family=decoder --model.overrides.gated=false --model.overrides.activation=clamped_swiglu \
 => clamped_swiglu ; set gated to true
 1 --model.family=decoder --model.overrides.norm=layer --model.overrides.qk_norm=all => qk_norm "all" ; set norm to rms

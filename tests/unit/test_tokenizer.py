@@ -6,7 +6,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from tests.unit.plain_loop import prepared, run_settings
 from titan_like.config import ConfigError
-from titan_like.config.schema import DEFAULT_TOKENS, Data, Model
+from titan_like.config.load import edit
+from titan_like.config.schema import DEFAULT_TOKENS, Data, JobConfig, Model
 from titan_like.data.preprocess import Job, tokenize_files
 from titan_like.data.tokenizer import build_tokenizer, describe_vocabulary, tokenizer_files
 from titan_like.hugging_face.tokenizer import write_tokenizer
@@ -205,12 +206,13 @@ def test_a_vocabulary_far_above_the_tokenizer_s_is_told_in_one_line(tmp_path, to
     path = tokenizer_json(["?", "to", "be", "</s>"])
     line = "the model's vocabulary has 50,257 tokens and the tokenizer 4: the others cost memory and time; set "
     line += "model.overrides.vocab_size = 128"
-    assert describe_vocabulary(Data(tokenizer=path), 50257) == line
-    assert describe_vocabulary(Data(dataset="indexed", tokenizer=path), 50257) == line
-    quiet = [(Data(tokenizer=path), 1028), (Data(tokenizer=str(tmp_path / "none.json")), 50257)]
+    given = [Data(tokenizer=path), Data(dataset="indexed", tokenizer=path)]
+    assert [describe_vocabulary(JobConfig(data=section), 50257) for section in given] == [line] * 2
+    assert describe_vocabulary(edit(JobConfig(data=given[0]), {"model.from_": "folder"}), 50257) is None
+    quiet = [(given[0], 1028), (Data(tokenizer=str(tmp_path / "none.json")), 50257)]
     # Indexed data, and that of other packages, may be of another tokenizer than the default.
     quiet += [(Data(dataset="indexed"), 50257), (Data(dataset="of_a_package"), 50257)]
-    assert [describe_vocabulary(section, size) for section, size in quiet] == [None] * 4
+    assert [describe_vocabulary(JobConfig(data=section), size) for section, size in quiet] == [None] * 4
     settings = {"training.steps": 1, "model.overrides.vocab_size": 1282}
     run_job(prepared(run_settings(tmp_path) | settings))
     line = " the model's vocabulary has 1,282 tokens and the tokenizer 257: the others cost memory and time; set "

@@ -11,6 +11,7 @@ from titan_like.data.batch_size import total_steps
 from titan_like.models.decoder.config import DecoderConfig
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout
+from titan_like.verify.reference import rerouted
 from titan_like.verify.shrink import Small, resolve, shrink, two_kinds
 
 RAMPUP = ["--training.batch_size_rampup", "[8,8,64]", "--training.global_batch_size", "32"]
@@ -107,3 +108,9 @@ def test_every_kind_of_layer_stays_with_a_window_below_the_length(stages: list[s
         sizes = {name: model.kind(name).window for name in "abcd"}
         assert set(model.layer_kinds) == {0, 1, 2, 3}
         assert sizes["b"] == sizes["d"] == 0 < sizes["c"] < sizes["a"] < seq_len
+
+
+def test_a_token_with_other_experts_is_a_larger_part_of_fewer_labels() -> None:
+    shares = rerouted(small_run("--model.family=moe", "--training.steps=9", "--parallelism.context_parallel_degree=2"))
+    assert max(shares, key=lambda step: shares[step]) == 3  # in which few tokens have a label
+    assert all(2 / 96 < share**2 < 1 for share in shares.values())  # of up to 96 tokens, any one may be

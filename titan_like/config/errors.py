@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 import errno
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from titan_like.config.synonyms import key_of
 
@@ -91,9 +91,9 @@ def problem_of(detail: Any) -> str:
 
 
 def field_errors(
-    details: Iterable[Any], name: Callable[[str], str], known: Collection[str], table: object = None
+    details: Iterable[Any], name: Callable[[str], str], model: type[BaseModel], table: object = None
 ) -> list[ConfigError]:
-    """An error for each wrong field in pydantic's ``errors()``. ``name`` gives its key, from its path in the table.
+    """An error for each wrong field of ``model`` in pydantic's ``errors()``. ``name`` gives its key, from its path.
 
     ``table`` stands for the value in errors that are about no field alone.
     """
@@ -102,12 +102,22 @@ def field_errors(
         path, kind = [str(part) for part in detail["loc"] if not isinstance(part, int)], detail["type"]
         problem = problem_of(detail)
         if kind == "extra_forbidden":
+            known = _model_at(model, path[:-1]).model_fields
             synonym = (key_of(path[-1]) or "").rpartition(".")[2]  # a model's field
             problem = unknown("field", synonym if synonym in known else path[-1], known)
         key = name(".".join(path))
         value = table if not path else None if kind == "missing" else detail["input"]
         errors.setdefault(key, ConfigError(key, value, problem))
     return list(errors.values())
+
+
+def _model_at(model: type[BaseModel], path: list[str]) -> type[BaseModel]:
+    """The class of the table at a path of fields, and of keys of tables of such tables."""
+    for name in path:
+        if name in model.model_fields:
+            annotation = model.model_fields[name].annotation
+            model = next(kind for kind in (annotation, *get_args(annotation)) if hasattr(kind, "model_fields"))
+    return model
 
 
 def boolean_of(text: str) -> str | None:

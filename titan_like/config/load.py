@@ -205,7 +205,8 @@ def _read_overrides(argv: list[str]) -> tuple[dict[str, Any], list[ConfigError]]
 
 def _parse_values(dotted: str, values: list[str]) -> Any:
     kind = str(_annotation_of(dotted))
-    if "None" in kind and values in (["none"], ["null"]):
+    # In free tables, such as model.overrides, none is a word.
+    if "None" in kind and (values == ["null"] or (values == ["none"] and kind != "None")):
         return None
     is_text = "str" in kind and "int" not in kind and "dict" not in kind
     parsed = [value if is_text and not value.startswith("[") else _parse_value(value) for value in values]

@@ -32,6 +32,7 @@ class Batch(NamedTuple):
     token_types: torch.Tensor | None = None  # int64; None: the first type, or the model knows none
     padding_mask: torch.Tensor | None = None  # bool, True where tokens only fill a sample up; None: nowhere
     sample_labels: torch.Tensor | None = None  # int64 [batch]: class of a pair; answer, at a question's first option
+    num_tokens: torch.Tensor | None = None  # int64 [batch], without the padding at a sample's end; None: all of seq
     loss_factors: torch.Tensor | None = None  # [heads], at least float32; None: the model returns logits
     document_starts: torch.Tensor | None = None  # int64, where each token's document begins; the run's masks take it
     next_tokens: torch.Tensor | None = None  # int64, the token after each; None: the model predicts one token ahead

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from titan_like.config.entry_points import DATASETS
 from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.config.paths import file_problem
-from titan_like.config.schema import DEFAULT_TOKENS, Data, TokenOptions
+from titan_like.config.schema import DEFAULT_TOKENS, Data, JobConfig, TokenOptions
 from titan_like.data.fetch import with_small_files
 from titan_like.data.special_tokens import (
     ABOUT_FILE,
@@ -230,14 +230,16 @@ def tokenizer_of(section: Data, vocab_size: int | None = None) -> Tokenizer:
     return tokenizer
 
 
-def describe_vocabulary(section: Data, vocab_size: int) -> str | None:
+def describe_vocabulary(config: JobConfig, vocab_size: int) -> str | None:
     """A line for the log if a model of ``vocab_size`` has far more tokens than the tokenizer, beyond any padding.
 
-    Also None if another tokenizer may have made the run's data, or the tokenizer's files are not on this machine.
+    Also None if `model.from` fixes the shape, if another tokenizer may have made the run's data, or if the tokenizer's
+    files are not on this machine.
     """
-    spec, is_tokenized_here = section.tokenizer, section.dataset in DATASETS and section.dataset != "indexed"
+    section, spec = config.data, config.data.tokenizer
+    is_tokenized_here = section.dataset in DATASETS and section.dataset != "indexed"
     is_unknown = not is_tokenized_here and (spec == "byte" or is_on_hub(spec))
-    if is_unknown or any(map(file_problem, tokenizer_files(spec))):
+    if is_unknown or config.model.from_ is not None or any(map(file_problem, tokenizer_files(spec))):
         return None
     size = tokenizer_of(section).vocab_size
     message = (

@@ -220,6 +220,8 @@ class ParallelInference:
         def keep(logits: torch.Tensor, _: int) -> torch.Tensor:
             return result.copy_(full_logits(logits, slice(last, last + 1)))
 
-        self._pipeline.forward([Batch(padded, document_mask=document_mask, encoder_len=encoder_len)], keep)
+        length = tokens.new_tensor([tokens.shape[1]])
+        batch = Batch(padded, document_mask=document_mask, encoder_len=encoder_len, num_tokens=length)
+        self._pipeline.forward([batch], keep)
         dist.broadcast(result, src=self._last_rank)
         return result

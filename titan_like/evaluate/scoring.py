@@ -177,7 +177,8 @@ class Scorer:
         labels, order = torch.full_like(inputs, IGNORED_LABEL), torch.arange(1, width + 1)
         labels[scored] = tokens[1:][scored]
         seen = KeyRanges(torch.zeros_like(inputs), order.clamp(min=scored.start + 1))
-        return Batch(inputs, labels, document_mask=seen if self.config.data.prefix_lm else None)
+        mask = seen if self.config.data.prefix_lm else None
+        return Batch(inputs, labels, document_mask=mask, num_tokens=torch.tensor(length))
 
     def _pipeline(self, width: int) -> Pipeline | WholeModel:
         if width not in self._pipelines:

@@ -85,7 +85,7 @@ def check_device_table(key: str, table: Any) -> None:
     try:
         _Table.model_validate(table)
     except ValidationError as error:
-        raise all_of(field_errors(error.errors(), f"{key}.".__add__, _Table.model_fields)) from None
+        raise all_of(field_errors(error.errors(), f"{key}.".__add__, _Table)) from None
 
 
 def device_to_table(device: Device) -> dict[str, Any]:

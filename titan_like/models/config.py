@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeGuard
+import json
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeGuard
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from titan_like.config.errors import ConfigError
 
@@ -34,9 +35,7 @@ class RopeScaling(BaseModel):
     attention_factor: float = Field(0, ge=0, description="yarn, longrope: factor on cos and sin; 0: by the formula")
     mscale: float = Field(0, ge=0, description="yarn: DeepSeek's terms of attention_factor")
     mscale_all_dim: float = Field(0, ge=0, description="yarn: the other one")
-    short_factors: list[float] = Field(
-        [], description="longrope: divisors of the frequencies up to the original context"
-    )
+    short_factors: list[float] = Field([], description="longrope: divisors of frequencies up to the original context")
     long_factors: list[float] = Field([], description="longrope: divisors of the frequencies of longer contexts")
 
     @model_validator(mode="after")
@@ -47,9 +46,7 @@ class RopeScaling(BaseModel):
             "longrope": ("original_max_seq_len", "short_factors", "long_factors"),
         }.get(self.type, ())
         if missing := [name for name in needed if not getattr(self, name)]:
-            raise ValueError(
-                f"{self.type} scaling needs {' and '.join(missing)}; set {'it' if len(missing) == 1 else 'them'}"
-            )
+            raise ValueError(f"{self.type} scaling needs {' and '.join(missing)}; set what is missing")
         if self.type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(
                 f"low_freq_factor {self.low_freq_factor} must be below high_freq_factor {self.high_freq_factor}"
@@ -57,6 +54,7 @@ class RopeScaling(BaseModel):
         return self
 
 
+Scaling = Annotated[RopeScaling | None, BeforeValidator(lambda value: None if value == "none" else value)]
 NUM_OPTIONS = 4  # of a multiple-choice question: as many samples, one after the other
 
 
@@ -320,9 +318,11 @@ class WithExperts(TransformerConfig):
     @model_validator(mode="after")
     def _check_experts(self) -> WithExperts:
         if not self.num_experts:
-            for name in ("experts_per_token", "expert_ffn_hidden_size", "num_shared_experts", "num_dense_layers"):
-                if getattr(self, name):
-                    raise ValueError(f"{name} {getattr(self, name)} needs experts; set num_experts, or {name} = 0")
+            dense = {*TransformerConfig.model_fields, "num_experts", "activation"}
+            for name in (name for name in WithExperts.model_fields if name not in dense):
+                value, default = map(json.dumps, (getattr(self, name), type(self).model_fields[name].default))
+                if value != default:
+                    raise ValueError(f"{name} {value} needs experts; set num_experts, or {name} = {default}")
             return self
         if not self.experts_per_token:
             raise ValueError(f"num_experts {self.num_experts} needs experts_per_token; set it to at least 1")

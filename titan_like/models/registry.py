@@ -28,13 +28,13 @@ def config_class(family: str) -> type[TransformerConfig]:
         ConfigError: there is no such family, or its entry point is not an importable configuration class.
     """
     point = find_entry("model.family", family)
-    family = load_entry("model.family", point)
-    if not (isinstance(family, type) and issubclass(family, TransformerConfig) and "." in family.__module__):
+    kind = load_entry("model.family", point)
+    if not (isinstance(kind, type) and issubclass(kind, TransformerConfig) and "." in kind.__module__):
         wanted = "a subclass of TransformerConfig in a package, such as my_models.wide.config:WideConfig"
         raise ConfigError(
             "model.family", family, f"its entry point, {point.value}, is not a family; it must be {wanted}"
         )
-    return family
+    return kind
 
 
 @cache
@@ -71,11 +71,11 @@ def model_config(section: ModelSection) -> TransformerConfig:
 
         def key(field: str) -> str:
             if not field:  # a rule over several fields blames none of them
-                return "model.flavor"
+                return "model.overrides" if section.overrides else "model.flavor"
             is_override = field.split(".")[0] in section.overrides
             return f"model.overrides.{field}" if is_override else f"model.flavors.{section.flavor}.{field}"
 
-        raise all_of(field_errors(given or details, key, kind.model_fields, section.flavor)) from None
+        raise all_of(field_errors(given or details, key, kind, section.overrides or section.flavor)) from None
 
 
 def build_model(config: TransformerConfig, family: str) -> Transformer:

@@ -84,6 +84,7 @@ class Transformer(nn.Module):
     may_be_new: tuple[str, ...] = ()  # modules that begin anew where initial weights lack them, such as a new head
     has_output_bias = False
     has_kinds = False  # whether `inputs_of` says what a layer takes
+    takes_num_tokens = False  # whether `layer_inputs` takes ``num_tokens``
     final_softcap = 0.0  # logits become final_softcap · tanh(logit / final_softcap); 0: they stay
     initial_elements = BLOCK_ELEMENTS  # of initial weights that one generator draws
 
@@ -191,6 +192,7 @@ class Transformer(nn.Module):
         loss_factors: torch.Tensor | None = None,
         next_tokens: torch.Tensor | None = None,
         next_labels: Labels = None,
+        num_tokens: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """tokens [batch, seq] → what `predict` returns: logits [batch, seq, padded vocab] in most families.
 
@@ -211,7 +213,8 @@ class Transformer(nn.Module):
             types: tuple[torch.Tensor, ...] = () if token_types is None else (token_types,)
             x = self.embed(x, positions, *lengths, *types)
         masks = self.key_ranges(len(x), positions, document_mask) if encoder_len is None else {}
-        inputs: tuple[Any, ...] = self.layer_inputs(positions, *lengths)
+        of_samples = {} if num_tokens is None or not self.takes_num_tokens else {"num_tokens": num_tokens}
+        inputs: tuple[Any, ...] = self.layer_inputs(positions, *lengths, **of_samples)
         is_normed = False
         for name, layer in self.layers.items():
             further: dict[str, torch.Tensor] = {}

@@ -157,7 +157,7 @@ def dry_run(config: JobConfig) -> DryRun:
     training, warmup = config.training, None
     if has_length := training.epochs is None or training.samples is not None:
         warmup = describe_warmup(config.lr_scheduler, schedule_length(training))
-    vocabulary = None if is_on_hub(config.data.tokenizer) else describe_vocabulary(config.data, model.vocab_size)
+    vocabulary = None if is_on_hub(config.data.tokenizer) else describe_vocabulary(config, model.vocab_size)
     notes = [*filter(None, (warmup, vocabulary)), *_check_this_machine(config, model)]
     notes += [method_of(config, model).message] if layout.context > 1 else []
     # The process's part of the model, as the real recipe builds it.

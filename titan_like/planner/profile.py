@@ -290,7 +290,7 @@ def profile_from(name: str, table: dict[str, Any]) -> Profile:
     try:  # as JSON, whose lists may be tuples
         model = _table().model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:
-        raise all_of(field_errors(error.errors(), f"profile {name}: ".__add__, _table().model_fields)) from None
+        raise all_of(field_errors(error.errors(), f"profile {name}: ".__add__, _table())) from None
     values = model.model_dump(exclude_unset=True)
     if device_table is not None:
         check_device_table(f"profile {name}: device_table", device_table)

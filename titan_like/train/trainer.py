@@ -64,7 +64,7 @@ class Trainer(ValidatedState):
         training, size = config.training, self.schedule.batch_size
         if size is not None and (training.batch_size_rampup or size != training.global_batch_size):
             self.console.print(f" lr_scheduler counts steps of {size} samples")
-        if self.step == 0 and (message := describe_vocabulary(config.data, run.model.vocab_size)):
+        if self.step == 0 and (message := describe_vocabulary(config, run.model.vocab_size)):
             self.console.print(f" {message}")
         if message := run.datasets["train"].described(config.training.micro_batch_size, self.dp_size):
             self.console.print(f" {message}")

@@ -9,7 +9,7 @@ rounding, so layouts must agree as closely as without them. In narrower types so
 in another, and their number is a matter of chance: there the tolerance is at least one rounding to float8, and one more
 for every update, which passes on what has tipped before it.
 
-In 16-bit dtypes rounding also sends tokens to other experts; one token in 128 changes gradients by `REROUTED`.
+In 16-bit dtypes rounding also sends tokens to other experts: one in 128, and at least one, whichever it is.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
+from titan_like.data.batch import num_labels
 from titan_like.data.batch_size import rampup_batch_sizes
 from titan_like.models.config import has_experts
 from titan_like.models.registry import model_config
@@ -37,7 +38,7 @@ from titan_like.verify.compare import DROPOUT, EPS, EXACT, GRADIENTS, HALF, SING
 from titan_like.verify.dropout import RATE, recorded_draws
 from titan_like.verify.places import Outputs
 from titan_like.verify.processes import Member
-from titan_like.verify.samples import masks_of_run, training_samples, validation_samples
+from titan_like.verify.samples import batches, masks_of_run, training_samples, validation_samples
 from titan_like.verify.shrink import Small
 from titan_like.verify.watch import StepWatch, digest, steps_alone
 
@@ -49,7 +50,7 @@ NEGLIGIBLE = 1e-8  # a gradient below this share of the norm of all gradients is
 # process may even compute exactly zero, so its own distance from the exact result says nothing.
 CANCELLED = {dtype: MARGIN * eps / NEGLIGIBLE for dtype, eps in EPS.items()}
 TIPPED = 2.0**-3  # half the distance of neighbouring numbers of e5m2, which gradients become, relative to the smaller
-REROUTED = (2 / 128) ** 0.5  # of the norm, if the gradients of tokens are independent: two experts change
+_REROUTED = 128  # tokens, of which one is sent to another expert
 FEW = 16  # elements: so few numbers may be right by chance in one step, but not in all
 
 _LARGE_MODEL = 1_000_000  # parameters
@@ -207,7 +208,7 @@ def is_cancelled(gradient: torch.Tensor, total_norm: float) -> bool:
 def allowances(small: Small, dtype: str, sizes: dict[Key, float], exact: Trace, draws: list[Trace]) -> dict[Key, float]:
     """How far a layout may be from the exact result in a type, given runs of one process in that type."""
     rounding = TIPPED if small.config.float8.enable and dtype != EXACT else 0.0
-    rerouted = REROUTED * (dtype in HALF and has_experts(model_config(small.config.model)))
+    of_steps = rerouted(small) if dtype in HALF and has_experts(model_config(small.config.model)) else {}
     allowed, shares, worst = dict[Key, float](), dict[Key, float](), dict[Key, float]()
     tips = tipped(exact, draws[0]) if dtype == EXACT and small.num_steps else {}
     for key in draws[-1].values.keys() & exact.values.keys():
@@ -228,11 +229,23 @@ def allowances(small: Small, dtype: str, sizes: dict[Key, float], exact: Trace, 
         if exact.values[key].numel() < FEW:
             share = worst[key._replace(step=0)]
         least = max(FLOOR[dtype], rounding * key.step, WEIGHTS_FLOOR * (key.row in (Row.WEIGHT, Row.PLACE)))
-        least = max(least, rerouted * (key.row in GRADIENTS))
+        least = max(least, of_steps.get(key.step, 0.0) * (key.row in GRADIENTS))
         if key.row in GRADIENTS and is_cancelled(exact.values[key], exact.number(key.step, GRADIENTS[key.row])):
             least = max(least, CANCELLED[dtype])
         allowed[key] = max(MARGIN * share, least, tips.get(key, 0.0) / sizes[key])
     return allowed
+
+
+def rerouted(small: Small) -> dict[int, float]:
+    """How much of its norm a gradient may change in each step because tokens are sent to other experts.
+
+    If the gradients of the n tokens with a label are independent, each is 1 / n of the squared norm on average, and the
+    largest of n normal ones 2 ln n / n. Two experts change, the old one and the new one.
+    """
+    config, heads = small.config, model_config(small.config.model).predictions
+    samples, steps = masks_of_run(config).over(training_samples(config)), batches(config, small.num_steps)
+    labels = {step: sum(int(num_labels(samples[i], heads).max()) for i in indices) for step, indices in steps.items()}
+    return {step: math.sqrt(2 * max(n / _REROUTED, 2 * math.log(n), 1) / n) for step, n in labels.items() if n}
 
 
 def uncertain(exact: Trace, draw: Trace, key: Key) -> torch.Tensor:

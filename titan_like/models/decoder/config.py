@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from titan_like.models.config import RopeScaling, WithExperts, WithHeadSize
+from titan_like.models.config import RopeScaling, Scaling, WithExperts, WithHeadSize
 
 FULL = "full"  # the kind of all layers, unless layer_pattern names others
 
@@ -19,7 +19,7 @@ class LayerKind(BaseModel):
 
     window: int = Field(0, ge=0, le=2**27, description="keys that a query sees, its own included; 0: all before it")
     rope_theta: float = Field(ge=0, le=1e30, description="base of the rotary frequencies; 0: no rotation")
-    rope_scaling: RopeScaling | None = Field(None, description="scaling of the rotary frequencies")
+    rope_scaling: Scaling = Field(None, description="scaling of the rotary frequencies")
 
 
 class DecoderConfig(WithHeadSize, WithExperts):
@@ -37,7 +37,7 @@ class DecoderConfig(WithHeadSize, WithExperts):
     num_experts: int = Field(0, ge=0, le=2**14, description="experts per layer; 0: all MLPs are dense")
     experts_per_token: int = Field(0, ge=0, description="experts that each token is routed to (top-k)")
     rope_theta: float = Field(10_000.0, gt=0, le=1e30, description="base of the rotary frequencies")
-    rope_scaling: RopeScaling | None = Field(None, description="scaling of the rotary frequencies")
+    rope_scaling: Scaling = Field(None, description="scaling of the rotary frequencies")
     rotary_fraction: float = Field(1.0, gt=0, le=1, description="part of each head, its first, that is rotated")
     layer_pattern: list[str] = Field([], description="kinds of the layers, repeated; empty: all are full")
     kinds: dict[str, LayerKind] = Field({}, description="by name; rope_theta and rope_scaling default to the model's")
@@ -80,11 +80,8 @@ class DecoderConfig(WithHeadSize, WithExperts):
         if isinstance(kinds or {}, dict) and isinstance(pattern or [], list) and (kinds or pattern):
             given = {name: filled[name] for name in ("rope_theta", "rope_scaling") if name in filled}
             rope = {"rope_theta": cls.model_fields["rope_theta"].default} | given
-            names = [name for name in pattern or [FULL] if isinstance(name, str)]
-            filled["kinds"] = {
-                name: rope | kind if isinstance(kind, dict) else kind
-                for name, kind in ({name: {} for name in names} | (kinds or {})).items()
-            }
+            tables = ({FULL: {}} if FULL in (pattern or [FULL]) else {}) | (kinds or {})
+            filled["kinds"] = {name: rope | kind if isinstance(kind, dict) else kind for name, kind in tables.items()}
         return filled
 
     @model_validator(mode="after")
@@ -123,6 +120,8 @@ class DecoderConfig(WithHeadSize, WithExperts):
     def _check_kinds(self) -> DecoderConfig:
         if unused := self.kinds.keys() - set(self.layer_pattern or [FULL]):
             raise ValueError(f"layer_pattern has no layer of kind {min(unused)}; add it there, or leave the kind out")
+        for name in (name for name in self.kind_names if name not in (FULL, *self.kinds)):
+            raise ValueError(f"layer_pattern has the kind {name}; say what it is in kinds.{name}, such as its window")
         return self
 
     @model_validator(mode="after")
@@ -223,7 +222,8 @@ class DecoderConfig(WithHeadSize, WithExperts):
                 return None
             fields = scaling.model_dump()
             for name in ("short_factors", "long_factors"):
-                fields[name] = fields[name][:: max(1, 2 * len(fields[name]) // rotary)][: rotary // 2]
+                factors, pairs = fields[name], rotary // 2
+                fields[name] = [factors[pair * len(factors) // pairs] for pair in range(pairs if factors else 0)]
             return fields | {"original_max_seq_len": seq_len // 2}
 
         windows = sorted({kind.window for kind in self.kinds.values()} - {0})

@@ -95,7 +95,7 @@ class MTPLayer(DecoderLayer):
 class Decoder(Transformer):
     """A decoder over token sequences [batch, seq]; see `Transformer.forward`."""
 
-    has_kinds = True
+    has_kinds = takes_num_tokens = True
     residual_outputs: tuple[str, ...] = ("attention.proj", "down")
     config: DecoderConfig
 
@@ -158,19 +158,23 @@ class Decoder(Transformer):
         """tokens [batch, seq] → hidden states [batch, seq, hidden]. Positions enter in the attention."""
         return _scaled(self.embedding(tokens), self.config.embedding_scale)
 
-    def layer_inputs(self, positions: torch.Tensor) -> tuple[Any, ...]:
+    def layer_inputs(self, positions: torch.Tensor, num_tokens: torch.Tensor | None = None) -> tuple[Any, ...]:
         """The rotary (cos, sin) of each kind of layer, each [*positions.shape, rotated / 2], or None without rotation.
 
-        They are computed once for all layers. Of a single kind, (cos, sin) is the result itself.
+        They are computed once for all layers. Of a single kind, (cos, sin) is the result itself. longrope chooses
+        by the length of the sequences, or for each by ``num_tokens``, int64 [batch].
         """
-        tables = [self._cos_sin(self.config.kind(name), positions) for name in self.config.kind_names]
+        length = positions.shape[-1] * self.context_shards if num_tokens is None else num_tokens[:, None, None]
+        tables = [self._cos_sin(self.config.kind(name), positions, length) for name in self.config.kind_names]
         return tables[0] if len(tables) == 1 else tuple(tables)
 
-    def _cos_sin(self, kind: LayerKind, positions: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _cos_sin(
+        self, kind: LayerKind, positions: torch.Tensor, length: int | torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         if not kind.rope_theta:
             return None, None
         rope = self.config.rotary_size, kind.rope_theta, kind.rope_scaling
-        frequencies = rope_frequencies(*rope, positions.device, positions.shape[-1] * self.context_shards)
+        frequencies = rope_frequencies(*rope, positions.device, length)
         return rope_cos_sin(positions, frequencies, rope_magnitude(kind.rope_scaling))
 
     def inputs_of(self, layer: int, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -12,14 +12,15 @@ from titan_like.models.config import RopeScaling
 
 
 def rope_frequencies(
-    size: int, theta: float, scaling: RopeScaling | None, device: torch.device, seq_len: int = 0
+    size: int, theta: float, scaling: RopeScaling | None, device: torch.device, seq_len: int | torch.Tensor = 0
 ) -> torch.Tensor:
     """Angle per position of each pair of ``size`` rotated dimensions: float32 [size / 2].
 
     llama3 stretches long wavelengths by ``factor``, keeps short ones and interpolates those in between; `RopeScaling`
     defines long and short relative to the original context. yarn (arXiv 2309.00071) does the same along the dimensions,
     and linear scaling (arXiv 2306.15595) stretches all. longrope (arXiv 2402.13753) divides by ``short_factors``, or by
-    ``long_factors`` if sequences of ``seq_len`` tokens are longer than the original context.
+    ``long_factors`` if sequences of ``seq_len`` tokens are longer than the original context. A ``seq_len`` of shape
+    [batch, 1, 1] gives each sequence its own, [batch, 1, size / 2].
     """
     frequencies = theta ** -(torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
     if scaling is None:
@@ -27,8 +28,9 @@ def rope_frequencies(
     if scaling.type == "linear":
         return frequencies / scaling.factor
     if scaling.type == "longrope":
-        is_long = seq_len > scaling.original_max_seq_len
-        return frequencies / frequencies.new_tensor(scaling.long_factors if is_long else scaling.short_factors)
+        short, long = map(frequencies.new_tensor, (scaling.short_factors, scaling.long_factors))
+        original = scaling.original_max_seq_len
+        return frequencies / (short * (seq_len <= original) + long * (seq_len > original))
     if scaling.type == "yarn":
 
         def pair(turns: float) -> float:  # whose frequency makes so many turns over the original context
