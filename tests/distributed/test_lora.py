@@ -190,7 +190,7 @@ def test_a_peft_folder_has_the_modules_of_its_base(
         convert.main(["from-hf", "--input", str(base), "--output", str(tmp_path / "base")])
         base = tmp_path / "base/step-0"
     settings = sizes(SEQ, 2, BATCH, 3) | {
-        "model.family": "decoder", "model.overrides": shape | {"bias_update_rate": 0.0}, "training.max_norm": 0.0,
+        "model.family": "decoder", "model.overrides": shape, "training.max_norm": 0.0,
         "checkpoint.initial_load_path": str(base), "lora.rank": RANK, "lora.alpha": ALPHA, "optimizer.lr": 1e-2,
     }  # fmt: skip
     one = run_cases([Case("one", settings)], 1, tmp_path)["one"]

@@ -183,6 +183,7 @@ def test_an_absent_field_has_the_default_of_the_class(model_type: str) -> None:
     if model_type == "deepseek_v3":
         theirs["num_nextn_predict_layers"] = 0  # transformers does not save these layers
     assert read(Fields({"model_type": model_type})) == read(Fields(theirs))
+    assert read(Fields({"model_type": model_type, "rope_scaling": {}})) == read(Fields(theirs))
     heads = {"num_attention_heads": 6, "num_key_value_heads": None}  # as many, whatever the default
     assert read(Fields(SMALL | {"model_type": model_type} | heads)).num_kv_heads == 6
 
@@ -217,6 +218,11 @@ def test_fields_that_mean_something_else_are_refused_by_name() -> None:
         for field, value in values.items():
             with pytest.raises(RefusedError, match=rf"config\.json has {field}"):
                 family_module("decoder").from_fields(Fields(SMALL | {"model_type": model_type, field: value}))
+    both = {"rotary_pct": 0.5, "partial_rotary_factor": 0.5, "rope_theta": 10_000}  # as older versions save
+    shape = family_module("decoder").from_fields(Fields(SMALL | {"model_type": "gpt_neox"} | both))
+    assert shape.rotary_fraction == 0.5
+    plain = family_module("decoder").from_fields(Fields(SMALL | {"model_type": "gpt_oss", "rope_parameters": {}}))
+    assert plain.kinds["full"].rope_scaling is None
     with pytest.warns(match="attention_dropout"):
         family_module("decoder").from_fields(Fields(SMALL | {"model_type": "granite", "attention_dropout": 0.1}))
 
@@ -288,9 +294,9 @@ def test_float8_blocks_become_bfloat16_and_a_layer_of_mtp_comes_along(tmp_path: 
     for name, size in (("enorm", (48,)), ("hnorm", (48,)), ("shared_head.norm", (48,)), ("eh_proj", (48, 96))):
         last[f"model.layers.4.{name}.weight"] = torch.randn(size)
     plain |= last
+    plain["model.layers.4.embed_tokens.weight"] = plain["model.embed_tokens.weight"].clone()
+    plain["model.layers.4.shared_head.head.weight"] = plain["lm_head.weight"].clone()
     packed = {name: tensor.clone() for name, tensor in plain.items()}
-    packed["model.layers.4.embed_tokens.weight"] = plain["model.embed_tokens.weight"].clone()
-    packed["model.layers.4.shared_head.head.weight"] = plain["lm_head.weight"].clone()
     for name in [name for name in plain if "_proj" in name and "eh_proj" not in name]:
         rows, columns = plain[name].shape
         scales = torch.rand(-(-rows // 16), -(-columns // 16)) + 0.5

@@ -136,12 +136,18 @@ def write_folder(
         fields = module.to_fields(weights.model)
     except RefusedError as refusal:
         raise ConfigError("--checkpoint", str(weights.path), str(refusal)) from None
+    # Copies of a table go out again where there were some.
+    copies = {
+        next(iter(stored.sources)): [name for name in stored.copies if name in origin.dtypes]
+        for stored in module.stored_parameters(weights.model)
+    }
     empty = {  # rounding a router's biases would choose other experts
         name: torch.empty(
             shape, dtype=(not stored.is_buffer and dtype) or origin.dtypes.get(name, torch.float32), device="meta"
         )
         for stored in module.stored_parameters(weights.model)
-        for name, shape in stored.sources.items()
+        for source, shape in stored.sources.items()
+        for name in (source, *copies.get(source, ()))
     }
     split = split_torch_state_dict_into_shards(empty, max_shard_size=most_bytes)
     if number == 0:
@@ -158,9 +164,13 @@ def write_folder(
     places: dict[str, tuple[Path, int]] = {}
     for file in files[number :: share[1]]:
         places |= _begin_file(folder / file, {name: empty[name] for name in split.filename_to_tensors[file]})
-    needed = (weight for weight in module.stored_parameters(weights.model) if weight.sources.keys() & places.keys())
-    for name, tensor in to_tensors(needed, weights.read):
-        if name in places:
+    needed = (
+        weight
+        for weight in module.stored_parameters(weights.model)
+        if places.keys() & {*weight.sources, *weight.copies}
+    )
+    for source_name, tensor in to_tensors(needed, weights.read):
+        for name in places.keys() & {source_name, *copies.get(source_name, ())}:
             path, offset = places[name]
             with path.open("r+b") as opened:
                 opened.seek(offset)

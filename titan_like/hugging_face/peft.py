@@ -133,12 +133,12 @@ def is_peft(folder: Path) -> bool:
 def base_of(name: str, key: str, weights: bool = True) -> str:
     """The folder of weights, or the hub's name of one, that a setting names by itself or by a PEFT folder."""
     folder = local_folder(name, key, weights)
-    if not is_peft(folder):
-        return name if is_on_hub(name) or isinstance(path_of(name), RemotePath) else os.path.abspath(folder)
-    base = _fields(folder, key).get(_BASE)
-    problem = f"its {ADAPTER_CONFIG} names no {_BASE}; add it"
-    require(isinstance(base, str) and base and not is_peft(path_of(base)), key, name, problem)
-    return str(base)
+    if is_peft(folder):
+        base = _fields(folder, key).get(_BASE)
+        problem = f"its {ADAPTER_CONFIG} names no {_BASE}; add it"
+        require(isinstance(base, str) and base and not is_peft(path_of(base)), key, name, problem)
+        name = str(base)
+    return name if is_on_hub(name) or isinstance(path_of(name), RemotePath) else os.path.abspath(name)
 
 
 def _fields(folder: Path, key: str) -> dict[str, Any]:

@@ -321,7 +321,7 @@ class WithExperts(TransformerConfig):
             dense = {*TransformerConfig.model_fields, "num_experts", "activation"}
             for name in (name for name in WithExperts.model_fields if name not in dense):
                 value, default = map(json.dumps, (getattr(self, name), type(self).model_fields[name].default))
-                if value != default:
+                if value not in (default, '"none"'):
                     raise ValueError(f"{name} {value} needs experts; set num_experts, or {name} = {default}")
             return self
         if not self.experts_per_token:

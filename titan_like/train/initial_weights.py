@@ -12,7 +12,6 @@ from titan_like.config.errors import RunError, first_line, require
 from titan_like.config.schema import JobConfig, LoRA
 from titan_like.config.urls import path_of
 from titan_like.data.special_tokens import read_json
-from titan_like.data.tokenizer import is_on_hub
 from titan_like.hugging_face.folder import local_folder, open_hugging_face
 from titan_like.hugging_face.peft import ADAPTER_CONFIG, base_of, check_peft, fingerprint, is_peft, read_peft
 from titan_like.hugging_face.start import may_differ, plain, read_start, read_weights
@@ -60,7 +59,7 @@ def _key(config: JobConfig) -> str:
 def with_base(config: JobConfig, state: RunState) -> JobConfig:
     """The configuration of a run that resumes adapters: their own base stands in for a folder that is gone."""
     text = str(config.checkpoint.initial_load_path)
-    if is_on_hub(text) or path_of(text).exists():
+    if path_of(text).exists():
         return config
     section = config.checkpoint.model_copy(update={"initial_load_path": state.base.get("folder", text)})
     return config.model_copy(update={"checkpoint": section})

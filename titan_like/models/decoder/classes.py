@@ -109,7 +109,7 @@ _QWEN: dict[str, Any] = {"layers": "switched", "window": 4096, "may": {"use_mrop
 CLASSES = (
     Class(
         "LlamaForCausalLM", ("llama",), (32000, 4096, 11008, 32, 32, 0, 2048), must=_SILU, fields=_MLP_BIAS, bias="all",
-        may={"sliding_window": (None,)},
+        may={"sliding_window": (None,), "rope_interleaved": (False,), "activation": ("swiglu",)},
     ),
     Class(
         "MistralForCausalLM", ("mistral",), (32000, 4096, 14336, 32, 32, 8, 131072), must=_SILU, layers="all",
@@ -216,6 +216,7 @@ CLASSES = (
     Class(
         "Qwen3MoeForCausalLM", ("qwen3_moe",), (151936, 2048, 6144, 24, 32, 4, 32768), _QK_HEAD, must=_SILU,
         bias="all", ignored=frozenset({"max_window_layers", "sliding_window"}),
+        may={"qkv_bias": (False,), "use_qk_norm": (True,), "shared_expert_intermediate_size": (0,)},
         experts=Experts(
             "num_experts", "moe_intermediate_size", dense_layers="mlp_only_layers", defaults=(128, 768, 8),
             renormalize=False,

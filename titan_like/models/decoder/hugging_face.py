@@ -30,16 +30,17 @@ _MEANINGLESS = frozenset(
     _attn_implementation _attn_implementation_autoset _name_or_path add_cross_attention architectures auto_map
     aux_loss_alpha bad_words_ids begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward
     classifier_dropout cross_attention_hidden_size decoder_start_token_id dtype eos_token_id ep_size id2label is_decoder
-    is_encoder_decoder label2id max_length min_length model_type output_attentions output_hidden_states
+    is_encoder_decoder is_llama_config label2id max_length min_length model_type output_attentions output_hidden_states
     output_router_logits pad_token_id prefix problem_type pruned_heads quantization_config return_dict sep_token_id
     seq_aux suppress_tokens task_specific_params tie_encoder_decoder tokenizer_class torch_dtype torchscript
-    transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache
+    transformers.js_config transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache
     """.split()  # noqa: SIM905
 )
 _EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "pretraining_tp": (1, None),
     "use_bidirectional_attention": (False, None),
-    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "hidden_dropout"), (0.0, 0)),
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "hidden_dropout", "hidden_dropout_prob"), (0.0, 0)),
+    "attention_probs_dropout_prob": (0.0, 0),
     **dict.fromkeys(
         ("attention_bias", "mlp_bias", "use_sliding_window"), (False,)
     ),  # where the class has no such field
@@ -233,6 +234,8 @@ def to_fields(config: DecoderConfig, row: Class) -> dict[str, Any]:
     if (names := row.experts) is not None:
         fields |= {names.number: config.num_experts, "num_experts_per_tok": config.experts_per_token}
         fields |= {names.width: config.expert_ffn_hidden_size}
+        if names.balance is not None:
+            fields["output_router_logits"] = config.balance == "auxiliary"
         if names.balance is not None and config.balance == "auxiliary":  # otherwise the source's stays
             layers_with_experts = config.num_layers - config.num_dense_layers
             coefficient = config.balance_coefficient * layers_with_experts / max(1, config.experts_per_token)

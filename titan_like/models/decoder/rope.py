@@ -24,7 +24,10 @@ class RopeOf(NamedTuple):
 
 def read_rope(row: Class, fields: Fields, max_seq_len: int) -> RopeOf:
     """Read the rotary positions of a class."""
-    tables = {field: table for field in _TABLES if (table := fields.table(field)) is not None and table.values}
+    # An empty rope_scaling is the class's default, and an empty rope_parameters no scaling.
+    tables = {field: table for field in _TABLES if (table := fields.table(field)) is not None}
+    if not getattr(tables.get(_TABLES[0]), "values", None):
+        tables.pop(_TABLES[0], None)
     if len(tables) > 1:
         fields.refuse(_TABLES[1], f"beside {_TABLES[0]}; keep one of them")
     table = next(iter(tables.values()), Fields(dict(row.default_scaling or {})))
@@ -32,9 +35,11 @@ def read_rope(row: Class, fields: Fields, max_seq_len: int) -> RopeOf:
     if row.local_theta is not None and {"full_attention", "sliding_attention"} & table.values.keys():
         of_full = table.table("full_attention") or Fields({})
         of_sliding = table.table("sliding_attention") or Fields({})
-    elif row.local_theta is not None and tables and (_TABLES[1] in tables or "rope_type" not in table.values):
+    elif row.local_theta is not None and table.values and (_TABLES[1] in tables or "rope_type" not in table.values):
         fields.refuse(next(iter(tables)), "of which transformers reads no rope_type; give each type of layer a table")
     theta = of_full.number("rope_theta", fields.number(*row.theta))
+    if row.theta[0] != "rope_theta" and "rope_theta" in fields.values:
+        fields.must_be("rope_theta", theta, int(theta))
     scaling = _scaling(row, fields, of_full, max_seq_len)
     full = sliding = {"rope_theta": theta, "rope_scaling": scaling}
     if row.local_theta is not None:
@@ -45,6 +50,8 @@ def read_rope(row: Class, fields: Fields, max_seq_len: int) -> RopeOf:
         fraction = of_full.positive(name, fields.positive(*row.fraction))
         if row.fraction[0] in fields.values and fields.values[row.fraction[0]] is None:
             fields.refuse(row.fraction[0], "which must be a number")
+        if row.fraction[0] != name and name in fields.values:  # older versions save both names
+            fields.must_be(name, fields.number(*row.fraction))
     else:
         of_full.must_be(name, None, 1.0, 1)
         fields.must_be(name, None, 1.0, 1)
