@@ -211,7 +211,7 @@ def write_peft(weights: CheckpointWeights, output: Path, dtype: torch.dtype) -> 
         a, b = (weights.read(f"{adapter.name}.{name}") for name in ADAPTER_NAMES)
         for module, *pair in adapter.to_peft(a, b):
             blocks.setdefault(module, []).append((pair[0], pair[1]))
-    for module, pairs in blocks.items():  # a fused module's rank is the sum of those of its matrices
+    for module, pairs in blocks.items():  # a fused module's rank is the sum of its matrices' ranks
         for name, parts, dimension in zip(names_of(module), zip(*pairs, strict=True), (0, 1), strict=True):
             tensors[name] = torch.cat(parts, dimension).to(dtype).contiguous()
     fused = {module: len(pairs) for module, pairs in blocks.items() if len(pairs) > 1}

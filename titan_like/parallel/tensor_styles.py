@@ -351,7 +351,7 @@ class SplitHeads(TensorParallel):
             super().split(module, mesh, sequence_parallel)
 
     def local_sinks(self) -> torch.Tensor | None:
-        """Those of this rank's heads."""
+        """Return the sinks of this rank's heads."""
         return None if self.sinks is None else local(self.sinks)
 
     def forward(self, *inputs: Any) -> torch.Tensor:

@@ -47,7 +47,7 @@ class Workload(NamedTuple):
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
-    expert: int = 1  # processes that share a layer's experts: part of data, context and tensor parallelism
+    expert: int = 1  # size of the expert-parallel (EP) group: part of data, context and tensor parallelism
     expert_tensor: int = 1  # processes that split each expert's matrices: 1 or `tensor`
     expert_load: float = 1.0  # rows on the process with the most work for its experts, relative to equal loads
     context_method: str = "all_gather"
