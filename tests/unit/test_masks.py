@@ -24,7 +24,7 @@ from titan_like.models.layers import attention
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.interval_attention import interval_attention
 from titan_like.models.layers.key_ranges import KeyRanges, block_mask
-from titan_like.models.registry import model_config
+from titan_like.models.registry import build_model, model_config
 from titan_like.parallel.layout import resolve_layout
 from titan_like.train.rules import check_rules
 
@@ -115,6 +115,24 @@ def test_windows_hide_keys_by_their_number_in_the_row(seq_len: int) -> None:
     for refused in ({"dropout": 0.1, "softcap": 2.0}, {"dropout": 0.0, "is_causal": False, "window": 2}):
         with pytest.raises(ValueError, match=r"set (dropout|it) to 0"):
             AttentionCore(**refused)
+
+
+def test_layers_share_a_mask_only_if_all_that_shapes_it_agrees() -> None:
+    """Causal and bidirectional layers with a soft cap, and one with a window, in one model."""
+    shape = model_config(ModelSection(family="decoder", flavor="debug"))
+    model, seq_len = build_model(shape, "decoder"), 9
+    cores = [
+        AttentionCore(0.0, softcap=5.0),
+        AttentionCore(0.0, is_causal=False, softcap=5.0),
+        AttentionCore(0.0, window=3),
+    ]
+    for layer, core in zip(model.layers.values(), cores, strict=False):
+        layer.attention.core = core
+    masks = model.key_ranges(2, torch.arange(seq_len), None)
+    causal = torch.ones(seq_len, seq_len, dtype=torch.bool).tril()
+    wanted = [causal, torch.ones_like(causal), causal.triu(-2)]
+    for ranges, visible in zip(masks.values(), wanted, strict=False):
+        assert ranges is not None and ranges.mask()[0, 0].equal(visible)
 
 
 def test_eager_attention_of_transformers() -> None:

@@ -163,11 +163,12 @@ class Transformer(nn.Module):
 
         ``positions`` are [seq] or [batch, seq].
         """
-        masks: dict[int, KeyRanges | None] = {}
+        masks: dict[tuple[bool | int, ...], KeyRanges | None] = {}
         for core in self._cores.values():
-            if core.window not in masks:
-                masks[core.window] = core.key_ranges(batch, positions.shape[-1], positions.device, document_mask)
-        return {name: masks[core.window] for name, core in self._cores.items()}
+            if core.mask_settings not in masks:
+                ranges = core.key_ranges(batch, positions.shape[-1], positions.device, document_mask)
+                masks[core.mask_settings] = ranges
+        return {name: masks[core.mask_settings] for name, core in self._cores.items()}
 
     @cached_property
     def _cores(self) -> dict[str, AttentionCore]:
@@ -175,7 +176,7 @@ class Transformer(nn.Module):
         cores_of_layers = {}
         for name, layer in self.layers.items():
             cores = [module for module in layer.modules() if isinstance(module, AttentionCore) and module.needs_ranges]
-            if len({core.window for core in cores}) == 1:
+            if len({core.mask_settings for core in cores}) == 1:
                 cores_of_layers[name] = cores[0]
         return cores_of_layers
 

@@ -83,6 +83,11 @@ class AttentionCore(nn.Module):
         return self.window > 0 or not self._has_kernel
 
     @property
+    def mask_settings(self) -> tuple[bool | int, ...]:
+        """All of a core's settings that `key_ranges` reads: cores that agree in them may share its result."""
+        return self.window, self.is_causal, self._has_kernel, self.takes_blocks
+
+    @property
     def _has_kernel(self) -> bool:
         takes_sinks = self.takes_sinks and self.is_causal
         return not self.softcap and (self.sinks is None or takes_sinks)
@@ -92,7 +97,7 @@ class AttentionCore(nn.Module):
     ) -> KeyRanges | None:
         """The keys that ``seq_len`` queries on this process see within the window; None: plain causal attention.
 
-        All cores with equal windows may share the result, which they get as their ``document_mask``.
+        All cores with equal `mask_settings` may share the result, which they get as their ``document_mask``.
 
         Raises:
             ValueError: the mask is that of another window.
