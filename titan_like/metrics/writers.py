@@ -39,7 +39,7 @@ class RunEnd(NamedTuple):
 
     def __str__(self) -> str:
         stopped = f"stopped by {signal.Signals(self.signal).name}" if self.signal else ""
-        return "; ".join(filter(None, (stopped, self.reason)))
+        return "; ".join(filter(None, (stopped, self.reason))) or "finished"
 
 
 FINISHED = RunEnd()
@@ -81,7 +81,8 @@ def _name_keepers(writers: Sequence[Writer], step: int) -> None:
     last = max((writer.last_step for writer in writers if isinstance(writer, JsonLinesWriter)), default=step)
     if names and last > step:
         trackers = f"{' and '.join(names)} {'keep' if len(names) > 1 else 'keeps'}"
-        print(f" {trackers} the earlier figures of steps {step + 1} to {last}, which are trained again", flush=True)
+        steps = f"step {last}" if last == step + 1 else f"steps {step + 1} to {last}"
+        print(f" {trackers} the earlier figures of {steps}, trained again", flush=True)
 
 
 def grouped(key: str) -> str:
@@ -287,8 +288,7 @@ class WandbWriter:
         with self._reported():
             if self._run is None:
                 return
-            if str(end):
-                self._run.summary["end"] = str(end)
+            self._run.summary["end"] = str(end)
             if end.signal in (signal.SIGTERM, signal.SIGUSR1):  # a cluster's
                 self._run.mark_preempting()
                 exit_code = 128 + end.signal
@@ -311,7 +311,7 @@ class MLflowWriter:
     def __init__(self, config: JobConfig, run_id: str, name: str, facts: Mapping[str, Any]) -> None:
         from mlflow.tracking import MlflowClient
 
-        for limit, value in (("MAX_RETRIES", "2"), ("TIMEOUT", "20")):  # a step waits for them
+        for limit, value in (("MAX_RETRIES", "2"), ("TIMEOUT", "10")):  # a step waits for them
             os.environ.setdefault(f"MLFLOW_HTTP_REQUEST_{limit}", value)
         self._client, self._run, self._problems = MlflowClient(), "", list[str]()
         self._waiting, self._sent = list[Any](), -math.inf  # figures, and when the last ones were sent

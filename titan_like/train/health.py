@@ -107,8 +107,8 @@ class LossWatch:
         if has_labels:
             self._judge(step, math.nan if skipped else loss)
             self._began = step if self._began is None else self._began
-            since, most = max(self.levels["since"], self._began), self.section.max_diverged_steps
-            if self.levels["since"] and most and step - since >= most:
+            began, most = max(self.levels["since"], self._began), self.section.max_diverged_steps
+            if self.levels["since"] and self._last[-1][-1] and 0 < most <= step - began:
                 raise RunError(f"{self.described()}; health.max_diverged_steps = {most} allows no more")
 
     def _judge(self, step: int, loss: float) -> None:
