@@ -122,8 +122,8 @@ class LossWatch:
         if len(self._last) == _LAST_STEPS and all(math.isfinite(loss) for _, loss, _ in self._last):
             levels["lowest"] = min(lowest, statistics.median(loss for _, loss, _ in self._last))
         bad = [step for step, _, is_bad in self._last if is_bad]
-        has_diverged = len(bad) >= _LEAST_BAD and 2 * len(bad) > len(self._last)
-        levels["since"] = (levels.get("since") or bad[0]) if has_diverged else 0
+        since = levels.get("since") or (bad[0] if len(bad) >= _LEAST_BAD else 0)
+        levels["since"] = since if 2 * len(bad) > len(self._last) else 0
 
     def described(self) -> str | None:
         """A sentence that says in numbers that the run has diverged; None if it has not."""
