@@ -2,8 +2,10 @@
 
 import math
 import random
+import signal
 import statistics
 from collections import deque
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +19,10 @@ from titan_like.config.monitoring import Health
 from titan_like.data.batch import Batch, without_labels
 from titan_like.data.indexed import DTYPES, IndexedWriter
 from titan_like.data.source import Source
+from titan_like.metrics.record import StepRecord
 from titan_like.train.health import LossWatch, robust_z
 from titan_like.train.job import run_job
+from titan_like.train.signals import StopSignals
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 63, 64])
@@ -221,6 +225,48 @@ def test_a_batch_without_labels_is_skipped_and_others_are_not(
     printed = capsys.readouterr().out
     assert printed.count("have no labels") == 2 and f" the {NO_LABELS.format(2)}" in printed
     assert " the samples for validation have no labels" in printed
+
+
+@pytest.mark.parametrize(
+    ("changes", "stop_signal", "status", "shown"),
+    [
+        ({}, 0, "FINISHED", "finished"),
+        ({"training__steps": 20}, signal.SIGTERM, "KILLED", "stopped by SIGTERM"),
+        (
+            {"optimizer__name": "sgd", "optimizer__lr": 1e6, "health__skip_nonfinite": "false", "training__steps": 20},
+            0,
+            "FAILED",
+            "RunError: the loss of step ",
+        ),
+    ],
+    ids=["done", "stopped", "failed"],
+)
+def test_a_tracker_is_told_how_the_run_ended(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, object],
+    stop_signal: int,
+    status: str,
+    shown: str,
+) -> None:
+    tracking = pytest.importorskip("mlflow.tracking")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlflow")
+    run, stop = prepared(short_run(tmp_path, metrics__mlflow="true", **changes)), StopSignals()
+
+    def receive(record: StepRecord) -> None:
+        stop.received = stop_signal
+
+    try:
+        with pytest.raises(RunError) if status == "FAILED" else nullcontext():
+            run_job(run, stop, receive)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    client = tracking.MlflowClient()
+    (logged_run,) = client.search_runs([client.get_experiment_by_name("titan_like").experiment_id])
+    assert logged_run.info.status == status and logged_run.data.tags["titan_like.end"].startswith(shown)
+    assert logged_run.data.tags["titan_like.exit_code"] == str(int(status == "FAILED"))
 
 
 def test_many_batches_without_labels_end_the_run_with_the_cause() -> None:

@@ -80,9 +80,8 @@ def _name_keepers(writers: Sequence[Writer], step: int) -> None:
     names = [writer.name for writer in writers if isinstance(writer, WandbWriter | MLflowWriter)]
     last = max((writer.last_step for writer in writers if isinstance(writer, JsonLinesWriter)), default=step)
     if names and last > step:
-        trackers = f"{' and '.join(names)} {'keep' if len(names) > 1 else 'keeps'}"
         steps = f"step {last}" if last == step + 1 else f"steps {step + 1} to {last}"
-        print(f" {trackers} the earlier figures of {steps}, trained again", flush=True)
+        print(f" {steps}, trained again, keep their earlier figures in {' and '.join(names)}", flush=True)
 
 
 def grouped(key: str) -> str:
@@ -276,11 +275,12 @@ class WandbWriter:
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Log values of the step, unless wandb has a later one, after which it takes none."""
-        if self._run is None or self._problems or step < max(self._step, self._run.starting_step):
+        if self._run is None or self._problems:
             return
         with self._reported():
-            self._run.log({grouped(key): value for key, value in values.items() if value is not None}, step=step)
-            self._step = step
+            if step >= max(self._step, self._run.starting_step):
+                self._run.log({grouped(key): value for key, value in values.items() if value is not None}, step=step)
+                self._step = step
 
     def close(self, end: RunEnd = FINISHED) -> None:
         """Finish the run: finished, failed, killed (255, as after Ctrl-C in any run of wandb's) or preempted."""

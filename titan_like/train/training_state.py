@@ -194,7 +194,7 @@ class TrainingState:
             config=self.config.model_dump(mode="json"),
             recent_losses=self.losses.recent,
             consecutive_skips=self.losses.consecutive_skips,
-            loss_levels=self.losses.levels,
+            loss_levels=dict(self.losses.levels),
             data=self.run.datasets["train"].fingerprint,
             readers=self._readers(),
             versions={name: version(name) for name in ("torch", "safetensors")},
