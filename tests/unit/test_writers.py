@@ -469,11 +469,11 @@ def test_steps_that_are_trained_again_replace_the_earlier_ones_or_a_line_says_so
     assert capsys.readouterr().out == ""
     go_back(writers, 3)
     log(writers, range(4, 7), 2.0)
-    assert capsys.readouterr().out == " steps 4 to 5, trained again, keep their earlier figures in wandb and MLflow\n"
+    assert capsys.readouterr().out == " the earlier figures of steps 4 to 5 stay in wandb and MLflow\n"
     for writer in writers:
         writer.close()
     writers = build_writers(*parts, 5, "ours")  # another start, from the checkpoint of step 5
-    assert capsys.readouterr().out == " step 6, trained again, keep their earlier figures in wandb and MLflow\n"
+    assert capsys.readouterr().out == " the earlier figures of step 6 stay in wandb and MLflow\n"
     log(writers, [6], 3.0)
     for writer in writers:
         writer.close()

@@ -10,7 +10,6 @@ import shlex
 import signal
 import sys
 import textwrap
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -166,7 +165,7 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
 
 def _refuse(sentence: str, code: int, of_this_process: bool = False) -> NoReturn:
     if not of_this_process and os.environ.get("RANK", "0") != "0":
-        if threading.current_thread() is threading.main_thread():
+        with suppress(ValueError):  # not in the main thread
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which torchrun ends this rank when rank 0 has failed
         time.sleep(_SECONDS_FOR_RANK_0)  # rank 0 usually prints the same and ends the job first
     sentence = as_installed(f"error: {sentence}")

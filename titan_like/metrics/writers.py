@@ -81,7 +81,7 @@ def _name_keepers(writers: Sequence[Writer], step: int) -> None:
     last = max((writer.last_step for writer in writers if isinstance(writer, JsonLinesWriter)), default=step)
     if names and last > step:
         steps = f"step {last}" if last == step + 1 else f"steps {step + 1} to {last}"
-        print(f" {steps}, trained again, keep their earlier figures in {' and '.join(names)}", flush=True)
+        print(f" the earlier figures of {steps} stay in {' and '.join(names)}", flush=True)
 
 
 def grouped(key: str) -> str:
@@ -199,11 +199,9 @@ class TensorBoardWriter:
     def __init__(self, folder: Path, start_step: int, facts: Mapping[str, Any]) -> None:
         self._folder, self._problems = folder, list[str]()
         self._writer: Any = None
+        text = json.dumps(facts, indent=2, default=str)  # Markdown shows indented text as it is
+        self._text = f"    {text}".replace("\n", "\n    ")
         self.go_back(start_step)
-        with self._reported():
-            text = json.dumps(facts, indent=2, default=str)  # Markdown shows indented text as it is
-            if self._writer is not None:
-                self._writer.add_text("configuration", f"    {text}".replace("\n", "\n    "), start_step)
 
     def go_back(self, step: int) -> None:
         """Begin a file that makes TensorBoard drop the figures after ``step``."""
@@ -211,7 +209,9 @@ class TensorBoardWriter:
 
         self.close()
         with self._reported():
-            self._writer = None if self._problems else SummaryWriter(str(self._folder), purge_step=step + 1)
+            if not self._problems:
+                self._writer = SummaryWriter(str(self._folder), purge_step=step + 1)
+                self._writer.add_text("configuration", self._text, step)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Record numbers of the step."""
