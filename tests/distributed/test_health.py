@@ -118,7 +118,10 @@ def test_going_back_leaves_out_the_samples_since_the_checkpoint(folder: Path, ba
     name = f"rewind {background}"
     bad_from = BATCH * (BAD_STEP - 1)
     extra: dict[str, Any] = {"health__loss_spike_action": "rewind", "checkpoint__async": background}
+    if background:
+        extra |= {"metrics__wandb": True, "metrics__wandb_mode": "offline"}
     outcome = train(folder, name, {bad_from: 5.0}, **extra)[0]
+    assert ("the earlier figures of step 9 stay in wandb" in outcome["printed"]) == background
     assert (
         f" the loss of step {BAD_STEP} is a spike (" in outcome["printed"]
         and f"went back to step 8 and skipped samples 32 to {bad_from + BATCH - 1}" in outcome["printed"]

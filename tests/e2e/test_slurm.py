@@ -1,6 +1,7 @@
 """scripts/slurm/train.sbatch on a real Slurm, where it is installed: a cluster of this machine alone.
 
-Its slurmctld and two slurmd are on loopback, in a folder of its own.
+Its slurmctld and two slurmd are on loopback, in a folder of its own. How jobs are requeued is tested with stand-ins for
+Slurm's programs, too.
 """
 
 import os
@@ -138,7 +139,7 @@ STEPS = 80
 SETTINGS = [*short(STEPS), "--metrics.log_interval=100", "--checkpoint.interval=100000"]
 
 lacks = missing_program()
-pytestmark = pytest.mark.skipif(lacks is not None, reason=f"Slurm is not installed: no {lacks}")
+needs_slurm = pytest.mark.skipif(lacks is not None, reason=f"Slurm is not installed: no {lacks}")
 
 
 class Training:
@@ -177,6 +178,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     assert cluster.processes() == []
 
 
+@needs_slurm
 def test_a_warned_and_preempted_run_goes_on_to_its_end(cluster: SlurmCluster, tmp_path: Path) -> None:
     training = Training(cluster, tmp_path, settings=SETTINGS)
     training.wait_for_step(5)
@@ -204,6 +206,7 @@ def test_a_warned_and_preempted_run_goes_on_to_its_end(cluster: SlurmCluster, tm
     assert re.findall(r"^resumed from (.*)$", output, re.MULTILINE) == checkpoints[:2]
 
 
+@needs_slurm
 def test_a_wrong_setting_ends_the_job(cluster: SlurmCluster, tmp_path: Path) -> None:
     training = Training(cluster, tmp_path, settings=["--training.global_batch_size=3"])
     job = training.wait_for_state("FAILED")
@@ -211,6 +214,7 @@ def test_a_wrong_setting_ends_the_job(cluster: SlurmCluster, tmp_path: Path) -> 
     assert training.output().count("error: training.global_batch_size = 3: ") == 1
 
 
+@needs_slurm
 def test_a_failing_run_ends_the_job(cluster: SlurmCluster, tmp_path: Path) -> None:
     diverging = ["--optimizer.name=sgd", "--optimizer.lr=1e6", "--training.max_norm=0"]
     options = ["--health.skip_nonfinite=false", *SETTINGS, *diverging]
@@ -218,3 +222,49 @@ def test_a_failing_run_ends_the_job(cluster: SlurmCluster, tmp_path: Path) -> No
     job = training.wait_for_state("FAILED")
     assert (job["ExitCode"], job["Restarts"]) == ("1:0", "0")
     assert training.output().count("error: the loss of step 2 is ") == 2  # torchrun tried again once
+
+
+# Stand-ins: the run has stopped cleanly and can resume. Job 40 is an array of tasks 1 to 3, or heterogeneous. As in
+# Slurm, 40 names all of them, and the last task to start has it as its own id.
+STAND_INS = {
+    "python": "exit 0",
+    "srun": "exit 0",
+    "squeue": r"""
+[ "$CTLD" = away ] && { echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1; }
+case "$*" in *--jobs=40_2\ *|*--jobs=41\ *) echo "$STATE" ;; *--jobs=40\ *) printf "$STATE\n$STATE\n" ;; esac""",
+    "scontrol": """
+[ "$1" = show ] && { echo node; exit 0; }
+[ "$CTLD" = disabled ] && { echo "Requested operation is presently disabled for job $2" >&2; exit 1; }
+echo "$*" >> requeued""",
+}
+ARRAY = {"SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "requeued", "code"),
+    [
+        ({"SLURM_JOB_ID": "41"}, "41", 0),
+        ({"SLURM_JOB_ID": "41", **ARRAY}, "40_2", 0),
+        ({"SLURM_JOB_ID": "40", **ARRAY}, "40_2", 0),
+        ({"SLURM_JOB_ID": "40", "SLURM_HET_SIZE": "2"}, "40", 0),
+        ({"SLURM_JOB_ID": "40", **ARRAY, "STATE": "COMPLETING"}, None, 0),  # scancel
+        ({"SLURM_JOB_ID": "40", **ARRAY, "CTLD": "disabled"}, None, 1),  # sbatch --no-requeue, or salloc
+        ({"SLURM_JOB_ID": "41", "CTLD": "away"}, None, 1),
+    ],
+    ids=["job", "task", "last task", "heterogeneous", "cancelled", "disabled", "no controller"],
+)
+def test_exactly_the_task_that_stopped_is_requeued(
+    tmp_path: Path, variables: dict[str, str], requeued: str | None, code: int
+) -> None:
+    for name, lines in STAND_INS.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{lines}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "node", "SLURM_NNODES": "1"}
+    environment |= {"STATE": "RUNNING", "CTLD": "there"} | variables
+    command = ["bash", str(REPO / "scripts/slurm/train.sbatch"), "debug.toml"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    asked = tmp_path / "requeued"
+    assert (asked.read_text().split("\n") if asked.exists() else None) == (requeued and [f"requeue {requeued}", ""])
+    job = "40_2" if "SLURM_ARRAY_JOB_ID" in variables else variables["SLURM_JOB_ID"]
+    told = [f"error: job {job} stopped before its last step and cannot be requeued; submit it again to continue"]
+    assert (done.returncode, [line for line in done.stderr.splitlines() if "error: job" in line]) == (code, told * code)

@@ -1,5 +1,6 @@
 """The debug configuration from start to end, as a user runs it."""
 
+import math
 import re
 import signal
 import subprocess
@@ -135,3 +136,56 @@ def test_diverging_run_ends_with_one_sentence(tmp_path: Path, here: Any) -> None
     assert len(sentences) == 1, err
     assert re.match(r"error: the loss of step (\d+) is \S+ and its gradient norm (nan|inf); ", sentences[0])
     assert len(iterations(out)) == int(re.findall(r"step (\d+)", sentences[0])[0]) - 1
+
+
+DIVERGING = [
+    *short(20, warmup=0), "--lr_scheduler.decay=constant", "--optimizer.name=sgd", "--training.max_norm=0",
+    "--checkpoint.enable=false",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["--optimizer.lr=1e4", "--evaluation.interval=20", "--evaluation.steps=1"], "18 of the last 20 updates were"),
+        (["--optimizer.lr=30"], "the last loss is "),
+    ],
+    ids=["not finite", "above guessing"],
+)
+def test_the_last_line_of_a_run_that_has_diverged_says_so(
+    tmp_path: Path, here: Any, settings: list[str], told: str
+) -> None:
+    debug = ["--job.config_file=train_configs/debug_gpt.toml", f"--job.dump_folder={tmp_path}"]
+    code, out, err = here("train.py", *debug, *DIVERGING, *settings)
+    assert code == 0, err
+    last, lines = out.splitlines()[-1], records(tmp_path)
+    since = int(re.findall(r"^ the run has diverged since step (\d+): ", last)[0])
+    bad = [line["step"] for line in lines if line["loss"] is None or line["nan"] or line["loss"] > math.log(257) + 1]
+    assert since == bad[0] <= 5 and told in last
+    losses = [line["loss"] for line in lines if not line["nan"]]
+    assert f"the last loss is {losses[-1]:.6g} " in last and f"{lines[0]['loss']:.6g} at first" in last
+    assert ("the loss of the last validation is not finite" in last) == ("--evaluation.steps=1" in settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (["--training.max_norm=-1"], r"error: training\.max_norm = -1: should be greater than or equal to 0 \(.*\)"),
+        (
+            ["--optimizer.lr=1e6", "--health.skip_nonfinite=false"],
+            r"error: the loss of step \d+ is \S+ and its gradient norm (nan|inf); lower optimizer\.lr, or .*",
+        ),
+    ],
+    ids=["wrong setting", "in the middle"],
+)
+def test_torchrun_ends_with_the_sentence(tmp_path: Path, settings: list[str], sentence: str) -> None:
+    run = ["--job.config_file=train_configs/debug_gpt.toml", f"--job.dump_folder={tmp_path}", *DIVERGING, *settings]
+    done = Script(TORCHRUN, ["--standalone", "--nproc_per_node=2", "train.py", *run], environment=PLAIN).wait()
+    assert done.returncode == 1  # torchrun's own, whatever the ranks' is
+    *_, last, border = done.stderr.splitlines()
+    assert re.fullmatch(r" *traceback : (.*)", last) and set(border) == {"="}, done.stderr
+    shown = last.partition(" : ")[2]
+    assert re.fullmatch(sentence, shown), shown
+    assert [line for line in done.stderr.splitlines() if line.startswith("error: ")] == [
+        shown
+    ]  # once, not by each rank

@@ -2,8 +2,10 @@
 
 import math
 import random
+import signal
 import statistics
 from collections import deque
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +19,10 @@ from titan_like.config.monitoring import Health
 from titan_like.data.batch import Batch, without_labels
 from titan_like.data.indexed import DTYPES, IndexedWriter
 from titan_like.data.source import Source
+from titan_like.metrics.record import StepRecord
 from titan_like.train.health import LossWatch, robust_z
 from titan_like.train.job import run_job
+from titan_like.train.signals import StopSignals
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 63, 64])
@@ -97,6 +101,77 @@ def test_the_watch_goes_on_where_a_checkpoint_left_it() -> None:
         second.count(9, 90.0, skipped=True)
 
 
+GUESS = math.log(50_257)
+
+
+def course(*parts: tuple[float, float, int], noise: float = 0.1) -> list[float]:
+    """Losses that go from one value to another in that many steps, part after part."""
+    numbers = random.Random(0)
+    return [
+        first + (last - first) * step / steps + numbers.gauss(0, noise)
+        for first, last, steps in parts
+        for step in range(steps)
+    ]
+
+
+COURSES = {
+    "from scratch": course((10.9, 3.0, 300)),
+    "warm-up that rises and falls": course((10.9, 11.6, 15), (11.6, 4.0, 300)),
+    "fine-tuning": course((2.1, 1.6, 100), noise=0.4),
+    "fine-tuning on samples of one length after another": course((0.8, 0.8, 60), (2.6, 2.4, 60), noise=0.4),
+    "another mix of data": course((10.9, 1.0, 300), (2.7, 2.4, 60)),
+    "spikes": [30.0 if step % 5 == 0 else loss for step, loss in enumerate(course((10.9, 3.0, 300)), start=1)],
+    "three steps": [2.0, 9.0, 4.0],
+    "one skipped step": [math.nan],
+}
+DIVERGED = {  # with the step from which
+    "the unigrams' loss again": (course((10.9, 3.0, 300), (7.5, 7.5, 60), noise=0.05), 301),
+    "above guessing": ([5.6, 5.8, 300.0, 800.0, 894.0, 894.0], 3),
+    "in fine-tuning": (course((2.0, 1.5, 100), (9.0, 9.0, 30)), 101),
+    "skipped": ([5.4, 6e10] + [math.nan] * 18, 2),
+    "mostly skipped": ([5.0 if step % 3 == 0 else math.nan for step in range(1, 61)], 1),
+}
+
+
+def judged(losses: list[float], **settings: object) -> LossWatch:
+    result = LossWatch(Health.model_validate(settings), "cpu", guess=GUESS)
+    for step, loss in enumerate(losses, start=1):
+        result.count(step, loss, skipped=math.isnan(loss))
+    return result
+
+
+@pytest.mark.parametrize("name", COURSES)
+def test_usual_courses_of_the_loss_are_no_divergence(name: str) -> None:
+    assert judged(COURSES[name], max_diverged_steps=1).described() is None
+
+
+@pytest.mark.parametrize("name", DIVERGED)
+def test_a_run_that_has_diverged_says_so_with_the_step_and_numbers(name: str) -> None:
+    losses, since = DIVERGED[name]
+    told = judged(losses).described()
+    last = next(loss for loss in reversed(losses) if not math.isnan(loss))
+    assert told is not None and told.startswith(f"the run has diverged since step {since}: the last loss is {last:.6g}")
+    skipped = sum(math.isnan(loss) for loss in losses[-20:])
+    assert (f" and {skipped} of the last 20 updates were skipped (" in told) == (skipped > 0)
+    assert f"{losses[0]:.6g} at first" in told or math.isnan(losses[0])
+
+
+def test_a_run_ends_after_so_many_steps_of_a_divergence_that_does_not_pass() -> None:
+    losses = course((10.9, 3.0, 300), (8.0, 8.0, 100), (3.0, 3.0, 50))
+    passed = judged(losses, max_diverged_steps=101)
+    assert passed.described() is None
+    with pytest.raises(RunError, match=r"^the run has diverged since step 301: .*; health.max_diverged_steps = 40 "):
+        judged(losses, max_diverged_steps=40)
+    # The next start of such a run, with a lower rate, has as many steps to recover, and knows how low the loss was.
+    before = judged(losses[:350])
+    again = LossWatch(Health(max_diverged_steps=40), "cpu", guess=GUESS, levels=before.levels)
+    for step in range(351, 391):
+        again.count(step, 8.0, skipped=False)
+    assert "since step 301" in str(again.described())
+    with pytest.raises(RunError, match="since step 301"):
+        again.count(391, 8.0, skipped=False)
+
+
 PAIRS = {"model.overrides.sentence_head": "pair", "data.sentence_objective": "sentence_order"}
 NO_LABELS = "4 samples of step {} have no labels: all of their tokens are special tokens, padding or prompts"
 
@@ -150,6 +225,48 @@ def test_a_batch_without_labels_is_skipped_and_others_are_not(
     printed = capsys.readouterr().out
     assert printed.count("have no labels") == 2 and f" the {NO_LABELS.format(2)}" in printed
     assert " the samples for validation have no labels" in printed
+
+
+@pytest.mark.parametrize(
+    ("changes", "stop_signal", "status", "shown"),
+    [
+        ({}, 0, "FINISHED", "finished"),
+        ({"training__steps": 20}, signal.SIGTERM, "KILLED", "stopped by SIGTERM"),
+        (
+            {"optimizer__name": "sgd", "optimizer__lr": 1e6, "health__skip_nonfinite": "false", "training__steps": 20},
+            0,
+            "FAILED",
+            "RunError: the loss of step ",
+        ),
+    ],
+    ids=["done", "stopped", "failed"],
+)
+def test_a_tracker_is_told_how_the_run_ended(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, object],
+    stop_signal: int,
+    status: str,
+    shown: str,
+) -> None:
+    tracking = pytest.importorskip("mlflow.tracking")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlflow")
+    run, stop = prepared(short_run(tmp_path, metrics__mlflow="true", **changes)), StopSignals()
+
+    def receive(record: StepRecord) -> None:
+        stop.received = stop_signal
+
+    try:
+        with pytest.raises(RunError) if status == "FAILED" else nullcontext():
+            run_job(run, stop, receive)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    client = tracking.MlflowClient()
+    (logged_run,) = client.search_runs([client.get_experiment_by_name("titan_like").experiment_id])
+    assert logged_run.info.status == status and logged_run.data.tags["titan_like.end"].startswith(shown)
+    assert logged_run.data.tags["titan_like.exit_code"] == str(int(status == "FAILED"))
 
 
 def test_many_batches_without_labels_end_the_run_with_the_cause() -> None:

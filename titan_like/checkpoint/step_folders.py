@@ -66,6 +66,7 @@ class RunState:
     schedule_batch_size: _Count = 0  # as the run began; older versions do not have it
     schedule: Schedule | None = None  # older versions do not have it
     epoch_samples: _Count = 0  # in the training data; older versions do not have it
+    loss_levels: dict[str, float] = field(default_factory=dict)  # `titan_like.train.health.LossWatch.levels`
     base: dict[str, str] = field(default_factory=dict)  # "folder" of the weights under adapters, and "fingerprint"
 
     def come_to(self, training: Training) -> tuple[int, int, int]:

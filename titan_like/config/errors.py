@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import difflib
 import errno
+import json
+import os
+import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -46,6 +51,18 @@ class RunError(RuntimeError):
         """``of_this_process``: no other process of the job raises it as well."""
         super().__init__(sentence)
         self.of_this_process = of_this_process
+
+
+def record_error(message: str) -> None:
+    """Have torchrun, if it has started this process, show ``message`` at the end of its report, below its traceback.
+
+    torchrun shows the rank whose error has the earliest second. This one comes before those of the ranks that torchrun
+    ends because of it.
+    """
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        details = {"message": message, "extraInfo": {"timestamp": str(int(time.time()) - 1)}}
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": details}), encoding="utf-8")
 
 
 def all_of(errors: Sequence[ConfigError]) -> ConfigError:

@@ -7,9 +7,11 @@ import errno
 import json
 import os
 import shlex
+import signal
 import sys
 import textwrap
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.metadata import version
@@ -22,7 +24,7 @@ from pydantic import BaseModel, ValidationError
 
 from titan_like import __version__
 from titan_like.config.entry_points import START, names_of, wrong_names
-from titan_like.config.errors import ConfigError, RunError, all_of, problem_of, require, unknown
+from titan_like.config.errors import ConfigError, RunError, all_of, problem_of, record_error, require, unknown
 from titan_like.config.options import as_installed
 from titan_like.config.paths import SHIPPED, expanded, find_config, read_toml
 from titan_like.config.schema import JobConfig
@@ -155,13 +157,20 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
         _refuse(f"{file}{': ' if file else ''}{error.strerror}{'; make room' if is_full else ''}", 2)
     except (ConfigError, RunError) as error:
         _refuse(str(error), 2 if isinstance(error, ConfigError) else 1, error.of_this_process)
+    except Exception:
+        record_error(traceback.format_exc())
+        raise
     raise SystemExit(code or 0)
 
 
 def _refuse(sentence: str, code: int, of_this_process: bool = False) -> NoReturn:
     if not of_this_process and os.environ.get("RANK", "0") != "0":
+        with suppress(ValueError):  # not in the main thread
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which torchrun ends this rank when rank 0 has failed
         time.sleep(_SECONDS_FOR_RANK_0)  # rank 0 usually prints the same and ends the job first
-    print(as_installed(f"error: {sentence}"), file=sys.stderr, flush=True)
+    sentence = as_installed(f"error: {sentence}")
+    print(sentence, file=sys.stderr, flush=True)
+    record_error(sentence)
     _end_process_group(code)
     raise SystemExit(code)
 

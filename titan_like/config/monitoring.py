@@ -40,6 +40,10 @@ class Health(Section):
         "skip", "on a spike, skip the update, or resume from the newest checkpoint with the samples after the spike"
     )
     max_consecutive_skips: StepNumber = option(100, "consecutive steps without an update after which the run ends")
+    max_diverged_steps: StepCount = option(
+        1000,
+        "steps for which a run may have diverged until it ends (docs/reliability.md says when it has); 0: any number",
+    )
     hang_timeout_seconds: float = option(  # socket timeouts are milliseconds in 32 bits
         600.0, "seconds without progress until the job ends and names the rank at fault; 0: never", ge=0, le=10**6
     )

@@ -29,11 +29,14 @@ def lacks_validation(path: Path, run_id: str, step: int) -> bool:
     )
 
 
-def own_file(path: Path, start_step: int, run_id: str, goes_back: bool = False) -> None:
+def own_file(path: Path, start_step: int, run_id: str, goes_back: bool = False) -> int:
     """Let ``path`` be the file of a run that begins after ``start_step``, with its lines up to there, or no file.
 
     The file of another run is renamed, the first one to metrics.1.jsonl. A run that resumes takes its own file back if
     another run had renamed it. If the run ``goes_back`` at its user's wish, the file with later lines is kept too.
+
+    Returns:
+        The last step of the run's own lines, of which those after ``start_step`` are dropped.
 
     Raises:
         OSError: files cannot be written or renamed.
@@ -46,12 +49,14 @@ def own_file(path: Path, start_step: int, run_id: str, goes_back: bool = False) 
     earlier = [other for _, other in sorted(_aside(path).items()) if resumes and run_of(other) == run_id]
     if earlier and not (path.exists() and complete_lines(path)):  # another run may have died before its first line
         os.replace(earlier[-1], path)
-    if path.exists():
-        _drop_lines_after(start_step, path, goes_back)
+    return _drop_lines_after(start_step, path, goes_back) if path.exists() else start_step
 
 
-def _drop_lines_after(step: int, path: Path, keeps_copy: bool) -> None:
-    """Drop all but the complete lines of steps up to ``step``. A line that a crash cut off is dropped, too."""
+def _drop_lines_after(step: int, path: Path, keeps_copy: bool) -> int:
+    """Drop all but the complete lines of steps up to ``step``, and return the last step that there was.
+
+    A line that a crash cut off is dropped, too.
+    """
     content, lines = path.read_bytes(), complete_lines(path)
     kept = "".join(line for number, line in lines if number <= step).encode()
     if keeps_copy and any(number > step for number, _ in lines):
@@ -60,6 +65,7 @@ def _drop_lines_after(step: int, path: Path, keeps_copy: bool) -> None:
         _replace(path, kept)
     elif kept != content:
         os.truncate(path, len(kept))  # this needs no room on the disk
+    return max((number for number, _ in lines), default=step)
 
 
 def complete_lines(path: Path) -> list[tuple[int, str]]:

@@ -8,18 +8,19 @@ import math
 import netrc
 import os
 import re
+import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from io import FileIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlparse
 
-from titan_like.config.errors import ConfigError, first_line, require
+from titan_like.config.errors import ConfigError, first_line, printable, require, shortened
 from titan_like.config.monitoring import Metrics
 from titan_like.config.schema import JobConfig
 from titan_like.metrics.flops import Throughput
@@ -29,10 +30,28 @@ from titan_like.models.config import TransformerConfig
 from titan_like.parallel.layout import Layout
 
 
+class RunEnd(NamedTuple):
+    """How a run ended, as trackers show it."""
+
+    exit_code: int = 0
+    signal: int = 0  # the signal that stopped it before its last step, or 0
+    reason: str = ""  # what went wrong
+
+    def __str__(self) -> str:
+        stopped = f"stopped by {signal.Signals(self.signal).name}" if self.signal else ""
+        return "; ".join(filter(None, (stopped, self.reason))) or "finished"
+
+
+FINISHED = RunEnd()
+
+
 def build_writers(
     config: JobConfig, model: TransformerConfig, layout: Layout, start_step: int, run_id: str
 ) -> list[Writer]:
-    """The writers that [metrics] enables; they drop records after ``start_step`` from an earlier attempt of the run."""
+    """The writers that [metrics] enables; they drop records after ``start_step`` from an earlier attempt of the run.
+
+    A line names the trackers that cannot drop any.
+    """
     folder = Path(config.job.dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
     goes_back = start_step == config.checkpoint.load_step
@@ -45,7 +64,24 @@ def build_writers(
         writers.append(WandbWriter(config, folder, run_id, name, facts))
     if config.metrics.mlflow:
         writers.append(MLflowWriter(config, run_id, name, facts))
+    _name_keepers(writers, start_step)
     return writers
+
+
+def go_back(writers: Sequence[Writer], step: int) -> None:
+    """Let the writers drop the records after ``step``, which are trained again. A line names those that cannot."""
+    for writer in writers:
+        if isinstance(writer, JsonLinesWriter | TensorBoardWriter):
+            writer.go_back(step)
+    _name_keepers(writers, step)
+
+
+def _name_keepers(writers: Sequence[Writer], step: int) -> None:
+    names = [writer.name for writer in writers if isinstance(writer, WandbWriter | MLflowWriter)]
+    last = max((writer.last_step for writer in writers if isinstance(writer, JsonLinesWriter)), default=step)
+    if names and last > step:
+        steps = f"step {last}" if last == step + 1 else f"steps {step + 1} to {last}"
+        print(f" the earlier figures of {steps} stay in {' and '.join(names)}", flush=True)
 
 
 def grouped(key: str) -> str:
@@ -110,6 +146,7 @@ class JsonLinesWriter:
         self._path, self._run_id, self._of_run = path, run_id, (start_step, run_id, goes_back)
         self._file: FileIO | None = None  # None as long as it cannot be opened
         self._step: int | None = start_step  # the last line's
+        self.last_step = start_step  # that the file had when the run began
         self._problems: list[str] = []
         with self._reported():
             self._opened()
@@ -133,14 +170,21 @@ class JsonLinesWriter:
                 file.write(b"}\n" if adds else b"")
                 raise
 
-    def close(self) -> None:
+    def close(self, end: RunEnd = FINISHED) -> None:
         """Close the file."""
         if self._file is not None:
             self._file.close()
 
+    def go_back(self, step: int) -> None:
+        """Drop the lines after ``step``."""
+        self.close()
+        self._file, self._step, self._of_run = None, step, (step, self._run_id, False)
+        with self._reported():
+            self._opened()
+
     def _opened(self) -> FileIO:
         if self._file is None:
-            own_file(self._path, *self._of_run)
+            self.last_step = own_file(self._path, *self._of_run)
             self._path.touch()
             self._file = open(self._path, "r+b", buffering=0)
         return self._file
@@ -153,14 +197,21 @@ class TensorBoardWriter:
     """Writes TensorBoard scalars, and the run's facts as text, as long as its files can be written."""
 
     def __init__(self, folder: Path, start_step: int, facts: Mapping[str, Any]) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
         self._folder, self._problems = folder, list[str]()
         self._writer: Any = None
+        text = json.dumps(facts, indent=2, default=str)  # Markdown shows indented text as it is
+        self._text = f"    {text}".replace("\n", "\n    ")
+        self.go_back(start_step)
+
+    def go_back(self, step: int) -> None:
+        """Begin a file that makes TensorBoard drop the figures after ``step``."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.close()
         with self._reported():
-            self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
-            text = json.dumps(facts, indent=2, default=str)  # Markdown shows indented text as it is
-            self._writer.add_text("configuration", f"    {text}".replace("\n", "\n    "), start_step)
+            if not self._problems:
+                self._writer = SummaryWriter(str(self._folder), purge_step=step + 1)
+                self._writer.add_text("configuration", self._text, step)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Record numbers of the step."""
@@ -169,7 +220,7 @@ class TensorBoardWriter:
                 if value is not None:
                     self._writer.add_scalar(grouped(key), value, step)
 
-    def close(self) -> None:
+    def close(self, end: RunEnd = FINISHED) -> None:
         """Flush to disk."""
         with self._reported():
             if self._writer is not None and not self._problems:
@@ -180,7 +231,12 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """Logs to wandb under the run's own id, so that a resumed job continues the same run there."""
+    """Logs to wandb under the run's own id, so that a resumed job continues the same run there.
+
+    If the server refuses or does not answer, the run is logged offline.
+    """
+
+    name = "wandb"
 
     def __init__(self, config: JobConfig, folder: Path, run_id: str, name: str, facts: Mapping[str, Any]) -> None:
         import wandb
@@ -192,25 +248,56 @@ class WandbWriter:
             mode = None  # wandb reads the variable itself
         else:
             mode = "online" if _wandb_key_configured() else "offline"
-        self._run = wandb.init(
+        for wait in ("INIT", "FINISH"):  # the run waits for them
+            os.environ.setdefault(f"WANDB_{wait}_TIMEOUT", "15")
+        begin = partial(
+            wandb.init,
             project=config.metrics.wandb_project,
             name=name,
             notes=config.job.description or None,
             id=run_id,
             resume="allow",
-            mode=mode,
             dir=str(folder),
             config=dict(facts),
             allow_val_change=True,  # a resumed run may have another layout
         )
+        self._run: Any = None
+        self._problems, self._step = list[str](), 0  # the last step that was logged
+        try:
+            self._run = begin(mode=mode)
+        except Exception as error:  # wandb has many kinds
+            wandb.teardown()  # its process still has the run open
+            with self._reported():
+                self._run = begin(mode="offline")
+                reason = shortened(printable(" ".join(str(error).split())))
+                sync = f"upload them with: wandb sync {folder}/wandb/offline-run-*-{run_id}"
+                print(f" wandb gets no figures ({reason}); they are kept offline, {sync}", flush=True)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Log values of the step."""
-        self._run.log({grouped(key): value for key, value in values.items() if value is not None}, step=step)
+        """Log values of the step, unless wandb has a later one, after which it takes none."""
+        if self._run is None or self._problems:
+            return
+        with self._reported():
+            if step >= max(self._step, self._run.starting_step):
+                self._run.log({grouped(key): value for key, value in values.items() if value is not None}, step=step)
+                self._step = step
 
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
+    def close(self, end: RunEnd = FINISHED) -> None:
+        """Finish the run: finished, failed, killed (255, as after Ctrl-C in any run of wandb's) or preempted."""
+        exit_code = end.exit_code
+        with self._reported():
+            if self._run is None:
+                return
+            self._run.summary["end"] = str(end)
+            if end.signal in (signal.SIGTERM, signal.SIGUSR1):  # a cluster's
+                self._run.mark_preempting()
+                exit_code = 128 + end.signal
+            elif end.signal:
+                exit_code = 255
+            self._run.finish(exit_code=exit_code)
+
+    def _reported(self) -> AbstractContextManager[None]:
+        return _reported_once(self._problems, "wandb", "gets no more figures; metrics.jsonl has them", Exception)
 
 
 class MLflowWriter:
@@ -219,10 +306,12 @@ class MLflowWriter:
     Steps that it passes again are there twice, because nothing can be removed from MLflow.
     """
 
+    name = "MLflow"
+
     def __init__(self, config: JobConfig, run_id: str, name: str, facts: Mapping[str, Any]) -> None:
         from mlflow.tracking import MlflowClient
 
-        for limit, value in (("MAX_RETRIES", "2"), ("TIMEOUT", "20")):  # a step waits for them
+        for limit, value in (("MAX_RETRIES", "2"), ("TIMEOUT", "10")):  # a step waits for them
             os.environ.setdefault(f"MLFLOW_HTTP_REQUEST_{limit}", value)
         self._client, self._run, self._problems = MlflowClient(), "", list[str]()
         self._waiting, self._sent = list[Any](), -math.inf  # figures, and when the last ones were sent
@@ -265,13 +354,16 @@ class MLflowWriter:
             self._client.log_batch(self._run, metrics=self._waiting)
         self._waiting, self._sent = [], time.monotonic()
 
-    def close(self) -> None:
-        """Send what waits, and finish the run."""
-        if not self._problems:
-            self._send()
+    def close(self, end: RunEnd = FINISHED) -> None:
+        """Send what waits, and end the run: finished, failed or killed."""
+        from mlflow.entities import RunTag
+
+        status = "KILLED" if end.signal else "FAILED" if end.exit_code else "FINISHED"
         with self._reported():
             if not self._problems:
-                self._client.set_terminated(self._run)
+                tags = [RunTag("titan_like.exit_code", str(end.exit_code)), RunTag("titan_like.end", str(end))]
+                self._client.log_batch(self._run, metrics=self._waiting, tags=tags)
+                self._client.set_terminated(self._run, status)
 
     def _reported(self) -> AbstractContextManager[None]:
         from mlflow.exceptions import MlflowException

@@ -7,7 +7,9 @@ and counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -15,6 +17,7 @@ from titan_like.config.errors import RunError
 from titan_like.config.monitoring import Health
 
 _NORMAL = 1.4826  # standard deviation over median absolute deviation (MAD) of a normal distribution
+_LAST_STEPS, _LEAST_BAD = 20, 3  # by which a run has diverged; float16 may skip the first one or two
 _LEAST_DEVIATION = 0.01  # relative to the median, so that after nearly equal losses a small rise is not a spike
 
 
@@ -35,13 +38,30 @@ def robust_z(value: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
 
 
 class LossWatch:
-    """Detects spikes of the loss, and counts consecutive steps without an update."""
+    """Detects spikes of the loss, and judges the run by its last steps.
+
+    The run has diverged while more than half of its last 20 steps are bad: their update was skipped, or their loss is
+    at least 1 nat and a third of what the run had learned above the lowest median of 20 losses. What it had learned
+    counts from its first loss, or from ``guess``, the loss of uniform guessing, if that is higher. So neither
+    fine-tuning nor harder data is a divergence.
+    """
 
     def __init__(
-        self, section: Health, device: torch.device | str, recent: Sequence[float] = (), consecutive_skips: int = 0
+        self,
+        section: Health,
+        device: torch.device | str,
+        recent: Sequence[float] = (),
+        consecutive_skips: int = 0,
+        guess: float = math.inf,
+        levels: Mapping[str, float] | None = None,
     ) -> None:
+        """A run that resumes gives what its checkpoint has of these."""
         self.section = section
         self.consecutive_skips = consecutive_skips
+        # "first" and "lowest" loss, as far as known, and "since", the step from which the run has diverged, or 0.
+        self.guess, self.levels = guess, dict(levels or {})
+        self._last: deque[tuple[int, float, bool]] = deque(maxlen=_LAST_STEPS)  # step, loss if there was an update, bad
+        self._began: int | None = None  # the first step of this process
         window = section.loss_spike_window
         known = list(recent)[-window:]
         # Losses of the last steps with an update, oldest first, padded with NaN at the start.
@@ -69,10 +89,11 @@ class LossWatch:
         self._recent = torch.where(skipped, self._recent, appended)
 
     def count(self, step: int, loss: float, skipped: bool, has_labels: bool = True) -> None:
-        """Count, on the host, consecutive steps without an update.
+        """Count, on the host, consecutive steps without an update, and bad steps.
 
         Raises:
-            RunError: there have been `health.max_consecutive_skips`.
+            RunError: there have been `health.max_consecutive_skips`, or this process has trained a run that has
+                diverged for `health.max_diverged_steps`.
         """
         self.consecutive_skips = self.consecutive_skips + 1 if skipped else 0
         most = self.section.max_consecutive_skips
@@ -83,3 +104,36 @@ class LossWatch:
                 f"{most} steps in a row up to step {step} had no usable gradients ({cause}) and "
                 f"health.max_consecutive_skips allows no more; {cure}"
             )
+        if has_labels:
+            self._judge(step, math.nan if skipped else loss)
+            self._began = step if self._began is None else self._began
+            began, most = max(self.levels["since"], self._began), self.section.max_diverged_steps
+            if self.levels["since"] and self._last[-1][-1] and 0 < most <= step - began:
+                raise RunError(f"{self.described()}; health.max_diverged_steps = {most} allows no more")
+
+    def _judge(self, step: int, loss: float) -> None:
+        """Add a step, whose ``loss`` is NaN if there was no update."""
+        levels, is_finite = self.levels, math.isfinite(loss)
+        if is_finite:
+            levels.setdefault("first", loss)
+        start = max(levels.get("first", self.guess), self.guess)
+        lowest = levels.get("lowest", start)
+        self._last.append((step, loss, not is_finite or loss > lowest + max(1.0, (start - lowest) / 3)))
+        if len(self._last) == _LAST_STEPS and all(math.isfinite(loss) for _, loss, _ in self._last):
+            levels["lowest"] = min(lowest, statistics.median(loss for _, loss, _ in self._last))
+        bad = [step for step, _, is_bad in self._last if is_bad]
+        since = levels.get("since") or (bad[0] if len(bad) >= _LEAST_BAD else 0)
+        levels["since"] = since if 2 * len(bad) > len(self._last) else 0
+
+    def described(self) -> str | None:
+        """A sentence that says in numbers that the run has diverged; None if it has not."""
+        if not self.levels.get("since"):
+            return None
+        losses = [loss for _, loss, _ in self._last if not math.isnan(loss)]
+        known = {"at first": self.levels.get("first"), "at best": self.levels.get("lowest"), "by guessing": self.guess}
+        numbers = ", ".join(f"{loss:.6g} {when}" for when, loss in known.items() if loss is not None)
+        parts = [f"the last loss is {losses[-1]:.6g}"] if losses else []
+        if skips := len(self._last) - len(losses):
+            parts.append(f"{skips} of the last {len(self._last)} updates were skipped")
+        cure = "lower optimizer.lr or look at the data, and start again or from an earlier checkpoint"
+        return f"the run has diverged since step {self.levels['since']:.0f}: {' and '.join(parts)} ({numbers}); {cure}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ from titan_like.metrics.hardware import device_name, memory_bytes, peak_memory_b
 from titan_like.metrics.profiling import StepProfiler
 from titan_like.metrics.record import StepRecord, named_losses
 from titan_like.metrics.run_files import METRICS_FILE, lacks_validation
-from titan_like.metrics.writers import build_writers
+from titan_like.metrics.writers import build_writers, go_back
 from titan_like.optim.optimizer import update
 from titan_like.optim.schedule import describe_warmup
 from titan_like.parallel.expert_balance import FIGURES
@@ -136,8 +137,9 @@ class Trainer(ValidatedState):
             data.close()
             self.validation_data = None  # ends its processes
             self.console.close()
-            for writer in self.writers:
-                writer.close()
+            end = self._close_writers(sys.exception())
+        if end.reason:
+            self.console.print(f" {end.reason}")
 
     def train_step(self, data: Iterator[Batch]) -> PendingStep:
         """Issue one optimizer step over one global batch, without waiting for the device.
@@ -371,14 +373,11 @@ class Trainer(ValidatedState):
         if self.step == self.total_steps:  # no batch is left, and the next start must not take those samples again
             self.save(is_last=True)
         self.losses.count(record.step, record.loss, skipped=True)
-        for writer in self.writers:
-            writer.close()
-        of_run = self.config, self.run.model, self.run.layout
-        self.writers = build_writers(*of_run, self.step, self.run_id) if self.writers else []
         self.console.print(
             f" the loss of step {record.step} is a spike ({record.loss:.6g}): went back to step {self.step} and "
             f"skipped samples {left_out.start} to {left_out.stop - 1}"
         )
+        go_back(self.writers, self.step)
         return True
 
     def _load_data(self) -> BackgroundLoader:

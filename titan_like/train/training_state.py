@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import random
 import uuid
@@ -108,7 +109,8 @@ class TrainingState:
         self.run_id = uuid.uuid4().hex[:8]  # replaced by the run's own if it resumes; that of rank 0 counts
         self.step = self.consumed_samples = self.consumed_tokens = self.skipped_steps = 0
         self.schedule_batch_size = config.training.global_batch_size  # with which the run began
-        self.losses = LossWatch(config.health, run.device)
+        self.guess = math.log(run.model.vocab_size)
+        self.losses = LossWatch(config.health, run.device, guess=self.guess)
         self.saver = Saver(run.checkpoint_folder, config.checkpoint, hugging_face_folder(config), self._export)
         self.save_is_due = self.export_is_due = False
         self.saved_steps: set[int] = set()  # saved by this process since it started
@@ -192,6 +194,7 @@ class TrainingState:
             config=self.config.model_dump(mode="json"),
             recent_losses=self.losses.recent,
             consecutive_skips=self.losses.consecutive_skips,
+            loss_levels=dict(self.losses.levels),
             data=self.run.datasets["train"].fingerprint,
             readers=self._readers(),
             versions={name: version(name) for name in ("torch", "safetensors")},
@@ -263,7 +266,8 @@ class TrainingState:
         device = self.run.device
         if self.scaler is not None:
             self.scaler = LossScaler(device, state.loss_scale, good_steps=state.loss_scale_good_steps)
-        self.losses = LossWatch(self.config.health, device, state.recent_losses, state.consecutive_skips)
+        known = state.recent_losses, state.consecutive_skips, self.guess, state.loss_levels
+        self.losses = LossWatch(self.config.health, device, *known)
         return True
 
     def _is_same_run(self, state: RunState) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import islice
@@ -9,13 +10,14 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
+from titan_like.config.errors import ConfigError, first_line
 from titan_like.data.batch import Batch, num_labels, to_device
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.evaluate.scoring import Scorer
 from titan_like.evaluate.tasks import run_tasks
 from titan_like.metrics.console import format_validation
 from titan_like.metrics.record import named_losses
-from titan_like.metrics.writers import Writer
+from titan_like.metrics.writers import RunEnd, Writer
 from titan_like.parallel.model import ModelOutput
 from titan_like.train.observer import Observer
 from titan_like.train.setup import Run
@@ -38,9 +40,21 @@ class ValidatedState(TrainingState):
         self.signals = StopSignals()  # inactive until the caller replaces it by one that handles signals
         self.stop_signal = 0  # the signal that any rank had received when ranks last told each other
         self.validation_losses: list[float] = []  # of the last validation, by prediction
+        self.validation_is_finite = True  # the last one's losses that have labels
         self.validation_data: BackgroundLoader | None = None  # its processes are started once
         self.scorer = Scorer(self.config, self.model, self.mesh, run.device, one_length=self.config.compile.enable)
         self.writers: list[Writer] = []
+
+    def _close_writers(self, error: BaseException | None) -> RunEnd:
+        """Close the writers of a run that ends, because of the ``error`` if there is one, and return how it ends."""
+        validation = None if self.validation_is_finite else "the loss of the last validation is not finite"
+        reason = "; ".join(filter(None, (self.losses.described(), validation)))
+        end = RunEnd(0, self.stop_signal if self.step < self.total_steps else 0, reason)
+        if error is not None:
+            end = RunEnd(2 if isinstance(error, ConfigError) else 1, 0, f"{type(error).__name__}: {first_line(error)}")
+        for writer in self.writers:
+            writer.close(end)
+        return end
 
     @property
     def num_actions(self) -> int:
@@ -56,6 +70,7 @@ class ValidatedState(TrainingState):
         try:
             self._leave_if_stopped()
             splits = [name for name, source in self.run.datasets.items() if name != "train" and len(source) > 0]
+            self.validation_is_finite = True
             losses = {split: (self.validate(split), self.validation_losses) for split in splits}
             evaluation = self.evaluate()
         except Stopped:
@@ -132,7 +147,9 @@ class ValidatedState(TrainingState):
         self.model.free_gathered_parameters()
         self._sum_over_samples(total)
         self.validation_losses = (total[0] / total[1]).tolist()
-        if 0 in total[1].tolist():
+        sums, counts = total.tolist()
+        self.validation_is_finite &= all(math.isfinite(x) for x, count in zip(sums, counts, strict=True) if count)
+        if 0 in counts:
             self.console.print(f" the samples for validation {NO_LABELS}")
         each = zip(predictions, self.validation_losses, strict=True)
         loss = sum(value for prediction, value in each if prediction != "mtp")

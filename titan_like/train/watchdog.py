@@ -18,7 +18,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from titan_like.config.errors import ConfigError, RunError, first_line
+from titan_like.config.errors import ConfigError, RunError, first_line, record_error
 from titan_like.torch_private import default_store
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -192,6 +192,7 @@ class Watchdog:
         if report:
             with suppress(Exception):
                 print(f"error: {report}", file=sys.stderr, flush=True)
+                record_error(f"error: {report}")
         os._exit(1)  # a normal exit would wait for the main thread, which may never return
 
 
