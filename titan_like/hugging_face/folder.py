@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Iterator
+import os
+import re
+import sys
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +72,7 @@ WEIGHTS_FILE = "model.safetensors"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # types that float32 represents exactly
 
 _MOST_SHOWN = 400  # characters
+_BUFFER = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias|position_ids)$")
 _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # as TensorFlow called them
 
 
@@ -96,30 +101,47 @@ class HuggingFaceFolder:
     def stored_parameters(self, model: TransformerConfig) -> Iterator[Stored]:
         """Every parameter of ``model``, which may pad the vocabulary differently, with its place in this folder."""
         for stored in family_of(model, self.fields["model_type"]).stored_parameters(model):
-            yield replace(stored, copies=tuple(copy for copy in stored.copies if copy in self.tensors))
+            yield stored.among(self.tensors)
 
 
-def open_hugging_face(path: Path, key: str) -> HuggingFaceFolder:
+def open_hugging_face(path: Path, key: str, ignore: Collection[str] = ()) -> HuggingFaceFolder:
     """Check a folder, which the setting ``key`` names, without reading its tensors.
+
+    ``ignore`` names fields of config.json, such as rope_scaling.factor, without which it is read.
 
     Raises:
         ConfigError: it does not contain a model of a known family, or its files are inconsistent.
     """
-    fields, family, model = read_model(path, key)
+    fields, family, model = read_model(path, key, ignore)
     with _refusals_of(path, key):
         module = family_of(model, fields["model_type"])
         tensors = with_scales(_tensors(path, module), check_quantization(Fields(fields)))
-        _check_tensors(model, module, tensors, architecture_of(model, fields["model_type"]))
+        left_out = _check_tensors(model, module, tensors, architecture_of(model, fields["model_type"]))
+    if left_out:
+        roots = ", ".join(sorted({name.partition(".")[0] for name in left_out}))
+        _say(f"{path}: {len(left_out)} of {len(tensors)} tensors ({roots}) are not of this model and are not trained")
     return HuggingFaceFolder(path, family, model, fields, tensors)
 
 
-def read_model(path: Path, key: str) -> tuple[dict[str, Any], str, TransformerConfig]:
-    """The config.json of a folder, and the family and shape that it describes. Errors are as in `open_hugging_face`."""
+@cache
+def _say(line: str) -> None:
+    """Print a line once, on the first process."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr, flush=True)
+
+
+def read_model(path: Path, key: str, ignore: Collection[str] = ()) -> tuple[dict[str, Any], str, TransformerConfig]:
+    """The config.json of a folder, and the family and shape that it describes.
+
+    Arguments and errors are as in `open_hugging_face`.
+    """
     with _refusals_of(path, key):
         fields = read_json(path / CONFIG_FILE)
         if not fields:
             raise RefusedError(f"it has no {CONFIG_FILE}")
-        family, model = _model_of(Fields(fields))
+        family, model, notes = _model_of(fields, ignore)
+        if notes:
+            _say(f"{path / CONFIG_FILE}: ignored {'; '.join(notes)}")
         if getattr(model, "mtp_layers", 0):
             with suppress(RefusedError):  # the tensors may be elsewhere
                 names = [tensor.name for tensor in _file_tensors(path)]
@@ -132,7 +154,9 @@ def _refusals_of(path: Path, key: str) -> Iterator[None]:
     try:
         yield
     except ValueError as refusal:
-        raise ConfigError(key, str(path), shortened(printable(str(refusal)), _MOST_SHOWN)) from None
+        clauses = refusal.args if isinstance(refusal, RefusedError) else [str(refusal)]
+        problem = "; ".join(shortened(printable(clause), _MOST_SHOWN) for clause in clauses)
+        raise ConfigError(key, str(path), problem) from None
 
 
 def is_hugging_face(path: Path) -> bool:
@@ -157,15 +181,46 @@ def slice_reader(tensors: dict[str, FileTensor]) -> ReadSlice:
     return read
 
 
-def _model_of(fields: Fields) -> tuple[str, TransformerConfig]:
+def _model_of(values: dict[str, Any], ignore: Collection[str]) -> tuple[str, TransformerConfig, list[str]]:
+    """Family, shape, and notes about what is ignored; the refusal names all that is wrong with the fields."""
+    values, reasons, removed = deepcopy(values), list[str](), set[str]()
+    for name in ignore:
+        if not _remove(values, name):
+            raise RefusedError(f"config.json has no {name}, which ignore_fields names; leave it out")
+    while True:
+        fields = Fields(values)
+        try:
+            family, model = _read_fields(fields)
+            break
+        except RefusedError as refusal:
+            if refusal.field not in removed:
+                reasons.append(str(refusal))
+            removed.add(refusal.field)
+            if not _remove(values, refusal.field):  # without it the file can be read no further
+                break
+    if reasons:
+        raise RefusedError(reasons[0], *(text.replace("config.json", "it", 1) for text in reasons[1:]))
+    return family, model, [*([f"{', '.join(ignore)} (ignore_fields)"] if ignore else []), *fields.notes]
+
+
+def _remove(values: dict[str, Any], field: str) -> bool:
+    """Take a field, such as rope_scaling.factor, out of config.json; whether it was there."""
+    *tables, name = field.split(".")
+    for table in tables:
+        values = values[table] if isinstance(values.get(table), dict) else {}
+    return values.pop(name, values) is not values
+
+
+def _read_fields(fields: Fields) -> tuple[str, TransformerConfig]:
     model_type = fields.values.get("model_type")
     known = families_by_model_type()
     family = known.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         fields.refuse("model_type", f"but only {', '.join(known)} can be read")
+    check_quantization(fields)
     model = family_module(family).from_fields(fields)
-    wanted = architecture_of(model, str(model_type))
-    if fields.values.get("architectures") is not None and fields.values["architectures"] != [wanted]:
+    wanted, named = architecture_of(model, str(model_type)), fields.values.get("architectures")
+    if named is not None and str(named).casefold() != str([wanted]).casefold():  # LLaMA's first files: LLaMAForCausalLM
         fields.refuse("architectures", f"but only {wanted} can be read")
     return family, model
 
@@ -219,14 +274,17 @@ def _header(file: Path) -> list[FileTensor]:
         raise RefusedError(f"its {file.name} is not a valid safetensors file ({first_line(error)})") from None
 
 
-def _check_tensors(model: TransformerConfig, module: Any, tensors: dict[str, FileTensor], architecture: str) -> None:
-    """Check that the tensors are exactly those of the model, with the right shapes and a known type."""
+def _check_tensors(
+    model: TransformerConfig, module: Any, tensors: dict[str, FileTensor], architecture: str
+) -> list[str]:
+    """Check that the tensors are those of the model, with the right shapes and a known type; returns which are not.
+
+    These the module ignores. Of them, buffers that can be computed are not returned.
+    """
     known: set[str] = set()
-    for stored in module.stored_parameters(model):
+    for stored in (stored.among(tensors) for stored in module.stored_parameters(model)):
         wanted = dict(stored.sources)
-        for copy in stored.copies:
-            if copy in tensors:
-                wanted[copy] = next(iter(stored.sources.values()))
+        wanted |= dict.fromkeys(stored.copies, next(iter(stored.sources.values())))
         for name, shape in wanted.items():
             if name not in tensors:
                 raise RefusedError(f"the tensor {name} is missing")
@@ -239,8 +297,8 @@ def _check_tensors(model: TransformerConfig, module: Any, tensors: dict[str, Fil
                     f"the tensor {name} is of type {tensor.dtype}, but only {', '.join(DTYPES)} can be read"
                 )
         known |= wanted.keys()
-    for name in sorted(tensors.keys() - known):
-        if (
-            not module.is_ignored(name) and 0 not in tensors[name].shape
-        ):  # transformers saves experts that are not there
+    left_out = [name for name in sorted(tensors.keys() - known) if 0 not in tensors[name].shape]
+    for name in left_out:  # of no experts, transformers saves empty tensors
+        if not module.is_ignored(name):
             raise RefusedError(f"the tensor {name} does not belong to {architecture} with this config.json")
+    return [name for name in left_out if _BUFFER.search(name) is None]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, NoReturn
 
@@ -26,7 +26,14 @@ ReadSlice = Callable[[str, tuple[slice, ...]], torch.Tensor]
 
 
 class RefusedError(ValueError):
-    """A model that one of the two sides cannot represent. The message is a clause of a sentence."""
+    """A model that one of the two sides cannot represent. The message is a clause of a sentence, or several."""
+
+    def __init__(self, *clauses: str, field: str = "") -> None:
+        super().__init__(*clauses)
+        self.field = field  # of config.json that is at fault, with its tables: rope_scaling.factor
+
+    def __str__(self) -> str:
+        return "; ".join(self.args)
 
 
 class Block(NamedTuple):
@@ -64,6 +71,13 @@ class Stored:
     def key(self) -> str:
         """Its name in a checkpoint."""
         return f"{'buffers' if self.is_buffer else 'model'}.{self.name}"
+
+    def among(self, names: Collection[str]) -> Stored:
+        """The same in files with tensors of these names: without absent copies, or in a copy if the source is absent."""
+        copies = tuple(copy for copy in self.copies if copy in names)
+        if copies and not self.sources.keys() & names:
+            return replace(self, sources={copies[0]: next(iter(self.sources.values()))}, copies=copies[1:])
+        return replace(self, copies=copies)
 
     @property
     def rows(self) -> list[int]:
@@ -255,6 +269,7 @@ class Fields:
 
     def __init__(self, values: dict[str, Any], place: str = "") -> None:
         self.values = values
+        self.notes: list[str] = []  # what a user should know about fields that are not read
         self._place = place  # for messages: the table's path in the file, with a final dot
         self._read: set[str] = set()
         self._tables: list[Fields] = []
@@ -264,20 +279,25 @@ class Fields:
         self._read.add(field)
         return self.values.get(field, default)
 
-    def refuse_others(self, meaningless: Collection[str]) -> None:
-        """Refuse a field, here or in a table, that nothing has read, unless it is null or in ``meaningless``."""
-        for table in (self, *self._tables):
-            for field, value in table.values.items():
-                if field not in table._read and field not in meaningless and value is not None:
-                    table.refuse(field, "which the models here do not know; take it out if it changes nothing")
+    def unread(self, meaningless: Collection[str]) -> list[str]:
+        """The fields, here or in a table, that nothing has read, unless null, false or in ``meaningless``."""
+        return [
+            table.shown(field)
+            for table in (self, *self._tables)
+            for field, value in table.values.items()
+            if field not in {*table._read, *meaningless} and value is not None and value is not False
+        ]
+
+    def shown(self, field: str) -> str:
+        """A field's name and value, for messages."""
+        value = json.dumps(self.values[field])
+        return f"{self._place}{field} = {value if len(value) <= 80 else value[:77] + '...'}"
 
     def refuse(self, field: str, problem: str) -> NoReturn:
         """Raise a `RefusedError` because of one field, whose name and value the message gives."""
-        if field not in self.values:
-            raise RefusedError(f"config.json has no {self._place}{field}, {problem}")
-        shown = json.dumps(self.values[field])
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        raise RefusedError(f"config.json has {self._place}{field} = {shown}, {problem}")
+        path = f"{self._place}{field}"
+        what = f"config.json has {self.shown(field)}" if field in self.values else f"config.json has no {path}"
+        raise RefusedError(f"{what}, {problem}", field=path)
 
     def integer(self, field: str, default: int | None = None) -> int:
         """Read a positive integer."""

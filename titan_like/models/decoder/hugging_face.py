@@ -7,7 +7,6 @@ else the first whose config.json describes the same shape.
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -36,14 +35,17 @@ _MEANINGLESS = frozenset(
     transformers.js_config transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache
     """.split()  # noqa: SIM905
 )
+# What transformers reads in every class, where the class here has no such field.
 _EVERYWHERE: dict[str, tuple[Any, ...]] = {
-    "pretraining_tp": (1, None),
-    "use_bidirectional_attention": (False, None),
-    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "hidden_dropout", "hidden_dropout_prob"), (0.0, 0)),
-    "attention_probs_dropout_prob": (0.0, 0),
-    **dict.fromkeys(
-        ("attention_bias", "mlp_bias", "use_sliding_window"), (False,)
-    ),  # where the class has no such field
+    **dict.fromkeys(("sliding_window", "attention_chunk_size", "layer_types", "per_layer_config"), (None,)),
+    "is_causal": (True, None),
+}
+_ACTIVATIONS = {  # ours → theirs, of which the first is written
+    "silu": ("silu", "swish"),
+    "gelu": ("gelu", "gelu_python"),
+    "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"),
+    "relu": ("relu",),
+    "relu2": ("relu2",),
 }
 _SIZES = (
     ("vocab_size", "vocab_size"),
@@ -54,29 +56,39 @@ _SIZES = (
     ("num_kv_heads", "num_key_value_heads"),
     ("max_seq_len", "max_position_embeddings"),
 )
-_NOT_COMPARED = {"vocab_multiple", "balance_coefficient", "bias_update_rate", "z_loss_coefficient", "kinds"}
+_NOT_COMPARED = {"round_embedding_scale", "vocab_multiple", "balance_coefficient", "bias_update_rate", "z_loss_coefficient", "kinds"}
 
 
 def from_fields(fields: Fields, kind: type[DecoderConfig] = DecoderConfig) -> DecoderConfig:
-    """The shape that config.json describes. A `RefusedError` names a feature that this family lacks, or a bad field."""
+    """The shape that config.json describes, with notes in ``fields`` about what is ignored.
+
+    Raises:
+        RefusedError: the file has a feature that this family lacks, or a bad field.
+    """
     row = next(row for row in CLASSES if fields.get("model_type") in row.model_types)
     if (text := fields.table("text_config")) is not None:
-        tied = fields.get("tie_word_embeddings")  # of the model around that of the text
-        fields = Fields(text.values | ({} if tied is None else {"tie_word_embeddings": tied}), "text_config.")
-        for field in ("final_logit_softcapping", "quantization_config"):  # which the model around it does not read
-            fields.must_be(field, None)
-    if fields.get("attention_dropout"):
-        warnings.warn("attention_dropout of config.json is ignored: decoders here have no dropout", stacklevel=2)
+        text.must_be("quantization_config", None)
+        tied, notes = fields.get("tie_word_embeddings"), fields.notes  # of the model around that of the text
+        values = text.values | ({} if tied is None else {"tie_word_embeddings": tied})
+        if values.pop("final_logit_softcapping", None) is not None:
+            notes.append(f"{text.shown('final_logit_softcapping')} (the class with images does not read it)")
+        fields = Fields(values, "text_config.")
+        fields.notes = notes
+    dropouts = [name for name in fields.values if re.search("dropout|pdrop", name) and fields.number(name, 0.0)]
+    if dropouts:
+        fields.notes.append(f"{', '.join(map(fields.shown, dropouts))} (decoders here have no dropout)")
     values = _shape(row, fields)
-    fields.refuse_others(_MEANINGLESS | row.ignored)
+    if unread := fields.unread(_MEANINGLESS | row.ignored):
+        fields.notes.append(f"{', '.join(unread)} (transformers' {row.name} does not read it)")
     shape = validated(kind, values)
     assert isinstance(shape, DecoderConfig)
     return shape
 
 
 def _shape(row: Class, fields: Fields) -> dict[str, Any]:
-    read = {theirs for _, theirs, _ in row.fields} | row.ignored | ({"attention_bias"} if row.bias else set())
-    read |= {"use_sliding_window"} if row.layers == "switched" else set()
+    read = set(row.ignored)
+    read |= {"sliding_window"} if row.layers in ("all", "types", "switched") else set()
+    read |= {"layer_types"} if row.layers in ("types", "switched", "unrotated") else set()
     for field, allowed in {**_EVERYWHERE, **row.may, **row.must}.items():
         if field not in read:
             fields.must_be(field, *allowed)
@@ -97,6 +109,10 @@ def _shape(row: Class, fields: Fields) -> dict[str, Any]:
     shape |= {ours: 1 / fields.positive(theirs, default) for ours, theirs, default in row.reciprocal}
     for ours, theirs, default in row.nullable:
         shape[ours] = 0.0 if fields.get(theirs, default) is None else fields.positive(theirs, default)
+    if row.activation is not None:
+        fields.must_be(row.activation[0], row.activation[1], *(name for names in _ACTIVATIONS.values() for name in names))
+        name = fields.get(*row.activation)
+        shape["activation"] = next(ours for ours, names in _ACTIVATIONS.items() if name in names)
     if row.head_dim is not None:
         shape["head_size"] = fields.integer("head_dim", row.head_dim or max(1, hidden // heads))
     elif fields.get("head_dim") is not None:  # with latents, what is rotated
@@ -105,7 +121,7 @@ def _shape(row: Class, fields: Fields) -> dict[str, Any]:
         shape["attention_bias"] = row.bias if fields.flag("attention_bias", row.has_bias) else "none"
     if row.query_scalar:
         shape["attention_scale"] = fields.positive("query_pre_attn_scalar", 256) ** -0.5
-        shape["embedding_scale"] = hidden**0.5
+        shape |= {"embedding_scale": hidden**0.5, "round_embedding_scale": True}
     if row.parallel:
         shape["block"] = "parallel" if fields.flag(row.parallel, True) else "pre"
     if row.has_latents:
@@ -210,6 +226,8 @@ def to_fields(config: DecoderConfig, row: Class) -> dict[str, Any]:
     fields: dict[str, Any] = {"model_type": row.model_types[0]}
     fields |= {theirs: getattr(config, ours) for ours, theirs in _SIZES if theirs not in row.ignored}
     fields |= {field: allowed[0] for field, allowed in row.must.items()}
+    if row.activation is not None:
+        fields[row.activation[0]] = _ACTIVATIONS.get(config.activation, row.activation[1:])[0]
     fields |= {row.eps[0]: config.norm_eps, "initializer_range": config.init_std}
     fields["tie_word_embeddings"] = config.tied_embeddings
     fields |= {theirs: getattr(config, ours) for ours, theirs, _ in row.fields}
@@ -321,9 +339,8 @@ class ClassOf:
     @property
     def ARCHITECTURES(self) -> dict[str, str]:  # noqa: N802 (as modules call it)
         """The model_type of config.json → the class in transformers."""
-        text, *around = self.row.model_types
-        outer = self.row.name.replace("CausalLM", "ConditionalGeneration")
-        return {text: self.row.name} | dict.fromkeys(around, outer)
+        first, *rest = self.row.model_types
+        return {first: self.row.name} | dict.fromkeys(rest, self.row.outer or self.row.name)
 
     @property
     def PREFIX(self) -> str:  # noqa: N802
