@@ -1,6 +1,10 @@
 """Every class that the decoder family maps to: folders that transformers wrote, with random weights and odd fields."""
 
+import dataclasses
+import inspect
 import json
+import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -190,12 +194,10 @@ def test_an_absent_field_has_the_default_of_the_class(model_type: str) -> None:
 
 def test_fields_that_mean_something_else_are_refused_by_name() -> None:
     refused = {
-        "qwen2": {"layer_types": ["chunked_attention"] * 4, "rope_scaling": {"type": "yarn", "factor": 2.0, "odd": 1}},
-        "gemma2": {"attn_logit_softcapping": 0.0, "query_pre_attn_scalar": 0, "sliding_window_pattern": 3},
+        "qwen2": {"layer_types": ["chunked_attention"] * 4, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "gemma2": {"attn_logit_softcapping": 0.0, "query_pre_attn_scalar": 0, "is_causal": False},
         "gemma3_text": {
-            "attn_logit_softcapping": 30.0,
             "use_bidirectional_attention": True,
-            "clip_qkv": 8.0,
             "rope_parameters": {"rope_type": "linear", "factor": 2.0},
             "rope_scaling": {"type": "linear", "factor": 2.0},
         },
@@ -203,13 +205,12 @@ def test_fields_that_mean_something_else_are_refused_by_name() -> None:
         "glm4": {"partial_rotary_factor": None},
         "llama": {"rope_scaling": YARN | {"attention_factor": 0.0}, "rope_parameters": {"partial_rotary_factor": 0.5}},
         "deepseek_v3": {"scoring_func": "softmax", "num_key_value_heads": 2, "moe_layer_freq": 2, "head_dim": 1},
-        "gpt_oss": {"attention_bias": False, "swiglu_limit": 5.0, "hidden_act": "relu"},
-        "phi3": {"interpolate_factor": 2, "resid_pdrop": 0.1, "rope_scaling": {"type": "longrope", "short_factor": 1}},
+        "gpt_oss": {"attention_bias": False, "swiglu_limit": 5.0, "attention_chunk_size": 64},
+        "phi3": {"hidden_act": "mish", "resid_pdrop": "high", "rope_scaling": {"type": "longrope", "short_factor": 1}},
         "smollm3": {"use_sliding_window": True, "no_rope_layers": [1, 2, 1, 1]},
-        "nemotron": {"rope_percent": 0.5, "layer_norm_eps": 1e-5},
-        "olmo2": {"clip_qkv": 8.0, "head_dim": "4"},
+        "olmo2": {"sliding_window": 8, "head_dim": "4", "layer_types": ["sliding_attention"] * 4},
+        "qwen3_moe": {"use_sliding_window": True, "per_layer_config": {"0": {"intermediate_size": 8}}},
         "gpt_neox": {
-            "hidden_dropout": 0.1,
             "partial_rotary_factor": 0.5,
             "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
         },
@@ -223,8 +224,53 @@ def test_fields_that_mean_something_else_are_refused_by_name() -> None:
     assert shape.rotary_fraction == 0.5
     plain = family_module("decoder").from_fields(Fields(SMALL | {"model_type": "gpt_oss", "rope_parameters": {}}))
     assert plain.kinds["full"].rope_scaling is None
-    with pytest.warns(match="attention_dropout"):
-        family_module("decoder").from_fields(Fields(SMALL | {"model_type": "granite", "attention_dropout": 0.1}))
+
+
+OF_CONFIG = re.compile(r"config\.([a-z]\w+)|getattr\(\s*(?:self\.)?config, \"(\w+)\"")
+OF_OTHERS = (
+    "max_sequence_length use_qk_norm clip_qkv pretraining_tp use_bidirectional_attention sliding_window_pattern logit_scale"
+    " attention_bias mlp_bias qkv_bias lm_head_bias use_sliding_window use_mrope dual_chunk_attention_config layer_norm_eps"
+    " rope_percent embedding_multiplier attention_multiplier attn_logit_softcapping no_rope_layers swiglu_limit tie_word"
+)
+
+
+def logits_of(fields: dict[str, Any]) -> torch.Tensor:
+    """Those of transformers' model of a config.json, in float64, with weights that depend on their shapes alone."""
+    options = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    config = transformers.AutoConfig.for_model(**fields)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, **options).double().eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+        return theirs(torch.arange(SEQ)[None]).logits
+
+
+@pytest.mark.parametrize("model_type", [row.model_types[0] for row in CLASSES])
+def test_what_is_ignored_transformers_ignores_too(model_type: str) -> None:
+    """Every name that its class or another has, and a name that none has: refused, read, or named and without effect."""
+    base = CASES[model_type][1] | {"model_type": model_type}
+    config = type(transformers.AutoConfig.for_model(model_type))
+    code = inspect.getsource(inspect.getmodule(transformers.AutoModelForCausalLM._model_mapping[config]))
+    names = {field.name for field in dataclasses.fields(config)} | {a or b for a, b in OF_CONFIG.findall(code)}
+    ignored: dict[str, Any] = {}
+    for name in sorted((names | {*OF_OTHERS.split()}) - {"get_text_config", *base}):
+        for value in (3, True, 0.37):
+            fields = Fields(base | {name: value})
+            with suppress(RefusedError):
+                family_module("decoder").from_fields(fields)
+                if any(f"{name} = " in note for note in fields.notes):
+                    ignored[name] = value
+    assert "max_sequence_length" in ignored
+    ignored |= {"pretraining_tp": 2, "num_labels": 2}  # types that transformers checks
+    ignored |= {name: 0.5 for name in ignored if "drop" in name}
+    assert torch.equal(logits_of(base), logits_of(base | ignored))
+    if model_type not in ("gemma3_text", "phi3"):  # which read no table like this one
+        yarn, dead = YARN | {"partial_rotary_factor": 1.0}, {"attn_factor": 3.0, "finetuned": True, "mrope_section": [1]}
+        fields = [Fields(base | {"rope_parameters": table}) for table in (yarn, yarn | dead)]
+        assert len({family_module("decoder").from_fields(one) for one in fields}) == 1
+        assert "rope_parameters.attn_factor = 3.0, rope_parameters.finetuned = true" in fields[1].notes[-1]
+        assert torch.equal(*(logits_of(one.values) for one in fields))
 
 
 @pytest.mark.parametrize(
@@ -331,7 +377,7 @@ def test_the_text_model_of_gemma3_is_taken_out(tmp_path: Path) -> None:
 
 def test_shapes_of_no_class_are_refused_in_a_sentence() -> None:
     shape = SMALL_SHAPE | {"block": "parallel", "qk_norm": "head", "norm": "layer", "gated": False}
-    with pytest.raises(RefusedError, match=r"the model has norm = layer, which Qwen3\w+ cannot represent"):
+    with pytest.raises(RefusedError, match=r"the model has qk_norm = head, which GPTNeoXForCausalLM cannot"):
         family_of(DecoderConfig.model_validate(shape))
     two = {"layer_pattern": ["a", "b"], "kinds": {"a": {"window": 4}, "b": {"window": 8}}}
     with pytest.raises(RefusedError, match="layer_pattern = "):

@@ -95,6 +95,7 @@ _MLP_BIAS = (("mlp_bias", "mlp_bias", False),)
 _QK_HEAD, _QK_ALL = {"qk_norm": "head"}, {"qk_norm": "all"}
 _GEMMA: dict[str, Any] = {
     "activation": ("hidden_activation", "gelu_pytorch_tanh"),
+    "may": {"use_bidirectional_attention": (False, None)},
     "ignored": frozenset({"hidden_act", "sliding_window_size", "_sliding_window_pattern"}),
     "tied": True,
     "head_dim": 256,
@@ -156,7 +157,7 @@ CLASSES = (
     Class(
         "Gemma3ForCausalLM", ("gemma3_text", "gemma3"), (262208, 2304, 9216, 26, 8, 4, 131072),
         _GEMMA_FIXED | _QK_HEAD, nullable=(("final_softcap", "final_logit_softcapping", None),),
-        may={"attn_logit_softcapping": (None,)}, period=6, period_field="sliding_window_pattern",
+        period=6, period_field="sliding_window_pattern",
         theta=("rope_theta", 1e6), local_theta=("rope_local_base_freq", 10_000.0),
         outer="Gemma3ForConditionalGeneration",
         renamed={

@@ -154,7 +154,7 @@ def _experts(row: Class, fields: Fields, num_layers: int) -> dict[str, Any]:
     if names.dense_layers == "mlp_only_layers":
         fields.must_be("decoder_sparse_step", 1)
         dense = fields.get("mlp_only_layers") or []
-        if dense != list(range(len(dense))):
+        if not isinstance(dense, list) or dense != list(range(len(dense))):
             fields.refuse("mlp_only_layers", "which the models here do not support; only first layers can be dense")
         num_dense = len(dense)
     elif names.dense_layers:
