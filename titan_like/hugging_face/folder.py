@@ -100,7 +100,7 @@ class HuggingFaceFolder:
 
     def stored_parameters(self, model: TransformerConfig) -> Iterator[Stored]:
         """Every parameter of ``model``, which may pad the vocabulary differently, with its place in this folder."""
-        for stored in family_of(model, self.fields["model_type"]).stored_parameters(model):
+        for stored in family_of(self.model, self.fields["model_type"]).stored_parameters(model):
             yield stored.among(self.tensors)
 
 
