@@ -17,9 +17,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.unit.hugging_face_cases import random_model, save_checkpoint
 from titan_like.checkpoint.loader import CheckpointWeights
+from titan_like.config.schema import Data
 from titan_like.evaluate.sampling import generate
 from titan_like.hugging_face.convert import from_hugging_face, to_hugging_face
 from titan_like.hugging_face.folder import open_hugging_face, slice_reader
+from titan_like.hugging_face.origin import origin_files
 from titan_like.models.decoder.classes import CLASSES
 from titan_like.models.decoder.config import DecoderConfig
 from titan_like.models.hugging_face import Fields, RefusedError, family_module, family_of, fill_part
@@ -360,19 +362,87 @@ def test_float8_blocks_become_bfloat16_and_a_layer_of_mtp_comes_along(tmp_path: 
     assert biases == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2, 3, 4)}
 
 
-def test_the_text_model_of_gemma3_is_taken_out(tmp_path: Path) -> None:
-    random_folder(*CASES["gemma3_text"], tmp_path / "hf")
+def with_images(folder: Path) -> torch.nn.Module:
+    """Gemma 3 with images, as transformers writes it."""
+    vision = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=WIDE | {"sliding_window": WINDOW, "num_key_value_heads": 1, "final_logit_softcapping": 3.0},
+        vision_config=vision | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=1,
+        eos_token_id=[1, 106],
+    )
+    torch.manual_seed(5)
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    model.save_pretrained(folder)
+    return model
+
+
+def test_the_text_of_a_model_with_images_goes_back_by_name(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    theirs = with_images(tmp_path / "hf")
+    source = open_hugging_face(tmp_path / "hf", "--input")
+    weights = CheckpointWeights(from_hugging_face(source, tmp_path / "run"))
     plain = files_of(tmp_path / "hf")
-    around = {f"language_model.{name}": tensor for name, tensor in plain.items()}
-    around |= {"vision_tower.a.weight": torch.ones(2), "multi_modal_projector.b": torch.ones(2)}
-    text = json.loads((tmp_path / "hf" / "config.json").read_text()) | {"final_logit_softcapping": None}
-    outer = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {"a": 1}}
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(outer | {"text_config": text, "eos_token_id": [1, 106]}))
-    rewrite(tmp_path / "hf", around)
-    found, fields = both_ways(tmp_path / "hf")
-    same(found, plain)
-    assert fields["architectures"] == ["Gemma3ForCausalLM"] and fields["eos_token_id"] == [1, 106]
-    assert not fields.keys() & {"text_config", "vision_config"}
+    count = len([name for name in plain if not name.startswith("language_model.")])
+    line = f"{count} of {len(plain)} tensors (multi_modal_projector, vision_tower) are not of this model and are not tr"
+    assert line in (said := capsys.readouterr().err) and "final_logit_softcapping = 3.0" in said
+    ours = build_model(source.model, source.family).eval()
+    ours.load_state_dict({key: weights.read(key) for key in ours.state_dict()})
+    tokens = torch.arange(SEQ)[None]
+    expected = theirs(tokens).logits
+    assert close(ours(tokens)[..., :VOCAB], expected)
+
+    to_hugging_face(weights, tmp_path / "back", None, 40_000, "none")
+    same(files_of(tmp_path / "back"), plain)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert type(loaded) is type(theirs) and torch.equal(loaded.eval()(tokens).logits, expected)
+    fields = json.loads((tmp_path / "back/config.json").read_text())
+    assert fields["eos_token_id"] == [1, 106] and fields["vision_config"]["image_size"] == 28
+    to_hugging_face(weights, tmp_path / "half", torch.bfloat16, 10**9, "none")
+    half = files_of(tmp_path / "half")
+    kinds = {name.partition(".")[0]: tensor.dtype for name, tensor in half.items()}
+    assert half.keys() == plain.keys() and kinds["language_model"] == torch.bfloat16
+    assert kinds["vision_tower"] == torch.float32
+    files = origin_files(tmp_path / "hf", Data())  # of a run that model.from starts
+    assert json.loads(files["hugging_face.json"])["source"] == str(tmp_path / "hf")
+
+    (tmp_path / "hf").rename(tmp_path / "moved")
+    to_hugging_face(weights, tmp_path / "alone", None, 10**9, "none")
+    assert f"{tmp_path}/hf is gone: the text's model is written alone" in capsys.readouterr().err
+    text, info = transformers.Gemma3ForCausalLM.from_pretrained(tmp_path / "alone", output_loading_info=True)
+    assert not any(info.values()) and close(text.eval()(tokens).logits, expected)
+
+
+@pytest.mark.parametrize(("name", "table"), [("qwen2", "model.embed_tokens"), ("gpt2", "transformer.wte")])
+def test_a_tied_table_may_be_stored_as_the_output_matrix_alone(name: str, table: str, tmp_path: Path) -> None:
+    sizes = SMALL | {"tie_word_embeddings": True} if name == "qwen2" else {"n_embd": 48, "n_head": 4, "n_layer": 2}
+    random_folder(name, sizes | {"vocab_size": VOCAB}, tmp_path / "hf")
+    tensors = files_of(tmp_path / "hf")
+    tensors["lm_head.weight"] = tensors.pop(f"{table}.weight")
+    rewrite(tmp_path / "hf", tensors)
+    path = from_hugging_face(open_hugging_face(tmp_path / "hf", "--input"), tmp_path / "run")
+    assert torch.equal(CheckpointWeights(path).read("embedding.weight")[:VOCAB], tensors["lm_head.weight"])
+    to_hugging_face(CheckpointWeights(path), tmp_path / "back", None, 10**9, "none")
+    same(files_of(tmp_path / "back"), tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gemma_scales_embeddings_in_their_own_type(dtype: torch.dtype) -> None:
+    """√640 is 25.25 in bfloat16."""
+    fields = SMALL | {"hidden_size": 640, "head_dim": 16, "num_hidden_layers": 1}
+    config = transformers.AutoConfig.for_model("gemma3_text", **fields)
+    theirs = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    shape = family_module("decoder").from_fields(Fields(config.to_dict()))
+    ours, tokens = build_model(shape, "decoder").to(dtype), torch.arange(SEQ)[None]
+    with torch.no_grad():
+        table = theirs.model.embed_tokens.weight
+        ours.embedding.weight[:VOCAB].copy_(table)
+        assert torch.equal(ours.embed(tokens, tokens[0]), theirs.model.embed_tokens(tokens))
+        assert dtype != torch.bfloat16 or torch.equal(ours.embed(tokens, tokens[0]), table[tokens] * 25.25)
+    granite = DecoderConfig.model_validate(SMALL_SHAPE | {"embedding_scale": 25.3})  # a number that is not rounded
+    assert not granite.round_embedding_scale
 
 
 def test_shapes_of_no_class_are_refused_in_a_sentence() -> None:

@@ -118,7 +118,7 @@ def open_hugging_face(path: Path, key: str, ignore: Collection[str] = ()) -> Hug
         tensors = with_scales(_tensors(path, module), check_quantization(Fields(fields)))
         left_out = _check_tensors(model, module, tensors, architecture_of(model, fields["model_type"]))
     if left_out:
-        roots = ", ".join(sorted({name.partition(".")[0] for name in left_out}))
+        roots = ", ".join(sorted({name.removeprefix(module.PREFIX).partition(".")[0] for name in left_out}))
         _say(f"{path}: {len(left_out)} of {len(tensors)} tensors ({roots}) are not of this model and are not trained")
     return HuggingFaceFolder(path, family, model, fields, tensors)
 
@@ -238,6 +238,20 @@ def _tensors(path: Path, module: Any) -> dict[str, FileTensor]:
             name = module.PREFIX + name
         tensors[name] = tensor
     return tensors
+
+
+def tensors_around(path: Path, module: Any) -> tuple[dict[str, str], dict[str, FileTensor]]:
+    """Of a folder whose class has more modules than the model, the names of the model's tensors, class → files.
+
+    And the other tensors, by their names in the files. Both are empty if the folder is gone or damaged.
+    """
+    try:
+        tensors = _tensors(path, module)
+    except (RefusedError, ValueError):
+        return {}, {}
+    around = {tensor.name: tensor for name, tensor in tensors.items() if module.is_ignored(name)}
+    names = {name: tensor.name for name, tensor in tensors.items() if not module.is_ignored(name)}
+    return names, {name: tensor for name, tensor in around.items() if tensor.dtype in DTYPES}
 
 
 def _file_tensors(path: Path) -> Iterator[FileTensor]:
