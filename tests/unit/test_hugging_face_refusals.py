@@ -101,12 +101,12 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "gpt": {
         "activation_function": "gelu", "scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True,
-        "add_cross_attention": True, "embd_pdrop": 0.5, "resid_pdrop": 2, "n_head": 5,
+        "add_cross_attention": True, "embd_pdrop": "high", "resid_pdrop": 2, "n_head": 5,
         "architectures": "GPT2LMHeadModel",
     },
     "bert": {
         "hidden_act": "gelu_new", "position_embedding_type": "relative_key", "is_decoder": True,
-        "tie_word_embeddings": False, "attention_probs_dropout_prob": 0.3, "architectures": ["BertForMaskedLM"],
+        "tie_word_embeddings": False, "attention_probs_dropout_prob": True, "architectures": ["BertForMaskedLM"],
     },
 }  # fmt: skip
 
@@ -120,7 +120,7 @@ def test_what_cannot_be_held_is_refused_by_its_field(
     sentence = refusal(folder)
     named_otherwise = {
         "n_head": "num_attention_heads 5 does not divide hidden_size 48",
-        "resid_pdrop": "pdrop",
+        "resid_pdrop": "dropout: should be less than 1",
         "attention_bias": "the tensor model.layers.0.self_attn.q_proj.bias is missing",
         "mlp_bias": "the tensor model.layers.0.mlp.gate_proj.bias is missing",
         "head_dim": "q_proj.weight has the shape [64, 64], but config.json gives [128, 64]",
@@ -129,6 +129,13 @@ def test_what_cannot_be_held_is_refused_by_its_field(
         "quantization_config": "quantization_config.quant_method",
     }
     assert named_otherwise.get(field, f"config.json has {field} = ") in sentence
+
+
+def test_one_dropout_rate_is_read_and_others_are_named(gpt: Path, capsys: pytest.CaptureFixture) -> None:
+    edit(gpt / "config.json", lambda config: config.update(resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0))
+    assert open_hugging_face(gpt, "--input").model == GPT.model_copy(update={"dropout": 0.2})
+    line = f"{gpt}/config.json: ignored attn_pdrop = 0.0 (the models here have one dropout rate, resid_pdrop)\n"
+    assert capsys.readouterr().err == line
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])

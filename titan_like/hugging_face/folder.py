@@ -217,7 +217,7 @@ def _read_fields(fields: Fields) -> tuple[str, TransformerConfig]:
     family = known.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         fields.refuse("model_type", f"but only {', '.join(known)} can be read")
-    check_quantization(fields)
+    check_quantization(Fields(fields.values))
     model = family_module(family).from_fields(fields)
     wanted, named = architecture_of(model, str(model_type)), fields.values.get("architectures")
     if named is not None and str(named).casefold() != str([wanted]).casefold():  # LLaMA's first files: LLaMAForCausalLM

@@ -323,13 +323,12 @@ class Fields:
             self.refuse(field, "which must be a positive number")
         return value
 
-    def equal_numbers(self, names: Sequence[str], default: float, reason: str) -> float:
-        """Read a number that several fields must agree on, for a ``reason`` that the message gives."""
-        value = self.number(names[0], default)
-        for name in names[1:]:
-            if self.number(name, default) != value:
-                self.refuse(name, f"but {names[0]} = {value}; {reason}, so make them equal")
-        return value
+    def dropout(self, names: Sequence[str], default: float) -> float:
+        """Read the first of several dropout rates. If the others are not equal to it, a note says so."""
+        rates = {name: self.number(name, default) for name in names}
+        if unequal := [f"{name} = {rate}" for name, rate in rates.items() if rate != rates[names[0]]]:
+            self.notes.append(f"{', '.join(unequal)} (the models here have one dropout rate, {names[0]})")
+        return rates[names[0]]
 
     def flag(self, field: str, default: bool) -> bool:
         """Read a boolean. Here null is refused."""

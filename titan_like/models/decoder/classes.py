@@ -136,7 +136,7 @@ CLASSES = (
     Class(
         "SmolLM3ForCausalLM", ("smollm3",), (128256, 2048, 11008, 36, 16, 4, 32768),
         must={"use_sliding_window": (False,)}, fields=_MLP_BIAS,
-        ignored=frozenset({"pretraining_tp", "max_window_layers", "sliding_window"}), tied=True, bias="all",
+        ignored=frozenset({"max_window_layers", "sliding_window"}), tied=True, bias="all",
         layers="unrotated", theta=("rope_theta", 2e6),
     ),
     Class(

@@ -30,7 +30,7 @@ _MEANINGLESS = frozenset(
     aux_loss_alpha bad_words_ids begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward
     classifier_dropout cross_attention_hidden_size decoder_start_token_id dtype eos_token_id ep_size id2label is_decoder
     is_encoder_decoder is_llama_config label2id max_length min_length model_type output_attentions output_hidden_states
-    output_router_logits pad_token_id prefix problem_type pruned_heads quantization_config return_dict sep_token_id
+    output_router_logits pad_token_id prefix pretraining_tp problem_type pruned_heads quantization_config return_dict sep_token_id
     seq_aux suppress_tokens task_specific_params tie_encoder_decoder tokenizer_class torch_dtype torchscript
     transformers.js_config transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache
     """.split()  # noqa: SIM905
@@ -74,7 +74,8 @@ def from_fields(fields: Fields, kind: type[DecoderConfig] = DecoderConfig) -> De
             notes.append(f"{text.shown('final_logit_softcapping')} (the class with images does not read it)")
         fields = Fields(values, "text_config.")
         fields.notes = notes
-    dropouts = [name for name in fields.values if re.search("dropout|pdrop", name) and fields.number(name, 0.0)]
+    dropouts = [name for name in fields.values.keys() - _MEANINGLESS if re.search("dropout|pdrop", name)]
+    dropouts = [name for name in sorted(dropouts) if fields.number(name, 0.0)]
     if dropouts:
         fields.notes.append(f"{', '.join(map(fields.shown, dropouts))} (decoders here have no dropout)")
     values = _shape(row, fields)
