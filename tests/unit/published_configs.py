@@ -5,7 +5,9 @@ from typing import Any
 Table = dict[str, Any]
 
 
-def sizes(hidden: int, ffn: int, layers: int, heads: int, kv: int | None, vocab: int, length: int, **more: Any) -> Table:
+def sizes(
+    hidden: int, ffn: int, layers: int, heads: int, kv: int | None, vocab: int, length: int, **more: Any
+) -> Table:
     table: Table = {"hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers}
     table |= {"num_attention_heads": heads, "vocab_size": vocab, "max_position_embeddings": length}
     table |= {"hidden_act": "silu", "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16", "use_cache": True}
@@ -45,7 +47,12 @@ def deepseek(model_type: str, architecture: str, *args: Any, **more: Any) -> Tab
     latent |= {"n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "moe_intermediate_size": 2048}
     usual = {"aux_loss_alpha": 0.001, "seq_aux": True, "ep_size": 1, "moe_layer_freq": 1, "norm_topk_prob": True}
     usual |= {"routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "pretraining_tp": 1}
-    usual |= {"attention_bias": False, "attention_dropout": 0.0, "rms_norm_eps": 1e-6, "auto_map": {"AutoConfig": "a.B"}}
+    usual |= {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "rms_norm_eps": 1e-6,
+        "auto_map": {"AutoConfig": "a.B"},
+    }
     yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
     usual |= {"rope_scaling": yarn | {"mscale": 1.0, "mscale_all_dim": 1.0}}
     return of(model_type, architecture, sizes(*args) | latent | usual | more)
@@ -96,7 +103,8 @@ READ: dict[str, tuple[Table, str]] = {
     ),
     "Yarn-Llama-2 7B": (
         llama(4096, 11008, 32, 32, 32, 32000, 65536, pretraining_tp=1, auto_map={"AutoConfig": "configuration_llama.L"},
-              rope_scaling={"factor": 16.0, "original_max_position_embeddings": 4096, "type": "yarn", "finetuned": True}),
+              rope_scaling={"factor": 16.0, "original_max_position_embeddings": 4096, "type": "yarn",
+              "finetuned": True}),
         "rope_scaling.finetuned",
     ),
     "Yi 34B": (llama(7168, 20480, 60, 56, 8, 64000, 4096, rope_theta=5000000.0, pad_token_id=0), ""),
@@ -119,7 +127,8 @@ READ: dict[str, tuple[Table, str]] = {
     "Mistral Nemo 12B": (mistral(5120, 14336, 40, 32, 8, 131072, 1024000, sliding_window=None, head_dim=128), ""),
     "Yarn-Mistral 7B": (
         mistral(4096, 14336, 32, 32, 8, 32000, 32768, sliding_window=131072, max_sequence_length=131072,
-                rope_scaling={"factor": 16.0, "finetuned": True, "original_max_position_embeddings": 8192, "type": "yarn"},
+                rope_scaling={"factor": 16.0, "finetuned": True, "original_max_position_embeddings": 8192,
+                "type": "yarn"},
                 use_flash_attention=True, auto_map={"AutoConfig": "configuration_mistral.MistralConfig"}),
         "max_sequence_length use_flash_attention rope_scaling.finetuned",
     ),
@@ -148,7 +157,8 @@ READ: dict[str, tuple[Table, str]] = {
         "rope_scaling.attn_factor",
     ),
     "Qwen3 30B A3B": (
-        of("qwen3_moe", "Qwen3MoeForCausalLM", sizes(2048, 6144, 48, 32, 4, 151936, 40960), head_dim=128, num_experts=128,
+        of("qwen3_moe", "Qwen3MoeForCausalLM", sizes(2048, 6144, 48, 32, 4, 151936, 40960), head_dim=128,
+            num_experts=128,
            num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1,
            mlp_only_layers=[], router_aux_loss_coef=0.001, output_router_logits=False, attention_bias=False,
            use_sliding_window=False, sliding_window=None, max_window_layers=48, use_qk_norm=True, qkv_bias=False),
@@ -160,7 +170,8 @@ READ: dict[str, tuple[Table, str]] = {
     ),
     "Gemma 3 270M": (
         gemma("gemma3_text", 640, 2048, 18, 4, 1, 262144, 32768, sliding_window=512, _sliding_window_pattern=6,
-              rope_local_base_freq=10000.0, rope_theta=1e6, attn_logit_softcapping=None, use_bidirectional_attention=False,
+              rope_local_base_freq=10000.0, rope_theta=1e6, attn_logit_softcapping=None,
+              use_bidirectional_attention=False,
               layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 3), "",
     ),
     "Gemma 3 1B": (
@@ -178,11 +189,13 @@ READ: dict[str, tuple[Table, str]] = {
            rope_scaling=None), "",
     ),
     "Phi-3.5 mini": (
-        of("phi3", "Phi3ForCausalLM", sizes(3072, 8192, 32, 32, 32, 32064, 131072), sliding_window=262144, rope_scaling=LONG,
+        of("phi3", "Phi3ForCausalLM", sizes(3072, 8192, 32, 32, 32, 32064, 131072), sliding_window=262144,
+            rope_scaling=LONG,
            original_max_position_embeddings=4096, resid_pdrop=0.0, embd_pdrop=0.0), "",
     ),
     "Phi-4": (
-        of("phi3", "Phi3ForCausalLM", sizes(5120, 17920, 40, 40, 10, 100352, 16384), sliding_window=None, rope_theta=250000,
+        of("phi3", "Phi3ForCausalLM", sizes(5120, 17920, 40, 40, 10, 100352, 16384), sliding_window=None,
+            rope_theta=250000,
            original_max_position_embeddings=16384), "",
     ),
     "Phi-4 mini": (
@@ -195,13 +208,16 @@ READ: dict[str, tuple[Table, str]] = {
            attention_bias=False), "",
     ),
     "OLMoE 1B 7B": (
-        of("olmoe", "OlmoeForCausalLM", sizes(2048, 1024, 16, 16, 16, 50304, 4096), num_experts=64, num_experts_per_tok=8,
+        of("olmoe", "OlmoeForCausalLM", sizes(2048, 1024, 16, 16, 16, 50304, 4096), num_experts=64,
+            num_experts_per_tok=8,
            norm_topk_prob=False, router_aux_loss_coef=0.01, clip_qkv=None, attention_bias=False), "",
     ),
     "GPT-OSS 20B": (
-        of("gpt_oss", "GptOssForCausalLM", sizes(2880, 2880, 24, 64, 8, 201088, 131072), head_dim=64, sliding_window=128,
+        of("gpt_oss", "GptOssForCausalLM", sizes(2880, 2880, 24, 64, 8, 201088, 131072), head_dim=64,
+            sliding_window=128,
            num_local_experts=32, num_experts_per_tok=4, experts_per_token=4, initial_context_length=4096,
-           attention_bias=True, swiglu_limit=7.0, router_aux_loss_coef=0.9, quantization_config=MXFP4, rope_theta=150000,
+           attention_bias=True, swiglu_limit=7.0, router_aux_loss_coef=0.9, quantization_config=MXFP4,
+           rope_theta=150000,
            layer_types=["sliding_attention", "full_attention"] * 12,
            rope_scaling={"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
                          "original_max_position_embeddings": 4096}), "",
@@ -230,18 +246,21 @@ READ: dict[str, tuple[Table, str]] = {
            pretraining_tp=2, max_window_layers=28, layer_types=["full_attention"] * 36, tie_word_embeddings=True), "",
     ),
     "StarCoder2 3B": (
-        of("starcoder2", "Starcoder2ForCausalLM", sizes(3072, 12288, 30, 24, 2, 49152, 16384) | STARCODER2), "residual_dropout"
+        of("starcoder2", "Starcoder2ForCausalLM", sizes(3072, 12288, 30, 24, 2, 49152, 16384) | STARCODER2),
+            "residual_dropout"
         " embedding_dropout attention_dropout mlp_type norm_type attention_softmax_in_fp32 activation_function",
     ),
     "Granite 3.3 8B": (of("granite", "GraniteForCausalLM", sizes(4096, 12800, 40, 32, 8, 49159, 131072) | GRANITE),
                        "attention_dropout"),
     "Minitron 4B": (
-        of("nemotron", "NemotronForCausalLM", sizes(3072, 9216, 32, 24, 8, 256000, 4096), hidden_act="relu2", norm_eps=1e-5,
+        of("nemotron", "NemotronForCausalLM", sizes(3072, 9216, 32, 24, 8, 256000, 4096), hidden_act="relu2",
+            norm_eps=1e-5,
            rms_norm_eps=None, partial_rotary_factor=0.5, head_dim=128), "",
     ),
     "Pythia 160M": (neox(768, 3072, 12, 12, 50304), ""),
     "GPT-NeoX 20B": (
-        neox(6144, 24576, 44, 64, 50432, hidden_act="gelu_fast", attention_probs_dropout_prob=0, hidden_dropout_prob=0), ""
+        neox(6144, 24576, 44, 64, 50432, hidden_act="gelu_fast", attention_probs_dropout_prob=0,
+            hidden_dropout_prob=0), ""
     ),
     "dolly v2 3B": (
         neox(2560, 10240, 32, 32, 50280, custom_pipelines={"text-generation": {"impl": "instruct_pipeline.Instruct"}}),
@@ -259,9 +278,11 @@ REFUSED: dict[str, tuple[Table, str]] = {
     "BLOOM 560M": (of("bloom", "BloomForCausalLM", sizes(1024, 4096, 24, 16, 16, 250880, 2048)), "model_type"),
     "GPT-J 6B": (of("gptj", "GPTJForCausalLM", sizes(4096, 16384, 28, 16, 16, 50400, 2048)), "model_type"),
     "GPT-Neo 1.3B": (of("gpt_neo", "GPTNeoForCausalLM", sizes(2048, 8192, 24, 16, 16, 50257, 2048)), "model_type"),
-    "DeepSeek-V2": (deepseek("deepseek_v2", "DeepseekV2ForCausalLM", 5120, 12288, 60, 128, 128, 102400, 163840), "model_type"),
+    "DeepSeek-V2": (deepseek("deepseek_v2", "DeepseekV2ForCausalLM", 5120, 12288, 60, 128, 128, 102400, 163840),
+        "model_type"),
     "Command R": (of("cohere", "CohereForCausalLM", sizes(8192, 22528, 40, 64, 64, 256000, 131072)), "model_type"),
-    "InternLM2 7B": (of("internlm2", "InternLM2ForCausalLM", sizes(4096, 14336, 32, 32, 8, 92544, 32768)), "model_type"),
+    "InternLM2 7B": (of("internlm2", "InternLM2ForCausalLM", sizes(4096, 14336, 32, 32, 8, 92544, 32768)),
+        "model_type"),
     "MiniCPM 2B": (of("minicpm", "MiniCPMForCausalLM", sizes(2304, 5760, 40, 36, 36, 122753, 4096)), "model_type"),
     "OLMo 7B": (of("olmo", "OlmoForCausalLM", sizes(4096, 11008, 32, 32, 32, 50304, 2048)), "model_type"),
     "Llama 2 7B, GPTQ, dynamic": (
@@ -274,7 +295,8 @@ REFUSED: dict[str, tuple[Table, str]] = {
              rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]}), "architectures rope_scaling.type",
     ),
     "a reward model of Mistral": (
-        mistral(4096, 14336, 32, 32, 8, 32000, 32768, architectures=["MistralForSequenceClassification"], is_causal=False),
+        mistral(4096, 14336, 32, 32, 8, 32000, 32768, architectures=["MistralForSequenceClassification"],
+            is_causal=False),
         "architectures is_causal",
     ),
     "Qwen3 MoE, sparse steps": (
@@ -283,7 +305,8 @@ REFUSED: dict[str, tuple[Table, str]] = {
         "decoder_sparse_step mlp_only_layers rope_scaling.type",
     ),
     "DeepSeek-V3, softmax": (
-        deepseek("deepseek_v3", "DeepseekV3ForCausalLM", 7168, 18432, 61, 128, 128, 129280, 163840, scoring_func="softmax",
+        deepseek("deepseek_v3", "DeepseekV3ForCausalLM", 7168, 18432, 61, 128, 128, 129280, 163840,
+            scoring_func="softmax",
                  topk_method="greedy", moe_layer_freq=2), "scoring_func topk_method moe_layer_freq",
     ),
 }  # fmt: skip

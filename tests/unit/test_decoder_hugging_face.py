@@ -22,6 +22,8 @@ from titan_like.evaluate.sampling import generate
 from titan_like.hugging_face.convert import from_hugging_face, to_hugging_face
 from titan_like.hugging_face.folder import open_hugging_face, slice_reader
 from titan_like.hugging_face.origin import origin_files
+from titan_like.models.decoder import classes
+from titan_like.models.decoder import hugging_face as mapping
 from titan_like.models.decoder.classes import CLASSES
 from titan_like.models.decoder.config import DecoderConfig
 from titan_like.models.hugging_face import Fields, RefusedError, family_module, family_of, fill_part
@@ -230,9 +232,10 @@ def test_fields_that_mean_something_else_are_refused_by_name() -> None:
 
 OF_CONFIG = re.compile(r"config\.([a-z]\w+)|getattr\(\s*(?:self\.)?config, \"(\w+)\"")
 OF_OTHERS = (
-    "max_sequence_length use_qk_norm clip_qkv pretraining_tp use_bidirectional_attention sliding_window_pattern logit_scale"
-    " attention_bias mlp_bias qkv_bias lm_head_bias use_sliding_window use_mrope dual_chunk_attention_config layer_norm_eps"
-    " rope_percent embedding_multiplier attention_multiplier attn_logit_softcapping no_rope_layers swiglu_limit tie_word"
+    "max_sequence_length use_qk_norm clip_qkv pretraining_tp use_bidirectional_attention sliding_window_pattern"
+    " attention_bias mlp_bias qkv_bias lm_head_bias use_sliding_window use_mrope dual_chunk_attention_config"
+    " layer_norm_eps rope_percent embedding_multiplier attention_multiplier attn_logit_softcapping no_rope_layers"
+    " swiglu_limit logit_scale"
 )
 
 
@@ -250,7 +253,7 @@ def logits_of(fields: dict[str, Any]) -> torch.Tensor:
 
 @pytest.mark.parametrize("model_type", [row.model_types[0] for row in CLASSES])
 def test_what_is_ignored_transformers_ignores_too(model_type: str) -> None:
-    """Every name that its class or another has, and a name that none has: refused, read, or named and without effect."""
+    """Every name that its class or another has, and one that none has: refused, read, or named and without effect."""
     base = CASES[model_type][1] | {"model_type": model_type}
     config = type(transformers.AutoConfig.for_model(model_type))
     code = inspect.getsource(inspect.getmodule(transformers.AutoModelForCausalLM._model_mapping[config]))
@@ -268,7 +271,10 @@ def test_what_is_ignored_transformers_ignores_too(model_type: str) -> None:
     ignored |= {name: 0.5 for name in ignored if "drop" in name}
     assert torch.equal(logits_of(base), logits_of(base | ignored))
     if model_type not in ("gemma3_text", "phi3"):  # which read no table like this one
-        yarn, dead = YARN | {"partial_rotary_factor": 1.0}, {"attn_factor": 3.0, "finetuned": True, "mrope_section": [1]}
+        yarn, dead = (
+            YARN | {"partial_rotary_factor": 1.0},
+            {"attn_factor": 3.0, "finetuned": True, "mrope_section": [1]},
+        )
         fields = [Fields(base | {"rope_parameters": table}) for table in (yarn, yarn | dead)]
         assert len({family_module("decoder").from_fields(one) for one in fields}) == 1
         assert "rope_parameters.attn_factor = 3.0, rope_parameters.finetuned = true" in fields[1].notes[-1]
@@ -443,6 +449,20 @@ def test_gemma_scales_embeddings_in_their_own_type(dtype: torch.dtype) -> None:
         assert dtype != torch.bfloat16 or torch.equal(ours.embed(tokens, tokens[0]), table[tokens] * 25.25)
     granite = DecoderConfig.model_validate(SMALL_SHAPE | {"embedding_scale": 25.3})  # a number that is not rounded
     assert not granite.round_embedding_scale
+
+
+def test_a_row_as_families_md_writes_it_is_all_that_a_class_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs/families.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"# a row of titan_like/models/decoder/classes.py\n(.*?)```", page, re.DOTALL)
+    row = eval(code, vars(classes))
+    monkeypatch.setattr(mapping, "CLASSES", (*CLASSES, row))
+    monkeypatch.setitem(mapping.ARCHITECTURES, "arcee", row.name)
+    monkeypatch.setitem(CASES, "arcee", ("arcee", WIDE | {"mlp_bias": True, "attention_bias": True}))
+    test_a_folder_of_transformers_is_read_and_written_again("arcee", tmp_path)
+    test_an_absent_field_has_the_default_of_the_class("arcee")
+    test_what_is_ignored_transformers_ignores_too("arcee")
 
 
 def test_shapes_of_no_class_are_refused_in_a_sentence() -> None:

@@ -24,7 +24,9 @@ def test_a_published_shape_has_as_many_parameters_as_in_transformers(
     said = capsys.readouterr().err
     assert said.count("\n") == bool(ignored), said
     assert all(f"{path} = " in said for path in ignored.split())
-    text = deepcopy(fields.get("text_config", fields)) | {"model_type": fields["model_type"].replace("kimi_k2", "deepseek_v3")}
+    text = deepcopy(fields.get("text_config", fields)) | {
+        "model_type": fields["model_type"].replace("kimi_k2", "deepseek_v3")
+    }
     text.pop("quantization_config", None)
     if fields["model_type"] == "gemma3":
         text["model_type"] = "gemma3_text"

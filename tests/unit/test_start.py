@@ -85,7 +85,9 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_seq_len": 64}
 @pytest.mark.parametrize("source", ["hf", "run/step-1"])
 def test_rotary_positions_may_be_others_to_extend_the_context(folder: Path, source: str) -> None:
     yarn = [f"--model.overrides.rope_scaling.{key}={value}" for key, value in YARN.items()]
-    config = from_(folder.parent / source, "--model.overrides.rope_theta=1e6", *yarn, "--model.overrides.max_seq_len=256")
+    config = from_(
+        folder.parent / source, "--model.overrides.rope_theta=1e6", *yarn, "--model.overrides.max_seq_len=256"
+    )
     model = model_config(config.model)
     assert model == type(LLAMA).model_validate(
         LLAMA.model_dump() | {"rope_theta": 1e6, "rope_scaling": YARN, "max_seq_len": 256}
@@ -95,9 +97,15 @@ def test_rotary_positions_may_be_others_to_extend_the_context(folder: Path, sour
     weights = CheckpointWeights(folder.parent / "run/step-1")
     assert torch.equal(loaded.state_dict()["norm.weight"], weights.read("norm.weight"))
     save_checkpoint(folder.parent / "longer", loaded)
-    convert.main(["to-hf", f"--checkpoint={folder.parent}/longer", f"--output={folder.parent}/back", "--tokenizer=none"])
+    convert.main(
+        ["to-hf", f"--checkpoint={folder.parent}/longer", f"--output={folder.parent}/back", "--tokenizer=none"]
+    )
     fields = json.loads((folder.parent / "back/config.json").read_text())
-    assert (fields["rope_theta"], fields["rope_scaling"]["factor"], fields["max_position_embeddings"]) == (1e6, 4.0, 256)
+    assert (fields["rope_theta"], fields["rope_scaling"]["factor"], fields["max_position_embeddings"]) == (
+        1e6,
+        4.0,
+        256,
+    )
 
 
 def test_rotary_positions_of_kinds_of_layers_are_set_by_kind(tmp_path: Path) -> None:
@@ -135,7 +143,7 @@ def test_fields_of_config_json_can_be_left_out(folder: Path, capsys: pytest.Capt
         f"{folder}/config.json: ignored {', '.join(names)} (ignore_fields); resid_pdrop = 0.1 (decoders here have no "
         "dropout); attn_factor = 2, rope_scaling.factor = 2.0 (transformers' LlamaForCausalLM does not read it)"
     ]
-    with pytest.raises(ConfigError, match="config.json has no hiden_act, which ignore_fields names"):
+    with pytest.raises(ConfigError, match=r"config\.json has no hiden_act, which ignore_fields names"):
         from_(folder, '--model.ignore_fields=["hiden_act"]')
     options = ["--input", str(folder), "--output", f"{folder.parent}/imported", "--ignore_fields", *names]
     assert convert.main(["from-hf", *options]) == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import warnings
 from importlib.metadata import version
 from itertools import chain
@@ -39,6 +38,7 @@ from titan_like.hugging_face.folder import (
     DTYPES,
     INDEX_FILE,
     HuggingFaceFolder,
+    say,
     slice_reader,
     tensors_around,
 )
@@ -152,8 +152,8 @@ def write_folder(
     parameters = [stored.among(origin.dtypes) for stored in module.stored_parameters(weights.model)]
     outer = isinstance(origin.fields.get("text_config"), dict)
     names, around = tensors_around(Path(origin.source), module) if outer else ({}, {})
-    if outer and not around and number == 0:
-        print(f"{origin.source or 'the source'} is gone: the text's model is written alone", file=sys.stderr, flush=True)
+    if outer and not around:
+        say(f"{origin.source or 'the source'} is gone: the text's model is written alone")
     empty = {  # rounding a router's biases would choose other experts
         name: torch.empty(
             shape, dtype=(not stored.is_buffer and dtype) or origin.dtypes.get(name, torch.float32), device="meta"
@@ -162,21 +162,25 @@ def write_folder(
         for source_name, shape in stored.sources.items()
         for name in (source_name, *stored.copies)
     }
-    first_dtype = next(iter(empty.values())).dtype
     empty = {names.get(name, name): tensor for name, tensor in empty.items()}
-    empty |= {name: torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device="meta") for name, tensor in around.items()}
+    empty |= {
+        name: torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device="meta") for name, tensor in around.items()
+    }
     split = split_torch_state_dict_into_shards(empty, max_shard_size=most_bytes)
     if number == 0:
         tokens = _write_tokens(weights, source, origin, tokenizer, folder)
         architecture = architecture_of(weights.model, fields["model_type"])
         if weights.model.is_causal and not origin.fields:  # their classes' defaults may be outside of the vocabulary
             tokens = {"pad_token_id": None} | tokens
-        config = _config(origin, fields, tokens, first_dtype, architecture)
+        config = _config(origin, fields, tokens, next(iter(empty.values())).dtype, architecture)
         if around:
             architecture = architecture_of(weights.model, origin.fields["model_type"])
-            kept = {name: value for name, value in origin.fields.items() if name not in _NOT_KEPT}
-            same = {"torch_dtype": config["torch_dtype"], **tokens}
-            config = {**kept, "text_config": config, "architectures": [architecture], **same}
+            kept = {name: value for name, value in origin.fields.items() if name not in _NOT_KEPT} | tokens
+            config = kept | {
+                "text_config": config,
+                "architectures": [architecture],
+                "torch_dtype": config["torch_dtype"],
+            }
         write_durably(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}

@@ -119,12 +119,12 @@ def open_hugging_face(path: Path, key: str, ignore: Collection[str] = ()) -> Hug
         left_out = _check_tensors(model, module, tensors, architecture_of(model, fields["model_type"]))
     if left_out:
         roots = ", ".join(sorted({name.removeprefix(module.PREFIX).partition(".")[0] for name in left_out}))
-        _say(f"{path}: {len(left_out)} of {len(tensors)} tensors ({roots}) are not of this model and are not trained")
+        say(f"{path}: {len(left_out)} of {len(tensors)} tensors ({roots}) are not of this model and are not trained")
     return HuggingFaceFolder(path, family, model, fields, tensors)
 
 
 @cache
-def _say(line: str) -> None:
+def say(line: str) -> None:
     """Print a line once, on the first process."""
     if os.environ.get("RANK", "0") == "0":
         print(line, file=sys.stderr, flush=True)
@@ -141,7 +141,7 @@ def read_model(path: Path, key: str, ignore: Collection[str] = ()) -> tuple[dict
             raise RefusedError(f"it has no {CONFIG_FILE}")
         family, model, notes = _model_of(fields, ignore)
         if notes:
-            _say(f"{path / CONFIG_FILE}: ignored {'; '.join(notes)}")
+            say(f"{path / CONFIG_FILE}: ignored {'; '.join(notes)}")
         if getattr(model, "mtp_layers", 0):
             with suppress(RefusedError):  # the tensors may be elsewhere
                 names = [tensor.name for tensor in _file_tensors(path)]

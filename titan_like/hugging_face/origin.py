@@ -70,8 +70,8 @@ def origin_files(source: Path | None, section: Data) -> dict[str, bytes]:
         files, tokenizer = _read(source, (GENERATION_FILE,)), _read(source, tokenizer_names(source))
         fields, earlier = read_json(source / CONFIG_FILE), read_origin(source)
         if fields or earlier.fields:  # the run's own weights have no original types
-            content = {"config": fields or earlier.fields, "dtypes": {}}
-            content["source"] = str(source.absolute()) if fields else earlier.source
+            first = str(source.absolute()) if fields else earlier.source
+            content = {"config": fields or earlier.fields, "dtypes": {}, "source": first}
             files[ORIGIN_FILE] = json.dumps(content, indent=2).encode()
     if section.learns_bytes:
         return {name: content for name, content in files.items() if name == ORIGIN_FILE}

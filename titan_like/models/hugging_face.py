@@ -73,7 +73,7 @@ class Stored:
         return f"{'buffers' if self.is_buffer else 'model'}.{self.name}"
 
     def among(self, names: Collection[str]) -> Stored:
-        """The same in files with tensors of these names: without absent copies, or in a copy if the source is absent."""
+        """The same in files with tensors of these names: without absent copies, or in a copy for an absent source."""
         copies = tuple(copy for copy in self.copies if copy in names)
         if copies and not self.sources.keys() & names:
             return replace(self, sources={copies[0]: next(iter(self.sources.values()))}, copies=copies[1:])

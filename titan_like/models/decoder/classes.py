@@ -113,20 +113,18 @@ CLASSES = (
         "LlamaForCausalLM", ("llama",), (32000, 4096, 11008, 32, 32, 0, 2048), fields=_MLP_BIAS, bias="all",
     ),
     Class(
-        "MistralForCausalLM", ("mistral",), (32000, 4096, 14336, 32, 32, 8, 131072), layers="all",
-        window=4096,
+        "MistralForCausalLM", ("mistral",), (32000, 4096, 14336, 32, 32, 8, 131072), layers="all", window=4096,
     ),
     Class(
-        "MinistralForCausalLM", ("ministral",), (32000, 4096, 14336, 32, 32, 8, 131072), layers="types",
-        window=4096,
+        "MinistralForCausalLM", ("ministral",), (32000, 4096, 14336, 32, 32, 8, 131072), layers="types", window=4096,
     ),
     Class(
         "Qwen2ForCausalLM", ("qwen2",), (151936, 4096, 22016, 32, 32, 32, 32768), {"attention_bias": "qkv"},
         ignored=frozenset({"attention_bias"}), **_QWEN,
     ),
     Class(
-        "Qwen3ForCausalLM", ("qwen3",), (151936, 4096, 22016, 32, 32, 32, 32768), _QK_HEAD, head_dim=128,
-        bias="all", **_QWEN,
+        "Qwen3ForCausalLM", ("qwen3",), (151936, 4096, 22016, 32, 32, 32, 32768), _QK_HEAD, head_dim=128, bias="all",
+        **_QWEN,
     ),
     Class(
         "Olmo2ForCausalLM", ("olmo2",), (50304, 4096, 11008, 32, 32, 0, 2048), {"qk_norm": "all", "block": "post"},
@@ -135,9 +133,8 @@ CLASSES = (
     ),
     Class(
         "SmolLM3ForCausalLM", ("smollm3",), (128256, 2048, 11008, 36, 16, 4, 32768),
-        must={"use_sliding_window": (False,)}, fields=_MLP_BIAS,
-        ignored=frozenset({"max_window_layers", "sliding_window"}), tied=True, bias="all",
-        layers="unrotated", theta=("rope_theta", 2e6),
+        must={"use_sliding_window": (False,)}, fields=_MLP_BIAS, tied=True, bias="all", layers="unrotated",
+        ignored=frozenset({"max_window_layers", "sliding_window"}), theta=("rope_theta", 2e6),
     ),
     Class(
         "GraniteForCausalLM", ("granite",), (32000, 4096, 11008, 32, 32, 0, 2048),
@@ -192,9 +189,8 @@ CLASSES = (
     ),
     Class(
         "NemotronForCausalLM", ("nemotron",), (256000, 6144, 24576, 32, 48, 0, 4096),
-        {"norm": "layer", "norm_offset": True, "gated": False},
-        activation=("hidden_act", "relu2"), fields=_MLP_BIAS, eps=("norm_eps", 1e-5), init_std=0.0134, bias="all",
-        fraction=("partial_rotary_factor", 0.5),
+        {"norm": "layer", "norm_offset": True, "gated": False}, activation=("hidden_act", "relu2"), fields=_MLP_BIAS,
+        eps=("norm_eps", 1e-5), init_std=0.0134, bias="all", fraction=("partial_rotary_factor", 0.5),
     ),
     Class(
         "Starcoder2ForCausalLM", ("starcoder2",), (49152, 3072, 12288, 30, 24, 2, 4096),
@@ -210,17 +206,16 @@ CLASSES = (
         names={"mlp.router": "block_sparse_moe.gate", "mlp.experts": "block_sparse_moe.experts"},
     ),
     Class(
-        "Qwen3MoeForCausalLM", ("qwen3_moe",), (151936, 2048, 6144, 24, 32, 4, 32768), _QK_HEAD,
-        bias="all", ignored=frozenset({"max_window_layers", "sliding_window"}),
-        may={"use_sliding_window": (False, None)},
+        "Qwen3MoeForCausalLM", ("qwen3_moe",), (151936, 2048, 6144, 24, 32, 4, 32768), _QK_HEAD, bias="all",
+        ignored=frozenset({"max_window_layers", "sliding_window"}), may={"use_sliding_window": (False, None)},
         experts=Experts(
             "num_experts", "moe_intermediate_size", dense_layers="mlp_only_layers", defaults=(128, 768, 8),
             renormalize=False,
         ),
     ),
     Class(
-        "OlmoeForCausalLM", ("olmoe",), (50304, 2048, 2048, 16, 16, 0, 4096), _QK_ALL,
-        may={"clip_qkv": (None,)}, eps=("rms_norm_eps", 1e-5), head_dim=None, bias="all",
+        "OlmoeForCausalLM", ("olmoe",), (50304, 2048, 2048, 16, 16, 0, 4096), _QK_ALL, bias="all",
+        may={"clip_qkv": (None,)}, eps=("rms_norm_eps", 1e-5), head_dim=None,
         experts=Experts("num_experts", "intermediate_size", defaults=(64, 2048, 8), renormalize=False, balance=0.01),
     ),
     Class(
@@ -243,7 +238,7 @@ CLASSES = (
     Class(
         "DeepseekV3ForCausalLM", ("deepseek_v3", "kimi_k2"), (129280, 7168, 18432, 61, 128, 128, 4096),
         {"router_score": "sigmoid", "balance": "bias", "bias_update_rate": 0.0},  # biases stay as they are
-        must={
+        must={  # of which DeepSeek's own code reads the first three, and transformers the last
             "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
             "rope_interleave": (True,),
         },

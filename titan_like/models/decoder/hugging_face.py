@@ -30,9 +30,9 @@ _MEANINGLESS = frozenset(
     aux_loss_alpha bad_words_ids begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward
     classifier_dropout cross_attention_hidden_size decoder_start_token_id dtype eos_token_id ep_size id2label is_decoder
     is_encoder_decoder is_llama_config label2id max_length min_length model_type output_attentions output_hidden_states
-    output_router_logits pad_token_id prefix pretraining_tp problem_type pruned_heads quantization_config return_dict sep_token_id
-    seq_aux suppress_tokens task_specific_params tie_encoder_decoder tokenizer_class torch_dtype torchscript
-    transformers.js_config transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache
+    output_router_logits pad_token_id prefix pretraining_tp problem_type pruned_heads quantization_config return_dict
+    sep_token_id seq_aux suppress_tokens task_specific_params tie_encoder_decoder tokenizer_class torch_dtype
+    torchscript transformers.js_config transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache
     """.split()  # noqa: SIM905
 )
 # What transformers reads in every class, where the class here has no such field.
@@ -40,13 +40,16 @@ _EVERYWHERE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("sliding_window", "attention_chunk_size", "layer_types", "per_layer_config"), (None,)),
     "is_causal": (True, None),
 }
-_ACTIVATIONS = {  # ours → theirs, of which the first is written
-    "silu": ("silu", "swish"),
-    "gelu": ("gelu", "gelu_python"),
-    "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"),
-    "relu": ("relu",),
-    "relu2": ("relu2",),
+# Theirs → ours; the first name of each of ours is written.
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "relu": "relu",
+    "relu2": "relu2",
 }
+_ACTIVATIONS |= dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), "gelu_tanh")
 _SIZES = (
     ("vocab_size", "vocab_size"),
     ("hidden_size", "hidden_size"),
@@ -56,7 +59,8 @@ _SIZES = (
     ("num_kv_heads", "num_key_value_heads"),
     ("max_seq_len", "max_position_embeddings"),
 )
-_NOT_COMPARED = {"round_embedding_scale", "vocab_multiple", "balance_coefficient", "bias_update_rate", "z_loss_coefficient", "kinds"}
+_NOT_COMPARED = {"vocab_multiple", "balance_coefficient", "bias_update_rate", "z_loss_coefficient", "kinds"}
+_NOT_COMPARED |= {"round_embedding_scale"}
 
 
 def from_fields(fields: Fields, kind: type[DecoderConfig] = DecoderConfig) -> DecoderConfig:
@@ -74,9 +78,8 @@ def from_fields(fields: Fields, kind: type[DecoderConfig] = DecoderConfig) -> De
             notes.append(f"{text.shown('final_logit_softcapping')} (the class with images does not read it)")
         fields = Fields(values, "text_config.")
         fields.notes = notes
-    dropouts = [name for name in fields.values.keys() - _MEANINGLESS if re.search("dropout|pdrop", name)]
-    dropouts = [name for name in sorted(dropouts) if fields.number(name, 0.0)]
-    if dropouts:
+    names = sorted(name for name in fields.values.keys() - _MEANINGLESS if re.search("dropout|pdrop", name))
+    if dropouts := [name for name in names if fields.number(name, 0.0)]:
         fields.notes.append(f"{', '.join(map(fields.shown, dropouts))} (decoders here have no dropout)")
     values = _shape(row, fields)
     if unread := fields.unread(_MEANINGLESS | row.ignored):
@@ -111,9 +114,8 @@ def _shape(row: Class, fields: Fields) -> dict[str, Any]:
     for ours, theirs, default in row.nullable:
         shape[ours] = 0.0 if fields.get(theirs, default) is None else fields.positive(theirs, default)
     if row.activation is not None:
-        fields.must_be(row.activation[0], row.activation[1], *(name for names in _ACTIVATIONS.values() for name in names))
-        name = fields.get(*row.activation)
-        shape["activation"] = next(ours for ours, names in _ACTIVATIONS.items() if name in names)
+        fields.must_be(*row.activation, *_ACTIVATIONS)
+        shape["activation"] = _ACTIVATIONS[fields.get(*row.activation)]
     if row.head_dim is not None:
         shape["head_size"] = fields.integer("head_dim", row.head_dim or max(1, hidden // heads))
     elif fields.get("head_dim") is not None:  # with latents, what is rotated
@@ -228,7 +230,8 @@ def to_fields(config: DecoderConfig, row: Class) -> dict[str, Any]:
     fields |= {theirs: getattr(config, ours) for ours, theirs in _SIZES if theirs not in row.ignored}
     fields |= {field: allowed[0] for field, allowed in row.must.items()}
     if row.activation is not None:
-        fields[row.activation[0]] = _ACTIVATIONS.get(config.activation, row.activation[1:])[0]
+        theirs_of = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
+        fields[row.activation[0]] = theirs_of.get(config.activation, row.activation[1])
     fields |= {row.eps[0]: config.norm_eps, "initializer_range": config.init_std}
     fields["tie_word_embeddings"] = config.tied_embeddings
     fields |= {theirs: getattr(config, ours) for ours, theirs, _ in row.fields}
