@@ -126,6 +126,11 @@ def close(ours: torch.Tensor, theirs: torch.Tensor, bound: float = 2e-6) -> bool
 RARE: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3, not rotated": ("smollm3", SMALL | {"no_rope_layers": [0] * 4}),
     "gemma2, no window": ("gemma2", WIDE | {"layer_types": ["full_attention"] * 4}),
+    "gpt_neox, another GELU": ("gpt_neox", NEOX | {"hidden_act": "gelu_fast", "rotary_pct": 0.5}),
+    "llama, original length not in the table": (
+        "llama",
+        SMALL | {"original_max_position_embeddings": 32, "rope_parameters": YARN},
+    ),
     "gemma3_text, scaled windows": (
         "gemma3_text",
         CASES["gemma3_text"][1] | {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), LINEAR)},
