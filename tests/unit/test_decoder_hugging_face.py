@@ -212,7 +212,10 @@ def test_fields_that_mean_something_else_are_refused_by_name() -> None:
         },
         "granite": {"attention_multiplier": 0.0, "logits_scaling": 0},
         "glm4": {"partial_rotary_factor": None},
-        "llama": {"rope_scaling": YARN | {"attention_factor": 0.0}, "rope_parameters": {"partial_rotary_factor": 0.5}},
+        "llama": {
+            "rope_scaling": YARN | {"attention_factor": 0.0},
+            "rope_parameters": LINEAR | {"partial_rotary_factor": 0.5},
+        },
         "deepseek_v3": {"scoring_func": "softmax", "num_key_value_heads": 2, "moe_layer_freq": 2, "head_dim": 1},
         "gpt_oss": {"attention_bias": False, "swiglu_limit": 5.0, "attention_chunk_size": 64},
         "phi3": {"hidden_act": "mish", "resid_pdrop": "high", "rope_scaling": {"type": "longrope", "short_factor": 1}},
@@ -240,7 +243,7 @@ OF_OTHERS = (
     "max_sequence_length use_qk_norm clip_qkv pretraining_tp use_bidirectional_attention sliding_window_pattern"
     " attention_bias mlp_bias qkv_bias lm_head_bias use_sliding_window use_mrope dual_chunk_attention_config"
     " layer_norm_eps rope_percent embedding_multiplier attention_multiplier attn_logit_softcapping no_rope_layers"
-    " swiglu_limit logit_scale"
+    " swiglu_limit logit_scale partial_rotary_factor"
 )
 
 
@@ -371,6 +374,17 @@ def test_float8_blocks_become_bfloat16_and_a_layer_of_mtp_comes_along(tmp_path: 
     kinds = {name: tensor.dtype for name, tensor in files_of(tmp_path / "half").items()}
     biases = {name for name, kind in kinds.items() if kind == torch.float32}
     assert biases == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2, 3, 4)}
+
+
+def test_kimi_k2_is_a_deepseek_v3(tmp_path: Path) -> None:
+    theirs = random_folder("deepseek_v3", CASES["deepseek_v3"][1], tmp_path / "hf")
+    plain = files_of(tmp_path / "hf")
+    rewrite(tmp_path / "hf", plain, model_type="kimi_k2", auto_map={"AutoConfig": "configuration_deepseek.Config"})
+    tensors, fields = both_ways(tmp_path / "hf")
+    same(tensors, plain)
+    assert fields["model_type"] == "deepseek_v3" and fields["architectures"] == ["DeepseekV3ForCausalLM"]
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager")
+    assert close(loaded.eval()(torch.arange(SEQ)[None]).logits, theirs(torch.arange(SEQ)[None]).logits)
 
 
 def with_images(folder: Path) -> torch.nn.Module:

@@ -94,7 +94,7 @@ def test_folders_without_fault_are_read(whole_folders: Path) -> None:
 FIELDS: dict[str, dict[str, Any]] = {
     "llama": {
         "hidden_act": "mish", "attention_bias": True, "mlp_bias": True, "head_dim": 32,
-        "sliding_window": 4096, "partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
+        "sliding_window": 4096, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
         "rope_parameters": {"type": "dynamic", "factor": 2.0}, "architectures": ["LlamaForSequenceClassification"],
         "quantization_config": {"quant_method": "gptq", "bits": 4}, "model_type": "gemma", "hidden_size": "64",
         "rms_norm_eps": float("nan"), "is_causal": False,

@@ -196,8 +196,10 @@ def _model_of(values: dict[str, Any], ignore: Collection[str]) -> tuple[str, Tra
             if refusal.field not in removed:
                 reasons.append(str(refusal))
             removed.add(refusal.field)
-            if not _remove(values, refusal.field):  # without it the file can be read no further
-                break
+            table, _, name = refusal.field.rpartition(".")  # whose other fields mean nothing without its type
+            taken = (table,) if name in ("rope_type", "type") else (refusal.field, table)
+            if not any(_remove(values, field) for field in taken):
+                break  # the file can be read no further
     if reasons:
         raise RefusedError(reasons[0], *(text.replace("config.json", "it", 1) for text in reasons[1:]))
     return family, model, [*([f"{', '.join(ignore)} (ignore_fields)"] if ignore else []), *fields.notes]
@@ -205,10 +207,11 @@ def _model_of(values: dict[str, Any], ignore: Collection[str]) -> tuple[str, Tra
 
 def _remove(values: dict[str, Any], field: str) -> bool:
     """Take a field, such as rope_scaling.factor, out of config.json; whether it was there."""
-    *tables, name = field.split(".")
-    for table in tables:
-        values = values[table] if isinstance(values.get(table), dict) else {}
-    return values.pop(name, values) is not values
+    if field in values:
+        del values[field]
+        return True
+    table, _, rest = field.partition(".")
+    return isinstance(values.get(table), dict) and _remove(values[table], rest)
 
 
 def _read_fields(fields: Fields) -> tuple[str, TransformerConfig]:

@@ -351,7 +351,7 @@ class Fields:
         """Refuse any other value. A file without the field counts as having the first of ``allowed``."""
         value = self.get(field, allowed[0])
         if not any(type(value) is type(choice) and value == choice for choice in allowed):
-            wanted = " or ".join(map(json.dumps, allowed))
+            wanted = " or ".join(dict.fromkeys(map(json.dumps, allowed)))
             self.refuse(field, f"which the models here do not support; only {wanted} can be read")
 
 

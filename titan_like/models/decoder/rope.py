@@ -49,7 +49,7 @@ def read_rope(row: Class, fields: Fields, max_seq_len: int) -> RopeOf:
             fields.refuse(row.fraction[0], "which must be a number")
         if row.fraction[0] != part and part in fields.values:  # older versions save both names
             fields.must_be(part, fields.number(*row.fraction))
-    else:
+    elif full["rope_scaling"] or sliding["rope_scaling"]:  # else transformers does not read it
         of_full.must_be(part, None, 1.0, 1)
         fields.must_be(part, None, 1.0, 1)
     return RopeOf(full, sliding, fraction)
