@@ -435,7 +435,7 @@ def test_the_text_of_a_model_with_images_goes_back_by_name(tmp_path: Path, capsy
 
     (tmp_path / "hf").rename(tmp_path / "moved")
     to_hugging_face(weights, tmp_path / "alone", None, 10**9, "none")
-    assert f"{tmp_path}/hf is gone: the text's model is written alone" in capsys.readouterr().err
+    assert f"{tmp_path}/hf has no tensors around the text's model, which is written alone" in capsys.readouterr().err
     text, info = transformers.Gemma3ForCausalLM.from_pretrained(tmp_path / "alone", output_loading_info=True)
     assert not any(info.values()) and close(text.eval()(tokens).logits, expected)
 

@@ -139,7 +139,7 @@ def _load(path: Path, model: ParallelModel | Transformer, ignore: Collection[str
     with reading(path, cure):
         adapted = MergedWeights(path) if is_checkpoint(path) and read_run_state(path).base else None
     if adapted is not None:
-        _load(adapted.base, model, adapted.ignore_fields)
+        _load(adapted.base, model, adapted.run.config["model"].get("ignore_fields", ()))
     with reading(path, cure):
         if adapted is not None:
             _add_adapters(adapted, model)

@@ -153,7 +153,7 @@ def write_folder(
     outer = isinstance(origin.fields.get("text_config"), dict)
     names, around = tensors_around(Path(origin.source), module) if outer else ({}, {})
     if outer and not around:
-        say(f"{origin.source or 'the source'} is gone: the text's model is written alone")
+        say(f"{origin.source or 'the source'} has no tensors around the text's model, which is written alone")
     empty = {  # rounding a router's biases would choose other experts
         name: torch.empty(
             shape, dtype=(not stored.is_buffer and dtype) or origin.dtypes.get(name, torch.float32), device="meta"

@@ -262,11 +262,6 @@ class MergedWeights(CheckpointWeights):
         require(is_same, "--checkpoint", str(self.path), problem)
         return folder
 
-    @property
-    def ignore_fields(self) -> list[str]:
-        """`model.ignore_fields` of the run."""
-        return self.run.config["model"].get("ignore_fields", [])
-
     @cached_property
     def adapters(self) -> dict[str, Adapter]:
         """By the names of the weights that they belong to."""
@@ -283,7 +278,7 @@ class MergedWeights(CheckpointWeights):
     def _base_reader(self) -> Any:
         if is_checkpoint(self.base):
             return CheckpointWeights(self.base).read
-        source = open_hugging_face(self.base, "--checkpoint", self.ignore_fields)
+        source = open_hugging_face(self.base, "--checkpoint", self.run.config["model"].get("ignore_fields", ()))
         stored = {weight.name: weight for weight in source.stored_parameters(self.model)}
         read = slice_reader(source.tensors)
 

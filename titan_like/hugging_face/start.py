@@ -164,16 +164,15 @@ def _saved_start(config: JobConfig) -> Start | None:
 
 def free_fields(config: JobConfig, model: TransformerConfig, start: Start) -> frozenset[str]:
     """The fields of a run's model that need not be those of its source: rotary positions too, if overrides set them."""
-    values, rope = plain(model.model_dump(mode="json")), frozenset[str]()
-    if not start.shape.get("kinds"):  # each of which has its own
-        rope = frozenset(_ROPE)
-    elif _without_rope(values.get("kinds", {})) == _without_rope(start.shape["kinds"]):
-        rope = frozenset({"kinds"})
-    return may_differ(model) | start.free | (rope & config.model.overrides.keys())
+    free, kinds = set(_ROPE), start.shape.get("kinds")
+    if kinds:  # each has its own
+        ours = plain(model.model_dump(mode="json")).get("kinds", {})
+        free = {"kinds"} if _without_rope(ours) == _without_rope(kinds) else set()
+    return may_differ(model) | start.free | (free & config.model.overrides.keys())
 
 
 def _without_rope(kinds: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {name: {key: value for key, value in kind.items() if key not in _ROPE} for name, kind in kinds.items()}
+    return {name: kind | dict.fromkeys(_ROPE) for name, kind in kinds.items()}
 
 
 def may_differ(model: TransformerConfig) -> frozenset[str]:

@@ -93,10 +93,7 @@ def load_adapters(path: str, model: ParallelModel, section: LoRA) -> None:
 
 
 def load_initial_weights(path: str, model: ParallelModel, ignore: Collection[str] = ()) -> None:
-    """Read weights into a model in any layout. Every rank reads its part; a `RunError` says if files are damaged.
-
-    ``ignore`` is `model.ignore_fields`.
-    """
+    """Read weights into a model in any layout. Every rank reads its part; a `RunError` says if files are damaged."""
     folder, may_lack = initial_folder(path), model.stages[0].module.may_be_new
     try:
         if is_checkpoint(folder):

@@ -40,16 +40,13 @@ _EVERYWHERE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("sliding_window", "attention_chunk_size", "layer_types", "per_layer_config"), (None,)),
     "is_causal": (True, None),
 }
-# Theirs → ours; the first name of each of ours is written.
-_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "relu": "relu",
-    "relu2": "relu2",
-}
-_ACTIVATIONS |= dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), "gelu_tanh")
+_NAMES = {"gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), "silu": ("silu", "swish")}
+_NAMES |= {
+    "gelu": ("gelu", "gelu_python"),
+    "relu": ("relu",),
+    "relu2": ("relu2",),
+}  # of activations; written: the first
+_ACTIVATIONS = {theirs: ours for ours, names in _NAMES.items() for theirs in names}
 _SIZES = (
     ("vocab_size", "vocab_size"),
     ("hidden_size", "hidden_size"),
@@ -64,11 +61,7 @@ _NOT_COMPARED |= {"round_embedding_scale"}
 
 
 def from_fields(fields: Fields, kind: type[DecoderConfig] = DecoderConfig) -> DecoderConfig:
-    """The shape that config.json describes, with notes in ``fields`` about what is ignored.
-
-    Raises:
-        RefusedError: the file has a feature that this family lacks, or a bad field.
-    """
+    """The shape that config.json describes. A `RefusedError` names a feature that this family lacks, or a bad field."""
     row = next(row for row in CLASSES if fields.get("model_type") in row.model_types)
     if (text := fields.table("text_config")) is not None:
         text.must_be("quantization_config", None)
@@ -230,8 +223,7 @@ def to_fields(config: DecoderConfig, row: Class) -> dict[str, Any]:
     fields |= {theirs: getattr(config, ours) for ours, theirs in _SIZES if theirs not in row.ignored}
     fields |= {field: allowed[0] for field, allowed in row.must.items()}
     if row.activation is not None:
-        theirs_of = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
-        fields[row.activation[0]] = theirs_of.get(config.activation, row.activation[1])
+        fields[row.activation[0]] = _NAMES.get(config.activation, row.activation[1:])[0]
     fields |= {row.eps[0]: config.norm_eps, "initializer_range": config.init_std}
     fields["tie_word_embeddings"] = config.tied_embeddings
     fields |= {theirs: getattr(config, ours) for ours, theirs, _ in row.fields}
