@@ -90,7 +90,7 @@ GEMMA4B |= {"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_t
 READ: dict[str, tuple[Table, str]] = {
     "LLaMA-1 7B": (llama(4096, 11008, 32, 32, None, 32000, 2048, max_sequence_length=2048), "max_sequence_length"),
     "LLaMA-1 7B, first files": (
-        llama(4096, 11008, 32, 32, None, 32000, 2048, architectures=["LLaMAForCausalLM"], pad_token_id=-1), ""
+        llama(4096, 11008, 32, 32, None, 32000, 2048, architectures=["LLaMAForCausalLM"]), "architectures"
     ),
     "Llama 2 7B": (llama(4096, 11008, 32, 32, 32, 32000, 4096, pretraining_tp=1, rope_scaling=None), ""),
     "Llama 2 70B": (llama(8192, 28672, 80, 64, 8, 32000, 4096), ""),
@@ -284,6 +284,13 @@ REFUSED: dict[str, tuple[Table, str]] = {
     "InternLM2 7B": (of("internlm2", "InternLM2ForCausalLM", sizes(4096, 14336, 32, 32, 8, 92544, 32768)),
         "model_type"),
     "MiniCPM 2B": (of("minicpm", "MiniCPMForCausalLM", sizes(2304, 5760, 40, 36, 36, 122753, 4096)), "model_type"),
+    "Gemma 7B": (of("gemma", "GemmaForCausalLM", sizes(3072, 24576, 28, 16, 16, 256000, 8192)), "model_type"),
+    "OLMo 3 7B": (of("olmo3", "Olmo3ForCausalLM", sizes(4096, 11008, 32, 32, 32, 100278, 65536)), "model_type"),
+    "Phi-2": (of("phi", "PhiForCausalLM", sizes(2560, 10240, 32, 32, 32, 51200, 2048)), "model_type"),
+    "StableLM 2": (of("stablelm", "StableLmForCausalLM", sizes(2048, 5632, 24, 32, 32, 100352, 4096)), "model_type"),
+    "Qwen1.5 MoE": (of("qwen2_moe", "Qwen2MoeForCausalLM", sizes(2048, 5632, 24, 16, 16, 151936, 8192)), "model_type"),
+    "GLM-4.5 Air": (of("glm4_moe", "Glm4MoeForCausalLM", sizes(4096, 10944, 46, 96, 8, 151552, 131072)), "model_type"),
+    "Yi 6B, first files": (of("Yi", "YiForCausalLM", sizes(4096, 11008, 32, 32, 4, 64000, 4096)), "model_type"),
     "OLMo 7B": (of("olmo", "OlmoForCausalLM", sizes(4096, 11008, 32, 32, 32, 50304, 2048)), "model_type"),
     "Llama 2 7B, GPTQ, dynamic": (
         llama(4096, 11008, 32, 32, 32, 32000, 4096, rope_scaling={"type": "dynamic", "factor": 2.0}, use_fp8=True,

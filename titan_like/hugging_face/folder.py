@@ -71,7 +71,7 @@ INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # types that float32 represents exactly
 
-_MOST_SHOWN = 400  # characters
+_MOST_SHOWN, _CAUSAL = 400, "ForCausalLM"  # characters; how names of language models' classes end
 _BUFFER = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias|position_ids)$")
 _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # as TensorFlow called them
 
@@ -223,8 +223,10 @@ def _read_fields(fields: Fields) -> tuple[str, TransformerConfig]:
     check_quantization(Fields(fields.values))
     model = family_module(family).from_fields(fields)
     wanted, named = architecture_of(model, str(model_type)), fields.values.get("architectures")
-    if named is not None and str(named).casefold() != str([wanted]).casefold():  # LLaMA's first files: LLaMAForCausalLM
-        fields.refuse("architectures", f"but only {wanted} can be read")
+    if named and named != [wanted]:
+        if not (wanted.endswith(_CAUSAL) and isinstance(named, list) and all(str(n).endswith(_CAUSAL) for n in named)):
+            fields.refuse("architectures", f"but only {wanted} can be read")
+        fields.notes.append(f"{fields.shown('architectures')} (transformers goes by model_type)")
     return family, model
 
 
