@@ -93,20 +93,20 @@ def test_folders_without_fault_are_read(whole_folders: Path) -> None:
 
 FIELDS: dict[str, dict[str, Any]] = {
     "llama": {
-        "hidden_act": "gelu", "attention_bias": True, "mlp_bias": True, "head_dim": 32,
-        "sliding_window": 4096, "partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
+        "hidden_act": "mish", "attention_bias": True, "mlp_bias": True, "head_dim": 32,
+        "sliding_window": 4096, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
         "rope_parameters": {"type": "dynamic", "factor": 2.0}, "architectures": ["LlamaForSequenceClassification"],
         "quantization_config": {"quant_method": "gptq", "bits": 4}, "model_type": "gemma", "hidden_size": "64",
-        "rms_norm_eps": float("nan"), "pretraining_tp": 2, "unheard_of": 1, "use_bidirectional_attention": True,
+        "rms_norm_eps": float("nan"), "is_causal": False,
     },
     "gpt": {
         "activation_function": "gelu", "scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True,
-        "add_cross_attention": True, "embd_pdrop": 0.5, "resid_pdrop": 2, "n_head": 5,
+        "add_cross_attention": True, "embd_pdrop": "high", "resid_pdrop": 2, "n_head": 5,
         "architectures": "GPT2LMHeadModel",
     },
     "bert": {
         "hidden_act": "gelu_new", "position_embedding_type": "relative_key", "is_decoder": True,
-        "tie_word_embeddings": False, "attention_probs_dropout_prob": 0.3, "architectures": ["BertForMaskedLM"],
+        "tie_word_embeddings": False, "attention_probs_dropout_prob": True, "architectures": ["BertForMaskedLM"],
     },
 }  # fmt: skip
 
@@ -120,7 +120,7 @@ def test_what_cannot_be_held_is_refused_by_its_field(
     sentence = refusal(folder)
     named_otherwise = {
         "n_head": "num_attention_heads 5 does not divide hidden_size 48",
-        "resid_pdrop": "pdrop",
+        "resid_pdrop": "dropout: should be less than 1",
         "attention_bias": "the tensor model.layers.0.self_attn.q_proj.bias is missing",
         "mlp_bias": "the tensor model.layers.0.mlp.gate_proj.bias is missing",
         "head_dim": "q_proj.weight has the shape [64, 64], but config.json gives [128, 64]",
@@ -129,6 +129,13 @@ def test_what_cannot_be_held_is_refused_by_its_field(
         "quantization_config": "quantization_config.quant_method",
     }
     assert named_otherwise.get(field, f"config.json has {field} = ") in sentence
+
+
+def test_one_dropout_rate_is_read_and_others_are_named(gpt: Path, capsys: pytest.CaptureFixture) -> None:
+    edit(gpt / "config.json", lambda config: config.update(resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0))
+    assert open_hugging_face(gpt, "--input").model == GPT.model_copy(update={"dropout": 0.2})
+    line = f"{gpt}/config.json: ignored attn_pdrop = 0.0 (the models here have one dropout rate, resid_pdrop)\n"
+    assert capsys.readouterr().err == line
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])

@@ -68,8 +68,8 @@ def test_what_contradicts_the_folder_is_refused_all_at_once(folder: Path) -> Non
         f'data.tokenizer = "byte": {folder} gives {folder}/tokenizer.json, which makes other tokens; leave it out',
     ]
     assert lines[3].startswith("model.overrides.dropout = 0.1: unknown field")
-    with pytest.raises(ConfigError, match=r"^model\.overrides\.rope_theta = 500: .* gives 700\.0; leave it out$"):
-        from_(folder, "--model.overrides.rope_theta=500")
+    with pytest.raises(ConfigError, match=r"^model\.overrides\.norm_eps = 0\.01: .* gives 1e-05; leave it out$"):
+        from_(folder, "--model.overrides.norm_eps=0.01")
     same = shutil.copytree(folder, folder.parent / "copy")  # of the tokenizer, too
     kept = from_(folder, "--model.family=llama", "--model.overrides.num_layers=3", f"--data.tokenizer={same}")
     assert kept.data.tokenizer == str(same)
@@ -77,6 +77,76 @@ def test_what_contradicts_the_folder_is_refused_all_at_once(folder: Path) -> Non
     with pytest.raises(ConfigError, match=r"^data\.tokenizer = \(not set\): .*/hf has no tokenizer, "):
         from_(folder)
     assert from_(folder, "--data.dataset=indexed").data.tokenizer == "byte"
+
+
+YARN = {"type": "yarn", "factor": 4.0, "original_max_seq_len": 64}
+
+
+@pytest.mark.parametrize("source", ["hf", "run/step-1"])
+def test_rotary_positions_may_be_others_to_extend_the_context(folder: Path, source: str) -> None:
+    yarn = [f"--model.overrides.rope_scaling.{key}={value}" for key, value in YARN.items()]
+    config = from_(
+        folder.parent / source, "--model.overrides.rope_theta=1e6", *yarn, "--model.overrides.max_seq_len=256"
+    )
+    model = model_config(config.model)
+    assert model == type(LLAMA).model_validate(
+        LLAMA.model_dump() | {"rope_theta": 1e6, "rope_scaling": YARN, "max_seq_len": 256}
+    )
+    check_initial_weights(config, model)
+    loaded = load_for_inference(config, find_checkpoint(config), torch.device("cpu"))
+    weights = CheckpointWeights(folder.parent / "run/step-1")
+    assert torch.equal(loaded.state_dict()["norm.weight"], weights.read("norm.weight"))
+    save_checkpoint(folder.parent / "longer", loaded)
+    convert.main(
+        ["to-hf", f"--checkpoint={folder.parent}/longer", f"--output={folder.parent}/back", "--tokenizer=none"]
+    )
+    fields = json.loads((folder.parent / "back/config.json").read_text())
+    assert (fields["rope_theta"], fields["rope_scaling"]["factor"], fields["max_position_embeddings"]) == (
+        1e6,
+        4.0,
+        256,
+    )
+
+
+def test_rotary_positions_of_kinds_of_layers_are_set_by_kind(tmp_path: Path) -> None:
+    kinds = {"full": {"rope_theta": 1e6}, "near": {"window": 8, "rope_theta": 1e4}}
+    shape = LLAMA.model_dump() | {"layer_pattern": ["near", "full"], "kinds": kinds}
+    path = save_checkpoint(tmp_path / "run", random_model(type(LLAMA).model_validate(shape)).float())
+    with pytest.raises(ConfigError, match=r"rope_theta = 5: .*; for rotary positions set rope_theta of model\.overr"):
+        from_(path, "--model.overrides.rope_theta=5")
+    keys = ["full.rope_theta=5e6", "near.rope_theta=1e4"]
+    config = from_(path, *(f"--model.overrides.kinds.{key}" for key in [*keys, "near.window=8"]))
+    check_initial_weights(config, model := model_config(config.model))
+    assert model.kinds["full"].rope_theta == 5e6
+    with pytest.raises(ConfigError, match=r"model\.overrides\.kinds = .*; leave it out$"):
+        from_(path, *(f"--model.overrides.kinds.{key}" for key in [*keys, "near.window=9"]))
+
+
+def test_fields_of_config_json_can_be_left_out(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    """All that is refused is named at once, as it has to be named to be left out."""
+    fields = json.loads((folder / "config.json").read_text())
+    scaling = {"rope_type": "dynamic", "factor": 2.0}
+    strange = {"hidden_act": "mish", "rope_scaling": scaling, "attention_chunk_size": 64, "architectures": ["X"]}
+    (folder / "config.json").write_text(json.dumps(fields | strange | {"attn_factor": 2, "resid_pdrop": 0.1}))
+    with pytest.raises(ConfigError) as error:
+        from_(folder)
+    reasons = str(error.value).split("; ")
+    assert "\n" not in str(error.value) and len([text for text in reasons if " has " in text]) == 4
+    assert all(f" {name} = " in str(error.value) for name in ("hidden_act", "rope_scaling.rope_type", "architectures"))
+    names = ["hidden_act", "rope_scaling.rope_type", "attention_chunk_size", "architectures"]
+    setting = f"--model.ignore_fields={json.dumps(names)}"
+    config = from_(folder, setting)
+    check_initial_weights(config, model := model_config(config.model))
+    assert model == LLAMA
+    said = [line for line in capsys.readouterr().err.splitlines() if "ignored" in line]
+    assert said == [
+        f"{folder}/config.json: ignored {', '.join(names)} (ignore_fields); resid_pdrop = 0.1 (decoders here have no "
+        "dropout); attn_factor = 2, rope_scaling.factor = 2.0 (transformers' LlamaForCausalLM does not read it)"
+    ]
+    with pytest.raises(ConfigError, match=r"config\.json has no hiden_act, which ignore_fields names"):
+        from_(folder, '--model.ignore_fields=["hiden_act"]')
+    options = ["--input", str(folder), "--output", f"{folder.parent}/imported", "--ignore_fields", *names]
+    assert convert.main(["from-hf", *options]) == 0
 
 
 def test_a_head_that_the_folder_lacks_may_be_added(tmp_path: Path) -> None:

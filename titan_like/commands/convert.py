@@ -48,6 +48,8 @@ def build_parser() -> argparse.ArgumentParser:
     from_hf.add_path("--input", source, "FOLDER", type=url_option, required=True)
     target = "folder to write the checkpoint step-0 to"
     from_hf.add_path("--output", target, "FOLDER", type=url_option, required=True)
+    meaning = "fields of config.json to read it without, as model.ignore_fields"
+    from_hf.add_argument("--ignore_fields", nargs="+", default=[], metavar="FIELD", help=meaning)
     return parser
 
 
@@ -93,7 +95,7 @@ def from_hf(options: argparse.Namespace) -> int:
     from titan_like.hugging_face.convert import from_hugging_face
     from titan_like.hugging_face.folder import local_folder, open_hugging_face
 
-    source = open_hugging_face(local_folder(options.input, "--input"), "--input")
+    source = open_hugging_face(local_folder(options.input, "--input"), "--input", options.ignore_fields)
     path = from_hugging_face(source, output)
     print(f"wrote {source.path} as {path}; to train from it:", file=sys.stderr)
     print(to_toml({"model": {"from": str(path)}}, []).strip())

@@ -47,8 +47,13 @@ class Model(Section):
     from_: OptionalUrl = option(
         None,
         "Hugging Face folder or hub name, or a checkpoint's step-N folder, that gives family, shape, tokenizer and "
-        "initial weights; overrides may change what does not belong to the weights, such as dropout",
+        "initial weights; overrides may change what does not belong to the weights, such as dropout or rope_theta",
         alias="from",
+    )
+    ignore_fields: list[str] = option(
+        [],
+        "fields of that folder's config.json to leave out when it is read, such as rope_scaling.factor: those that "
+        "are refused and change nothing for you",
     )
     family: str = option(
         "gpt",

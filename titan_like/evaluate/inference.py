@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import cast
 
@@ -133,19 +134,19 @@ def load_for_inference(config: JobConfig, path: Path, device: torch.device) -> T
     return model.eval()
 
 
-def _load(path: Path, model: ParallelModel | Transformer) -> None:
+def _load(path: Path, model: ParallelModel | Transformer, ignore: Collection[str] = ()) -> None:
     cure = f"; {_other_checkpoints(path)}"
     with reading(path, cure):
         adapted = MergedWeights(path) if is_checkpoint(path) and read_run_state(path).base else None
     if adapted is not None:
-        _load(adapted.base, model)
+        _load(adapted.base, model, adapted.run.config["model"].get("ignore_fields", ()))
     with reading(path, cure):
         if adapted is not None:
             _add_adapters(adapted, model)
         elif is_checkpoint(path):
             load_checkpoint(path, model)
         else:
-            read_weights(path, model)
+            read_weights(path, model, ignore=ignore)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -32,7 +33,15 @@ from titan_like.config.urls import RemotePath
 from titan_like.data.fetch import with_small_files
 from titan_like.data.special_tokens import GENERATION_FILE, ORIGIN_FILE, tokenizer_names
 from titan_like.data.tokenizer import build_tokenizer, tokenizer_in
-from titan_like.hugging_face.folder import CONFIG_FILE, DTYPES, INDEX_FILE, HuggingFaceFolder, slice_reader
+from titan_like.hugging_face.folder import (
+    CONFIG_FILE,
+    DTYPES,
+    INDEX_FILE,
+    HuggingFaceFolder,
+    say,
+    slice_reader,
+    tensors_around,
+)
 from titan_like.hugging_face.origin import Origin, read_origin
 from titan_like.hugging_face.start import FLAVOR
 from titan_like.hugging_face.tokenizer import copy_files, name_class, write_tokenizer
@@ -61,7 +70,8 @@ def from_hugging_face(source: HuggingFaceFolder, output: Path) -> Path:
         except CheckpointException as error:
             raise RunError(f"{source.path} cannot be converted ({first_failure(error)})") from error
         dtypes = {name: tensor.dtype for name, tensor in source.tensors.items()}
-        write_durably(aside / ORIGIN_FILE, json.dumps({"config": source.fields, "dtypes": dtypes}, indent=2))
+        content = {"config": source.fields, "dtypes": dtypes, "source": str(source.path.absolute())}
+        write_durably(aside / ORIGIN_FILE, json.dumps(content, indent=2))
         write_run_state(aside, _run_state(source, final))
     return final
 
@@ -95,6 +105,8 @@ class _ReadsOnDemand(DefaultSavePlanner):
 
 
 NO_TOKENIZER = "none"
+# Newer names of fields that are written with their older names, and the way in which weights were quantised.
+_NOT_KEPT = ("dtype", "rope_parameters", "quantization_config")
 MOST_BYTES = 5 * 10**9  # of a weight file
 
 
@@ -136,18 +148,23 @@ def write_folder(
         fields = module.to_fields(weights.model)
     except RefusedError as refusal:
         raise ConfigError("--checkpoint", str(weights.path), str(refusal)) from None
-    # Copies of a table go out again where there were some.
-    copies = {
-        next(iter(stored.sources)): [name for name in stored.copies if name in origin.dtypes]
-        for stored in module.stored_parameters(weights.model)
-    }
+    # Tied tables go out again under the names that they came with, and so does what is around a text's model.
+    parameters = [stored.among(origin.dtypes) for stored in module.stored_parameters(weights.model)]
+    outer = isinstance(origin.fields.get("text_config"), dict)
+    names, around = tensors_around(Path(origin.source), module) if outer else ({}, {})
+    if outer and not around:
+        say(f"{origin.source or 'the source'} has no tensors around the text's model, which is written alone")
     empty = {  # rounding a router's biases would choose other experts
         name: torch.empty(
             shape, dtype=(not stored.is_buffer and dtype) or origin.dtypes.get(name, torch.float32), device="meta"
         )
-        for stored in module.stored_parameters(weights.model)
-        for source, shape in stored.sources.items()
-        for name in (source, *copies.get(source, ()))
+        for stored in parameters
+        for source_name, shape in stored.sources.items()
+        for name in (source_name, *stored.copies)
+    }
+    empty = {names.get(name, name): tensor for name, tensor in empty.items()}
+    empty |= {
+        name: torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device="meta") for name, tensor in around.items()
     }
     split = split_torch_state_dict_into_shards(empty, max_shard_size=most_bytes)
     if number == 0:
@@ -156,6 +173,14 @@ def write_folder(
         if weights.model.is_causal and not origin.fields:  # their classes' defaults may be outside of the vocabulary
             tokens = {"pad_token_id": None} | tokens
         config = _config(origin, fields, tokens, next(iter(empty.values())).dtype, architecture)
+        if around:
+            architecture = architecture_of(weights.model, origin.fields["model_type"])
+            kept = {name: value for name, value in origin.fields.items() if name not in _NOT_KEPT} | tokens
+            config = kept | {
+                "text_config": config,
+                "architectures": [architecture],
+                "torch_dtype": config["torch_dtype"],
+            }
         write_durably(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
@@ -164,13 +189,19 @@ def write_folder(
     places: dict[str, tuple[Path, int]] = {}
     for file in files[number :: share[1]]:
         places |= _begin_file(folder / file, {name: empty[name] for name in split.filename_to_tensors[file]})
+    copies = {next(iter(stored.sources)): stored.copies for stored in parameters}
     needed = (
-        weight
-        for weight in module.stored_parameters(weights.model)
-        if places.keys() & {*weight.sources, *weight.copies}
+        stored for stored in parameters if places.keys() & {names.get(n, n) for n in (*stored.sources, *stored.copies)}
     )
-    for source_name, tensor in to_tensors(needed, weights.read):
-        for name in places.keys() & {source_name, *copies.get(source_name, ())}:
+    read = slice_reader(around)
+    tensors = (
+        (names.get(name, name), tensor)
+        for source_name, tensor in to_tensors(needed, weights.read)
+        for name in (source_name, *copies.get(source_name, ()))
+    )
+    carried = ((name, read(name, (slice(None),) * len(around[name].shape))) for name in places.keys() & around.keys())
+    for name, tensor in chain(tensors, carried):
+        if name in places:
             path, offset = places[name]
             with path.open("r+b") as opened:
                 opened.seek(offset)
@@ -225,9 +256,10 @@ def _config(
     text = kept.get("text_config")
     if isinstance(text, dict):  # what is around the text's model stays behind
         kept = text | {name: value for name, value in kept.items() if name.endswith("token_id") and value is not None}
-    # Newer names of fields that are written with their older names, and the way in which weights were quantised.
-    for name in ("dtype", "rope_parameters", "quantization_config"):
+    for name in _NOT_KEPT:
         kept.pop(name, None)
+    if fields.get("rope_scaling") is not None:
+        kept.pop("original_max_position_embeddings", None)  # which transformers prefers to that of rope_scaling
     return {
         **kept,
         "architectures": [architecture],

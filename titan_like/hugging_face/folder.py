@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Iterator
+import os
+import re
+import sys
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +71,8 @@ INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # types that float32 represents exactly
 
-_MOST_SHOWN = 400  # characters
+_MOST_SHOWN, _CAUSAL = 400, "ForCausalLM"  # characters; how names of language models' classes end
+_BUFFER = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias|position_ids)$")
 _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # as TensorFlow called them
 
 
@@ -95,31 +100,48 @@ class HuggingFaceFolder:
 
     def stored_parameters(self, model: TransformerConfig) -> Iterator[Stored]:
         """Every parameter of ``model``, which may pad the vocabulary differently, with its place in this folder."""
-        for stored in family_of(model, self.fields["model_type"]).stored_parameters(model):
-            yield replace(stored, copies=tuple(copy for copy in stored.copies if copy in self.tensors))
+        for stored in family_of(self.model, self.fields["model_type"]).stored_parameters(model):
+            yield stored.among(self.tensors)
 
 
-def open_hugging_face(path: Path, key: str) -> HuggingFaceFolder:
+def open_hugging_face(path: Path, key: str, ignore: Collection[str] = ()) -> HuggingFaceFolder:
     """Check a folder, which the setting ``key`` names, without reading its tensors.
+
+    ``ignore`` names fields of config.json, such as rope_scaling.factor, without which it is read.
 
     Raises:
         ConfigError: it does not contain a model of a known family, or its files are inconsistent.
     """
-    fields, family, model = read_model(path, key)
+    fields, family, model = read_model(path, key, ignore)
     with _refusals_of(path, key):
         module = family_of(model, fields["model_type"])
         tensors = with_scales(_tensors(path, module), check_quantization(Fields(fields)))
-        _check_tensors(model, module, tensors, architecture_of(model, fields["model_type"]))
+        left_out = _check_tensors(model, module, tensors, architecture_of(model, fields["model_type"]))
+    if left_out:
+        roots = ", ".join(sorted({name.removeprefix(module.PREFIX).partition(".")[0] for name in left_out}))
+        say(f"{path}: {len(left_out)} of {len(tensors)} tensors ({roots}) are not of this model and are not trained")
     return HuggingFaceFolder(path, family, model, fields, tensors)
 
 
-def read_model(path: Path, key: str) -> tuple[dict[str, Any], str, TransformerConfig]:
-    """The config.json of a folder, and the family and shape that it describes. Errors are as in `open_hugging_face`."""
+@cache
+def say(line: str) -> None:
+    """Print a line once, on the first process."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr, flush=True)
+
+
+def read_model(path: Path, key: str, ignore: Collection[str] = ()) -> tuple[dict[str, Any], str, TransformerConfig]:
+    """The config.json of a folder, and the family and shape that it describes.
+
+    Arguments and errors are as in `open_hugging_face`.
+    """
     with _refusals_of(path, key):
         fields = read_json(path / CONFIG_FILE)
         if not fields:
             raise RefusedError(f"it has no {CONFIG_FILE}")
-        family, model = _model_of(Fields(fields))
+        family, model, notes = _model_of(fields, ignore)
+        if notes:
+            say(f"{path / CONFIG_FILE}: ignored {'; '.join(notes)}")
         if getattr(model, "mtp_layers", 0):
             with suppress(RefusedError):  # the tensors may be elsewhere
                 names = [tensor.name for tensor in _file_tensors(path)]
@@ -132,7 +154,9 @@ def _refusals_of(path: Path, key: str) -> Iterator[None]:
     try:
         yield
     except ValueError as refusal:
-        raise ConfigError(key, str(path), shortened(printable(str(refusal)), _MOST_SHOWN)) from None
+        clauses = refusal.args if isinstance(refusal, RefusedError) else [str(refusal)]
+        problem = "; ".join(shortened(printable(clause), _MOST_SHOWN) for clause in clauses)
+        raise ConfigError(key, str(path), problem) from None
 
 
 def is_hugging_face(path: Path) -> bool:
@@ -157,16 +181,52 @@ def slice_reader(tensors: dict[str, FileTensor]) -> ReadSlice:
     return read
 
 
-def _model_of(fields: Fields) -> tuple[str, TransformerConfig]:
+def _model_of(values: dict[str, Any], ignore: Collection[str]) -> tuple[str, TransformerConfig, list[str]]:
+    """Family, shape, and notes about what is ignored; the refusal names all that is wrong with the fields."""
+    values, reasons, removed = deepcopy(values), list[str](), set[str]()
+    for name in ignore:
+        if not _remove(values, name):
+            raise RefusedError(f"config.json has no {name}, which ignore_fields names; leave it out")
+    while True:
+        fields = Fields(values)
+        try:
+            family, model = _read_fields(fields)
+            break
+        except RefusedError as refusal:
+            if refusal.field not in removed:
+                reasons.append(str(refusal))
+            removed.add(refusal.field)
+            table, _, name = refusal.field.rpartition(".")  # whose other fields mean nothing without its type
+            taken = (table,) if name in ("rope_type", "type") else (refusal.field, table)
+            if not any(_remove(values, field) for field in taken):
+                break  # the file can be read no further
+    if reasons:
+        raise RefusedError(reasons[0], *(text.replace("config.json", "it", 1) for text in reasons[1:]))
+    return family, model, [*([f"{', '.join(ignore)} (ignore_fields)"] if ignore else []), *fields.notes]
+
+
+def _remove(values: dict[str, Any], field: str) -> bool:
+    """Take a field, such as rope_scaling.factor, out of config.json; whether it was there."""
+    if field in values:
+        del values[field]
+        return True
+    table, _, rest = field.partition(".")
+    return isinstance(values.get(table), dict) and _remove(values[table], rest)
+
+
+def _read_fields(fields: Fields) -> tuple[str, TransformerConfig]:
     model_type = fields.values.get("model_type")
     known = families_by_model_type()
     family = known.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         fields.refuse("model_type", f"but only {', '.join(known)} can be read")
+    check_quantization(Fields(fields.values))
     model = family_module(family).from_fields(fields)
-    wanted = architecture_of(model, str(model_type))
-    if fields.values.get("architectures") is not None and fields.values["architectures"] != [wanted]:
-        fields.refuse("architectures", f"but only {wanted} can be read")
+    wanted, named = architecture_of(model, str(model_type)), fields.values.get("architectures")
+    if named and named != [wanted]:
+        if not (wanted.endswith(_CAUSAL) and isinstance(named, list) and all(str(n).endswith(_CAUSAL) for n in named)):
+            fields.refuse("architectures", f"but only {wanted} can be read")
+        fields.notes.append(f"{fields.shown('architectures')} (transformers goes by model_type)")
     return family, model
 
 
@@ -183,6 +243,20 @@ def _tensors(path: Path, module: Any) -> dict[str, FileTensor]:
             name = module.PREFIX + name
         tensors[name] = tensor
     return tensors
+
+
+def tensors_around(path: Path, module: Any) -> tuple[dict[str, str], dict[str, FileTensor]]:
+    """Of a folder whose class has more modules than the model, the names of the model's tensors, class → files.
+
+    And the other tensors, by their names in the files. Both are empty if the folder is gone or damaged.
+    """
+    try:
+        tensors = _tensors(path, module)
+    except (RefusedError, ValueError):
+        return {}, {}
+    around = {tensor.name: tensor for name, tensor in tensors.items() if module.is_ignored(name)}
+    names = {name: tensor.name for name, tensor in tensors.items() if not module.is_ignored(name)}
+    return names, {name: tensor for name, tensor in around.items() if tensor.dtype in DTYPES}
 
 
 def _file_tensors(path: Path) -> Iterator[FileTensor]:
@@ -219,14 +293,17 @@ def _header(file: Path) -> list[FileTensor]:
         raise RefusedError(f"its {file.name} is not a valid safetensors file ({first_line(error)})") from None
 
 
-def _check_tensors(model: TransformerConfig, module: Any, tensors: dict[str, FileTensor], architecture: str) -> None:
-    """Check that the tensors are exactly those of the model, with the right shapes and a known type."""
+def _check_tensors(
+    model: TransformerConfig, module: Any, tensors: dict[str, FileTensor], architecture: str
+) -> list[str]:
+    """Check that the tensors are those of the model, with the right shapes and a known type; returns which are not.
+
+    These the module ignores. Of them, buffers that can be computed are not returned.
+    """
     known: set[str] = set()
-    for stored in module.stored_parameters(model):
+    for stored in (stored.among(tensors) for stored in module.stored_parameters(model)):
         wanted = dict(stored.sources)
-        for copy in stored.copies:
-            if copy in tensors:
-                wanted[copy] = next(iter(stored.sources.values()))
+        wanted |= dict.fromkeys(stored.copies, next(iter(stored.sources.values())))
         for name, shape in wanted.items():
             if name not in tensors:
                 raise RefusedError(f"the tensor {name} is missing")
@@ -239,8 +316,8 @@ def _check_tensors(model: TransformerConfig, module: Any, tensors: dict[str, Fil
                     f"the tensor {name} is of type {tensor.dtype}, but only {', '.join(DTYPES)} can be read"
                 )
         known |= wanted.keys()
-    for name in sorted(tensors.keys() - known):
-        if (
-            not module.is_ignored(name) and 0 not in tensors[name].shape
-        ):  # transformers saves experts that are not there
+    left_out = [name for name in sorted(tensors.keys() - known) if 0 not in tensors[name].shape]
+    for name in left_out:  # of no experts, transformers saves empty tensors
+        if not module.is_ignored(name):
             raise RefusedError(f"the tensor {name} does not belong to {architecture} with this config.json")
+    return [name for name in left_out if _BUFFER.search(name) is None]

@@ -33,10 +33,11 @@ from titan_like.hugging_face.folder import CONFIG_FILE, DTYPES
 
 @dataclass(frozen=True)
 class Origin:
-    """config.json and the types of the original tensors; empty for a run that began without a source."""
+    """The source's config.json, tensors and folder; empty for a run that began without a source."""
 
     fields: dict[str, Any] = field(default_factory=dict)  # config.json
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # of each tensor, by its name in transformers' class
+    source: str = ""  # the folder, which may be gone
 
 
 def read_origin(path: Path) -> Origin:
@@ -46,7 +47,7 @@ def read_origin(path: Path) -> Origin:
     try:
         content = json.loads((path / ORIGIN_FILE).read_text(encoding="utf-8"))
         dtypes = {name: DTYPES[dtype] for name, dtype in content["dtypes"].items() if dtype in DTYPES}
-        return Origin(dict(content["config"]), dtypes)
+        return Origin(dict(content["config"]), dtypes, str(content.get("source", "")))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise RunError(f"{path / ORIGIN_FILE} is damaged ({error})") from None
 
@@ -67,9 +68,11 @@ def origin_files(source: Path | None, section: Data) -> dict[str, bytes]:
     if source is not None:
         source = with_small_files(source)
         files, tokenizer = _read(source, (GENERATION_FILE,)), _read(source, tokenizer_names(source))
-        fields = read_json(source / CONFIG_FILE) or read_origin(source).fields
-        if fields:  # the run's own weights have no original types
-            files[ORIGIN_FILE] = json.dumps({"config": fields, "dtypes": {}}, indent=2).encode()
+        fields, earlier = read_json(source / CONFIG_FILE), read_origin(source)
+        if fields or earlier.fields:  # the run's own weights have no original types
+            first = str(source.absolute()) if fields else earlier.source
+            content = {"config": fields or earlier.fields, "dtypes": {}, "source": first}
+            files[ORIGIN_FILE] = json.dumps(content, indent=2).encode()
     if section.learns_bytes:
         return {name: content for name, content in files.items() if name == ORIGIN_FILE}
     with suppress(ConfigError):  # data that is tokenized already needs no tokenizer

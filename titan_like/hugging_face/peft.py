@@ -278,7 +278,7 @@ class MergedWeights(CheckpointWeights):
     def _base_reader(self) -> Any:
         if is_checkpoint(self.base):
             return CheckpointWeights(self.base).read
-        source = open_hugging_face(self.base, "--checkpoint")
+        source = open_hugging_face(self.base, "--checkpoint", self.run.config["model"].get("ignore_fields", ()))
         stored = {weight.name: weight for weight in source.stored_parameters(self.model)}
         read = slice_reader(source.tensors)
 

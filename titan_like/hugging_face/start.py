@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ from titan_like.parallel.model import ParallelModel
 
 FLAVOR = "imported"  # name of the folder's shape
 SAYS_TOKENS = ("tokenizer", *TokenOptions._fields)
-_KEY = "model.from"
+_KEY, _ROPE = "model.from", ("rope_theta", "rope_scaling")
 
 
 class Start(NamedTuple):
@@ -47,8 +47,10 @@ class Start(NamedTuple):
     free: frozenset[str] = frozenset({"vocab_multiple"})  # fields of the shape that the folder leaves open
 
 
-def read_start(name: str, key: str) -> Start:
+def read_start(name: str, key: str, ignore: Collection[str] = ()) -> Start:
     """What a Hugging Face folder or a checkpoint, which the setting ``key`` names, says besides weights.
+
+    ``ignore`` is `model.ignore_fields`.
 
     Raises:
         ConfigError: it is neither, or its files are inconsistent.
@@ -61,7 +63,7 @@ def read_start(name: str, key: str) -> Start:
         state = read_run_state(path)
         return _of_run(state, state.model, tokenizer_in(path))._replace(free=frozenset())
     if is_hugging_face(path):
-        _, family, model = read_model(path, key)
+        _, family, model = read_model(path, key, ignore)
         tokenizer = tokenizer_in(path)
         data = {} if tokenizer is None else {"tokenizer": tokenizer}
         return Start(family, plain(model.model_dump(mode="json")), data)
@@ -100,7 +102,7 @@ def with_start(config: JobConfig) -> JobConfig:
     """
     source = config.model.from_
     assert source is not None
-    start = _saved_start(config) or read_start(source, _KEY)
+    start = _saved_start(config) or read_start(source, _KEY, config.model.ignore_fields)
     of_data = {f"data.{key}": value for key, value in start.data.items() if key not in config.data.model_fields_set}
     wanted = {
         "model.family": (start.family, start.family),
@@ -129,10 +131,11 @@ def with_start(config: JobConfig) -> JobConfig:
 def _check_overrides(config: JobConfig, start: Start, source: str) -> Iterator[ConfigError]:
     """An error for each override of a field that belongs to the weights."""
     model, overrides = model_config(config.model), config.model.overrides
-    values, free = plain(model.model_dump(mode="json")), may_differ(model) | start.free
+    values, free = plain(model.model_dump(mode="json")), free_fields(config, model, start)
     for field, given in overrides.items():
         if field not in free and values.get(field) != (theirs := start.shape.get(field)):
-            yield ConfigError(f"model.overrides.{field}", given, f"{source} gives {theirs}; leave it out")
+            cure = f"; for rotary positions set {field} of model.overrides.kinds" if field in _ROPE else ""
+            yield ConfigError(f"model.overrides.{field}", given, f"{source} gives {theirs}; leave it out{cure}")
 
 
 def _check_tokenizer(config: JobConfig, start: Start, source: str) -> Iterator[ConfigError]:
@@ -159,21 +162,37 @@ def _saved_start(config: JobConfig) -> Start | None:
     return _of_run(state, state.config["model"]["flavors"][FLAVOR], saved)
 
 
+def free_fields(config: JobConfig, model: TransformerConfig, start: Start) -> frozenset[str]:
+    """The fields of a run's model that need not be those of its source: rotary positions too, if overrides set them."""
+    free, kinds = set(_ROPE), start.shape.get("kinds")
+    if kinds:  # each has its own
+        ours = plain(model.model_dump(mode="json")).get("kinds", {})
+        free = {"kinds"} if _without_rope(ours) == _without_rope(kinds) else set()
+    return may_differ(model) | start.free | (free & config.model.overrides.keys())
+
+
+def _without_rope(kinds: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: kind | dict.fromkeys(_ROPE) for name, kind in kinds.items()}
+
+
 def may_differ(model: TransformerConfig) -> frozenset[str]:
     """The fields of a model that need not be those of its initial weights."""
     return model.not_in_weights | (frozenset() if "tokens" in model.predictions else {"tied_embeddings"})
 
 
 @torch.no_grad()
-def read_weights(path: Path, model: ParallelModel | Transformer, may_lack: tuple[str, ...] = ()) -> None:
+def read_weights(
+    path: Path, model: ParallelModel | Transformer, may_lack: tuple[str, ...] = (), ignore: Collection[str] = ()
+) -> None:
     """Read this process's part of a Hugging Face folder's weights into a model in any layout.
 
-    Weights of the modules ``may_lack`` stay as they are if the files do not have them.
+    Weights of the modules ``may_lack`` stay as they are if the files do not have them. ``ignore`` is
+    `model.ignore_fields`.
 
     Raises:
         Exception: of any type, if a file is damaged.
     """
-    source, tensors = open_hugging_face(path, _KEY), model_tensors(model, base=True)
+    source, tensors = open_hugging_face(path, _KEY, ignore), model_tensors(model, base=True)
     shape = (model.stages[0].module if isinstance(model, ParallelModel) else model).config
     read, new = slice_reader(source.tensors), tuple(f"{name}." for name in may_lack)
     for stored in source.stored_parameters(shape):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, NoReturn
 
@@ -26,7 +26,14 @@ ReadSlice = Callable[[str, tuple[slice, ...]], torch.Tensor]
 
 
 class RefusedError(ValueError):
-    """A model that one of the two sides cannot represent. The message is a clause of a sentence."""
+    """A model that one of the two sides cannot represent. The message is a clause of a sentence, or several."""
+
+    def __init__(self, *clauses: str, field: str = "") -> None:
+        super().__init__(*clauses)
+        self.field = field  # of config.json that is at fault, with its tables: rope_scaling.factor
+
+    def __str__(self) -> str:
+        return "; ".join(self.args)
 
 
 class Block(NamedTuple):
@@ -64,6 +71,13 @@ class Stored:
     def key(self) -> str:
         """Its name in a checkpoint."""
         return f"{'buffers' if self.is_buffer else 'model'}.{self.name}"
+
+    def among(self, names: Collection[str]) -> Stored:
+        """The same in files with tensors of these names: without absent copies, or in a copy for an absent source."""
+        copies = tuple(copy for copy in self.copies if copy in names)
+        if copies and not self.sources.keys() & names:
+            return replace(self, sources={copies[0]: next(iter(self.sources.values()))}, copies=copies[1:])
+        return replace(self, copies=copies)
 
     @property
     def rows(self) -> list[int]:
@@ -255,6 +269,7 @@ class Fields:
 
     def __init__(self, values: dict[str, Any], place: str = "") -> None:
         self.values = values
+        self.notes: list[str] = []  # what a user should know about fields that are not read
         self._place = place  # for messages: the table's path in the file, with a final dot
         self._read: set[str] = set()
         self._tables: list[Fields] = []
@@ -264,20 +279,25 @@ class Fields:
         self._read.add(field)
         return self.values.get(field, default)
 
-    def refuse_others(self, meaningless: Collection[str]) -> None:
-        """Refuse a field, here or in a table, that nothing has read, unless it is null or in ``meaningless``."""
-        for table in (self, *self._tables):
-            for field, value in table.values.items():
-                if field not in table._read and field not in meaningless and value is not None:
-                    table.refuse(field, "which the models here do not know; take it out if it changes nothing")
+    def unread(self, meaningless: Collection[str]) -> list[str]:
+        """The fields, here or in a table, that nothing has read, unless null, false or in ``meaningless``."""
+        return [
+            table.shown(field)
+            for table in (self, *self._tables)
+            for field, value in table.values.items()
+            if field not in {*table._read, *meaningless} and value is not None and value is not False
+        ]
+
+    def shown(self, field: str) -> str:
+        """A field's name and value, for messages."""
+        value = json.dumps(self.values[field])
+        return f"{self._place}{field} = {value if len(value) <= 80 else value[:77] + '...'}"
 
     def refuse(self, field: str, problem: str) -> NoReturn:
         """Raise a `RefusedError` because of one field, whose name and value the message gives."""
-        if field not in self.values:
-            raise RefusedError(f"config.json has no {self._place}{field}, {problem}")
-        shown = json.dumps(self.values[field])
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        raise RefusedError(f"config.json has {self._place}{field} = {shown}, {problem}")
+        path = f"{self._place}{field}"
+        what = f"config.json has {self.shown(field)}" if field in self.values else f"config.json has no {path}"
+        raise RefusedError(f"{what}, {problem}", field=path)
 
     def integer(self, field: str, default: int | None = None) -> int:
         """Read a positive integer."""
@@ -303,13 +323,12 @@ class Fields:
             self.refuse(field, "which must be a positive number")
         return value
 
-    def equal_numbers(self, names: Sequence[str], default: float, reason: str) -> float:
-        """Read a number that several fields must agree on, for a ``reason`` that the message gives."""
-        value = self.number(names[0], default)
-        for name in names[1:]:
-            if self.number(name, default) != value:
-                self.refuse(name, f"but {names[0]} = {value}; {reason}, so make them equal")
-        return value
+    def dropout(self, names: Sequence[str], default: float) -> float:
+        """Read the first of several dropout rates. If the others are not equal to it, a note says so."""
+        rates = {name: self.number(name, default) for name in names}
+        if unequal := [f"{name} = {rate}" for name, rate in rates.items() if rate != rates[names[0]]]:
+            self.notes.append(f"{', '.join(unequal)} (the models here have one dropout rate, {names[0]})")
+        return rates[names[0]]
 
     def flag(self, field: str, default: bool) -> bool:
         """Read a boolean. Here null is refused."""
@@ -332,7 +351,7 @@ class Fields:
         """Refuse any other value. A file without the field counts as having the first of ``allowed``."""
         value = self.get(field, allowed[0])
         if not any(type(value) is type(choice) and value == choice for choice in allowed):
-            wanted = " or ".join(map(json.dumps, allowed))
+            wanted = " or ".join(dict.fromkeys(map(json.dumps, allowed)))
             self.refuse(field, f"which the models here do not support; only {wanted} can be read")
 
 

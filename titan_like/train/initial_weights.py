@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from titan_like.config.urls import path_of
 from titan_like.data.special_tokens import read_json
 from titan_like.hugging_face.folder import local_folder, open_hugging_face
 from titan_like.hugging_face.peft import ADAPTER_CONFIG, base_of, check_peft, fingerprint, is_peft, read_peft
-from titan_like.hugging_face.start import may_differ, plain, read_start, read_weights
+from titan_like.hugging_face.start import free_fields, plain, read_start, read_weights
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.model import ParallelModel
 
@@ -29,7 +30,8 @@ def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
     if text is None:
         return
     key = _key(config)
-    path, named, start = initial_folder(text, key), local_folder(text, key), read_start(text, key)
+    path, named, ignore = initial_folder(text, key), local_folder(text, key), config.model.ignore_fields
+    start = read_start(text, key, ignore)
     if is_peft(named):
         fields = read_json(named / ADAPTER_CONFIG)
         cure = f"{text} holds adapters; set it to {fields.get('r', 8)}, and lora.alpha to {fields.get('lora_alpha', 8)}"
@@ -40,10 +42,10 @@ def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
         cure = f"holds adapters of {base.get('folder')} alone; merge them by scripts/convert.py to-hf --merge"
         require(not base, key, text, cure)
     else:
-        open_hugging_face(path, key)
+        open_hugging_face(path, key, ignore)
     is_same = start.family == config.model.family
     require(is_same, "model.family", config.model.family, f'{path} holds a "{start.family}"; choose that')
-    free = may_differ(model) | start.free
+    free = free_fields(config, model, start)
     values = plain(model.model_dump(mode="json"))
     for name in type(model).model_fields:
         value, theirs = values.get(name), start.shape.get(name)
@@ -90,7 +92,7 @@ def load_adapters(path: str, model: ParallelModel, section: LoRA) -> None:
             print(f"adapters from {path}", flush=True)
 
 
-def load_initial_weights(path: str, model: ParallelModel) -> None:
+def load_initial_weights(path: str, model: ParallelModel, ignore: Collection[str] = ()) -> None:
     """Read weights into a model in any layout. Every rank reads its part; a `RunError` says if files are damaged."""
     folder, may_lack = initial_folder(path), model.stages[0].module.may_be_new
     try:
@@ -98,16 +100,18 @@ def load_initial_weights(path: str, model: ParallelModel) -> None:
             agree(unreadable(folder))  # all ranks fail together, or some would wait for the others in the load
             load_checkpoint(folder, model, may_lack=may_lack, base=True)
         else:
-            agree(_problem_of_reading(folder, model, may_lack))
+            agree(_problem_of_reading(folder, model, may_lack, ignore))
     except Exception as error:  # a damaged file may raise anything
         raise RunError(f"{path} cannot be loaded ({first_line(error)}); name another {_KEY}") from error
     if dist.get_rank() == 0:
         print(f"weights from {folder}", flush=True)
 
 
-def _problem_of_reading(folder: Path, model: ParallelModel, may_lack: tuple[str, ...]) -> str | None:
+def _problem_of_reading(
+    folder: Path, model: ParallelModel, may_lack: tuple[str, ...], ignore: Collection[str]
+) -> str | None:
     try:
-        read_weights(folder, model, may_lack)
+        read_weights(folder, model, may_lack, ignore)
     except Exception as error:  # a damaged file may raise anything
         return str(error).strip() or type(error).__name__
     return None

@@ -119,7 +119,7 @@ class TrainingState:
         self.base, initial = dict[str, str](), config.checkpoint.initial_load_path  # the former is under adapters
         self.num_adapted = adapter_parameters(run.model, config.lora)
         if self.num_adapted and initial is not None:
-            load_initial_weights(initial, self.model)
+            load_initial_weights(initial, self.model, self.config.model.ignore_fields)
             self.base = base_state(initial) if dist.get_rank() == 0 else {}
         is_new = not (
             config.checkpoint.enable and self._resume(lambda step: config.checkpoint.load_step in (None, step))
@@ -128,7 +128,7 @@ class TrainingState:
             if self.num_adapted:
                 load_adapters(initial, self.model, config.lora)
             else:
-                load_initial_weights(initial, self.model)
+                load_initial_weights(initial, self.model, self.config.model.ignore_fields)
         if config.checkpoint.enable or config.checkpoint.hugging_face_interval:
             agree(self._keep_origin(is_new))
         self.start_step = self.step

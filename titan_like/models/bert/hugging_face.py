@@ -123,7 +123,7 @@ def from_fields(fields: Fields) -> TransformerConfig:
     if head != "choice":  # which has no output matrix
         fields.must_be("tie_word_embeddings", True)
     shape = read_fields(BertConfig, _FIELDS, fields)
-    shape["dropout"] = fields.equal_numbers(_DROPOUTS, 0.1, "the models here have one dropout rate")
+    shape["dropout"] = fields.dropout(_DROPOUTS, 0.1)
     return validated(
         BertConfig, {"norm_placement": _PLACEMENTS[fields.values["model_type"]], "sentence_head": head, **shape}
     )

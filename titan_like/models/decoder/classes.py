@@ -53,7 +53,7 @@ class Class:
     """One class of transformers."""
 
     name: str
-    model_types: tuple[str, ...]  # the first is that of text alone
+    model_types: tuple[str, ...]  # the first is written
     # Defaults of vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads,
     # num_key_value_heads (0: as many) and max_position_embeddings; None: a file must have it.
     sizes: tuple[int | None, ...] = (None, None, None, None, None, 0, 2048)
@@ -63,9 +63,10 @@ class Class:
     nullable: tuple[Entry, ...] = ()  # null is our 0
     must: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # values that can be read; the first is written
     may: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # the same, but never written
-    ignored: frozenset[str] = frozenset()  # what the class does not read
+    ignored: frozenset[str] = frozenset()  # what the class does not read though files have it
     eps: tuple[str, float] = ("rms_norm_eps", 1e-6)
     init_std: float = 0.02
+    activation: tuple[str, str] | None = ("hidden_act", "silu")  # field and default; None: always the fixed one
     tied: bool = False
     head_dim: int | None = 0  # default; 0: hidden size / heads; None: always that
     bias: Literal["", "qkv", "all"] = ""  # attention_bias here, if it is true there
@@ -85,15 +86,16 @@ class Class:
     is_interleaved: bool = False  # rotated dimensions are stored in pairs
     has_latents: bool = False
     experts: Experts | None = None
+    outer: str = ""  # the class around this one that has further modules, for all model_types but the first
     names: Mapping[str, str] = field(default_factory=dict)  # ours → theirs, where they are not Llama's
     renamed: Mapping[str, str] = field(default_factory=dict)  # how names in files begin → in the class
 
 
-_SILU = {"hidden_act": ("silu", "swish")}
 _MLP_BIAS = (("mlp_bias", "mlp_bias", False),)
 _QK_HEAD, _QK_ALL = {"qk_norm": "head"}, {"qk_norm": "all"}
 _GEMMA: dict[str, Any] = {
-    "must": {"hidden_activation": ("gelu_pytorch_tanh",)},
+    "activation": ("hidden_activation", "gelu_pytorch_tanh"),
+    "may": {"use_bidirectional_attention": (False, None)},
     "ignored": frozenset({"hidden_act", "sliding_window_size", "_sliding_window_pattern"}),
     "tied": True,
     "head_dim": 256,
@@ -103,43 +105,39 @@ _GEMMA: dict[str, Any] = {
     "window": 4096,
     "names": _GEMMA_NORMS,
 }
-_GEMMA_FIXED = {"block": "sandwich", "norm_offset": True, "activation": "gelu_tanh"}
-_QWEN: dict[str, Any] = {"layers": "switched", "window": 4096, "may": {"use_mrope": (False, None)}}
+_GEMMA_FIXED = {"block": "sandwich", "norm_offset": True}
+_QWEN: dict[str, Any] = {"layers": "switched", "window": 4096}
 # fmt: off
 CLASSES = (
     Class(
-        "LlamaForCausalLM", ("llama",), (32000, 4096, 11008, 32, 32, 0, 2048), must=_SILU, fields=_MLP_BIAS, bias="all",
-        may={"sliding_window": (None,), "rope_interleaved": (False,), "activation": ("swiglu",)},
+        "LlamaForCausalLM", ("llama",), (32000, 4096, 11008, 32, 32, 0, 2048), fields=_MLP_BIAS, bias="all",
     ),
     Class(
-        "MistralForCausalLM", ("mistral",), (32000, 4096, 14336, 32, 32, 8, 131072), must=_SILU, layers="all",
-        window=4096,
+        "MistralForCausalLM", ("mistral",), (32000, 4096, 14336, 32, 32, 8, 131072), layers="all", window=4096,
     ),
     Class(
-        "MinistralForCausalLM", ("ministral",), (32000, 4096, 14336, 32, 32, 8, 131072), must=_SILU, layers="types",
-        window=4096,
+        "MinistralForCausalLM", ("ministral",), (32000, 4096, 14336, 32, 32, 8, 131072), layers="types", window=4096,
     ),
     Class(
         "Qwen2ForCausalLM", ("qwen2",), (151936, 4096, 22016, 32, 32, 32, 32768), {"attention_bias": "qkv"},
-        must=_SILU, ignored=frozenset({"attention_bias"}), **_QWEN,
+        ignored=frozenset({"attention_bias"}), **_QWEN,
     ),
     Class(
-        "Qwen3ForCausalLM", ("qwen3",), (151936, 4096, 22016, 32, 32, 32, 32768), _QK_HEAD, must=_SILU, head_dim=128,
-        bias="all", **_QWEN,
+        "Qwen3ForCausalLM", ("qwen3",), (151936, 4096, 22016, 32, 32, 32, 32768), _QK_HEAD, head_dim=128, bias="all",
+        **_QWEN,
     ),
     Class(
         "Olmo2ForCausalLM", ("olmo2",), (50304, 4096, 11008, 32, 32, 0, 2048), {"qk_norm": "all", "block": "post"},
-        must=_SILU, eps=("rms_norm_eps", 1e-5), bias="all",
+        eps=("rms_norm_eps", 1e-5), bias="all",
         names={"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"},
     ),
     Class(
         "SmolLM3ForCausalLM", ("smollm3",), (128256, 2048, 11008, 36, 16, 4, 32768),
-        must=_SILU | {"use_sliding_window": (False,)}, fields=_MLP_BIAS,
-        ignored=frozenset({"pretraining_tp", "max_window_layers", "sliding_window"}), tied=True, bias="all",
-        layers="unrotated", theta=("rope_theta", 2e6),
+        must={"use_sliding_window": (False,)}, fields=_MLP_BIAS, tied=True, bias="all", layers="unrotated",
+        ignored=frozenset({"max_window_layers", "sliding_window"}), theta=("rope_theta", 2e6),
     ),
     Class(
-        "GraniteForCausalLM", ("granite",), (32000, 4096, 11008, 32, 32, 0, 2048), must=_SILU,
+        "GraniteForCausalLM", ("granite",), (32000, 4096, 11008, 32, 32, 0, 2048),
         fields=(
             *_MLP_BIAS, ("embedding_scale", "embedding_multiplier", 1.0),
             ("residual_scale", "residual_multiplier", 1.0), ("attention_scale", "attention_multiplier", 1.0),
@@ -156,8 +154,9 @@ CLASSES = (
     Class(
         "Gemma3ForCausalLM", ("gemma3_text", "gemma3"), (262208, 2304, 9216, 26, 8, 4, 131072),
         _GEMMA_FIXED | _QK_HEAD, nullable=(("final_softcap", "final_logit_softcapping", None),),
-        may={"attn_logit_softcapping": (None,)}, period=6, period_field="sliding_window_pattern",
+        period=6, period_field="sliding_window_pattern",
         theta=("rope_theta", 1e6), local_theta=("rope_local_base_freq", 10_000.0),
+        outer="Gemma3ForConditionalGeneration",
         renamed={
             "language_model.model.": "model.", "language_model.lm_head.": "lm_head.",
             "model.language_model.": "model.",
@@ -165,21 +164,20 @@ CLASSES = (
         **_GEMMA,
     ),
     Class(
-        "Phi3ForCausalLM", ("phi3",), (32064, 3072, 8192, 32, 32, 0, 4096), must=_SILU,
-        may={"lm_head_bias": (False,), "interpolate_factor": (1,)},
+        "Phi3ForCausalLM", ("phi3",), (32064, 3072, 8192, 32, 32, 0, 4096),
         ignored=frozenset({"full_attn_mod", "original_max_position_embeddings"}), eps=("rms_norm_eps", 1e-5),
         layers="all", fraction=("partial_rotary_factor", 1.0),
         names={"attention.qkv": "self_attn.qkv_proj"} | _GATE_UP,
     ),
     Class(
-        "Glm4ForCausalLM", ("glm4",), (151552, 4096, 13696, 40, 32, 2, 131072), {"block": "sandwich"}, must=_SILU,
+        "Glm4ForCausalLM", ("glm4",), (151552, 4096, 13696, 40, 32, 2, 131072), {"block": "sandwich"},
         eps=("rms_norm_eps", 1.5625e-7), head_dim=128, bias="qkv", has_bias=True,
         fraction=("partial_rotary_factor", 0.5), is_interleaved=True,
         names={"attention_post_norm": "post_self_attn_layernorm", "mlp_post_norm": "post_mlp_layernorm"} | _GATE_UP,
     ),
     Class(
         "GPTNeoXForCausalLM", ("gpt_neox",), (50432, 6144, 24576, 44, 64, 0, 2048),
-        {"norm": "layer", "activation": "gelu", "gated": False, "mlp_bias": True}, must={"hidden_act": ("gelu",)},
+        {"norm": "layer", "gated": False, "mlp_bias": True}, activation=("hidden_act", "gelu"),
         ignored=frozenset({"num_key_value_heads"}), eps=("layer_norm_eps", 1e-5), head_dim=None, bias="all",
         has_bias=True, parallel="use_parallel_residual", theta=("rotary_emb_base", 10_000.0),
         fraction=("rotary_pct", 0.25),
@@ -191,40 +189,33 @@ CLASSES = (
     ),
     Class(
         "NemotronForCausalLM", ("nemotron",), (256000, 6144, 24576, 32, 48, 0, 4096),
-        {"norm": "layer", "norm_offset": True, "activation": "relu2", "gated": False},
-        must={"hidden_act": ("relu2",)}, fields=_MLP_BIAS, eps=("norm_eps", 1e-5), init_std=0.0134, bias="all",
-        fraction=("partial_rotary_factor", 0.5),
+        {"norm": "layer", "norm_offset": True, "gated": False}, activation=("hidden_act", "relu2"), fields=_MLP_BIAS,
+        eps=("norm_eps", 1e-5), init_std=0.0134, bias="all", fraction=("partial_rotary_factor", 0.5),
     ),
     Class(
         "Starcoder2ForCausalLM", ("starcoder2",), (49152, 3072, 12288, 30, 24, 2, 4096),
-        {
-            "norm": "layer", "activation": "gelu_tanh", "gated": False, "attention_bias": "all", "mlp_bias": True,
-        },
-        must={
-            "hidden_act": ("gelu_pytorch_tanh",), "use_bias": (True,), "residual_dropout": (0.0, 0),
-            "embedding_dropout": (0.0, 0),
-        },
+        {"norm": "layer", "gated": False, "attention_bias": "all", "mlp_bias": True}, must={"use_bias": (True,)},
+        activation=("hidden_act", "gelu_pytorch_tanh"),
         eps=("norm_epsilon", 1e-5), init_std=0.018042, tied=True, head_dim=None, layers="all",
         names={"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"},
     ),
     Class(
-        "MixtralForCausalLM", ("mixtral",), (32000, 4096, 14336, 32, 32, 8, 131072), must=_SILU,
+        "MixtralForCausalLM", ("mixtral",), (32000, 4096, 14336, 32, 32, 8, 131072),
         may={"router_jitter_noise": (0.0, 0)}, eps=("rms_norm_eps", 1e-5), layers="all", theta=("rope_theta", 1e6),
         experts=Experts("num_local_experts", "intermediate_size", ("w1", "w3", "w2"), defaults=(8, 14336, 2)),
         names={"mlp.router": "block_sparse_moe.gate", "mlp.experts": "block_sparse_moe.experts"},
     ),
     Class(
-        "Qwen3MoeForCausalLM", ("qwen3_moe",), (151936, 2048, 6144, 24, 32, 4, 32768), _QK_HEAD, must=_SILU,
-        bias="all", ignored=frozenset({"max_window_layers", "sliding_window"}),
-        may={"qkv_bias": (False,), "use_qk_norm": (True,), "shared_expert_intermediate_size": (0,)},
+        "Qwen3MoeForCausalLM", ("qwen3_moe",), (151936, 2048, 6144, 24, 32, 4, 32768), _QK_HEAD, bias="all",
+        ignored=frozenset({"max_window_layers", "sliding_window"}), may={"use_sliding_window": (False, None)},
         experts=Experts(
             "num_experts", "moe_intermediate_size", dense_layers="mlp_only_layers", defaults=(128, 768, 8),
             renormalize=False,
         ),
     ),
     Class(
-        "OlmoeForCausalLM", ("olmoe",), (50304, 2048, 2048, 16, 16, 0, 4096), _QK_ALL, must=_SILU,
-        may={"clip_qkv": (None,)}, eps=("rms_norm_eps", 1e-5), head_dim=None, bias="all",
+        "OlmoeForCausalLM", ("olmoe",), (50304, 2048, 2048, 16, 16, 0, 4096), _QK_ALL, bias="all",
+        may={"clip_qkv": (None,)}, eps=("rms_norm_eps", 1e-5), head_dim=None,
         experts=Experts("num_experts", "intermediate_size", defaults=(64, 2048, 8), renormalize=False, balance=0.01),
     ),
     Class(
@@ -233,8 +224,9 @@ CLASSES = (
             "attention_bias": "all", "attention_sinks": True, "activation": "clamped_swiglu", "router_bias": True,
             "expert_bias": True,
         },
-        must=_SILU | {"attention_bias": (True,), "swiglu_limit": (7.0, 7), "swiglu_alpha": (1.702,)},
-        ignored=frozenset({"experts_per_token", "initial_context_length"}), eps=("rms_norm_eps", 1e-5), head_dim=64,
+        must={"attention_bias": (True,), "swiglu_limit": (7.0, 7), "swiglu_alpha": (1.702,)},
+        activation=None, ignored=frozenset({"experts_per_token", "initial_context_length", "hidden_act"}),
+        eps=("rms_norm_eps", 1e-5), head_dim=64,
         layers="types", window=128, period=2, theta=("rope_theta", 150_000.0),
         default_scaling={
             "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
@@ -244,9 +236,9 @@ CLASSES = (
         names={"mlp.router": "mlp.router"},
     ),
     Class(
-        "DeepseekV3ForCausalLM", ("deepseek_v3",), (129280, 7168, 18432, 61, 128, 128, 4096),
+        "DeepseekV3ForCausalLM", ("deepseek_v3", "kimi_k2"), (129280, 7168, 18432, 61, 128, 128, 4096),
         {"router_score": "sigmoid", "balance": "bias", "bias_update_rate": 0.0},  # biases stay as they are
-        must=_SILU | {
+        must={  # of which DeepSeek's own code reads the first three, and transformers the last
             "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
             "rope_interleave": (True,),
         },

@@ -31,7 +31,7 @@ class DecoderConfig(WithHeadSize, WithExperts):
 
     supports_masks: ClassVar[bool] = True
     # No position table depends on the length.
-    not_in_weights: ClassVar = WithExperts.not_in_weights | {"max_seq_len", "mtp_coefficient"}
+    not_in_weights: ClassVar = WithExperts.not_in_weights | {"max_seq_len", "mtp_coefficient", "round_embedding_scale"}
 
     tied_embeddings: bool = Field(False, description="the output matrix is the embedding table")
     num_experts: int = Field(0, ge=0, le=2**14, description="experts per layer; 0: all MLPs are dense")
@@ -56,6 +56,7 @@ class DecoderConfig(WithHeadSize, WithExperts):
     mlp_bias: bool = Field(False, description="whether dense MLPs have biases")
     gated: bool = Field(True, description="down(activation(gate) · up), or down(activation(up))")
     embedding_scale: float = Field(1.0, gt=0, le=1e6, description="factor on the embeddings")
+    round_embedding_scale: bool = Field(False, description="round embedding_scale to the compute dtype (Gemma)")
     residual_scale: float = Field(1.0, gt=0, le=1e6, description="factor on what a block adds to the hidden states")
     logit_scale: float = Field(1.0, gt=0, le=1e6, description="factor on the logits")
     final_softcap: float = Field(0.0, ge=0, le=1e6, description="logits become cap · tanh(logit / cap); 0: none")

@@ -7,7 +7,6 @@ else the first whose config.json describes the same shape.
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -31,20 +30,23 @@ _MEANINGLESS = frozenset(
     aux_loss_alpha bad_words_ids begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward
     classifier_dropout cross_attention_hidden_size decoder_start_token_id dtype eos_token_id ep_size id2label is_decoder
     is_encoder_decoder is_llama_config label2id max_length min_length model_type output_attentions output_hidden_states
-    output_router_logits pad_token_id prefix problem_type pruned_heads quantization_config return_dict sep_token_id
-    seq_aux suppress_tokens task_specific_params tie_encoder_decoder tokenizer_class torch_dtype torchscript
-    transformers.js_config transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache
+    output_router_logits pad_token_id prefix pretraining_tp problem_type pruned_heads quantization_config return_dict
+    sep_token_id seq_aux suppress_tokens task_specific_params tie_encoder_decoder tokenizer_class torch_dtype
+    torchscript transformers.js_config transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache
     """.split()  # noqa: SIM905
 )
+# What transformers reads in every class, where the class here has no such field.
 _EVERYWHERE: dict[str, tuple[Any, ...]] = {
-    "pretraining_tp": (1, None),
-    "use_bidirectional_attention": (False, None),
-    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "hidden_dropout", "hidden_dropout_prob"), (0.0, 0)),
-    "attention_probs_dropout_prob": (0.0, 0),
-    **dict.fromkeys(
-        ("attention_bias", "mlp_bias", "use_sliding_window"), (False,)
-    ),  # where the class has no such field
+    **dict.fromkeys(("sliding_window", "attention_chunk_size", "layer_types", "per_layer_config"), (None,)),
+    "is_causal": (True, None),
 }
+_NAMES = {"gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), "silu": ("silu", "swish")}
+_NAMES |= {
+    "gelu": ("gelu", "gelu_python"),
+    "relu": ("relu",),
+    "relu2": ("relu2",),
+}  # of activations; written: the first
+_ACTIVATIONS = {theirs: ours for ours, names in _NAMES.items() for theirs in names}
 _SIZES = (
     ("vocab_size", "vocab_size"),
     ("hidden_size", "hidden_size"),
@@ -55,28 +57,35 @@ _SIZES = (
     ("max_seq_len", "max_position_embeddings"),
 )
 _NOT_COMPARED = {"vocab_multiple", "balance_coefficient", "bias_update_rate", "z_loss_coefficient", "kinds"}
+_NOT_COMPARED |= {"round_embedding_scale"}
 
 
 def from_fields(fields: Fields, kind: type[DecoderConfig] = DecoderConfig) -> DecoderConfig:
     """The shape that config.json describes. A `RefusedError` names a feature that this family lacks, or a bad field."""
     row = next(row for row in CLASSES if fields.get("model_type") in row.model_types)
     if (text := fields.table("text_config")) is not None:
-        tied = fields.get("tie_word_embeddings")  # of the model around that of the text
-        fields = Fields(text.values | ({} if tied is None else {"tie_word_embeddings": tied}), "text_config.")
-        for field in ("final_logit_softcapping", "quantization_config"):  # which the model around it does not read
-            fields.must_be(field, None)
-    if fields.get("attention_dropout"):
-        warnings.warn("attention_dropout of config.json is ignored: decoders here have no dropout", stacklevel=2)
+        text.must_be("quantization_config", None)
+        tied, notes = fields.get("tie_word_embeddings"), fields.notes  # of the model around that of the text
+        values = text.values | ({} if tied is None else {"tie_word_embeddings": tied})
+        if values.pop("final_logit_softcapping", None) is not None:
+            notes.append(f"{text.shown('final_logit_softcapping')} (the class with images does not read it)")
+        fields = Fields(values, "text_config.")
+        fields.notes = notes
+    names = sorted(name for name in fields.values.keys() - _MEANINGLESS if re.search("dropout|pdrop", name))
+    if dropouts := [name for name in names if fields.number(name, 0.0)]:
+        fields.notes.append(f"{', '.join(map(fields.shown, dropouts))} (decoders here have no dropout)")
     values = _shape(row, fields)
-    fields.refuse_others(_MEANINGLESS | row.ignored)
+    if unread := fields.unread(_MEANINGLESS | row.ignored):
+        fields.notes.append(f"{', '.join(unread)} (transformers' {row.name} does not read it)")
     shape = validated(kind, values)
     assert isinstance(shape, DecoderConfig)
     return shape
 
 
 def _shape(row: Class, fields: Fields) -> dict[str, Any]:
-    read = {theirs for _, theirs, _ in row.fields} | row.ignored | ({"attention_bias"} if row.bias else set())
-    read |= {"use_sliding_window"} if row.layers == "switched" else set()
+    read = set(row.ignored)
+    read |= {"sliding_window"} if row.layers in ("all", "types", "switched") else set()
+    read |= {"layer_types"} if row.layers in ("types", "switched", "unrotated") else set()
     for field, allowed in {**_EVERYWHERE, **row.may, **row.must}.items():
         if field not in read:
             fields.must_be(field, *allowed)
@@ -97,6 +106,9 @@ def _shape(row: Class, fields: Fields) -> dict[str, Any]:
     shape |= {ours: 1 / fields.positive(theirs, default) for ours, theirs, default in row.reciprocal}
     for ours, theirs, default in row.nullable:
         shape[ours] = 0.0 if fields.get(theirs, default) is None else fields.positive(theirs, default)
+    if row.activation is not None:
+        fields.must_be(*row.activation, *_ACTIVATIONS)
+        shape["activation"] = _ACTIVATIONS[fields.get(*row.activation)]
     if row.head_dim is not None:
         shape["head_size"] = fields.integer("head_dim", row.head_dim or max(1, hidden // heads))
     elif fields.get("head_dim") is not None:  # with latents, what is rotated
@@ -105,7 +117,7 @@ def _shape(row: Class, fields: Fields) -> dict[str, Any]:
         shape["attention_bias"] = row.bias if fields.flag("attention_bias", row.has_bias) else "none"
     if row.query_scalar:
         shape["attention_scale"] = fields.positive("query_pre_attn_scalar", 256) ** -0.5
-        shape["embedding_scale"] = hidden**0.5
+        shape |= {"embedding_scale": hidden**0.5, "round_embedding_scale": True}
     if row.parallel:
         shape["block"] = "parallel" if fields.flag(row.parallel, True) else "pre"
     if row.has_latents:
@@ -138,7 +150,7 @@ def _experts(row: Class, fields: Fields, num_layers: int) -> dict[str, Any]:
     if names.dense_layers == "mlp_only_layers":
         fields.must_be("decoder_sparse_step", 1)
         dense = fields.get("mlp_only_layers") or []
-        if dense != list(range(len(dense))):
+        if not isinstance(dense, list) or dense != list(range(len(dense))):
             fields.refuse("mlp_only_layers", "which the models here do not support; only first layers can be dense")
         num_dense = len(dense)
     elif names.dense_layers:
@@ -210,6 +222,8 @@ def to_fields(config: DecoderConfig, row: Class) -> dict[str, Any]:
     fields: dict[str, Any] = {"model_type": row.model_types[0]}
     fields |= {theirs: getattr(config, ours) for ours, theirs in _SIZES if theirs not in row.ignored}
     fields |= {field: allowed[0] for field, allowed in row.must.items()}
+    if row.activation is not None:
+        fields[row.activation[0]] = _NAMES.get(config.activation, row.activation[1:])[0]
     fields |= {row.eps[0]: config.norm_eps, "initializer_range": config.init_std}
     fields["tie_word_embeddings"] = config.tied_embeddings
     fields |= {theirs: getattr(config, ours) for ours, theirs, _ in row.fields}
@@ -321,9 +335,8 @@ class ClassOf:
     @property
     def ARCHITECTURES(self) -> dict[str, str]:  # noqa: N802 (as modules call it)
         """The model_type of config.json → the class in transformers."""
-        text, *around = self.row.model_types
-        outer = self.row.name.replace("CausalLM", "ConditionalGeneration")
-        return {text: self.row.name} | dict.fromkeys(around, outer)
+        first, *rest = self.row.model_types
+        return {first: self.row.name} | dict.fromkeys(rest, self.row.outer or self.row.name)
 
     @property
     def PREFIX(self) -> str:  # noqa: N802

@@ -152,11 +152,17 @@ class Decoder(Transformer):
 
     def embed_next(self, next_tokens: torch.Tensor) -> torch.Tensor:
         """As in the base class."""
-        return _scaled(super().embed_next(next_tokens), self.config.embedding_scale)
+        return self._scale_embedding(super().embed_next(next_tokens))
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """tokens [batch, seq] → hidden states [batch, seq, hidden]. Positions enter in the attention."""
-        return _scaled(self.embedding(tokens), self.config.embedding_scale)
+        return self._scale_embedding(self.embedding(tokens))
+
+    def _scale_embedding(self, x: torch.Tensor) -> torch.Tensor:
+        factor = self.config.embedding_scale
+        if self.config.round_embedding_scale:  # to the type of x
+            return x * torch.full((), factor, dtype=x.dtype, device=x.device)
+        return _scaled(x, factor)
 
     def layer_inputs(self, positions: torch.Tensor, num_tokens: torch.Tensor | None = None) -> tuple[Any, ...]:
         """The rotary (cos, sin) of each kind of layer, each [*positions.shape, rotated / 2], or None without rotation.

@@ -24,19 +24,16 @@ class RopeOf(NamedTuple):
 
 def read_rope(row: Class, fields: Fields, max_seq_len: int) -> RopeOf:
     """Read the rotary positions of a class."""
-    # An empty rope_scaling is the class's default, and an empty rope_parameters no scaling.
-    tables = {field: table for field in _TABLES if (table := fields.table(field)) is not None}
-    if not getattr(tables.get(_TABLES[0]), "values", None):
-        tables.pop(_TABLES[0], None)
-    if len(tables) > 1:
-        fields.refuse(_TABLES[1], f"beside {_TABLES[0]}; keep one of them")
-    table = next(iter(tables.values()), Fields(dict(row.default_scaling or {})))
+    # As in transformers, an empty rope_scaling is none, and another stands before rope_parameters. Without either there
+    # is the class's default, and an empty rope_parameters is no scaling.
+    name = _TABLES[0] if fields.get(_TABLES[0]) else _TABLES[1]
+    table = fields.table(name) or Fields(dict(row.default_scaling or {}))
     of_full, of_sliding = table, Fields({})
     if row.local_theta is not None and {"full_attention", "sliding_attention"} & table.values.keys():
         of_full = table.table("full_attention") or Fields({})
         of_sliding = table.table("sliding_attention") or Fields({})
-    elif row.local_theta is not None and table.values and (_TABLES[1] in tables or "rope_type" not in table.values):
-        fields.refuse(next(iter(tables)), "of which transformers reads no rope_type; give each type of layer a table")
+    elif row.local_theta is not None and table.values and (name == _TABLES[1] or "rope_type" not in table.values):
+        fields.refuse(name, "of which transformers reads no rope_type; give each type of layer a table")
     theta = of_full.number("rope_theta", fields.number(*row.theta))
     if row.theta[0] != "rope_theta" and "rope_theta" in fields.values:
         fields.must_be("rope_theta", theta, int(theta))
@@ -45,16 +42,16 @@ def read_rope(row: Class, fields: Fields, max_seq_len: int) -> RopeOf:
     if row.local_theta is not None:
         local = of_sliding.number("rope_theta", fields.number(*row.local_theta))
         sliding = {"rope_theta": local, "rope_scaling": _scaling(row, fields, of_sliding, max_seq_len)}
-    fraction, name = 1.0, "partial_rotary_factor"
+    fraction, part = 1.0, "partial_rotary_factor"
     if row.fraction is not None:
-        fraction = of_full.positive(name, fields.positive(*row.fraction))
+        fraction = of_full.positive(part, fields.positive(*row.fraction))
         if row.fraction[0] in fields.values and fields.values[row.fraction[0]] is None:
             fields.refuse(row.fraction[0], "which must be a number")
-        if row.fraction[0] != name and name in fields.values:  # older versions save both names
-            fields.must_be(name, fields.number(*row.fraction))
-    else:
-        of_full.must_be(name, None, 1.0, 1)
-        fields.must_be(name, None, 1.0, 1)
+        if row.fraction[0] != part and part in fields.values:  # older versions save both names
+            fields.must_be(part, fields.number(*row.fraction))
+    elif full["rope_scaling"] or sliding["rope_scaling"]:  # else transformers does not read it
+        of_full.must_be(part, None, 1.0, 1)
+        fields.must_be(part, None, 1.0, 1)
     return RopeOf(full, sliding, fraction)
 
 
@@ -70,7 +67,8 @@ def _scaling(row: Class, fields: Fields, table: Fields, max_seq_len: int) -> dic
     if name == "linear":
         return {"type": name, "factor": table.number("factor")}
     original = table.integer(_ORIGINAL, max_seq_len)
-    original = fields.integer(_ORIGINAL, 4096) if is_phi else original
+    if is_phi or (row.local_theta is None and _ORIGINAL in fields.values):  # transformers prefers it to the table's
+        original = fields.integer(_ORIGINAL, 4096)
     values: dict[str, Any] = {"type": name, "original_max_seq_len": original}
     values["factor"] = table.number("factor", None if name == "llama3" else max_seq_len / original)
     if name == "llama3":

@@ -1,0 +1,319 @@
+"""config.json of published models, from knowledge of the field, unusual fields included; what never varies left out."""
+
+from typing import Any
+
+Table = dict[str, Any]
+
+
+def sizes(
+    hidden: int, ffn: int, layers: int, heads: int, kv: int | None, vocab: int, length: int, **more: Any
+) -> Table:
+    table: Table = {"hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers}
+    table |= {"num_attention_heads": heads, "vocab_size": vocab, "max_position_embeddings": length}
+    table |= {"hidden_act": "silu", "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16", "use_cache": True}
+    table |= {"initializer_range": 0.02, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
+    return table | ({} if kv is None else {"num_key_value_heads": kv}) | more
+
+
+def of(model_type: str, architecture: str, table: Table, **more: Any) -> Table:
+    return {"architectures": [architecture], "model_type": model_type, **table, **more}
+
+
+def llama(*args: Any, **more: Any) -> Table:
+    return of("llama", "LlamaForCausalLM", sizes(*args, **more))
+
+
+def mistral(*args: Any, **more: Any) -> Table:
+    return of("mistral", "MistralForCausalLM", sizes(*args, **more))
+
+
+def qwen(kind: str, *args: Any, **more: Any) -> Table:
+    usual = {"attention_dropout": 0.0, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "use_sliding_window": False}
+    usual |= {"sliding_window": 131072, "max_window_layers": 28}
+    return of(kind, f"{kind.title()}ForCausalLM", sizes(*args, **(usual | more)))
+
+
+def neox(hidden: int, ffn: int, layers: int, heads: int, vocab: int, **more: Any) -> Table:
+    usual: Table = {"rotary_pct": 0.25, "rotary_emb_base": 10000, "layer_norm_eps": 1e-5, "hidden_act": "gelu"}
+    usual |= {"use_parallel_residual": True, "torch_dtype": "float16", "classifier_dropout": 0.1}
+    table = sizes(hidden, ffn, layers, heads, None, vocab, 2048) | usual | more
+    del table["rms_norm_eps"]
+    return of("gpt_neox", "GPTNeoXForCausalLM", table)
+
+
+def deepseek(model_type: str, architecture: str, *args: Any, **more: Any) -> Table:
+    latent = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    latent |= {"v_head_dim": 128, "n_shared_experts": 1, "n_routed_experts": 256, "num_experts_per_tok": 8}
+    latent |= {"n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "moe_intermediate_size": 2048}
+    usual = {"aux_loss_alpha": 0.001, "seq_aux": True, "ep_size": 1, "moe_layer_freq": 1, "norm_topk_prob": True}
+    usual |= {"routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "pretraining_tp": 1}
+    usual |= {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "rms_norm_eps": 1e-6,
+        "auto_map": {"AutoConfig": "a.B"},
+    }
+    yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+    usual |= {"rope_scaling": yarn | {"mscale": 1.0, "mscale_all_dim": 1.0}}
+    return of(model_type, architecture, sizes(*args) | latent | usual | more)
+
+
+def gemma(kind: str, *args: Any, **more: Any) -> Table:
+    usual: Table = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 256, "rms_norm_eps": 1e-6, "pad_token_id": 0}
+    usual |= {"query_pre_attn_scalar": 256, "attention_bias": False, "attention_dropout": 0.0}
+    table = sizes(*args) | usual | more
+    del table["tie_word_embeddings"], table["hidden_act"]
+    return of(kind, f"{kind.removesuffix('_text').title()}ForCausalLM", table)
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3 |= {"rope_type": "llama3"}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+LONG = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+STARCODER2 = {"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "activation_function": "gelu", "use_bias": True}
+STARCODER2 |= {"residual_dropout": 0.1, "embedding_dropout": 0.1, "attention_dropout": 0.1, "mlp_type": "default"}
+STARCODER2 |= {"attention_softmax_in_fp32": True, "scale_attention_softmax_in_fp32": True, "scale_attn_weights": True}
+STARCODER2 |= {"norm_type": "layer_norm", "layer_norm_epsilon": 1e-5, "sliding_window": 4096, "rope_theta": 1e6}
+GPT2 = {"n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "n_ctx": 1024, "vocab_size": 50257}
+GPT2 |= {"activation_function": "gelu_new", "attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}
+GPT2 |= {"summary_type": "cls_index", "summary_use_proj": True, "layer_norm_epsilon": 1e-5}
+QWEN1M = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
+GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 16.0, "rope_theta": 1e7}
+GRANITE |= {"attention_multiplier": 0.0078125, "attention_dropout": 0.1, "attention_bias": False, "mlp_bias": False}
+GEMMA4B = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+GEMMA4B |= {"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+
+# (config.json, the names of the fields whose values the line about ignored fields has)
+READ: dict[str, tuple[Table, str]] = {
+    "LLaMA-1 7B": (llama(4096, 11008, 32, 32, None, 32000, 2048, max_sequence_length=2048), "max_sequence_length"),
+    "LLaMA-1 7B, first files": (
+        llama(4096, 11008, 32, 32, None, 32000, 2048, architectures=["LLaMAForCausalLM"]), "architectures"
+    ),
+    "Llama 2 7B": (llama(4096, 11008, 32, 32, 32, 32000, 4096, pretraining_tp=1, rope_scaling=None), ""),
+    "Llama 2 70B": (llama(8192, 28672, 80, 64, 8, 32000, 4096), ""),
+    "Code Llama 34B": (llama(8192, 22016, 48, 64, 8, 32000, 16384, rope_theta=1000000), ""),
+    "Llama 3 8B": (llama(4096, 14336, 32, 32, 8, 128256, 8192, rope_theta=500000.0), ""),
+    "Llama 3.1 8B": (llama(4096, 14336, 32, 32, 8, 128256, 131072, rope_scaling=LLAMA3, mlp_bias=False), ""),
+    "Llama 3.2 1B": (
+        llama(2048, 8192, 16, 32, 8, 128256, 131072, rope_scaling=LLAMA3 | {"factor": 32.0}, head_dim=64,
+              tie_word_embeddings=True), "",
+    ),
+    "Yarn-Llama-2 7B": (
+        llama(4096, 11008, 32, 32, 32, 32000, 65536, pretraining_tp=1, auto_map={"AutoConfig": "configuration_llama.L"},
+              rope_scaling={"factor": 16.0, "original_max_position_embeddings": 4096, "type": "yarn",
+              "finetuned": True}),
+        "rope_scaling.finetuned",
+    ),
+    "Yi 34B": (llama(7168, 20480, 60, 56, 8, 64000, 4096, rope_theta=5000000.0, pad_token_id=0), ""),
+    "SmolLM2 135M": (
+        llama(576, 1536, 30, 9, 3, 49152, 8192, rope_theta=100000, is_llama_config=True, rope_interleaved=False,
+              tie_word_embeddings=True, **{"transformers.js_config": {"dtype": "q4"}}), "",
+    ),
+    "DeepSeek-R1-Distill-Llama 8B": (llama(4096, 14336, 32, 32, 8, 128256, 131072, rope_scaling=LLAMA3), ""),
+    "DeepSeek-Coder 6.7B": (
+        llama(4096, 11008, 32, 32, 32, 32256, 16384, rope_scaling={"factor": 4.0, "type": "linear"}, rope_theta=1e5), ""
+    ),
+    "Granite code 3B": (
+        llama(2560, 10240, 32, 32, 32, 49152, 2048, attention_bias=True, mlp_bias=True, attention_dropout=0.1),
+        "attention_dropout",
+    ),
+    "TinyLlama 1.1B": (llama(2048, 5632, 22, 32, 4, 32000, 2048), ""),
+    "OpenLLaMA 3B": (llama(3200, 8640, 26, 32, None, 32000, 2048), ""),
+    "Mistral 7B v0.1": (mistral(4096, 14336, 32, 32, 8, 32000, 32768, sliding_window=4096, rope_theta=10000.0), ""),
+    "Mistral 7B v0.3": (mistral(4096, 14336, 32, 32, 8, 32768, 32768, sliding_window=None, rope_theta=1e6), ""),
+    "Mistral Nemo 12B": (mistral(5120, 14336, 40, 32, 8, 131072, 1024000, sliding_window=None, head_dim=128), ""),
+    "Yarn-Mistral 7B": (
+        mistral(4096, 14336, 32, 32, 8, 32000, 32768, sliding_window=131072, max_sequence_length=131072,
+                rope_scaling={"factor": 16.0, "finetuned": True, "original_max_position_embeddings": 8192,
+                "type": "yarn"},
+                use_flash_attention=True, auto_map={"AutoConfig": "configuration_mistral.MistralConfig"}),
+        "max_sequence_length use_flash_attention rope_scaling.finetuned",
+    ),
+    "Zephyr 7B": (mistral(4096, 14336, 32, 32, 8, 32000, 32768, sliding_window=4096, pad_token_id=2), ""),
+    "Mixtral 8x7B": (
+        of("mixtral", "MixtralForCausalLM", sizes(4096, 14336, 32, 32, 8, 32000, 32768), num_local_experts=8,
+           num_experts_per_tok=2, router_aux_loss_coef=0.02, output_router_logits=False, sliding_window=None,
+           rope_theta=1e6), "",
+    ),
+    "Qwen2 7B": (qwen("qwen2", 3584, 18944, 28, 28, 4, 152064, 131072), ""),
+    "Qwen2.5 0.5B": (qwen("qwen2", 896, 4864, 24, 14, 2, 151936, 32768, tie_word_embeddings=True, use_mrope=False), ""),
+    "Qwen2.5 7B, yarn": (qwen("qwen2", 3584, 18944, 28, 28, 4, 152064, 32768, rope_scaling=YARN), ""),
+    "Qwen2.5 7B 1M": (
+        qwen("qwen2", 3584, 18944, 28, 28, 4, 152064, 1010000, dual_chunk_attention_config=QWEN1M, rope_theta=1e7),
+        "dual_chunk_attention_config",
+    ),
+    "DeepSeek-R1-Distill-Qwen 1.5B": (qwen("qwen2", 1536, 8960, 28, 12, 2, 151936, 131072, use_mrope=False), ""),
+    "Qwen3 0.6B": (
+        qwen("qwen3", 1024, 3072, 28, 16, 8, 151936, 40960, head_dim=128, attention_bias=False, sliding_window=None,
+             tie_word_embeddings=True), "",
+    ),
+    "DeepSeek-R1-0528-Qwen3 8B": (
+        qwen("qwen3", 4096, 12288, 36, 32, 8, 151936, 131072, head_dim=128, attention_bias=False, sliding_window=None,
+             rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768,
+                           "attn_factor": 0.8782488562869419}),
+        "rope_scaling.attn_factor",
+    ),
+    "Qwen3 30B A3B": (
+        of("qwen3_moe", "Qwen3MoeForCausalLM", sizes(2048, 6144, 48, 32, 4, 151936, 40960), head_dim=128,
+            num_experts=128,
+           num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1,
+           mlp_only_layers=[], router_aux_loss_coef=0.001, output_router_logits=False, attention_bias=False,
+           use_sliding_window=False, sliding_window=None, max_window_layers=48, use_qk_norm=True, qkv_bias=False),
+        "use_qk_norm",
+    ),
+    "Gemma 2 2B": (
+        gemma("gemma2", 2304, 9216, 26, 8, 4, 256000, 8192, attn_logit_softcapping=50.0, final_logit_softcapping=30.0,
+              sliding_window=4096, cache_implementation="hybrid", hidden_act="gelu_pytorch_tanh"), "",
+    ),
+    "Gemma 3 270M": (
+        gemma("gemma3_text", 640, 2048, 18, 4, 1, 262144, 32768, sliding_window=512, _sliding_window_pattern=6,
+              rope_local_base_freq=10000.0, rope_theta=1e6, attn_logit_softcapping=None,
+              use_bidirectional_attention=False,
+              layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 3), "",
+    ),
+    "Gemma 3 1B": (
+        gemma("gemma3_text", 1152, 6912, 26, 4, 1, 262144, 32768, sliding_window=512, sliding_window_pattern=6,
+              rope_local_base_freq=10000, rope_theta=1e6, cache_implementation="hybrid"), "",
+    ),
+    "Gemma 3 4B": (
+        {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": GEMMA4B,
+         "boi_token_index": 255999, "image_token_index": 262144, "mm_tokens_per_image": 256, "eos_token_id": [1, 106],
+         "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"}}, "",
+    ),
+    "Phi-3 mini 4k": (
+        of("phi3", "Phi3ForCausalLM", sizes(3072, 8192, 32, 32, 32, 32064, 4096), sliding_window=2047, embd_pdrop=0.0,
+           original_max_position_embeddings=4096, resid_pdrop=0.0, attention_bias=False, attention_dropout=0.0,
+           rope_scaling=None), "",
+    ),
+    "Phi-3.5 mini": (
+        of("phi3", "Phi3ForCausalLM", sizes(3072, 8192, 32, 32, 32, 32064, 131072), sliding_window=262144,
+            rope_scaling=LONG,
+           original_max_position_embeddings=4096, resid_pdrop=0.0, embd_pdrop=0.0), "",
+    ),
+    "Phi-4": (
+        of("phi3", "Phi3ForCausalLM", sizes(5120, 17920, 40, 40, 10, 100352, 16384), sliding_window=None,
+            rope_theta=250000,
+           original_max_position_embeddings=16384), "",
+    ),
+    "Phi-4 mini": (
+        of("phi3", "Phi3ForCausalLM", sizes(3072, 8192, 32, 24, 8, 200064, 131072), partial_rotary_factor=0.75,
+           rope_scaling=LONG, original_max_position_embeddings=4096, full_attn_mod=1, interpolate_factor=1,
+           lm_head_bias=False, mlp_bias=False, sliding_window=262144), "interpolate_factor",
+    ),
+    "OLMo 2 7B": (
+        of("olmo2", "Olmo2ForCausalLM", sizes(4096, 11008, 32, 32, 32, 100352, 4096), rope_theta=500000, clip_qkv=None,
+           attention_bias=False), "",
+    ),
+    "OLMoE 1B 7B": (
+        of("olmoe", "OlmoeForCausalLM", sizes(2048, 1024, 16, 16, 16, 50304, 4096), num_experts=64,
+            num_experts_per_tok=8,
+           norm_topk_prob=False, router_aux_loss_coef=0.01, clip_qkv=None, attention_bias=False), "",
+    ),
+    "GPT-OSS 20B": (
+        of("gpt_oss", "GptOssForCausalLM", sizes(2880, 2880, 24, 64, 8, 201088, 131072), head_dim=64,
+            sliding_window=128,
+           num_local_experts=32, num_experts_per_tok=4, experts_per_token=4, initial_context_length=4096,
+           attention_bias=True, swiglu_limit=7.0, router_aux_loss_coef=0.9, quantization_config=MXFP4,
+           rope_theta=150000,
+           layer_types=["sliding_attention", "full_attention"] * 12,
+           rope_scaling={"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                         "original_max_position_embeddings": 4096}), "",
+    ),
+    "DeepSeek-V3": (
+        deepseek("deepseek_v3", "DeepseekV3ForCausalLM", 7168, 18432, 61, 128, 128, 129280, 163840,
+                 quantization_config=FP8), "",
+    ),
+    "Kimi-K2": (
+        deepseek("kimi_k2", "DeepseekV3ForCausalLM", 7168, 18432, 61, 64, 64, 163840, 131072, n_routed_experts=384,
+                 n_group=1, topk_group=1, first_k_dense_replace=1, routed_scaling_factor=2.827, rope_theta=50000.0,
+                 quantization_config=FP8), "",
+    ),
+    "Moonlight 16B": (
+        deepseek("deepseek_v3", "DeepseekV3ForCausalLM", 2048, 11264, 27, 16, 16, 163840, 8192, n_routed_experts=64,
+                 num_experts_per_tok=6, n_shared_experts=2, n_group=1, topk_group=1, first_k_dense_replace=1,
+                 moe_intermediate_size=1408, q_lora_rank=None, rope_scaling=None, rope_theta=50000.0), "",
+    ),
+    "GLM-4 9B 0414": (
+        of("glm4", "Glm4ForCausalLM", sizes(4096, 13696, 40, 32, 2, 151552, 32768), head_dim=128, attention_bias=True,
+           partial_rotary_factor=0.5, eos_token_id=[151329, 151336, 151338], pad_token_id=151329), "",
+    ),
+    "SmolLM3 3B": (
+        of("smollm3", "SmolLM3ForCausalLM", sizes(2048, 11008, 36, 16, 4, 128256, 65536), rope_theta=5e6,
+           no_rope_layers=[1, 1, 1, 0] * 9, no_rope_layer_interval=4, use_sliding_window=False, sliding_window=None,
+           pretraining_tp=2, max_window_layers=28, layer_types=["full_attention"] * 36, tie_word_embeddings=True), "",
+    ),
+    "StarCoder2 3B": (
+        of("starcoder2", "Starcoder2ForCausalLM", sizes(3072, 12288, 30, 24, 2, 49152, 16384) | STARCODER2),
+            "residual_dropout"
+        " embedding_dropout attention_dropout mlp_type norm_type attention_softmax_in_fp32 activation_function",
+    ),
+    "Granite 3.3 8B": (of("granite", "GraniteForCausalLM", sizes(4096, 12800, 40, 32, 8, 49159, 131072) | GRANITE),
+                       "attention_dropout"),
+    "Minitron 4B": (
+        of("nemotron", "NemotronForCausalLM", sizes(3072, 9216, 32, 24, 8, 256000, 4096), hidden_act="relu2",
+            norm_eps=1e-5,
+           rms_norm_eps=None, partial_rotary_factor=0.5, head_dim=128), "",
+    ),
+    "Pythia 160M": (neox(768, 3072, 12, 12, 50304), ""),
+    "GPT-NeoX 20B": (
+        neox(6144, 24576, 44, 64, 50432, hidden_act="gelu_fast", attention_probs_dropout_prob=0,
+            hidden_dropout_prob=0), ""
+    ),
+    "dolly v2 3B": (
+        neox(2560, 10240, 32, 32, 50280, custom_pipelines={"text-generation": {"impl": "instruct_pipeline.Instruct"}}),
+        "custom_pipelines",
+    ),
+    "StableLM alpha 3B": (neox(4096, 16384, 16, 32, 50688, max_position_embeddings=4096), ""),
+    "RedPajama INCITE 3B": (neox(2560, 10240, 32, 32, 50432, rotary_pct=1.0, use_parallel_residual=False), ""),
+    "GPT-2": (of("gpt2", "GPT2LMHeadModel", GPT2), ""),
+}  # fmt: skip
+
+# (config.json, the names of all that is wrong with it)
+REFUSED: dict[str, tuple[Table, str]] = {
+    "Falcon 7B": (of("falcon", "FalconForCausalLM", sizes(4544, 18176, 32, 71, 1, 65024, 2048)), "model_type"),
+    "OPT 125M": (of("opt", "OPTForCausalLM", sizes(768, 3072, 12, 12, 12, 50272, 2048)), "model_type"),
+    "BLOOM 560M": (of("bloom", "BloomForCausalLM", sizes(1024, 4096, 24, 16, 16, 250880, 2048)), "model_type"),
+    "GPT-J 6B": (of("gptj", "GPTJForCausalLM", sizes(4096, 16384, 28, 16, 16, 50400, 2048)), "model_type"),
+    "GPT-Neo 1.3B": (of("gpt_neo", "GPTNeoForCausalLM", sizes(2048, 8192, 24, 16, 16, 50257, 2048)), "model_type"),
+    "DeepSeek-V2": (deepseek("deepseek_v2", "DeepseekV2ForCausalLM", 5120, 12288, 60, 128, 128, 102400, 163840),
+        "model_type"),
+    "Command R": (of("cohere", "CohereForCausalLM", sizes(8192, 22528, 40, 64, 64, 256000, 131072)), "model_type"),
+    "InternLM2 7B": (of("internlm2", "InternLM2ForCausalLM", sizes(4096, 14336, 32, 32, 8, 92544, 32768)),
+        "model_type"),
+    "MiniCPM 2B": (of("minicpm", "MiniCPMForCausalLM", sizes(2304, 5760, 40, 36, 36, 122753, 4096)), "model_type"),
+    "Gemma 7B": (of("gemma", "GemmaForCausalLM", sizes(3072, 24576, 28, 16, 16, 256000, 8192)), "model_type"),
+    "OLMo 3 7B": (of("olmo3", "Olmo3ForCausalLM", sizes(4096, 11008, 32, 32, 32, 100278, 65536)), "model_type"),
+    "Phi-2": (of("phi", "PhiForCausalLM", sizes(2560, 10240, 32, 32, 32, 51200, 2048)), "model_type"),
+    "StableLM 2": (of("stablelm", "StableLmForCausalLM", sizes(2048, 5632, 24, 32, 32, 100352, 4096)), "model_type"),
+    "Qwen1.5 MoE": (of("qwen2_moe", "Qwen2MoeForCausalLM", sizes(2048, 5632, 24, 16, 16, 151936, 8192)), "model_type"),
+    "GLM-4.5 Air": (of("glm4_moe", "Glm4MoeForCausalLM", sizes(4096, 10944, 46, 96, 8, 151552, 131072)), "model_type"),
+    "Yi 6B, first files": (of("Yi", "YiForCausalLM", sizes(4096, 11008, 32, 32, 4, 64000, 4096)), "model_type"),
+    "OLMo 7B": (of("olmo", "OlmoForCausalLM", sizes(4096, 11008, 32, 32, 32, 50304, 2048)), "model_type"),
+    "Llama 2 7B, GPTQ, dynamic": (
+        llama(4096, 11008, 32, 32, 32, 32000, 4096, rope_scaling={"type": "dynamic", "factor": 2.0}, use_fp8=True,
+              quantization_config=GPTQ, hidden_act="quick_gelu"),
+        "rope_scaling.type quantization_config.quant_method hidden_act",
+    ),
+    "Qwen2-VL's text": (
+        qwen("qwen2", 3584, 18944, 28, 28, 4, 152064, 32768, architectures=["Qwen2VLForConditionalGeneration"],
+             rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]}), "architectures rope_scaling.type",
+    ),
+    "a reward model of Mistral": (
+        mistral(4096, 14336, 32, 32, 8, 32000, 32768, architectures=["MistralForSequenceClassification"],
+            is_causal=False),
+        "architectures is_causal",
+    ),
+    "Qwen3 MoE, sparse steps": (
+        of("qwen3_moe", "Qwen3MoeForCausalLM", sizes(2048, 6144, 48, 32, 4, 151936, 40960), decoder_sparse_step=2,
+           mlp_only_layers=[5], rope_scaling={"type": "dynamic", "factor": 2.0}),
+        "decoder_sparse_step mlp_only_layers rope_scaling.type",
+    ),
+    "DeepSeek-V3, softmax": (
+        deepseek("deepseek_v3", "DeepseekV3ForCausalLM", 7168, 18432, 61, 128, 128, 129280, 163840,
+            scoring_func="softmax",
+                 topk_method="greedy", moe_layer_freq=2), "scoring_func topk_method moe_layer_freq",
+    ),
+}  # fmt: skip
