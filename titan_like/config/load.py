@@ -13,22 +13,21 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.metadata import version
+from io import TextIOWrapper
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Any, NoReturn, cast, get_args, get_origin
 
-import tomli
 from pydantic import BaseModel, ValidationError
 
 from titan_like import __version__
 from titan_like.config.entry_points import START, names_of, wrong_names
 from titan_like.config.errors import ConfigError, RunError, all_of, problem_of, require, unknown
 from titan_like.config.options import as_installed
-from titan_like.config.paths import SHIPPED, expanded, find_config, read_toml
+from titan_like.config.paths import SHIPPED, expanded, find_config, parse_toml, read_toml
 from titan_like.config.schema import JobConfig
 from titan_like.config.section import options_of
 from titan_like.config.synonyms import cure_of
-from titan_like.config.urls import StorageError
 
 
 def format_help(program: str, config_type: type[BaseModel]) -> str:
@@ -87,10 +86,10 @@ def edit(config: JobConfig, values: Mapping[str, Any]) -> JobConfig:
 
 _SECONDS_FOR_RANK_0 = 10
 _VERY_NEAR = 0.8  # similarity of two keys from which one is a typo for the other, whatever other sections have
-# Errors of files and disks that the user has to put right. Any other error is a bug, which shows its traceback.
+# A full disk, or an error about a file that is not the package's, is the user's to put right. Any other error is a bug,
+# which shows its traceback.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PACKAGE = str(Path(__file__).parents[1])
-_OF_FILES = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, StorageError)
 
 
 def load_config(argv: list[str], stored: Mapping[str, Any] | None = None) -> JobConfig:
@@ -130,11 +129,14 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
     """Run a script's main function and end the process with the project's exit codes.
 
     0 means done, 1 failed, 2 bad input. Bad input, which includes a file that cannot be opened, gets one sentence on
-    stderr, from rank 0 only. A bug shows its traceback. --version prints versions instead.
+    stderr, from rank 0 only. A bug shows its traceback. --version prints versions instead. What stdout's encoding
+    lacks becomes question marks.
 
     Raises:
         SystemExit: always, with the exit code.
     """
+    if isinstance(sys.stdout, TextIOWrapper):  # None if the descriptor is closed
+        sys.stdout.reconfigure(errors="replace")  # stderr never raises as it is
     try:
         if "--version" in sys.argv[1:]:
             print(f"titan_like {__version__}, torch {version('torch')}")
@@ -150,7 +152,7 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
         raise SystemExit(130) from None
     except OSError as error:
         is_full, file = error.errno in _FULL, str(error.filename or "")
-        if not is_full and not (isinstance(error, _OF_FILES) and file and not file.startswith(_PACKAGE)):
+        if not is_full and (not file or file.startswith(_PACKAGE)):
             raise
         _refuse(f"{file}{': ' if file else ''}{error.strerror}{'; make room' if is_full else ''}", 2)
     except (ConfigError, RunError) as error:
@@ -273,8 +275,8 @@ def _file_settings(path: Any) -> dict[str, Any]:
 
 def _parse_value(text: str) -> Any:
     try:
-        return tomli.loads(f"value = {text}")["value"]
-    except (tomli.TOMLDecodeError, KeyError):
+        return parse_toml(f"value = {text}")["value"]
+    except (ValueError, KeyError):
         return text
 
 

@@ -10,6 +10,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from titan_like.config.paths import blaming, parse_json, user_file
 from titan_like.data.unfinished import removed_unless_renamed
 
 METRICS_FILE = "metrics.jsonl"
@@ -63,11 +64,13 @@ def _drop_lines_after(step: int, path: Path, keeps_copy: bool) -> None:
 
 
 def complete_lines(path: Path) -> list[tuple[int, str]]:
-    """Each complete line of a metrics.jsonl, with its step."""
+    """Each complete line of a metrics.jsonl, with its step; a `ConfigError` if the file cannot be read."""
     lines = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    with user_file(path, blaming("job.dump_folder", str(path), "move it away")):
+        content = path.read_text(encoding="utf-8", errors="replace")
+    for line in content.splitlines():
         with suppress(ValueError, KeyError, TypeError):
-            lines.append((int(json.loads(line)["step"]), f"{line}\n"))
+            lines.append((int(parse_json(line)["step"]), f"{line}\n"))
     return lines
 
 

@@ -20,7 +20,7 @@ class T5Config(WithHeadSize):
     objective: ClassVar = "span_corruption"
     not_in_weights: ClassVar = frozenset({"init_std", "dropout", "max_seq_len"})  # no table depends on the length
 
-    num_layers: int = Field(gt=1, description="layers of encoder and decoder together")
+    num_layers: int = Field(gt=1, le=2048, description="layers of encoder and decoder together")
     num_decoder_layers: int = Field(0, ge=0, description="layers of the decoder; 0 means half of num_layers")
     mlp: Literal["gated_gelu", "relu"] = Field("gated_gelu", description="gated_gelu (T5 v1.1) or relu (the original)")
     num_position_buckets: int = Field(32, ge=4, description="relative position buckets")
