@@ -22,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 
 from titan_like import __version__
 from titan_like.config.entry_points import START, names_of, wrong_names
-from titan_like.config.errors import ConfigError, RunError, all_of, problem_of, require, unknown
+from titan_like.config.errors import ConfigError, RunError, all_of, printable, problem_of, require, shortened, unknown
 from titan_like.config.options import as_installed
 from titan_like.config.paths import SHIPPED, expanded, find_config, parse_toml, read_toml
 from titan_like.config.schema import JobConfig
@@ -154,7 +154,7 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
         is_full, file = error.errno in _FULL, str(error.filename or "")
         if not is_full and (not file or file.startswith(_PACKAGE)):
             raise
-        _refuse(f"{file}{': ' if file else ''}{error.strerror}{'; make room' if is_full else ''}", 2)
+        _refuse(f"{shortened(printable(file))}{': ' if file else ''}{error.strerror}{'; make room' if is_full else ''}", 2)
     except (ConfigError, RunError) as error:
         _refuse(str(error), 2 if isinstance(error, ConfigError) else 1, error.of_this_process)
     raise SystemExit(code or 0)

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import tomli
 import tomli_w
 
-from titan_like.config.errors import ConfigError, RunError, boolean_of, first_line
+from titan_like.config.errors import ConfigError, RunError, boolean_of, first_line, require
 from titan_like.config.urls import RemotePath, StorageError, is_url, scheme_problem
 
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})")
@@ -95,6 +95,14 @@ def user_file(
         except Exception as error:  # each parser has its own
             problem = f"{what} ({first_line(error)})"
     raise refuse(problem) from None
+
+
+def check_folder(key: str, paths: Iterable[Path]) -> None:
+    """Refuse links to nothing, pipes and devices among the files and folders in a folder that is to be read."""
+    for path in paths:
+        require(path.exists(), key, str(path), "is a link to what does not exist; remove it")
+        is_usual = path.is_file() or path.is_dir()
+        require(is_usual, key, str(path), "is a pipe, socket or device, not a file; remove it")
 
 
 def blaming(key: str, value: object, cure: str) -> Callable[[str], ConfigError]:

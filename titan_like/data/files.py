@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_like.config.errors import ConfigError, require
-from titan_like.config.paths import blaming, file_problem, parse_json, user_file
+from titan_like.config.paths import blaming, check_folder, file_problem, parse_json, user_file
 from titan_like.data.indexed import prefix_of
 from titan_like.data.raw_text import JSON_ENDINGS, KNOWN_ENDINGS, RECORD_ENDINGS, UnreadableError, ending_of, kind_of
 
@@ -97,8 +97,7 @@ def named_paths(text: str) -> list[Path]:
 
 def _files_of_folder(folder: Path, key: str, endings: tuple[str, ...], split: str) -> list[Path]:
     below = sorted(map(Path, glob.glob("**/*", root_dir=folder, recursive=True)))  # follows links, skips hidden files
-    for path in (folder / path for path in below):
-        require(path.exists(), key, str(path), "is a link to what does not exist; remove it")
+    check_folder(key, (folder / path for path in below))
     names = [str(path) for path in below if (folder / path).is_file() and "__" not in {part[:2] for part in path.parts}]
     chosen = _saved(folder, key, split)
     if chosen is None:

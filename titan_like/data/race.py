@@ -95,7 +95,7 @@ def _clean(text: str) -> str:
 
 def _records(file: Path) -> Iterator[Record]:
     """The JSON objects of a file, one a line."""
-    with user_file(file, UnreadableError):
+    with user_file(file, lambda problem: UnreadableError(f"holds {file.name}, which {problem}")):
         content = file.read_bytes()
     for number, line in enumerate(content.split(b"\n"), start=1):
         try:
