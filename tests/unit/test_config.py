@@ -1,6 +1,7 @@
 import ast
 import math
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from tests.e2e.scripts import install, write_llama
 from titan_like import __version__
 from titan_like.config import ConfigError, JobConfig, load, load_config, synonyms
 from titan_like.config.entry_points import names_of
-from titan_like.config.load import format_help, json_schema, run_command, setting
+from titan_like.config.load import format_help, run_command, setting
 from titan_like.config.options import as_installed
 from titan_like.config.section import options_of
 from titan_like.data.batch_size import total_steps
@@ -203,8 +204,20 @@ def test_help_lists_every_key_with_its_default_and_meaning(capsys):
     assert "--optimizer.lr  number, default 0.0003\n      peak learning rate" in text
 
 
-def test_json_schema_file_is_up_to_date():
-    assert (TRAIN_CONFIGS / "schema.json").read_text(encoding="utf-8") == json_schema(JobConfig)
+def test_what_follows_from_the_schema_is_up_to_date():
+    root = TRAIN_CONFIGS.parent
+    for name, text in runpy.run_path(str(root / "scripts" / "write_schema.py"))["written"]().items():
+        assert (root / name).read_text(encoding="utf-8") == text, f"run python scripts/write_schema.py for {name}"
+    page = (root / "docs" / "settings.md").read_text(encoding="utf-8")
+    for name, section in JobConfig.model_fields.items():
+        table = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
+        rows = [re.split(r" (?<!\\)\| ", row.strip("| ")) for row in table.splitlines() if row.startswith("| `")]
+        assert [row[0] for row in rows] == [f"`{option.alias or key}`" for key, option in options_in(section)]
+        assert all(len(row) == 4 for row in rows)
+
+
+def options_in(section):
+    return section.annotation.model_fields.items()
 
 
 PAPERS_GPUS = {  # of GPT in arXiv 2104.04473, Table 1

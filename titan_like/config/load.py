@@ -10,7 +10,7 @@ import shlex
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from io import TextIOWrapper
@@ -34,18 +34,44 @@ def format_help(program: str, config_type: type[BaseModel]) -> str:
     """How ``program`` is called: every key with its type, default and meaning."""
     lines = [f"usage: {program} --job.config_file FILE.toml [--section.key value | --section.key=value]... | --version"]
     for section, field in config_type.model_fields.items():
-        section_type = field.annotation
-        assert isinstance(section_type, type) and issubclass(section_type, BaseModel)
-        lines += ["", f"[{section}] {(section_type.__doc__ or '').strip()}"]
-        for key, option in options_of(section_type).items():
-            default = option.get_default(call_default_factory=True)
-            shown = "none" if default is None else json.dumps(default)
-            lines.append(f"  --{section}.{key}  {_type_name(option.annotation)}, default {shown}")
-            meaning = option.description or ""
+        lines += ["", f"[{section}] {_purpose(field.annotation)}"]
+        for key, kind, default, meaning in _options(field.annotation):
+            lines.append(f"  --{section}.{key}  {kind}, default {default}")
             if added := names_of(f"{section}.{key}", with_built_in=False):
                 meaning += f" (installed here: {', '.join(added)})"
             lines += textwrap.wrap(meaning, 108, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
+
+
+def settings_page(sections: Mapping[str, Any]) -> str:
+    """The page of the documentation with a table for each section: its title → its class."""
+    lines = ["<!-- scripts/write_schema.py writes this file. -->", "# Every setting", "", _ABOUT_SETTINGS]
+    for title, section in sections.items():
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            _purpose(section),
+            "",
+            "| key | type | default | meaning |",
+            "|---|---|---|---|",
+        ]
+        for key, kind, default, meaning in _options(section):
+            cells = f"`{key}`", kind.replace(" | ", " or "), f"`{default}`", meaning.replace("<", "&lt;")
+            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _purpose(section: Any) -> str:
+    return (section.__doc__ or "").strip().partition("\n")[0]
+
+
+def _options(section: Any) -> Iterator[tuple[str, str, str, str]]:
+    """Key, type, default and meaning of each setting in a section."""
+    for key, option in options_of(section).items():
+        default = option.get_default(call_default_factory=True)
+        shown = "required" if option.is_required() else "none" if default is None else json.dumps(default)
+        yield key, _type_name(option.annotation), shown, option.description or ""
 
 
 def _type_name(annotation: Any) -> str:
@@ -58,6 +84,8 @@ def _type_name(annotation: Any) -> str:
         return " | ".join(json.dumps(choice) for choice in choices)
     if choices:
         return " | ".join(_type_name(choice) for choice in choices)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "table"
     names = {str: "string", int: "integer", float: "number", bool: "true | false"}
     return names.get(annotation, str(annotation))
 
@@ -84,6 +112,8 @@ def edit(config: JobConfig, values: Mapping[str, Any]) -> JobConfig:
     )
 
 
+_ABOUT_SETTINGS = """A TOML file has a table for each section; on the command line a key is `--section.key VALUE`.
+[Configuration](configuration.md) says how they are read, and `python train.py --help` prints the same."""
 _SECONDS_FOR_RANK_0 = 10
 _VERY_NEAR = 0.8  # similarity of two keys from which one is a typo for the other, whatever other sections have
 # A full disk, or an error about a file that is not the package's, is the user's to put right. Any other error is a bug,
@@ -154,7 +184,9 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
         is_full, file = error.errno in _FULL, str(error.filename or "")
         if not is_full and (not file or file.startswith(_PACKAGE)):
             raise
-        _refuse(f"{shortened(printable(file))}{': ' if file else ''}{error.strerror}{'; make room' if is_full else ''}", 2)
+        _refuse(
+            f"{shortened(printable(file))}{': ' if file else ''}{error.strerror}{'; make room' if is_full else ''}", 2
+        )
     except (ConfigError, RunError) as error:
         _refuse(str(error), 2 if isinstance(error, ConfigError) else 1, error.of_this_process)
     raise SystemExit(code or 0)
