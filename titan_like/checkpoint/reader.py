@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from math import prod
-from pathlib import Path
 from typing import IO, Any, ClassVar
 from zipfile import ZIP_STORED, ZipFile
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from titan_like.config.paths import file_problem
-from titan_like.config.urls import RemotePath
 from titan_like.torch_private import storage_info
 
 _ALLOWED = {
@@ -92,23 +86,6 @@ def _member(kind: Any, name: Any) -> Enum:
     return kind[name]
 
 
-class _Files(FileSystem):
-    """Opens nothing that `file_problem` refuses, such as a pipe, which would wait for a writer."""
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """An open file of the checkpoint.
-
-        Raises:
-            RuntimeError: it cannot be read.
-        """
-        problem = None if isinstance(path, RemotePath) else file_problem(Path(path))
-        if problem:
-            raise RuntimeError(f"{os.path.basename(path)} {problem}")
-        with super().create_stream(path, mode) as stream:
-            yield stream
-
-
 class TensorReader(FileSystemReader):
     """torch's file reader, with the metadata file (a pickle) restricted to the classes of tensor metadata.
 
@@ -118,11 +95,6 @@ class TensorReader(FileSystemReader):
 
     _mark = b""
     _metadata: Metadata | None = None
-
-    def __init__(self, path: Path) -> None:
-        """Read the checkpoint in a folder."""
-        super().__init__(path)
-        self.fs = _Files()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Names, shapes and places of the stored tensors. The file is read once, however often tensors are loaded.

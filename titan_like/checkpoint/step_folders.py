@@ -28,7 +28,7 @@ from zlib import crc32
 from pydantic import Field, TypeAdapter, ValidationError
 
 from titan_like.config.errors import first_line
-from titan_like.config.paths import parse_json, user_file
+from titan_like.config.paths import check_folder, parse_json
 from titan_like.config.schema import JobConfig, Training
 from titan_like.config.urls import RemotePath, path_of
 from titan_like.data.batch_size import in_samples, total_steps
@@ -125,20 +125,21 @@ def read_run_state(path: Path) -> RunState:
     """Read `run.json`. Checksums that it lacks, for example in a file edited by hand, are not compared.
 
     Raises:
-        ValueError: this file or the tensors' metadata cannot be read or does not match its checksum, or this is not
-            the file of a run or of the step that the folder is named after.
-        StorageError: object storage does not answer.
+        ValueError: this file is not JSON, it or the tensors' metadata does not match its checksum, this is not the file
+            of a run or of the step that the folder is named after, or the folder holds a pipe or a device.
+        OSError: a file is missing.
     """
-    content = _read(path / RUN_FILE)
+    if not isinstance(path, RemotePath):
+        check_folder("checkpoint", path.glob("*"))
     try:
-        numbers = parse_json(content)
+        numbers = parse_json((path / RUN_FILE).read_bytes())
     except ValueError as error:
         raise ValueError(f"{RUN_FILE} is not JSON: {error}") from None
     if isinstance(numbers, dict):
         of_itself, of_description = numbers.pop("crc32", None), numbers.get("metadata_crc32")
         if of_itself is not None and of_itself != crc32(_as_json(numbers).encode()):
             raise ValueError(f'{RUN_FILE} does not match its checksum; if you edited it, delete its line "crc32"')
-        if of_description is not None and of_description != crc32(_read(path / _DESCRIPTION)):
+        if of_description is not None and of_description != crc32((path / _DESCRIPTION).read_bytes()):
             raise ValueError(f"{_DESCRIPTION} does not match its checksum")
     try:
         run = TypeAdapter(RunState).validate_python(numbers)
@@ -147,11 +148,6 @@ def read_run_state(path: Path) -> RunState:
     if step_of(path) not in (None, run.step):
         raise ValueError(f"{RUN_FILE} is of step {run.step}, and its folder is {path.name}")
     return run
-
-
-def _read(path: Path) -> bytes:
-    with user_file(path, lambda problem: ValueError(f"{path.name} {problem}")):
-        return path.read_bytes()
 
 
 def write_run_state(path: Path, run: RunState) -> None:

@@ -18,13 +18,14 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Any, NoReturn, cast, get_args, get_origin
 
+import tomli
 from pydantic import BaseModel, ValidationError
 
 from titan_like import __version__
 from titan_like.config.entry_points import START, names_of, wrong_names
 from titan_like.config.errors import ConfigError, RunError, all_of, printable, problem_of, require, shortened, unknown
 from titan_like.config.options import as_installed
-from titan_like.config.paths import SHIPPED, expanded, find_config, parse_toml, read_toml
+from titan_like.config.paths import SHIPPED, expanded, find_config, read_toml
 from titan_like.config.schema import JobConfig
 from titan_like.config.section import options_of
 from titan_like.config.synonyms import cure_of
@@ -34,8 +35,8 @@ def format_help(program: str, config_type: type[BaseModel]) -> str:
     """How ``program`` is called: every key with its type, default and meaning."""
     lines = [f"usage: {program} --job.config_file FILE.toml [--section.key value | --section.key=value]... | --version"]
     for section, field in config_type.model_fields.items():
-        lines += ["", f"[{section}] {_purpose(field.annotation)}"]
-        for key, kind, default, meaning in _options(field.annotation):
+        lines += ["", f"[{section}] {purpose_of(field.annotation)}"]
+        for key, kind, default, meaning in described_options(field.annotation):
             lines.append(f"  --{section}.{key}  {kind}, default {default}")
             if added := names_of(f"{section}.{key}", with_built_in=False):
                 meaning += f" (installed here: {', '.join(added)})"
@@ -43,30 +44,12 @@ def format_help(program: str, config_type: type[BaseModel]) -> str:
     return "\n".join(lines)
 
 
-def settings_page(sections: Mapping[str, Any]) -> str:
-    """The page of the documentation with a table for each section: its title → its class."""
-    lines = ["<!-- scripts/write_schema.py writes this file. -->", "# Every setting", "", _ABOUT_SETTINGS]
-    for title, section in sections.items():
-        lines += [
-            "",
-            f"## {title}",
-            "",
-            _purpose(section),
-            "",
-            "| key | type | default | meaning |",
-            "|---|---|---|---|",
-        ]
-        for key, kind, default, meaning in _options(section):
-            cells = f"`{key}`", kind.replace(" | ", " or "), f"`{default}`", meaning.replace("<", "&lt;")
-            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _purpose(section: Any) -> str:
+def purpose_of(section: Any) -> str:
+    """What a section is for."""
     return (section.__doc__ or "").strip().partition("\n")[0]
 
 
-def _options(section: Any) -> Iterator[tuple[str, str, str, str]]:
+def described_options(section: Any) -> Iterator[tuple[str, str, str, str]]:
     """Key, type, default and meaning of each setting in a section."""
     for key, option in options_of(section).items():
         default = option.get_default(call_default_factory=True)
@@ -112,8 +95,6 @@ def edit(config: JobConfig, values: Mapping[str, Any]) -> JobConfig:
     )
 
 
-_ABOUT_SETTINGS = """A TOML file has a table for each section; on the command line a key is `--section.key VALUE`.
-[Configuration](configuration.md) says how they are read, and `python train.py --help` prints the same."""
 _SECONDS_FOR_RANK_0 = 10
 _VERY_NEAR = 0.8  # similarity of two keys from which one is a typo for the other, whatever other sections have
 # A full disk, or an error about a file that is not the package's, is the user's to put right. Any other error is a bug,
@@ -307,9 +288,11 @@ def _file_settings(path: Any) -> dict[str, Any]:
 
 def _parse_value(text: str) -> Any:
     try:
-        return parse_toml(f"value = {text}")["value"]
-    except (ValueError, KeyError):
+        value = tomli.loads(f"value = {text}")["value"]
+        str(value)  # as in `read_toml`
+    except (ValueError, KeyError, RecursionError):
         return text
+    return value
 
 
 def _annotation_of(dotted: str) -> Any:

@@ -154,17 +154,9 @@ def read_toml(path: str, key: str = "job.config_file") -> dict[str, Any]:
 
     with user_file(Path(path), refusal, "not valid TOML", may_stream=True):
         text = Path(path).read_text(encoding="utf-8").removeprefix("\ufeff")
-        return parse_toml(text)
-
-
-def parse_toml(text: str) -> dict[str, Any]:
-    """`tomli.loads`, which also reports too deep nesting and too long integers as a `ValueError` that says so."""
-    try:
         tree = tomli.loads(text)
-        str(tree)  # hexadecimal ones can be read, but not be written out
-    except RecursionError as error:
-        raise ValueError(first_line(error)) from None
-    return tree
+        str(tree)  # fails if a hexadecimal integer is too long to be written out
+        return tree
 
 
 def _cure(text: str, problem: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import chain, cycle, pairwise
@@ -26,31 +25,28 @@ Curve = list[tuple[int, float]]
 def read_losses(path: Path, names: Sequence[str] = ("loss", "validation_loss")) -> dict[str, Curve]:
     """Each ``loss``, ``validation_loss`` and ``validation_loss/NAME`` in a metrics.jsonl, or the figures ``names``.
 
-    Figures that are not finite are left out, and so is a line that is being written.
+    Figures that are not finite, or too large for a float, are left out, and so is
+    a line that is being written.
     """
     curves = defaultdict[str, Curve](list)
     for step, line in complete_lines(path):
         for key, value in json.loads(line).items():
-            if key.partition("/")[0] in names and isinstance(value, int | float) and math.isfinite(value):
+            if key.partition("/")[0] in names and isinstance(value, int | float) and abs(value) < 1e300:
                 curves[key].append((step, value))
     return dict(curves)
 
 
 def compare_runs(folders: Mapping[str, Path], runs: Mapping[str, Mapping[str, Curve]]) -> dict[str, dict[str, Any]]:
-    """What a table of runs shows: by row, by name of the run, a loss, a number or a setting that differs between them.
-
-    A loss is (its value, its step). Time is that of the steps alone, in seconds.
-    """
-    rows = defaultdict[str, dict[str, Any]](dict)
+    """Losses, tokens, seconds of the steps alone, and settings that differ, by row of a table and name of the run."""
+    rows, settings = defaultdict[str, dict[str, Any]](dict), {name: read_settings(folders[name]) for name in runs}
     for name, curves in runs.items():
         for key, curve in sorted(curves.items()):
-            rows[f"final {key}"][name] = curve[-1][::-1]
-            rows[f"best {key}"][name] = min((loss, step) for step, loss in curve)
+            rows[f"final {key}"][name] = curve[-1][1]
+            rows[f"best {key}"][name], rows[f"step of best {key}"][name] = min((loss, step) for step, loss in curve)
     for name, folder in folders.items():
         amounts = read_losses(folder / METRICS_FILE, ("consumed_tokens", "step_time_s"))
         rows["tokens"][name] = max((tokens for _, tokens in amounts.get("consumed_tokens", [])), default=None)
-        rows["seconds"][name] = sum(seconds for _, seconds in amounts.get("step_time_s", []))
-    settings = {name: read_settings(folder) for name, folder in folders.items()}
+        rows["seconds"][name] = round(sum(seconds for _, seconds in amounts.get("step_time_s", [])), 1)
     for key in sorted({*chain(*settings.values())} - {*_PLACES}):
         values = {name: of_run.get(key) for name, of_run in settings.items() if of_run}
         if any(value != next(iter(values.values())) for value in values.values()):
@@ -60,21 +56,16 @@ def compare_runs(folders: Mapping[str, Path], runs: Mapping[str, Mapping[str, Cu
 
 def text_table(rows: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> str:
     """The rows of `compare_runs` with a column for each run, under its mark in `text_curves`."""
-    lines = [["", *(f"{mark} {name}" for mark, name in zip(cycle(_MARKS), names))]]
-    for row, values in rows.items():
-        lines.append([row.replace("_", " ") if row.startswith(("final", "best")) else row])
-        for name in names:
-            match values.get(name):
-                case None:
-                    lines[-1].append("-")
-                case (loss, step):
-                    lines[-1].append(f"{loss:.4f} (step {step:,})" if row.startswith("best") else f"{loss:.4f}")
-                case int() | float() as value if row in ("tokens", "seconds"):
-                    lines[-1].append(f"{value:,.0f}")
-                case value:
-                    lines[-1].append(shortened(json.dumps(value), 40))
+    lines = [["", *map(" ".join, zip(cycle(_MARKS), names))]]
+    lines += [[row, *(_cell(values.get(name)) for name in names)] for row, values in rows.items()]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return "-" if value is None else f"{value:,}" if type(value) is int else shortened(json.dumps(value), 40)
 
 
 def text_curves(runs: Mapping[str, Curve], width: int = 72, height: int = 16, colours: bool = False) -> str:

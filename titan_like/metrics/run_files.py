@@ -71,8 +71,9 @@ def complete_lines(path: Path) -> list[tuple[int, str]]:
     with user_file(path, blaming("job.dump_folder", str(path), "move it away")):
         content = path.read_text(encoding="utf-8", errors="replace")
     for line in content.splitlines():
-        with suppress(ValueError, KeyError, TypeError):
-            lines.append((int(parse_json(line)["step"]), f"{line}\n"))
+        with suppress(ValueError, KeyError, TypeError, OverflowError):
+            step = int(parse_json(line)["step"])
+            lines += [(step, f"{line}\n")] if 0 <= step < 2**63 else []
     return lines
 
 

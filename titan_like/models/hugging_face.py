@@ -348,9 +348,9 @@ def read_fields(kind: type[TransformerConfig], names: FieldNames, fields: Fields
     for ours, theirs, default in names:
         option = kind.model_fields[ours]
         read[ours] = readers[option.annotation](theirs, default)
-        most = next((rule.le for rule in option.metadata if isinstance(rule, Le)), None)
-        if most is not None and read[ours] > most:  # checked here, since lists may be as long as the number of layers
-            fields.refuse(theirs, f"which must be at most {most}")
+        most = [rule.le for rule in option.metadata if isinstance(rule, Le)]
+        if most and read[ours] > most[0]:  # checked here, because lists may be as long as the number of layers
+            fields.refuse(theirs, f"which must be at most {most[0]}")
     return read
 
 
