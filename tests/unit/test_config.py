@@ -1,11 +1,14 @@
 import ast
+import errno
 import math
+import os
 import re
 import runpy
 import shlex
 import subprocess
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -263,12 +266,20 @@ def test_shard_degree_takes_what_the_other_degrees_leave(overrides, world_size, 
     assert layout.data_parallel == expected[1] * expected[2]
 
 
+def refuse(error, _):
+    raise error
+
+
 def test_a_file_that_cannot_be_opened_is_a_sentence_and_a_bug_a_traceback(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         run_command(lambda _: open(tmp_path / "a.txt"))
     assert (stop.value.code, capsys.readouterr().err) == (2, f"error: {tmp_path}/a.txt: No such file or directory\n")
     with pytest.raises(FileNotFoundError):
         run_command(lambda _: open(f"{load.__file__}.x"))
+    for number in (errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.EIO):
+        with pytest.raises(SystemExit) as stop:
+            run_command(partial(refuse, OSError(number, os.strerror(number), "there/a")))
+        assert (stop.value.code, capsys.readouterr().err) == (2, f"error: there/a: {os.strerror(number)}\n")
 
 
 WRONG = """

@@ -46,7 +46,7 @@ def compare_runs(folders: Mapping[str, Path], runs: Mapping[str, Mapping[str, Cu
     for name, folder in folders.items():
         amounts = read_losses(folder / METRICS_FILE, ("consumed_tokens", "step_time_s"))
         rows["tokens"][name] = max((tokens for _, tokens in amounts.get("consumed_tokens", [])), default=None)
-        rows["seconds"][name] = round(sum(seconds for _, seconds in amounts.get("step_time_s", [])), 1)
+        rows["seconds"][name] = sum(seconds for _, seconds in amounts.get("step_time_s", []))
     for key in sorted({*chain(*settings.values())} - {*_PLACES}):
         values = {name: of_run.get(key) for name, of_run in settings.items() if of_run}
         if any(value != next(iter(values.values())) for value in values.values()):
