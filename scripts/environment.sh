@@ -5,6 +5,10 @@ install_environment() {
   local extras="${1:-}" stamp
   stamp=".venv/installed-$(cat pyproject.toml constraints.txt | sha256sum | cut -c1-12)${extras:+-$extras}"
   if [ ! -e "$stamp" ]; then
+    { mkdir -p .venv && [ -w .venv ] && [ -w . ]; } 2>/dev/null || {
+      echo "error: $PWD/.venv cannot be written: copy the checkout to a folder that you may write to" >&2
+      exit 2
+    }
     echo "installing into .venv (once)..."
     [ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv .venv
     .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {

@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.e2e.jobs import records, short, train_on
 from tests.e2e.scripts import PLAIN, REPO, TORCHRUN, Script, run_here
+from titan_like.metrics.run_files import read_settings
 from titan_like.train.signals import STOP_SIGNALS
 
 SHORT = [
@@ -77,6 +78,7 @@ def test_trains_and_prints_once_per_job(first: subprocess.CompletedProcess[str],
 
 def test_metrics_are_complete_and_agree_with_the_console(first: subprocess.CompletedProcess[str], home: Path) -> None:
     lines = records(home / "out")
+    assert read_settings(home / "out")["training.global_batch_size"] == lines[0]["global_batch_size"]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert [line["consumed_samples"] for line in lines] == [8, 16, 24, 32, 40, 48]
     assert all(2 < line["loss"] < 6 and line["grad_norm"] > 0 and line["tokens_per_second"] > 0 for line in lines)

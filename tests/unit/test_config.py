@@ -1,10 +1,14 @@
 import ast
+import errno
 import math
+import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +18,7 @@ from tests.e2e.scripts import install, write_llama
 from titan_like import __version__
 from titan_like.config import ConfigError, JobConfig, load, load_config, synonyms
 from titan_like.config.entry_points import names_of
-from titan_like.config.load import format_help, json_schema, run_command, setting
+from titan_like.config.load import format_help, run_command, setting
 from titan_like.config.options import as_installed
 from titan_like.config.section import options_of
 from titan_like.data.batch_size import total_steps
@@ -203,8 +207,20 @@ def test_help_lists_every_key_with_its_default_and_meaning(capsys):
     assert "--optimizer.lr  number, default 0.0003\n      peak learning rate" in text
 
 
-def test_json_schema_file_is_up_to_date():
-    assert (TRAIN_CONFIGS / "schema.json").read_text(encoding="utf-8") == json_schema(JobConfig)
+def test_what_follows_from_the_schema_is_up_to_date():
+    root = TRAIN_CONFIGS.parent
+    for name, text in runpy.run_path(str(root / "scripts" / "write_schema.py"))["written"]().items():
+        assert (root / name).read_text(encoding="utf-8") == text, f"run python scripts/write_schema.py for {name}"
+    page = (root / "docs" / "settings.md").read_text(encoding="utf-8")
+    for name, section in JobConfig.model_fields.items():
+        table = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
+        rows = [re.split(r" (?<!\\)\| ", row.strip("| ")) for row in table.splitlines() if row.startswith("| `")]
+        assert [row[0] for row in rows] == [f"`{option.alias or key}`" for key, option in options_in(section)]
+        assert all(len(row) == 4 for row in rows)
+
+
+def options_in(section):
+    return section.annotation.model_fields.items()
 
 
 PAPERS_GPUS = {  # of GPT in arXiv 2104.04473, Table 1
@@ -250,12 +266,20 @@ def test_shard_degree_takes_what_the_other_degrees_leave(overrides, world_size, 
     assert layout.data_parallel == expected[1] * expected[2]
 
 
+def refuse(error, _):
+    raise error
+
+
 def test_a_file_that_cannot_be_opened_is_a_sentence_and_a_bug_a_traceback(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         run_command(lambda _: open(tmp_path / "a.txt"))
     assert (stop.value.code, capsys.readouterr().err) == (2, f"error: {tmp_path}/a.txt: No such file or directory\n")
     with pytest.raises(FileNotFoundError):
         run_command(lambda _: open(f"{load.__file__}.x"))
+    for number in (errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.EIO):
+        with pytest.raises(SystemExit) as stop:
+            run_command(partial(refuse, OSError(number, os.strerror(number), "there/a")))
+        assert (stop.value.code, capsys.readouterr().err) == (2, f"error: there/a: {os.strerror(number)}\n")
 
 
 WRONG = """

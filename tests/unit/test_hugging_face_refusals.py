@@ -138,7 +138,20 @@ def test_one_dropout_rate_is_read_and_others_are_named(gpt: Path, capsys: pytest
     assert capsys.readouterr().err == line
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])
+@pytest.mark.parametrize(
+    ("family", "field"), [("llama", "num_hidden_layers"), ("gpt", "n_layer"), ("bert", "num_hidden_layers")]
+)
+@pytest.mark.parametrize("count", [2049, 10**9, 10**18])
+def test_more_layers_than_can_be_listed_are_refused(
+    whole_folders: Path, tmp_path: Path, family: str, field: str, count: int
+) -> None:
+    """A list with an entry for each would take all memory."""
+    folder = Path(shutil.copytree(whole_folders / family, tmp_path / family))
+    edit(folder / "config.json", lambda config: config.update({field: count}))
+    assert f"config.json has {field} = {count}, which must be at most 2048" in refusal(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b'{"a": ' + b"9" * 5_000 + b"}"])
 @pytest.mark.parametrize("name", ["config.json", INDEX])
 def test_json_that_is_none_is_refused(llama: Path, name: str, content: bytes) -> None:
     (llama / name).write_bytes(content)
@@ -162,7 +175,7 @@ def test_index_that_does_not_fit_the_files_is_refused(llama: Path) -> None:
     assert "has no weight_map" in refusal(llama)
     (llama / INDEX).write_text(kept)
     edit(llama / INDEX, lambda index: index["weight_map"].update({TABLE: "model-00009-of-00009.safetensors"}))
-    assert "model-00009-of-00009.safetensors cannot be read" in refusal(llama)
+    assert "model-00009-of-00009.safetensors does not exist" in refusal(llama)
     (llama / INDEX).unlink()
     assert f"neither model.safetensors nor {INDEX}" in refusal(llama)
 

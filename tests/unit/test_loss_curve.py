@@ -1,12 +1,15 @@
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 
 from titan_like.commands.plot_loss import main
+from titan_like.config import load_config
 from titan_like.config.errors import ConfigError
-from titan_like.metrics.loss_curve import read_losses, text_curve
+from titan_like.metrics.loss_curve import read_losses, text_curve, text_curves
+from titan_like.metrics.run_files import write_settings
 
 
 def test_only_whole_lines_with_a_finite_loss_are_read(tmp_path: Path):
@@ -30,6 +33,66 @@ def test_a_column_is_as_high_as_its_loss():
     assert text_curve([(1, 3.0)], width=-3, height=1).startswith("   3.000 ┤")
 
 
+def test_marks_are_where_the_medians_of_their_columns_are():
+    """Two rows high, 2 wide: b's is 1 and 3, and a's 3 and 1; the last column of c is b's."""
+    runs = {"a": [(1, 3.0), (4, 1.0)], "b": [(1, 1.0), (3, 9.0), (3, 3.0), (4, 2.0)], "c": [(4, 3.0)]}
+    picture = text_curves(runs, width=2, height=2)
+    assert picture.split("\n")[:2] == ["   3.000 |o@", "   1.000 |xo"]
+    assert picture.split("\n")[2].split() == ["step", "1", "4"]
+    assert picture.isascii()
+    coloured = text_curves(runs, width=2, height=2, colours=True)
+    assert re.sub(r"\x1b\[\d+m", "", coloured) == picture and "\x1b[31mo\x1b[0m" in coloured
+
+
+def write_run(folder: Path, losses: list[dict[str, float]], **settings: float) -> Path:
+    folder.mkdir()
+    lines = [
+        {"step": 10 * (number + 1), "consumed_tokens": 640 * (number + 1)} | line for number, line in enumerate(losses)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if settings:
+        arguments = [f"--optimizer.{key}={value}" for key, value in settings.items()]
+        write_settings(folder, load_config([*arguments, f"--job.dump_folder={folder}"]))
+    return folder
+
+
+def test_runs_are_drawn_over_one_another_with_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = [{"loss": 4.0, "step_time_s": 0.5}, {"loss": 2.0, "step_time_s": 0.25}, {"loss": 3.0, "step_time_s": 1}]
+    second = [{"loss": 5.0, "validation_loss": 6.0}, {"loss": 1.0, "validation_loss": 7.0}]
+    a = write_run(tmp_path / "a", first, lr=0.5, weight_decay=0.25)
+    b = write_run(tmp_path / "b", second, lr=0.125, weight_decay=0.25)
+    c = write_run(tmp_path / "c", [{"loss": 2.5}])  # an older run, which did not keep its settings
+    assert main(["--runs", str(a), str(b), str(c), "--json", str(tmp_path / "t.json")]) == 0
+    output = capsys.readouterr().out
+    assert output.count("   5.000 |") == 1 and output.count("step  10") == 1  # one picture
+    table = {line[0]: line[1:] for line in (re.split(r" {2,}", line) for line in output.splitlines()) if len(line) == 4}
+    assert table == {
+        "": ["o a", "x b", "+ c"],
+        "final loss": ["3", "1", "2.5"],
+        "best loss": ["2", "1", "2.5"],
+        "step of best loss": ["20", "20", "10"],
+        "final validation_loss": ["-", "7", "-"],
+        "best validation_loss": ["-", "6", "-"],
+        "step of best validation_loss": ["-", "10", "-"],
+        "tokens": ["1,920", "1,280", "640"],
+        "seconds": ["1.75", "0", "0"],
+        "optimizer.lr": ["0.5", "0.125", "-"],
+    }
+    assert json.loads((tmp_path / "t.json").read_text())["runs"]["optimizer.lr"] == {"a": 0.5, "b": 0.125}
+
+
+def test_lines_that_no_run_writes_are_left_out(tmp_path: Path) -> None:
+    lines = ['{"step": Infinity, "loss": 1}', '{"step": 1, "loss": 1e999}', '{"step": 2, "loss": ' + "9" * 400 + "}"]
+    lines += [
+        "[" * 100_000,
+        '{"step": 3, "loss": ' + "9" * 5000 + "}",
+        '{"step": -1, "loss": 1}',
+        '{"step": 4, "loss": 2}',
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert read_losses(tmp_path / "metrics.jsonl") == {"loss": [(4, 2)]}
+
+
 def test_the_command_prints_and_draws(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,7 +113,7 @@ def test_the_command_prints_and_draws(
     drawn = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
     assert main(["--runs", str(tmp_path), str(tmp_path / "again")]) == 0
-    assert "again\n   3.000 ┤█" in capsys.readouterr().out
+    assert "   5.000 |o" in capsys.readouterr().out
     _, labels = drawn[0].axes[0].get_legend_handles_labels()
     assert labels == [tmp_path.name, "again", "again: validation loss"]
     for name in ("loss.nonsense", "loss"):

@@ -1,4 +1,5 @@
 import math
+from contextlib import suppress
 
 import pytest
 import torch
@@ -48,6 +49,23 @@ PUBLISHED = {
 )
 def test_parameter_count_equals_the_published_checkpoint(family, name, published):
     assert flavor(family, name).num_parameters(padded=False) == published
+
+
+SIZES = [
+    (family, name)
+    for family in ("gpt", "llama", "moe", "bert", "t5")
+    for name, field in config_class(family).model_fields.items()
+    if field.annotation is int
+]
+
+
+@pytest.mark.parametrize(("family", "name"), SIZES)
+@pytest.mark.parametrize("size", [10**9, 10**18, 2**62])
+def test_a_size_is_counted_or_refused_whatever_it_is(family, name, size):
+    """Bytes of a matrix fit into 63 bits, and layers can be built one by one."""
+    with suppress(ConfigError):
+        settings = [f"--model.family={family}", "--model.flavor=debug", f"--model.overrides.{name}={size}"]
+        assert model_config(load_config(settings).model).num_parameters() > 0
 
 
 PRINTED = {  # in billions; those of Table 1 are in test_flops

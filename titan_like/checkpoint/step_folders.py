@@ -28,6 +28,7 @@ from zlib import crc32
 from pydantic import Field, TypeAdapter, ValidationError
 
 from titan_like.config.errors import first_line
+from titan_like.config.paths import check_folder, parse_json
 from titan_like.config.schema import JobConfig, Training
 from titan_like.config.urls import RemotePath, path_of
 from titan_like.data.batch_size import in_samples, total_steps
@@ -125,12 +126,14 @@ def read_run_state(path: Path) -> RunState:
     """Read `run.json`. Checksums that it lacks, for example in a file edited by hand, are not compared.
 
     Raises:
-        ValueError: this file is not JSON, it or the tensors' metadata does not match its checksum, or this is not the
-            file of a run or of the step that the folder is named after.
+        ValueError: this file is not JSON, it or the tensors' metadata does not match its checksum, this is not the file
+            of a run or of the step that the folder is named after, or the folder holds a pipe or a device.
         OSError: a file is missing.
     """
+    if not isinstance(path, RemotePath):
+        check_folder("checkpoint", path.glob("*"))
     try:
-        numbers = json.loads((path / RUN_FILE).read_bytes())
+        numbers = parse_json((path / RUN_FILE).read_bytes())
     except ValueError as error:
         raise ValueError(f"{RUN_FILE} is not JSON: {error}") from None
     if isinstance(numbers, dict):

@@ -24,6 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The two commands and their options."""
     parser = OptionParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="to-hf | from-hf")
+    commands.type = str  # the options that follow have types of their own
     to_hf = commands.add_parser("to-hf", help="write a folder that transformers loads")
     meaning = "a step-N folder, or a run's dump folder or folder of them, whose newest is used"
     to_hf.add_path("--checkpoint", meaning, "FOLDER", type=url_option, required=True)

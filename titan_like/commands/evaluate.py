@@ -23,6 +23,7 @@ from titan_like.config import load_config
 from titan_like.config.errors import require
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, url_option, write_json
+from titan_like.config.paths import check_folder
 from titan_like.train.rules import check_predicts_next_token
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def check_options(options: argparse.Namespace) -> None:
     require(
         not folder or os.path.isdir(folder), "--lm_eval_folder", folder, "is not a folder; name one with YAML files"
     )
+    check_folder("--lm_eval_folder", Path(folder).rglob("*") if folder else ())
 
 
 def main(argv: list[str]) -> int:

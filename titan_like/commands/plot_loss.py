@@ -1,20 +1,31 @@
 """Show a run's loss: python scripts/plot_loss.py --job.config_file train_configs/debug_gpt.toml
 
 Prints the curve and draws it, with validation curves, in loss.png in the run's folder, or in --out, if matplotlib is
-installed. --runs outputs/a outputs/b draws several runs over one another.
+installed. --runs outputs/a outputs/b draws several runs over one another, with a table of their losses, tokens and
+time, and of the settings in which they differ.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
 
 from titan_like.config import load_config
 from titan_like.config.errors import require
 from titan_like.config.load import run_command
-from titan_like.config.options import OptionParser, check_output_file
-from titan_like.metrics.loss_curve import Curve, draw_losses, read_losses, text_curve
+from titan_like.config.options import OptionParser, check_output_file, write_json
+from titan_like.metrics.loss_curve import (
+    Curve,
+    compare_runs,
+    draw_losses,
+    read_losses,
+    text_curve,
+    text_curves,
+    text_table,
+)
 from titan_like.metrics.run_files import METRICS_FILE
 from titan_like.metrics.timeline_plot import can_draw, check_picture
 
@@ -24,14 +35,20 @@ def main(argv: list[str]) -> int:
     parser = OptionParser(description=__doc__)
     parser.add_path("--runs", "folders of runs to draw together (default: the folder of the settings)", nargs="+")
     parser.add_path("--out", "where to draw it (default: loss.png in the first run's folder)", "FILE.png")
+    parser.add_path("--json", "file to write the table to")
     options, settings = parser.parse_known_args(argv)
     folders = [Path(folder) for folder in options.runs or [load_config(settings).job.dump_folder]]
     key = "--runs" if options.runs else "job.dump_folder"
     runs = {_name(folder, folders): _curves(folder, key) for folder in folders}
-    for name, curves in runs.items():
-        if len(runs) > 1:
-            print(name)
-        print(text_curve(curves["loss"], min(100, shutil.get_terminal_size().columns - 10)))
+    width, losses = min(100, shutil.get_terminal_size().columns - 10), {name: runs[name]["loss"] for name in runs}
+    if len(runs) == 1 and (sys.stdout.encoding or "").lower().startswith("utf"):
+        print(text_curve(next(iter(losses.values())), width))
+    else:
+        print(text_curves(losses, width, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+    rows = compare_runs(dict(zip(runs, folders, strict=True)), runs) if len(runs) > 1 else {}
+    if rows:
+        print(text_table(rows, list(runs)))
+    write_json(options.json, {"runs": rows})
     picture = Path(options.out or folders[0] / "loss.png")
     if not can_draw():
         print("(a picture needs matplotlib: pip install 'titan_like[plot]')")

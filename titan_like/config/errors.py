@@ -87,7 +87,9 @@ def first_line(error: BaseException) -> str:
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False)[0]
         return f"{'.'.join(map(str, first['loc']))}: {problem_of(first)}".removeprefix(": ")
-    text = str(error).strip()
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    text = str(error).strip().partition("; use sys.set_int_max_str_digits")[0]
     return text.splitlines()[0] if text else type(error).__name__
 
 

@@ -12,9 +12,10 @@ import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import version
+from io import TextIOWrapper
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Any, NoReturn, cast, get_args, get_origin
@@ -24,31 +25,48 @@ from pydantic import BaseModel, ValidationError
 
 from titan_like import __version__
 from titan_like.config.entry_points import START, names_of, wrong_names
-from titan_like.config.errors import ConfigError, RunError, all_of, problem_of, record_error, require, unknown
+from titan_like.config.errors import (
+    ConfigError,
+    RunError,
+    all_of,
+    printable,
+    problem_of,
+    record_error,
+    require,
+    shortened,
+    unknown,
+)
 from titan_like.config.options import as_installed
 from titan_like.config.paths import SHIPPED, expanded, find_config, read_toml
 from titan_like.config.schema import JobConfig
 from titan_like.config.section import options_of
 from titan_like.config.synonyms import cure_of
-from titan_like.config.urls import StorageError
 
 
 def format_help(program: str, config_type: type[BaseModel]) -> str:
     """How ``program`` is called: every key with its type, default and meaning."""
     lines = [f"usage: {program} --job.config_file FILE.toml [--section.key value | --section.key=value]... | --version"]
     for section, field in config_type.model_fields.items():
-        section_type = field.annotation
-        assert isinstance(section_type, type) and issubclass(section_type, BaseModel)
-        lines += ["", f"[{section}] {(section_type.__doc__ or '').strip()}"]
-        for key, option in options_of(section_type).items():
-            default = option.get_default(call_default_factory=True)
-            shown = "none" if default is None else json.dumps(default)
-            lines.append(f"  --{section}.{key}  {_type_name(option.annotation)}, default {shown}")
-            meaning = option.description or ""
+        lines += ["", f"[{section}] {purpose_of(field.annotation)}"]
+        for key, kind, default, meaning in described_options(field.annotation):
+            lines.append(f"  --{section}.{key}  {kind}, default {default}")
             if added := names_of(f"{section}.{key}", with_built_in=False):
                 meaning += f" (installed here: {', '.join(added)})"
             lines += textwrap.wrap(meaning, 108, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
+
+
+def purpose_of(section: Any) -> str:
+    """What a section is for."""
+    return (section.__doc__ or "").strip().partition("\n")[0]
+
+
+def described_options(section: Any) -> Iterator[tuple[str, str, str, str]]:
+    """Key, type, default and meaning of each setting in a section."""
+    for key, option in options_of(section).items():
+        default = option.get_default(call_default_factory=True)
+        shown = "required" if option.is_required() else "none" if default is None else json.dumps(default)
+        yield key, _type_name(option.annotation), shown, option.description or ""
 
 
 def _type_name(annotation: Any) -> str:
@@ -61,6 +79,8 @@ def _type_name(annotation: Any) -> str:
         return " | ".join(json.dumps(choice) for choice in choices)
     if choices:
         return " | ".join(_type_name(choice) for choice in choices)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "table"
     names = {str: "string", int: "integer", float: "number", bool: "true | false"}
     return names.get(annotation, str(annotation))
 
@@ -89,10 +109,10 @@ def edit(config: JobConfig, values: Mapping[str, Any]) -> JobConfig:
 
 _SECONDS_FOR_RANK_0 = 10
 _VERY_NEAR = 0.8  # similarity of two keys from which one is a typo for the other, whatever other sections have
-# Errors of files and disks that the user has to put right. Any other error is a bug, which shows its traceback.
+# A full disk, or an error about a file that is not the package's, is the user's to put right. Any other error is a bug,
+# which shows its traceback.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PACKAGE = str(Path(__file__).parents[1])
-_OF_FILES = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, StorageError)
 
 
 def load_config(argv: list[str], stored: Mapping[str, Any] | None = None) -> JobConfig:
@@ -132,11 +152,14 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
     """Run a script's main function and end the process with the project's exit codes.
 
     0 means done, 1 failed, 2 bad input. Bad input, which includes a file that cannot be opened, gets one sentence on
-    stderr, from rank 0 only. A bug shows its traceback. --version prints versions instead.
+    stderr, from rank 0 only. A bug shows its traceback. --version prints versions instead. What stdout's encoding
+    lacks becomes question marks.
 
     Raises:
         SystemExit: always, with the exit code.
     """
+    if isinstance(sys.stdout, TextIOWrapper):  # None if the descriptor is closed
+        sys.stdout.reconfigure(errors="replace")  # stderr never raises as it is
     try:
         if "--version" in sys.argv[1:]:
             print(f"titan_like {__version__}, torch {version('torch')}")
@@ -152,9 +175,11 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
         raise SystemExit(130) from None
     except OSError as error:
         is_full, file = error.errno in _FULL, str(error.filename or "")
-        if not is_full and not (isinstance(error, _OF_FILES) and file and not file.startswith(_PACKAGE)):
+        if not is_full and (not file or file.startswith(_PACKAGE)):
             raise
-        _refuse(f"{file}{': ' if file else ''}{error.strerror}{'; make room' if is_full else ''}", 2)
+        _refuse(
+            f"{shortened(printable(file))}{': ' if file else ''}{error.strerror}{'; make room' if is_full else ''}", 2
+        )
     except (ConfigError, RunError) as error:
         _refuse(str(error), 2 if isinstance(error, ConfigError) else 1, error.of_this_process)
     except Exception:
@@ -282,9 +307,11 @@ def _file_settings(path: Any) -> dict[str, Any]:
 
 def _parse_value(text: str) -> Any:
     try:
-        return tomli.loads(f"value = {text}")["value"]
-    except (tomli.TOMLDecodeError, KeyError):
+        value = tomli.loads(f"value = {text}")["value"]
+        str(value)  # as in `read_toml`
+    except (ValueError, KeyError, RecursionError):
         return text
+    return value
 
 
 def _annotation_of(dotted: str) -> Any:

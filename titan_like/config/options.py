@@ -44,6 +44,7 @@ class OptionParser(argparse.ArgumentParser):
         if takes_settings:
             parts["epilog"] = "Any --section.key of the run can be given too; python train.py --help lists them."
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **parts)
+        self.register("type", None, text_option)  # of options without a type
         meaning = "print the versions of titan_like and torch"  # `run_command` does it
         self.add_argument("--version", action="store_true", default=argparse.SUPPRESS, help=meaning)
         self._limits: dict[str, tuple[float, float]] = {}
@@ -91,6 +92,15 @@ def _option(expand: Callable[[str], str], text: str) -> str:
         return expand(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f'"{shortened(text, _MOST_SHOWN)}" {error}') from None
+
+
+def text_option(text: str) -> str:
+    """A text, which may be read as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # Python keeps bytes that are not UTF-8 as halves of surrogate pairs
+        raise argparse.ArgumentTypeError(f"character {error.start} is not valid UTF-8; convert the text") from None
+    return text
 
 
 # Types of options that name a path or a tokenizer: ``~`` and environment variables are replaced, as in settings.

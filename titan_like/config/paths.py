@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import tomli
 import tomli_w
 
-from titan_like.config.errors import ConfigError, boolean_of, require
-from titan_like.config.urls import RemotePath, is_url, scheme_problem
+from titan_like.config.errors import ConfigError, RunError, boolean_of, first_line, require
+from titan_like.config.urls import RemotePath, StorageError, is_url, scheme_problem
 
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})")
+_DESCRIPTOR = re.compile(r"/dev/(stdin|fd/\d+)|/proc/self/fd/\d+")
 SHIPPED = Path(__file__).parents[1] / "train_configs"
 
 
@@ -44,17 +48,74 @@ def expanded(text: str, takes_urls: bool = False) -> str:
     return path
 
 
-def file_problem(path: Path) -> str | None:
-    """Why a file cannot be read, as the predicate of a sentence; None if it can."""
+def file_problem(path: Path, may_stream: bool = False) -> str | None:
+    """Why a file cannot be read, as the predicate of a sentence; None if it can.
+
+    Only regular files can: pipes and devices have no end, or wait for a writer. With ``may_stream`` also a pipe that
+    this process was started with, such as /dev/stdin or a shell's <(…), which is read once.
+    """
     try:
-        is_folder = stat.S_ISDIR(path.stat().st_mode)
+        mode = path.stat().st_mode
     except FileNotFoundError:
         return "does not exist"
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    if is_folder:
+    except (OSError, ValueError) as error:  # the latter: a name with a null character
+        return f"cannot be read ({getattr(error, 'strerror', error)})"
+    if stat.S_ISDIR(mode):
         return "is a folder, not a file"
+    if not stat.S_ISREG(mode) and not (may_stream and stat.S_ISFIFO(mode) and _DESCRIPTOR.fullmatch(str(path))):
+        return "is a pipe, socket or device, not a file"
     return None if isinstance(path, RemotePath) or os.access(path, os.R_OK) else "cannot be read (Permission denied)"
+
+
+@contextmanager
+def user_file(
+    path: Path, refuse: Callable[[str], Exception], what: str = "cannot be read", may_stream: bool = False
+) -> Iterator[None]:
+    """Every file of the user's is opened and parsed in this context, which turns whatever that raises into one error.
+
+    Args:
+        path: the file. It is not opened unless it is one that `file_problem` allows.
+        refuse: makes the error, from the predicate of a sentence about the file, such as "does not exist".
+        what: the predicate if its content cannot be parsed; the reason follows in brackets.
+        may_stream: as in `file_problem`.
+    """
+    problem = None if isinstance(path, RemotePath) else file_problem(path, may_stream)  # storage has files alone
+    if problem is None:
+        try:
+            yield
+            return
+        except (ConfigError, RunError, StorageError):
+            raise
+        except FileNotFoundError:
+            problem = "does not exist"
+        except UnicodeDecodeError as error:
+            problem = f"byte {error.start} is not valid UTF-8"
+        except OSError as error:
+            problem = f"cannot be read ({error.strerror or error})"
+        except Exception as error:  # each parser has its own
+            problem = f"{what} ({first_line(error)})"
+    raise refuse(problem) from None
+
+
+def check_folder(key: str, paths: Iterable[Path]) -> None:
+    """Refuse links to nothing, pipes and devices among the files and folders in a folder that is to be read."""
+    for path in paths:
+        require(path.exists(), key, str(path), "is a link to what does not exist; remove it")
+        is_usual = path.is_file() or path.is_dir()
+        require(is_usual, key, str(path), "is a pipe, socket or device, not a file; remove it")
+
+
+def blaming(key: str, value: object, cure: str) -> Callable[[str], ConfigError]:
+    """What `user_file` takes to blame a setting."""
+    return lambda problem: ConfigError(key, value, f"{problem}; {cure}")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """`json.loads`, which also reports too deep nesting and too long numbers as a `ValueError` that says so."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(first_line(error)) from None
 
 
 def find_config(path: str) -> str:
@@ -84,22 +145,25 @@ def read_toml(path: str, key: str = "job.config_file") -> dict[str, Any]:
     Raises:
         ConfigError: the file is missing, unreadable, not UTF-8 or not TOML; ``key`` is the setting that names it.
     """
-    problem, text = file_problem(Path(path)), ""
-    require(problem != "does not exist", key, path, "no such file; give the path of a TOML file")
-    require(problem is None, key, path, f"{problem}; give a readable TOML file")
-    try:
+    text = ""
+
+    def refusal(problem: str) -> ConfigError:
+        if problem == "does not exist":
+            return ConfigError(key, path, "no such file; give the path of a TOML file")
+        return ConfigError(key, path, f"{problem}; {_cure(text, problem)}")
+
+    with user_file(Path(path), refusal, "not valid TOML", may_stream=True):
         text = Path(path).read_text(encoding="utf-8").removeprefix("\ufeff")
-        return tomli.loads(text)
-    except UnicodeDecodeError as error:
-        problem = f"byte {error.start} is not valid UTF-8; save the file as UTF-8"
-    except ValueError as error:  # TOMLDecodeError, or Python's, for example for a date that does not exist
-        problem = f"not valid TOML ({error}); {_cure(text, str(error))}"
-    raise ConfigError(key, path, problem)
+        tree = tomli.loads(text)
+        str(tree)  # fails if a hexadecimal integer is too long to be written out
+        return tree
 
 
-def _cure(text: str, message: str) -> str:
-    """What to do about the line that the parser stopped at."""
-    place = re.search(r"at line (\d+)", message)
+def _cure(text: str, problem: str) -> str:
+    """What to do about a file that is no TOML, or the line that the parser stopped at."""
+    if not text:
+        return "save the file as UTF-8" if "UTF-8" in problem else "give a readable TOML file"
+    place = re.search(r"at line (\d+)", problem)
     lines = text.splitlines()
     if place and int(place[1]) <= len(lines):
         word = re.search(r"=\s*(\w+)\s*(?:#.*)?$", lines[int(place[1]) - 1])

@@ -11,11 +11,11 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from titan_like.config.paths import parse_json
 from titan_like.data.raw_text import BadRecord
 
 RECORD_KEYS = ("messages", "conversations", "prompt", "completion", "answer", "tools", "system")
@@ -69,7 +69,7 @@ def read_conversation(record: Any) -> Conversation:
 def _parsed(value: Any, kind: Any, problem: str) -> Any:
     """A value of this kind, which may be given as JSON text."""
     with suppress(ValueError):
-        value = json.loads(value) if isinstance(value, str) else value
+        value = parse_json(value) if isinstance(value, str) else value
     if not isinstance(value, kind):
         raise BadRecord(f"{problem}, nor the JSON text of one")
     return value

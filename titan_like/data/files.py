@@ -10,7 +10,6 @@ formats are read, not only the most frequent one. All text files are read too if
 from __future__ import annotations
 
 import glob
-import json
 import os
 import re
 import sys
@@ -21,10 +20,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from yaml import YAMLError
-
-from titan_like.config.errors import ConfigError, first_line, require
-from titan_like.config.paths import file_problem
+from titan_like.config.errors import ConfigError, require
+from titan_like.config.paths import blaming, check_folder, file_problem, parse_json, user_file
 from titan_like.data.indexed import prefix_of
 from titan_like.data.raw_text import JSON_ENDINGS, KNOWN_ENDINGS, RECORD_ENDINGS, UnreadableError, ending_of, kind_of
 
@@ -100,8 +97,7 @@ def named_paths(text: str) -> list[Path]:
 
 def _files_of_folder(folder: Path, key: str, endings: tuple[str, ...], split: str) -> list[Path]:
     below = sorted(map(Path, glob.glob("**/*", root_dir=folder, recursive=True)))  # follows links, skips hidden files
-    for path in (folder / path for path in below):
-        require(path.exists(), key, str(path), "is a link to what does not exist; remove it")
+    check_folder(key, (folder / path for path in below))
     names = [str(path) for path in below if (folder / path).is_file() and "__" not in {part[:2] for part in path.parts}]
     chosen = _saved(folder, key, split)
     if chosen is None:
@@ -117,12 +113,12 @@ def _saved(folder: Path, key: str, wanted: str = "") -> list[str] | None:
     for name, entry in (("dataset_dict.json", "splits"), ("state.json", "_data_files")):
         if not (folder / name).is_file():
             continue
-        try:
-            content: Any = json.loads((folder / name).read_bytes())[entry]
+        path = folder / name
+        with user_file(path, blaming(key, str(path), "save it again"), "is damaged"):
+            content: Any = parse_json(path.read_bytes())[entry]
             if entry == "_data_files":
-                return [file["filename"] for file in content]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(key, str(folder / name), f"is damaged ({first_line(error)}); save it again") from None
+                return [str(file["filename"]) for file in content]
+            content = [str(split) for split in content]
         split = _chosen_split(folder, key, content, wanted)
         return [f"{split}/{file}" for file in _saved(folder / split, key) or ()]
     return None
@@ -188,7 +184,7 @@ def _splits_of_readme(folder: Path, key: str, names: list[str]) -> dict[str, lis
         return by_split
     except ConfigError:
         raise
-    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, YAMLError):
+    except Exception:  # it may say anything, in any form
         return None
 
 

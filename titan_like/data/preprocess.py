@@ -29,6 +29,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from titan_like.config.errors import ConfigError, RunError
+from titan_like.config.paths import parse_json
 from titan_like.config.schema import DEFAULT_TOKENS, TokenOptions
 from titan_like.data.chat import Chat, build_chat
 from titan_like.data.chat_records import RECORD_KEYS
@@ -145,7 +146,7 @@ def tell(line: str) -> None:
 
 def _read_progress(folder: Path, job: Job) -> Progress:
     try:
-        progress = Progress(**json.loads((folder / "progress.json").read_text()))
+        progress = Progress(**parse_json((folder / "progress.json").read_text()))
     except (OSError, ValueError, TypeError):
         return Progress(job.fingerprint())
     if not (folder / "tokens.bin").exists() and not (folder / "index").exists():  # both have their final names

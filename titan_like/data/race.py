@@ -24,6 +24,7 @@ import torch
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from titan_like.config.errors import ConfigError, require
+from titan_like.config.paths import user_file
 from titan_like.data.batch import Batch
 from titan_like.data.raw_text import UnreadableError
 from titan_like.data.sentence_pairs import ADDED, PairTokens, pair_tokens_of
@@ -94,7 +95,9 @@ def _clean(text: str) -> str:
 
 def _records(file: Path) -> Iterator[Record]:
     """The JSON objects of a file, one a line."""
-    for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
+    with user_file(file, lambda problem: UnreadableError(f"holds {file.name}, which {problem}")):
+        content = file.read_bytes()
+    for number, line in enumerate(content.split(b"\n"), start=1):
         try:
             if line.strip():
                 yield Record.model_validate_json(line)

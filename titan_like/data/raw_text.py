@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import bz2
 import codecs
-import json
 import lzma
 import re
 import zlib
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from titan_like.config.errors import ConfigError, first_line
+from titan_like.config.paths import parse_json
 from titan_like.data.long_text import FindCut, cut_text
 
 JSON_ENDINGS = (".jsonl", ".ndjson", ".jsonlines", ".json")
@@ -107,7 +107,7 @@ def kind_of(path: Path) -> str:
 
 def _is_json(line: bytes) -> bool:
     try:
-        json.loads(line)
+        parse_json(line)
     except ValueError:
         return False
     return True
@@ -134,7 +134,7 @@ def read_pieces(
             yield from _rows(batches, start)
             return
         if kind == "array":
-            records = json.loads(b"".join(_content(path, file, 0)))
+            records = parse_json(b"".join(_content(path, file, 0)))
             yield from _rows([(0, records, 1.0)], start)
             return
         size = max(path.stat().st_size, 1)
@@ -304,14 +304,14 @@ def texts_of(
         if not is_wanted(number) or (isinstance(record, bytes) and not record.strip()):
             continue
         try:
-            record = json.loads(record.decode("utf-8")) if isinstance(record, bytes) else record
+            record = parse_json(record.decode("utf-8")) if isinstance(record, bytes) else record
             yield number, record if key is None else _text_in(record, key)
         except UnicodeDecodeError as error:
             yield number, BadRecord(f"byte {error.start} of the line is not valid UTF-8")
-        except json.JSONDecodeError as error:
-            yield number, BadRecord(f"the line is not JSON ({error.msg})")
         except BadRecord as error:
             yield number, error
+        except ValueError as error:
+            yield number, BadRecord(f"the line is not JSON ({getattr(error, 'msg', first_line(error))})")
 
 
 def _text_in(record: Any, key: str) -> str:

@@ -7,7 +7,6 @@ transformers reads them: `tokenizer_config.json`, `special_tokens_map.json`, and
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from itertools import chain, count, takewhile
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HFTokenizer
+
+from titan_like.config.paths import file_problem, parse_json, user_file
 
 TOKENIZER_FILE = "tokenizer.json"
 ABOUT_FILE = "tokenizer_config.json"
@@ -155,12 +156,10 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: it is no JSON object; the message is the predicate of a sentence.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if file_problem(path) == "does not exist":
         return {}
-    except (OSError, ValueError) as error:
-        raise ValueError(f"has a {path.name} that cannot be read ({error})") from None
+    with user_file(path, lambda problem: ValueError(f"has a {path.name} that {problem}")):
+        content = parse_json(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
         raise ValueError(f"has a {path.name} that is not a JSON object")
     return content

@@ -276,6 +276,9 @@ def _build(spec: str, key: str, options: TokenOptions, files: tuple[Path, ...], 
         return HuggingFaceTokenizer(_read_gpt2(spec, files, key), spec, options, key=key)
     folder = f'let transformers write it: AutoTokenizer.from_pretrained("{spec}").save_pretrained("{spec}")'
     _require_file(files[0], spec, key, folder if os.path.isdir(spec) else _CHOICES)
+    for path in map(files[0].with_name, TOKENIZER_FILES):  # which transformers may open
+        problem = file_problem(path)
+        require(problem in (None, "does not exist"), key, spec, f"{path} {problem}; remove it")
     with _blamed(key, spec, "not a Hugging Face tokenizer.json"):
         tokenizer = HFTokenizer.from_file(str(files[0]))
     return HuggingFaceTokenizer(tokenizer, spec, options, files[0], key)

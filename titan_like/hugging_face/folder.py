@@ -23,8 +23,8 @@ import torch
 from safetensors import safe_open
 
 from titan_like.checkpoint.reader import is_file_name
-from titan_like.config.errors import ConfigError, first_line, printable, shortened
-from titan_like.config.paths import file_problem
+from titan_like.config.errors import ConfigError, printable, shortened
+from titan_like.config.paths import file_problem, user_file
 from titan_like.config.urls import RemotePath, path_of
 from titan_like.data.fetch import fetch, with_small_files
 from titan_like.data.special_tokens import COMPANIONS, CONFIG_FILE, TEMPLATES, TOKENIZER_FILES, read_json
@@ -283,14 +283,13 @@ def _file_tensors(path: Path) -> Iterator[FileTensor]:
 
 def _header(file: Path) -> list[FileTensor]:
     """The tensors that a safetensors file declares; the library checks the header against the file's length."""
-    try:
-        with safe_open(file, framework="pt") as opened:
-            slices = [(name, opened.get_slice(name)) for name in opened.keys()]  # noqa: SIM118 (not a mapping)
-            return [FileTensor(file, name, tuple(part.get_shape()), part.get_dtype()) for name, part in slices]
-    except OSError as error:
-        raise RefusedError(f"its {file.name} cannot be read ({error.strerror or error})") from None
-    except Exception as error:  # whatever the library raises for an invalid file
-        raise RefusedError(f"its {file.name} is not a valid safetensors file ({first_line(error)})") from None
+    what = "is not a valid safetensors file"
+    with (
+        user_file(file, lambda problem: RefusedError(f"its {file.name} {problem}"), what),
+        safe_open(file, framework="pt") as opened,
+    ):
+        slices = [(name, opened.get_slice(name)) for name in opened.keys()]  # noqa: SIM118 (not a mapping)
+        return [FileTensor(file, name, tuple(part.get_shape()), part.get_dtype()) for name, part in slices]
 
 
 def _check_tensors(

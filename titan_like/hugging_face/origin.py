@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from titan_like.config.errors import ConfigError, RunError
+from titan_like.config.paths import parse_json, user_file
 from titan_like.config.schema import Data
 from titan_like.data.fetch import with_small_files
 from titan_like.data.special_tokens import (
@@ -44,12 +45,11 @@ def read_origin(path: Path) -> Origin:
     """Read the origin from a checkpoint's folder; a `RunError` if the file is damaged."""
     if not (path / ORIGIN_FILE).exists():
         return Origin()
-    try:
-        content = json.loads((path / ORIGIN_FILE).read_text(encoding="utf-8"))
+    file = path / ORIGIN_FILE
+    with user_file(file, lambda problem: RunError(f"{file} {problem}"), "is damaged"):
+        content = parse_json(file.read_text(encoding="utf-8"))
         dtypes = {name: DTYPES[dtype] for name, dtype in content["dtypes"].items() if dtype in DTYPES}
         return Origin(dict(content["config"]), dtypes, str(content.get("source", "")))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise RunError(f"{path / ORIGIN_FILE} is damaged ({error})") from None
 
 
 def origin_files(source: Path | None, section: Data) -> dict[str, bytes]:

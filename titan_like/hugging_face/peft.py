@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from titan_like.checkpoint.loader import CheckpointWeights, is_checkpoint
 from titan_like.checkpoint.step_folders import flush, write_durably, written_aside
 from titan_like.config.errors import ConfigError, first_line, require, shortened
-from titan_like.config.paths import file_problem
+from titan_like.config.paths import file_problem, user_file
 from titan_like.config.schema import LoRA
 from titan_like.config.urls import RemotePath, path_of
 from titan_like.data.fetch import with_small_files
@@ -161,13 +161,14 @@ def check_peft(folder: Path, base: Path, key: str, model: TransformerConfig, sec
     for name, value, theirs in (("rank", section.rank, "r"), ("alpha", section.alpha, "lora_alpha")):
         problem = f"{folder} has {theirs} = {fields.get(theirs, _DEFAULTS[theirs])}; set it to that"
         require(value == fields.get(theirs, _DEFAULTS[theirs]), f"lora.{name}", value, problem)
-    try:
-        with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-            shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
-            dtypes = {name: part.get_dtype() for name, part in slices.items()}
-    except Exception as error:  # whatever the library raises for an invalid file
-        raise ConfigError(key, str(folder), f"its {ADAPTER_WEIGHTS} cannot be read ({first_line(error)})") from None
+    weights = folder / ADAPTER_WEIGHTS
+    with (
+        user_file(weights, lambda problem: ConfigError(key, str(folder), f"its {ADAPTER_WEIGHTS} {problem}")),
+        safe_open(weights, framework="pt") as file,
+    ):
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+        dtypes = {name: part.get_dtype() for name, part in slices.items()}
     blocks = [block for adapter in stored_adapters(model, section, _model_type(base)) for block in adapter.blocks()]
     wanted, fused = dict[str, tuple[int, int]](), Counter(block.module for block in blocks)
     for module, (rows, columns), *_ in blocks:

@@ -3,33 +3,96 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, cycle, pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from titan_like.metrics.run_files import complete_lines
+from titan_like.config.errors import shortened
+from titan_like.metrics.run_files import METRICS_FILE, complete_lines, read_settings
 
 _BARS = " ▁▂▃▄▅▆▇█"
+_MARKS = "ox+*#%&=abcdefghijklmnpqrstuvwyz"  # ASCII, so that every terminal shows them
+_SEVERAL = "@"
+_PLACES = ("job.dump_folder", "job.config_file", "job.description", "metrics.run_name")  # differ in every run
 
 Curve = list[tuple[int, float]]
 """Steps and losses."""
 
 
-def read_losses(path: Path) -> dict[str, Curve]:
-    """Each ``loss``, ``validation_loss`` and ``validation_loss/NAME`` in a metrics.jsonl.
+def read_losses(path: Path, names: Sequence[str] = ("loss", "validation_loss")) -> dict[str, Curve]:
+    """Each ``loss``, ``validation_loss`` and ``validation_loss/NAME`` in a metrics.jsonl, or the figures ``names``.
 
-    Losses that are not finite are left out, and so is a line that is being written.
+    Figures that are not finite, or too large for a float, are left out, and so is
+    a line that is being written.
     """
     curves = defaultdict[str, Curve](list)
     for step, line in complete_lines(path):
-        for key, loss in json.loads(line).items():
-            is_loss = key == "loss" or key.partition("/")[0] == "validation_loss"
-            if is_loss and isinstance(loss, int | float) and math.isfinite(loss):
-                curves[key].append((step, loss))
+        for key, value in json.loads(line).items():
+            if key.partition("/")[0] in names and isinstance(value, int | float) and abs(value) < 1e300:
+                curves[key].append((step, value))
     return dict(curves)
+
+
+def compare_runs(folders: Mapping[str, Path], runs: Mapping[str, Mapping[str, Curve]]) -> dict[str, dict[str, Any]]:
+    """Losses, tokens, seconds of the steps alone, and settings that differ, by row of a table and name of the run."""
+    rows, settings = defaultdict[str, dict[str, Any]](dict), {name: read_settings(folders[name]) for name in runs}
+    for name, curves in runs.items():
+        for key, curve in sorted(curves.items()):
+            rows[f"final {key}"][name] = curve[-1][1]
+            rows[f"best {key}"][name], rows[f"step of best {key}"][name] = min((loss, step) for step, loss in curve)
+    for name, folder in folders.items():
+        amounts = read_losses(folder / METRICS_FILE, ("consumed_tokens", "step_time_s"))
+        rows["tokens"][name] = max((tokens for _, tokens in amounts.get("consumed_tokens", [])), default=None)
+        rows["seconds"][name] = sum(seconds for _, seconds in amounts.get("step_time_s", []))
+    for key in sorted({*chain(*settings.values())} - {*_PLACES}):
+        values = {name: of_run.get(key) for name, of_run in settings.items() if of_run}
+        if any(value != next(iter(values.values())) for value in values.values()):
+            rows[key] = values
+    return dict(rows)
+
+
+def text_table(rows: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> str:
+    """The rows of `compare_runs` with a column for each run, under its mark in `text_curves`."""
+    lines = [["", *map(" ".join, zip(cycle(_MARKS), names))]]
+    lines += [[row, *(_cell(values.get(name)) for name in names)] for row, values in rows.items()]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return "-" if value is None else f"{value:,}" if type(value) is int else shortened(json.dumps(value), 40)
+
+
+def text_curves(runs: Mapping[str, Curve], width: int = 72, height: int = 16, colours: bool = False) -> str:
+    """The curves of runs over one another, each with a mark of its own, in ASCII; a column is the median of its steps.
+
+    ``@`` is where several runs are. With ``colours``, marks are also coloured for a terminal.
+    """
+    width, steps = max(1, width), [step for curve in runs.values() for step, _ in curve]
+    first, last = min(steps), max(steps)
+    drawn = list[dict[int, float]]()
+    for curve in runs.values():
+        in_column = defaultdict[int, list[float]](list)
+        for step, loss in curve:
+            in_column[(step - first) * width // (last - first + 1)].append(loss)
+        drawn.append({column: median(losses) for column, losses in in_column.items()})
+    low, high = (extreme(chain(*(columns.values() for columns in drawn))) for extreme in (min, max))
+    cells = dict[tuple[int, int], str]()
+    for mark, columns, colour in zip(cycle(_MARKS), drawn, cycle(range(31, 37))):
+        for column, value in columns.items():
+            cell = round((value - low) / ((high - low) or 1.0) * (height - 1)), column
+            text = f"\x1b[{colour}m{mark}\x1b[0m" if colours else mark
+            cells[cell] = _SEVERAL if cells.get(cell, text) != text else text
+    lines = []
+    for row in reversed(range(height)):
+        label = {height - 1: f"{high:.3f}", 0: f"{low:.3f}"}.get(row, "")
+        lines.append(f"{label:>8s} |" + "".join(cells.get((row, column), " ") for column in range(width)).rstrip())
+    return "\n".join([*lines, f"{'step':>8s}  {first} {last:>{max(width - len(str(first)) - 1, 1)}}"])
 
 
 def text_curve(losses: Sequence[tuple[int, float]], width: int = 72, height: int = 10) -> str:

@@ -9,10 +9,13 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from titan_like.config.paths import blaming, parse_json, user_file
+from titan_like.config.schema import JobConfig
 from titan_like.data.unfinished import removed_unless_renamed
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, SETTINGS_FILE = "metrics.jsonl", "settings.json"
 
 
 def run_of(path: Path) -> str | None:
@@ -69,12 +72,31 @@ def _drop_lines_after(step: int, path: Path, keeps_copy: bool) -> int:
 
 
 def complete_lines(path: Path) -> list[tuple[int, str]]:
-    """Each complete line of a metrics.jsonl, with its step."""
+    """Each complete line of a metrics.jsonl, with its step; a `ConfigError` if the file cannot be read."""
     lines = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with suppress(ValueError, KeyError, TypeError):
-            lines.append((int(json.loads(line)["step"]), f"{line}\n"))
+    with user_file(path, blaming("job.dump_folder", str(path), "move it away")):
+        content = path.read_text(encoding="utf-8", errors="replace")
+    for line in content.splitlines():
+        with suppress(ValueError, KeyError, TypeError, OverflowError):
+            step = int(parse_json(line)["step"])
+            lines += [(step, f"{line}\n")] if 0 <= step < 2**63 else []
     return lines
+
+
+def write_settings(folder: Path, config: JobConfig) -> None:
+    """Keep the settings of the latest run in its folder, for comparisons. A full disk does not end the run."""
+    with suppress(OSError):
+        (folder / SETTINGS_FILE).write_text(json.dumps(config.model_dump(mode="json"), indent=2), encoding="utf-8")
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The settings of the latest run in a folder by ``section.key``; none if it did not keep them."""
+    path = folder / SETTINGS_FILE
+    if not path.exists():
+        return {}
+    with user_file(path, blaming("--runs", str(path), "move it away"), "is damaged"):
+        sections = parse_json(path.read_text(encoding="utf-8")).items()
+        return {f"{section}.{key}": value for section, table in sections for key, value in table.items()}
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field
 
-from titan_like.config.errors import first_line
 from titan_like.parallel.schedules.simulate import Event, simulate, step_time
 from titan_like.parallel.schedules.tables import Action, inputs, outcome, schedule_table, stage_ranks
 from titan_like.parallel.timeline import Phase, RankTimes
@@ -189,17 +188,13 @@ def read_trace(path: Path) -> StepTimeline:
     """Read the timeline back from a file with the JSON of `chrome_trace`.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: it contains something else, or its passes do not follow its schedule.
+        Exception: of any type, if it contains something else, or its passes do not follow its schedule.
     """
-    try:
-        step = _Trace.model_validate_json(path.read_bytes()).timeline
-        order = defaultdict(list)
-        for event in sorted(step.passes, key=lambda event: event.start):
-            order[event.rank].append(event.action)
-        shape = step.schedule, step.pipeline_degree, step.virtual_stages
-        if order != dict(enumerate(schedule_table(*shape, step.num_microbatches))):
-            raise ValueError("its passes do not follow the order of the schedule")
-    except ValueError as error:
-        raise ValueError(f"no timeline: {first_line(error)}") from None
+    step = _Trace.model_validate_json(path.read_bytes()).timeline
+    order = defaultdict(list)
+    for event in sorted(step.passes, key=lambda event: event.start):
+        order[event.rank].append(event.action)
+    shape = step.schedule, step.pipeline_degree, step.virtual_stages
+    if order != dict(enumerate(schedule_table(*shape, step.num_microbatches))):
+        raise ValueError("its passes do not follow the order of the schedule")
     return step

@@ -25,7 +25,7 @@ from titan_like.config.monitoring import Metrics
 from titan_like.config.schema import JobConfig
 from titan_like.metrics.flops import Throughput
 from titan_like.metrics.run_facts import run_facts, run_name
-from titan_like.metrics.run_files import METRICS_FILE, own_file
+from titan_like.metrics.run_files import METRICS_FILE, own_file, write_settings
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.layout import Layout
 
@@ -54,6 +54,7 @@ def build_writers(
     """
     folder = Path(config.job.dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
+    write_settings(folder, config)
     goes_back = start_step == config.checkpoint.load_step
     writers: list[Writer] = [JsonLinesWriter(folder / METRICS_FILE, start_step, run_id, goes_back)]
     trackers = config.metrics.tensorboard or config.metrics.wandb or config.metrics.mlflow

@@ -76,8 +76,8 @@ class TransformerConfig(BaseModel):
     # can be built and counted one by one.
     num_layers: int = Field(gt=0, le=2048, description="transformer layers")
     hidden_size: int = Field(gt=0, le=2**20, description="hidden size (width of the residual stream)")
-    num_attention_heads: int = Field(gt=0, description="query heads")
-    num_kv_heads: int = Field(0, ge=0, description="key and value heads; 0 means one per query head")
+    num_attention_heads: int = Field(gt=0, le=2**20, description="query heads")
+    num_kv_heads: int = Field(0, ge=0, le=2**20, description="key and value heads; 0 means one per query head")
     ffn_hidden_size: int = Field(0, ge=0, le=2**23, description="width of the MLP; 0 means 4 × hidden_size")
     vocab_size: int = Field(gt=0, le=2**27, description="tokens the tokenizer can produce")
     vocab_multiple: int = Field(128, gt=0, le=2**20, description="the embedding table is padded to a multiple of this")
@@ -242,7 +242,9 @@ def module_beside(kind: type, base: type, name: str) -> Any:
 class WithHeadSize(TransformerConfig):
     """A shape whose heads together may be wider or narrower than the hidden states."""
 
-    head_size: int = Field(0, ge=0, description="width of an attention head; 0 means hidden_size / num_attention_heads")
+    head_size: int = Field(
+        0, ge=0, le=2**20, description="width of an attention head; 0 means hidden_size / num_attention_heads"
+    )
 
     @model_validator(mode="before")
     @classmethod

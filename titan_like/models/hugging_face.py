@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from annotated_types import Le
 from pydantic import ValidationError
 
 from titan_like.config.entry_points import names_of
@@ -361,8 +362,15 @@ FieldNames = Sequence[tuple[str, str, Any]]
 
 def read_fields(kind: type[TransformerConfig], names: FieldNames, fields: Fields) -> dict[str, Any]:
     """The fields of ``names`` that a config.json has, under our names and checked as the types that they have here."""
-    read: dict[Any, Callable[..., Any]] = {int: fields.integer, float: fields.number, bool: fields.flag}
-    return {ours: read[kind.model_fields[ours].annotation](theirs, default) for ours, theirs, default in names}
+    readers: dict[Any, Callable[..., Any]] = {int: fields.integer, float: fields.number, bool: fields.flag}
+    read: dict[str, Any] = {}
+    for ours, theirs, default in names:
+        option = kind.model_fields[ours]
+        read[ours] = readers[option.annotation](theirs, default)
+        most = [rule.le for rule in option.metadata if isinstance(rule, Le)]
+        if most and read[ours] > most[0]:  # checked here, because lists may be as long as the number of layers
+            fields.refuse(theirs, f"which must be at most {most[0]}")
+    return read
 
 
 def written_fields(config: TransformerConfig, names: FieldNames, architecture: str) -> dict[str, Any]:

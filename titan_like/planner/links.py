@@ -7,14 +7,13 @@ whatever their number is.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from titan_like.config.errors import ConfigError
-from titan_like.config.paths import file_problem
+from titan_like.config.errors import ConfigError, require
+from titan_like.config.paths import blaming, parse_json, user_file
 from titan_like.planner.profile import Profile, is_builtin
 
 BETWEEN_NODES = "two nodes"  # ranks with the same number on two nodes
@@ -61,21 +60,16 @@ def read_measurements(path: str, on_cpus: bool) -> list[Measurement]:
     Raises:
         ConfigError: it is no such file.
     """
-    problem = file_problem(Path(path))
-    if problem is None:
-        try:
-            names = Measurement.__dataclass_fields__
-            table = json.loads(Path(path).read_text(encoding="utf-8"))
-            if (table["device"] == "CPU") != on_cpus:
-                problem = f"was measured on {table['device']}; give measurements of the profile's own kind of machine"
-                raise ConfigError("--links", path, problem)
-            read = [Measurement(**{name: row[name] for name in names}) for row in table["measurements"]]
-            if read and all(row.seconds > 0 and row.processes > 1 and row.operation in BUS_SHARES for row in read):
-                return read
-            problem = "has no valid measurements"
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            problem = f"is not one ({error})"
-    raise ConfigError("--links", path, f"{problem}; give a JSON file that scripts/bench_comm.py has written")
+    refuse = blaming("--links", path, "give a JSON file that scripts/bench_comm.py has written")
+    names = Measurement.__dataclass_fields__
+    with user_file(Path(path), refuse, "is not one", may_stream=True):
+        table = parse_json(Path(path).read_text(encoding="utf-8"))
+        problem = f"was measured on {table['device']}; give measurements of the profile's own kind of machine"
+        require((table["device"] == "CPU") == on_cpus, "--links", path, problem)
+        read = [Measurement(**{name: row[name] for name in names}) for row in table["measurements"]]
+        if not (read and all(row.seconds > 0 and row.processes > 1 and row.operation in BUS_SHARES for row in read)):
+            raise ValueError("no valid measurements")
+        return read
 
 
 def with_links(profile: Profile, measurements: list[Measurement]) -> Profile:

@@ -14,10 +14,10 @@ settings of train.py after other words; ``tokens_per_second`` or ``step_time_s``
 from __future__ import annotations
 
 import csv
-import json
 import re
 import shlex
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.load import load_config
-from titan_like.config.paths import file_problem
+from titan_like.config.paths import blaming, parse_json, user_file
 from titan_like.config.schema import JobConfig
 from titan_like.metrics.devices import known_device
 from titan_like.metrics.flops import model_flops_per_token
@@ -86,9 +86,6 @@ def read_rows(path: str | Path, dtype: str) -> tuple[list[Row], list[str]]:
     Raises:
         ConfigError: the file cannot be read, or columns are missing or doubled.
     """
-    problem = file_problem(Path(path))
-    if problem is not None:
-        raise ConfigError("--points", str(path), f"{problem}; give a readable CSV or JSON file")
     rows, left_out, noun, number = list[Row](), list[str](), "row", 1
     if Path(path).suffix == ".json":
         read, tables = row_of_command, read_cases(path)
@@ -106,19 +103,21 @@ def read_rows(path: str | Path, dtype: str) -> tuple[list[Row], list[str]]:
     return rows, left_out
 
 
+def _points(path: str | Path) -> AbstractContextManager[None]:
+    refuse = blaming("--points", str(path), "give a readable CSV or JSON file")
+    return user_file(Path(path), refuse, may_stream=True)
+
+
 def read_csv(path: str | Path, needed: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
     """The lines of a CSV file, and the names of its columns.
 
     Raises:
         ConfigError: it cannot be read, or columns are missing or doubled.
     """
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file)
-            names = [name for name in reader.fieldnames or [] if name]
-            tables = [{name: text or "" for name, text in table.items()} for table in reader]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError("--points", str(path), f"cannot be read: {error}") from None
+    with _points(path), open(path, encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file)
+        names = [name for name in reader.fieldnames or [] if name]
+        tables = [{name: text or "" for name, text in table.items()} for table in reader]
     double = next((name for name in names if names.count(name) > 1), None)
     missing = next((name for name in needed if name not in names), None)
     if double or missing:
@@ -133,10 +132,8 @@ def read_cases(path: str | Path) -> list[dict[str, Any]]:
     Raises:
         ConfigError: it holds no list of rows.
     """
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError("--points", str(path), f"cannot be read: {error}") from None
+    with _points(path):
+        content = parse_json(Path(path).read_text(encoding="utf-8"))
     shared = content if isinstance(content, dict) else {"cases": content}
     cases, machine = shared.pop("cases", None), shared.get("machine")
     if not isinstance(cases, list) or not all(isinstance(case, dict) for case in cases):

@@ -11,6 +11,7 @@ from typing import Any
 
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.options import json_text, write_output_file
+from titan_like.config.paths import blaming, parse_json, user_file
 from titan_like.config.schema import JobConfig
 from titan_like.metrics.console import format_duration
 from titan_like.planner.commands.search import run_as_toml
@@ -142,4 +143,7 @@ class Search:
 
 def _read(path: Path, default: dict[str, Any]) -> dict[str, Any]:
     """What a JSON file of the search holds."""
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else default
+    if not path.exists():
+        return default
+    with user_file(path, blaming("--dump_folder", str(path), "move it away")):
+        return dict(parse_json(path.read_text(encoding="utf-8")))

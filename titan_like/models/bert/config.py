@@ -16,7 +16,7 @@ class BertConfig(GPTConfig):
     supports_masks: ClassVar[bool] = False
     not_in_weights: ClassVar = frozenset({"init_std", "dropout", "sentence_head"})
     num_token_types: int = Field(
-        2, gt=0, description="rows of the token-type table; the second is for the second of two sentences"
+        2, gt=0, le=2**20, description="rows of the token-type table; the second is for the second of two sentences"
     )
     norm_placement: Literal["pre", "post"] = Field(
         "pre",

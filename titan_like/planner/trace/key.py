@@ -15,6 +15,7 @@ import torch
 
 import titan_like
 from titan_like.config.options import write_output_file
+from titan_like.config.paths import parse_json
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
 from titan_like.planner.trace.program import Program
@@ -97,7 +98,7 @@ def default_folder() -> Path:
 def load(key: TraceKey, folder: Path) -> Program | None:
     """A stored trace, if there is a whole one."""
     try:
-        return Program.from_json(json.loads((folder / key.file_name).read_text(encoding="utf-8")))
+        return Program.from_json(parse_json((folder / key.file_name).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):  # absent, or cut short
         return None
 
