@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
 
 from titan_like.config.errors import ConfigError, require
+from titan_like.config.section import weight_of
 from titan_like.data.batch import Batch
 from titan_like.data.permutation import Permutation
 from titan_like.data.source import UNKNOWN_LENGTH, DataRequest, Source, digest_of, epoch_order
@@ -33,14 +34,20 @@ def shares_of(paths: Sequence[str | float]) -> list[Share]:
     Raises a `ConfigError` if some weights are missing, or not positive numbers.
     """
     names = [path for path in paths if isinstance(path, str)]
+    problem = 'weights and paths must come in turn, as in [0.7, "web", 0.3, "2024"], with positive weights, unquoted'
     if len(names) == len(paths):
+        numbers = [name for name in names if weight_of(name) is not None and not _is_there(name)]
+        require(len(numbers) in (0, len(names)), "data.paths", paths, problem)
         return [Share(None, names)]
     pairs = list(zip_longest(paths[::2], paths[1::2]))
-    problem = 'weights and paths must come in turn, as in [0.7, "web", 0.3, "2024"], with positive weights'
     for weight, path in pairs:
         is_pair = not isinstance(weight, str) and weight > 0 and isinstance(path, str)
         require(is_pair, "data.paths", paths, problem)
     return [Share(float(weight), [str(path)]) for weight, path in pairs]
+
+
+def _is_there(name: str) -> bool:
+    return any(os.path.lexists(f"{name}{ending}") for ending in ("", ".idx", ".bin"))
 
 
 class Blend:
