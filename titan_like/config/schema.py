@@ -85,11 +85,11 @@ class Data(Section):
     )
     paths: PathList = option(
         [],
-        "files, folders, glob patterns or URLs of text, JSON, parquet, … or indexed datasets, or for hf also names "
-        'such as "org/name:config"; weights and paths in turn make a blend: [0.7, "web", 0.3, "books"]',
+        "files, folders, glob patterns or URLs of text, JSON, CSV, parquet, … or indexed datasets, or for hf also "
+        'names such as "org/name:config"; weights and paths in turn make a blend: [0.7, "web", 0.3, "books"]',
     )
     options: dict[str, Any] = option({}, "settings of a dataset of your own package")
-    text_key: str = option("text", "key or column of the text in documents of JSONL, parquet and arrow")
+    text_key: str = option("text", "key or column of the text in documents of JSON, CSV, parquet and arrow")
     bad_lines: Literal["stop", "skip"] = option("stop", "what to do at a record that cannot be learned; skip counts it")
     split: str = option("969,30,1", "weights of the train, validation and test splits")
     tokenizer: TokenizerText = option(
