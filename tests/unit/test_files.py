@@ -82,7 +82,7 @@ def test_records_are_known_by_their_content(name: str, tmp_path: Path, monkeypat
 
 
 UNFIT = {
-    "a.pdf": (b"%PDF-1.4\nabc", "holds no text, JSON, table, parquet or arrow; convert it"),
+    "a.pdf": (b"%PDF-1.4\nabc", "holds no text, JSON, parquet or arrow; convert it"),
     "a.json": (b'{\n "data": [],\n // none yet\n}', "holds neither a JSON array nor JSON objects"),
     "utf-16.jsonl": (LINES.decode().encode("utf-16"), "holds no text, .*; convert it to UTF-8 text"),
 }

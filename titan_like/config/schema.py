@@ -46,8 +46,8 @@ class Model(Section):
 
     from_: OptionalUrl = option(
         None,
-        "Hugging Face folder or hub name, or a checkpoint's step-N folder, that gives family, shape, tokenizer and "
-        "initial weights; overrides may change what does not belong to the weights, such as dropout",
+        "Hugging Face folder or hub name, a run's folder or a checkpoint's, or a PEFT folder, that gives family, shape, "
+        "tokenizer and initial weights; overrides may change what does not belong to the weights, such as dropout",
         alias="from",
     )
     family: str = option(

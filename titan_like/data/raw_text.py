@@ -101,7 +101,7 @@ def kind_of(path: Path) -> str:
         if head.startswith(magic) or ending == f".{kind}":
             return kind
     if head.startswith(b"%PDF") or b"\0" in head:
-        raise UnreadableError("holds no text, JSON, table, parquet or arrow; convert it to UTF-8 text or leave it out")
+        raise UnreadableError("holds no text, JSON, parquet or arrow; convert it to UTF-8 text or leave it out")
     text = head.removeprefix(codecs.BOM_UTF8).lstrip()
     first, newline, _ = text.partition(b"\n")
     is_whole = len(head) < _HEAD

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,6 +71,12 @@ def seed_step(seed: int, step: int, stream: int) -> None:
     torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
+def _of_rank_0(value: Any) -> Any:
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
 class TrainingState:
     """This process's part of a run's state, either new or from a checkpoint. Needs a process group."""
 
@@ -114,7 +121,9 @@ class TrainingState:
         self.saved_steps: set[int] = set()  # saved by this process since it started
         self.data: BackgroundLoader | None = None  # of this process's part of the training samples
         self.resumed: RunState | None = None  # the checkpoint from which this process went on
-        self.base, initial = dict[str, str](), config.checkpoint.initial_load_path  # the former is under adapters
+        # Weights under adapters, and initial ones: those of rank 0, if the run that they are of has just saved.
+        self.base, self.initial = dict[str, str](), _of_rank_0(config.checkpoint.initial_load_path)
+        initial = self.initial
         self.num_adapted = adapter_parameters(run.model, config.lora)
         if self.num_adapted and initial is not None:
             load_initial_weights(initial, self.model)
@@ -122,6 +131,7 @@ class TrainingState:
         is_new = not (
             config.checkpoint.enable and self._resume(lambda step: config.checkpoint.load_step in (None, step))
         )
+        self.base = (self.resumed.base if self.resumed and self.base else {}) | self.base
         if is_new and initial is not None:
             if self.num_adapted:
                 load_adapters(initial, self.model, config.lora)
@@ -142,11 +152,9 @@ class TrainingState:
         config, folder = self.config, self.run.checkpoint_folder
         if not config.checkpoint.enable or config.lr_scheduler.resume == "recompute":
             return None
-        newest: list[RunState | None] = [None]
-        if dist.get_rank() == 0:
-            newest = [newest_state(folder, usable_steps(folder, config.checkpoint.load_step))]
-        dist.broadcast_object_list(newest, src=0)
-        return schedule_of(config, newest[0])
+        is_first = dist.get_rank() == 0
+        newest = newest_state(folder, usable_steps(folder, config.checkpoint.load_step)) if is_first else None
+        return schedule_of(config, _of_rank_0(newest))
 
     def find_end(self) -> None:
         """Work out where the run ends from what it has consumed, whatever batch sizes led here."""
@@ -156,7 +164,7 @@ class TrainingState:
 
     def _keep_origin(self, is_new: bool) -> str | None:
         """Let checkpoints hold what this run's source says besides weights. Returns the reason if that fails."""
-        initial = self.config.checkpoint.initial_load_path
+        initial = self.initial
         source = None if is_new else checkpoint_path(self.run.checkpoint_folder, self.step)
         if is_new and initial is not None:
             source = initial_folder(initial)
