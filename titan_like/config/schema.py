@@ -46,7 +46,7 @@ class Model(Section):
 
     from_: OptionalUrl = option(
         None,
-        "Hugging Face folder or hub name, a run's folder or a checkpoint's, or a PEFT folder, that gives family, shape, "
+        "Hugging Face folder or hub name, a run's or a checkpoint's folder, or a PEFT folder; it gives family, shape, "
         "tokenizer and initial weights; overrides may change what does not belong to the weights, such as dropout",
         alias="from",
     )
@@ -91,6 +91,11 @@ class Data(Section):
     options: dict[str, Any] = option({}, "settings of a dataset of your own package")
     text_key: str = option("text", "key or column of the text in documents of JSON, CSV, parquet and arrow")
     bad_lines: Literal["stop", "skip"] = option("stop", "what to do at a record that cannot be learned; skip counts it")
+    resume: Literal["same", "new_blend"] = option(
+        "same",
+        "a resumed run reads the checkpoint's data, or is refused (same); or from there on what paths now name, where "
+        "each source that stays goes on (new_blend)",
+    )
     split: str = option("969,30,1", "weights of the train, validation and test splits")
     tokenizer: TokenizerText = option(
         "byte",

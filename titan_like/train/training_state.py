@@ -23,7 +23,9 @@ from titan_like.checkpoint.saver import SaveError, Saver
 from titan_like.checkpoint.step_folders import RunState, checkpoint_path, folder_of_settings, hugging_face_folder
 from titan_like.config.errors import RunError, first_line
 from titan_like.data.batch_size import total_samples, total_steps
+from titan_like.data.blend import Phase
 from titan_like.data.loader import BackgroundLoader, merge_states
+from titan_like.data.open_source import go_on, phases_of
 from titan_like.hugging_face.convert import write_folder
 from titan_like.hugging_face.origin import origin_files
 from titan_like.metrics.console import Console
@@ -202,6 +204,7 @@ class TrainingState:
             consecutive_skips=self.losses.consecutive_skips,
             data=self.run.datasets["train"].fingerprint,
             readers=self._readers(),
+            phases=phases_of(self.run.datasets["train"]),
             versions={name: version(name) for name in ("torch", "safetensors")},
             run_id=self.run_id,
             schedule_batch_size=self.schedule_batch_size,
@@ -254,25 +257,39 @@ class TrainingState:
         if state is None:
             return False
         self.model.mark_changed()
-        if state.data and state.data != self.run.datasets["train"].fingerprint:
-            problem = f"the checkpoint of step {state.step} in {self.run.checkpoint_folder} was trained on other data"
-            changed = "".join(f" (data.{key} was {value})" for key, value in self._changed_data(state))
-            cure = "restore it, or set checkpoint.folder to a new one"
-            if not state.schedule_batch_size:  # CHANGELOG.md says what makes tokens and order others
-                cure = "an earlier version began this run: finish it with that one, or restore its data"
-            raise RunError(f"{problem} than [data] now gives{changed}; {cure}")
+        if self.data is None:  # a run that goes back reads on
+            self._resume_data(state)
         if self._is_same_run(state):
             self.run_id = state.run_id or self.run_id
         self.resumed = state
         self.step, self.consumed_samples, self.schedule_batch_size = state.come_to(self.config.training)
-        if self.data is None:  # a run that goes back reads on from where it is
-            self.run.datasets["train"].load_state_dict(state.readers)
         self.consumed_tokens, self.skipped_steps = state.consumed_tokens, state.skipped_steps
         device = self.run.device
         if self.scaler is not None:
             self.scaler = LossScaler(device, state.loss_scale, good_steps=state.loss_scale_good_steps)
         self.losses = LossWatch(self.config.health, device, state.recent_losses, state.consecutive_skips)
         return True
+
+    def _resume_data(self, state: RunState) -> None:
+        """Let the training data go on where a checkpoint's run was, if need be in another blend."""
+        source, phases = self.run.datasets["train"], [Phase(*phase) for phase in state.phases]
+        is_same = state.data in ("", source.fingerprint)
+        if not is_same and not (phases and self.config.data.resume == "new_blend"):
+            problem = f"the checkpoint of step {state.step} in {self.run.checkpoint_folder} was trained on other data"
+            changed = "".join(f" (data.{key} was {value})" for key, value in self._changed_data(state))
+            cure = 'restore it, set checkpoint.folder to a new one, or data.resume to "new_blend" to go on with this'
+            if not phases:  # CHANGELOG.md says what makes tokens and order others
+                cure = "an earlier version began this run: finish it with that one, or restore its data"
+            raise RunError(f"{problem} than [data] now gives{changed}; {cure}")
+        if not is_same:
+            first = state.consumed_samples
+            now = phases_of(source)[-1]._replace(first=first)
+            phases = [*(phase for phase in phases if phase.first < first), now]
+        if len(phases) > 1:
+            source = self.run.datasets["train"] = go_on(source, phases)
+            if not is_same and dist.get_rank() == 0:
+                print(f" from step {state.step + 1} on: {source.began()}", flush=True)
+        source.load_state_dict(state.readers)
 
     def _is_same_run(self, state: RunState) -> bool:
         """Whether this is the run that saved a checkpoint, not another that begins with a copy of it.
