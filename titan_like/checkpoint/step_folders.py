@@ -17,7 +17,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -67,7 +67,7 @@ class RunState:
     schedule_batch_size: _Count = 0  # as the run began; older versions do not have it
     schedule: Schedule | None = None  # older versions do not have it
     epoch_samples: _Count = 0  # in the training data; older versions do not have it
-    phases: Sequence[tuple[_Count, list[str], list[_Count]]] = ()  # see `data.blend.Phase`
+    phases: list[tuple[_Count, list[str], list[_Count]]] = field(default_factory=list)  # see `data.blend.Phase`
     base: dict[str, str] = field(
         default_factory=dict
     )  # "folder" and "fingerprint" of what is under adapters; "adapters"

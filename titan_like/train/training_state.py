@@ -204,7 +204,7 @@ class TrainingState:
             consecutive_skips=self.losses.consecutive_skips,
             data=self.run.datasets["train"].fingerprint,
             readers=self._readers(),
-            phases=phases_of(self.run.datasets["train"]),
+            phases=[*phases_of(self.run.datasets["train"])],
             versions={name: version(name) for name in ("torch", "safetensors")},
             run_id=self.run_id,
             schedule_batch_size=self.schedule_batch_size,
