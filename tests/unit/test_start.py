@@ -110,7 +110,7 @@ def test_another_length_is_a_new_run_whose_weights_the_message_names(folder: Pat
     )
     longer = edit(again, {"training.seq_len": 512, "model.overrides": {"max_seq_len": 512}})
     with pytest.raises(
-        ConfigError, match=rf'; keep that, or .*: model\.from = "{saved}" and another job\.dump_fol'
+        ConfigError, match=rf'; keep that, or .*: model\.from = "{saved}", another job\.dump_fol'
     ) as error:
         check_folders(longer, model_config(longer.model), make=False)
     words = ["--training.seq_len=512", "--model.overrides.max_seq_len=512"]

@@ -70,9 +70,7 @@ def check_same_run(path: Path, config: JobConfig, model: TransformerConfig, resu
             then_text = "none" if saved is None else saved
             cure = "keep that, or name another folder"
             if key in _OF_LENGTH or key.startswith("model.overrides.rope_"):
-                cure = (
-                    f'keep that, or begin a run with these weights: model.from = "{path}" and another job.dump_folder'
-                )
+                cure = f'keep that, or begin a run from these weights: model.from = "{path}", another job.dump_folder'
             if key == "model.overrides.max_seq_len" and "max_seq_len" not in model.not_in_weights:
                 cure = "that many positions are learned; keep that, and training.seq_len within it"
             raise OtherRunError(key, value, f"{path} was saved with {then_text}; {cure}")

@@ -68,9 +68,7 @@ class RunState:
     schedule: Schedule | None = None  # older versions do not have it
     epoch_samples: _Count = 0  # in the training data; older versions do not have it
     phases: list[tuple[_Count, list[str], list[_Count]]] = field(default_factory=list)  # see `data.blend.Phase`
-    base: dict[str, str] = field(
-        default_factory=dict
-    )  # "folder" and "fingerprint" of what is under adapters; "adapters"
+    base: dict[str, str] = field(default_factory=dict)  # "folder" and "fingerprint" under adapters; "adapters"
 
     def come_to(self, training: Training) -> tuple[int, int, int]:
         """The steps and samples so far, and the batch size in which the schedule of a run that goes on counts."""

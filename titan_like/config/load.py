@@ -200,13 +200,7 @@ def parse_overrides(argv: list[str]) -> dict[str, Any]:
 def _read_overrides(argv: list[str]) -> tuple[dict[str, Any], list[ConfigError]]:
     """What `parse_overrides` returns, and every error."""
     groups, errors = _grouped(argv)
-    overrides = {}
-    for dotted, values in groups:
-        try:
-            overrides[dotted] = _parse_values(dotted, values)
-        except ConfigError as error:
-            errors.append(error)
-    return overrides, errors
+    return {dotted: _parse_values(dotted, values) for dotted, values in groups}, errors
 
 
 def _parse_values(dotted: str, values: list[str]) -> Any:
@@ -220,8 +214,10 @@ def _parse_values(dotted: str, values: list[str]) -> Any:
         weights = [weight_of(value) for value in values]
         if [weight is not None for weight in weights] == [True, False] * (len(values) // 2):
             path = next(filter(os.path.lexists, values[::2]), None)
-            problem = f'"{path}" may be a weight or the path that is there; write weights and paths as in TOML'
-            require(path is None, dotted, values, f"""{problem}, '[0.7, "web", 0.3, "2024"]', in quotes of the shell""")
+            problem = (
+                f"""is "{path}" a weight or the path that is there? Write '[0.7, "web", 0.3, "2024"]', as in TOML"""
+            )
+            require(path is None, dotted, values, problem)
             parsed[::2] = weights[::2]
     return True if not parsed else parsed[0] if len(parsed) == 1 else parsed
 

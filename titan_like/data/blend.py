@@ -7,6 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from glob import glob
 from itertools import accumulate, pairwise, zip_longest
 from operator import add
 from pathlib import Path
@@ -51,7 +52,7 @@ def shares_of(paths: Sequence[str | float]) -> list[Share]:
     names = [path for path in paths if isinstance(path, str)]
     problem = 'weights and paths must come in turn, as in [0.7, "web", 0.3, "2024"], with positive weights, unquoted'
     if len(names) == len(paths):
-        numbers = [name for name in names if weight_of(name) is not None and not _is_there(name)]
+        numbers = [name for name in names if weight_of(name) is not None and not glob(f"{name}*")]
         require(len(numbers) in (0, len(names)), "data.paths", paths, problem)
         return [Share(None, names)]
     pairs = list(zip_longest(paths[::2], paths[1::2]))
@@ -59,10 +60,6 @@ def shares_of(paths: Sequence[str | float]) -> list[Share]:
         is_pair = not isinstance(weight, str) and weight > 0 and isinstance(path, str)
         require(is_pair, "data.paths", paths, problem)
     return [Share(float(weight), [str(path)]) for weight, path in pairs]
-
-
-def _is_there(name: str) -> bool:
-    return any(os.path.lexists(f"{name}{ending}") for ending in ("", ".idx", ".bin"))
 
 
 class Blend:
@@ -260,13 +257,11 @@ class BlendedSource(Source):
             counts = Blend(phase.shares, seed, readers).taken(phase.first, after.first)
             for key, count in zip(phase.keys, counts, strict=True):
                 taken[key] = [*map(add, taken.get(key, [0] * readers), count)]
-        # The order of a blend's samples is not its source's, within a block.
-        is_shuffled = not self.is_in_order and len(start.sources) > 1
-        number = {key: number for number, key in enumerate(start.keys if is_shuffled else ())}
         self._taken = [taken.get(key, [0] * readers) for key in phases[-1].keys]
-        self._draw = [
-            partial(Blend(start.shares, seed).draw, number[key]) if key in number else int for key in phases[-1].keys
-        ]
+        # Within a block of a run's first blend, a source's samples are not in order, and neither are those that follow.
+        shuffled = [] if self.is_in_order or len(start.sources) == 1 else start.keys
+        draws = {key: partial(Blend(start.shares, seed).draw, number) for number, key in enumerate(shuffled)}
+        self._draw = [draws.get(key, int) for key in phases[-1].keys]
         self.phases = phases
 
     def locate(self, index: int) -> tuple[int, int]:

@@ -150,11 +150,10 @@ def _of_split(folder: Path, key: str, endings: dict[str, str], wanted: str) -> l
     has_records = not set(RECORD_ENDINGS).isdisjoint(endings.values())
     names = [name for name in endings if not has_records or endings[name] != ".md"]  # it only describes the records
     by_split = _splits_of_readme(folder, key, names) or _splits_of_names(names)
-    tables = [name for name in names if endings[name] in TABLE_ENDINGS]
-    records = [name for name in names if endings[name] in {*RECORD_ENDINGS} - {*TABLE_ENDINGS}]
+    tables = {name for name in names if endings[name] in TABLE_ENDINGS}
+    records = {name for name in names if endings[name] in RECORD_ENDINGS} - tables
     if not by_split and tables and records:
-        left = {*tables} if len(tables) <= len(records) else {*records}
-        return [name for name in names if name not in left]
+        return [name for name in names if name not in min(tables, records, key=len)]
     if not by_split or (not has_records and not {wanted, "train"} & {*by_split}):
         return names
     split = _chosen_split(folder, key, by_split, wanted)

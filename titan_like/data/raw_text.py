@@ -3,8 +3,7 @@
 | kind | documents | recognised by |
 |---|---|---|
 | jsonl | one a line, under a key | a first line that is a JSON object, or an ending in `JSON_ENDINGS` |
-| json | one an element of a JSON array, or one of several JSON objects, over any lines | such an ending, and ``[`` \
-first; or all of it is JSON objects |
+| json | one an element of a JSON array, or an object on any lines | such an ending, or all of it is JSON objects |
 | parquet, arrow | one a row, in a column of that name (needs pyarrow) | the magic number or the ending |
 | csv, tsv | one a row, in a column of that name | the ending, or a header of names and rows that fit it |
 | text | the file is one | UTF-8 that is none of these |
@@ -110,32 +109,26 @@ def kind_of(path: Path) -> str:
         return ending[1:]
     if ending in JSON_ENDINGS and text.startswith(b"["):
         return "json"
-    if not is_lines and _begins_with_record(text, is_whole) and _holds_records(path):
+    if not is_lines and _holds_records(path, text, is_whole):
         return "json"
     if ending == ".json" and not is_lines:
         raise UnreadableError("holds neither a JSON array nor JSON objects; write it so, or repair it")
     return "jsonl" if is_lines or ending in JSON_ENDINGS else _table_in(text, is_whole) or "text"
 
 
-def _begins_with_record(head: bytes, is_whole: bool) -> bool:
-    """Whether the file may hold JSON objects, by its first one, as far as it is in the head."""
+def _holds_records(path: Path, head: bytes, is_whole: bool) -> bool:
+    """Whether a file is JSON objects, or an array of them, from its ``head`` to its end."""
     start = _ARRAY.match(head)
     text = head[start.end() if start else 0 :]
     if not _OBJECT.match(text):
         return False
     characters = text.decode("utf-8", "ignore")
     try:
-        json.JSONDecoder().raw_decode(characters)
-    except RecursionError:
-        return False
-    except json.JSONDecodeError as error:
-        is_cut = error.msg.startswith("Unterminated") or error.pos >= len(characters.rstrip()) - 8  # in a word
-        return not is_whole and is_cut
-    return True
-
-
-def _holds_records(path: Path) -> bool:
-    try:
+        try:
+            json.JSONDecoder().raw_decode(characters)
+        except json.JSONDecodeError as error:  # perhaps because the head ends in a text, or in a word
+            if is_whole or not (error.msg.startswith("Unterminated") or error.pos >= len(characters.rstrip()) - 8):
+                return False
         with open(path, "rb") as file:
             return all(isinstance(record, dict) for record in _json_records(b"".join(_content(path, file, 0))))
     except (ValueError, RecursionError):

@@ -149,10 +149,8 @@ def check_folders(config: JobConfig, model: TransformerConfig, make: bool) -> Jo
     if resumes and config.lora.rank:
         state = newest_state(folder, usable_steps(folder, config.checkpoint.load_step))
     config = config if state is None else with_base(config, state)
-    if (text := config.checkpoint.initial_load_path) and (newest := newest_in(path_of(text))) != path_of(text):
-        config = edit(
-            config, {"checkpoint.initial_load_path": str(newest)}
-        )  # which the run's next save does not change
+    if text := config.checkpoint.initial_load_path:  # a run's folder has another newest checkpoint soon
+        config = edit(config, {"checkpoint.initial_load_path": str(newest_in(path_of(text)))})
     if not resumes or config.lora.rank:
         check_initial_weights(config, model)
     if state is not None:
