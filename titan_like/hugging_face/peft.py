@@ -203,7 +203,7 @@ def check_peft(folder: Path, base: Path, key: str, model: TransformerConfig, sec
     for module, (rows, columns), *_ in blocks:
         wanted |= zip(names_of(module), ((section.rank, columns), (rows, section.rank)), strict=True)
     modules = _modules(shapes, fields)
-    problem = f"{folder} has adapters of {', '.join(modules)}; name these"
+    problem = f"{folder} has adapters of {', '.join(modules)}; name these, or leave it out"
     require(modules == _modules(wanted, fields), "lora.modules", section.modules, problem)
     for name in sorted(shapes.keys() ^ wanted.keys()):
         problem = f"has {'no' if name in wanted else 'a'} {name}, {'as other layers do' if name in wanted else 'too'}"

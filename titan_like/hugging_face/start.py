@@ -108,7 +108,7 @@ def with_start(config: JobConfig) -> JobConfig:
         "model.flavors": ({FLAVOR: start.shape}, "its own shape"),
         "checkpoint.initial_load_path": (source, "the weights"),
     }
-    wanted |= {f"lora.{key}": (start.lora[key], start.lora[key]) for key in start.lora.keys() & {"rank", "alpha"}}
+    wanted |= {f"lora.{key}": (value, value) for key, value in start.lora.items() if key != "modules"}
     filled = edit(config, {key: value for key, (value, _) in wanted.items()} | unset)
     errors = list[ConfigError]()
     for key, (value, what) in wanted.items():
