@@ -254,7 +254,11 @@ def test_a_frozen_router_has_no_auxiliary_loss() -> None:
         ({"revision": "v2"}, {}, 'revision = "v2" cannot be read'),
         ({"base_model_name_or_path": "/gone"}, {}, "its base /gone is neither"),
         ({"init_lora_weights": "pissa"}, {}, "changes the base"),
-        ({}, {"lora.modules": ["q_proj"]}, "lora.modules = .* has a base_model.*down_proj"),
+        (
+            {},
+            {"lora.modules": ["q_proj"]},
+            r"lora.modules = .* has adapters of mlp\.down_proj, .*q_proj, .*; name these",
+        ),
         ({}, {"lora.rank": 0, "lora.alpha": 16.0, "lora.modules": []}, "holds adapters; set it to 4"),
         ({}, {"checkpoint.initial_load_path": None}, "lora.rank = 4: adapters need the weights"),
     ],

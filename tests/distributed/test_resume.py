@@ -11,6 +11,9 @@ from tests.distributed.launch import all_stages, base_config, by_name, collect, 
 from tests.distributed.layouts import pipeline, recompute, sizes, tensor, zero
 from tests.e2e.jobs import records
 from titan_like.checkpoint.step_folders import complete_steps
+from titan_like.config.errors import RunError
+from titan_like.data.open_source import go_on, open_data, phases_of
+from titan_like.train.job import process_group
 from titan_like.train.trainer import Trainer
 from titan_like.verify.dropout import recorded_draws
 from titan_like.verify.watch import digest, steps_alone
@@ -129,3 +132,40 @@ def test_another_layout_draws_the_dropout_that_it_would_have_drawn_without_a_sto
         (outside, attention), (others, others_attention) = first[after], second[after]
         assert set(outside) & set(others) == (set(outside) if after == "tensor" else set()), after
         assert attention and not set(attention) & set(others_attention), after
+
+
+def test_a_resumed_run_goes_on_with_another_blend(tmp_path: Path) -> None:
+    """It is the run whose data changes without a stop. It needs the setting once, and resumes as any other."""
+    base_config(tmp_path, {})
+    for number, name in enumerate("abc"):
+        letters = torch.randint(97, 123, (20_000,), generator=torch.Generator().manual_seed(number)).tolist()
+        (tmp_path / f"{name}.txt").write_text("".join(map(chr, letters)))
+    a, b, c = (str(tmp_path / f"{name}.txt") for name in "abc")
+    settings = SETTINGS | {
+        "model.overrides": MODEL | {"num_layers": 1},
+        "checkpoint.interval": 1,
+        "lr_scheduler.decay": "constant",
+    }
+    settings |= {"data.paths": [0.7, a, 0.3, b], "training.steps": 3}
+    changed = settings | {"data.paths": [0.5, c, 0.5, a], "training.steps": 6}
+    allowed = changed | {"data.resume": "new_blend"}
+    with process_group(torch.device("cpu")):
+        run_to_end(tmp_path, tmp_path / "run", settings)
+        with pytest.raises(
+            RunError, match=r'on other data than .*, or data\.resume to "new_blend" to go on with this$'
+        ):
+            run_to_end(tmp_path, tmp_path / "run", changed)
+        resumed = run_to_end(tmp_path, tmp_path / "run", allowed)
+        shutil.copytree(tmp_path / "run", tmp_path / "again")
+        shutil.rmtree(tmp_path / "again/checkpoint/step-6")
+        again = run_to_end(tmp_path, tmp_path / "again", changed)  # which is its own data by now
+        never = trainer_of(tmp_path, changed | {"data.paths": settings["data.paths"], "checkpoint.enable": False})
+        steps_alone(never, 3)
+        new = open_data(base_config(tmp_path, changed), never.run.model)["train"]
+        never.run.datasets["train"] = go_on(
+            new, [*phases_of(never.run.datasets["train"]), *(p._replace(first=24) for p in phases_of(new))]
+        )
+        steps_alone(never, 3)
+    assert without_times(tmp_path / "again") == without_times(tmp_path / "run")
+    for name, value in by_name(never.model.named_parameters()).items():
+        assert torch.equal(value, resumed[name]) and torch.equal(value, again[name]), name

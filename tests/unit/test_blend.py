@@ -1,10 +1,25 @@
 """Blends: which source a sample is from is computed, not stored."""
 
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache, partial
+from itertools import count as number_from
 from itertools import pairwise
+from pathlib import Path
 
+import numpy as np
 import pytest
+from pydantic import TypeAdapter
 
-from titan_like.data.blend import BLOCK, Blend
+from titan_like.checkpoint.step_folders import RunState
+from titan_like.config.schema import Data
+from titan_like.data.blend import BLOCK, Blend, Phase
+from titan_like.data.indexed import IndexedWriter
+from titan_like.data.open_source import go_on, open_source, phases_of
+from titan_like.data.source import DataRequest, Source
+from titan_like.data.tokenizer import ByteTokenizer
 
 PERIOD = 4096 * BLOCK
 WEIGHTS = {"halves": [1, 1], "thirds": [1, 1, 1], "uneven": [0.5, 0.3, 0.2], "tiny": [1.0, 1e-5, 3e-7], "one": [2.5]}
@@ -93,3 +108,94 @@ def test_sources_alternate_in_a_random_order(readers: int) -> None:
 def test_a_weight_that_would_never_be_drawn_is_refused() -> None:
     with pytest.raises(ValueError, match="below one sample in 16,777,216"):
         Blend([1, 1e-9], seed=0)
+
+
+LETTERS = {"a": 97, "b": 1, "c": 40}  # sources, and the byte with which the tokens of each begin
+# The paths of a run's phases, and the samples with which they begin. Sources come, go, move and come again.
+CHANGES: dict[str, list[tuple[int, list[str | float]]]] = {
+    "other weights": [(0, [0.7, "a", 0.3, "b"]), (1000, [0.2, "a", 0.8, "b"])],
+    "another source": [(0, [0.7, "a", 0.3, "b"]), (777, [0.1, "c", 0.4, "b", 0.5, "a"])],
+    "none is left": [(0, [1.0, "a", 1.0, "b"]), (1000, ["c"]), (1100, [1.0, "b", 1.0, "c"])],
+    "from one to a blend": [(0, ["a"]), (300, [0.5, "b", 0.5, "a"]), (300, [0.5, "b", 0.9, "a"]), (900, ["a"])],
+    "away and back": [(0, [0.6, "b", 0.4, "a"]), (4096, [1.0, "c", 1.0, "a"]), (4301, [0.5, "a", 0.5, "b"])],
+}
+
+
+def written(folder: Path) -> None:
+    """Three corpora, as indexed datasets and as files of records."""
+    random = np.random.default_rng(0)
+    for name, first in LETTERS.items():
+        documents = [first + random.integers(0, 25, random.integers(5, 60)) for _ in range(400)]
+        with IndexedWriter(folder / name, np.dtype("<u2")) as writer:
+            for document in documents:
+                writer.add(np.append(document, ByteTokenizer.eod_id))
+        records = [json.dumps({"text": bytes(document.tolist()).decode("latin-1")}) for document in documents]
+        (folder / f"{name}.jsonl").write_text("\n".join(records))
+
+
+def opened(folder: Path, paths: list[str | float], dataset: str) -> Source:
+    ending = "" if dataset == "indexed" else ".jsonl"
+    named = [path if isinstance(path, float) else str(folder / f"{path}{ending}") for path in paths]
+    section = Data(dataset=dataset, paths=named, num_readers=6, split="1,0,0")
+    return open_source(DataRequest(section, "train", 16, 5, 257, folder / "cache"))
+
+
+def tokens_of(source: Source, index: int) -> list[int]:
+    return source[index].tokens.tolist()
+
+
+def letter_of(tokens: list[int]) -> str:
+    token = next(token for token in tokens if token != ByteTokenizer.eod_id)
+    return next(name for name, first in LETTERS.items() if first <= token < first + 25)
+
+
+@pytest.mark.parametrize("case", CHANGES)
+@pytest.mark.parametrize("dataset", ["indexed", "hf"])
+def test_a_source_that_stays_goes_on_where_it_was(dataset: str, case: str, tmp_path: Path) -> None:
+    """What each phase reads is popped from the sequence that each source gives to a run that never changes."""
+    written(tmp_path)
+    readers, phases = 6 if dataset == "hf" else 1, CHANGES[case]
+    never, began = opened(tmp_path, phases[0][1], dataset), [path for path in phases[0][1] if isinstance(path, str)]
+    of_never = cache(partial(tokens_of, never))
+
+    def unchanged(name: str, reader: int) -> Iterator[list[int]]:
+        for index in number_from(reader, readers):
+            if letter_of(tokens := of_never(index)) == name:
+                yield tokens
+
+    def alone(name: str, reader: int, part: int) -> Iterator[list[int]]:
+        source = opened(tmp_path, [name], dataset)
+        source = type(source)(replace(source.request, part=part))  # the order of the part-th source that the run met
+        return (tokens_of(source, index) for index in number_from(reader, readers))
+
+    met = list(dict.fromkeys(path for _, paths in phases for path in paths if isinstance(path, str)))
+    left = {(name, reader): unchanged(name, reader) for name in began for reader in range(readers)}
+    left |= {(n, r): alone(n, r, met.index(n)) for n in met if n not in began for r in range(readers)}
+    history, drawn, seen = list[Phase](), Counter[str](), dict[int, list[int]]()
+    for number, (first, paths) in enumerate(phases):
+        source = opened(tmp_path, paths, dataset)
+        now = phases_of(source)[-1]._replace(first=first)
+        history = [*(phase for phase in history if phase.first < first), now]
+        stored = RunState(1, first, 1, 0, 1.0, 0, {}, {}, phases=history)  # as a checkpoint holds it
+        numbers = json.loads(json.dumps(TypeAdapter(RunState).dump_python(stored)))
+        history = [Phase(*phase) for phase in TypeAdapter(RunState).validate_python(numbers).phases]
+        if number:
+            source = go_on(source, history)
+            assert phases_of(source) == history
+        weights = [path for path in paths if isinstance(path, float)] or [1.0]
+        names = [path for path in paths if isinstance(path, str)]
+        last = phases[number + 1][0] if number + 1 < len(phases) else first + 900
+        before = Counter(drawn)
+        for index in range(first, last):
+            tokens = seen[index] = tokens_of(source, index)
+            name = letter_of(tokens)
+            drawn[name] += 1
+            assert tokens == next(left[name, index % readers]), (index, name)
+        for name, weight in zip(names, weights, strict=True):  # in a block the order is random
+            share, size = weight / sum(weights), last - first
+            assert abs(drawn[name] - before[name] - size * share) <= 5 * (size * share) ** 0.5
+        if number:
+            told = {key: value for key, value in source.drawn(last).items() if key.startswith("samples/")}
+            assert list(told.values()) == [drawn[name] for name in names]
+        for index in dict.fromkeys((last - 1, first, last - 2)) if last > first else ():  # as after another stop
+            assert tokens_of(source, index) == seen[index]

@@ -64,6 +64,8 @@ OVERRIDES = """
 --data.paths '["a.txt", "b.txt"]' => data.paths = ["a.txt", "b.txt"]
 --data.paths 2023 2024 => data.paths = ["2023", "2024"]
 --data.paths 0.7 web 0.3 books => data.paths = [0.7, "web", 0.3, "books"]
+--data.paths 0.5 web => data.paths = [0.5, "web"]
+--data.paths=.5 web 1. books => data.paths = [0.5, "web", 1.0, "books"]
 --data.paths 3 a b c => data.paths = ["3", "a", "b", "c"]
 --data.paths '[2023,"2024"]' => data.paths = [2023.0, "2024"]
 --job.description 42 => job.description = "42"
@@ -90,6 +92,14 @@ def test_override_is_read_as_the_setting_s_type(case):
     found, value = setting(load_config(shlex.split(given)), key), ast.literal_eval(text)
     assert found == value
     assert type(found) is type(value)
+
+
+def test_a_word_that_may_be_a_weight_or_a_path_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "2023").mkdir()
+    with pytest.raises(ConfigError, match=r'^data\.paths = .*: is "2023" a weight or the path that is there\? W'):
+        load_config(["--data.paths", "2023", "web"])
+    assert load_config(["--data.paths", "2022", "web"]).data.paths == [2022.0, "web"]
 
 
 def test_override_of_one_model_field_keeps_the_toml_s_others(tmp_path):

@@ -332,7 +332,7 @@ def test_a_bad_line_is_named(tmp_path: Path, template: str | None, line: str, wo
 def test_other_files_and_a_larger_vocabulary_are_refused(tmp_path: Path) -> None:
     write_lines(tmp_path / "chats.jsonl", [{"prompt": "a", "answer": "b"}])
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(ConfigError, match=r"conversations are records of \.jsonl, \.parquet, \.arrow files"):
+    with pytest.raises(ConfigError, match=r"conversations are records of \.jsonl, \.parquet, \.arrow, \.csv files"):
         opened(tmp_path, f"--data.paths={tmp_path}/a.txt")
     spec = save_tokenizer(tmp_path, CHATML)
     with pytest.raises(ConfigError, match=r"it has [0-9]+ tokens, but the model's vocab_size is 300"):

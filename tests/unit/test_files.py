@@ -1,7 +1,9 @@
 """Which files a path means, and of which kind each is: by their content, and of folders what `datasets` reads."""
 
 import bz2
+import csv
 import gzip
+import io
 import json
 import lzma
 import os
@@ -15,9 +17,11 @@ from titan_like.config.schema import HELD_OUT, Data
 from titan_like.data import files as data_files
 from titan_like.data import raw_text
 from titan_like.data.files import find_files
+from titan_like.data.open_source import open_source
 from titan_like.data.packed import corpus_files
 from titan_like.data.raw_text import kind_of, read_pieces, texts_of
 from titan_like.data.shards import find_shards
+from titan_like.data.source import DataRequest
 
 datasets = pytest.importorskip("datasets")
 
@@ -26,7 +30,28 @@ RECORDS = [{"id": number, "text": text, "more": {"a": [1, "]"]}} for number, tex
 LINES = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in RECORDS).encode()
 PRETTY = json.dumps(RECORDS, indent=2, ensure_ascii=False).encode()
 ZSTD = zstandard.ZstdCompressor().compress
+
+
+def table(separator: str, ends: str = "\r\n") -> bytes:
+    """Records with a list, which is no text, in a table as Python writes one: line feeds within quotes."""
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, ["id", "text", "more"], delimiter=separator, lineterminator=ends)
+    writer.writeheader()
+    writer.writerows(RECORDS)
+    return file.getvalue().encode()
+
+
 SAME = {
+    **dict.fromkeys(("p.txt", "p.json", "p.jsonl", "p"), "\n".join(json.dumps(r, indent=1) for r in RECORDS).encode()),
+    "q.json": "".join(map(json.dumps, RECORDS)).encode(),
+    "q.md.gz": gzip.compress("".join(map(json.dumps, RECORDS)).encode()),
+    **dict.fromkeys(("r.txt", "r", "r.data"), PRETTY),
+    "one line.txt": json.dumps(RECORDS).encode(),
+    **dict.fromkeys(("t.csv", "T.CSV", "t.txt", "t"), table(",")),
+    "u.csv": b"\xef\xbb\xbf" + table(",", "\n"),
+    **dict.fromkeys(("v.tsv", "v.text"), table("\t")),
+    "w.csv.gz": gzip.compress(table(",")),
+    "w.tsv.zst": ZSTD(table("\t")),
     **dict.fromkeys(("a.jsonl", "a.json", "a.ndjson", "a.jsonlines", "a.JSONL", "a.txt", "part-0001"), LINES),
     "a.json.gz": gzip.compress(LINES),
     "a.jsonl.zst": ZSTD(LINES),
@@ -58,8 +83,7 @@ def test_records_are_known_by_their_content(name: str, tmp_path: Path, monkeypat
 
 UNFIT = {
     "a.pdf": (b"%PDF-1.4\nabc", "holds no text, JSON, parquet or arrow; convert it"),
-    "a.CSV": (b"text,id\na,1\n", r"is a table \(.csv\); write it as .jsonl or .parquet, or name it .txt"),
-    "a.json": (b'{\n "data": []\n}', "holds neither a JSON array nor a JSON object on each line"),
+    "a.json": (b'{\n "data": [],\n // none yet\n}', "holds neither a JSON array nor JSON objects"),
     "utf-16.jsonl": (LINES.decode().encode("utf-16"), "holds no text, .*; convert it to UTF-8 text"),
 }
 
@@ -86,9 +110,66 @@ def test_text_stays_text(tmp_path: Path) -> None:
         '{"a": 1,\n "b": 2}["a"]',
         '{"a": 1}.get(b)\n',
     )
-    for content in ("[Verse 1]\nhello", "{braces}\n", "<html></html>", "", "[1] a note", "BZh is how it begins", *code):
+    prose = ("Yes, he said.\nNo, she did.\n", "a,b\n", "one\ttwo\nthree\n", '["a", "b"]', "[1, 2]", "id,id\n1,2\n")
+    json_like = (
+        '[{"a": 1}] is a list\n',
+        '[{"a": 1},\n{"a": 2}',
+        '{"a": 1\n}\nthe end\n',
+        "[{'a': 1}]",
+        '{\n"a": "\n"}',
+    )
+    texts = ("[Verse 1]\nhello", "{braces}\n", "<html></html>", "", "[1] a note", "BZh is how it begins")
+    for content in (*texts, *code, *prose, *json_like):
         (tmp_path / "a.txt").write_text(content)
         assert (kind_of(tmp_path / "a.txt"), texts_in(tmp_path / "a.txt")) == ("text", [content])
+
+
+TABLES = {
+    "quotes": 'text,n\n"a\nb, ""c""",1\n\n plain ,2\n"x\r\ny",3',
+    "a column of text alone": "\ufefftext\none\ntwo three",
+    "fewer fields": "n,text\n1,a\n2\n3,\n4,d\n",
+    "separators of unicode": "n,text\n1,a\u2028b\x0bc\x85d\n2,e\n",
+    "long": "text,n\n" + "x" * 200_000 + ",1\nb,2\n",
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("kind", ["csv", "tsv"])
+def test_a_table_is_what_load_dataset_reads(name: str, kind: str, tmp_path: Path) -> None:
+    content = TABLES[name] if kind == "csv" else TABLES[name].replace(",", "\t")
+    (tmp_path / f"a.{kind}").write_bytes(content.encode())
+    expected = datasets.load_dataset(str(tmp_path), split="train", cache_dir=str(tmp_path / "cache"))["text"]
+    texts = texts_in(tmp_path / f"a.{kind}")
+    assert [None if isinstance(text, raw_text.BadRecord) else text for text in texts] == expected
+
+
+def test_conversations_in_a_table_are_those_of_json_lines(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}\n+ 1, that is?", "answer": f'"{n + 1}"'} for n in range(40)]
+    datasets.Dataset.from_list(rows).to_csv(str(tmp_path / "a.csv"), index=False)
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "a.txt").write_text(json.dumps(rows, indent=2))
+    prints = set()
+    for name in ("a.csv", "a.jsonl", "a.txt"):
+        section = Data(dataset="conversations", paths=[str(tmp_path / name)])
+        prints.add(open_source(DataRequest(section, "train", 64, 0, 257, tmp_path / "cache")).fingerprint)
+    assert len(prints) == 1
+
+
+def test_what_a_table_or_json_lacks_is_one_sentence(tmp_path: Path) -> None:
+    """Each of these was one document of raw text, or is of no use as records."""
+    unfit = {
+        "a.txt": ("title,body\na,b\n", r'has no column "text"; it has title, body'),
+        "b.csv": ('text,n\n"a,1\n', r"is damaged \(unexpected end of data\)"),
+        "c.csv": ("", r'has no column "text"; it has '),
+    }
+    for name, (content, problem) in unfit.items():
+        (tmp_path / name).write_text(content)
+        with pytest.raises(raw_text.UnreadableError, match=problem):
+            texts_in(tmp_path / name)
+    for name, content in {"d.csv": "text,n\na,b,c\n", "e.txt": '[{"title": "a"}]', "f": '{\n"body": "a"\n}'}.items():
+        (tmp_path / name).write_text(content)
+        (problem,) = texts_in(tmp_path / name)
+        assert isinstance(problem, raw_text.BadRecord), name
 
 
 def write(folder: Path, *names: str) -> Path:
@@ -102,6 +183,8 @@ def write(folder: Path, *names: str) -> Path:
         elif path.suffix == ".arrow":
             with datasets.arrow_writer.ArrowWriter(path=str(path)) as writer:
                 writer.write_table(dataset.data.table)
+        elif path.suffix == ".csv":
+            dataset.to_csv(str(path), index=False)
         elif path.suffix in (".json", ".jsonl"):
             path.write_text("".join(json.dumps(row) + "\n" for row in dataset))
         else:
@@ -129,6 +212,10 @@ FOLDERS = {
     "one name": ("training.jsonl", "notes.jsonl"),
     "no splits": ("a.parquet", "deep/b.parquet", "__cache__/c.parquet", "config.json"),
     "two formats": ("train.jsonl", "train.parquet"),
+    "tables": ("a.csv", "deep/b.csv", "README.md"),
+    "tables by split": ("train.csv", "test.csv", "labels.txt"),
+    "tables about records": ("a.jsonl", "b.jsonl", "labels.csv"),
+    "records about tables": ("a.csv", "b.csv", "labels.json"),
     "more of one format": ("train-1.json", "train-2.json", "train.parquet"),
 }
 
@@ -244,7 +331,7 @@ def test_folders_of_text_and_patterns(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"links/gone\": is a link to what does not exist"):
         find_files([str(tmp_path / "links")], "--input")
     with pytest.raises(ConfigError, match=r"no file in the folder ends with \.jsonl, \.parquet, \.arrow"):
-        find_files([str(write(tmp_path / "none", "a.csv"))], "--input")
+        find_files([str(write(tmp_path / "none", "a.rst"))], "--input")
     spelled = [str(tmp_path / "wiki" / "**" / "train.txt"), str(tmp_path / "docs" / ".." / "wiki" / "train.txt")]
     assert len(find_files(spelled, "--input")) == 1
     assert data_files.named_paths(str(tmp_path / "no*such")) == []

@@ -332,8 +332,9 @@ def test_weights_of_another_model_are_refused_before_training(tmp_path, source):
             check(config.model_copy(update={field: value}))
     with pytest.raises(ConfigError, match=rf'^model\.family = "gpt": {path} holds a "llama"; choose that$'):
         check(MODELS["gpt"])
-    with pytest.raises(ConfigError, match=r"neither a checkpoint's step-N folder nor.*; name .*/run/step-1$"):
-        check_initial_weights(settings_for(config, tmp_path / "run"), config)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ConfigError, match=r"neither a checkpoint's step-N folder, nor.*; name one with run\.json or"):
+        check_initial_weights(settings_for(config, tmp_path / "none"), config)
     # A run that has a checkpoint of its own goes on from that.
     settings = settings_for(config, tmp_path / "none", enable=True, folder=str(tmp_path / "mine"))
     with pytest.raises(ConfigError, match="neither a checkpoint"):

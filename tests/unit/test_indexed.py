@@ -124,6 +124,8 @@ IN_TURN = r"data.paths = \[.*weights and paths must come in turn, as in .*, with
 REFUSED = {
     "a weight that is none": ([0.5, "A", "half", "B"], IN_TURN),
     "a number for a path": ([2023, 2024], IN_TURN),
+    "a weight in quotes": (["0.5", "A"], IN_TURN),
+    "no weight at a path that looks like one": (["0.7", "A", "0.3", "2024"], IN_TURN),
     "a weight too many": ([0.5, "A", 0.5], IN_TURN),
     "a tiny weight": ([1, "A", 1e-9, "B"], "weight 1e-09 is below one sample in 16,777,216; leave that source out"),
     "an empty source": ([1, "A", 1, "E"], r"the training split of .*E has 0 tokens"),

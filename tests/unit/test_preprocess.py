@@ -206,11 +206,11 @@ def test_unfit_options_are_refused_before_any_work(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "empty.txt").touch()
-    (tmp_path / "object.json").write_text('{\n  "text": "a"\n}')
+    (tmp_path / "object.json").write_text('{\n  "text": a\n}')
     for unfit, words in {
         ("--output", "."): "is a folder; name the dataset in it, such as corpus",
         ("--input", "empty.txt"): "the file is empty; remove it",
-        ("--input", "object.json"): "holds neither a JSON array nor a JSON object on each line; write it so",
+        ("--input", "object.json"): "holds neither a JSON array nor JSON objects; write it so",
     }.items():
         with pytest.raises(ConfigError) as error:
             main(["--input", "a.txt", "--output", "out", *unfit])

@@ -77,7 +77,7 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 2 '--profiling.trace_ranks=[0, 2]' => profiling.trace_ranks = [0, 2] ; the job's ranks are 0 to 1
 # adapters
 1 --lora.alpha=8 => lora.alpha = 8.0 ; there are no adapters; set lora.rank
-1 --lora.rank=4 --lora.modules=q_prj => lora.modules ; "q_prj" fits no linear module ; attention.qkv
+1 --lora.rank=4 --lora.modules=q_prj => lora.modules ; "q_prj" fits no linear module ; attn.c_attn
 1 --lora.rank=4 --lora.modules=embedding => fits no linear module
 1 --lora.rank=4 --lora.modules=0.mlp.fc1 => fits no linear module
 1 --lora.rank=4 --model.family=moe '--lora.modules=["mlp.experts.gate"]' => fits no linear module

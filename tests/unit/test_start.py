@@ -1,6 +1,7 @@
 """`model.from` gives a run all that its folder says, and refuses settings that say something else."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,18 +9,21 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.unit.hugging_face_cases import bert_config, llama_config, random_model, save_checkpoint
 from titan_like.checkpoint.loader import CheckpointWeights
 from titan_like.commands import convert
 from titan_like.config import ConfigError, load_config
-from titan_like.config.schema import JobConfig
+from titan_like.config.load import edit
+from titan_like.config.schema import JobConfig, LoRA
 from titan_like.data.tokenizer import tokenizer_of
 from titan_like.evaluate.inference import config_of_checkpoint, find_checkpoint, load_for_inference
 from titan_like.models.registry import model_config
 from titan_like.planner.commands.search import run_as_toml
 from titan_like.search.trial import settings_of
-from titan_like.train.initial_weights import check_initial_weights, initial_folder
+from titan_like.train.initial_weights import base_state, check_initial_weights, initial_folder
+from titan_like.train.setup import check_folders
 
 LLAMA = llama_config(vocab_size=300, rope_theta=700.0)
 
@@ -36,7 +40,7 @@ def from_(folder: Path, *settings: str) -> JobConfig:
     return load_config([f"--model.from={folder}", f"--job.dump_folder={folder.parent}/more", *settings])
 
 
-@pytest.mark.parametrize("source", ["hf", "run/step-1"])
+@pytest.mark.parametrize("source", ["hf", "run/step-1", "run"])
 def test_one_key_gives_model_tokenizer_and_weights(folder: Path, source: str) -> None:
     path = folder.parent / source
     settings = ["--model.overrides.max_seq_len=32", "--model.overrides.init_std=0.5", "--parallelism.zero_stage=1"]
@@ -147,6 +151,92 @@ def test_fields_of_config_json_can_be_left_out(folder: Path, capsys: pytest.Capt
         from_(folder, '--model.ignore_fields=["hiden_act"]')
     options = ["--input", str(folder), "--output", f"{folder.parent}/imported", "--ignore_fields", *names]
     assert convert.main(["from-hf", *options]) == 0
+
+
+def test_a_run_stands_for_its_newest_checkpoint(folder: Path) -> None:
+    """What --checkpoint takes: the dump folder, its checkpoints, one of them; complete ones, at any start."""
+    steps = folder.parent / "dump/checkpoint"
+    shutil.copytree(folder.parent / "run", steps)
+    newest = save_checkpoint(steps, random_model(LLAMA, seed=7).float(), step=30)
+    (steps / "step-31.unfinished").mkdir()
+    shutil.copytree(newest, folder.parent / "best")
+    for source, path in {steps.parent: newest, steps: newest, newest: newest, "best": folder.parent / "best"}.items():
+        config = from_(folder.parent / source)
+        checked = check_folders(config, model_config(config.model), make=False)
+        assert checked.checkpoint.initial_load_path == str(path), source
+        model, weights = (
+            load_for_inference(config, find_checkpoint(config), torch.device("cpu")),
+            CheckpointWeights(path),
+        )
+        assert all(torch.equal(parameter, weights.read(name)) for name, parameter in model.named_parameters())
+
+
+def test_another_length_is_a_new_run_whose_weights_the_message_names(folder: Path) -> None:
+    shape = LLAMA.model_dump(mode="json", exclude_none=True)
+    run = {"model": {"family": "llama", "flavor": "x", "flavors": {"x": shape}}, "training": {"seq_len": 32}}
+    saved = save_checkpoint(folder.parent / "long/checkpoint", random_model(LLAMA).float(), **run)
+    again = JobConfig.model_validate(
+        run | {"job": {"dump_folder": str(folder.parent / "long")}, "checkpoint": {"enable": True}}
+    )
+    longer = edit(again, {"training.seq_len": 512, "model.overrides": {"max_seq_len": 512}})
+    with pytest.raises(
+        ConfigError, match=rf'; keep that, or .*: model\.from = "{saved}", another job\.dump_fol'
+    ) as error:
+        check_folders(longer, model_config(longer.model), make=False)
+    words = ["--training.seq_len=512", "--model.overrides.max_seq_len=512"]
+    config = from_(Path(re.findall(r'model\.from = "(.*?)"', str(error.value))[0]), *words)
+    check_folders(config, model_config(config.model), make=False)
+    assert model_config(config.model).max_seq_len == 512
+
+
+def peft(folder: Path, **fields: Any) -> Path:
+    """A PEFT folder for two of the modules in each layer of ``folder``."""
+    path, tensors, rows = folder.parent / "peft", dict[str, torch.Tensor](), {"q_proj": 64, "v_proj": 32}
+    for layer in range(LLAMA.num_layers):
+        for name, size in rows.items():
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}.lora"
+            tensors |= {f"{prefix}_A.weight": torch.ones(4, 64), f"{prefix}_B.weight": torch.ones(size, 4)}
+    path.mkdir(exist_ok=True)
+    save_file(tensors, path / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 12, "base_model_name_or_path": str(folder)}
+    (path / "adapter_config.json").write_text(json.dumps(settings | fields))
+    return path
+
+
+@pytest.mark.parametrize("targets", [["v_proj", "q_proj"], "all-linear", r".*self_attn\.[qv]_proj", None])
+def test_a_peft_folder_gives_its_adapters(folder: Path, targets: Any) -> None:
+    modules = ["q_proj", "v_proj"] if isinstance(targets, list) else ["self_attn.q_proj", "self_attn.v_proj"]
+    path = peft(folder, target_modules=targets)
+    config = from_(path, "--parallelism.zero_stage=1")
+    assert config.lora == LoRA(rank=4, alpha=12, modules=modules)
+    check_initial_weights(config, model_config(config.model))
+    toml = folder.parent / "run.toml"  # what is written out is short
+    toml.write_text(run_as_toml(config, 1, toml, []))
+    assert "[lora]" not in toml.read_text() and load_config([f"--job.config_file={toml}"]).lora == config.lora
+    for setting in ("lora.rank=8", "lora.alpha=16", "lora.rank=0"):
+        key, value = setting.split("=")
+        with pytest.raises(ConfigError, match=rf"^{key} = {value}(\.0)?: {path} gives (4|12\.0); leave it out$"):
+            from_(path, f"--{setting}")
+    same = from_(path, '--lora.modules=["self_attn.q_*", "v_proj"]')
+    check_initial_weights(same, model_config(same.model))
+    other = from_(path, "--lora.modules=q_proj", "--lora.dropout=0.1")
+    with pytest.raises(
+        ConfigError, match=rf"^lora\.modules = \['q_proj'\]: {path} has adapters of {', '.join(modules)}; na"
+    ):
+        check_initial_weights(other, model_config(other.model))
+
+
+def test_a_run_of_a_peft_folder_goes_on_without_it(folder: Path) -> None:
+    config = from_(peft(folder), "--checkpoint.enable=true")
+    state: dict[str, Any] = json.loads((folder.parent / "run/step-1/run.json").read_text())
+    state |= {"config": config.model_dump(mode="json"), "base": base_state(str(folder.parent / "peft"))}
+    saved = Path(shutil.copytree(folder.parent / "run/step-1", folder.parent / "more/checkpoint/step-1"))
+    (saved / "run.json").write_text(json.dumps(state))
+    shutil.rmtree(folder.parent / "peft")
+    again = from_(folder.parent / "peft", "--checkpoint.enable=true")
+    assert again.lora == config.lora
+    checked = check_folders(again, model_config(again.model), make=False)
+    assert checked.checkpoint.initial_load_path == str(folder)
 
 
 def test_a_head_that_the_folder_lacks_may_be_added(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ class OtherRunError(ConfigError):
 
 
 _MAY_CHANGE = {"dropout"}
+_OF_LENGTH = ("training.seq_len", "training.decoder_seq_len", "model.overrides.max_seq_len")
 # Optimizer state fits only its own optimizer, and the data cursor counts samples of the same data in the same order.
 _MUST_STAY = {
     "optimizer": ("name", "beta1"),
@@ -67,7 +68,12 @@ def check_same_run(path: Path, config: JobConfig, model: TransformerConfig, resu
             continue
         if value != saved:
             then_text = "none" if saved is None else saved
-            raise OtherRunError(key, value, f"{path} was saved with {then_text}; keep that, or name another folder")
+            cure = "keep that, or name another folder"
+            if key in _OF_LENGTH or key.startswith("model.overrides.rope_"):
+                cure = f'keep that, or begin a run from these weights: model.from = "{path}", another job.dump_folder'
+            if key == "model.overrides.max_seq_len" and "max_seq_len" not in model.not_in_weights:
+                cure = "that many positions are learned; keep that, and training.seq_len within it"
+            raise OtherRunError(key, value, f"{path} was saved with {then_text}; {cure}")
 
 
 def _is_copied(spec: str, path: Path, section: Data) -> bool:

@@ -22,6 +22,7 @@ from titan_like.checkpoint.step_folders import (
     checkpoint_path,
     complete_steps,
     hold,
+    newest_in,
     read_run_state,
     sweep,
 )
@@ -272,11 +273,9 @@ def one_checkpoint(path: Path, key: str) -> Path:
     Raises:
         ConfigError: it is none of these; ``key`` is the setting to blame.
     """
-    if is_checkpoint(path):
-        return path
-    for folder in (path, path / "checkpoint"):
-        if steps := complete_steps(folder):
-            return checkpoint_path(folder, steps[-1])
+    newest = newest_in(path)
+    if newest != path or is_checkpoint(path):
+        return newest
     cure = "name a step-N folder, a folder of them, or the dump folder of a run with checkpoint.enable"
     raise ConfigError(key, str(path), problem_without_checkpoints(path, cure))
 

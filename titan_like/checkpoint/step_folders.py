@@ -28,7 +28,7 @@ from zlib import crc32
 from pydantic import Field, TypeAdapter, ValidationError
 
 from titan_like.config.errors import first_line
-from titan_like.config.paths import check_folder, parse_json
+from titan_like.config.paths import check_folder, file_problem, parse_json
 from titan_like.config.schema import JobConfig, Training
 from titan_like.config.urls import RemotePath, path_of
 from titan_like.data.batch_size import in_samples, total_steps
@@ -68,7 +68,8 @@ class RunState:
     schedule: Schedule | None = None  # older versions do not have it
     epoch_samples: _Count = 0  # in the training data; older versions do not have it
     loss_levels: dict[str, float] = field(default_factory=dict)  # `titan_like.train.health.LossWatch.levels`
-    base: dict[str, str] = field(default_factory=dict)  # "folder" of the weights under adapters, and "fingerprint"
+    phases: list[tuple[_Count, list[str], list[_Count]]] = field(default_factory=list)  # see `data.blend.Phase`
+    base: dict[str, str] = field(default_factory=dict)  # "folder" and "fingerprint" under adapters; "adapters"
 
     def come_to(self, training: Training) -> tuple[int, int, int]:
         """The steps and samples so far, and the batch size in which the schedule of a run that goes on counts."""
@@ -107,6 +108,15 @@ def complete_steps(folder: Path) -> list[int]:
     paths = folder.iterdir() if isinstance(folder, RemotePath) or os.path.isdir(folder) else ()
     steps = {step_of(path): path for path in paths}
     return sorted(step for step, path in steps.items() if step is not None and is_complete(path))
+
+
+def newest_in(path: Path) -> Path:
+    """The newest checkpoint of a run's dump folder or folder of checkpoints; any other path itself."""
+    is_run = all(file_problem(path / marker) == "does not exist" for marker in _MARKERS)
+    for folder in (path, path / "checkpoint") if is_run else ():
+        if steps := complete_steps(folder):
+            return checkpoint_path(folder, steps[-1])
+    return path
 
 
 def is_complete(path: Path) -> bool:

@@ -39,7 +39,7 @@ from titan_like.config.errors import (
 from titan_like.config.options import as_installed
 from titan_like.config.paths import SHIPPED, expanded, find_config, read_toml
 from titan_like.config.schema import JobConfig
-from titan_like.config.section import options_of
+from titan_like.config.section import options_of, weight_of
 from titan_like.config.synonyms import cure_of
 
 
@@ -244,10 +244,15 @@ def _parse_values(dotted: str, values: list[str]) -> Any:
         return None
     is_text = "str" in kind and "int" not in kind and "dict" not in kind
     parsed = [value if is_text and not value.startswith("[") else _parse_value(value) for value in values]
-    if "float" in kind and len(values) > 2 and is_text:  # paths, perhaps with a weight before each
-        numbers = [_parse_value(value) for value in values]
-        if [isinstance(number, int | float) for number in numbers] == [True, False] * (len(values) // 2):
-            parsed[::2] = numbers[::2]
+    if "float" in kind and is_text and len(values) > 1:  # paths, perhaps with a weight before each
+        weights = [weight_of(value) for value in values]
+        if [weight is not None for weight in weights] == [True, False] * (len(values) // 2):
+            path = next(filter(os.path.lexists, values[::2]), None)
+            problem = (
+                f"""is "{path}" a weight or the path that is there? Write '[0.7, "web", 0.3, "2024"]', as in TOML"""
+            )
+            require(path is None, dotted, values, problem)
+            parsed[::2] = weights[::2]
     return True if not parsed else parsed[0] if len(parsed) == 1 else parsed
 
 

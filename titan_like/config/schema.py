@@ -46,8 +46,9 @@ class Model(Section):
 
     from_: OptionalUrl = option(
         None,
-        "Hugging Face folder or hub name, or a checkpoint's step-N folder, that gives family, shape, tokenizer and "
-        "initial weights; overrides may change what does not belong to the weights, such as dropout or rope_theta",
+        "Hugging Face folder or hub name, a run's or a checkpoint's folder, or a PEFT folder; it gives family, shape, "
+        "tokenizer and initial weights; overrides may change what does not belong to the weights, such as dropout or "
+        "rope_theta",
         alias="from",
     )
     ignore_fields: list[str] = option(
@@ -90,12 +91,17 @@ class Data(Section):
     )
     paths: PathList = option(
         [],
-        "files, folders, glob patterns or URLs of text, JSON, parquet, … or indexed datasets, or for hf also names "
-        'such as "org/name:config"; weights and paths in turn make a blend: [0.7, "web", 0.3, "books"]',
+        "files, folders, glob patterns or URLs of text, JSON, CSV, parquet, … or indexed datasets, or for hf also "
+        'names such as "org/name:config"; weights and paths in turn make a blend: [0.7, "web", 0.3, "books"]',
     )
     options: dict[str, Any] = option({}, "settings of a dataset of your own package")
-    text_key: str = option("text", "key or column of the text in documents of JSONL, parquet and arrow")
+    text_key: str = option("text", "key or column of the text in documents of JSON, CSV, parquet and arrow")
     bad_lines: Literal["stop", "skip"] = option("stop", "what to do at a record that cannot be learned; skip counts it")
+    resume: Literal["same", "new_blend"] = option(
+        "same",
+        "a resumed run reads the checkpoint's data, or is refused (same); or from there on what paths now name, where "
+        "each source that stays goes on (new_blend)",
+    )
     split: str = option("969,30,1", "weights of the train, validation and test splits")
     tokenizer: TokenizerText = option(
         "byte",

@@ -17,6 +17,14 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str | int | float) else value
 
 
+def weight_of(word: str) -> float | None:
+    """The number that a word of a command line is; None if it is none, and so a path."""
+    try:
+        return weight if abs(weight := float(word)) < float("inf") else None
+    except ValueError:
+        return None
+
+
 def _as_paths(value: Any) -> Any:
     """A list of paths, in which weights may stand as numbers."""
     values = _as_list(value)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from glob import glob
 from itertools import accumulate, pairwise, zip_longest
+from operator import add
 from pathlib import Path
+from typing import NamedTuple
 
 from titan_like.config.errors import ConfigError, require
+from titan_like.config.section import weight_of
 from titan_like.data.batch import Batch
 from titan_like.data.permutation import Permutation
 from titan_like.data.source import UNKNOWN_LENGTH, DataRequest, Source, digest_of, epoch_order
@@ -27,16 +31,31 @@ class Share:
     paths: list[str]
 
 
+class Phase(NamedTuple):
+    """A blend that a run trains on from one of its samples on. A checkpoint holds all of its run."""
+
+    first: int  # the sample
+    sources: list[str]  # fingerprints
+    shares: list[int]  # as `Blend.shares`
+
+    @property
+    def keys(self) -> list[tuple[str, int]]:
+        """What tells the sources apart: fingerprints, and numbers of those that are equal."""
+        return [(source, self.sources[:number].count(source)) for number, source in enumerate(self.sources)]
+
+
 def shares_of(paths: Sequence[str | float]) -> list[Share]:
     """Weights and paths in turn, as in ``[0.7, "web", 0.3, "books"]``, as a list of sources; without weights, one.
 
     Raises a `ConfigError` if some weights are missing, or not positive numbers.
     """
     names = [path for path in paths if isinstance(path, str)]
+    problem = 'weights and paths must come in turn, as in [0.7, "web", 0.3, "2024"], with positive weights, unquoted'
     if len(names) == len(paths):
+        numbers = [name for name in names if weight_of(name) is not None and not glob(f"{name}*")]
+        require(len(numbers) in (0, len(names)), "data.paths", paths, problem)
         return [Share(None, names)]
     pairs = list(zip_longest(paths[::2], paths[1::2]))
-    problem = 'weights and paths must come in turn, as in [0.7, "web", 0.3, "2024"], with positive weights'
     for weight, path in pairs:
         is_pair = not isinstance(weight, str) and weight > 0 and isinstance(path, str)
         require(is_pair, "data.paths", paths, problem)
@@ -95,6 +114,22 @@ class Blend:
         for source, _ in self._block(reader, block)[:slot] if slot else ():
             counts[source] += 1
         return counts
+
+    def draw(self, source: int, number: int) -> int:
+        """Which of a source's samples is the one drawn from it after ``number`` others, in a blend with one reader."""
+        period, rest = divmod(number, self.shares[source])
+        k = bisect_right(range(PERIOD), rest, key=lambda k: self._before(0, k)[source]) - 1
+        block = period * PERIOD + k
+        return self.locate(block * self._slots + self._block(0, block).index((source, number)))[1]
+
+    def share(self, num_samples: int, reader: int) -> int:
+        """How many of a run's first samples are a reader's."""
+        return num_samples // self.num_readers + (reader < num_samples % self.num_readers)
+
+    def taken(self, first: int, last: int) -> list[tuple[int, ...]]:
+        """How many of a run's samples ``first`` … ``last - 1`` are each source's, by reader, if this begins there."""
+        sizes = [self.share(last, reader) - self.share(first, reader) for reader in range(self.num_readers)]
+        return list(zip(*(self.counts(size, reader) for reader, size in enumerate(sizes)), strict=True))
 
     def _block(self, reader: int, block: int) -> list[tuple[int, int]]:
         last, samples = self._enumerated.get(reader, (-1, []))
@@ -161,7 +196,12 @@ def count_reversed(k: int, least: int) -> int:
 class BlendedSource(Source):
     """A blend of one split of several sources. In training each goes through its own epochs; a source that ends begins
     its next one, in another order.
+
+    Where a run changes its blend, a source that stays gives next what it would have given next.
     """
+
+    is_in_order = False  # whether a source's samples come in order within a block, too
+    phases: Sequence[Phase] = ()  # the run's, up to this blend; none if the run began with it
 
     def __init__(
         self, request: DataRequest, sources: Sequence[Source], weights: Sequence[float | None], num_readers: int = 1
@@ -183,6 +223,7 @@ class BlendedSource(Source):
             require(len(source) > 0, "data.paths", path, problem)
         names = [Path(path).name for path in self.paths]
         self.names = names if len(set(names)) == len(names) else self.paths
+        self._taken, self._draw = list[list[int]](), list[Callable[[int], int]]()  # before this phase; see `go_on`
         shares = [weights[number] or float(len(sources[number])) for number in present]
         try:
             self.blend = Blend(shares or [1.0], request.seed, num_readers)
@@ -199,7 +240,7 @@ class BlendedSource(Source):
     def sample(self, position: int) -> Batch:
         """A sample of one of the sources."""
         if self.request.split == "train":
-            number, index = self.blend.locate(position)
+            number, index = self.locate(position)
             return self.sources[number][index]
         number, index = self.blend.locate_in_order(position)
         return self.sources[number].sample(index)
@@ -208,21 +249,54 @@ class BlendedSource(Source):
         """Sample ``index`` of the run."""
         return self.sample(index) if self.request.split == "train" else super().__getitem__(index)
 
+    def go_on(self, phases: Sequence[Phase]) -> None:
+        """Continue after the earlier ``phases`` of a run, of which this blend is the last."""
+        (start, *_), seed, readers = phases, self.request.seed, self.blend.num_readers
+        taken: dict[tuple[str, int], list[int]] = {}  # by reader
+        for phase, after in pairwise(phases):
+            counts = Blend(phase.shares, seed, readers).taken(phase.first, after.first)
+            for key, count in zip(phase.keys, counts, strict=True):
+                taken[key] = [*map(add, taken.get(key, [0] * readers), count)]
+        self._taken = [taken.get(key, [0] * readers) for key in phases[-1].keys]
+        # Within a block of a run's first blend, a source's samples are not in order, and neither are those that follow.
+        shuffled = [] if self.is_in_order or len(start.sources) == 1 else start.keys
+        draws = {key: partial(Blend(start.shares, seed).draw, number) for number, key in enumerate(shuffled)}
+        self._draw = [draws.get(key, int) for key in phases[-1].keys]
+        self.phases = phases
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """Which source sample ``index`` of the run is from, and which of its samples it is."""
+        if not (self.phases or self.is_in_order):
+            return self.blend.locate(index)
+        number, reader = divmod(index, self.blend.num_readers)
+        number -= self.blend.share(self.phases[-1].first, reader) if self.phases else 0
+        source, within = self.blend.locate_in_order(number, reader)
+        if self.phases:
+            within = self._draw[source](self._taken[source][reader] + within)
+        return source, within * self.blend.num_readers + reader
+
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of the sources' fingerprints and their shares."""
+        """Digest of the sources' fingerprints and their shares; of a single source its own."""
+        if len(self.sources) == 1:
+            return self.sources[0].fingerprint
         return digest_of([source.fingerprint for source in self.sources], self.blend.shares)
 
     def drawn(self, num_samples: int) -> dict[str, float]:
         """Samples and epochs of each source after ``num_samples``, by ``samples/NAME`` and ``epochs/NAME``."""
-        share, extra = divmod(num_samples, self.blend.num_readers)
-        counts = [self.blend.counts(share + (reader < extra), reader) for reader in range(self.blend.num_readers)]
+        counts = self.blend.taken(self.phases[-1].first if self.phases else 0, num_samples)
+        totals = [sum(count) + sum(before) for count, before in zip_longest(counts, self._taken, fillvalue=())]
         figures: dict[str, float] = {}
-        for name, source, count in zip(self.names, self.sources, map(sum, zip(*counts, strict=True)), strict=True):
+        for name, source, count in zip(self.names, self.sources, totals, strict=True):
             figures[f"samples/{name}"] = count
             if len(source) != UNKNOWN_LENGTH:
                 figures[f"epochs/{name}"] = count / len(source)
         return figures
+
+    def began(self) -> str:
+        """Where each source was when this blend began."""
+        parts = zip(self.names, map(sum, self._taken), strict=True)
+        return "; ".join(f"{name} goes on after {n:,} samples" if n else f"{name} is new" for name, n in parts)
 
     def described(self, micro_batch_size: int, num_ranks: int) -> str | None:
         """The line of each source that has one, once if they are the same."""

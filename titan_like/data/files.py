@@ -4,7 +4,8 @@ The files are of text or records, or the indexes of Megatron-LM's datasets.
 
 A folder means what Hugging Face's `datasets` reads of it: what ``load_from_disk`` does, if ``save_to_disk`` wrote it,
 else what ``load_dataset(folder, split="train")`` does. If neither names nor README.md tell splits apart, files of all
-formats are read, not only the most frequent one. All text files are read too if none of them belongs to train.
+formats are read, not only the most frequent one; but tables, which may be about other records, only if they are more
+than these. All text files are read too if none of them belongs to train.
 """
 
 from __future__ import annotations
@@ -23,7 +24,15 @@ from typing import Any
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.paths import blaming, check_folder, file_problem, parse_json, user_file
 from titan_like.data.indexed import prefix_of
-from titan_like.data.raw_text import JSON_ENDINGS, KNOWN_ENDINGS, RECORD_ENDINGS, UnreadableError, ending_of, kind_of
+from titan_like.data.raw_text import (
+    JSON_ENDINGS,
+    KNOWN_ENDINGS,
+    RECORD_ENDINGS,
+    TABLE_ENDINGS,
+    UnreadableError,
+    ending_of,
+    kind_of,
+)
 
 _WORDS = {"train": "train|training", "validation": "validation|valid|dev|val", "test": "test|testing|eval|evaluation"}
 _SPLITS = {split: re.compile(rf"(.*[-._ 0-9])?({words})([-._ 0-9].*)?") for split, words in _WORDS.items()}
@@ -137,12 +146,16 @@ def _of_split(folder: Path, key: str, endings: dict[str, str], wanted: str) -> l
     has_records = not set(RECORD_ENDINGS).isdisjoint(endings.values())
     names = [name for name in endings if not has_records or endings[name] != ".md"]  # it only describes the records
     by_split = _splits_of_readme(folder, key, names) or _splits_of_names(names)
+    tables = {name for name in names if endings[name] in TABLE_ENDINGS}
+    records = {name for name in names if endings[name] in RECORD_ENDINGS} - tables
+    if not by_split and tables and records:
+        return [name for name in names if name not in min(tables, records, key=len)]
     if not by_split or (not has_records and not {wanted, "train"} & {*by_split}):
         return names
     split = _chosen_split(folder, key, by_split, wanted)
     # Several formats may hold the same rows, so the most frequent one is read.
     counts = Counter(endings[name] for name in by_split[split])
-    order = [".parquet", ".arrow", *JSON_ENDINGS, *endings.values()]
+    order = [".parquet", ".arrow", *JSON_ENDINGS, *TABLE_ENDINGS, *endings.values()]
     most_frequent = max(counts, key=lambda ending: (counts[ending], -order.index(ending)), default="")
     chosen_endings = JSON_ENDINGS if most_frequent in JSON_ENDINGS else (most_frequent,)
     return [name for name in by_split[split] if endings[name] in chosen_endings]

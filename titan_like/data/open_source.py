@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from titan_like.config.errors import ConfigError, require
 from titan_like.config.schema import HELD_OUT, Data, JobConfig
 from titan_like.data.batch import Batch
 from titan_like.data.batch_size import NO_EPOCHS
-from titan_like.data.blend import BlendedSource, shares_of
+from titan_like.data.blend import BlendedSource, Phase, shares_of
 from titan_like.data.fetch import local_paths
 from titan_like.data.files import find_indexed
 from titan_like.data.lengths import sample_length
@@ -101,6 +102,27 @@ def open_source(request: DataRequest) -> Source:
     if issubclass(dataset, StreamSource):
         return BlendedStream(request, sources, weights, request.section.num_readers)
     return BlendedSource(request, sources, weights)
+
+
+def phases_of(source: Source) -> list[Phase]:
+    """The blends of a run up to the one that it trains on."""
+    if not isinstance(source, BlendedSource):
+        return [Phase(0, [source.fingerprint], [1])]
+    return list(source.phases) or [Phase(0, [part.fingerprint for part in source.sources], source.blend.shares)]
+
+
+def go_on(source: Source, phases: Sequence[Phase]) -> BlendedSource:
+    """The data of a run that goes on after the earlier ``phases`` with ``source``, the last; see `BlendedSource`."""
+    sources = list(source.sources) if isinstance(source, BlendedSource) else [source]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(key for phase in phases for key in phase.keys))}
+    for place, key in enumerate(phases[-1].keys):  # whose order depends on the number that it began with
+        request = replace(sources[place].request, part=numbers[key])
+        sources[place] = sources[place] if request == sources[place].request else type(sources[place])(request)
+    kind = BlendedStream if isinstance(sources[0], StreamSource) else BlendedSource
+    readers = source.request.section.num_readers if kind is BlendedStream else 1
+    blend = kind(source.request, sources, phases[-1].shares, readers)
+    blend.go_on(phases)
+    return blend
 
 
 def _check_sample(sample: Any, request: DataRequest, dataset: str) -> None:

@@ -237,7 +237,7 @@ def corpus_files(section: Data) -> list[Path]:
     else:
         problem = f'dataset "{section.dataset}" needs files; give paths or glob patterns'
         require(section.paths, "data.paths", None, problem)
-        no_text = f"conversations are records of {', '.join(RECORD_ENDINGS[:3])} files; write it as one"
+        no_text = f"conversations are records of {', '.join((*RECORD_ENDINGS[:3], '.csv'))} files; write it as one"
         files = find_files(
             section.paths, "data.paths", no_text if section.dataset == "conversations" else "", section.read_split
         )

@@ -43,7 +43,7 @@ _MOST_NAMED = 100  # bad lines
 _BATCH = 16  # records that are tokenized together
 _NO_CUT = "repeats itself so far that it cannot be cut; divide it, or write it as .jsonl"
 SKIP = 'set data.bad_lines to "skip"'
-_FORMAT = 4  # version of the stored files; another one tokenizes everything again
+_FORMAT = 5  # version of the stored files; another one tokenizes everything again
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,21 @@
 | kind | documents | recognised by |
 |---|---|---|
 | jsonl | one a line, under a key | a first line that is a JSON object, or an ending in `JSON_ENDINGS` |
-| array | one an element of a JSON array, under a key | such an ending, and ``[`` first |
+| json | one an element of a JSON array, or an object on any lines | such an ending, or all of it is JSON objects |
 | parquet, arrow | one a row, in a column of that name (needs pyarrow) | the magic number or the ending |
+| csv, tsv | one a row, in a column of that name | the ending, or a header of names and rows that fit it |
 | text | the file is one | UTF-8 that is none of these |
 
-All but parquet and arrow may be compressed by gzip, bzip2, xz or Zstandard (which needs zstandard).
+Tables are read as `datasets` reads them, except that values stay text. All but parquet and arrow may be compressed by
+gzip, bzip2, xz or Zstandard (which needs zstandard).
 """
 
 from __future__ import annotations
 
 import bz2
 import codecs
+import csv
+import json
 import lzma
 import re
 import zlib
@@ -21,7 +25,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, count, islice, takewhile
+from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,9 +35,10 @@ from titan_like.config.paths import parse_json
 from titan_like.data.long_text import FindCut, cut_text
 
 JSON_ENDINGS = (".jsonl", ".ndjson", ".jsonlines", ".json")
-RECORD_ENDINGS = (".jsonl", ".parquet", ".arrow", *JSON_ENDINGS[1:])
+TABLE_ENDINGS = (".csv", ".tsv")
+RECORD_ENDINGS = (".jsonl", ".parquet", ".arrow", *JSON_ENDINGS[1:], *TABLE_ENDINGS)
 KNOWN_ENDINGS = (*RECORD_ENDINGS, ".txt", ".text", ".md")
-_TABLES = (".csv", ".tsv")
+_SEPARATORS = {"csv": ",", "tsv": "\t"}
 _MAGIC = {"parquet": b"PAR1", "arrow": b"ARROW1"}
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _PIECE = 1 << 20  # bytes of JSON lines
@@ -40,6 +46,10 @@ _CHUNK = 1 << 18  # bytes that are read at a time
 _HEAD = 1 << 16  # bytes at the beginning that tell a file's kind
 _ROWS = 256  # rows of a table or an array in a piece
 _OBJECT = re.compile(rb'\{\s*"(?:[^"\\]|\\.)*"\s*:')  # the beginning of a JSON object
+_ARRAY = re.compile(rb"\[\s*(?=\{)")  # the beginning of an array of objects
+_SPACE = re.compile(r"\s*")
+_COLUMN = re.compile(r"[A-Za-z_][\w.-]*")  # a name in the header of a table that only its content tells
+csv.field_size_limit(2**31 - 1)  # characters of a document in a table
 Key = str | tuple[str, ...]
 
 
@@ -60,10 +70,10 @@ class Piece:
     """A part of a file."""
 
     kind: str  # "jsonl", "rows" or "text"
-    content: bytes | list[Any]  # whole lines; rows or elements of an array; a text, or the `BadRecord` it is
+    content: bytes | list[Any]  # whole lines; rows or JSON values; a text, or the `BadRecord` it is
     first_record: int  # line or row of the file with which it begins, from 1
     num_records: int
-    end: int  # where to go on: bytes, uncompressed, or rows or elements of an array; 0 in a text
+    end: int  # where to go on: bytes, uncompressed, or rows or JSON values; 0 in a text
     before: str = ""  # text around a piece of a text, which is tokenized with it; empty at the ends of the file
     after: str = ""
 
@@ -75,7 +85,7 @@ def ending_of(path: Path) -> str:
 
 
 def kind_of(path: Path) -> str:
-    """ "jsonl", "array", "parquet", "arrow" or "text", by the file's content and its ending.
+    """ "jsonl", "json", "csv", "tsv", "parquet", "arrow" or "text", by the file's content and its ending.
 
     Raises:
         UnreadableError: it is of none of these kinds, or cannot be read.
@@ -94,15 +104,62 @@ def kind_of(path: Path) -> str:
         raise UnreadableError("holds no text, JSON, parquet or arrow; convert it to UTF-8 text or leave it out")
     text = head.removeprefix(codecs.BOM_UTF8).lstrip()
     first, newline, _ = text.partition(b"\n")
-    is_cut = len(head) >= _HEAD and not newline
-    is_lines = _OBJECT.match(text) and (is_cut or _is_json(first))
+    is_whole = len(head) < _HEAD
+    is_lines = _OBJECT.match(text) and ((not is_whole and not newline) or _is_json(first))
+    if ending in TABLE_ENDINGS:
+        return ending[1:]
     if ending in JSON_ENDINGS and text.startswith(b"["):
-        return "array"
+        return "json"
+    if not is_lines and _holds_records(path, text, is_whole):
+        return "json"
     if ending == ".json" and not is_lines:
-        raise UnreadableError("holds neither a JSON array nor a JSON object on each line; write it so (jq -c .)")
-    if ending in _TABLES:
-        raise UnreadableError(f"is a table ({ending}); write it as .jsonl or .parquet, or name it .txt to read as text")
-    return "jsonl" if is_lines or ending in JSON_ENDINGS else "text"
+        raise UnreadableError("holds neither a JSON array nor JSON objects; write it so, or repair it")
+    return "jsonl" if is_lines or ending in JSON_ENDINGS else _table_in(text, is_whole) or "text"
+
+
+def _holds_records(path: Path, head: bytes, is_whole: bool) -> bool:
+    """Whether a file is JSON objects, or an array of them, from its ``head`` to its end."""
+    start = _ARRAY.match(head)
+    text = head[start.end() if start else 0 :]
+    if not _OBJECT.match(text):
+        return False
+    characters = text.decode("utf-8", "ignore")
+    try:
+        try:
+            json.JSONDecoder().raw_decode(characters)
+        except json.JSONDecodeError as error:  # perhaps because the head ends in a text, or in a word
+            if is_whole or not (error.msg.startswith("Unterminated") or error.pos >= len(characters.rstrip()) - 8):
+                return False
+        with open(path, "rb") as file:
+            return all(isinstance(record, dict) for record in _json_records(b"".join(_content(path, file, 0))))
+    except (ValueError, RecursionError):
+        return False
+
+
+def _json_records(content: bytes) -> list[Any]:
+    """The elements of a JSON array, or JSON values one after the other."""
+    text, at, records = content.decode("utf-8-sig"), 0, []
+    if text.lstrip().startswith("["):
+        return parse_json(text)
+    while (at := _SPACE.match(text, at).end()) < len(text):  # type: ignore[union-attr]
+        record, at = json.JSONDecoder().raw_decode(text, at)
+        records.append(record)
+    return records
+
+
+def _table_in(head: bytes, is_whole: bool) -> str | None:
+    """The kind of table that a text without an ending of one is: a header of names, and rows with as many fields."""
+    lines = _lines_of(head.decode("utf-8", "ignore"))
+    for kind, separator in _SEPARATORS.items():
+        try:
+            header, *rows = filter(None, csv.reader(lines, delimiter=separator))
+        except (csv.Error, ValueError):
+            continue
+        rows = rows if is_whole else rows[:-1]
+        is_header = len({*header}) == len(header) > 1 and all(map(_COLUMN.fullmatch, header))
+        if is_header and rows and all(len(row) == len(header) for row in rows):
+            return kind
+    return None
 
 
 def _is_json(line: bytes) -> bool:
@@ -133,11 +190,17 @@ def read_pieces(
             batches = _parquet_batches(path, key, start) if kind == "parquet" else _arrow_batches(path, key)
             yield from _rows(batches, start)
             return
-        if kind == "array":
-            records = parse_json(b"".join(_content(path, file, 0)))
-            yield from _rows([(0, records, 1.0)], start)
+        if kind == "json":
+            yield from _rows([(0, _json_records(b"".join(_content(path, file, 0))), 1.0)], start)
             return
         size = max(path.stat().st_size, 1)
+        if kind in _SEPARATORS:
+            whole_lines = (bytes(piece.content) for piece in _lines(_content(path, file, 0), 0, 1))
+            lines = chain.from_iterable(map(_lines_of, codecs.iterdecode(whole_lines, "utf-8-sig")))
+            rows = _table_rows(csv.reader(lines, delimiter=_SEPARATORS[kind], strict=True), key)
+            parts = ((at, list(islice(rows, _ROWS)), min(1.0, file.tell() / size)) for at in count(0, _ROWS))
+            yield from _rows(takewhile(itemgetter(1), parts), start)
+            return
         chunks = _content(path, file, start)
         for piece in _text(chunks, find_cut) if kind == "text" else _lines(chunks, start, first_record):
             yield piece, min(1.0, file.tell() / size)
@@ -247,7 +310,7 @@ def _parquet_batches(path: Path, key: Key, start: int) -> Iterator[tuple[int, An
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(str(path), buffer_size=_PIECE) as file:  # buffered, since a row group may be a gigabyte
-        columns = _columns(file.schema_arrow, key)
+        columns = _columns(file.schema_arrow.names, key)
         groups, at = list(range(file.num_row_groups)), 0
         while groups and at + file.metadata.row_group(groups[0]).num_rows <= start:
             at += file.metadata.row_group(groups.pop(0)).num_rows
@@ -271,18 +334,34 @@ def _arrow_batches(path: Path, key: Key) -> Iterator[tuple[int, Any, float]]:
             file.seek(0)
             reader = ipc.open_stream(file)
             batches = iter(reader)
-        columns = _columns(reader.schema, key)
+        columns = _columns(reader.schema.names, key)
         for batch in batches:
             yield at, batch.select(columns), file.tell() / size
             at += len(batch)
 
 
-def _columns(schema: Any, key: Key) -> list[str]:
+def _lines_of(text: str) -> list[str]:
+    """The lines of a table, with their line feeds; no other character ends one."""
+    return re.findall(r"[^\n]*\n|[^\n]+", text)
+
+
+def _table_rows(rows: Iterator[list[str]], key: Key) -> Iterator[dict[str, str] | BadRecord]:
+    """The rows of a table by column, without empty fields. The first of two columns with the same name counts."""
+    rows = filter(None, rows)  # empty lines are no rows
+    header = next(rows, [])
+    _columns(header, key)
+    problem = f"the row has more fields than the header, which has {len(header)}; put text with separators in quotes"
+    for row in rows:
+        pairs = [*zip(header, row, strict=False)][::-1]
+        yield BadRecord(problem) if len(row) > len(header) else {name: field for name, field in pairs if field}
+
+
+def _columns(names: list[str], key: Key) -> list[str]:
     """The columns to read."""
     keys = (key,) if isinstance(key, str) else key
-    columns = [name for name in keys if name in schema.names]
+    columns = [name for name in keys if name in names]
     if not columns:
-        raise UnreadableError(f'has no column "{" or ".join(keys)}"; it has {", ".join(schema.names)}')
+        raise UnreadableError(f'has no column "{" or ".join(keys)}"; it has {", ".join(names)}')
     return columns
 
 
@@ -305,7 +384,7 @@ def texts_of(
             continue
         try:
             record = parse_json(record.decode("utf-8")) if isinstance(record, bytes) else record
-            yield number, record if key is None else _text_in(record, key)
+            yield number, record if key is None or isinstance(record, BadRecord) else _text_in(record, key)
         except UnicodeDecodeError as error:
             yield number, BadRecord(f"byte {error.start} of the line is not valid UTF-8")
         except BadRecord as error:

@@ -28,14 +28,14 @@ _NOTHING = (
     "no such file or folder, and no file matches it as a glob pattern; a name of the Hugging Face hub would be like "
     "org/name, org/name:config or org/name@revision"
 )
-_NO_TEXT = 'holds text; a stream reads JSON lines, JSON arrays, parquet and arrow; set data.dataset = "text"'
+_NO_TEXT = 'holds text; a stream reads JSON, tables, parquet and arrow; set data.dataset = "text"'
 # A dataset of the hub, perhaps with a configuration of it and a revision: allenai/c4:en@1588ec4
 _HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
 
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A file of JSON lines, a JSON array, parquet or arrow."""
+    """A file of JSON, a table, parquet or arrow."""
 
     name: str  # its path
 

@@ -167,15 +167,16 @@ class BlendedStream(BlendedSource):
     So a process still needs only some readers, and takes their samples in order.
     """
 
+    is_in_order = True
+
     def __len__(self) -> int:
         """Unknown, or 0 if no source has a whole sample."""
         return UNKNOWN_LENGTH if self.sources else 0
 
     def __getitem__(self, index: int) -> Batch:
         """Sample ``index`` of the run, without labels if its source has come to the split's end."""
-        number, reader = divmod(index, self.blend.num_readers)
-        source, within = self.blend.locate_in_order(number, reader)
-        return self.sources[source][within * self.blend.num_readers + reader]
+        source, within = self.locate(index)
+        return self.sources[source][within]
 
     def state_dict(self) -> dict[str, list[int]]:
         """Where the readers of all sources continue."""

@@ -23,6 +23,7 @@ import torch
 from safetensors import safe_open
 
 from titan_like.checkpoint.reader import is_file_name
+from titan_like.checkpoint.step_folders import newest_in
 from titan_like.config.errors import ConfigError, printable, shortened
 from titan_like.config.paths import file_problem, user_file
 from titan_like.config.urls import RemotePath, path_of
@@ -50,7 +51,8 @@ _SMALL = [*COMPANIONS, *TOKENIZER_FILES, TEMPLATES]  # without the index of the 
 def local_folder(name: str, key: str, weights: bool = True) -> Path:
     """The folder that ``name`` stands for: a path, or org/name on the hub or a URL, which is downloaded once.
 
-    A path that exists comes first. ``key`` is the setting that errors blame. ``weights`` may be left out.
+    A path that exists comes first. A run's folder stands for its newest checkpoint. ``key`` is the setting that errors
+    blame. ``weights`` may be left out.
 
     Raises:
         ConfigError: there is no such folder, and the hub does not have the repository or cannot be reached.
@@ -61,7 +63,7 @@ def local_folder(name: str, key: str, weights: bool = True) -> Path:
         copies = fetch([f"{glob.escape(str(path))}/{pattern}" for pattern in _PATTERNS], key)
         return copies[0].parent
     if not is_on_hub(name):
-        return path
+        return newest_in(path)
     problem = "no such folder, nor can the Hugging Face hub give it"
     patterns, needed = (_PATTERNS, (WEIGHTS_FILE, INDEX_FILE)) if weights else (_SMALL, (CONFIG_FILE,))
     return from_hub(name, patterns, needed, key, problem, "name a folder that is there")

@@ -6,18 +6,19 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import ValidationError
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from titan_like.checkpoint.loader import CheckpointWeights, is_checkpoint
-from titan_like.checkpoint.step_folders import flush, write_durably, written_aside
+from titan_like.checkpoint.step_folders import flush, newest_in, write_durably, written_aside
 from titan_like.config.errors import ConfigError, first_line, require, shortened
 from titan_like.config.paths import file_problem, user_file
 from titan_like.config.schema import LoRA
@@ -47,6 +48,7 @@ _READ = {
 _DEFAULTS: dict[str, Any] = {"r": 8, "lora_alpha": 8, "bias": "none", "modules_to_save": [], "revision": "main"}
 _DEFAULTS |= {"rank_pattern": {}, "alpha_pattern": {}, "loftq_config": {}, "qalora_group_size": 16}
 _DEFAULTS |= {"megatron_core": "megatron.core"}
+_NAMES = {"rank": "r", "alpha": "lora_alpha"}  # ours and PEFT's
 _SAMPLES, _SAMPLE_BYTES = 256, 4096  # of a file of weights
 
 
@@ -138,7 +140,10 @@ def base_of(name: str, key: str, weights: bool = True) -> str:
         problem = f"its {ADAPTER_CONFIG} names no {_BASE}; add it"
         require(isinstance(base, str) and base and not is_peft(path_of(base)), key, name, problem)
         name = str(base)
-    return name if is_on_hub(name) or isinstance(path_of(name), RemotePath) else os.path.abspath(name)
+    path = path_of(name)
+    if is_on_hub(name):
+        return name
+    return str(newest_in(path)) if isinstance(path, RemotePath) else os.path.abspath(newest_in(path))
 
 
 def _fields(folder: Path, key: str) -> dict[str, Any]:
@@ -146,6 +151,36 @@ def _fields(folder: Path, key: str) -> dict[str, Any]:
         return read_json(folder / ADAPTER_CONFIG)
     except ValueError as error:
         raise ConfigError(key, str(folder), first_line(error)) from None
+
+
+def _slices(folder: Path, key: str) -> dict[str, Any]:
+    """The slice of each tensor in a PEFT folder, which says its shape and type."""
+    weights = folder / ADAPTER_WEIGHTS
+    with (
+        user_file(weights, lambda problem: ConfigError(key, str(folder), f"its {ADAPTER_WEIGHTS} {problem}")),
+        safe_open(weights, framework="pt") as file,
+    ):
+        return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+
+
+def _modules(names: Iterable[str], fields: dict[str, Any]) -> list[str]:
+    """The modules that PEFT's tensors adapt, without the layers' numbers: as target_modules names them, if it does."""
+    ends = {NUMBERED.sub("", name.removeprefix(_PREFIX).partition(".lora_")[0]) for name in names if ".lora_" in name}
+    targets = fields.get("target_modules") if not fields.get("exclude_modules") else None
+    targets = [str(target) for target in targets] if isinstance(targets, list) else []
+    return sorted({next((t for t in targets if f".{end}".endswith(f".{t}")), end) for end in ends})
+
+
+def peft_settings(folder: Path, key: str) -> dict[str, Any]:
+    """[lora] as a PEFT folder describes it: rank, alpha and modules. A `ConfigError` if it does not."""
+    fields = _fields(folder, key)
+    values: dict[str, Any] = {name: fields.get(theirs, _DEFAULTS[theirs]) for name, theirs in _NAMES.items()}
+    values["modules"] = _modules(_slices(folder, key), fields)
+    try:
+        section = LoRA.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(key, str(folder), f"its {ADAPTER_CONFIG} is invalid ({first_line(error)})") from None
+    return {name: getattr(section, name) for name in values}
 
 
 def check_peft(folder: Path, base: Path, key: str, model: TransformerConfig, section: LoRA) -> None:
@@ -158,24 +193,22 @@ def check_peft(folder: Path, base: Path, key: str, model: TransformerConfig, sec
         require(fields[name] in (None, False, _DEFAULTS.get(name)), key, str(folder), problem)
     problem = f"its init_lora_weights = {json.dumps(start)} changes the base; merge it with PEFT instead"
     require(isinstance(start, bool) or start == "gaussian", key, str(folder), problem)
-    for name, value, theirs in (("rank", section.rank, "r"), ("alpha", section.alpha, "lora_alpha")):
-        problem = f"{folder} has {theirs} = {fields.get(theirs, _DEFAULTS[theirs])}; set it to that"
-        require(value == fields.get(theirs, _DEFAULTS[theirs]), f"lora.{name}", value, problem)
-    weights = folder / ADAPTER_WEIGHTS
-    with (
-        user_file(weights, lambda problem: ConfigError(key, str(folder), f"its {ADAPTER_WEIGHTS} {problem}")),
-        safe_open(weights, framework="pt") as file,
-    ):
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
-        dtypes = {name: part.get_dtype() for name, part in slices.items()}
+    for name, theirs in _NAMES.items():
+        value, problem = getattr(section, name), f"{folder} has {theirs} = {fields.get(theirs, _DEFAULTS[theirs])}"
+        require(value == fields.get(theirs, _DEFAULTS[theirs]), f"lora.{name}", value, f"{problem}; set it to that")
+    slices = _slices(folder, key)
+    shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+    dtypes = {name: part.get_dtype() for name, part in slices.items()}
     blocks = [block for adapter in stored_adapters(model, section, _model_type(base)) for block in adapter.blocks()]
     wanted, fused = dict[str, tuple[int, int]](), Counter(block.module for block in blocks)
     for module, (rows, columns), *_ in blocks:
         wanted |= zip(names_of(module), ((section.rank, columns), (rows, section.rank)), strict=True)
+    modules = _modules(shapes, fields)
+    problem = f"{folder} has adapters of {', '.join(modules)}; name these, or leave it out"
+    require(modules == _modules(wanted, fields), "lora.modules", section.modules, problem)
     for name in sorted(shapes.keys() ^ wanted.keys()):
-        problem = f"{folder} has {'no' if name in wanted else 'a'} {name}; name the modules that it has"
-        raise ConfigError("lora.modules", section.modules, problem)
+        problem = f"has {'no' if name in wanted else 'a'} {name}, {'as other layers do' if name in wanted else 'too'}"
+        raise ConfigError(key, str(folder), f"{problem}; merge it with PEFT instead")
     for module, count in fused.items():
         problem = f"its {module} has one A, but the {count} matrices in it have one each here; merge it with PEFT"
         require(count == 1, key, str(folder), problem)

@@ -16,7 +16,6 @@ from titan_like.checkpoint.step_folders import (
     RunState,
     checkpoint_folder,
     checkpoint_path,
-    complete_steps,
     read_run_state,
 )
 from titan_like.config.errors import ConfigError, all_of, require
@@ -25,7 +24,7 @@ from titan_like.config.paths import file_problem
 from titan_like.config.schema import JobConfig, TokenOptions
 from titan_like.data.tokenizer import build_tokenizer, tokenizer_files, tokenizer_in
 from titan_like.hugging_face.folder import is_hugging_face, local_folder, open_hugging_face, read_model, slice_reader
-from titan_like.hugging_face.peft import base_of
+from titan_like.hugging_face.peft import base_of, is_peft, peft_settings
 from titan_like.models.config import TransformerConfig
 from titan_like.models.hugging_face import fill_part
 from titan_like.models.layers.init import local_parts
@@ -45,6 +44,7 @@ class Start(NamedTuple):
     shape: dict[str, Any]
     data: dict[str, Any]  # keys of [data] that say which tokens a text becomes
     free: frozenset[str] = frozenset({"vocab_multiple"})  # fields of the shape that the folder leaves open
+    lora: dict[str, Any] = {}  # rank, alpha and modules, if it is a PEFT folder  # noqa: RUF012
 
 
 def read_start(name: str, key: str, ignore: Collection[str] = ()) -> Start:
@@ -55,24 +55,23 @@ def read_start(name: str, key: str, ignore: Collection[str] = ()) -> Start:
     Raises:
         ConfigError: it is neither, or its files are inconsistent.
     """
-    base = base_of(name, key, weights=False)
-    path = local_folder(base, key, weights=False)
+    base, named = base_of(name, key, weights=False), local_folder(name, key, weights=False)
+    path, lora = local_folder(base, key, weights=False), peft_settings(named, key) if is_peft(named) else {}
     if is_checkpoint(path):
         problem = unreadable(path)
         require(not problem, key, str(path), f"cannot be loaded ({problem}); name another checkpoint")
         state = read_run_state(path)
-        return _of_run(state, state.model, tokenizer_in(path))._replace(free=frozenset())
+        return _of_run(state, state.model, tokenizer_in(path))._replace(free=frozenset(), lora=lora)
     if is_hugging_face(path):
         _, family, model = read_model(path, key, ignore)
         tokenizer = tokenizer_in(path)
         data = {} if tokenizer is None else {"tokenizer": tokenizer}
-        return Start(family, plain(model.model_dump(mode="json")), data)
+        return Start(family, plain(model.model_dump(mode="json")), data, lora=lora)
     problem = file_problem(path / RUN_FILE)
     is_readable = problem in (None, "does not exist")
     require(is_readable, key, name, f"{path / RUN_FILE} {problem}; name a folder that you may read")
-    steps = complete_steps(path)
-    cure = f"name {path}/step-{steps[-1]}" if steps else "name one with run.json or with config.json"
-    problem = "neither a checkpoint's step-N folder nor a Hugging Face folder"
+    cure = "name one with run.json or with config.json, or a run's dump folder"
+    problem = "neither a checkpoint's step-N folder, nor a folder of them, nor a Hugging Face folder"
     if base not in (name, os.path.abspath(name)):
         problem, cure = f"its base {base} is {problem}", "correct base_model_name_or_path in adapter_config.json"
     raise ConfigError(key, name, f"{problem}; {cure}")
@@ -103,20 +102,22 @@ def with_start(config: JobConfig) -> JobConfig:
     source = config.model.from_
     assert source is not None
     start = _saved_start(config) or read_start(source, _KEY, config.model.ignore_fields)
-    of_data = {f"data.{key}": value for key, value in start.data.items() if key not in config.data.model_fields_set}
+    unset = {f"data.{key}": value for key, value in start.data.items() if key not in config.data.model_fields_set}
+    unset |= {f"lora.{key}": value for key, value in start.lora.items() if key not in config.lora.model_fields_set}
     wanted = {
         "model.family": (start.family, start.family),
         "model.flavor": (FLAVOR, "its own shape"),
         "model.flavors": ({FLAVOR: start.shape}, "its own shape"),
         "checkpoint.initial_load_path": (source, "the weights"),
     }
-    filled = edit(config, {key: value for key, (value, _) in wanted.items()} | of_data)
+    wanted |= {f"lora.{key}": (value, value) for key, value in start.lora.items() if key != "modules"}
+    filled = edit(config, {key: value for key, (value, _) in wanted.items()} | unset)
     errors = list[ConfigError]()
     for key, (value, what) in wanted.items():
         section, _, name = key.partition(".")
         if name in getattr(config, section).model_fields_set and plain(given := setting(config, key)) != plain(value):
             errors.append(ConfigError(key, given, f"{source} gives {what}; leave it out"))
-    for name in ("model", "data", "checkpoint"):  # what is written out as TOML is what the user has set
+    for name in ("model", "data", "lora", "checkpoint"):  # what is written out as TOML is what the user has set
         getattr(filled, name).model_fields_set.intersection_update(getattr(config, name).model_fields_set)
     for check in (_check_overrides, _check_tokenizer):
         try:
@@ -134,8 +135,10 @@ def _check_overrides(config: JobConfig, start: Start, source: str) -> Iterator[C
     values, free = plain(model.model_dump(mode="json")), free_fields(config, model, start)
     for field, given in overrides.items():
         if field not in free and values.get(field) != (theirs := start.shape.get(field)):
-            cure = f"; for rotary positions set {field} of model.overrides.kinds" if field in _ROPE else ""
-            yield ConfigError(f"model.overrides.{field}", given, f"{source} gives {theirs}; leave it out{cure}")
+            hint = f"; for rotary positions set {field} of model.overrides.kinds" if field in _ROPE else ""
+            if field == "max_seq_len":
+                hint = ", and training.seq_len within it: that many positions are learned"
+            yield ConfigError(f"model.overrides.{field}", given, f"{source} gives {theirs}; leave it out{hint}")
 
 
 def _check_tokenizer(config: JobConfig, start: Start, source: str) -> Iterator[ConfigError]:
@@ -159,7 +162,9 @@ def _saved_start(config: JobConfig) -> Start | None:
         return None
     is_gone = any(map(file_problem, tokenizer_files(state.config["data"]["tokenizer"])))
     saved = tokenizer_in(checkpoint_path(folder, state.step)) if is_gone else None
-    return _of_run(state, state.config["model"]["flavors"][FLAVOR], saved)
+    start = _of_run(state, state.config["model"]["flavors"][FLAVOR], saved)
+    lora = {key: state.config["lora"][key] for key in ("rank", "alpha", "modules") if "adapters" in state.base}
+    return start._replace(lora=lora)
 
 
 def free_fields(config: JobConfig, model: TransformerConfig, start: Start) -> frozenset[str]:

@@ -159,11 +159,11 @@ def check_adapters(config: TransformerConfig, section: LoRA, family: str) -> Non
     stored = stored_linears(model.config)
     sources = (weight.sources for name, weight in stored.items() if name.removeprefix("layers.") in linears)
     # Without the layers' numbers: all layers of a kind are alike.
-    names = sorted({NUMBERED.sub("", name) for name in linears})
-    known = {*names, *(NUMBERED.sub("", name.removesuffix(".weight")) for tensors in sources for name in tensors)}
+    names = {NUMBERED.sub("", name) for name in linears}
+    theirs = {NUMBERED.sub("", name.removesuffix(".weight")) for tensors in sources for name in tensors}
     for pattern in section.modules:
-        problem = f'"{pattern}" fits no linear module of the layers; there are {", ".join(names)}'
-        require(any(_ends_as(pattern, name) for name in known), "lora.modules", section.modules, problem)
+        problem = f'"{pattern}" fits no linear module of the layers; there are {", ".join(sorted(theirs or names))}'
+        require(any(_ends_as(pattern, name) for name in names | theirs), "lora.modules", section.modules, problem)
     adapted = {name.split(".")[1] for name in adapters_of(model, section)}
     problem = "leaves out all modules of some layers; name one of every kind of layer"
     require(adapted == model.layers.keys(), "lora.modules", section.modules, problem)

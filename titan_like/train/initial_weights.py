@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import torch.distributed as dist
 from titan_like.checkpoint.loader import agree, is_checkpoint, load_checkpoint, unreadable
 from titan_like.checkpoint.step_folders import RunState, read_run_state
 from titan_like.config.errors import RunError, first_line, require
+from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig, LoRA
-from titan_like.config.urls import path_of
+from titan_like.config.urls import is_url, path_of
 from titan_like.data.special_tokens import read_json
 from titan_like.hugging_face.folder import local_folder, open_hugging_face
 from titan_like.hugging_face.peft import ADAPTER_CONFIG, base_of, check_peft, fingerprint, is_peft, read_peft
@@ -59,12 +61,14 @@ def _key(config: JobConfig) -> str:
 
 
 def with_base(config: JobConfig, state: RunState) -> JobConfig:
-    """The configuration of a run that resumes adapters: their own base stands in for a folder that is gone."""
+    """The configuration of a run that resumes adapters: their own base stands in for a folder that is gone, and for
+    that of a run, which may have a newer checkpoint by now.
+    """
     text = str(config.checkpoint.initial_load_path)
-    if path_of(text).exists():
+    path, base = path_of(text if is_url(text) else os.path.abspath(text)), path_of(state.base.get("folder", text))
+    if path.exists() and base.parent not in (path, path / "checkpoint"):
         return config
-    section = config.checkpoint.model_copy(update={"initial_load_path": state.base.get("folder", text)})
-    return config.model_copy(update={"checkpoint": section})
+    return edit(config, {"checkpoint.initial_load_path": str(base)})
 
 
 def check_base(config: JobConfig, state: RunState) -> None:
@@ -75,8 +79,9 @@ def check_base(config: JobConfig, state: RunState) -> None:
 
 
 def base_state(path: str) -> dict[str, str]:
-    """What `RunState.base` says of the weights that `checkpoint.initial_load_path` names."""
-    return {"folder": base_of(path, _KEY), "fingerprint": fingerprint(initial_folder(path))}
+    """What `RunState.base` says of the weights, and of a PEFT folder, that `checkpoint.initial_load_path` names."""
+    adapters = {"adapters": path} if is_peft(local_folder(path, _KEY)) else {}
+    return {"folder": base_of(path, _KEY), "fingerprint": fingerprint(initial_folder(path))} | adapters
 
 
 def initial_folder(path: str, key: str = _KEY) -> Path:

@@ -21,9 +21,11 @@ from titan_like.checkpoint.checks import (
     newest_state,
     usable_steps,
 )
-from titan_like.checkpoint.step_folders import checkpoint_folder, hugging_face_folder
+from titan_like.checkpoint.step_folders import checkpoint_folder, hugging_face_folder, newest_in
 from titan_like.config.errors import ConfigError, first_line, require
+from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
+from titan_like.config.urls import path_of
 from titan_like.data.batch_size import in_samples
 from titan_like.data.masks import Masks, masks_of
 from titan_like.data.open_source import open_data
@@ -147,6 +149,8 @@ def check_folders(config: JobConfig, model: TransformerConfig, make: bool) -> Jo
     if resumes and config.lora.rank:
         state = newest_state(folder, usable_steps(folder, config.checkpoint.load_step))
     config = config if state is None else with_base(config, state)
+    if text := config.checkpoint.initial_load_path:  # a run's folder has another newest checkpoint soon
+        config = edit(config, {"checkpoint.initial_load_path": str(newest_in(path_of(text)))})
     if not resumes or config.lora.rank:
         check_initial_weights(config, model)
     if state is not None:

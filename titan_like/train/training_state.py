@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +24,9 @@ from titan_like.checkpoint.saver import SaveError, Saver
 from titan_like.checkpoint.step_folders import RunState, checkpoint_path, folder_of_settings, hugging_face_folder
 from titan_like.config.errors import RunError, first_line
 from titan_like.data.batch_size import total_samples, total_steps
+from titan_like.data.blend import Phase
 from titan_like.data.loader import BackgroundLoader, merge_states
+from titan_like.data.open_source import go_on, phases_of
 from titan_like.hugging_face.convert import write_folder
 from titan_like.hugging_face.origin import origin_files
 from titan_like.metrics.console import Console
@@ -71,6 +74,12 @@ def seed_step(seed: int, step: int, stream: int) -> None:
     torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
+def _of_rank_0(value: Any) -> Any:
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
 class TrainingState:
     """This process's part of a run's state, either new or from a checkpoint. Needs a process group."""
 
@@ -116,7 +125,9 @@ class TrainingState:
         self.saved_steps: set[int] = set()  # saved by this process since it started
         self.data: BackgroundLoader | None = None  # of this process's part of the training samples
         self.resumed: RunState | None = None  # the checkpoint from which this process went on
-        self.base, initial = dict[str, str](), config.checkpoint.initial_load_path  # the former is under adapters
+        # Weights under adapters, and initial ones: those of rank 0, if the run that they are of has just saved.
+        self.base, self.initial = dict[str, str](), _of_rank_0(config.checkpoint.initial_load_path)
+        initial = self.initial
         self.num_adapted = adapter_parameters(run.model, config.lora)
         if self.num_adapted and initial is not None:
             load_initial_weights(initial, self.model, self.config.model.ignore_fields)
@@ -124,6 +135,7 @@ class TrainingState:
         is_new = not (
             config.checkpoint.enable and self._resume(lambda step: config.checkpoint.load_step in (None, step))
         )
+        self.base = (self.resumed.base if self.resumed and self.base else {}) | self.base
         if is_new and initial is not None:
             if self.num_adapted:
                 load_adapters(initial, self.model, config.lora)
@@ -144,11 +156,9 @@ class TrainingState:
         config, folder = self.config, self.run.checkpoint_folder
         if not config.checkpoint.enable or config.lr_scheduler.resume == "recompute":
             return None
-        newest: list[RunState | None] = [None]
-        if dist.get_rank() == 0:
-            newest = [newest_state(folder, usable_steps(folder, config.checkpoint.load_step))]
-        dist.broadcast_object_list(newest, src=0)
-        return schedule_of(config, newest[0])
+        is_first = dist.get_rank() == 0
+        newest = newest_state(folder, usable_steps(folder, config.checkpoint.load_step)) if is_first else None
+        return schedule_of(config, _of_rank_0(newest))
 
     def find_end(self) -> None:
         """Work out where the run ends from what it has consumed, whatever batch sizes led here."""
@@ -158,7 +168,7 @@ class TrainingState:
 
     def _keep_origin(self, is_new: bool) -> str | None:
         """Let checkpoints hold what this run's source says besides weights. Returns the reason if that fails."""
-        initial = self.config.checkpoint.initial_load_path
+        initial = self.initial
         source = None if is_new else checkpoint_path(self.run.checkpoint_folder, self.step)
         if is_new and initial is not None:
             source = initial_folder(initial)
@@ -197,6 +207,7 @@ class TrainingState:
             loss_levels=dict(self.losses.levels),
             data=self.run.datasets["train"].fingerprint,
             readers=self._readers(),
+            phases=[*phases_of(self.run.datasets["train"])],
             versions={name: version(name) for name in ("torch", "safetensors")},
             run_id=self.run_id,
             schedule_batch_size=self.schedule_batch_size,
@@ -249,19 +260,12 @@ class TrainingState:
         if state is None:
             return False
         self.model.mark_changed()
-        if state.data and state.data != self.run.datasets["train"].fingerprint:
-            problem = f"the checkpoint of step {state.step} in {self.run.checkpoint_folder} was trained on other data"
-            changed = "".join(f" (data.{key} was {value})" for key, value in self._changed_data(state))
-            cure = "restore it, or set checkpoint.folder to a new one"
-            if not state.schedule_batch_size:  # CHANGELOG.md says what makes tokens and order others
-                cure = "an earlier version began this run: finish it with that one, or restore its data"
-            raise RunError(f"{problem} than [data] now gives{changed}; {cure}")
+        if self.data is None:  # a run that goes back reads on
+            self._resume_data(state)
         if self._is_same_run(state):
             self.run_id = state.run_id or self.run_id
         self.resumed = state
         self.step, self.consumed_samples, self.schedule_batch_size = state.come_to(self.config.training)
-        if self.data is None:  # a run that goes back reads on from where it is
-            self.run.datasets["train"].load_state_dict(state.readers)
         self.consumed_tokens, self.skipped_steps = state.consumed_tokens, state.skipped_steps
         device = self.run.device
         if self.scaler is not None:
@@ -269,6 +273,27 @@ class TrainingState:
         known = state.recent_losses, state.consecutive_skips, self.guess, state.loss_levels
         self.losses = LossWatch(self.config.health, device, *known)
         return True
+
+    def _resume_data(self, state: RunState) -> None:
+        """Let the training data go on where a checkpoint's run was, if need be in another blend."""
+        source, phases = self.run.datasets["train"], [Phase(*phase) for phase in state.phases]
+        is_same = state.data in ("", source.fingerprint)
+        if not is_same and not (phases and self.config.data.resume == "new_blend"):
+            problem = f"the checkpoint of step {state.step} in {self.run.checkpoint_folder} was trained on other data"
+            changed = "".join(f" (data.{key} was {value})" for key, value in self._changed_data(state))
+            cure = 'restore it, set checkpoint.folder to a new one, or data.resume to "new_blend" to go on with this'
+            if not phases:  # CHANGELOG.md says what makes tokens and order others
+                cure = "an earlier version began this run: finish it with that one, or restore its data"
+            raise RunError(f"{problem} than [data] now gives{changed}; {cure}")
+        if not is_same:
+            first = state.consumed_samples
+            now = phases_of(source)[-1]._replace(first=first)
+            phases = [*(phase for phase in phases if phase.first < first), now]
+        if len(phases) > 1:
+            source = self.run.datasets["train"] = go_on(source, phases)
+            if not is_same and dist.get_rank() == 0:
+                print(f" from step {state.step + 1} on: {source.began()}", flush=True)
+        source.load_state_dict(state.readers)
 
     def _is_same_run(self, state: RunState) -> bool:
         """Whether this is the run that saved a checkpoint, not another that begins with a copy of it.
