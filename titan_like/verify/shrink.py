@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,7 +124,9 @@ def shrink(
         kinds = len(set(model.layer_kinds))  # with one kind, two layers suffice for one stage
         if per_stage and sum(per_stage) < kinds:
             per_stage[0] += kinds - sum(per_stage)
-        fields |= model.with_layers(sum(per_stage) if per_stage else stages + kinds)
+        recur = stages > 1 and not model.has_decoder and list(model.layer_kinds) != sorted(model.layer_kinds)
+        fields |= model.with_layers(sum(per_stage) if per_stage and not recur else stages + kinds)
+        per_stage = out_of_step(type(model).model_validate(fields).layer_kinds, stages) if recur else per_stage
     has_spans = model.objective == "span_corruption" and not full_size
     spans = small_spans(config, model, seq_len, unit) if has_spans else {}
     dropout = fields.get("dropout") if degrees.context == 1 else None
@@ -242,6 +245,24 @@ def shrink_stages(counts: list[int], stages: int) -> list[int]:
     """Layers per stage, from evenly picked original stages: 1 for the ones with the fewest layers, 2 for all others."""
     picked = [counts[index * (len(counts) - 1) // max(stages - 1, 1)] for index in range(stages)]
     return [2 if count > min(counts) else 1 for count in picked]
+
+
+def out_of_step(kinds: Sequence[int], stages: int) -> list[int]:
+    """Layers per stage, 1 to 3 each, so that few stages have the kinds that the model itself begins with.
+
+    A stage that counts the pattern of its kinds from its own first layer would compute the same there.
+    """
+    # For each number of layers: the best split of the first ones into the stages so far.
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
+    for stage in range(stages):
+        following: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+        for start, (in_step, squares, counts) in best.items():
+            for count in (1, 2, 3):
+                same = int(stage > 0 and kinds[start : start + count] == kinds[:count])
+                split = in_step + same, squares + count**2, (*counts, count)
+                following[start + count] = min(split, following.get(start + count, split))
+        best = following
+    return list(best[len(kinds)][2])
 
 
 def two_kinds(counts: list[int], encoder: int, stages: int) -> list[int]:
