@@ -18,6 +18,7 @@ from titan_like.models.registry import model_config
 from titan_like.planner.links import read_measurements, with_links
 from titan_like.planner.predict import FLOAT8_NOTE, Forecast
 from titan_like.planner.profile import Profile, load_profile
+from titan_like.train.memory import cures_of_memory
 
 SECONDS_PER_DAY = 86400
 _SECONDS_OF_SILENCE = 2.0
@@ -110,9 +111,25 @@ def length(forecast: Forecast, tokens: float | None, price: float | None) -> tup
     if tokens is None:
         return "", {}
     figures = days_of(tokens, forecast.rates.tokens_per_second, forecast.work.num_gpus, price)
-    days, cost = figures["days"], f", cost {figures['cost']:,.0f}" if price is not None else ""
-    shown = f"{days:,.0f}" if days >= 10 else f"{days:.2g}"
-    return f", {tokens / 1e9:.4g} billion tokens in {shown} days, {figures['gpu_hours']:,.0f} GPU hours{cost}", figures
+    figures |= days_band(figures["days"], forecast)
+    days, low, high = (
+        f"{figures[name]:,.0f}" if figures[name] >= 10 else f"{figures[name]:.3g}"
+        for name in ("days", "days_low", "days_high")
+    )
+    cost = f", cost {figures['cost']:,.0f}" if price is not None else ""
+    text = f", {billions(tokens)} tokens in {days} days (between {low} and {high} in nine of ten cases)"
+    return f"{text}, {figures['gpu_hours']:,.0f} GPU hours{cost}", figures
+
+
+def days_band(days: float, forecast: Forecast) -> dict[str, float]:
+    """Between what numbers of days a run takes in nine of ten cases, if it is predicted to take ``days``."""
+    seconds = {"low": forecast.seconds_low, "high": forecast.seconds_high}
+    return {f"days_{name}": days * limit / forecast.time.total for name, limit in seconds.items()}
+
+
+def billions(count: float) -> str:
+    """A number of tokens or parameters in words."""
+    return f"{count / 1e9:,.0f} billion" if count >= 1e13 else f"{count / 1e9:.4g} billion"
 
 
 def toml_option(text: str) -> str:
@@ -125,7 +142,15 @@ def toml_option(text: str) -> str:
 
 def does_not_fit(forecast: Forecast) -> list[str]:
     """A warning for commands that report something else: the run is predicted not to fit into memory."""
-    return [] if forecast.memory.fits else [f"the run DOES NOT FIT: {forecast.taken} on a GPU"]
+    return [] if forecast.memory.fits else [f"the run DOES NOT FIT: {forecast.taken} on a GPU; {cures(forecast)}"]
+
+
+def cures(forecast: Forecast) -> str:
+    """What to change in a run that does not fit, as the trainer says when memory runs out."""
+    work = forecast.work
+    kept = work.recompute, work.zero_stage, work.dtype, work.shard * work.context
+    size = work.micro_batch_size
+    return f"training.micro_batch_size = {size}: {cures_of_memory(size, *kept)}"
 
 
 def sized(model: TransformerConfig) -> str:

@@ -17,6 +17,7 @@ from titan_like.planner.commands.outcome import (
     Progress,
     add_price,
     add_profile,
+    billions,
     gpus,
     length,
     read_run,
@@ -59,6 +60,9 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     if options.params is not None:
         overrides = shape_of(config.model, options.params, config.training.seq_len).overrides
         config = edit(config, {"model.overrides": overrides})
+    if options.tokens is not None:
+        lengths = {"steps": None, "samples": None, "epochs": None, "tokens": int(options.tokens)}
+        config = edit(config, {f"training.{name}": value for name, value in lengths.items()})
     if config.parallelism.auto:
         fixed |= set_keys(config)
     if options.profile:  # the layout found is then predicted and trained with the same profile
@@ -71,8 +75,8 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
 
     result = search(config, options.gpus, profile, fixed, options.top, report)
     prediction = forecast(result.best.work, result.profile)
-    files = {Path(options.out): as_toml(result, prediction, Path(options.out))} if options.out else {}
     days_text, days = length(prediction, tokens, options.price)
+    files = {Path(options.out): as_toml(result, prediction, Path(options.out), days_text)} if options.out else {}
     layouts = reasons(result)
     lines = [sized(result.space.model)] if options.params else []
     lines += [*summary(result, prediction), "", *table(result.best, *layouts)]
@@ -159,15 +163,21 @@ def as_dict(result: SearchResult, ranked: Reasoned, too_large: Reasoned) -> dict
     }
 
 
-def as_toml(result: SearchResult, prediction: Forecast, path: Path) -> str:
-    """The run in its best layout, as a TOML: what its file and command line set, and the layout's keys."""
-    count = result.space.num_gpus
+def as_toml(result: SearchResult, prediction: Forecast, path: Path, days: str) -> str:
+    """The run in its best layout, as a TOML: what its file and command line set, and the layout's keys.
+
+    ``days`` are words about its length.
+    """
+    count, model, config = result.space.num_gpus, result.config.model, result.config
+    description = (
+        f"{model.family} {model.flavor}, {billions(result.space.model.num_parameters())} parameters, {gpus(count)}"
+    )
     head = [
         f"{result.config.job.config_file or 'A run'} in the layout that scripts/plan.py search found for {gpus(count)}:"
     ]
-    for line in summary(result, prediction):
+    for line in [*summary(result, prediction), *([days.removeprefix(", ")] if days else [])]:
         head += textwrap.wrap(line, 118, initial_indent="  ", subsequent_indent="    ")
-    return run_as_toml(result.config, count, path, head)
+    return run_as_toml(edit(config, {"job.description": description}), count, path, head)
 
 
 def run_as_toml(config: JobConfig, num_gpus: int, path: Path, head: list[str]) -> str:
