@@ -1,8 +1,7 @@
-"""Which modules of a model need the whole sequence where a rank has only a part of it.
+"""What in a model needs whole sequences, of which a rank has only a part where positions are split.
 
-Of what mixes positions, only `AttentionCore` exchanges them between ranks under context parallelism, and only a TP
-block gathers them under sequence parallelism. Anything else (a convolution, a token shift, a mean over positions,
-attention of its own) would compute from the part that a rank happens to have.
+Context parallelism lets `AttentionCore` alone see other ranks' positions, and sequence parallelism TP blocks. Anything
+else that mixes positions, such as a convolution or a mean, would compute from the part that a rank happens to have.
 """
 
 from __future__ import annotations
@@ -26,6 +25,8 @@ from titan_like.parallel.tensor_styles import Region, Style
 _POSITIONS = 128  # of each sequence
 _ROUNDING = 1e-6  # relative; results of float64 are compared in float32, which rounds by 6e-8
 
+Values = list[tuple[str, torch.Tensor]]  # with the module that computes each
+
 
 class _OwnKey(AttentionCore):
     """Attention in which a query sees nothing but its own key, if it is one of the same sequence."""
@@ -42,7 +43,7 @@ class _OwnKey(AttentionCore):
 
 @lru_cache(maxsize=256)
 def needs_whole_sequences(model: TransformerConfig, in_blocks: bool) -> str | None:
-    """What in a model computes other numbers from a part of a sequence than from all of it, as "… needs …"; or None.
+    """What computes other numbers from a part of a sequence than from all of it, as "… needs …"; None if nothing does.
 
     A small copy runs on a sequence and on every second position of it, while its attention mixes no positions. With
     ``in_blocks``, what TP blocks compute does not count.
@@ -54,57 +55,48 @@ def needs_whole_sequences(model: TransformerConfig, in_blocks: bool) -> str | No
     return None if name is None else f"{name} needs whole sequences"
 
 
-def _first_difference(model: TransformerConfig, in_blocks: bool) -> str | None:
-    """The first module that computes other numbers from every second position."""
-    length = _POSITIONS * (2 if model.has_decoder else 1)
-    fields = model.model_dump() | small_fields(model, 1, 1, 1, False, False)
-    small = type(model).model_validate(fields | model.shrunk(_POSITIONS) | {"max_seq_len": length})
+def _first_difference(config: TransformerConfig, in_blocks: bool) -> str | None:
+    length = _POSITIONS * (2 if config.has_decoder else 1)
+    fields = config.model_dump() | small_fields(config, 1, 1, 1, False, False) | config.shrunk(_POSITIONS)
+    small = type(config).model_validate(fields | {"max_seq_len": length})
     with torch.device("meta"):
-        copy: Transformer = small.family_module("model").build(small).to(torch.float64).eval()
-    copy.to_empty(device="cpu")
+        model: Transformer = small.family_module("model").build(small).to(torch.float64).eval()
+    model.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(1)
-    for parameter in copy.parameters():  # zeros, with which some begin, would hide what they multiply
+    for parameter in model.parameters():  # zeros, with which some begin, would hide what they multiply
         nn.init.normal_(parameter, std=0.3, generator=generator)
-    for name, module in copy.named_modules():
+    for name, module in model.named_modules():
         if isinstance(module, Router):
             module.reset()
         if isinstance(module, AttentionCore):
             if type(module).attend is not AttentionCore.attend and not in_blocks:
                 return name  # context parallelism would compute something else in its place
             extend(module, _OwnKey)
-    blocks = _blocks(copy) if in_blocks else []
+    blocks = _blocks(model) if in_blocks else []
     for name in blocks:
-        copy.get_submodule(name).register_forward_hook(_of_each_position)
+        model.get_submodule(name).register_forward_hook(lambda _, x, y: x[0].sin().mean(2, keepdim=True).expand_as(y))
     tokens = torch.randint(small.vocab_size, (1, length), generator=generator)
-    whole, part = _values(copy, tokens, blocks, 1), _values(copy, tokens[:, ::2], blocks, 2)
-    for (name, all_positions), (_, some) in zip(whole, part, strict=True):
-        expected = all_positions[:, ::2]
-        has_positions = all_positions.shape[1] == 2 * some.shape[1] and expected.shape == some.shape
-        if has_positions and not torch.allclose(expected, some, 0, _ROUNDING * float(expected.abs().max())):
-            return name or type(copy).__name__
+    whole, part = _run(model, tokens, blocks, 1), _run(model, tokens[:, ::2], blocks, 2)
+    for (name, of_all), (_, of_part) in zip(whole, part, strict=True):
+        expected = of_all[:, ::2]
+        is_comparable = of_all.shape[1] == 2 * of_part.shape[1] and expected.shape == of_part.shape
+        if is_comparable and not torch.allclose(expected, of_part, 0, _ROUNDING * float(expected.abs().max())):
+            return name or type(model).__name__
     return None
 
 
 def _blocks(model: Transformer) -> list[str]:
-    """Names of the modules that gather the sequence under sequence parallelism, by the family's plan."""
     try:
         styles = styles_of(family_plan(model), model, True)
-    except ValueError:  # tensor parallelism says what is wrong with it
+    except ValueError:  # tensor parallelism says what is wrong with the plan
         return []
     return [name for name, style in styles.items() if isinstance(style, Style) and issubclass(style.kind, Region)]
 
 
-def _of_each_position(module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-    return inputs[0].sin().mean(2, keepdim=True).expand_as(output)
-
-
 @torch.no_grad()
-def _values(model: Transformer, tokens: torch.Tensor, blocks: list[str], stride: int) -> list[tuple[str, torch.Tensor]]:
-    """What modules outside ``blocks`` return, and what their callers give them, each with the name of its origin.
-
-    ``tokens`` are at every ``stride``-th position of a sequence.
-    """
-    values: list[tuple[str, torch.Tensor]] = []
+def _run(model: Transformer, tokens: torch.Tensor, blocks: list[str], stride: int) -> Values:
+    """What modules outside ``blocks`` return and are given; ``tokens`` are every ``stride``-th of a sequence."""
+    values: Values = []
 
     def note(name: str, *given: Any) -> None:
         tensors = (x for x in given if isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim == 3)
@@ -114,26 +106,28 @@ def _values(model: Transformer, tokens: torch.Tensor, blocks: list[str], stride:
         caller = name.rpartition(".")[0]
         while isinstance(model.get_submodule(caller), nn.ModuleDict | nn.ModuleList):
             caller = caller.rpartition(".")[0]
+        before = module.register_forward_pre_hook(
+            lambda _, args, named: note(caller, *args, *named.values()), with_kwargs=True
+        )
         return [
-            module.register_forward_pre_hook(
-                lambda _, args, named: note(caller, *args, *named.values()), with_kwargs=True
-            ),
+            before,
             module.register_forward_hook(lambda _, __, x: note(name, *(x if isinstance(x, tuple) else (x,)))),
         ]
 
-    outside = [
-        named for named in model.named_modules() if not any(named[0].startswith(f"{block}.") for block in blocks)
+    inner = tuple(f"{block}." for block in blocks)
+    hooks = [
+        hook for name, module in model.named_modules() if not name.startswith(inner) for hook in observe(name, module)
     ]
-    hooks = [hook for named in outside for hook in observe(*named)]
     positions = torch.arange(0, _POSITIONS, stride)
     fields: dict[str, Any] = {"positions": positions}
     if model.config.has_decoder:  # its positions count from 0 in both parts of a CP shard, as in `CPShard.shard`
-        fields = {"positions": torch.cat((positions, positions + (_POSITIONS if stride == 1 else 0)))}
-        fields |= {"encoder_len": tokens.shape[1] // 2}
+        both = torch.cat((positions, positions + (_POSITIONS if stride == 1 else 0)))
+        fields = {"positions": both, "encoder_len": len(positions)}
     if "mtp" in model.config.predictions:
         fields |= {"next_tokens": tokens // 2, "next_labels": tokens, "loss_factors": torch.ones(2)}
     model.is_last, model.context_shards = False, stride
-    note("", *(x if isinstance(x := model.predict(model(tokens, **fields)), tuple) else (x,)))
+    results = model.predict(model(tokens, **fields))
+    note("", *(results if isinstance(results, tuple) else (results,)))
     for hook in hooks:
         hook.remove()
     return values

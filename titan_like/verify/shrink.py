@@ -112,9 +112,7 @@ def shrink(
     if not full_size:
         micro_batch = min(micro_batch, 2 * NUM_OPTIONS if "choice" in model.predictions else 3)
         seq_len = unit * max(4 if degrees.context == 1 else 2, 16 // unit)  # several tokens in each part of it
-        if section.pipeline_layers and not model.has_decoder:
-            per_stage = shrink_stages(section.pipeline_layers, stages)
-        elif stages > 1 and model.has_decoder:
+        if stages > 1 and model.has_decoder:
             original = layers_per_stage(config, model, len(layout.stage_ranks))
             per_stage = two_kinds(original, sum(model.layer_counts[:-1]), stages)
         for_float8 = config.float8.enable
@@ -122,11 +120,10 @@ def shrink(
         fields |= small_fields(model, layout.tensor, degrees.tensor, groups, on_gpus, for_float8)
         fields |= fields_of_length(model, training.seq_len, seq_len, degrees.expert)
         kinds = len(set(model.layer_kinds))  # with one kind, two layers suffice for one stage
-        if per_stage and sum(per_stage) < kinds:
-            per_stage[0] += kinds - sum(per_stage)
-        recur = stages > 1 and not model.has_decoder and list(model.layer_kinds) != sorted(model.layer_kinds)
-        fields |= model.with_layers(sum(per_stage) if per_stage and not recur else stages + kinds)
-        per_stage = out_of_step(type(model).model_validate(fields).layer_kinds, stages) if recur else per_stage
+        fields |= model.with_layers(sum(per_stage) if per_stage else stages + kinds)
+        recur = list(model.layer_kinds) != sorted(model.layer_kinds)
+        if stages > 1 and not model.has_decoder and (recur or section.pipeline_layers):
+            per_stage = out_of_step(type(model).model_validate(fields).layer_kinds, stages)
     has_spans = model.objective == "span_corruption" and not full_size
     spans = small_spans(config, model, seq_len, unit) if has_spans else {}
     dropout = fields.get("dropout") if degrees.context == 1 else None
@@ -239,12 +236,6 @@ def small_expert_degree(layout: Layout, small: Layout) -> int:
     divisors = [degree for degree in (2, 3, 4) if ranks % degree == 0 and ranks > degree]
     aligned = [degree for degree in divisors if degree % small.tensor == 0 or small.tensor % degree == 0]
     return max(aligned, default=ranks)  # float8 experts need an aligned one
-
-
-def shrink_stages(counts: list[int], stages: int) -> list[int]:
-    """Layers per stage, from evenly picked original stages: 1 for the ones with the fewest layers, 2 for all others."""
-    picked = [counts[index * (len(counts) - 1) // max(stages - 1, 1)] for index in range(stages)]
-    return [2 if count > min(counts) else 1 for count in picked]
 
 
 def out_of_step(kinds: Sequence[int], stages: int) -> list[int]:

@@ -14,7 +14,6 @@ from titan_like.planner.commands.outcome import (
     add_price,
     add_profile,
     billions,
-    days_band,
     days_of,
     does_not_fit,
     gpus,
@@ -51,14 +50,15 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     per_token = hardware_flops_per_token(work.model, encoder, work.activation_checkpoint, decoder)
     rate = options.tflops or forecast.rates.tokens_per_second * per_token / work.num_gpus / 1e12
     speed = work.num_gpus * rate * 1e12
-    took = days_of(tokens, speed / per_token, work.num_gpus, options.price)
-    between = {} if options.tflops else days_band(took["days"], forecast)
-    band = " (between {days_low:.1f} and {days_high:.1f} in nine of ten cases)".format(**between) if between else ""
+    took = days_of(tokens, speed / per_token, work.num_gpus, options.price, None if options.tflops else forecast)
+    band = (
+        "" if options.tflops else f" (between {took['days_low']:.1f} and {took['days_high']:.1f} in nine of ten cases)"
+    )
     # arXiv 2104.04473, equation 4: P counts the parameters that a token uses.
     by_formula = days_of(tokens, speed / (8 * work.model.active_parameters), work.num_gpus)["days"]
     origin = "given" if options.tflops else f"predicted, profile {forecast.profile.name}"
     lines = [
-        f"{work.model.num_parameters() / 1e9:.4g} billion parameters, {billions(tokens)} tokens, "
+        f"{billions(work.model.num_parameters())} parameters, {billions(tokens)} tokens, "
         f"{gpus(work.num_gpus)} at {per_gpu(rate)} each, including recomputation ({origin})",
         f"  every operation counted    {took['days']:8.1f} days{band}, {took['gpu_hours']:,.0f} GPU hours",
         f"  8TP/(nX), arXiv 2104.04473 {by_formula:8.1f} days",
@@ -66,6 +66,6 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     if options.price is not None:
         lines.append(f"  cost                       {took['cost']:,.0f}")
     lines += does_not_fit(forecast)
-    result = {"days_by_formula": by_formula, "days_exact": took.pop("days"), "cost": None} | took | between
+    result = {"days_by_formula": by_formula, "days_exact": took.pop("days"), "cost": None} | took
     result |= {"tokens": tokens, "tflops_per_gpu": rate}
     return Outcome("\n".join(lines), {"predict": forecast.as_dict(), "duration": result})
