@@ -99,6 +99,7 @@ BIASES = [*MOE, "--model.family", "decoder", "--model.flavor", "debug_biases"]
 Z_LOSS = ["--model.overrides.z_loss_coefficient", "0.1"]
 
 KINDS = ["--model.overrides.layer_pattern", '["near","near","full"]', "--model.overrides.kinds", "{near={window=24}}"]
+TURNS = [*KINDS[:1], '["near","full"]', *KINDS[2:]]  # as in Gemma 2
 CAPPED = ["--model.overrides.attention_softcap", "2"]
 SINKS = ["--model.overrides.attention_sinks", "true"]
 WINDOWS = [*KINDS, *CAPPED, *SINKS]  # layers take turns; every second one of four stages is the other kind
@@ -265,6 +266,8 @@ BUGS = [
     (masks.mask_of_the_first_sample_for_all, [*LLAMA_MASKS, *ONE], "one_process", Row.LOSS, "layers.0.attention"),
     (masks.validation_attends_causally, [*DOCUMENTS, *DATA], "one_process", Row.VALIDATION, ""),
     (masks.prefixes_drawn_from_the_start_when_resumed, [*DOCUMENTS, *DATA], "resume", Row.SAMPLES, ""),
+    (windows.windows_by_number_in_the_stage, [*LLAMA_STAGES, *TURNS], PP, Row.LOSS, "layers."),
+    (windows.windows_by_number_in_the_stage, [*OTHER_KINDS, *PIPELINE], PP, Row.LOSS, "layers."),
     (windows.windows_one_key_short, [*LLAMA_ONE, *WINDOWS], "one_process", Row.LOSS, CORE),
     (windows.capped_after_the_mask, [*LLAMA_ONE, *WINDOWS], "one_process", Row.LOSS, CORE),
     (windows.slope_of_the_cap_forgotten, [*LLAMA_ONE, *WINDOWS], "one_process", Row.GRADIENT, "layers."),

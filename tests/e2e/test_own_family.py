@@ -24,15 +24,121 @@ from titan_like.parallel.layout import resolve_layout
 from titan_like.planner import trace as traces
 from titan_like.planner.memory import rank_memory
 from titan_like.planner.predict import workload_of
+from titan_like.train.rules import broken_rules
 from titan_like.verify import verify as verify_module
 from titan_like.verify.compare import EXACT
 from titan_like.verify.verify import Verifier
 
 ENTRY_POINTS = """qwen3 = my_models.qwen3.config:Qwen3Config
 scaled = my_models.scaled.config:ScaledConfig
+mixing = my_models.mixing.config:MixingConfig
 absent = my_models.absent.config:AbsentConfig
 function = my_models.scaled.model:build
 """
+MIXING = {
+    "config.py": """
+from titan_like.models.decoder.config import DecoderConfig
+
+class MixingConfig(DecoderConfig):
+    mixer: str = "none"
+""",
+    "flavors.toml": """
+[debug]
+num_layers = 4
+hidden_size = 128
+num_attention_heads = 4
+vocab_size = 257
+max_seq_len = 1024
+""",
+    "model.py": """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from titan_like.models.decoder.model import Decoder, DecoderLayer
+from titan_like.models.layers.attention import AttentionCore
+from titan_like.models.layers.experts import Router, SparseMLP
+from titan_like.models.layers.mlp import GatedMLP
+
+class Mixer(nn.Module):
+    def __init__(self, hidden, kind):
+        super().__init__()
+        self.kind, self.gate = kind, nn.Parameter(torch.zeros(hidden))
+        if kind == "convolution":
+            self.conv = nn.Conv1d(hidden, hidden, 3, padding=2, groups=hidden)
+        if kind == "recurrence":
+            self.rnn = nn.GRU(hidden, hidden, batch_first=True)
+
+    def forward(self, x):
+        n = x.shape[1]
+        if self.kind == "convolution":
+            mixed = self.conv(x.transpose(1, 2))[..., :n].transpose(1, 2)
+        elif self.kind == "recurrence":
+            mixed = self.rnn(x)[0]
+        elif self.kind == "mean":
+            mixed = x.mean(1, keepdim=True)
+        elif self.kind == "blocks":
+            mixed = x.unflatten(1, (-1, 16)).amax(2).repeat_interleave(16, 1)
+        elif self.kind == "sum":
+            mixed = x.cumsum(1)
+        elif self.kind == "attention":
+            mixed = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        elif self.kind == "counting":
+            mixed = torch.arange(n, device=x.device)[:, None] / 100
+        else:
+            mixed = x.sin()
+        return x + self.gate * mixed
+
+class MixingLayer(DecoderLayer):
+    def forward(self, x, *inputs, **named):
+        if self.shifts:
+            x = x + F.pad(x, (0, 0, 1, 0))[:, :-1] * 0.5
+        return super().forward(self.mixer(x), *inputs, **named)
+
+class MixingMLP(GatedMLP):
+    def forward(self, x):
+        return super().forward(x.cumsum(1))
+
+class Diagonal(AttentionCore):
+    def attend(self, q, k, v, document_mask, bias):
+        return v
+
+class Smeared(AttentionCore):
+    def forward(self, q, k, v, *masks):
+        return super().forward(q, k + k.roll(1, 2), v, *masks)
+
+class Choice(Router):
+    def choose(self, scores):
+        best = scores.topk(len(scores) // 4, 0).indices
+        return super().choose(scores.scatter_add(0, best, torch.ones_like(scores[: len(best)])))
+
+class Mixing(Decoder):
+    def new_layer(self, number):
+        kind, config = self.config.mixer, self.config
+        attention = self.new_attention(number)
+        attention.core = {"own core": Diagonal, "keys": Smeared}.get(kind, AttentionCore)(0.0)
+        last = number == config.num_layers - 1
+        layer = DecoderLayer
+        mlp = MixingMLP if kind == "in the MLP" else GatedMLP
+        mlp = mlp(config.hidden_size, config.ffn_hidden_size, "silu")
+        if kind == "experts choose":
+            mlp = SparseMLP(config, Choice(config))
+        layer = (MixingLayer if last else DecoderLayer)(config, attention, mlp)
+        layer.shifts = kind == "shift"
+        if last:
+            layer.mixer = Mixer(config.hidden_size, kind)
+        return layer
+
+    def embed(self, tokens, positions):
+        x = super().embed(tokens, positions)
+        return x + x.roll(1, 1) if self.config.mixer == "embedding" else x
+
+    def before_output(self, x):
+        x = super().before_output(x)
+        return x - x.amax(1, keepdim=True) if self.config.mixer == "head" else x
+
+build = Mixing
+""",
+}
 SMALL = short(4, batch=4)
 SCALED = ["--model.family=scaled"]
 DEGREES = ("tensor_parallel_degree=2", "pipeline_parallel_degree=2", "zero_stage=3", "sequence_parallel=true")
@@ -56,6 +162,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.write_text(text, encoding="utf-8")
     (config,) = re.findall(r"```toml\n(\[model\]\n.*?)```", page, re.DOTALL)
     (folder / "qwen3.toml").write_text(config, encoding="utf-8")
+    for name, text in MIXING.items():
+        file = folder / "my_models" / "mixing" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
     install(folder, "my_models", "titan_like.models", ENTRY_POINTS)
     return folder
 
@@ -183,3 +293,51 @@ def test_a_wrong_plan_is_one_sentence(home: Path, there: str, instead: str, want
     assert done.stderr.startswith('error: model.family = "scaled": the tensor-parallel plan')
     assert done.stderr.count("\n") == 1 and wanted in done.stderr
     assert done.stderr.endswith("correct the family's sharding module\n")
+
+
+EVERYWHERE = ("context_parallel_degree", "sequence_parallel")
+
+
+@pytest.mark.parametrize(
+    ("mixer", "module", "refusing"),
+    [
+        *(
+            (kind, "layers.3.mixer", EVERYWHERE)
+            for kind in ("convolution", "mean", "blocks", "sum", "attention", "counting")
+        ),
+        ("recurrence", "layers.3.mixer.rnn", EVERYWHERE),
+        ("shift", "layers.3", EVERYWHERE),
+        ("embedding", "Mixing", EVERYWHERE),
+        ("head", "Mixing", EVERYWHERE),
+        ("experts choose", "layers.0.mlp", EVERYWHERE),
+        ("in the MLP", "layers.0.mlp", EVERYWHERE[:1]),  # a TP block has the whole sequence
+        ("keys", "layers.0.attention", EVERYWHERE[:1]),
+        ("own core", "layers.0.attention.core", EVERYWHERE[:1]),
+        ("none", "", ()),
+    ],
+)
+def test_what_mixes_positions_outside_of_attention_is_refused_where_they_are_split(
+    home: Path, mixer: str, module: str, refusing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(home)
+    experts = {"num_experts": 8, "experts_per_token": 2} if mixer == "experts choose" else {}
+    overrides = [f"--model.overrides.{name}={json.dumps(value)}" for name, value in {"mixer": mixer, **experts}.items()]
+    settings = [f"--job.config_file={home / 'qwen3.toml'}", *SMALL, "--model.family=mixing", *overrides]
+    for key, values in {
+        EVERYWHERE[0]: {EVERYWHERE[0]: 2},
+        EVERYWHERE[1]: {"tensor_parallel_degree": 2, EVERYWHERE[1]: "true"},
+        "tensor_parallel_degree": {"tensor_parallel_degree": 2},
+        "zero_stage": {"zero_stage": 3},
+    }.items():
+        config = load_config([*settings, *(f"--parallelism.{name}={value}" for name, value in values.items())])
+        errors = [
+            str(error)
+            for error in broken_rules(config, model_config(config.model), resolve_layout(config.parallelism, 2))
+        ]
+        errors = [error for error in errors if "whole sequences" in error]
+        if key in refusing:
+            (sentence,) = errors
+            assert sentence.startswith(f"parallelism.{key} = "), sentence
+            assert f": mixing: {module} needs whole sequences, but " in sentence, sentence
+        else:
+            assert not errors

@@ -5,8 +5,9 @@ import pytest
 from tests.unit.planner_cases import flavor, layer_times
 from titan_like.config import load_config
 from titan_like.metrics.devices import find_device
-from titan_like.models.registry import model_config
+from titan_like.models.registry import flavors, model_config
 from titan_like.parallel.layout import Layout, best_method, method_of
+from titan_like.parallel.whole_sequences import needs_whole_sequences
 from titan_like.planner.memory import memory
 from titan_like.planner.predict import default_profile
 from titan_like.planner.profile import builtin_profiles
@@ -128,3 +129,11 @@ def test_short_sequences_stay_whole(seq_len, own, expected):
     config = run(*LONG, f"--training.seq_len={seq_len}", f"--parallelism.context_parallel_degree={own}")
     groups = Space(config, model_config(config.model), 24).groups()
     assert {group.context for group in groups} == expected
+
+
+@pytest.mark.parametrize("family", ["bert", "decoder", "gpt", "llama", "moe", "t5"])
+def test_no_shipped_model_needs_whole_sequences_outside_of_attention(family):
+    for name in flavors(family):
+        shape = flavor(family, name)
+        few = shape.model_copy(update=shape.with_layers(len(shape.layer_counts) + 1))
+        assert needs_whole_sequences(few, in_blocks=False) is needs_whole_sequences(few, in_blocks=True) is None, name

@@ -11,6 +11,7 @@ from titan_like.data.batch_size import total_steps
 from titan_like.models.decoder.config import DecoderConfig
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout
+from titan_like.parallel.split import layers_per_stage
 from titan_like.verify.reference import rerouted
 from titan_like.verify.shrink import Small, resolve, shrink, two_kinds
 
@@ -108,6 +109,28 @@ def test_every_kind_of_layer_stays_with_a_window_below_the_length(stages: list[s
         sizes = {name: model.kind(name).window for name in "abcd"}
         assert set(model.layer_kinds) == {0, 1, 2, 3}
         assert sizes["b"] == sizes["d"] == 0 < sizes["c"] < sizes["a"] < seq_len
+
+
+@pytest.mark.parametrize("flavor", ["gemma2_9b", "gemma3_4b", "gpt_oss_20b", "smollm3_3b", "debug_kinds"])
+@pytest.mark.parametrize("layers", [[], ["--parallelism.pipeline_layers"]])
+@pytest.mark.parametrize("pipeline", [2, 3])
+def test_stages_do_not_begin_like_the_model_where_kinds_of_layers_recur(
+    flavor: str, layers: list[str], pipeline: int
+) -> None:
+    """Else a pattern that is counted from a stage's own first layer would be the model's."""
+    settings = ["--model.family=decoder", f"--model.flavor={flavor}", "--training.steps=9"]
+    number = model_config(load_config(settings).model).num_layers
+    rest = [number // pipeline] * (pipeline - 1)
+    settings += [f"{key}={[number - sum(rest), *rest]}" for key in layers]
+    settings += ["--training.global_batch_size=24", f"--parallelism.pipeline_parallel_degree={pipeline}"]
+    small = small_run(*settings, "--parallelism.data_parallel_shard_degree=1").config
+    model = model_config(small.model)
+    kinds, counts = model.layer_kinds, layers_per_stage(small, model, pipeline)
+    starts = [sum(counts[:stage]) for stage in range(1, pipeline)]
+    in_step = [kinds[start : start + n] == kinds[:n] for start, n in zip(starts, counts[1:], strict=True)]
+    # Three stages of NoPE's long pattern leave one that is; of two, none.
+    assert sum(in_step) <= (pipeline == 3 and flavor == "smollm3_3b"), (kinds, counts)
+    assert set(kinds) == set(range(len(set(kinds)))) and len(set(kinds)) > 1
 
 
 def test_a_token_with_other_experts_is_a_larger_part_of_fewer_labels() -> None:

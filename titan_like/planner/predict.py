@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from titan_like.config.errors import require
+from titan_like.config.errors import all_of, require
 from titan_like.config.schema import JobConfig
 from titan_like.data.lengths import sample_length
 from titan_like.metrics.devices import Device, find_device
@@ -21,7 +21,7 @@ from titan_like.planner.profile import Profile, builtin_profiles, is_builtin, lo
 from titan_like.planner.step_time import StepTime, host_and_device_seconds, step_time
 from titan_like.planner.workload import BYTES, Adapters, Workload
 from titan_like.train.environment import cluster_size
-from titan_like.train.rules import check_rules
+from titan_like.train.rules import broken_rules
 
 # Our own trainer has been measured on the H100, whose constants also stand in for newer GPUs. PyTorch's FSDP with fused
 # attention stands in on the A100, and a stack with unfused attention on the V100.
@@ -57,12 +57,26 @@ class Forecast:
         """The memory of the fullest GPU."""
         return f"{self.memory.largest / 2**30:.1f} of {self.memory.capacity / 2**30:.0f} GiB"
 
+    @property
+    def convention(self) -> str:
+        """Whether the rate in TFLOP/s counts recomputation: that of whole layers does, as Megatron-LM's."""
+        names = {"none": "no recomputation", "full": "recomputation counted"}
+        return names.get(self.work.recompute, "recomputation not counted")
+
+    @property
+    def stack(self) -> str:
+        """The profile, the device and, where several nodes take part, the bandwidth that is assumed between them."""
+        profile = self.profile
+        source = "measured" if profile.own_links else "cluster.node_bandwidth"
+        between = f", {profile.node_bandwidth / 1e9:.4g} GB/s between nodes ({source})"
+        return f"profile {profile.name} on {profile.device.name}{'' if profile.one_node else between}"
+
     def __str__(self) -> str:
         """The step time with its band, a GPU's rate and the memory of the fullest GPU, on one line."""
         return (
             f"{self.time.total:.3f} s a step (between {self.seconds_low:.3f} and {self.seconds_high:.3f} in nine of "
-            f"ten cases), {per_gpu(self.rates.tflops_per_device)} per GPU, {self.taken}; profile {self.profile.name} "
-            f"on {self.profile.device.name}"
+            f"ten cases), {per_gpu(self.rates.tflops_per_device)} per GPU ({self.convention}), {self.taken}; "
+            f"{self.stack}"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -73,6 +87,7 @@ class Forecast:
             "step_seconds": self.time._asdict(),
             "step_seconds_low": self.seconds_low,
             "step_seconds_high": self.seconds_high,
+            "node_bandwidth": self.profile.node_bandwidth,
             "host_bound": self.is_host_bound,
             "host_seconds": self.host_seconds,
             "device_seconds": self.device_seconds,
@@ -101,7 +116,8 @@ def predict(config: JobConfig, profile: Profile | None = None, expert_load: floa
         config = search(config, None, profile, set_keys(config), kinds=1).config
     model = model_config(config.model)
     layout = resolve_layout(config.parallelism, cluster_size(config))
-    check_rules(config, model, layout)
+    if errors := list(broken_rules(config, model, layout)):
+        raise all_of(errors)
     return predict_layout(config, model, layout, profile, expert_load)
 
 

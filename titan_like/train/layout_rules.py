@@ -42,6 +42,12 @@ def check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: L
     problem = "needs tensor parallelism; raise parallelism.tensor_parallel_degree or set it to false"
     is_split = not config.parallelism.sequence_parallel or layout.tensor > 1
     require(is_split, "parallelism.sequence_parallel", True, problem)
+    if layout.sequence_parallel:
+        from titan_like.parallel.whole_sequences import needs_whole_sequences  # imports torch
+
+        problem = needs_whole_sequences(model, in_blocks=True) or ""
+        cure = "outside of TP blocks a rank has only a part of each; set it to false"
+        require(not problem, "parallelism.sequence_parallel", True, f"{config.model.family}: {problem}, but {cure}")
 
 
 def check_pipeline(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
@@ -146,3 +152,8 @@ def check_context_parallel(config: JobConfig, model: TransformerConfig, layout: 
     problem = f"needs a multiple of {degree} key-value heads on each rank, not {heads}; use"
     problem = f'{problem} a divisor as context_parallel_degree, or "all_gather" or "ring"'
     require(method != "ulysses" or heads % degree == 0, key, method, problem)
+    from titan_like.parallel.whole_sequences import needs_whole_sequences  # imports torch
+
+    problem = needs_whole_sequences(model, in_blocks=False) or ""
+    cure = "a rank has only its CP shard of each, and AttentionCore alone sees the others; use 1"
+    require(not problem, "parallelism.context_parallel_degree", degree, f"{family}: {problem}, but {cure}")

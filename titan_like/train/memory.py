@@ -61,7 +61,9 @@ class MemoryWatch(Observer):
 
     def account(self, error: BaseException) -> str:
         """What to change after an allocation failed in a step and, for a GPU's, what held its memory: several lines."""
-        lines = [self._cures()]
+        config = self._run.config
+        kept = config.activation_checkpoint.mode, config.parallelism.zero_stage, config.training.dtype
+        lines = [cures_of_memory(config.training.micro_batch_size, *kept, self._run.layout.weight_shards)]
         if isinstance(error, torch.OutOfMemoryError):
             lines.append(f"rank {dist.get_rank()} holds {_largest(self._holders(), 'of')}")
             if self._records:
@@ -69,17 +71,6 @@ class MemoryWatch(Observer):
             cure = "--profiling.memory_snapshot_steps 1 records which lines allocate it"
             lines.append(self._snapshot("out-of-memory") if self._records else cure)
         return NEXT_LINE.join(lines)
-
-    def _cures(self) -> str:
-        config, zero = self._run.config, self._run.config.parallelism.zero_stage
-        cures = ["lower it or training.seq_len" if config.training.micro_batch_size > 1 else "lower training.seq_len"]
-        if config.activation_checkpoint.mode != "full":
-            cures.append('set activation_checkpoint.mode = "full"')
-        if zero < 3 and self._run.layout.weight_shards > 1:
-            cures.append(f"raise parallelism.zero_stage from {zero}")
-        if config.training.dtype == "float32":
-            cures.append('set training.dtype = "bfloat16"')
-        return ", ".join([*cures, "or use more processes"])
 
     def _holders(self) -> Counter[str]:
         """Bytes on the GPU, by what they are. ZeRO's parameters are this rank's shards."""
@@ -92,6 +83,18 @@ class MemoryWatch(Observer):
         held["activations, gathered weights and other tensors"] = allocated - held.total()
         held["gaps between tensors"] = torch.cuda.memory_reserved() - allocated
         return held
+
+
+def cures_of_memory(micro_batch_size: int, recompute: str, zero_stage: int, dtype: str, shards: int) -> str:
+    """What to change, besides ``training.micro_batch_size``, in a run that does not fit; ``shards``: of its weights."""
+    cures = ["lower it or training.seq_len" if micro_batch_size > 1 else "lower training.seq_len"]
+    if recompute != "full":
+        cures.append('set activation_checkpoint.mode = "full"')
+    if zero_stage < 3 and shards > 1:
+        cures.append(f"raise parallelism.zero_stage from {zero_stage}")
+    if dtype == "float32":
+        cures.append('set training.dtype = "bfloat16"')
+    return ", ".join([*cures, "or use more processes"])
 
 
 def _allocating_lines(segments: Iterable[dict[str, Any]]) -> Counter[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from titan_like.config.schema import Cluster, Job, JobConfig, Training
 from titan_like.data.lengths import sample_length, targets_length
 from titan_like.models.config import NUM_OPTIONS, TransformerConfig
 from titan_like.models.registry import model_config
+from titan_like.models.small import small_fields
 from titan_like.parallel.axes import fewest_microbatches, in_layout, num_microbatches
 from titan_like.parallel.layout import FACTORS, Layout, method_of, resolve_layout
 from titan_like.parallel.schedules.tables import V_SHAPED
@@ -28,7 +30,6 @@ from titan_like.train.rules import check_rules
 
 MOST_PROCESSES = 8
 FLAVOR = "verify"
-FLEX_HEAD_DIM = 16  # the smallest that FlexAttention takes on GPUs
 _LONG = 160  # positions of the longer sequences, at most: more than the 128 in a block of many kernels
 _LEARNING_RATE = 1e-3
 _MAX_NORM = 0.05  # below the gradient norm of every small run, so that every step is clipped
@@ -111,9 +112,7 @@ def shrink(
     if not full_size:
         micro_batch = min(micro_batch, 2 * NUM_OPTIONS if "choice" in model.predictions else 3)
         seq_len = unit * max(4 if degrees.context == 1 else 2, 16 // unit)  # several tokens in each part of it
-        if section.pipeline_layers and not model.has_decoder:
-            per_stage = shrink_stages(section.pipeline_layers, stages)
-        elif stages > 1 and model.has_decoder:
+        if stages > 1 and model.has_decoder:
             original = layers_per_stage(config, model, len(layout.stage_ranks))
             per_stage = two_kinds(original, sum(model.layer_counts[:-1]), stages)
         for_float8 = config.float8.enable
@@ -121,9 +120,10 @@ def shrink(
         fields |= small_fields(model, layout.tensor, degrees.tensor, groups, on_gpus, for_float8)
         fields |= fields_of_length(model, training.seq_len, seq_len, degrees.expert)
         kinds = len(set(model.layer_kinds))  # with one kind, two layers suffice for one stage
-        if per_stage and sum(per_stage) < kinds:
-            per_stage[0] += kinds - sum(per_stage)
         fields |= model.with_layers(sum(per_stage) if per_stage else stages + kinds)
+        recur = list(model.layer_kinds) != sorted(model.layer_kinds)
+        if stages > 1 and not model.has_decoder and (recur or section.pipeline_layers):
+            per_stage = out_of_step(type(model).model_validate(fields).layer_kinds, stages)
     has_spans = model.objective == "span_corruption" and not full_size
     spans = small_spans(config, model, seq_len, unit) if has_spans else {}
     dropout = fields.get("dropout") if degrees.context == 1 else None
@@ -238,10 +238,22 @@ def small_expert_degree(layout: Layout, small: Layout) -> int:
     return max(aligned, default=ranks)  # float8 experts need an aligned one
 
 
-def shrink_stages(counts: list[int], stages: int) -> list[int]:
-    """Layers per stage, from evenly picked original stages: 1 for the ones with the fewest layers, 2 for all others."""
-    picked = [counts[index * (len(counts) - 1) // max(stages - 1, 1)] for index in range(stages)]
-    return [2 if count > min(counts) else 1 for count in picked]
+def out_of_step(kinds: Sequence[int], stages: int) -> list[int]:
+    """Layers per stage, 1 to 3 each, so that few stages have the kinds that the model itself begins with.
+
+    A stage that counts the pattern of its kinds from its own first layer would compute the same there.
+    """
+    # For each number of layers: the best split of the first ones into the stages so far.
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
+    for stage in range(stages):
+        following: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+        for start, (in_step, squares, counts) in best.items():
+            for count in (1, 2, 3):
+                same = int(stage > 0 and kinds[start : start + count] == kinds[:count])
+                split = in_step + same, squares + count**2, (*counts, count)
+                following[start + count] = min(split, following.get(start + count, split))
+        best = following
+    return list(best[len(kinds)][2])
 
 
 def two_kinds(counts: list[int], encoder: int, stages: int) -> list[int]:
@@ -272,36 +284,6 @@ def fields_of_length(model: TransformerConfig, original: int, seq_len: int, expe
     return fields
 
 
-def small_fields(
-    model: TransformerConfig, original_tensor: int, tensor: int, groups: int, on_gpus: bool, float8: bool
-) -> dict[str, Any]:
-    """Fields of the small model.
-
-    Every tensor-parallel process gets twice ``groups`` groups of heads, whose order within a process can be wrong. The
-    initial weights grow by √(ratio of the hidden sizes), which keeps the scale of the activations. With ``float8`` all
-    sides of matrices are multiples of 16, which float8 products need.
-    """
-    queries = model.num_attention_heads // model.num_kv_heads
-    kv_heads = 1 if model.num_kv_heads == 1 else 2 * groups * tensor
-    heads = kv_heads * min(queries, 2 if kv_heads > 1 else 4)
-    head_dim = 8 if heads <= 8 else 4
-    if on_gpus and not model.has_decoder:  # a decoder's attention takes a bias, and never FlexAttention
-        head_dim = FLEX_HEAD_DIM
-    hidden = heads * head_dim
-    unit = 16 * tensor if float8 else tensor
-    ffn = max(1, round(model.ffn_hidden_size / model.hidden_size * hidden / unit)) * unit
-    vocab, multiple = small_vocabulary(model, original_tensor, tensor)
-    return {
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_kv_heads": kv_heads,
-        "ffn_hidden_size": ffn,
-        "vocab_size": vocab,
-        "vocab_multiple": multiple,
-        "init_std": model.init_std * math.sqrt(model.hidden_size / hidden),
-    }
-
-
 def small_spans(config: JobConfig, model: TransformerConfig, seq_len: int, unit: int) -> dict[str, Any]:
     """Settings of span corruption that leave several spans in a small sample.
 
@@ -322,22 +304,6 @@ def small_filter(patterns: list[str], layers: int, small_layers: int) -> list[st
         if len(names) > 1 and names[1].isdecimal():
             names[1] = str(int(names[1]) * small_layers // layers)
     return [".".join(names) for names in parts]
-
-
-def small_vocabulary(model: TransformerConfig, original_tensor: int, tensor: int) -> tuple[int, int]:
-    """(vocabulary size, multiple that it is padded to).
-
-    The small vocabulary is padded, divides evenly among the tensor-parallel processes, and has a last shard of nothing
-    but padding, exactly if the model's does.
-    """
-    is_padded = model.padded_vocab_size != model.vocab_size
-    if model.padded_vocab_size % (2 * original_tensor):
-        return (61, 7) if is_padded else (61, 1)  # 63 or 61 rows
-    if not is_padded:
-        return 64, 64
-    last_shard = model.padded_vocab_size // original_tensor
-    only_padding = original_tensor > 1 and model.padded_vocab_size - last_shard >= model.vocab_size
-    return (64 - 64 // tensor - 1 if only_padding else 57), 64
 
 
 def shrink_microbatches(training: Training, original: Layout, layout: Layout) -> int:

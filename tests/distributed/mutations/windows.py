@@ -11,6 +11,7 @@ from tests.distributed.mutations import bug
 from titan_like.models.layers import interval_attention
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.key_ranges import KeyRanges
+from titan_like.models.transformer import Transformer
 from titan_like.parallel import cp_attention
 from titan_like.parallel.context import ContextCore, UlyssesCore
 from titan_like.parallel.tensor_styles import SplitHeads
@@ -23,6 +24,16 @@ def windows_one_key_short(original: Any, self: AttentionCore, *given: Any) -> Ke
     if found is given[-1] or not found.window:
         return found
     return found._replace(first=torch.where(found.end - found.first == found.window, found.first + 1, found.first))
+
+
+@bug(Transformer, "keep_stage")
+def windows_by_number_in_the_stage(original: Any, self: Transformer, *stage: Any) -> None:
+    """The pattern of windows begins anew with the first layer of each stage."""
+    original(self, *stage)
+    for number, layer in enumerate(self.layers.values()):
+        (core,) = (module for module in layer.modules() if isinstance(module, AttentionCore))
+        core.window = self.config.kind(self.config.kind_of(number)).window
+        core.is_plain = not (core.window or core.softcap or core.sinks is not None)
 
 
 @bug(ContextCore, "query_order")

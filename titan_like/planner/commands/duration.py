@@ -9,7 +9,16 @@ from titan_like.config.errors import require
 from titan_like.config.options import OptionParser
 from titan_like.data.lengths import sample_length
 from titan_like.metrics.flops import hardware_flops_per_token
-from titan_like.planner.commands.outcome import Outcome, add_price, add_profile, days_of, does_not_fit, gpus, read_run
+from titan_like.planner.commands.outcome import (
+    Outcome,
+    add_price,
+    add_profile,
+    billions,
+    days_of,
+    does_not_fit,
+    gpus,
+    read_run,
+)
 from titan_like.planner.predict import per_gpu, predict
 
 _SLOWEST = 1e-6  # TFLOP/s of a GPU; a day's work would take longer than the universe is old
@@ -41,14 +50,17 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     per_token = hardware_flops_per_token(work.model, encoder, work.activation_checkpoint, decoder)
     rate = options.tflops or forecast.rates.tokens_per_second * per_token / work.num_gpus / 1e12
     speed = work.num_gpus * rate * 1e12
-    took = days_of(tokens, speed / per_token, work.num_gpus, options.price)
+    took = days_of(tokens, speed / per_token, work.num_gpus, options.price, None if options.tflops else forecast)
+    band = (
+        "" if options.tflops else f" (between {took['days_low']:.1f} and {took['days_high']:.1f} in nine of ten cases)"
+    )
     # arXiv 2104.04473, equation 4: P counts the parameters that a token uses.
     by_formula = days_of(tokens, speed / (8 * work.model.active_parameters), work.num_gpus)["days"]
     origin = "given" if options.tflops else f"predicted, profile {forecast.profile.name}"
     lines = [
-        f"{work.model.num_parameters() / 1e9:.4g} billion parameters, {tokens / 1e9:.4g} billion tokens, "
+        f"{billions(work.model.num_parameters())} parameters, {billions(tokens)} tokens, "
         f"{gpus(work.num_gpus)} at {per_gpu(rate)} each, including recomputation ({origin})",
-        f"  every operation counted    {took['days']:8.1f} days, {took['gpu_hours']:,.0f} GPU hours",
+        f"  every operation counted    {took['days']:8.1f} days{band}, {took['gpu_hours']:,.0f} GPU hours",
         f"  8TP/(nX), arXiv 2104.04473 {by_formula:8.1f} days",
     ]
     if options.price is not None:

@@ -18,6 +18,7 @@ from titan_like.models.registry import model_config
 from titan_like.planner.links import read_measurements, with_links
 from titan_like.planner.predict import FLOAT8_NOTE, Forecast
 from titan_like.planner.profile import Profile, load_profile
+from titan_like.train.memory import cures_of_memory
 
 SECONDS_PER_DAY = 86400
 _SECONDS_OF_SILENCE = 2.0
@@ -98,21 +99,37 @@ def _tokens(options: argparse.Namespace, config: JobConfig) -> float | None:
     return total_samples(training) * training.seq_len
 
 
-def days_of(tokens: float, tokens_per_second: float, num_gpus: int, price: float | None = None) -> dict[str, float]:
-    """Days, GPU hours and, at a price for one GPU's hour, cost of training on a number of tokens."""
+def days_of(
+    tokens: float, tokens_per_second: float, num_gpus: int, price: float | None = None, forecast: Forecast | None = None
+) -> dict[str, float]:
+    """Days, GPU hours and, at a price for one GPU's hour, cost of training on a number of tokens.
+
+    With a ``forecast`` of the rate, also the days between which nine of ten runs take.
+    """
     seconds = tokens / tokens_per_second
-    hours = seconds / 3600 * num_gpus
-    return {"days": seconds / SECONDS_PER_DAY, "gpu_hours": hours} | ({} if price is None else {"cost": hours * price})
+    days, hours = seconds / SECONDS_PER_DAY, seconds / 3600 * num_gpus
+    figures = {"days": days, "gpu_hours": hours} | ({} if price is None else {"cost": hours * price})
+    if forecast is not None:
+        low, high = (days * limit / forecast.time.total for limit in (forecast.seconds_low, forecast.seconds_high))
+        figures |= {"days_low": low, "days_high": high}
+    return figures
 
 
 def length(forecast: Forecast, tokens: float | None, price: float | None) -> tuple[str, dict[str, float]]:
     """`days_of` in words, after a comma, and for JSON; both are empty without a number of tokens."""
     if tokens is None:
         return "", {}
-    figures = days_of(tokens, forecast.rates.tokens_per_second, forecast.work.num_gpus, price)
-    days, cost = figures["days"], f", cost {figures['cost']:,.0f}" if price is not None else ""
-    shown = f"{days:,.0f}" if days >= 10 else f"{days:.2g}"
-    return f", {tokens / 1e9:.4g} billion tokens in {shown} days, {figures['gpu_hours']:,.0f} GPU hours{cost}", figures
+    figures = days_of(tokens, forecast.rates.tokens_per_second, forecast.work.num_gpus, price, forecast)
+    limits = (figures[name] for name in ("days", "days_low", "days_high"))
+    days, low, high = (f"{limit:,.0f}" if limit >= 10 else f"{limit:.3g}" for limit in limits)
+    cost = f", cost {figures['cost']:,.0f}" if price is not None else ""
+    text = f", {billions(tokens)} tokens in {days} days (between {low} and {high} in nine of ten cases)"
+    return f"{text}, {figures['gpu_hours']:,.0f} GPU hours{cost}", figures
+
+
+def billions(count: float) -> str:
+    """A number of tokens or parameters in words."""
+    return f"{float(f'{count / 1e9:.4g}'):g} billion"
 
 
 def toml_option(text: str) -> str:
@@ -125,13 +142,20 @@ def toml_option(text: str) -> str:
 
 def does_not_fit(forecast: Forecast) -> list[str]:
     """A warning for commands that report something else: the run is predicted not to fit into memory."""
-    return [] if forecast.memory.fits else [f"the run DOES NOT FIT: {forecast.taken} on a GPU"]
+    return [] if forecast.memory.fits else [f"the run DOES NOT FIT: {forecast.taken} on a GPU; {cures(forecast)}"]
+
+
+def cures(forecast: Forecast) -> str:
+    """What to change in a run that does not fit, as the trainer says when memory runs out."""
+    work, size = forecast.work, forecast.work.micro_batch_size
+    text = cures_of_memory(size, work.recompute, work.zero_stage, work.dtype, work.shard * work.context)
+    return f"training.micro_batch_size = {size}: {text}"
 
 
 def sized(model: TransformerConfig) -> str:
     """A model's parameters and shape in words."""
     shape = f"{model.num_layers} layers, width {model.hidden_size}, {model.num_attention_heads} heads"
-    return f"{model.num_parameters() / 1e9:.4g} billion parameters ({shape})"
+    return f"{billions(model.num_parameters())} parameters ({shape})"
 
 
 def gpus(count: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from titan_like.config.options import OptionParser
-from titan_like.planner.commands.outcome import Outcome, add_profile, gpus, read_run
+from titan_like.planner.commands.outcome import Outcome, add_profile, cures, gpus, read_run
 from titan_like.planner.memory import MEMORY_MARGIN, usable_bytes
 from titan_like.planner.predict import Forecast, per_gpu, predict
 
@@ -32,17 +32,17 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
 
 def describe(forecast: Forecast) -> str:
     """Step time and memory as a table."""
-    time, rates, profile = forecast.time, forecast.rates, forecast.profile
+    time, rates = forecast.time, forecast.rates
     lines = [
         f"step time  {time.total:.3f} s  (between {forecast.seconds_low:.3f} and {forecast.seconds_high:.3f} in nine "
-        f"of ten cases; profile {profile.name} on {profile.device.name})"
+        f"of ten cases; {forecast.stack})"
     ]
     for name, seconds in time._asdict().items():
         if name != "total" and seconds:
             lines.append(f"  {name:12s} {seconds:10.4f} s  {100 * seconds / time.total:5.1f} %")
     lines.append(
         f"rates      {rates.tokens_per_second:,.0f} tokens/s on {gpus(forecast.work.num_gpus)}, "
-        f"{per_gpu(rates.tflops_per_device)} each"
+        f"{per_gpu(rates.tflops_per_device)} each ({forecast.convention})"
     )
     if rates.hfu is not None and rates.mfu_model is not None and rates.mfu_causal is not None:
         lines.append(
@@ -55,8 +55,8 @@ def describe(forecast: Forecast) -> str:
             "it works"
         )
     memory = forecast.memory
-    verdict = "fits" if memory.fits else "DOES NOT FIT"
-    if memory.fits and memory.largest > usable_bytes(profile.device):
+    verdict = "fits" if memory.fits else f"DOES NOT FIT; {cures(forecast)}"
+    if memory.fits and memory.largest > usable_bytes(forecast.profile.device):
         verdict += f", but leaves less than the {100 * MEMORY_MARGIN:.0f} % free that a search keeps"
     lines.append(f"memory     {forecast.taken} on a GPU: {verdict}")
     names = list(memory.ranks[0]._fields)

@@ -17,6 +17,7 @@ from titan_like.planner.commands.outcome import (
     Progress,
     add_price,
     add_profile,
+    billions,
     gpus,
     length,
     read_run,
@@ -55,10 +56,14 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         ConfigError: no layout is valid, or none fits.
     """
     config, profile, tokens = read_run(options, settings)
-    fixed = frozenset(parse_overrides(settings)) & {*SEARCHED, STAGE_SIZES}
+    given = frozenset(parse_overrides(settings))
+    fixed = given & {*SEARCHED, STAGE_SIZES}
     if options.params is not None:
         overrides = shape_of(config.model, options.params, config.training.seq_len).overrides
         config = edit(config, {"model.overrides": overrides})
+    if options.tokens is not None:
+        lengths = {"steps": None, "samples": None, "epochs": None, "tokens": int(options.tokens)}
+        config = edit(config, {f"training.{name}": value for name, value in lengths.items()})
     if config.parallelism.auto:
         fixed |= set_keys(config)
     if options.profile:  # the layout found is then predicted and trained with the same profile
@@ -71,13 +76,22 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
 
     result = search(config, options.gpus, profile, fixed, options.top, report)
     prediction = forecast(result.best.work, result.profile)
-    files = {Path(options.out): as_toml(result, prediction, Path(options.out))} if options.out else {}
-    days_text, days = length(prediction, tokens, options.price)
-    layouts = reasons(result)
-    lines = [sized(result.space.model)] if options.params else []
-    lines += [*summary(result, prediction), "", *table(result.best, *layouts)]
-    lines += [f"the best layout{days_text}"] if days else []
-    return Outcome("\n".join(lines), {"search": as_dict(result, *layouts) | days}, files=files)
+    layouts, (days_text, days) = reasons(result), length(prediction, tokens, options.price)
+    notes = [*([sized(result.space.model)] if options.params else []), *summary(result, prediction)]
+    ends = [f"the best layout{days_text}"] if days else []
+    text = "\n".join([*notes, "", *table(result.best, *layouts), *ends])
+    files = {}
+    if options.out:
+        best, count, path = result.config, result.space.num_gpus, Path(options.out)
+        if "job.description" not in given:
+            size = billions(result.space.model.num_parameters())
+            about = f"{best.model.family} {best.model.flavor}, {size} parameters, {gpus(count)}"
+            best = edit(best, {"job.description": about})
+        head = [f"{best.job.config_file or 'A run'} in the layout that scripts/plan.py search found for {gpus(count)}:"]
+        for line in [*notes, *ends]:
+            head += textwrap.wrap(line, 118, initial_indent="  ", subsequent_indent="    ")
+        files[path] = run_as_toml(best, count, path, head)
+    return Outcome(text, {"search": as_dict(result, *layouts) | days}, files=files)
 
 
 def summary(result: SearchResult, prediction: Forecast) -> list[str]:
@@ -157,17 +171,6 @@ def as_dict(result: SearchResult, ranked: Reasoned, too_large: Reasoned) -> dict
         "ranked": [entry(*row) for row in ranked],
         "faster_but_too_large": [entry(*row) for row in too_large],
     }
-
-
-def as_toml(result: SearchResult, prediction: Forecast, path: Path) -> str:
-    """The run in its best layout, as a TOML: what its file and command line set, and the layout's keys."""
-    count = result.space.num_gpus
-    head = [
-        f"{result.config.job.config_file or 'A run'} in the layout that scripts/plan.py search found for {gpus(count)}:"
-    ]
-    for line in summary(result, prediction):
-        head += textwrap.wrap(line, 118, initial_indent="  ", subsequent_indent="    ")
-    return run_as_toml(result.config, count, path, head)
 
 
 def run_as_toml(config: JobConfig, num_gpus: int, path: Path, head: list[str]) -> str:
