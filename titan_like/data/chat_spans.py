@@ -1,0 +1,227 @@
+"""Finds the answers in the text that a chat template makes of a conversation.
+
+A model trains on one text, the rendering of the whole conversation, with everything that the template changes in earlier
+turns (Qwen3 and gpt-oss drop thoughts, Mistral moves tools to the last question). Renderings of the conversation's
+beginnings therefore need not begin that text, so this module never compares them whole. It renders copies of the
+messages with a mark at the end of every text, and compares only what follows a mark:
+
+- A text whose mark is not in the rendering is one that the template leaves out.
+- An answer begins where what follows the previous message no longer agrees with the prompt that the template writes for
+  the answer (``add_generation_prompt``). That prompt may go further than the text: DeepSeek-R1's opens a thought.
+- An answer ends where what follows it no longer agrees with a conversation that ends with it. Whatever belongs to the
+  next message, its header above all, comes after that.
+
+Places are counted from the end of the text, because a mark may change what the template writes before it, such as the
+separator of an empty text, but not after.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from titan_like.config.errors import first_line
+from titan_like.data.raw_text import BadRecord
+
+Message = dict[str, Any]
+# Characters for private use, with which no template and no text has to do. Python's repr() escapes them, so a list that
+# is printed raw does not show them; _RAW is one that JSON shows.
+_MARK = re.compile("\ue000[0-9.]+\ue001")
+_RAW = "\ue000.\ue001"
+_EXAMPLE = {"role": "user", "content": "a"}
+_IN_PROMPT = ("system", "developer")  # roles of messages after which no model is asked for an answer
+
+
+@dataclass(frozen=True)
+class Span:
+    """An answer, as characters of the rendering."""
+
+    begin: int
+    text_end: int  # of what the message says, or of the name of its last call
+    end: int  # of what the template writes after it
+    is_cut: bool  # whether a conversation that ended here would have another end
+
+
+class Rendering:
+    """What a chat template writes for a conversation."""
+
+    def __init__(
+        self, write: Callable[..., str], messages: list[Message], token_ends: Callable[[str], list[int]]
+    ) -> None:
+        """``write`` renders messages, and ``token_ends`` says where the tokens of a text end.
+
+        Raises a `BadRecord` if the template refuses the messages, or leaves out the text of one.
+        """
+        self._write, self._token_ends = write, token_ends
+        self.messages, self._whole, self.left_out = _fitting(write, messages)
+        self.text = write(self.messages)
+        self._is_exact = _MARK.sub("", self._whole) == self.text  # the marks changed nothing
+
+    def span(self, number: int) -> Span:
+        """The answer that is message ``number``.
+
+        Raises a `BadRecord` if it cannot be found.
+        """
+        _, begin, rest = self._agreement(number - 1, asks=True)
+        if rest.strip() and not self._begins_at(begin, self.messages[number]):
+            raise BadRecord("an answer does not begin with what the chat template gives the model to begin it")
+        text_end, end, rest = self._agreement(number, asks=False)
+        return Span(begin, text_end, end, bool(rest.strip()))
+
+    def parts_of(self, parts: list[tuple[int, int]], numbers: list[int]) -> list[tuple[int, int]]:
+        """The parts of the text that belong to messages of these numbers. Each belongs to an answer, to the first one
+        whose text ends after the part's begin.
+        """
+        answers = [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
+        if answers == numbers:
+            return parts
+        ends = [self._agreement(number, asks=False)[0] for number in answers]
+        owners = [
+            next((n for n, end in zip(answers, ends, strict=True) if begin < end), answers[-1]) for begin, _ in parts
+        ]
+        return [part for part, owner in zip(parts, owners, strict=True) if owner in numbers]
+
+    def after_end(self) -> str:
+        """What the template writes after the last message if another one follows."""
+        last = len(self.messages) - 1
+        following = _EXAMPLE | {"role": "tool"} if self.messages[last].get("tool_calls") else _EXAMPLE
+        marked, marks = self._marked(self.messages, last)
+        return _after(self._write([*marked, following]), marks[-1]) or ""
+
+    def _agreement(self, number: int, asks: bool) -> tuple[int, int, str]:
+        """Compare what follows message ``number`` with what would follow it at the end of a prompt (``asks``), or of a
+        conversation: where its text ends, where the two part, and what would have followed there.
+        """
+        messages, is_exact = self.messages, self._is_exact
+        if asks and (number < 0 or messages[number]["role"] in _IN_PROMPT):
+            # Many templates write no prompt without a question. What follows an example is the same.
+            number, is_exact = number + 1, False
+            messages = [*messages[:number], _EXAMPLE, *messages[number:]]
+        marked, marks = self._marked(messages, number)
+        is_exact = is_exact and marks[-1] in self._whole
+        tail = _after(self._whole if is_exact else self._write(marked), marks[-1])
+        end = _after(self._write(marked[: number + 1], add_generation_prompt=asks), marks[-1])
+        if tail is None or end is None:
+            raise BadRecord("the chat template writes a message only where others follow, or only where none does")
+        shared = len(os.path.commonprefix((tail, end)))  # noqa: RUF071 (no paths)
+        if shared < len(end):  # not in the middle of a token, such as <|return|> where the text has <|end|>
+            shared = max((at for at in self._token_ends(end) if at <= shared), default=0)
+        text_end = len(self.text) - len(tail)
+        if not self.text.endswith(tail[shared:]):
+            raise BadRecord("the chat template writes what follows a message in another way once its text is longer")
+        return text_end, text_end + shared, end[shared:]
+
+    def _marked(self, messages: list[Message], number: int) -> tuple[list[Message], list[str]]:
+        """Messages of which this one has marks, and its marks."""
+        message, marks = _mark(messages[number], number, is_empty_marked=True)
+        return [*messages[:number], message, *messages[number + 1 :]], marks
+
+    def _begins_at(self, begin: int, message: Message) -> bool:
+        """Whether nothing but a thought's borders stands between ``begin`` and what a message says."""
+        text = re.sub(r"^(\s|</?think>)+", "", self.text[begin:])
+        content = message.get("content")
+        said = content.rpartition("</think>")[2].strip() if isinstance(content, str) else ""
+        return text.startswith(said) or text.startswith(str(message.get("reasoning_content", "")).strip() or said)
+
+
+def _after(text: str, mark: str) -> str | None:
+    _, found_mark, tail = text.partition(mark)
+    return _MARK.sub("", tail) if found_mark else None
+
+
+def _fitting(write: Callable[..., str], messages: list[Message]) -> tuple[list[Message], str, int]:
+    """The messages in a form that the template can write, their marked rendering, and how many texts next to calls it
+    leaves out. They change only if the template leaves out a text, or fails, and a change can help.
+    """
+    problem = ""
+    for change in (dict, _with_joined_parts, _with_system, _with_null_content):
+        changed = list(map(change, messages))
+        if problem and changed == messages:
+            continue
+        messages = changed
+        marked = [_mark(message, number) for number, message in enumerate(messages)]
+        try:
+            whole = write([message for message, _ in marked])
+        except Exception as error:  # a template may raise anything
+            problem = f"the chat template refuses the record ({first_line(error)})"
+            continue
+        left_out = [[mark not in whole for mark in marks] for _, marks in marked]
+        num_calls = [len(_calls(message)) for message in messages]
+        # Next to calls, the text is a thought for gpt-oss, which drops it later, and Llama 3.1 has no place for it.
+        lost = (
+            n for n, lacks in enumerate(left_out) if any(lacks[len(lacks) - num_calls[n] :] if num_calls[n] else lacks)
+        )
+        number = 0 if _RAW in whole else next(lost, None)
+        if number is None:
+            return messages, whole, sum(map(any, left_out))
+        text = str(messages[number].get("content") or "a call")[:40]
+        role = messages[number]["role"]
+        problem = f'the chat template leaves out the text of a message with the role "{role}" ({first_line(text)})'
+    raise BadRecord(problem)
+
+
+def _mark(message: Message, number: int, is_empty_marked: bool = False) -> tuple[Message, list[str]]:
+    """A copy of a message with a mark at the end of each of its texts, and the marks; those of calls come last."""
+    marks = list[str]()
+
+    def mark(text: str) -> str:
+        if not text.strip() and (calls or not is_empty_marked):
+            return text
+        marks.append(f"\ue000{number}.{len(marks)}\ue001")
+        end = len(text.rstrip())
+        return text[:end] + marks[-1] + text[end:]
+
+    content, calls = message.get("content"), _calls(message)
+    message = dict(message)
+    if isinstance(content, list):
+        parts = [{"text": part} if isinstance(part, str) else part for part in content]
+        texts = [{key for key, value in part.items() if key != "type" and isinstance(value, str)} for part in parts]
+        marks += [f"\ue000{number}.{len(marks)}." for keys in texts if not keys][:1]  # such as an image: never written
+        changed = [
+            part | {key: mark(part[key]) for key in sorted(keys)} | {"raw": _RAW}
+            for part, keys in zip(parts, texts, strict=True)
+        ]
+        message["content"] = [
+            new["text"] if isinstance(old, str) else new for old, new in zip(content, changed, strict=True)
+        ]
+    elif isinstance(content, str) or (is_empty_marked and not calls):
+        message["content"] = mark(content or "")
+    if calls:
+        message["tool_calls"] = [_with_name(call, mark) for call in calls]
+    return message, marks
+
+
+def _with_name(call: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    """A call whose function's name is changed."""
+    if "function" in call:
+        return call | {"function": _with_name(call["function"], change)}
+    return call | {"name": change(call["name"])}
+
+
+def _calls(message: Message) -> list[dict[str, Any]]:
+    return message.get("tool_calls") or []
+
+
+def _with_joined_parts(message: Message) -> Message:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    texts = [part.get("text") if isinstance(part, dict) else part for part in content]
+    for part, text in zip(content, texts, strict=True):
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise BadRecord(f'the "content" of a message is a list of parts, and one is no text (type {kind})')
+    return message | {"content": "".join(texts)}
+
+
+def _with_system(message: Message) -> Message:
+    """OpenAI's newer name of the role, which most templates do not know."""
+    return message | {"role": "system"} if message["role"] == "developer" else message
+
+
+def _with_null_content(message: Message) -> Message:
+    """DeepSeek's templates tell calls by their content, which is none."""
+    return {"content": None} | message if message.get("tool_calls") else message
