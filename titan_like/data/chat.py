@@ -108,7 +108,7 @@ class Chat:
         """Tokens of a conversation and whether each belongs to an answer: int64 and bool [tokens]."""
         learned = [number for number, is_learned in enumerate(conversation.learned) if is_learned]
         if not learned:
-            raise BadRecord('the record has no "assistant" whose answer is learned')
+            raise BadRecord('the record has no "assistant" that answers and is learned')
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -119,34 +119,24 @@ class Chat:
             rendering = Rendering(
                 lambda messages, **how: write([messages], **how)[0][0], conversation.messages, self._ends
             )
-            text, borders, added = _Tokens(self.tokenizer, rendering.text), list[tuple[int, int]](), list[int]()
+            text, added = _Tokens(self.tokenizer, rendering.text), list[int]()
             if _MARKS_ANSWERS.search(template):
                 _, (marked,) = write([rendering.messages], return_assistant_tokens_mask=True)
                 borders = rendering.parts_of(marked, learned)
             else:
-                for number in learned:
-                    span = rendering.span(number)
-                    end, is_ended = text.end_of(span, self.template.bos_token_id)
-                    borders.append((span.begin, end))
-                if learned[-1] == len(rendering.messages) - 1:
-                    added = self._added_end(rendering, span, end, is_ended)
+                spans = list(map(rendering.span, learned))
+                ends = [text.end_of(span, self.template.bos_token_id) for span in spans]
+                borders = [(span.begin, end) for span, (end, _) in zip(spans, ends, strict=True)]
+                if learned[-1] == len(rendering.messages) - 1 and not ends[-1][1]:
+                    added = self.tokenizer.encode(rendering.after_end().lstrip(), parses_special=True)[:1].tolist()
+                    added = added if self.tokenizer.stop_ids.intersection(added) else [self.tokenizer.eod_id]
         except (BadRecord, ConfigError, UnicodeEncodeError):
             raise
         except Exception as error:  # a template may raise anything
             raise BadRecord(f"the chat template refuses the record ({first_line(error)})") from None
         self._count_unread(conversation, rendering, template)
-        is_answer = np.array([*text.is_within(borders), *(True for _ in added)])
-        return np.array([*text.ids, *added], dtype=np.int64), is_answer
-
-    def _added_end(self, rendering: Rendering, span: Span, end: int, is_ended: bool) -> list[int]:
-        """What ends the last answer: nothing more if it ends with a token that ends texts."""
-        stop_ids, _ends = self.tokenizer.stop_ids, rendering.text[span.text_end : end]
-        last = self.tokenizer.encode(rendering.text[span.begin : end].rstrip(), parses_special=True)[-1:]
-        if np.isin(last, list(stop_ids)).any():
-            return []
-        following = rendering.after_end().removeprefix(_ends).lstrip()
-        first = self.tokenizer.encode(following, parses_special=True)[:1].tolist()
-        return first if stop_ids.issuperset(first) and first else [self.tokenizer.eod_id] * (not is_ended)
+        is_answer = np.append(text.is_within(borders), [True] * len(added))
+        return np.append(text.ids, np.array(added, dtype=np.int64)), is_answer.astype(bool)
 
     def _ends(self, text: str) -> list[int]:
         """Where the tokens of a text end."""
@@ -163,21 +153,19 @@ class Chat:
             self.unread.update(f'"{key}"' for key in message if key not in MESSAGE_KEYS and not is_read(key))
         names = conversation.template_kwargs
         self.unread.update(f'chat_template_kwargs "{name}"' for name in names if not is_read(name))
-        if rendering.left_out:
-            self.unread['"content" next to "tool_calls"'] += rendering.left_out
-        answer = str(rendering.messages[-1].get("content") or "")
-        thought = answer.rpartition("</think>")[0].rpartition("<think>")[2].strip()
-        if rendering.messages[-1]["role"] == "assistant" and thought not in rendering.text:
-            self.unread["the thoughts in a last answer"] += 1
+        thought = str(rendering.messages[-1].get("content")).rpartition("</think>")[0].rpartition("<think>")[2].strip()
+        more = {'"content" next to "tool_calls"': rendering.left_out}
+        self.unread += Counter(more | {"the thoughts in a last answer": int(thought not in rendering.text)})
 
 
 class _Tokens:
     """The tokens of a rendering, and their places in it."""
 
     def __init__(self, tokenizer: Tokenizer, text: str) -> None:
-        self._text, self._stop_ids = text, list(tokenizer.stop_ids)
+        self._text = text
         self.ids, self._begins, self._ends = tokenizer.encode_with_places(text, parses_special=True)
-        self._is_special = np.isin(self.ids, [*tokenizer.special_ids, *self._stop_ids])
+        self._stops = np.isin(self.ids, list(tokenizer.stop_ids))  # end texts by the tokenizer's files
+        self._is_special = np.isin(self.ids, list(tokenizer.special_ids)) | self._stops
         for number in np.flatnonzero(self._is_special):  # it may take in the white space of the previous message
             written = text[self._begins[number] : self._ends[number]]
             self._begins[number] += len(written) - len(written.lstrip())
@@ -190,18 +178,18 @@ class _Tokens:
         A template may end it otherwise where more follows, as gpt-oss does. That is known by another special token,
         with which the next message begins, right after it.
         """
-        inside = np.flatnonzero(self._is_special & (self._begins >= span.begin) & (self._ends <= span.end))
-        end = self._ends[inside].max(initial=span.begin)
-        if not inside.size or self._text[end : span.end].strip():
-            end = span.end
-        is_ended = inside.size > 0 and end == self._ends[inside[-1]] > span.text_end
+        after_text = (self._begins >= span.text_end) & (self._ends <= span.end)
+        if (stops := np.flatnonzero(after_text & self._stops)).size:  # a model writes nothing after it
+            return self._ends[stops[0]], True
+        special = np.flatnonzero(self._is_special & (self._begins >= span.begin) & (self._ends <= span.end))
+        end, is_ended = self._ends[special].max(initial=span.begin), bool(after_text[special[-1:]].any())
+        if self._text[end : span.end].strip():
+            end, is_ended = span.end, False
         following = np.flatnonzero(~self._is_blank & (self._begins >= end))[:2]
-        ids, is_special = self.ids[following], self._is_special[following]
-        stops = np.isin(ids[:1], self._stop_ids).any()
-        if stops and is_ended:
-            stops = self.ids[inside[-1]] not in self._stop_ids
-        replaces = span.is_cut and not is_ended and is_special.sum() == 2 and ids[0] != bos_id
-        return (self._ends[following[0]], True) if stops or replaces else (end, is_ended)
+        replaces = span.is_cut and not is_ended and self._is_special[following].sum() == 2
+        if self._stops[following[:1]].any() or (replaces and self.ids[following[0]] != bos_id):
+            return self._ends[following[0]], True
+        return end, is_ended
 
     def is_within(self, borders: list[tuple[int, int]]) -> np.ndarray:
         """Whether each token belongs to one of these stretches of the text: bool [tokens]."""

@@ -131,7 +131,7 @@ def _message(message: Any, number: int) -> dict[str, Any]:
             raise BadRecord(f'message {number} has neither a "role" nor "value" and "from", which is one of {roles}')
     if not isinstance(message.get("content"), str | list | None):
         raise BadRecord(f'the "content" of message {number} is neither text nor a list of parts')
-    message = {key: value for key, value in message.items() if value is not None}
+    message = {key: "" if value == [] else value for key, value in message.items() if value is not None}
     if calls := message.pop("tool_calls", None):
         message["tool_calls"] = _parsed(calls, list, f'the "tool_calls" of message {number} are no list')
         for call in message["tool_calls"]:

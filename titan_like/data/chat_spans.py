@@ -1,9 +1,9 @@
 """Finds the answers in the text that a chat template makes of a conversation.
 
-A model trains on one text, the rendering of the whole conversation, with everything that the template changes in earlier
-turns (Qwen3 and gpt-oss drop thoughts, Mistral moves tools to the last question). Renderings of the conversation's
-beginnings therefore need not begin that text, so this module never compares them whole. It renders copies of the
-messages with a mark at the end of every text, and compares only what follows a mark:
+A model trains on one text, the rendering of the whole conversation, with everything that the template changes in
+earlier turns (Qwen3 and gpt-oss drop thoughts, Mistral moves tools to the last question). Renderings of the
+conversation's beginnings therefore need not begin that text, so this module never compares them whole. It renders
+copies of the messages with a mark at the end of every text, and compares only what follows a mark:
 
 - A text whose mark is not in the rendering is one that the template leaves out.
 - An answer begins where what follows the previous message no longer agrees with the prompt that the template writes for
@@ -27,12 +27,13 @@ from titan_like.config.errors import first_line
 from titan_like.data.raw_text import BadRecord
 
 Message = dict[str, Any]
-# Characters for private use, with which no template and no text has to do. Python's repr() escapes them, so a list that
-# is printed raw does not show them; _RAW is one that JSON shows.
-_MARK = re.compile("\ue000[0-9.]+\ue001")
-_RAW = "\ue000.\ue001"
+# Digits, which no quoting and no change of case alters. No text has these by chance.
+_STEM = "190475083621"
+_MARK = re.compile(_STEM + r"\d{9}")
+_RAW = _STEM + "9" * 9  # in a part of a content, where only a template that prints the whole list shows it
 _EXAMPLE = {"role": "user", "content": "a"}
-_IN_PROMPT = ("system", "developer")  # roles of messages after which no model is asked for an answer
+_NO_QUESTION = ("system", "developer", "assistant")  # after their messages no model is asked for an answer
+_CURE = 'mark answers in it by {% generation %}, or give a "prompt" and a "completion", of which that alone is learned'
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,10 @@ class Rendering:
         Raises a `BadRecord` if it cannot be found.
         """
         _, begin, rest = self._agreement(number - 1, asks=True)
-        if rest.strip() and not self._begins_at(begin, self.messages[number]):
-            raise BadRecord("an answer does not begin with what the chat template gives the model to begin it")
+        content = str(self.messages[number].get("content") or "").strip()
+        if rest.strip() and "think" not in rest.casefold() and not self.text[begin:].lstrip().startswith(content):
+            problem = "an answer does not begin with what the chat template gives the model to begin it"
+            raise BadRecord(f"{problem}; {_CURE}")
         text_end, end, rest = self._agreement(number, asks=False)
         return Span(begin, text_end, end, bool(rest.strip()))
 
@@ -85,19 +88,21 @@ class Rendering:
         return [part for part, owner in zip(parts, owners, strict=True) if owner in numbers]
 
     def after_end(self) -> str:
-        """What the template writes after the last message if another one follows."""
+        """What the template writes after the text if another message follows."""
         last = len(self.messages) - 1
         following = _EXAMPLE | {"role": "tool"} if self.messages[last].get("tool_calls") else _EXAMPLE
         marked, marks = self._marked(self.messages, last)
-        return _after(self._write([*marked, following]), marks[-1]) or ""
+        tail = _after(self._write([*marked, following]), marks[-1]) or ""
+        return tail.removeprefix(self.text[self._agreement(last, asks=False)[0] :])
 
     def _agreement(self, number: int, asks: bool) -> tuple[int, int, str]:
         """Compare what follows message ``number`` with what would follow it at the end of a prompt (``asks``), or of a
         conversation: where its text ends, where the two part, and what would have followed there.
         """
         messages, is_exact = self.messages, self._is_exact
-        if asks and (number < 0 or messages[number]["role"] in _IN_PROMPT):
-            # Many templates write no prompt without a question. What follows an example is the same.
+        if asks and (number < 0 or messages[number]["role"] in _NO_QUESTION):
+            # There is no such prompt: some templates write none, and others go on with the last answer. What follows
+            # the question of an example is the same.
             number, is_exact = number + 1, False
             messages = [*messages[:number], _EXAMPLE, *messages[number:]]
         marked, marks = self._marked(messages, number)
@@ -105,26 +110,19 @@ class Rendering:
         tail = _after(self._whole if is_exact else self._write(marked), marks[-1])
         end = _after(self._write(marked[: number + 1], add_generation_prompt=asks), marks[-1])
         if tail is None or end is None:
-            raise BadRecord("the chat template writes a message only where others follow, or only where none does")
+            raise BadRecord(f"the chat template writes a message only where more follows, or nothing; {_CURE}")
         shared = len(os.path.commonprefix((tail, end)))  # noqa: RUF071 (no paths)
         if shared < len(end):  # not in the middle of a token, such as <|return|> where the text has <|end|>
             shared = max((at for at in self._token_ends(end) if at <= shared), default=0)
         text_end = len(self.text) - len(tail)
         if not self.text.endswith(tail[shared:]):
-            raise BadRecord("the chat template writes what follows a message in another way once its text is longer")
+            raise BadRecord(f"the chat template writes what follows a message by what its text is; {_CURE}")
         return text_end, text_end + shared, end[shared:]
 
     def _marked(self, messages: list[Message], number: int) -> tuple[list[Message], list[str]]:
         """Messages of which this one has marks, and its marks."""
         message, marks = _mark(messages[number], number, is_empty_marked=True)
         return [*messages[:number], message, *messages[number + 1 :]], marks
-
-    def _begins_at(self, begin: int, message: Message) -> bool:
-        """Whether nothing but a thought's borders stands between ``begin`` and what a message says."""
-        text = re.sub(r"^(\s|</?think>)+", "", self.text[begin:])
-        content = message.get("content")
-        said = content.rpartition("</think>")[2].strip() if isinstance(content, str) else ""
-        return text.startswith(said) or text.startswith(str(message.get("reasoning_content", "")).strip() or said)
 
 
 def _after(text: str, mark: str) -> str | None:
@@ -136,31 +134,29 @@ def _fitting(write: Callable[..., str], messages: list[Message]) -> tuple[list[M
     """The messages in a form that the template can write, their marked rendering, and how many texts next to calls it
     leaves out. They change only if the template leaves out a text, or fails, and a change can help.
     """
-    problem = ""
-    for change in (dict, _with_joined_parts, _with_system, _with_null_content):
-        changed = list(map(change, messages))
-        if problem and changed == messages:
+    refused, lacking = "", ""
+    for change in (lambda message: message, _with_joined_parts, _with_system, _with_empty_content, _with_null_content):
+        changed = [change(message) for message in messages]
+        if (refused or lacking) and changed == messages:
             continue
         messages = changed
         marked = [_mark(message, number) for number, message in enumerate(messages)]
         try:
             whole = write([message for message, _ in marked])
         except Exception as error:  # a template may raise anything
-            problem = f"the chat template refuses the record ({first_line(error)})"
+            refused = f"the chat template refuses the record ({first_line(error)})"
             continue
         left_out = [[mark not in whole for mark in marks] for _, marks in marked]
         num_calls = [len(_calls(message)) for message in messages]
-        # Next to calls, the text is a thought for gpt-oss, which drops it later, and Llama 3.1 has no place for it.
-        lost = (
-            n for n, lacks in enumerate(left_out) if any(lacks[len(lacks) - num_calls[n] :] if num_calls[n] else lacks)
-        )
+        # Next to calls, a text is a thought for gpt-oss, which drops it later, and Llama 3.1 has no place for it.
+        pairs = enumerate(zip(left_out, num_calls, strict=True))
+        lost = (n for n, (lacks, calls) in pairs if any(lacks[-calls:] if calls else lacks))
         number = 0 if _RAW in whole else next(lost, None)
         if number is None:
             return messages, whole, sum(map(any, left_out))
-        text = str(messages[number].get("content") or "a call")[:40]
-        role = messages[number]["role"]
-        problem = f'the chat template leaves out the text of a message with the role "{role}" ({first_line(text)})'
-    raise BadRecord(problem)
+        role, text = messages[number]["role"], " ".join(str(messages[number].get("content", "a call")).split())
+        lacking = f'the chat template leaves out what a message with the role "{role}" says ("{text[:40]}")'
+    raise BadRecord(lacking or refused)
 
 
 def _mark(message: Message, number: int, is_empty_marked: bool = False) -> tuple[Message, list[str]]:
@@ -170,23 +166,22 @@ def _mark(message: Message, number: int, is_empty_marked: bool = False) -> tuple
     def mark(text: str) -> str:
         if not text.strip() and (calls or not is_empty_marked):
             return text
-        marks.append(f"\ue000{number}.{len(marks)}\ue001")
+        marks.append(f"{_STEM}{number:05}{len(marks):04}")
         end = len(text.rstrip())
         return text[:end] + marks[-1] + text[end:]
+
+    def mark_part(part: Any) -> Any:
+        key = "text" if not isinstance(part, dict) or "text" in part else part.get("type")
+        text = part.get(key) if isinstance(part, dict) else part
+        if not isinstance(text, str):
+            mark("such as an image")  # a mark that is never written
+            return part
+        return mark(text) if text is part else part | {key: mark(text), "raw": _RAW}
 
     content, calls = message.get("content"), _calls(message)
     message = dict(message)
     if isinstance(content, list):
-        parts = [{"text": part} if isinstance(part, str) else part for part in content]
-        texts = [{key for key, value in part.items() if key != "type" and isinstance(value, str)} for part in parts]
-        marks += [f"\ue000{number}.{len(marks)}." for keys in texts if not keys][:1]  # such as an image: never written
-        changed = [
-            part | {key: mark(part[key]) for key in sorted(keys)} | {"raw": _RAW}
-            for part, keys in zip(parts, texts, strict=True)
-        ]
-        message["content"] = [
-            new["text"] if isinstance(old, str) else new for old, new in zip(content, changed, strict=True)
-        ]
+        message["content"] = list(map(mark_part, content))
     elif isinstance(content, str) or (is_empty_marked and not calls):
         message["content"] = mark(content or "")
     if calls:
@@ -209,7 +204,7 @@ def _with_joined_parts(message: Message) -> Message:
     content = message.get("content")
     if not isinstance(content, list):
         return message
-    texts = [part.get("text") if isinstance(part, dict) else part for part in content]
+    texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in content]
     for part, text in zip(content, texts, strict=True):
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else part
@@ -222,6 +217,11 @@ def _with_system(message: Message) -> Message:
     return message | {"role": "system"} if message["role"] == "developer" else message
 
 
+def _with_empty_content(message: Message) -> Message:
+    """What some templates need next to calls."""
+    return {"content": ""} | message if message.get("tool_calls") else message
+
+
 def _with_null_content(message: Message) -> Message:
-    """DeepSeek's templates tell calls by their content, which is none."""
-    return {"content": None} | message if message.get("tool_calls") else message
+    """By this DeepSeek's templates know that a message is of calls."""
+    return message | {"content": message.get("content") or None} if message.get("tool_calls") else message

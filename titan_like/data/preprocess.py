@@ -228,7 +228,7 @@ def _write_tokens(job: Job, output: _Output, num_workers: int) -> None:
                 tell(f"skipped {place}: {problem}")
         at = (number + 1, 0, 1) if is_text else (number, piece.end, piece.first_record + piece.num_records)
         bad_lines, (file, end, record) = progress.bad_lines + len(bad), at
-        unread = Counter(progress.unread) + Counter(unread)
+        unread = dict(Counter(progress.unread) + Counter(unread))
         progress = replace(progress, bad_lines=bad_lines, file=file, end=end, record=record, unread=unread)
         if bad and is_text:
             output.drop_open_document(progress)
