@@ -124,10 +124,10 @@ class Chat:
                 _, (marked,) = write([rendering.messages], return_assistant_tokens_mask=True)
                 borders = rendering.parts_of(marked, learned)
             else:
-                spans = list(map(rendering.span, learned))
+                spans = [span for span in map(rendering.span, learned) if span]
                 ends = [text.end_of(span, self.template.bos_token_id) for span in spans]
                 borders = [(span.begin, end) for span, (end, _) in zip(spans, ends, strict=True)]
-                if learned[-1] == len(rendering.messages) - 1 and not ends[-1][1]:
+                if conversation.learned[-1] and ends and not ends[-1][1]:
                     added = self.tokenizer.encode(rendering.after_end().lstrip(), parses_special=True)[:1].tolist()
                     added = added if self.tokenizer.stop_ids.intersection(added) else [self.tokenizer.eod_id]
         except (BadRecord, ConfigError, UnicodeEncodeError):

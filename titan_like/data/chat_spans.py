@@ -61,16 +61,20 @@ class Rendering:
         self.text = write(self.messages)
         self._is_exact = _MARK.sub("", self._whole) == self.text  # the marks changed nothing
 
-    def span(self, number: int) -> Span:
-        """The answer that is message ``number``.
+    def span(self, number: int) -> Span | None:
+        """The answer that is message ``number``; None if it is empty, and the template writes nothing for it.
 
         Raises a `BadRecord` if it cannot be found.
         """
         _, begin, rest = self._agreement(number - 1, asks=True)
-        content = str(self.messages[number].get("content") or "").strip()
-        if rest.strip() and "think" not in rest.casefold() and not self.text[begin:].lstrip().startswith(content):
-            problem = "an answer does not begin with what the chat template gives the model to begin it"
-            raise BadRecord(f"{problem}; {_CURE}")
+        message = self.messages[number]
+        content = str(message.get("content") or "").strip()
+        if rest.strip() and "think" not in rest.casefold():
+            if not content and not _calls(message):
+                return None
+            if not self.text[begin:].lstrip().startswith(content):
+                problem = "an answer does not begin with what the chat template gives the model to begin it"
+                raise BadRecord(f"{problem}; {_CURE}")
         text_end, end, rest = self._agreement(number, asks=False)
         return Span(begin, text_end, end, bool(rest.strip()))
 
@@ -154,7 +158,7 @@ def _fitting(write: Callable[..., str], messages: list[Message]) -> tuple[list[M
         number = 0 if _RAW in whole else next(lost, None)
         if number is None:
             return messages, whole, sum(map(any, left_out))
-        role, text = messages[number]["role"], " ".join(str(messages[number].get("content", "a call")).split())
+        role, text = messages[number]["role"], " ".join(str(messages[number].get("content") or "a call").split())
         lacking = f'the chat template leaves out what a message with the role "{role}" says ("{text[:40]}")'
     raise BadRecord(lacking or refused)
 
