@@ -1,14 +1,21 @@
 """What is learned of records with the chat templates of published models, against references written apart."""
 
 import json
+from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
-from tests.unit.chat_templates import PUBLISHED, Message, RefusedError, save_published
+from tests.unit.chat_cases import CHATML, GENERATION, TOOLS, save_tokenizer, write_lines
+from tests.unit.chat_templates import PUBLISHED, QWEN_PROMPT, Message, RefusedError, save_published
+from titan_like.config import ConfigError
+from titan_like.config.schema import Data
 from titan_like.data.chat import Chat
+from titan_like.data.packed import corpus_job
+from titan_like.data.preprocess import tokenize_files
 from titan_like.data.raw_text import BadRecord
 
 
@@ -131,3 +138,122 @@ def decoded(chat: Chat, result: Any) -> str:
     return "".join(
         ("[{}]" if learns else "{}").format(chat.tokenizer.decode([n], skips_special=False)) for n, learns in pairs
     )
+
+
+def learned(chat: Chat, record: Any) -> list[str]:
+    """The learned stretches of a record."""
+    pairs = zip(*(x.tolist() for x in chat.encode(record)), strict=True)
+    runs = [[token for token, _ in run] for learns, run in groupby(pairs, key=lambda pair: pair[1]) if learns]
+    return [chat.tokenizer.decode(tokens, skips_special=False) for tokens in runs]
+
+
+@pytest.mark.parametrize("template", [CHATML, GENERATION])
+@pytest.mark.parametrize(
+    "name", ["weight", "loss", "loss_mask", "loss_weight", "train", "training", "trainable", "masked"]
+)
+def test_answers_that_a_record_marks_are_context(tmp_path: Path, template: str, name: str) -> None:
+    chat = Chat(str(save_tokenizer(tmp_path, template)))
+    turns, both = plain(*TURNS), ["sat on<|im_end|>", "the log<|im_end|>"]
+    for learns in (True, 1, 1.0, None):
+        flag = learns if name != "masked" or learns is None else type(learns)(False)
+        assert learned(chat, {"messages": [*turns[:3], turns[3] | {name: flag}]}) == both
+    for number, rest in ((1, both[1:]), (3, both[:1])):
+        for value in (False, 0, 0.0):
+            flag = type(value)(name == "masked")
+            marked = [message | {name: flag} if at == number else message for at, message in enumerate(turns)]
+            assert learned(chat, {"messages": marked}) == rest
+        flags = [(at == number) == (name == "masked") for at in range(4)]
+        assert learned(chat, {"messages": turns, name: flags}) == rest
+        assert (
+            learned(chat, {"conversations": [spoken(m) | {name: f} for m, f in zip(turns, flags, strict=True)]}) == rest
+        )
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+def test_variables_of_templates_come_from_settings_and_records(tmp_path: Path, name: str) -> None:
+    file = save_published(tmp_path, name)
+    variable, value = {"qwen3": ("enable_thinking", False), "gpt_oss": ("reasoning_effort", "high")}[name]
+    record = {"messages": plain(*TURNS)}
+    expected = reference(file, name, TURNS, **{variable: value})
+    assert expected != reference(file, name, TURNS)
+    for kwargs in ({variable: value}, json.dumps({variable: value})):
+        assert tuple(x.tolist() for x in Chat(str(file)).encode(record | {"chat_template_kwargs": kwargs})) == expected
+    chat = Chat(str(file), template_kwargs={variable: value})
+    assert tuple(x.tolist() for x in chat.encode(record)) == expected
+    default = {"chat_template_kwargs": {variable: {"qwen3": True, "gpt_oss": "medium"}[name]}}
+    assert tuple(x.tolist() for x in chat.encode(record | default)) == reference(file, name, TURNS)
+
+
+def section_of(folder: Path, file: Path, **fields: Any) -> Data:
+    paths = [str(folder / "chats.jsonl")]
+    return Data(dataset="conversations", paths=paths, tokenizer=str(file), **fields)
+
+
+def test_variables_and_ends_are_part_of_the_cache_s_key(tmp_path: Path) -> None:
+    file = save_published(tmp_path, "qwen3")
+    write_lines(tmp_path / "chats.jsonl", [{"messages": plain(*TURNS)}])
+    keys = [corpus_job(section_of(tmp_path, file)).fingerprint()]
+    keys += [corpus_job(section_of(tmp_path, file, chat_template_kwargs={"enable_thinking": False})).fingerprint()]
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1]}')
+    keys += [corpus_job(section_of(tmp_path, file)).fingerprint()]
+    assert len(set(keys)) == 3
+    for name in ("enable_thoughts", "messages"):
+        with pytest.raises(
+            ConfigError, match=rf"data.chat_template_kwargs.{name} = true: the chat template of .* has no"
+        ):
+            corpus_job(section_of(tmp_path, file, chat_template_kwargs={name: True}))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_nobody_reads_is_named_once_with_counts(tmp_path: Path, capfd: Any, num_workers: int) -> None:
+    file = save_published(tmp_path, "deepseek_r1")
+    thinks = say("assistant", "<think>much</think>sat", name="x", mood="good", reasoning_content="r")
+    records = [{"messages": plain(ASK, thinks, ASK_2 | {"mood": "bad"}), "other": 1}, {"messages": plain(ASK, thinks)}]
+    write_lines(tmp_path / "chats.jsonl", [record | {"chat_template_kwargs": {"depth": 3}} for record in records] * 30)
+    tokenize_files(corpus_job(section_of(tmp_path, file)), tmp_path / "tokens", num_workers)
+    line = "the chat template does not write, and training ignores: "
+    line += '"mood" (90 times), "reasoning_content" (60 times), chat_template_kwargs "depth" (60 times), '
+    assert capfd.readouterr().err.count(line + "the thoughts in a last answer (30 times)\n") == 1
+
+
+FORMATS = ("%d %b %Y", "%Y-%m-%d", "%B %d, %Y", "%A %-d/%-m/%y", "%H:%M:%S", "Today is %a, week %V, day %j")
+
+
+def test_the_fixed_date_has_the_format_that_a_template_asks_for(tmp_path: Path) -> None:
+    for number, text in enumerate(FORMATS):
+        template = f"{{{{ strftime_now('{text}') }}}};" + CHATML
+        chat = Chat(str(save_tokenizer(tmp_path / str(number), template)))
+        written = chat.tokenizer.decode(chat.encode({"prompt": "a", "answer": "b"})[0].tolist(), skips_special=False)
+        assert written.partition(";")[0] == datetime(2024, 7, 26).strftime(text)
+
+
+def test_templates_that_take_parts_get_them(tmp_path: Path) -> None:
+    """Text parts between others are not joined, and what is no text is refused by every template."""
+    separated = TOOLS.replace("{{ part.text }}", "<{{ part.text or part.thinking }}>")
+    chat = Chat(str(save_tokenizer(tmp_path, separated)))
+    thought = {"type": "thinking", "thinking": "the mat"}
+    answer = say("assistant") | {"content": [thought, {"type": "text", "text": "sat"}, "on"]}
+    assert learned(chat, {"messages": plain(ASK, part(TELL))}) == ["<sa><t on><|im_end|>"]
+    assert learned(chat, {"messages": plain(ASK, answer | {"content": answer["content"][:2]})}) == [
+        "<the mat><sat><|im_end|>"
+    ]
+    for kind in ("image", "image_url", "video"):
+        picture = {"role": "user", "content": [{"type": kind, kind: "cat.png"}, {"type": "text", "text": "what?"}]}
+        with pytest.raises(BadRecord, match=rf"one is no text \(type {kind}\)"):
+            chat.encode({"messages": [picture, *plain(TELL)]})
+
+
+def test_an_empty_answer_that_a_template_leaves_out_teaches_nothing(tmp_path: Path) -> None:
+    """As with GLM-4's, where the sign of the next question would follow the text of the last one."""
+    file = save_published(tmp_path, "glm4")
+    chat = Chat(str(file))
+    chat.template.chat_template = PUBLISHED["glm4"][0].replace("{% elif m.role in", "{% elif m.content and m.role in")
+    assert learned(chat, {"messages": plain(*EMPTY)}) == ["\nthe log<|user|>"]
+
+
+def test_a_prompt_that_the_template_always_writes_is_not_learned(tmp_path: Path) -> None:
+    file = save_published(tmp_path, "qwen2.5")
+    chat = Chat(str(file))
+    always = QWEN_PROMPT.replace("THOUGHT", "").replace("{% if add_generation_prompt %}", "{% if true %}")
+    chat.template.chat_template = PUBLISHED["qwen2.5"][0].partition("{% if add_generation_prompt %}")[0] + always
+    assert learned(chat, {"messages": plain(*TURNS)}) == ["sat on<|im_end|>", "the log<|im_end|>"]
