@@ -285,6 +285,7 @@ def of(*messages: object) -> str:
 
 
 WRONG = CHATML.replace("{% if add_generation_prompt %}", "{% if add_generation_prompt %}<s>")
+TOTAL = CHATML + "{{ messages | map(attribute='content') | join | length }}"
 ROLES = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}[{{ m.role }}]{{ m.content }}</s>{% endif %}"
 ROLES += "{% endfor %}"
 
@@ -306,7 +307,7 @@ ROLES += "{% endfor %}"
         (TEMPLATES["llama"], of(SYSTEM, USER, ANSWER), "refuses the record (no system here)"),
         ("{{ ''.__class__.mro() }}", of(USER, ANSWER), "refuses the record (access to attr"),
         (WRONG, of(USER, ANSWER), "does not begin with what the chat template gives the model to begin"),
-        (WRONG, of(USER, ANSWER), 'or give a "prompt" and a "completion", of which that alone is learned; correct'),
+        (TOTAL, of(USER, ANSWER, USER, ANSWER), 'or give "prompt" and "completion" as texts, without a chat template'),
         (CHATML, of(USER, ANSWER | {"weight": 0.5}), '"weight" of a message is 0.5; give 0 or 1, or true or false'),
         (CHATML, of(USER, ANSWER | {"train": "no"}), '"train" of a message is "no"; give 0 or 1'),
         (CHATML, of(USER, ANSWER | {"masked": True}), 'no "assistant" that answers and is learned'),

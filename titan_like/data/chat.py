@@ -116,9 +116,7 @@ class Chat:
             dated = _FIXED_DATE + template if "strftime_now" in template else template
             variables = self.template.special_tokens_map | self._kwargs | conversation.template_kwargs
             write: Any = partial(render_jinja_template, tools=conversation.tools, chat_template=dated, **variables)
-            rendering = Rendering(
-                lambda messages, **how: write([messages], **how)[0][0], conversation.messages, self._ends
-            )
+            rendering = Rendering(lambda told, **how: write([told], **how)[0][0], conversation.messages, self._ends)
             text, added = _Tokens(self.tokenizer, rendering.text), list[int]()
             if _MARKS_ANSWERS.search(template):
                 _, (marked,) = write([rendering.messages], return_assistant_tokens_mask=True)
@@ -143,19 +141,15 @@ class Chat:
         return self.tokenizer.encode_with_places(text, parses_special=True)[2].tolist()
 
     def _count_unread(self, conversation: Conversation, rendering: Rendering, template: str) -> None:
-        """Count what the template does not write of a record, without being wrong for that."""
-
-        def is_read(name: str) -> bool:
-            names = _THOUGHTS if name in _THOUGHTS else {name}
-            return any(re.search(rf"\b{re.escape(each)}\b", template) for each in names)
-
+        """Count what a record says and its text does not, though that is no mistake."""
+        words = set(re.findall(r"\w+", template))
+        words |= _THOUGHTS if words & _THOUGHTS else set()
         for message in rendering.messages:
-            self.unread.update(f'"{key}"' for key in message if key not in MESSAGE_KEYS and not is_read(key))
-        names = conversation.template_kwargs
-        self.unread.update(f'chat_template_kwargs "{name}"' for name in names if not is_read(name))
+            self.unread.update(f'"{key}"' for key in message.keys() - MESSAGE_KEYS - words)
+        self.unread.update(f'chat_template_kwargs "{name}"' for name in conversation.template_kwargs.keys() - words)
         thought = str(rendering.messages[-1].get("content")).rpartition("</think>")[0].rpartition("<think>")[2].strip()
-        more = {'"content" next to "tool_calls"': rendering.left_out}
-        self.unread += Counter(more | {"the thoughts in a last answer": int(thought not in rendering.text)})
+        self.unread['"content" next to "tool_calls"'] += rendering.left_out
+        self.unread["the thoughts in a last answer"] += thought not in rendering.text
 
 
 class _Tokens:

@@ -32,6 +32,9 @@ RECORD_KEYS = (
     *_LEARNED,
 )
 MESSAGE_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name"})  # which templates need not know
+RESERVED = frozenset(  # variables of templates that the data or the trainer sets
+    ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "conversations")
+) | {"return_assistant_tokens_mask"}
 # Who speaks in ShareGPT's records, and the role that templates know.
 _ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 _ROLES |= {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
@@ -86,15 +89,9 @@ def read_conversation(record: Any) -> Conversation:
     if tools is not None:
         tools = [_parsed(tool, dict, "a tool is no object") for tool in _parsed(tools, list, "the tools are no list")]
     template_kwargs = _parsed(record.get("chat_template_kwargs", {}), dict, '"chat_template_kwargs" is no object')
-    if refused := reserved(template_kwargs):
-        raise BadRecord(f'"chat_template_kwargs" cannot set "{refused}"')
+    if refused := RESERVED & template_kwargs.keys():
+        raise BadRecord(f'"chat_template_kwargs" cannot set "{min(refused)}"')
     return Conversation(read, is_learned, tools, template_kwargs, texts)
-
-
-def reserved(template_kwargs: dict[str, Any]) -> str | None:
-    """The first variable that is not for users to set, because the data or the trainer sets it."""
-    names = ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "conversations")
-    return next((name for name in (*names, "return_assistant_tokens_mask") if name in template_kwargs), None)
 
 
 def _is_learned(message: dict[str, Any]) -> bool:

@@ -1,27 +1,27 @@
 """Finds the answers in the text that a chat template makes of a conversation.
 
-A model trains on one text, the rendering of the whole conversation, with everything that the template changes in
-earlier turns (Qwen3 and gpt-oss drop thoughts, Mistral moves tools to the last question). Renderings of the
-conversation's beginnings therefore need not begin that text, so this module never compares them whole. It renders
-copies of the messages with a mark at the end of every text, and compares only what follows a mark:
+A model trains on the rendering of the whole conversation, with all that the template changes in earlier turns: Qwen3
+and gpt-oss drop thoughts, Mistral moves tools to the last question. Renderings of its beginnings need not begin that
+text, so they are never compared whole. Instead, copies of the messages are rendered with a mark at the end of every
+text, and what follows a mark is compared:
 
 - A text whose mark is not in the rendering is one that the template leaves out.
 - An answer begins where what follows the previous message no longer agrees with the prompt that the template writes for
   the answer (``add_generation_prompt``). That prompt may go further than the text: DeepSeek-R1's opens a thought.
-- An answer ends where what follows it no longer agrees with a conversation that ends with it. Whatever belongs to the
+- An answer ends where what follows it no longer agrees with a conversation that ends with it. All that belongs to the
   next message, its header above all, comes after that.
 
-Places are counted from the end of the text, because a mark may change what the template writes before it, such as the
-separator of an empty text, but not after.
+Places are counted from the end of the text: a mark may change what is written before it, but not after.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from bisect import bisect
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from titan_like.config.errors import first_line
 from titan_like.data.raw_text import BadRecord
@@ -33,11 +33,10 @@ _MARK = re.compile(_STEM + r"\d{9}")
 _RAW = _STEM + "9" * 9  # in a part of a content, where only a template that prints the whole list shows it
 _EXAMPLE = {"role": "user", "content": "a"}
 _NO_QUESTION = ("system", "developer", "assistant")  # after their messages no model is asked for an answer
-_CURE = 'mark answers in it by {% generation %}, or give a "prompt" and a "completion", of which that alone is learned'
+_CURE = 'mark answers in it by {% generation %}, or give "prompt" and "completion" as texts, without a chat template'
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """An answer, as characters of the rendering."""
 
     begin: int
@@ -79,22 +78,17 @@ class Rendering:
         return Span(begin, text_end, end, bool(rest.strip()))
 
     def parts_of(self, parts: list[tuple[int, int]], numbers: list[int]) -> list[tuple[int, int]]:
-        """The parts of the text that belong to messages of these numbers. Each belongs to an answer, to the first one
-        whose text ends after the part's begin.
-        """
+        """The parts of the text that belong to these answers: each to the first one whose text ends after its begin."""
         answers = [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
         if answers == numbers:
             return parts
-        ends = [self._agreement(number, asks=False)[0] for number in answers]
-        owners = [
-            next((n for n, end in zip(answers, ends, strict=True) if begin < end), answers[-1]) for begin, _ in parts
-        ]
-        return [part for part, owner in zip(parts, owners, strict=True) if owner in numbers]
+        ends = [self._agreement(number, asks=False)[0] for number in answers[:-1]]
+        return [part for part in parts if answers[bisect(ends, part[0])] in numbers]
 
     def after_end(self) -> str:
         """What the template writes after the text if another message follows."""
         last = len(self.messages) - 1
-        following = _EXAMPLE | {"role": "tool"} if self.messages[last].get("tool_calls") else _EXAMPLE
+        following = _EXAMPLE | {"role": "tool"} if _calls(self.messages[last]) else _EXAMPLE
         marked, marks = self._marked(self.messages, last)
         tail = _after(self._write([*marked, following]), marks[-1]) or ""
         return tail.removeprefix(self.text[self._agreement(last, asks=False)[0] :])
@@ -139,7 +133,9 @@ def _fitting(write: Callable[..., str], messages: list[Message]) -> tuple[list[M
     leaves out. They change only if the template leaves out a text, or fails, and a change can help.
     """
     refused, lacking = "", ""
-    for change in (lambda message: message, _with_joined_parts, _with_system, _with_empty_content, _with_null_content):
+    changes: list[Callable[[Message], Message]] = [lambda message: message, _with_joined_parts, _with_system]
+    changes += [partial(_with_content, content) for content in ("", None)]  # the latter is DeepSeek's sign of calls
+    for change in changes:
         changed = [change(message) for message in messages]
         if (refused or lacking) and changed == messages:
             continue
@@ -221,11 +217,6 @@ def _with_system(message: Message) -> Message:
     return message | {"role": "system"} if message["role"] == "developer" else message
 
 
-def _with_empty_content(message: Message) -> Message:
+def _with_content(content: str | None, message: Message) -> Message:
     """What some templates need next to calls."""
-    return {"content": ""} | message if message.get("tool_calls") else message
-
-
-def _with_null_content(message: Message) -> Message:
-    """By this DeepSeek's templates know that a message is of calls."""
-    return message | {"content": message.get("content") or None} if message.get("tool_calls") else message
+    return message | {"content": message.get("content") or content} if _calls(message) else message

@@ -247,9 +247,9 @@ def _write_tokens(job: Job, output: _Output, num_workers: int) -> None:
     if bad_lines := output.progress.bad_lines:
         records = bad_lines + output.progress.documents // job.num_sequences
         tell(f"skipped {bad_lines:,} of {records:,} records")
-    if unread := output.progress.unread:
-        counts = ", ".join(f"{name} ({count:,} times)" for name, count in sorted(unread.items()))
-        tell(f"the chat template does not write, and training ignores: {counts}")
+    if output.progress.unread:
+        ignored = (f"{name} ({count:,} times)" for name, count in sorted(output.progress.unread.items()))
+        tell(f"the chat template does not write, and training ignores: {', '.join(ignored)}")
 
 
 # Tokens; documents' lengths; bad lines, and why; what is not read of conversations, as `Chat.unread`.
