@@ -177,7 +177,7 @@ class _Tokens:
             return self._ends[stops[0]], True
         special = np.flatnonzero(self._is_special & (self._begins >= span.begin) & (self._ends <= span.end))
         end, is_ended = self._ends[special].max(initial=span.begin), bool(after_text[special[-1:]].any())
-        if self._text[end : span.end].strip():
+        if not special.size or self._text[end : span.end].strip():
             end, is_ended = span.end, False
         following = np.flatnonzero(~self._is_blank & (self._begins >= end))[:2]
         replaces = span.is_cut and not is_ended and self._is_special[following].sum() == 2

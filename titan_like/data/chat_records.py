@@ -84,7 +84,7 @@ def read_conversation(record: Any) -> Conversation:
     is_learned = [is_answer & _is_learned(m) for m, is_answer in zip(read, is_learned, strict=True)]
     read = [{key: value for key, value in message.items() if key not in _LEARNED} for message in read]
     tools, system = record.get("tools") or None, record.get("system")
-    if isinstance(system, str) and system and read and read[0]["role"] not in ("system", "developer"):
+    if isinstance(system, str) and system and read and read[0]["role"] != "system":
         read, is_learned, texts = [{"role": "system", "content": system}, *read], [False, *is_learned], None
     if tools is not None:
         tools = [_parsed(tool, dict, "a tool is no object") for tool in _parsed(tools, list, "the tools are no list")]
