@@ -96,10 +96,12 @@ def read_conversation(record: Any) -> Conversation:
 
 def _is_learned(message: dict[str, Any]) -> bool:
     """Whether no field takes a message out of the loss."""
-    flags = {name: value for name, value in message.items() if name in _LEARNED}
+    flags = {name: value for name, value in message.items() if name in _LEARNED and value is not None}
     for name, value in flags.items():
         if not isinstance(value, bool | int | float) or value not in (0, 1):
-            raise BadRecord(f'"{name}" of a message is {json.dumps(value)}; give 0 or 1, or true or false')
+            raise BadRecord(
+                f'"{name}" is {json.dumps(value, default=str)}; give 0 or 1, or true or false, for whether to learn a message'
+            )
     return all(bool(value) == _LEARNED[name] for name, value in flags.items())
 
 
@@ -128,7 +130,9 @@ def _message(message: Any, number: int) -> dict[str, Any]:
             raise BadRecord(f'message {number} has neither a "role" nor "value" and "from", which is one of {roles}')
     if not isinstance(message.get("content"), str | list | None):
         raise BadRecord(f'the "content" of message {number} is neither text nor a list of parts')
-    message = {key: "" if value == [] else value for key, value in message.items() if value is not None}
+    message = {key: value for key, value in message.items() if value is not None}
+    if message.get("content") == []:
+        message["content"] = ""
     if calls := message.pop("tool_calls", None):
         message["tool_calls"] = _parsed(calls, list, f'the "tool_calls" of message {number} are no list')
         for call in message["tool_calls"]:
