@@ -84,6 +84,8 @@ class Chat:
         Raises a `BadRecord` if it is no conversation, has no answer, or the template does not fit it.
         """
         conversation = read_conversation(record)
+        if not any(conversation.learned):
+            raise BadRecord('the record has no "assistant" that answers and is learned')
         try:
             if self.template is not None:
                 tokens, is_answer = self._by_template(conversation)
@@ -107,8 +109,6 @@ class Chat:
     def _by_template(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of a conversation and whether each belongs to an answer: int64 and bool [tokens]."""
         learned = [number for number, is_learned in enumerate(conversation.learned) if is_learned]
-        if not learned:
-            raise BadRecord('the record has no "assistant" that answers and is learned')
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -116,7 +116,7 @@ class Chat:
             dated = _FIXED_DATE + template if "strftime_now" in template else template
             variables = self.template.special_tokens_map | self._kwargs | conversation.template_kwargs
             write: Any = partial(render_jinja_template, tools=conversation.tools, chat_template=dated, **variables)
-            rendering = Rendering(lambda told, **how: write([told], **how)[0][0], conversation.messages, self._ends)
+            rendering = Rendering(lambda m, **how: write([m], **how)[0][0], conversation.messages, self._ends)
             text, added = _Tokens(self.tokenizer, rendering.text), list[int]()
             if _MARKS_ANSWERS.search(template):
                 _, (marked,) = write([rendering.messages], return_assistant_tokens_mask=True)

@@ -99,9 +99,7 @@ def _is_learned(message: dict[str, Any]) -> bool:
     flags = {name: value for name, value in message.items() if name in _LEARNED and value is not None}
     for name, value in flags.items():
         if not isinstance(value, bool | int | float) or value not in (0, 1):
-            raise BadRecord(
-                f'"{name}" is {json.dumps(value, default=str)}; give 0 or 1, or true or false, for whether to learn a message'
-            )
+            raise BadRecord(f'"{name}" is {json.dumps(value, default=str)}; give 0 or 1, or true or false')
     return all(bool(value) == _LEARNED[name] for name, value in flags.items())
 
 
