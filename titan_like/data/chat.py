@@ -116,7 +116,8 @@ class Chat:
             dated = _FIXED_DATE + template if "strftime_now" in template else template
             variables = self.template.special_tokens_map | self._kwargs | conversation.template_kwargs
             write: Any = partial(render_jinja_template, tools=conversation.tools, chat_template=dated, **variables)
-            rendering = Rendering(lambda m, **how: write([m], **how)[0][0], conversation.messages, self._ends)
+            encode = partial(self.tokenizer.encode_with_places, parses_special=True)
+            rendering = Rendering(lambda m, **how: write([m], **how)[0][0], conversation.messages, encode)
             text, added = _Tokens(self.tokenizer, rendering.text), list[int]()
             if _MARKS_ANSWERS.search(template):
                 _, (marked,) = write([rendering.messages], return_assistant_tokens_mask=True)
@@ -135,10 +136,6 @@ class Chat:
         self._count_unread(conversation, rendering, template)
         is_answer = np.append(text.is_within(borders), [True] * len(added))
         return np.append(text.ids, np.array(added, dtype=np.int64)), is_answer.astype(bool)
-
-    def _ends(self, text: str) -> list[int]:
-        """Where the tokens of a text end."""
-        return self.tokenizer.encode_with_places(text, parses_special=True)[2].tolist()
 
     def _count_unread(self, conversation: Conversation, rendering: Rendering, template: str) -> None:
         """Count what a record says and its text does not, though that is no mistake."""

@@ -48,14 +48,12 @@ class Span(NamedTuple):
 class Rendering:
     """What a chat template writes for a conversation."""
 
-    def __init__(
-        self, write: Callable[..., str], messages: list[Message], token_ends: Callable[[str], list[int]]
-    ) -> None:
-        """``write`` renders messages, and ``token_ends`` says where the tokens of a text end.
+    def __init__(self, write: Callable[..., str], messages: list[Message], encode: Callable[[str], Any]) -> None:
+        """``write`` renders messages, and ``encode`` gives the tokens of a text and where each begins and ends.
 
         Raises a `BadRecord` if the template refuses the messages, or leaves out the text of one.
         """
-        self._write, self._token_ends = write, token_ends
+        self._write, self._encode = write, encode
         self.messages, self._whole, self.left_out = _fitting(write, messages)
         self.text = write(self.messages)
         self._is_exact = _MARK.sub("", self._whole) == self.text  # the marks changed nothing
@@ -89,7 +87,7 @@ class Rendering:
         """What the template writes after the text if another message follows."""
         last = len(self.messages) - 1
         following = _EXAMPLE | {"role": "tool"} if _calls(self.messages[last]) else _EXAMPLE
-        marked, marks = self._marked(self.messages, last)
+        marked, marks = _with_marks(self.messages, last)
         tail = _after(self._write([*marked, following]), marks[-1]) or ""
         return tail.removeprefix(self.text[self._agreement(last, asks=False)[0] :])
 
@@ -103,7 +101,7 @@ class Rendering:
             # the question of an example is the same.
             number, is_exact = number + 1, False
             messages = [*messages[:number], _EXAMPLE, *messages[number:]]
-        marked, marks = self._marked(messages, number)
+        marked, marks = _with_marks(messages, number)
         is_exact = is_exact and marks[-1] in self._whole
         tail = _after(self._whole if is_exact else self._write(marked), marks[-1])
         end = _after(self._write(marked[: number + 1], add_generation_prompt=asks), marks[-1])
@@ -111,16 +109,18 @@ class Rendering:
             raise BadRecord(f"the chat template writes a message only where more follows, or nothing; {_CURE}")
         shared = len(os.path.commonprefix((tail, end)))  # noqa: RUF071 (no paths)
         if shared < len(end):  # not in the middle of a token, such as <|return|> where the text has <|end|>
-            shared = max((at for at in self._token_ends(end) if at <= shared), default=0)
+            _, _, ends = self._encode(end)
+            shared = int(ends[ends <= shared].max(initial=0))
         text_end = len(self.text) - len(tail)
         if not self.text.endswith(tail[shared:]):
             raise BadRecord(f"the chat template writes what follows a message by what its text is; {_CURE}")
         return text_end, text_end + shared, end[shared:]
 
-    def _marked(self, messages: list[Message], number: int) -> tuple[list[Message], list[str]]:
-        """Messages of which this one has marks, and its marks."""
-        message, marks = _mark(messages[number], number, is_empty_marked=True)
-        return [*messages[:number], message, *messages[number + 1 :]], marks
+
+def _with_marks(messages: list[Message], number: int) -> tuple[list[Message], list[str]]:
+    """Messages of which one has marks, and its marks."""
+    message, marks = _mark(messages[number], number, is_empty_marked=True)
+    return [*messages[:number], message, *messages[number + 1 :]], marks
 
 
 def _after(text: str, mark: str) -> str | None:
