@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from tests.distributed.launch import Case, assert_same, base_config, collect, losses_of_layouts, run_cases
 from tests.distributed.layouts import pipeline, recompute, sizes, tensor, zero
 from tests.unit.chat_cases import CHATML, VOCAB_SIZE, conversations, save_tokenizer, write_lines
-from tests.unit.chat_templates import PUBLISHED, save_published
 from tests.unit.hugging_face_cases import gpt_config, llama_config, moe_config, reference_model
 from tests.unit.plain_loop import plain_adamw
+from tests.unit.template_cases import PUBLISHED, save_published
 from titan_like.config import load_config
 from titan_like.data.tokenizer import build_tokenizer
 from titan_like.evaluate.inference import config_of_checkpoint, find_checkpoint, load_for_inference

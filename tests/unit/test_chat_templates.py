@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.unit.chat_cases import CHATML, GENERATION, TOOLS, save_tokenizer, write_lines
-from tests.unit.chat_templates import PUBLISHED, QWEN_PROMPT, Message, RefusedError, save_published
+from tests.unit.template_cases import PUBLISHED, QWEN_PROMPT, Message, RefusedError, save_published
 from titan_like.config import ConfigError
 from titan_like.config.schema import Data
 from titan_like.data.chat import Chat

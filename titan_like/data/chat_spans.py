@@ -63,7 +63,7 @@ class Rendering:
 
         Raises a `BadRecord` if it cannot be found.
         """
-        _, begin, rest = self._agreement(number - 1, asks=True)
+        _, begin, rest = self._agreement(number, asks=True)
         message = self.messages[number]
         content = str(message.get("content") or "").strip()
         if rest.strip() and "think" not in rest.casefold():
@@ -91,16 +91,18 @@ class Rendering:
         tail = _after(self._write([*marked, following]), marks[-1]) or ""
         return tail.removeprefix(self.text[self._agreement(last, asks=False)[0] :])
 
-    def _agreement(self, number: int, asks: bool) -> tuple[int, int, str]:
-        """Compare what follows message ``number`` with what would follow it at the end of a prompt (``asks``), or of a
-        conversation: where its text ends, where the two part, and what would have followed there.
+    def _agreement(self, answer: int, asks: bool) -> tuple[int, int, str]:
+        """Compare what follows the message before an answer with the end of a prompt (``asks``), or what follows the
+        answer with the end of a conversation: where that message's text ends, where the two part, and what the end goes
+        on with.
         """
         messages, is_exact = self.messages, self._is_exact
-        if asks and (number < 0 or messages[number]["role"] in _NO_QUESTION):
+        if answer == 0 or messages[answer - 1]["role"] in _NO_QUESTION:
             # There is no such prompt: some templates write none, and others go on with the last answer. What follows
             # the question of an example is the same.
-            number, is_exact = number + 1, False
-            messages = [*messages[:number], _EXAMPLE, *messages[number:]]
+            messages, is_exact = [*messages[:answer], _EXAMPLE, *messages[answer:]], False
+            answer += 1
+        number = answer - 1 if asks else answer
         marked, marks = _with_marks(messages, number)
         is_exact = is_exact and marks[-1] in self._whole
         tail = _after(self._whole if is_exact else self._write(marked), marks[-1])

@@ -38,14 +38,14 @@ QWEN_REPLY = (
     "{% endif %}{{ '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}"
     "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}{% endif %}"
 )
-QWEN_OTHERS = (
+QWEN_MESSAGES = (
     LOOP + "{% if m.role == 'user' or m.role == 'system' and not loop.first %}"
     "{{ '<|im_start|>' + m.role + '\\n' + CONTENT + '<|im_end|>\\n' }}{% elif m.role == 'assistant' %}"
 )
 QWEN_PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}THOUGHT{% endif %}"
 QWEN25 = (
     QWEN_SYSTEM.replace("SYSTEM", "{{ messages[0].content if messages[0].role == 'system' else 'You are Qwen.' }}")
-    + QWEN_OTHERS.replace("CONTENT", "m.content")
+    + QWEN_MESSAGES.replace("CONTENT", "m.content")
     + "<|im_start|>assistant{% if m.content %}{{ '\\n' + m.content }}{% elif not m.tool_calls %}{{ '\\n' }}{% endif %}"
     + QWEN_CALLS.replace("NEWLINE", "{{ '\\n' }}")
     + "{{ '<|im_end|>\\n' }}"
@@ -61,7 +61,7 @@ QWEN3 = (
     "{% if ns.open and m.role == 'user' and m.content is string and not (m.content.startswith('<tool_response>')"
     " and m.content.endswith('</tool_response>')) %}{% set ns.open = false %}"
     "{% set ns.last = messages | length - 1 - loop.index0 %}{% endif %}{% endfor %}"
-    + QWEN_OTHERS.replace("CONTENT", "(m.content if m.content is string else '')")
+    + QWEN_MESSAGES.replace("CONTENT", "(m.content if m.content is string else '')")
     + "{% set content = m.content if m.content is string else '' %}{% set thought = '' %}"
     "{% if m.reasoning_content is string %}{% set thought = m.reasoning_content %}{% elif '</think>' in content %}"
     "{% set thought = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}"
