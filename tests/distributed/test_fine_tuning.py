@@ -12,8 +12,14 @@ from tests.distributed.layouts import pipeline, recompute, sizes, tensor, zero
 from tests.unit.chat_cases import CHATML, VOCAB_SIZE, conversations, save_tokenizer, write_lines
 from tests.unit.hugging_face_cases import gpt_config, llama_config, moe_config, reference_model
 from tests.unit.plain_loop import plain_adamw
+from tests.unit.template_cases import PUBLISHED, save_published
+from titan_like.config import load_config
+from titan_like.data.tokenizer import build_tokenizer
+from titan_like.evaluate.inference import config_of_checkpoint, find_checkpoint, load_for_inference
+from titan_like.evaluate.sampling import generate, stop_ids
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
+from titan_like.train.trainer import Trainer
 
 BATCH, SEQ = 4, 128
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
@@ -148,3 +154,67 @@ def test_experts_of_every_layout_count_the_same_tokens(tmp_path: Path) -> None:
     cases = [Case(name, settings | layout) for name, layout in EXPERT_LAYOUTS.items()]
     for result in run_cases(cases, 4, tmp_path).values():
         assert_same(result, alone, 1e-10)
+
+
+SHORT = [("the cat", "sat on"), ("the dog", "the log")]
+STOPPING = ("glm4", "deepseek_r1")
+
+
+def fine_tune(rank: int, root: Path) -> dict[str, Any]:
+    """Fine-tune and export a small model of each template, on one turn and on two."""
+    for name in STOPPING:
+        folder = root / name
+        settings = [
+            *[f"--job.dump_folder={folder}/run", f"--model.from={folder}/hf", "--training.steps=60"],
+            *["--data.dataset=conversations", f"--data.paths={folder}/chats.jsonl", "--data.split=1,0,0"],
+            *["--data.reset_attention_mask=true", "--data.reset_position_ids=true", "--optimizer.lr=3e-3"],
+            *["--training.seq_len=64", "--training.global_batch_size=2", "--training.micro_batch_size=2"],
+            *["--checkpoint.enable=true", "--checkpoint.interval=60", "--checkpoint.hugging_face_interval=60"],
+            "--evaluation.interval=0",
+        ]
+        Trainer(prepare_run(resolve_settings(load_config(settings)))).train()
+    return {}
+
+
+def test_a_tuned_model_stops_as_its_source_does(tmp_path: Path) -> None:
+    """By the ends in the source's generation_config.json, in transformers and here, after each of two answers."""
+    import transformers
+
+    for name in STOPPING:
+        folder = tmp_path / name
+        save_published(folder / "hf", name)
+        torch.manual_seed(1)
+        reference_model(llama_config(hidden_size=64, num_layers=2, max_seq_len=64, vocab_size=400)).save_pretrained(
+            folder / "aside"
+        )
+        for path in (folder / "aside").iterdir():
+            if path.name != "generation_config.json":
+                path.rename(folder / "hf" / path.name)
+        roles = ("user", "assistant")
+        turns = [[{"role": r, "content": t} for r, t in zip(roles, pair, strict=True)] for pair in SHORT]
+        write_lines(folder / "chats.jsonl", [{"messages": messages} for messages in (*turns, turns[0] + turns[1])] * 4)
+    collect(fine_tune, 1, tmp_path)
+    for name in STOPPING:
+        run = tmp_path / name / "run"
+        exported = run / "hugging_face" / "step-60"
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(exported)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+        ends = tokenizer.convert_tokens_to_ids(PUBLISHED[name][2])
+        assert theirs.generation_config.eos_token_id == ends
+        config = config_of_checkpoint(str(run), [])
+        path = find_checkpoint(config)
+        ours = load_for_inference(config, path, torch.device("cpu"))
+        turns = [[{"role": "user", "content": SHORT[0][0]}]]
+        turns.append(
+            [*turns[0], {"role": "assistant", "content": SHORT[0][1]}, {"role": "user", "content": SHORT[1][0]}]
+        )
+        for messages, (_, answer) in zip(turns, SHORT, strict=True):
+            prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            prompt = prompt[: -len(tokenizer("<think>\n")["input_ids"])] if name == "deepseek_r1" else prompt
+            whole = theirs.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)[0].tolist()
+            written = whole[len(prompt) :]
+            stops = stop_ids(build_tokenizer(str(exported)), path)
+            options: dict[str, Any] = {"temperature": 0, "stop_ids": stops, "device": torch.device("cpu")}
+            assert generate(ours, prompt, 40, **options) == [token for token in written if token not in ends]
+            assert written[-1] in ends and len(written) < 40, name
+            assert tokenizer.decode(written[:-1]).endswith(answer)

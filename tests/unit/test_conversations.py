@@ -80,12 +80,14 @@ def test_answers_with_their_ends_are_learned(tmp_path: Path, name: str) -> None:
         if name == "chatml":
             messages = [{"role": "system", "content": "be brief"}, *messages, {"role": "user", "content": "and then"}]
         tokens, _ = encoded(chat, {"messages": messages})
+        end = "</s>" if name == "plain" else ""  # which is added, because nothing ends an answer
         if name == "dated":
             assert theirs.decode(tokens).startswith("26 Jul 2024<|im_start|>")
         else:
-            assert tokens == theirs.apply_chat_template(messages, return_dict=True)["input_ids"]
-        answers = [message["content"] for message in messages if message["role"] == "assistant"]
-        assert learned(chat, {"messages": messages}) == [ANSWERS[name].format(answer) for answer in answers]
+            written = theirs.apply_chat_template(messages, return_dict=True)["input_ids"]
+            assert tokens == written + [theirs.eos_token_id] * bool(end)
+        answers = [ANSWERS[name].format(message["content"]) for message in messages if message["role"] == "assistant"]
+        assert learned(chat, {"messages": messages}) == [*answers[:-1], answers[-1] + end]
 
 
 def test_an_answer_goes_on_after_special_tokens_in_it(tmp_path: Path) -> None:
@@ -93,14 +95,14 @@ def test_an_answer_goes_on_after_special_tokens_in_it(tmp_path: Path) -> None:
     record = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "1 <s> 2"}]}
     for name in ("chatml", "plain"):
         chat = Chat(str(save_tokenizer(tmp_path / name, TEMPLATES[name])))
-        assert learned(chat, record) == [ANSWERS[name].format("1 <s> 2")]
+        assert learned(chat, record) == [ANSWERS[name].format("1 <s> 2") + "</s>" * (name == "plain")]
 
 
 @pytest.mark.parametrize(
     ("template", "answers", "expected"),
     [
-        # "\n\n" is one token at the end of the text, and two before a letter.
-        (ALPACA, ["4", "5"], [["4", "Ċ", "Ċ"], ["5", "ĊĊ"]]),
+        # "\n\n" is one token at the end of the text, and two before a letter. An end is added.
+        (ALPACA, ["4", "5"], [["4", "Ċ", "Ċ"], ["5", "ĊĊ", "</s>"]]),
         (HEADER, ["4", "5"], [["4", "<|im_end|>"], ["5", "<|im_end|>"]]),
         # No token has the space before the second answer among its characters.
         (GENERATION, ["4", " 5", "6"], [["4", "<|im_end|>"], ["Ġ", "5", "<|im_end|>"], ["6", "<|im_end|>"]]),
@@ -226,13 +228,6 @@ def test_what_ends_every_text_hides_no_answer(tmp_path: Path, template: str, ans
     assert learned(chat, {"messages": [USER, ANSWER, USER]}) == [answer]
 
 
-def test_the_last_answer_may_end_with_another_token(tmp_path: Path) -> None:
-    """As with gpt-oss, whose <|return|> stands in place of <|end|>."""
-    end = "{{ '</s>' if loop.last and not add_generation_prompt else '<|im_end|>' }}"
-    chat = Chat(str(save_tokenizer(tmp_path, CHATML.replace("<|im_end|>\n", end))))
-    assert learned(chat, {"messages": [USER, ANSWER, USER, ANSWER]}) == ["b<|im_end|>", "b</s>"]
-
-
 def test_a_special_token_that_takes_in_white_space_before_it_belongs_to_its_own_message(tmp_path: Path) -> None:
     file = save_tokenizer(tmp_path, CHATML)
     tokenizer = json.loads(file.read_text())
@@ -289,9 +284,10 @@ def of(*messages: object) -> str:
     return json.dumps({"messages": messages})
 
 
-UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-# As Qwen3's: thoughts before the last answer alone.
-THINKS = CHATML.replace("\n{{", "\n{{ '<think></think>' if loop.last and message.role == 'assistant' }}{{")
+WRONG = CHATML.replace("{% if add_generation_prompt %}", "{% if add_generation_prompt %}<s>")
+TOTAL = CHATML + "{{ messages | map(attribute='content') | join | length }}"
+ROLES = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}[{{ m.role }}]{{ m.content }}</s>{% endif %}"
+ROLES += "{% endfor %}"
 
 
 @pytest.mark.parametrize(
@@ -310,12 +306,22 @@ THINKS = CHATML.replace("\n{{", "\n{{ '<think></think>' if loop.last and message
         (None, of(USER, ANSWER), "the tokenizer's folder has no chat template"),
         (TEMPLATES["llama"], of(SYSTEM, USER, ANSWER), "refuses the record (no system here)"),
         ("{{ ''.__class__.mro() }}", of(USER, ANSWER), "refuses the record (access to attr"),
+        (WRONG, of(USER, ANSWER), "does not begin with what the chat template gives the model to begin"),
+        (TOTAL, of(USER, ANSWER, USER, ANSWER), 'or give "prompt" and "completion" as texts, without a chat template'),
+        (CHATML, of(USER, ANSWER | {"weight": 0.5}), '"weight" is 0.5; give 0 or 1, or true or false; correct'),
+        (CHATML, of(USER, ANSWER | {"train": "no"}), '"train" is "no"; give 0 or 1'),
+        (CHATML, of(USER, ANSWER | {"masked": True}), 'no "assistant" that answers and is learned'),
+        (None, json.dumps({"prompt": "a", "answer": "b", "train": False}), "answers and is learned"),
+        (CHATML, json.dumps({"prompt": "a", "answer": "b", "loss": [0, 1, 1]}), '"loss" has 3 values for 2 messages'),
+        (CHATML, of(USER, ANSWER | {"tool_calls": [{"id": 1}]}), 'of message 2 has no function with a "name"'),
+        (CHATML, of(USER | {"content": [PARTS[0], {"type": "image"}]}, ANSWER), "one is no text (type image)"),
+        (ROLES, of(USER, ANSWER, REPLY, ANSWER), 'leaves out what a message with the role "tool" says ("3")'),
+        (ROLES, of(USER, CALL, ANSWER), 'leaves out what a message with the role "assistant" says ("a call")'),
         (
-            UNMARKED,
-            of(USER, ANSWER, USER, ANSWER),
-            "does not begin with what the chat template gives the model to begin",
+            CHATML,
+            json.dumps({"prompt": "a", "answer": "b", "chat_template_kwargs": {"tools": []}}),
+            '"chat_template_kwargs" cannot set "tools"',
         ),
-        (THINKS, of(USER, ANSWER, USER, ANSWER), "writes the beginning of the conversation in another way once more"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, template: str | None, line: str, words: str) -> None:

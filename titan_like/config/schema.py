@@ -115,6 +115,9 @@ class Data(Section):
     split_special_tokens: bool = option(
         True, "read special tokens that are written in a document, such as <|endoftext|>, as text; if false, as tokens"
     )
+    chat_template_kwargs: dict[str, Any] = option(
+        {}, "conversations: variables for the chat template, such as enable_thinking; a record's own come first"
+    )
     reset_position_ids: bool = option(False, "count positions from 0 in each document of a sample")
     reset_attention_mask: bool = option(False, "let tokens attend to their own document only")
     eod_mask_loss: bool = option(False, "no loss where the input is an end-of-document token")

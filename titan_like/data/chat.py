@@ -5,15 +5,21 @@ a prompt and its answer are tokenized as one text, which the end-of-document tok
 
 transformers renders templates, in its sandbox. If a template marks what the assistant says by ``{% generation %}``,
 the marked parts are the answers. Otherwise an answer is what the template writes for a message of the assistant, tool
-calls included, after the generation prompt, without the white space after a special token that ends it, such as
-<|im_end|>.
+calls included, after the generation prompt (`titan_like.data.chat_spans` finds it), with the token that ends it:
+
+- White space after a special token that ends an answer, such as <|im_end|>, is not learned.
+- A token that ends texts by the tokenizer's files is learned where it follows an answer, even if it begins the next
+  message. GLM's answers end with <|user|> or <|observation|>.
+- If nothing ends the last answer, as with GLM, what would follow it is added, or else the end of document. A model that
+  sees no end generates up to the limit.
 """
 
 from __future__ import annotations
 
-import os
+import json
 import re
-from collections.abc import Callable
+from collections import Counter
+from datetime import datetime
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -22,14 +28,21 @@ import numpy as np
 
 from titan_like.config.errors import ConfigError, first_line
 from titan_like.config.schema import TokenOptions
-from titan_like.data.chat_records import Conversation, read_conversation
+from titan_like.data.chat_records import MESSAGE_KEYS, Conversation, read_conversation
+from titan_like.data.chat_spans import Rendering, Span
 from titan_like.data.raw_text import BadRecord
 from titan_like.data.special_tokens import TOKENIZER_FILE
 from titan_like.data.tokenizer import Tokenizer, build_tokenizer, is_on_hub, tokenizer_files
 
+CHAT_FORMAT = 2  # version of what is learned of a record; another one tokenizes conversations again
 _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Some templates write today's date. A run's data must not depend on the day, so they get Llama 3.1's.
-_FIXED_DATE = "{%- macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
+_DATE = datetime(2024, 7, 26)
+_DIRECTIVES = ("%-d", "%-m", *(f"%{letter}" for letter in "aAwdbBmyYHIpMSfjUWuVGFDTRexXcZz"))
+_FIXED_DATE = "{%- macro strftime_now(format) %}{{ format"
+_FIXED_DATE += "".join(f" | replace('{directive}', '{_DATE.strftime(directive)}')" for directive in _DIRECTIVES)
+_FIXED_DATE += " }}{% endmacro %}"
+_THOUGHTS = {"reasoning_content", "thinking", "reasoning"}  # names of one field, which transformers copies
 
 
 def read_template(spec: str) -> Any:
@@ -52,10 +65,18 @@ def read_template(spec: str) -> Any:
 
 
 class Chat:
-    """Tokenizes records with the tokenizer and the chat template that `data.tokenizer` names."""
+    """Tokenizes records with the tokenizer and the chat template that `data.tokenizer` names.
 
-    def __init__(self, spec: str, tokenizer: Tokenizer | None = None) -> None:
+    ``unread`` counts what records say and no one reads, such as fields of messages that the template does not know.
+    """
+
+    def __init__(
+        self, spec: str, tokenizer: Tokenizer | None = None, template_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """``template_kwargs``: variables for the template, as `data.chat_template_kwargs`; a record's come first."""
         self.tokenizer, self.template = tokenizer or build_tokenizer(spec), read_template(spec)
+        self.unread: Counter[str] = Counter()
+        self._kwargs = template_kwargs or {}
 
     def encode(self, record: Any) -> tuple[np.ndarray, np.ndarray]:
         """The tokens of a record and whether each belongs to an answer: int64 and bool [tokens].
@@ -63,6 +84,8 @@ class Chat:
         Raises a `BadRecord` if it is no conversation, has no answer, or the template does not fit it.
         """
         conversation = read_conversation(record)
+        if not any(conversation.learned):
+            raise BadRecord('the record has no "assistant" that answers and is learned')
         try:
             if self.template is not None:
                 tokens, is_answer = self._by_template(conversation)
@@ -85,91 +108,90 @@ class Chat:
 
     def _by_template(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of a conversation and whether each belongs to an answer: int64 and bool [tokens]."""
-        messages, num_given, tools = conversation.messages, conversation.num_given, conversation.tools
-        is_learned = [n >= num_given and message["role"] == "assistant" for n, message in enumerate(messages)]
-        if not any(is_learned):
-            raise BadRecord('the record has no "assistant" that answers')
+        learned = [number for number, is_learned in enumerate(conversation.learned) if is_learned]
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            text = self.template.get_chat_template(tools=tools)
-            text = _FIXED_DATE + text if "strftime_now" in text else text
-            arguments: Any = {"tools": tools, "chat_template": text, **self.template.special_tokens_map}
-            write: Callable[..., Any] = partial(render_jinja_template, **arguments)
-            spans, prompts, throughs = list[tuple[int, int]](), list[str](), list[str]()
-            if _MARKS_ANSWERS.search(text):
-                conversations = [messages, messages[:num_given]] if num_given else [messages]
-                (rendered, *_), (marked, *given_spans) = write(conversations, return_assistant_tokens_mask=True)
-                spans = marked[sum(map(len, given_spans)) :]
+            template = self.template.get_chat_template(tools=conversation.tools)
+            dated = _FIXED_DATE + template if "strftime_now" in template else template
+            variables = self.template.special_tokens_map | self._kwargs | conversation.template_kwargs
+            write: Any = partial(render_jinja_template, tools=conversation.tools, chat_template=dated, **variables)
+            encode = partial(self.tokenizer.encode_with_places, parses_special=True)
+            rendering = Rendering(lambda m, **how: write([m], **how)[0][0], conversation.messages, encode)
+            text, added = _Tokens(self.tokenizer, rendering.text), list[int]()
+            if _MARKS_ANSWERS.search(template):
+                _, (marked,) = write([rendering.messages], return_assistant_tokens_mask=True)
+                borders = rendering.parts_of(marked, learned)
             else:
-                answers = np.flatnonzero(is_learned).tolist()
-                (rendered, *throughs), _ = write([messages, *(messages[: number + 1] for number in answers)])
-                prompts = [_prompt(write, messages[:number], throughs[0]) for number in answers]
+                spans = [span for span in map(rendering.span, learned) if span]
+                ends = [text.end_of(span, self.template.bos_token_id) for span in spans]
+                borders = [(span.begin, end) for span, (end, _) in zip(spans, ends, strict=True)]
+                if conversation.learned[-1] and ends and not ends[-1][1]:
+                    added = self.tokenizer.encode(rendering.after_end().lstrip(), parses_special=True)[:1].tolist()
+                    added = added if self.tokenizer.stop_ids.intersection(added) else [self.tokenizer.eod_id]
+        except (BadRecord, ConfigError, UnicodeEncodeError):
+            raise
         except Exception as error:  # a template may raise anything
             raise BadRecord(f"the chat template refuses the record ({first_line(error)})") from None
-        if any(str(m["content"]) in rendered for m in messages if m.get("content") and isinstance(m["content"], list)):
-            raise BadRecord('the chat template takes no "content" that is a list of parts')
-        tokens, begins, ends = self.tokenizer.encode_with_places(rendered, parses_special=True)
-        is_special = np.isin(tokens, list(self.tokenizer.special_ids))
-        for number in np.flatnonzero(is_special):  # it may take in the white space of the previous message
-            written = rendered[begins[number] : ends[number]]
-            begins[number] += len(written) - len(written.lstrip())
-        can_follow = is_special & (tokens != self.template.bos_token_id)
-        cut = partial(_without_end, rendered, begins, ends, is_special, can_follow)
-        for prompt, through in zip(map(cut, prompts), map(cut, throughs), strict=True):
-            if not rendered.startswith(prompt) or not rendered.startswith(through):
-                problem = "the chat template writes the beginning of the conversation in another way once more follows"
-                if rendered.startswith(through):
-                    problem = "an answer does not begin with what the chat template gives the model to begin it"
-                cure = "mark them in the template by {% generation %}"
-                raise BadRecord(f"{problem}, so answers cannot be found; {cure}")
-            in_answer = is_special & (begins >= len(prompt)) & (ends <= len(through))
-            last = ends[in_answer].max(initial=len(prompt))
-            is_ended = in_answer.any() and not rendered[last : len(through)].strip()
-            spans.append((len(prompt), last if is_ended else len(through)))
-        is_answer = np.zeros(len(tokens), dtype=bool)
-        for begin, end in spans:
-            # A token across a border belongs to the answer, unless it is a header's that takes in white space after it.
-            is_answer |= (ends > begin) & (begins < end) & ~(is_special & (begins < begin))
-        return tokens, is_answer
+        self._count_unread(conversation, rendering, template)
+        is_answer = np.append(text.is_within(borders), [True] * len(added))
+        return np.append(text.ids, np.array(added, dtype=np.int64)), is_answer.astype(bool)
+
+    def _count_unread(self, conversation: Conversation, rendering: Rendering, template: str) -> None:
+        """Count what a record says and its text does not, though that is no mistake."""
+        words = set(re.findall(r"\w+", template))
+        words |= _THOUGHTS if words & _THOUGHTS else set()
+        for message in rendering.messages:
+            self.unread.update(f'"{key}"' for key in message.keys() - MESSAGE_KEYS - words)
+        self.unread.update(f'chat_template_kwargs "{name}"' for name in conversation.template_kwargs.keys() - words)
+        thought = str(rendering.messages[-1].get("content")).rpartition("</think>")[0].rpartition("<think>")[2].strip()
+        self.unread['"content" next to "tool_calls"'] += rendering.left_out
+        self.unread["the thoughts in a last answer"] += thought not in rendering.text
 
 
-def _prompt(write: Callable[..., Any], messages: list[dict[str, Any]], through: str) -> str:
-    """The prompt for an answer after these messages. Many templates cannot write one without messages. Then the prompt
-    is the beginning of ``through``, which the answer ends, up to and with what they add to another prompt.
-    """
-    if not messages:
-        example = [{"role": "user", "content": "a"}]
-        (written,), (asked,) = (write([example], add_generation_prompt=asks)[0] for asks in (False, True))
-        shared = len(os.path.commonprefix((asked, written)))  # noqa: RUF071 (no paths)
-        before, header, _ = through.partition(asked[shared:] or through)
-        if header not in ("", through):
-            return before + header
-    (prompt,), _ = write([messages], add_generation_prompt=True)
-    return prompt
+class _Tokens:
+    """The tokens of a rendering, and their places in it."""
 
+    def __init__(self, tokenizer: Tokenizer, text: str) -> None:
+        self._text = text
+        self.ids, self._begins, self._ends = tokenizer.encode_with_places(text, parses_special=True)
+        self._stops = np.isin(self.ids, list(tokenizer.stop_ids))  # end texts by the tokenizer's files
+        self._is_special = np.isin(self.ids, list(tokenizer.special_ids)) | self._stops
+        for number in np.flatnonzero(self._is_special):  # it may take in the white space of the previous message
+            written = text[self._begins[number] : self._ends[number]]
+            self._begins[number] += len(written) - len(written.lstrip())
+        places = zip(self._begins, self._ends, strict=True)
+        self._is_blank = np.array([not text[begin:end].strip() for begin, end in places], dtype=bool)
 
-def _without_end(
-    rendered: str, begins: np.ndarray, ends: np.ndarray, is_special: np.ndarray, can_end: np.ndarray, text: str
-) -> str:
-    """The ``text`` of the first messages without the special tokens and white space that the template writes at the end
-    of every conversation, the ``rendered`` one too, but not where more messages follow.
+    def end_of(self, span: Span, bos_id: int | None) -> tuple[int, bool]:
+        """Where an answer ends, and whether a special token ends it, which the template writes after its text.
 
-    If another token ends a message where more follows, as in gpt-oss, the text ends with that. It is known by another
-    special token, with which the next message begins, right after it.
-    """
-    if rendered.startswith(text):
-        return text
-    is_blank = np.array([not rendered[begin:end].strip() for begin, end in zip(begins, ends, strict=True)])
-    last, first = begins[is_special].max(initial=0), ends[~(is_special | is_blank)].max(initial=0)
-    bodies = (text.removesuffix(rendered[at:]) for at in range(last, first - 1, -1))
-    body = next(filter(rendered.startswith, bodies), text)
-    before, after = (np.flatnonzero(~is_blank & side) for side in (ends <= len(body), begins >= len(body)))
-    ends_otherwise = len(after) > 1 and can_end[after[0]] and is_special[after[1]] and not is_special[before[-1:]].any()
-    return rendered[: ends[after[0]]] if ends_otherwise and rendered.startswith(body) else body
+        A template may end it otherwise where more follows, as gpt-oss does. That is known by another special token,
+        with which the next message begins, right after it.
+        """
+        after_text = (self._begins >= span.text_end) & (self._ends <= span.end)
+        if (stops := np.flatnonzero(after_text & self._stops)).size:  # a model writes nothing after it
+            return self._ends[stops[0]], True
+        special = np.flatnonzero(self._is_special & (self._begins >= span.begin) & (self._ends <= span.end))
+        end, is_ended = self._ends[special].max(initial=span.begin), bool(after_text[special[-1:]].any())
+        if not special.size or self._text[end : span.end].strip():
+            end, is_ended = span.end, False
+        following = np.flatnonzero(~self._is_blank & (self._begins >= end))[:2]
+        replaces = span.is_cut and not is_ended and self._is_special[following].sum() == 2
+        if self._stops[following[:1]].any() or (replaces and self.ids[following[0]] != bos_id):
+            return self._ends[following[0]], True
+        return end, is_ended
+
+    def is_within(self, borders: list[tuple[int, int]]) -> np.ndarray:
+        """Whether each token belongs to one of these stretches of the text: bool [tokens]."""
+        is_within, begins, ends = np.zeros(len(self.ids), dtype=bool), self._begins, self._ends
+        for begin, end in borders:
+            # A token across a border belongs to it, unless it is a header's that takes in white space after it.
+            is_within |= (ends > begin) & (begins < end) & ~(self._is_special & (begins < begin))
+        return is_within
 
 
 @lru_cache(maxsize=1)
-def build_chat(spec: str, options: TokenOptions, template: str) -> Chat:
-    """The `Chat` of a tokenizer with this template. A process keeps the last one."""
-    return Chat(spec, build_tokenizer(spec, options=options))
+def build_chat(spec: str, options: TokenOptions, template: str, template_kwargs: str) -> Chat:
+    """The `Chat` of a tokenizer with this template, and the JSON text of variables for it. A process keeps the last."""
+    return Chat(spec, build_tokenizer(spec, options=options), json.loads(template_kwargs))

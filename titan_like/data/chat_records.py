@@ -6,7 +6,9 @@
 | ``prompt`` and ``completion`` | lists of messages (TRL); the messages of the prompt are not learned |
 | ``prompt`` and ``answer`` or ``completion`` | two texts |
 
-``tools`` is a list for the template, and ``system`` the text of a first message. Lists may be given as JSON text.
+``tools`` is a list for the template, ``chat_template_kwargs`` holds variables for it, and ``system`` is the text of a
+first message. Lists and objects may be given as JSON text. A field such as ``"weight": 0`` takes a message, or with one
+value for each message in a record's list, out of the loss.
 """
 
 from __future__ import annotations
@@ -18,9 +20,23 @@ from typing import Any
 from titan_like.config.paths import parse_json
 from titan_like.data.raw_text import BadRecord
 
-RECORD_KEYS = ("messages", "conversations", "prompt", "completion", "answer", "tools", "system")
+# Fields that say whether an answer is learned, and the value that says so: of OpenAI and Mistral, axolotl, ms-swift,
+# LLaMA-Factory, torchtune.
+_LEARNED = {
+    **dict.fromkeys(("weight", "loss_weight", "loss_scale", "loss", "loss_mask"), True),
+    **dict.fromkeys(("train", "training", "trainable"), True),
+    "masked": False,
+}
+RECORD_KEYS = (
+    *("messages", "conversations", "prompt", "completion", "answer", "tools", "system", "chat_template_kwargs"),
+    *_LEARNED,
+)
+MESSAGE_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name"})  # which templates need not know
+RESERVED = frozenset(  # variables of templates that the data or the trainer sets
+    ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "conversations")
+) | {"return_assistant_tokens_mask"}
 # Who speaks in ShareGPT's records, and the role that templates know.
-_ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
+_ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 _ROLES |= {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 
 
@@ -29,8 +45,9 @@ class Conversation:
     """A record as messages for a chat template, and as a prompt and its answer if it is only that."""
 
     messages: list[dict[str, Any]]
-    num_given: int  # how many messages at the beginning are not learned
+    learned: list[bool]  # whether each message is an answer to learn
     tools: list[Any] | None
+    template_kwargs: dict[str, Any]
     texts: tuple[str, str] | None  # prompt and answer, of a record of two texts
 
 
@@ -58,12 +75,32 @@ def read_conversation(record: Any) -> Conversation:
             raise BadRecord('the record has no "messages", "conversations", or "prompt" with "answer" or "completion"')
     messages = _parsed(messages, list, "the messages are no list")
     read = [_message(message, number) for number, message in enumerate(messages, start=1)]
+    is_learned = [n >= num_given and message["role"] == "assistant" for n, message in enumerate(read)]
+    for name in _LEARNED.keys() & record.keys():
+        flags = record[name] if isinstance(record[name], list) else [record[name]] * len(read)
+        if len(flags) != len(read):
+            raise BadRecord(f'"{name}" has {len(flags)} values for {len(read)} messages; give one for each')
+        read = [{name: flag} | message for message, flag in zip(read, flags, strict=True)]
+    is_learned = [is_answer & _is_learned(m) for m, is_answer in zip(read, is_learned, strict=True)]
+    read = [{key: value for key, value in message.items() if key not in _LEARNED} for message in read]
     tools, system = record.get("tools") or None, record.get("system")
     if isinstance(system, str) and system and read and read[0]["role"] != "system":
-        read, num_given, texts = [{"role": "system", "content": system}, *read], num_given + (num_given > 0), None
+        read, is_learned, texts = [{"role": "system", "content": system}, *read], [False, *is_learned], None
     if tools is not None:
         tools = [_parsed(tool, dict, "a tool is no object") for tool in _parsed(tools, list, "the tools are no list")]
-    return Conversation(read, num_given, tools, texts)
+    template_kwargs = _parsed(record.get("chat_template_kwargs", {}), dict, '"chat_template_kwargs" is no object')
+    if refused := RESERVED & template_kwargs.keys():
+        raise BadRecord(f'"chat_template_kwargs" cannot set "{min(refused)}"')
+    return Conversation(read, is_learned, tools, template_kwargs, texts)
+
+
+def _is_learned(message: dict[str, Any]) -> bool:
+    """Whether no field takes a message out of the loss."""
+    flags = {name: value for name, value in message.items() if name in _LEARNED and value is not None}
+    for name, value in flags.items():
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise BadRecord(f'"{name}" is {json.dumps(value, default=str)}; give 0 or 1, or true or false')
+    return all(bool(value) == _LEARNED[name] for name, value in flags.items())
 
 
 def _parsed(value: Any, kind: Any, problem: str) -> Any:
@@ -91,7 +128,16 @@ def _message(message: Any, number: int) -> dict[str, Any]:
             raise BadRecord(f'message {number} has neither a "role" nor "value" and "from", which is one of {roles}')
     if not isinstance(message.get("content"), str | list | None):
         raise BadRecord(f'the "content" of message {number} is neither text nor a list of parts')
-    return {key: value for key, value in message.items() if value is not None}
+    message = {key: value for key, value in message.items() if value is not None}
+    if message.get("content") == []:
+        message["content"] = ""
+    if calls := message.pop("tool_calls", None):
+        message["tool_calls"] = _parsed(calls, list, f'the "tool_calls" of message {number} are no list')
+        for call in message["tool_calls"]:
+            function = call.get("function", call) if isinstance(call, dict) else None
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise BadRecord(f'a call in the "tool_calls" of message {number} has no function with a "name"')
+    return message
 
 
 def _json_messages(value: Any) -> list[Any] | None:

@@ -7,10 +7,13 @@ once for each corpus and tokenizer. The first process of a node that gets the lo
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import re
 import sysconfig
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from math import inf
@@ -24,6 +27,7 @@ from titan_like.config.errors import ConfigError, cure_of_writing, require
 from titan_like.config.schema import HELD_OUT, Data
 from titan_like.data.batch import Batch, arrays_of
 from titan_like.data.chat import read_template
+from titan_like.data.chat_records import RESERVED
 from titan_like.data.fetch import source_name
 from titan_like.data.files import find_files
 from titan_like.data.indexed import IndexedDataset, StoredTokens
@@ -211,8 +215,13 @@ def corpus_job(section: Data) -> Job:
         return Job(files, section.tokenizer, section.text_key, section.token_options, bad_lines=bad_lines)
     chat = read_template(section.tokenizer)
     template = f"{chat.chat_template} {chat.special_tokens_map}" if chat else ""
+    for name, value in section.chat_template_kwargs.items():
+        problem = f"the chat template of {section.tokenizer} has no such variable; remove it"
+        is_variable = re.search(rf"\b{re.escape(name)}\b", template) and name not in RESERVED
+        require(is_variable, f"data.chat_template_kwargs.{name}", value, problem)
     tokens, cure = section.token_options, f"correct or remove it, or {SKIP}"
-    return Job(files, section.tokenizer, token_options=tokens, bad_lines=bad_lines, cure=cure, template=template)
+    job = Job(files, section.tokenizer, token_options=tokens, bad_lines=bad_lines, cure=cure, template=template)
+    return replace(job, template_kwargs=json.dumps(section.chat_template_kwargs, sort_keys=True))
 
 
 def corpus_folder(job: Job, cache_folder: Path) -> Path:

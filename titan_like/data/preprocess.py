@@ -14,11 +14,11 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice, repeat
 from multiprocessing import get_context, parent_process
@@ -31,7 +31,7 @@ from filelock import FileLock, Timeout
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.paths import parse_json
 from titan_like.config.schema import DEFAULT_TOKENS, TokenOptions
-from titan_like.data.chat import Chat, build_chat
+from titan_like.data.chat import CHAT_FORMAT, Chat, build_chat
 from titan_like.data.chat_records import RECORD_KEYS
 from titan_like.data.indexed import DTYPES, token_dtype, write_index
 from titan_like.data.long_text import encode_documents, find_cut
@@ -60,6 +60,7 @@ class Job:
     tokenizer_key: str = "data.tokenizer"
     cure: str = f"correct it, set data.text_key, or {SKIP}"  # for a bad line
     template: str | None = None  # if records are conversations, their chat template, or "" for none
+    template_kwargs: str = "{}"  # variables for it, as JSON text
 
     @property
     def num_sequences(self) -> int:
@@ -71,7 +72,9 @@ class Job:
         tokenizer = build_tokenizer(self.tokenizer, self.tokenizer_key, self.token_options)
         parts: list[object] = [_FORMAT, self.tokenizer, self.text_key, self.ends_documents]
         parts += [*self.token_options, tokenizer.first_ids, tokenizer.eod_id, tokenizer.digest]
-        parts += [] if self.template is None else [self.template, self.num_sequences]
+        if self.template is not None:
+            ends = sorted(tokenizer.stop_ids)  # which are learned where they follow an answer
+            parts += [self.template, self.template_kwargs, self.num_sequences, CHAT_FORMAT, ends]
         for path in self.files:
             stat = path.stat()
             parts.append(f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}")
@@ -89,6 +92,7 @@ class Progress:
     documents: int = 0  # for conversations, sequences
     tokens: int = 0
     bad_lines: int = 0
+    unread: dict[str, int] = field(default_factory=dict)  # as `Chat.unread`
 
 
 def tokenize_files(job: Job, prefix: Path, num_workers: int = 0) -> Progress:
@@ -213,7 +217,7 @@ def _write_tokens(job: Job, output: _Output, num_workers: int) -> None:
     began = reported = time.monotonic()
     tokens_before, done_before = output.progress.tokens, None
     for number, piece, share, result in _tokenized(job, output.progress, num_workers, output.dtype):
-        tokens, lengths, bad = result
+        tokens, lengths, bad, unread = result
         path, is_text, progress = job.files[number], piece.kind == "text", output.progress
         if number < progress.file:  # the rest of a text that is left out
             continue
@@ -225,7 +229,8 @@ def _write_tokens(job: Job, output: _Output, num_workers: int) -> None:
                 tell(f"skipped {place}: {problem}")
         at = (number + 1, 0, 1) if is_text else (number, piece.end, piece.first_record + piece.num_records)
         bad_lines, (file, end, record) = progress.bad_lines + len(bad), at
-        progress = replace(progress, bad_lines=bad_lines, file=file, end=end, record=record)
+        unread = dict(Counter(progress.unread) + Counter(unread))
+        progress = replace(progress, bad_lines=bad_lines, file=file, end=end, record=record, unread=unread)
         if bad and is_text:
             output.drop_open_document(progress)
         else:
@@ -243,9 +248,13 @@ def _write_tokens(job: Job, output: _Output, num_workers: int) -> None:
     if bad_lines := output.progress.bad_lines:
         records = bad_lines + output.progress.documents // job.num_sequences
         tell(f"skipped {bad_lines:,} of {records:,} records")
+    if output.progress.unread:
+        ignored = (f"{name} ({count:,} times)" for name, count in sorted(output.progress.unread.items()))
+        tell(f"the chat template does not write, and training ignores: {', '.join(ignored)}")
 
 
-Result = tuple[np.ndarray, list[int], list[tuple[int, str]]]  # tokens; documents' lengths; bad lines, and why
+# Tokens; documents' lengths; bad lines, and why; what is not read of conversations, as `Chat.unread`.
+Result = tuple[np.ndarray, list[int], list[tuple[int, str]], dict[str, int]]
 
 
 def _tokenized(
@@ -312,18 +321,21 @@ def documents_of(
 def _tokenize(piece: Piece, job: Job, dtype: str) -> Result:
     """Tokenize a piece, in this process or in a worker."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the work already
+    unread: Counter[str] = Counter()
     if job.template is None:
         tokenizer = build_tokenizer(job.tokenizer, job.tokenizer_key, job.token_options)  # each process keeps it
         documents = documents_of(piece, job.text_key, tokenizer, ends=job.ends_documents)
     else:
-        documents = _conversations(piece, build_chat(job.tokenizer, job.token_options, job.template))
+        chat = build_chat(job.tokenizer, job.token_options, job.template, job.template_kwargs)
+        chat.unread = unread
+        documents = _conversations(piece, chat)
     parts, bad = [np.empty(0, np.int64)], []
     for number, part in documents:
         if isinstance(part, BadRecord):
             bad.append((number, str(part)))
         else:
             parts.append(part)
-    return np.concatenate(parts).astype(dtype), list(map(len, parts[1:])), bad
+    return np.concatenate(parts).astype(dtype), list(map(len, parts[1:])), bad, unread
 
 
 def _conversations(piece: Piece, chat: Chat) -> Iterator[tuple[int, np.ndarray | BadRecord]]:

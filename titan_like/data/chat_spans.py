@@ -1,0 +1,224 @@
+"""Finds the answers in the text that a chat template makes of a conversation.
+
+A model trains on the rendering of the whole conversation, with all that the template changes in earlier turns: Qwen3
+and gpt-oss drop thoughts, Mistral moves tools to the last question. Renderings of its beginnings need not begin that
+text, so they are never compared whole. Instead, copies of the messages are rendered with a mark at the end of every
+text, and what follows a mark is compared:
+
+- A text whose mark is not in the rendering is one that the template leaves out.
+- An answer begins where what follows the previous message no longer agrees with the prompt that the template writes for
+  the answer (``add_generation_prompt``). That prompt may go further than the text: DeepSeek-R1's opens a thought.
+- An answer ends where what follows it no longer agrees with a conversation that ends with it. All that belongs to the
+  next message, its header above all, comes after that.
+
+Places are counted from the end of the text: a mark may change what is written before it, but not after.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from bisect import bisect
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from titan_like.config.errors import first_line
+from titan_like.data.raw_text import BadRecord
+
+Message = dict[str, Any]
+# Digits, which no quoting and no change of case alters. No text has these by chance.
+_STEM = "190475083621"
+_MARK = re.compile(_STEM + r"\d{9}")
+_RAW = _STEM + "9" * 9  # in a part of a content, where only a template that prints the whole list shows it
+_EXAMPLE = {"role": "user", "content": "a"}
+_NO_QUESTION = ("system", "developer", "assistant")  # after their messages no model is asked for an answer
+_CURE = 'mark answers in it by {% generation %}, or give "prompt" and "completion" as texts, without a chat template'
+
+
+class Span(NamedTuple):
+    """An answer, as characters of the rendering."""
+
+    begin: int
+    text_end: int  # of what the message says, or of the name of its last call
+    end: int  # of what the template writes after it
+    is_cut: bool  # whether a conversation that ended here would have another end
+
+
+class Rendering:
+    """What a chat template writes for a conversation."""
+
+    def __init__(self, write: Callable[..., str], messages: list[Message], encode: Callable[[str], Any]) -> None:
+        """``write`` renders messages, and ``encode`` gives the tokens of a text and where each begins and ends.
+
+        Raises a `BadRecord` if the template refuses the messages, or leaves out the text of one.
+        """
+        self._write, self._encode = write, encode
+        self.messages, self._whole, self.left_out = _fitting(write, messages)
+        self.text = write(self.messages)
+        self._is_exact = _MARK.sub("", self._whole) == self.text  # the marks changed nothing
+
+    def span(self, number: int) -> Span | None:
+        """The answer that is message ``number``; None if it is empty, and the template writes nothing for it.
+
+        Raises a `BadRecord` if it cannot be found.
+        """
+        _, begin, rest = self._agreement(number, asks=True)
+        message = self.messages[number]
+        content = str(message.get("content") or "").strip()
+        if rest.strip() and "think" not in rest.casefold():
+            if not content and not _calls(message):
+                return None
+            if not self.text[begin:].lstrip().startswith(content):
+                problem = "an answer does not begin with what the chat template gives the model to begin it"
+                raise BadRecord(f"{problem}; {_CURE}")
+        text_end, end, rest = self._agreement(number, asks=False)
+        return Span(begin, text_end, end, bool(rest.strip()))
+
+    def parts_of(self, parts: list[tuple[int, int]], numbers: list[int]) -> list[tuple[int, int]]:
+        """The parts of the text that belong to these answers: each to the first one whose text ends after its begin."""
+        answers = [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
+        if answers == numbers:
+            return parts
+        ends = [self._agreement(number, asks=False)[0] for number in answers[:-1]]
+        return [part for part in parts if answers[bisect(ends, part[0])] in numbers]
+
+    def after_end(self) -> str:
+        """What the template writes after the text if another message follows."""
+        last = len(self.messages) - 1
+        following = _EXAMPLE | {"role": "tool"} if _calls(self.messages[last]) else _EXAMPLE
+        marked, marks = _with_marks(self.messages, last)
+        tail = _after(self._write([*marked, following]), marks[-1]) or ""
+        return tail.removeprefix(self.text[self._agreement(last, asks=False)[0] :])
+
+    def _agreement(self, answer: int, asks: bool) -> tuple[int, int, str]:
+        """Compare what follows the message before an answer with the end of a prompt (``asks``), or what follows the
+        answer with the end of a conversation: where that message's text ends, where the two part, and what the end goes
+        on with.
+        """
+        messages, is_exact = self.messages, self._is_exact
+        if answer == 0 or messages[answer - 1]["role"] in _NO_QUESTION:
+            # There is no such prompt: some templates write none, and others go on with the last answer. What follows
+            # the question of an example is the same.
+            messages, is_exact = [*messages[:answer], _EXAMPLE, *messages[answer:]], False
+            answer += 1
+        number = answer - 1 if asks else answer
+        marked, marks = _with_marks(messages, number)
+        is_exact = is_exact and marks[-1] in self._whole
+        tail = _after(self._whole if is_exact else self._write(marked), marks[-1])
+        end = _after(self._write(marked[: number + 1], add_generation_prompt=asks), marks[-1])
+        if tail is None or end is None:
+            raise BadRecord(f"the chat template writes a message only where more follows, or nothing; {_CURE}")
+        shared = len(os.path.commonprefix((tail, end)))  # noqa: RUF071 (no paths)
+        if shared < len(end):  # not in the middle of a token, such as <|return|> where the text has <|end|>
+            _, _, ends = self._encode(end)
+            shared = int(ends[ends <= shared].max(initial=0))
+        text_end = len(self.text) - len(tail)
+        if not self.text.endswith(tail[shared:]):
+            raise BadRecord(f"the chat template writes what follows a message by what its text is; {_CURE}")
+        return text_end, text_end + shared, end[shared:]
+
+
+def _with_marks(messages: list[Message], number: int) -> tuple[list[Message], list[str]]:
+    """Messages of which one has marks, and its marks."""
+    message, marks = _mark(messages[number], number, is_empty_marked=True)
+    return [*messages[:number], message, *messages[number + 1 :]], marks
+
+
+def _after(text: str, mark: str) -> str | None:
+    _, found_mark, tail = text.partition(mark)
+    return _MARK.sub("", tail) if found_mark else None
+
+
+def _fitting(write: Callable[..., str], messages: list[Message]) -> tuple[list[Message], str, int]:
+    """The messages in a form that the template can write, their marked rendering, and how many texts next to calls it
+    leaves out. They change only if the template leaves out a text, or fails, and a change can help.
+    """
+    refused, lacking = "", ""
+    changes: list[Callable[[Message], Message]] = [lambda message: message, _with_joined_parts, _with_system]
+    changes += [partial(_with_content, content) for content in ("", None)]  # the latter is DeepSeek's sign of calls
+    for change in changes:
+        changed = [change(message) for message in messages]
+        if (refused or lacking) and changed == messages:
+            continue
+        messages = changed
+        marked = [_mark(message, number) for number, message in enumerate(messages)]
+        try:
+            whole = write([message for message, _ in marked])
+        except Exception as error:  # a template may raise anything
+            refused = f"the chat template refuses the record ({first_line(error)})"
+            continue
+        left_out = [[mark not in whole for mark in marks] for _, marks in marked]
+        num_calls = [len(_calls(message)) for message in messages]
+        # Next to calls, a text is a thought for gpt-oss, which drops it later, and Llama 3.1 has no place for it.
+        pairs = enumerate(zip(left_out, num_calls, strict=True))
+        lost = (n for n, (lacks, calls) in pairs if any(lacks[-calls:] if calls else lacks))
+        number = 0 if _RAW in whole else next(lost, None)
+        if number is None:
+            return messages, whole, sum(map(any, left_out))
+        role, text = messages[number]["role"], " ".join(str(messages[number].get("content") or "a call").split())
+        lacking = f'the chat template leaves out what a message with the role "{role}" says ("{text[:40]}")'
+    raise BadRecord(lacking or refused)
+
+
+def _mark(message: Message, number: int, is_empty_marked: bool = False) -> tuple[Message, list[str]]:
+    """A copy of a message with a mark at the end of each of its texts, and the marks; those of calls come last."""
+    marks = list[str]()
+
+    def mark(text: str) -> str:
+        if not text.strip() and (calls or not is_empty_marked):
+            return text
+        marks.append(f"{_STEM}{number:05}{len(marks):04}")
+        end = len(text.rstrip())
+        return text[:end] + marks[-1] + text[end:]
+
+    def mark_part(part: Any) -> Any:
+        key = "text" if not isinstance(part, dict) or "text" in part else part.get("type")
+        text = part.get(key) if isinstance(part, dict) else part
+        if not isinstance(text, str):
+            mark("such as an image")  # a mark that is never written
+            return part
+        return mark(text) if text is part else part | {key: mark(text), "raw": _RAW}
+
+    content, calls = message.get("content"), _calls(message)
+    message = dict(message)
+    if isinstance(content, list):
+        message["content"] = list(map(mark_part, content))
+    elif isinstance(content, str) or (is_empty_marked and not calls):
+        message["content"] = mark(content or "")
+    if calls:
+        message["tool_calls"] = [_with_name(call, mark) for call in calls]
+    return message, marks
+
+
+def _with_name(call: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    """A call whose function's name is changed."""
+    if "function" in call:
+        return call | {"function": _with_name(call["function"], change)}
+    return call | {"name": change(call["name"])}
+
+
+def _calls(message: Message) -> list[dict[str, Any]]:
+    return message.get("tool_calls") or []
+
+
+def _with_joined_parts(message: Message) -> Message:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in content]
+    for part, text in zip(content, texts, strict=True):
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise BadRecord(f'the "content" of a message is a list of parts, and one is no text (type {kind})')
+    return message | {"content": "".join(texts)}
+
+
+def _with_system(message: Message) -> Message:
+    """OpenAI's newer name of the role, which most templates do not know."""
+    return message | {"role": "system"} if message["role"] == "developer" else message
+
+
+def _with_content(content: str | None, message: Message) -> Message:
+    """What some templates need next to calls."""
+    return message | {"content": message.get("content") or content} if _calls(message) else message
