@@ -73,6 +73,54 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield CheckpointLM(config, model, mesh, device, tokenizer, stop_ids(tokenizer, path)), theirs
 
 
+# What a task says of sampling, and what generation_config.json says.
+SAMPLED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"do_sample": True, "temperature": 1.0}, {}),
+    ({"do_sample": True, "temperature": 0.7, "top_k": 7, "top_p": None}, {"top_k": 3, "top_p": 0.5, "temperature": 3}),
+    ({"temperature": 2.0}, {"top_p": 0.8, "min_p": 0.1, "repetition_penalty": 1.3, "do_sample": False}),
+    ({"temperature": 1.5, "top_k": 0, "min_p": 0.02}, {"top_k": 3, "max_length": 9, "num_beams": 1}),
+    ({"do_sample": False}, {"repetition_penalty": 1.8, "top_k": 3, "temperature": 0.2, "do_sample": True}),
+]
+
+
+@pytest.mark.parametrize(("settings", "fields"), SAMPLED)
+def test_tokens_are_drawn_from_the_probabilities_of_generate(
+    models: tuple[Any, Any], settings: dict[str, Any], fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import GenerationConfig
+
+    ours, theirs = models
+    drawn = list[torch.Tensor]()
+
+    def multinomial(probabilities: torch.Tensor, *_args: Any, **_options: Any) -> torch.Tensor:
+        drawn.append(probabilities[0, :400])
+        return probabilities.argmax(-1, keepdim=True)
+
+    monkeypatch.setattr(torch, "multinomial", multinomial)
+    monkeypatch.setattr(ours, "_generation", fields)
+    ends = theirs.model.generation_config.eos_token_id
+    monkeypatch.setattr(theirs.model, "generation_config", GenerationConfig(**fields, eos_token_id=ends))
+    request = SimpleNamespace(args=("the cat sat on the mat and the", settings | {"max_gen_toks": 9, "until": ["zzz"]}))
+    texts = ours.generate_until([request])
+    probabilities, drawn[:] = list(drawn), []
+    assert theirs.generate_until([request]) == texts
+    assert len(drawn) == len(probabilities) == (0 if settings.get("do_sample") is False else len(drawn))
+    for found, expected in zip(probabilities, drawn, strict=True):
+        assert torch.equal(found > 0, expected > 0)
+        # Logits of float64 models, rounded to float32: a few roundings of numbers below 100.
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
+
+
+def test_each_sample_depends_on_its_request_and_repeat_alone(models: tuple[Any, Any]) -> None:
+    ours, settings = models[0], {"do_sample": True, "temperature": 50.0, "max_gen_toks": 20, "until": []}
+    requests = [SimpleNamespace(args=(text, settings)) for text in ("the cat", "a dog")]
+    first = ours.generate_until([requests[0]] * 4 + [requests[1]] * 3)
+    assert len(set(first)) == 7
+    assert ours.generate_until([requests[1], requests[0], requests[1]]) == [first[4], first[0], first[5]]
+    ours._seed += 1
+    assert not {*first} & {*ours.generate_until(requests)}
+
+
 @pytest.mark.parametrize("task", ["loglikelihood", "loglikelihood_rolling", "generate_until"])
 def test_a_checkpoint_and_its_export_answer_the_harness_alike(models: tuple[Any, Any], task: str) -> None:
     known = models[1].tokenizer

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_like.config import load_config
-from titan_like.config.errors import require
+from titan_like.config.errors import boolean_of, require
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, url_option, write_json
 from titan_like.train.rules import check_predicts_next_token
@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from titan_like.evaluate.tasks import NamedTask
 
 _SECONDS_BETWEEN_LINES = 10
+_SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+_OF_HARNESS = (
+    *("num_fewshot", "limit", "lm_eval_folder", "apply_chat_template", "system_instruction", "fewshot_as_multiturn"),
+    *("confirm_run_unsafe_code", "seed"),
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -55,6 +60,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_path("--lm_eval_folder", "folder with YAML files of tasks", "FOLDER")
     parser.add_number("--num_fewshot", int, least=0, help="examples before each question of --lm_eval")
     parser.add_number("--limit", int, least=1, help="score only the first documents of each task of --lm_eval")
+    meaning = "apply the tokenizer's chat template, or that of several which is named, to the prompts of --lm_eval"
+    parser.add_argument("--apply_chat_template", nargs="?", const=True, metavar="NAME", help=meaning)
+    parser.add_argument("--system_instruction", metavar="TEXT", help="begins every prompt of --lm_eval")
+    meaning = "examples are earlier turns of the conversation (default: true with --apply_chat_template)"
+    parser.add_argument("--fewshot_as_multiturn", nargs="?", const="true", metavar="BOOL", help=meaning)
+    meaning = "let tasks of --lm_eval run what the model writes, on this machine"
+    parser.add_argument("--confirm_run_unsafe_code", action="store_true", default=None, help=meaning)
+    parser.add_number("--seed", int, least=0, help="seed of all that --lm_eval draws, as of lm-eval (default: its own)")
     return parser
 
 
@@ -63,9 +76,14 @@ def check_options(options: argparse.Namespace) -> None:
     require(options.lm_eval != "", "--lm_eval", "", "names no task; give names with commas between them")
     problem = 'the package lm_eval is not installed; run pip install "titan_like[lm-eval]"'
     require(not options.lm_eval or find_spec("lm_eval") is not None, "--lm_eval", options.lm_eval, problem)
-    for name in ("num_fewshot", "limit", "lm_eval_folder"):
+    for name in _OF_HARNESS:
         value = getattr(options, name)
         require(value is None or options.lm_eval, f"--{name}", value, "is for --lm_eval only; add that or leave it out")
+    given, has_template = options.fewshot_as_multiturn, options.apply_chat_template is not None
+    options.fewshot_as_multiturn = has_template if given is None else boolean_of(given) == "true"
+    require(given is None or boolean_of(given), "--fewshot_as_multiturn", given, "must be true or false")
+    problem = "turns are for --apply_chat_template; add that, or leave it out"
+    require(has_template or not options.fewshot_as_multiturn, "--fewshot_as_multiturn", given, problem)
     folder = options.lm_eval_folder
     require(
         not folder or os.path.isdir(folder), "--lm_eval_folder", folder, "is not a folder; name one with YAML files"
@@ -147,9 +165,12 @@ def score(
     names = options.lm_eval.split(",") if options.lm_eval else []
     if names:
         from titan_like.evaluate.harness import CheckpointLM, find_tasks, run_harness
-        from titan_like.evaluate.sampling import stop_ids
+        from titan_like.evaluate.sampling import generation_fields, stop_ids
 
-        names, manager = find_tasks(names, options.lm_eval_folder)
+        runs_code = bool(options.confirm_run_unsafe_code)
+        if runs_code:
+            os.environ.setdefault("HF_ALLOW_CODE_EVAL", "1")  # which such tasks want, too
+        names, manager = find_tasks(names, options.lm_eval_folder, options.num_fewshot, runs_code)
     device = select_device(config.training.dtype)
     with process_group(device):
         mesh = build_mesh(layout, device.type)
@@ -158,8 +179,16 @@ def score(
         results = run_tasks(tasks, Scorer(config, model, mesh, device), progress)
         if not names:
             return results, {}
-        harness_model = CheckpointLM(config, model, mesh, device, tokenizer, stop_ids(tokenizer, path))
-        return results, run_harness(harness_model, names, manager, options.num_fewshot, options.limit)
+        template = options.apply_chat_template
+        given: dict[str, Any] = {"template": template if isinstance(template, str) else None}
+        given |= {} if options.seed is None else {"seed": options.seed}
+        ends, generation = stop_ids(tokenizer, path), generation_fields(path)
+        harness_model = CheckpointLM(config, model, mesh, device, tokenizer, ends, generation, **given)
+        arguments = {name: getattr(options, name) for name in ("system_instruction", "fewshot_as_multiturn")}
+        arguments |= {"apply_chat_template": template is not None, "confirm_run_unsafe_code": runs_code}
+        if options.seed is not None:
+            arguments |= dict.fromkeys(_SEEDS, options.seed)
+        return results, run_harness(harness_model, names, manager, options.num_fewshot, options.limit, **arguments)
 
 
 def progress_of(name: str) -> Progress:

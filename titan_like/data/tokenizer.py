@@ -114,6 +114,7 @@ class HuggingFaceTokenizer:
         self.bos_id = next(iter(template_start), None) if special.bos_id is None else special.bos_id
         self.eod_id = self._end_of_document(options.eod_token, special.eos_id)
         self.mask_id, self.pad_id, self.names_eos = special.mask_id, special.pad_id, special.names_eos
+        self.splits_special = special.splits_special
         has_bos = options.bos != "always" or self.bos_id is not None
         require(has_bos, _BOS_KEY, options.bos, f"{spec} has no bos_token; use auto or never")
         bos_start = [self.bos_id] if options.bos == "always" and self.bos_id is not None else []
