@@ -233,7 +233,8 @@ class CheckpointLM(TemplateLM):
                 by = by if name in settings else f"generation_config.json has {name} = {value}"
                 raise RunError(f"{by}, which is not supported; take it out")
         sampling: dict[str, Any] = {
-            name: default if fields.get(name) is None else fields[name] for name, default in _SAMPLING.items()
+            name: default if fields.get(name) is None else type(default)(fields[name])
+            for name, default in _SAMPLING.items()
         }
         # The harness looks for a stop sequence in its number of tokens and two more.
         sizes = {stop: len(self.tok_encode(stop, add_special_tokens=False)) + 2 for stop in stops}
