@@ -1,8 +1,8 @@
 """Evaluate a checkpoint: python scripts/evaluate.py --checkpoint outputs/debug_gpt --task text=FILE
 
-Tasks: text=FILE (perplexity and bits per byte), wikitext103=FILE (perplexity per word), lambada=FILE (last words),
-race=FOLDER (multiple choice, for a BERT that was fine-tuned to choose), and with --lm_eval tasks of EleutherAI's
-evaluation harness.
+Tasks: validation (the loss of the run's validation split and sets), text=FILE (perplexity and bits per byte),
+wikitext103=FILE (perplexity per word), lambada=FILE (last words), race=FOLDER (multiple choice, for a BERT that was
+fine-tuned to choose), and with --lm_eval tasks of EleutherAI's evaluation harness.
 Uses the newest checkpoint in --checkpoint FOLDER, or of the run that --job.config_file describes, or
 --checkpoint.load_step N. Under torchrun the processes split the model in the run's layout; a single process loads the
 whole model. The model sees training.seq_len tokens at once.
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from titan_like.evaluate.task import TextSettings
     from titan_like.evaluate.tasks import NamedTask
 
+_VALIDATION = "validation"  # as a task: the run's validation split and evaluation.sets
 _SECONDS_BETWEEN_LINES = 10
 _SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 _OF_HARNESS = (
@@ -48,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--task",
         metavar="NAME=PATH",
         action="append",
-        help="a task and its file; may be repeated (default: evaluation.datasets)",
+        help="a task and its file, or validation; may be repeated (default: what the run scores as it trains)",
     )
     parser.add_number(
         "--stride",
@@ -96,6 +97,7 @@ def main(argv: list[str]) -> int:
     check_options(options)
     config = load_config(settings) if options.checkpoint is None else None
 
+    from titan_like.checkpoint.loader import is_checkpoint
     from titan_like.evaluate.inference import config_of_checkpoint, find_checkpoint
     from titan_like.evaluate.task import TextSettings
     from titan_like.evaluate.tasks import named_tasks
@@ -104,12 +106,15 @@ def main(argv: list[str]) -> int:
     config = config or config_of_checkpoint(options.checkpoint, settings)
     # Refuse what cannot be scored before weights are looked for.
     shape = model_config(config.model)
-    if "choice" not in shape.predictions:
-        check_predicts_next_token(config, shape)
     key, specs = "--task", options.task or []
     if not specs and not options.lm_eval:
-        key, specs = "evaluation.datasets", config.evaluation.datasets
-        require(specs, "--task", None, "there is nothing to evaluate; give --task NAME=PATH or --lm_eval TASKS")
+        key, specs = "evaluation.datasets", [*config.evaluation.datasets]
+        specs += [_VALIDATION] if config.evaluation.interval else []
+        problem = "there is nothing to evaluate; give --task NAME=PATH, --task validation or --lm_eval TASKS"
+        require(specs, "--task", None, problem)
+    validates, specs = _VALIDATION in specs, [spec for spec in specs if spec != _VALIDATION]
+    if "choice" not in shape.predictions and (specs or options.lm_eval):
+        check_predicts_next_token(config, shape)
     named = named_tasks(key, specs, shape)
     slides = any(task.kind.slides for task in named)
     problem = "is for the tasks text and wikitext103 only; leave it out"
@@ -120,7 +125,10 @@ def main(argv: list[str]) -> int:
     problem = "its tasks predict tokens, and this model chooses answers"
     require(not options.lm_eval or shape.is_causal, "--lm_eval", options.lm_eval, problem)
     path = find_checkpoint(config)
-    results, of_harness = score(config, path, named, windows, options)
+    has_data = is_checkpoint(path) or {"dataset", "paths"} & config.data.model_fields_set
+    problem = "the folder says nothing of a run's data; give --data.dataset and --data.paths"
+    require(has_data or not validates, "--task", _VALIDATION, problem)
+    results, of_harness = score(config, path, named, windows, options, validates)
     # Every process has the results; one of them reports.
     if os.environ.get("RANK", "0") != "0":
         return 0
@@ -138,7 +146,12 @@ def main(argv: list[str]) -> int:
 
 
 def score(
-    config: JobConfig, path: Path, named: list[NamedTask], windows: TextSettings, options: argparse.Namespace
+    config: JobConfig,
+    path: Path,
+    named: list[NamedTask],
+    windows: TextSettings,
+    options: argparse.Namespace,
+    validates: bool,
 ) -> tuple[dict[str, dict[str, float]], dict[str, Any]]:
     """Score the tasks in one process or, under torchrun, in the run's layout.
 
@@ -155,6 +168,7 @@ def score(
     from titan_like.train.layout_rules import check_sequence
     from titan_like.train.rules import resolve_for_inference
     from titan_like.train.setup import select_device
+    from titan_like.train.validation import score_held_out
 
     world_size = number_of_processes()
     check_meeting()
@@ -177,6 +191,7 @@ def score(
         model = load_parallel_model(config, path, mesh, device)
         progress = progress_of if os.environ.get("RANK", "0") == "0" else None
         results = run_tasks(tasks, Scorer(config, model, mesh, device), progress)
+        results |= score_held_out(config, shape, layout, model, mesh) if validates else {}
         if not names:
             return results, {}
         template = options.apply_chat_template
