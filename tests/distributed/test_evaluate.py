@@ -133,6 +133,7 @@ def score_train_and_evaluate(rank: int, folder: Path, chosen: Chosen) -> None:
 
 FILES = {
     "fox.txt": "the quick brown fox jumps over the lazy dog " * 7,
+    "set.txt": "the dog sat on the mat and the fox on the log " * 15,
     "words.txt": " \n = A fox = \n \n The quick , brown fox ( a @-@ b ) jumps . \n" * 5,
     "last.jsonl": "".join(json.dumps({"text": f"{'and so ' * n}on"}) + "\n" for n in range(1, 14)),
 }
@@ -153,6 +154,7 @@ def training_config(folder: Path, layout: str, tasks: list[str]) -> JobConfig:
             "metrics.log_interval": 2,
             "evaluation.interval": 2,
             "evaluation.steps": 1,
+            "evaluation.sets": [{"name": "dog", "paths": [str(folder / "set.txt")]}],
             "evaluation.datasets": [f"{spec.partition('=')[0]}={folder / spec.partition('=')[2]}" for spec in tasks],
             "model.overrides": {"dropout": 0.2, "num_layers": 2},
             "job.dump_folder": str(folder / "runs" / f"{layout} {len(tasks)}"),
@@ -280,6 +282,15 @@ def test_evaluation_during_training(trained: tuple[Path, str], layout: str) -> N
         task, _, name = figure.partition("/")
         assert told["results"][task][name] == pytest.approx(lines[3][figure], rel=1e-5), figure
     assert told["results"]["lambada"]["passages"] == 13
+
+    # Also of held-out data: by default what the run itself validates with.
+    arguments = ["--checkpoint", config.job.dump_folder, "--json", str(folder / "found.json")]
+    assert evaluate.main(arguments) == 0
+    results = json.loads((folder / "found.json").read_text())["results"]
+    assert set(results) == {"validation", "validation/dog", "text", "wikitext103", "lambada"}
+    for split, key in (("validation", "validation_loss"), ("validation/dog", "validation_loss/dog")):
+        assert results[split]["loss"] == pytest.approx(lines[3][key], rel=1e-5)
+    assert results["text"]["loss"] == told["results"]["text"]["loss"]
 
 
 @pytest.fixture(scope="module")

@@ -97,6 +97,17 @@ def test_bits_per_byte_are_over_utf8_bytes(tmp_path: Path) -> None:
     assert results["loss"] == pytest.approx(math.log(2))
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "array.json"])
+def test_records_are_texts_of_their_own(tmp_path: Path, name: str) -> None:
+    task = text_task("t", write(tmp_path / name, [*PASSAGES, "a"]), ByteTokenizer(), TextSettings(4, 2))
+    alone = [text_task("t", written(tmp_path, text), ByteTokenizer(), TextSettings(4, 2)) for text in PASSAGES]
+    assert texts_of(task) == [text for each in alone for text in texts_of(each)]
+    results = task.results([Score(-math.log(2) * window.num_targets, 0) for window in task.windows])
+    sizes = [len(text.encode()) for text in PASSAGES]
+    assert results["tokens"] == sum(sizes) - len(sizes)  # not the first ones
+    assert results["bits_per_byte"] == pytest.approx((sum(sizes) - len(sizes)) / (sum(sizes) + 1))
+
+
 def test_lambada_splits_off_the_last_word() -> None:
     assert split_passage(1, "he said that that \n") == ("he said that", " that")
     assert split_passage(1, "  a  b\tc") == ("a  b", " c")
@@ -208,7 +219,7 @@ BAD: dict[str, tuple[str | bytes | None, str]] = {
     "text=.//FILE": ("ab".encode("utf-16"), "FILE holds no text, JSON, parquet or arrow; convert it to UTF-8 text"),
     "lambada=array.json": ('[{"text": "a b"},\n {"text": "c d"', r"array.json is damaged \("),
     "lambada=.//FILE": ('{"text": "a b"}\n{"text": 3}', r'because of record 2 \(the record has no text under "text"\)'),
-    "text=./array.json": ('[{"text": "a b"}]', "array.json holds records, not text; write the text alone"),
+    "text=./array.json": ('[{"txt": "a b"}]', "because of record 1"),
     "wikitext103=./FILE": ('{"txt": "a b"}', "because of record 1"),
 }
 

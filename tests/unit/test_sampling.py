@@ -1,14 +1,19 @@
+import io
 import json
 
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.unit.hugging_face_cases import llama_config, random_model, save_checkpoint
 from tests.unit.tokenizer_cases import save_kind
+from titan_like.checkpoint.loader import CheckpointWeights
 from titan_like.commands import generate as command
+from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Model
 from titan_like.evaluate.sampling import filter_logits, generate
+from titan_like.hugging_face.convert import to_hugging_face
 from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.registry import build_model, model_config
 
@@ -160,3 +165,55 @@ def test_an_empty_prompt_is_where_a_document_begins(tmp_path, monkeypatch, kind,
     monkeypatch.setattr(command, "sample", lambda config, path, prompt, *more: prompts.append(prompt) or [])
     command.main([f"--data.tokenizer={path}", "--training.steps=1", "--prompt", ""])
     assert prompts == [[Tokenizer.from_file(str(path)).token_to_id(first)]]
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_conversation_is_that_of_transformers(tmp_path, monkeypatch, capsys, sampled):
+    """Its template, its ends of turns and its defaults, with a lone message too; the input's end ends it."""
+    folder = save_kind(tmp_path / "tokenizer", "chatml").parent
+    model = random_model(llama_config(vocab_size=512, max_seq_len=256), size=0.3).float()
+    theirs = AutoTokenizer.from_pretrained(folder)
+    path = save_checkpoint(tmp_path / "run", model, data={"tokenizer": str(folder)})
+    messages = [{"role": "system", "content": "Sit."}, {"role": "user", "content": "the cat"}]
+    prompt = theirs.apply_chat_template(messages, add_generation_prompt=True).input_ids
+    ends = generate(model, prompt, 12, temperature=0)[7:9]  # so that the first answer ends with one of them
+    fields = {"eos_token_id": ends} | ({"do_sample": True, "top_k": 1} if sampled else {})
+    (path / "generation_config.json").write_text(json.dumps(fields))
+    to_hugging_face(CheckpointWeights(path), tmp_path / "hf", None, 10**9, None)
+    reference, messages = AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), messages[:1]
+    stopped = set()
+    for text in ("the cat", "17 + 25 é"):
+        messages.append({"role": "user", "content": text})
+        inputs = theirs.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
+        new = reference.generate(**inputs, max_new_tokens=40, do_sample=False)[0, inputs.input_ids.shape[1] :]
+        stopped |= {*new.tolist()} & {*ends}
+        messages.append({"role": "assistant", "content": theirs.decode(new, skip_special_tokens=True)})
+    assert stopped
+    for end in stopped:  # what is not special is a text's last token in transformers, and no part of an answer here
+        for message in messages[2::2]:
+            message["content"] = message["content"].removesuffix(theirs.decode([end]))
+    command_line = [
+        "--checkpoint",
+        str(tmp_path / "hf"),
+        "--chat",
+        "--system=Sit.",
+        "--max_new_tokens=40",
+        f"--json={tmp_path}/a.json",
+    ]
+    command_line += [] if sampled else ["--temperature=0"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("the cat\n\n17 + 25 é\n"))
+    assert command.main(command_line) == 0
+    assert json.loads((tmp_path / "a.json").read_text())["messages"] == messages
+    answers = [f"{message['content']}\n" for message in messages[2::2]]
+    assert capsys.readouterr().out == "".join(answers)
+    assert command.main([*command_line, "--prompt", "the cat"]) == 0
+    assert capsys.readouterr().out == answers[0]
+
+
+def test_a_conversation_needs_a_template(tmp_path, monkeypatch):
+    path = save_kind(tmp_path / "tokenizer", "l3")
+    monkeypatch.setattr("titan_like.evaluate.inference.find_checkpoint", lambda config: tmp_path)
+    with pytest.raises(ConfigError, match=r"--chat = true: data.tokenizer = .* has no chat template; name an instruct"):
+        command.main([f"--data.tokenizer={path}", "--training.steps=1", "--chat"])
+    with pytest.raises(ConfigError, match='--system = "a": is for --chat; add that'):
+        command.main([f"--data.tokenizer={path}", "--training.steps=1", "--system=a"])

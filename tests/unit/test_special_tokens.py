@@ -24,6 +24,7 @@ from titan_like.data.source import DataRequest
 from titan_like.data.special_tokens import end_ids
 from titan_like.data.stream import StreamSource
 from titan_like.data.tokenizer import build_tokenizer, decode_after
+from titan_like.evaluate.sampling import stop_ids
 from titan_like.hugging_face.convert import from_hugging_face, to_hugging_face
 from titan_like.hugging_face.folder import open_hugging_face
 from titan_like.hugging_face.origin import origin_files
@@ -257,6 +258,47 @@ def test_a_run_with_its_own_tokenizer_adds_its_end(tmp_path: Path) -> None:
         assert end_ids(folder) == end_ids(out) == [299, 302] and build_tokenizer(str(folder)).eod_id == 302
         assert json.loads((out / "config.json").read_text())["eos_token_id"] == [299, 302]
         assert json.loads((out / "generation_config.json").read_text())["top_k"] == 5
+
+
+BOTH_ENDS = {"generation_config.json": {"eos_token_id": [302, 299], "temperature": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("about", "of_source"),
+    [
+        (BOTH_ENDS, None),  # a run from scratch
+        (BOTH_ENDS, {"config.json": {"eos_token_id": 298}}),
+        (
+            BOTH_ENDS,
+            {"config.json": {"eos_token_id": 298}, "generation_config.json": {"eos_token_id": 298, "top_k": 5}},
+        ),
+        ({"config.json": {"eos_token_id": [299, 302]}}, {"config.json": {"eos_token_id": None}}),
+        ({"generation_config.json": {"eos_token_id": 299}}, {"generation_config.json": {"top_k": 5}}),
+    ],
+)
+@pytest.mark.parametrize("same", [False, True])  # whether the source's folder has the same tokenizer
+def test_all_ends_of_the_tokenizers_folder_end_texts_everywhere(
+    tmp_path: Path, about: dict[str, Any], of_source: dict[str, Any] | None, same: bool
+) -> None:
+    spec, folder = save_kind(tmp_path / "tokenizer", "l3"), None
+    _save_json(spec.parent, about)
+    if of_source is not None:
+        folder = save_kind(tmp_path / "source", "l3" if same else "chatml").parent
+        _save_json(folder, of_source)
+    wanted = {302, 299} | ({298} if "298" in str(of_source) else set())
+    for name in ("one", "two"):  # and from there into the next run
+        out, run = _export(tmp_path / name, {"tokenizer": str(spec)}, folder), tmp_path / name / "run" / "step-1"
+        for place in (run, out):
+            assert stop_ids(build_tokenizer(str(place)), place) == stop_ids(build_tokenizer(str(spec)), run) == wanted
+        ends = (
+            transformers.GenerationConfig.from_pretrained(out).eos_token_id
+            if "generation" in str([*out.iterdir()])
+            else json.loads((out / "config.json").read_text())["eos_token_id"]
+        )
+        assert {*ends} == wanted and len(ends) == len(wanted)
+        folder = run
+    to_hugging_face(CheckpointWeights(run), tmp_path / "other", None, 10**9, str(spec))  # to-hf --tokenizer
+    assert stop_ids(build_tokenizer(str(tmp_path / "other")), tmp_path / "other") == {302, 299}
 
 
 def test_tokens_of_the_folder_change_what_is_tokenized_already(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Evaluate a checkpoint: python scripts/evaluate.py --checkpoint outputs/debug_gpt --task text=FILE
 
-Tasks: text=FILE (perplexity and bits per byte), wikitext103=FILE (perplexity per word), lambada=FILE (last words),
-race=FOLDER (multiple choice, for a BERT that was fine-tuned to choose), and with --lm_eval tasks of EleutherAI's
-evaluation harness.
+Tasks: validation (the loss of the run's validation split and sets), text=FILE (perplexity and bits per byte),
+wikitext103=FILE (perplexity per word), lambada=FILE (last words), race=FOLDER (multiple choice, for a BERT that was
+fine-tuned to choose), and with --lm_eval tasks of EleutherAI's evaluation harness.
 Uses the newest checkpoint in --checkpoint FOLDER, or of the run that --job.config_file describes, or
 --checkpoint.load_step N. Under torchrun the processes split the model in the run's layout; a single process loads the
 whole model. The model sees training.seq_len tokens at once.
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_like.config import load_config
-from titan_like.config.errors import require
+from titan_like.config.errors import boolean_of, require
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, url_option, write_json
 from titan_like.config.paths import check_folder
@@ -32,7 +32,13 @@ if TYPE_CHECKING:
     from titan_like.evaluate.task import TextSettings
     from titan_like.evaluate.tasks import NamedTask
 
+_VALIDATION = "validation"  # as a task: the run's validation split and evaluation.sets
 _SECONDS_BETWEEN_LINES = 10
+_SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+_OF_HARNESS = (
+    *("num_fewshot", "limit", "lm_eval_folder", "apply_chat_template", "system_instruction", "fewshot_as_multiturn"),
+    *("confirm_run_unsafe_code", "seed"),
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -44,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--task",
         metavar="NAME=PATH",
         action="append",
-        help="a task and its file; may be repeated (default: evaluation.datasets)",
+        help="a task and its file, or validation; may be repeated (default: what the run scores as it trains)",
     )
     parser.add_number(
         "--stride",
@@ -56,6 +62,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_path("--lm_eval_folder", "folder with YAML files of tasks", "FOLDER")
     parser.add_number("--num_fewshot", int, least=0, help="examples before each question of --lm_eval")
     parser.add_number("--limit", int, least=1, help="score only the first documents of each task of --lm_eval")
+    meaning = "apply the tokenizer's chat template, or that of several which is named, to the prompts of --lm_eval"
+    parser.add_argument("--apply_chat_template", nargs="?", const=True, metavar="NAME", help=meaning)
+    parser.add_argument("--system_instruction", metavar="TEXT", help="begins every prompt of --lm_eval")
+    meaning = "examples are earlier turns of the conversation (default: true with --apply_chat_template)"
+    parser.add_argument("--fewshot_as_multiturn", nargs="?", const="true", metavar="BOOL", help=meaning)
+    meaning = "let tasks of --lm_eval run what the model writes, on this machine"
+    parser.add_argument("--confirm_run_unsafe_code", action="store_true", default=None, help=meaning)
+    parser.add_number("--seed", int, least=0, help="seed of all that --lm_eval draws, as of lm-eval (default: its own)")
     return parser
 
 
@@ -64,9 +78,14 @@ def check_options(options: argparse.Namespace) -> None:
     require(options.lm_eval != "", "--lm_eval", "", "names no task; give names with commas between them")
     problem = 'the package lm_eval is not installed; run pip install "titan_like[lm-eval]"'
     require(not options.lm_eval or find_spec("lm_eval") is not None, "--lm_eval", options.lm_eval, problem)
-    for name in ("num_fewshot", "limit", "lm_eval_folder"):
+    for name in _OF_HARNESS:
         value = getattr(options, name)
         require(value is None or options.lm_eval, f"--{name}", value, "is for --lm_eval only; add that or leave it out")
+    given, has_template = options.fewshot_as_multiturn, options.apply_chat_template is not None
+    options.fewshot_as_multiturn = has_template if given is None else boolean_of(given) == "true"
+    require(given is None or boolean_of(given), "--fewshot_as_multiturn", given, "must be true or false")
+    problem = "turns are for --apply_chat_template; add that, or leave it out"
+    require(has_template or not options.fewshot_as_multiturn, "--fewshot_as_multiturn", given, problem)
     folder = options.lm_eval_folder
     require(
         not folder or os.path.isdir(folder), "--lm_eval_folder", folder, "is not a folder; name one with YAML files"
@@ -80,6 +99,7 @@ def main(argv: list[str]) -> int:
     check_options(options)
     config = load_config(settings) if options.checkpoint is None else None
 
+    from titan_like.checkpoint.loader import is_checkpoint
     from titan_like.evaluate.inference import config_of_checkpoint, find_checkpoint
     from titan_like.evaluate.task import TextSettings
     from titan_like.evaluate.tasks import named_tasks
@@ -88,12 +108,15 @@ def main(argv: list[str]) -> int:
     config = config or config_of_checkpoint(options.checkpoint, settings)
     # Refuse what cannot be scored before weights are looked for.
     shape = model_config(config.model)
-    if "choice" not in shape.predictions:
-        check_predicts_next_token(config, shape)
     key, specs = "--task", options.task or []
     if not specs and not options.lm_eval:
-        key, specs = "evaluation.datasets", config.evaluation.datasets
-        require(specs, "--task", None, "there is nothing to evaluate; give --task NAME=PATH or --lm_eval TASKS")
+        key, specs = "evaluation.datasets", [*config.evaluation.datasets]
+        specs += [_VALIDATION] if config.evaluation.interval else []
+        problem = "there is nothing to evaluate; give --task NAME=PATH, --task validation or --lm_eval TASKS"
+        require(specs, "--task", None, problem)
+    validates, specs = _VALIDATION in specs, [spec for spec in specs if spec != _VALIDATION]
+    if "choice" not in shape.predictions and (specs or options.lm_eval):
+        check_predicts_next_token(config, shape)
     named = named_tasks(key, specs, shape)
     slides = any(task.kind.slides for task in named)
     problem = "is for the tasks text and wikitext103 only; leave it out"
@@ -104,7 +127,10 @@ def main(argv: list[str]) -> int:
     problem = "its tasks predict tokens, and this model chooses answers"
     require(not options.lm_eval or shape.is_causal, "--lm_eval", options.lm_eval, problem)
     path = find_checkpoint(config)
-    results, of_harness = score(config, path, named, windows, options)
+    has_data = is_checkpoint(path) or {"dataset", "paths"} & config.data.model_fields_set
+    problem = "the folder says nothing of a run's data; give --data.dataset and --data.paths"
+    require(has_data or not validates, "--task", _VALIDATION, problem)
+    results, of_harness = score(config, path, named, windows, options, validates)
     # Every process has the results; one of them reports.
     if os.environ.get("RANK", "0") != "0":
         return 0
@@ -122,7 +148,12 @@ def main(argv: list[str]) -> int:
 
 
 def score(
-    config: JobConfig, path: Path, named: list[NamedTask], windows: TextSettings, options: argparse.Namespace
+    config: JobConfig,
+    path: Path,
+    named: list[NamedTask],
+    windows: TextSettings,
+    options: argparse.Namespace,
+    validates: bool,
 ) -> tuple[dict[str, dict[str, float]], dict[str, Any]]:
     """Score the tasks in one process or, under torchrun, in the run's layout.
 
@@ -139,6 +170,7 @@ def score(
     from titan_like.train.layout_rules import check_sequence
     from titan_like.train.rules import resolve_for_inference
     from titan_like.train.setup import select_device
+    from titan_like.train.validation import score_held_out
 
     world_size = number_of_processes()
     check_meeting()
@@ -149,19 +181,31 @@ def score(
     names = options.lm_eval.split(",") if options.lm_eval else []
     if names:
         from titan_like.evaluate.harness import CheckpointLM, find_tasks, run_harness
-        from titan_like.evaluate.sampling import stop_ids
+        from titan_like.evaluate.sampling import generation_fields, stop_ids
 
-        names, manager = find_tasks(names, options.lm_eval_folder)
+        runs_code = bool(options.confirm_run_unsafe_code)
+        if runs_code:
+            os.environ.setdefault("HF_ALLOW_CODE_EVAL", "1")  # which such tasks want, too
+        names, manager = find_tasks(names, options.lm_eval_folder, options.num_fewshot, runs_code)
     device = select_device(config.training.dtype)
     with process_group(device):
         mesh = build_mesh(layout, device.type)
         model = load_parallel_model(config, path, mesh, device)
         progress = progress_of if os.environ.get("RANK", "0") == "0" else None
         results = run_tasks(tasks, Scorer(config, model, mesh, device), progress)
+        results |= score_held_out(config, shape, layout, model, mesh) if validates else {}
         if not names:
             return results, {}
-        harness_model = CheckpointLM(config, model, mesh, device, tokenizer, stop_ids(tokenizer, path))
-        return results, run_harness(harness_model, names, manager, options.num_fewshot, options.limit)
+        template = options.apply_chat_template
+        given: dict[str, Any] = {"template": template if isinstance(template, str) else None}
+        given |= {} if options.seed is None else {"seed": options.seed}
+        ends, generation = stop_ids(tokenizer, path), generation_fields(path)
+        harness_model = CheckpointLM(config, model, mesh, device, tokenizer, ends, generation, **given)
+        arguments = {name: getattr(options, name) for name in ("system_instruction", "fewshot_as_multiturn")}
+        arguments |= {"apply_chat_template": template is not None, "confirm_run_unsafe_code": runs_code}
+        if options.seed is not None:
+            arguments |= dict.fromkeys(_SEEDS, options.seed)
+        return results, run_harness(harness_model, names, manager, options.num_fewshot, options.limit, **arguments)
 
 
 def progress_of(name: str) -> Progress:

@@ -1,6 +1,7 @@
 """Continue a prompt: python scripts/generate.py --checkpoint outputs/debug_gpt --prompt "def main("
 
-A t5 reads the prompt, in which <extra_id_0>, <extra_id_1>, … stand for missing spans, and writes the spans.
+A t5 reads the prompt, in which <extra_id_0>, <extra_id_1>, … stand for missing spans, and writes the spans. With --chat
+each line of the input is a message to a chat model, which answers it; the input's end ends the conversation.
 Uses the newest checkpoint in --checkpoint FOLDER, or of the run that --job.config_file describes, or
 --checkpoint.load_step N. Under torchrun the processes split the model in the run's layout; a single process loads the
 whole model.
@@ -11,20 +12,26 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Container
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titan_like.config import load_config
+from titan_like.config.errors import RunError, first_line, require
 from titan_like.config.load import edit, run_command
 from titan_like.config.options import OptionParser, url_option, write_json
 from titan_like.train.rules import check_predicts_next_token
 
 if TYPE_CHECKING:
     from titan_like.config.schema import JobConfig
+    from titan_like.data.tokenizer import Tokenizer
     from titan_like.evaluate.inference import ParallelInference
     from titan_like.models.transformer import Transformer
+
+_SAMPLING = {"temperature": 0.8, "top_k": 0, "top_p": 1.0}
+_OF_TRANSFORMERS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}  # where generation_config.json samples but says none
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -32,15 +39,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser = OptionParser(description=__doc__, takes_settings=True)
     meaning = "a run's dump folder, or one of its checkpoints; the run's settings are in it (no --job.config_file)"
     parser.add_path("--checkpoint", meaning, "FOLDER", type=url_option)
-    parser.add_argument("--prompt", default="\n", help="text to continue, or for t5 to read")
+    parser.add_argument("--prompt", help="text to continue, for t5 to read, or with --chat the only message")
+    parser.add_argument("--chat", action="store_true", help="converse by the tokenizer's chat template")
+    parser.add_argument("--system", metavar="TEXT", help="system message of --chat")
     parser.add_number("--max_new_tokens", int, least=1, default=200, help="maximum number of tokens to generate")
-    parser.add_number(
-        "--temperature", float, least=0, most=1e4, default=0.8, help="0 takes the most probable token (default: 0.8)"
-    )
-    parser.add_number("--top_k", int, least=0, default=0, help="sample from the k most probable tokens; 0 uses all")
-    parser.add_number(
-        "--top_p", float, least=1e-6, most=1, default=1.0, help="sample from the top tokens with this probability"
-    )
+    parser.add_number("--temperature", float, least=0, most=1e4, help="0 takes the most probable token (default: 0.8)")
+    parser.add_number("--top_k", int, least=0, help="sample from the k most probable tokens (default: 0, from all)")
+    meaning = "sample from the top tokens with this probability (default: 1); with --chat, generation_config.json's "
+    meaning += "temperature, top_k and top_p are the defaults if it has do_sample"
+    parser.add_number("--top_p", float, least=1e-6, most=1, help=meaning)
     parser.add_number("--seed", int, least=0, default=0, help="seed of the sampling")
     return parser
 
@@ -52,9 +59,9 @@ def main(argv: list[str]) -> int:
 
     from titan_like.data.chat import read_template
     from titan_like.data.span_corruption import decode_with_sentinels, encode_with_sentinels, padding_of
-    from titan_like.data.tokenizer import decode_after, tokenizer_of
+    from titan_like.data.tokenizer import ByteTokenizer, decode_after, tokenizer_of
     from titan_like.evaluate.inference import config_of_checkpoint, find_checkpoint
-    from titan_like.evaluate.sampling import stop_ids
+    from titan_like.evaluate.sampling import generation_fields, stop_ids
     from titan_like.models.registry import model_config
 
     config = config or config_of_checkpoint(options.checkpoint, settings)
@@ -63,9 +70,23 @@ def main(argv: list[str]) -> int:
         check_predicts_next_token(config, model)
     path = find_checkpoint(config)
     tokenizer = tokenizer_of(config.data)
-    ends = stop_ids(tokenizer, path)
+    ends, fields = stop_ids(tokenizer, path), generation_fields(path) if options.chat else {}
+    for name, default in (_OF_TRANSFORMERS if fields.get("do_sample") else _SAMPLING).items():
+        if getattr(options, name) is None:
+            setattr(
+                options, name, fields[name] if fields.get("do_sample") and fields.get(name) is not None else default
+            )
+    require(options.chat or options.system is None, "--system", options.system, "is for --chat; add that")
+    if options.chat:
+        require(model.is_causal, "--chat", True, "is for models that continue a text; leave it out")
+        messages = chat(config, path, tokenizer, ends, options)
+        if os.environ.get("RANK", "0") == "0":
+            write_json(options.json, {"checkpoint": str(path), "messages": messages})
+        return 0
+    options.prompt = "\n" if options.prompt is None else options.prompt
     if model.is_causal:
-        prompt, first = tokenizer.encode(options.prompt, parses_special=True).tolist(), tokenizer.first_ids
+        parses_special = isinstance(tokenizer, ByteTokenizer) or not tokenizer.splits_special
+        prompt, first = tokenizer.encode(options.prompt, parses_special).tolist(), tokenizer.first_ids
         by_template = config.data.dataset == "conversations" and read_template(config.data.tokenizer) is not None
         if not by_template and prompt[: len(first)] != first:
             prompt = [*first, *prompt]
@@ -95,6 +116,16 @@ def sample(
     encoder_tokens: list[int] | None = None,
 ) -> list[int]:
     """Tokens after the prompt, until one of ``ends``; in one process or, under torchrun, in the run's layout."""
+    encoder_len = None if encoder_tokens is None else len(encoder_tokens)
+    with opened(config, path, len(prompt) + options.max_new_tokens, encoder_len) as continue_prompt:
+        return continue_prompt(prompt, ends, options, encoder_tokens=encoder_tokens)
+
+
+@contextmanager
+def opened(
+    config: JobConfig, path: Path, max_tokens: int, encoder_len: int | None = None
+) -> Iterator[Callable[..., list[int]]]:
+    """What continues prompts by the model of a checkpoint, to at most ``max_tokens``."""
     import torch
 
     from titan_like.evaluate.inference import ParallelInference, load_for_inference, load_parallel_model
@@ -105,35 +136,86 @@ def sample(
     from titan_like.train.rules import resolve_for_inference
     from titan_like.train.setup import select_device
 
-    def continue_prompt(model: Transformer | ParallelInference, device: torch.device) -> list[int]:
-        return generate(
-            model,
-            prompt,
-            options.max_new_tokens,
-            device=device,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            seed=options.seed,
-            stop_ids=ends,
-            prefix_lm=config.data.prefix_lm,
-            encoder_tokens=encoder_tokens,
-        )
+    def continue_prompt(prompt: list[int], ends: Container[int], options: argparse.Namespace, **more: Any) -> list[int]:
+        names = ("temperature", "top_k", "top_p", "seed")
+        given = {name: getattr(options, name) for name in names} | {"prefix_lm": config.data.prefix_lm} | more
+        return generate(model, prompt, options.max_new_tokens, device=device, stop_ids=ends, **given)
 
+    model: Transformer | ParallelInference
     world_size = number_of_processes()
     check_meeting()
     if world_size == 1:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return continue_prompt(load_for_inference(config, path, device), device)
+        model = load_for_inference(config, path, device)
+        yield continue_prompt
+        return
     config, shape, layout = resolve_for_inference(config, world_size)
     device = select_device(config.training.dtype)
-    max_tokens, encoder_len = min(shape.max_seq_len, len(prompt) + options.max_new_tokens), len(encoder_tokens or [])
-    if encoder_tokens is not None:  # the prompt's length need not divide evenly, and weights are split the same way
+    if encoder_len is not None:  # the prompt's length need not divide evenly, and weights are split the same way
         config = edit(config, {"parallelism.sequence_parallel": False})
     with process_group(device):
         mesh = build_mesh(layout, device.type)
-        model = load_parallel_model(config, path, mesh, device)
-        return continue_prompt(ParallelInference(config, model, mesh, device, max_tokens, encoder_len), device)
+        parts = load_parallel_model(config, path, mesh, device)
+        most = min(shape.max_seq_len, max_tokens)
+        model = ParallelInference(config, parts, mesh, device, most, encoder_len or 0)
+        yield continue_prompt
+
+
+def chat(
+    config: JobConfig, path: Path, tokenizer: Tokenizer, ends: Container[int], options: argparse.Namespace
+) -> list[dict[str, str]]:
+    """Answer messages, which are lines of the input, or --prompt alone; returns the conversation."""
+    from titan_like.data.chat import read_template
+
+    template = read_template(config.data.tokenizer)
+    problem = f"data.tokenizer = {config.data.tokenizer} has no chat template; name an instruct model's tokenizer"
+    require(template is not None, "--chat", True, problem)
+    messages = [] if options.system is None else [{"role": "system", "content": options.system}]
+    is_first, shown = os.environ.get("RANK", "0") == "0", ""
+
+    def show(tokens: list[int]) -> bool:
+        nonlocal shown
+        text = tokenizer.decode(tokens)
+        if is_first and not text.endswith("\ufffd"):  # which may be the beginning of a character
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+        return False
+
+    with opened(config, path, sys.maxsize) as continue_prompt:
+        if is_first:
+            print(f"[{path}]", file=sys.stderr)
+        while (message := read_message() if options.prompt is None else options.prompt) is not None:
+            messages.append({"role": "user", "content": message})
+            try:
+                text = template.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            except Exception as error:  # a template may raise anything
+                raise RunError(f"the chat template refuses the conversation ({first_line(error)})") from error
+            prompt, shown = tokenizer.encode(text, parses_special=True).tolist(), ""
+            answer = tokenizer.decode(continue_prompt(prompt, ends, options, is_complete=show))
+            options.seed += 1
+            if is_first:
+                print(answer[len(shown) :], flush=True)
+            messages.append({"role": "assistant", "content": answer})
+            if options.prompt is not None:
+                break
+    return messages
+
+
+def read_message() -> str | None:
+    """The next line of rank 0's input that is not empty, on every rank; None at the end."""
+    import torch.distributed as dist
+
+    lines: list[str | None] = [""]
+    if os.environ.get("RANK", "0") == "0":
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        try:
+            lines = [next((line.rstrip("\r\n") for line in sys.stdin if line.strip()), None)]
+        except UnicodeDecodeError as error:
+            raise RunError(f"a message is not UTF-8 ({first_line(error)}); convert it") from None
+    if dist.is_initialized():
+        dist.broadcast_object_list(lines)
+    return lines[0]
 
 
 run = partial(run_command, main)

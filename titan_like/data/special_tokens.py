@@ -74,6 +74,7 @@ class SpecialTokens:
         _add(tokenizer, numbered, named)
         names = {role: _text(value) for role, value in roles.items()}
         self._tokenizer, self._names = tokenizer, names
+        self.splits_special = bool(about.get("split_special_tokens"))  # whether transformers reads them as text
         self.names_eos = bool(names.get("eos"))  # whether its files name an end token
         self.bos_id, self.mask_id, self.pad_id = self._id("bos"), self._id("mask"), self._id("pad")
         self.unk_id, self.cls_id, self.sep_id = self._id("unk"), self._id("cls"), self._id("sep")

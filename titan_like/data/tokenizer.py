@@ -114,6 +114,7 @@ class HuggingFaceTokenizer:
         self.bos_id = next(iter(template_start), None) if special.bos_id is None else special.bos_id
         self.eod_id = self._end_of_document(options.eod_token, special.eos_id)
         self.mask_id, self.pad_id, self.names_eos = special.mask_id, special.pad_id, special.names_eos
+        self.splits_special = special.splits_special
         has_bos = options.bos != "always" or self.bos_id is not None
         require(has_bos, _BOS_KEY, options.bos, f"{spec} has no bos_token; use auto or never")
         bos_start = [self.bos_id] if options.bos == "always" and self.bos_id is not None else []
@@ -122,7 +123,8 @@ class HuggingFaceTokenizer:
         self.first_ids = first_ids[1:] if first_ids[:1] == [self.eod_id] else first_ids
         # The tokens that the tokenizer itself puts after such a text.
         self.last_ids = template.ids[text_index + 1 :] if self.first_ids == self.template_ids else []
-        self.stop_ids = frozenset({self.eod_id, *special.end_ids})
+        self.end_ids = special.end_ids  # which end a text by the files of its folder
+        self.stop_ids = frozenset({self.eod_id, *self.end_ids})
         self.sentinel_ids, self.pair_ids, self.special_ids = special.sentinel_ids, special.pair_ids, special.all_ids
         self._parses_special = not options.split_special_tokens
         controls = special.all_ids - {special.unk_id}

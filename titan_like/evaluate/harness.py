@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Container, Sequence
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.config.errors import ConfigError, RunError, first_line, require
 from titan_like.config.schema import DEFAULT_TOKENS, JobConfig
+from titan_like.data.chat import read_template
 from titan_like.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from titan_like.evaluate.inference import ParallelInference
 from titan_like.evaluate.sampling import generate
@@ -33,24 +39,47 @@ if TYPE_CHECKING:
 class HarnessTasks(TaskManager):
     """The harness's tasks by name. Whatever it raises while it builds one of them becomes one sentence."""
 
+    num_fewshot: int | None = None  # examples before each question, where a task's file does not say 0
+    runs_code = False  # whether tasks may run what the model writes
+
     def load(self, task_list: Any) -> Any:
         """Build tasks.
 
         Raises:
-            ConfigError: a YAML file does not describe a task.
+            ConfigError: a YAML file does not describe a task, or one that may not run or has too few examples.
             OSError: data cannot be loaded; the network's errors among them.
         """
         try:
-            return super().load(task_list)
+            loaded = super().load(task_list)
         except OSError:
             raise
         except Exception as error:  # each key of the file has errors of its own
             problem = f"the harness cannot build this ({type(error).__name__}: {first_line(error)})"
             raise ConfigError("--lm_eval", ",".join(task_list), f"{problem}; see its YAML file") from error
+        for name, task in loaded["tasks"].items():
+            problem = "runs code that the model writes, on this machine; allow that by --confirm_run_unsafe_code"
+            require(self.runs_code or not getattr(task, "UNSAFE_CODE", False), "--lm_eval", name, problem)
+            self._check_examples(name, task)
+        return loaded
+
+    def _check_examples(self, name: str, task: Any) -> None:
+        of_task, sampler = task.get_config("num_fewshot"), getattr(task, "sampler", None)
+        wanted = of_task if self.num_fewshot is None or of_task == 0 else self.num_fewshot
+        if not wanted or sampler is None:
+            return
+        available = len(sampler.fewshot_indices or sampler.df)
+        if task.fewshot_cfg.split == task.config.test_split:  # the question itself is no example
+            available -= 1
+        problem = f"{name} has {max(available, 0)} documents that can be examples; use at most that"
+        require(wanted <= available, "--num_fewshot", wanted, problem)
 
 
-def find_tasks(names: Sequence[str], folder: str | None) -> tuple[list[str], HarnessTasks]:
+def find_tasks(
+    names: Sequence[str], folder: str | None, num_fewshot: int | None = None, runs_code: bool = False
+) -> tuple[list[str], HarnessTasks]:
     """Find the harness's tasks, and the tasks that YAML files in ``folder`` describe.
+
+    ``num_fewshot`` and ``runs_code`` are `HarnessTasks`'s.
 
     Returns:
         The names, in which patterns such as ``mmlu_*`` are filled in by single tasks, and what builds their tasks.
@@ -70,11 +99,20 @@ def find_tasks(names: Sequence[str], folder: str | None) -> tuple[list[str], Har
         problem = "the harness has no such task; `lm-eval ls tasks` lists them, and --lm_eval_folder adds your own, if "
         problem += "their YAML files are valid"
         require(matches, "--lm_eval", name, problem)
+    manager.num_fewshot, manager.runs_code = num_fewshot, runs_code
     return list(chosen), manager
 
 
 _MAX_NEW_TOKENS = 256  # the harness's own default
-_SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
+_SEED = 1234  # the harness's own default for torch
+# How transformers' generate() draws unless a task or generation_config.json says otherwise.
+_SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+# Fields of generation_config.json that would change the text, too.
+_REFUSED = (
+    *("num_beams", "penalty_alpha", "typical_p", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "top_h"),
+    *("min_length", "min_new_tokens", "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens"),
+    *("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty", "guidance_scale"),
+)
 _NEUTRAL = (None, False, 1)  # such as num_beams = 1
 
 
@@ -93,9 +131,19 @@ class CheckpointLM(TemplateLM):
         device: torch.device,
         tokenizer: Tokenizer,
         stop_ids: Container[int],
+        generation: dict[str, Any] | None = None,
+        template: str | None = None,
+        seed: int = _SEED,
     ) -> None:
-        """``model`` comes from `titan_like.evaluate.inference.load_parallel_model`. ``stop_ids`` end a text."""
+        """``model`` comes from `titan_like.evaluate.inference.load_parallel_model`. ``stop_ids`` end a text.
+
+        ``generation`` is what the model's generation_config.json says, and ``template`` names one of several chat
+        templates. ``seed`` decides, together with a request, the text that is sampled for it.
+        """
         super().__init__()
+        self._generation = {name: value for name, value in (generation or {}).items() if value is not None}
+        self._spec, self._template_name, self._seed = config.data.tokenizer, template, seed
+        self.computes = False  # whether the model is at work; the harness is not to blame for what it raises
         self._scorer = Scorer(config, model, mesh, device)
         self._inference = ParallelInference(config, model, mesh, device, config.training.seq_len)
         self._seq_len, self._device = config.training.seq_len, device
@@ -115,11 +163,11 @@ class CheckpointLM(TemplateLM):
         return self.eot_token_id if self._tokenizer.bos_id is None else self._tokenizer.bos_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_kwargs: Any) -> list[int]:
-        """Token ids of a text, in which special tokens count as such.
+        """Token ids of a text, in which special tokens count as such unless the tokenizer's folder says otherwise.
 
         By default with what the tokenizer puts around every text, unless the text begins with that itself.
         """
-        tokens = self._tokenizer.encode(string, parses_special=True).tolist()
+        tokens = self._tokenizer.encode(string, parses_special=not self._tokenizer.splits_special).tolist()
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self._written(self.prefix_token_id))
         return [*self._tokenizer.first_ids, *tokens, *self._tokenizer.last_ids] if add_special_tokens else tokens
@@ -135,8 +183,16 @@ class CheckpointLM(TemplateLM):
             windows = [ending_window(context, target, self._seq_len) for _, context, target in requests]
         except ValueError as error:
             raise RunError(f"a task does not fit training.seq_len: {error}") from None
-        scores = zip(self._scorer(windows), windows, strict=True)
-        return [(score.log_probability, score.num_right == window.num_targets) for score, window in scores]
+        with self._computing():
+            scores = self._scorer(windows)
+        pairs = zip(scores, windows, strict=True)
+        return [(score.log_probability, score.num_right == window.num_targets) for score, window in pairs]
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        self.computes = True
+        yield
+        self.computes = False
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-probability of whole texts, in the harness's windows."""
@@ -151,19 +207,35 @@ class CheckpointLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continue texts until a stop sequence, the end of the document or the maximum number of tokens."""
-        return [self._continue(*request.args) for request in requests]
+        """Continue texts until a stop sequence, the end of the document or the maximum number of tokens.
 
-    def _continue(self, context: str, settings: dict[str, Any]) -> str:
+        What is sampled depends on the seed, the request and how often it was made before, and on no other request.
+        """
+        texts, earlier = list[str](), Counter[str]()
+        for context, settings in (request.args for request in requests):
+            key = json.dumps([self._seed, context, settings], sort_keys=True, default=str)
+            digest = hashlib.blake2b(f"{earlier[key]} {key}".encode(errors="surrogatepass"), digest_size=8).digest()
+            texts.append(self._continue(context, settings, int.from_bytes(digest) // 2))
+            earlier[key] += 1
+        return texts
+
+    def _continue(self, context: str, settings: dict[str, Any], seed: int) -> str:
         settings = normalize_gen_kwargs(settings | {"until": settings.get("until") or []}, _MAX_NEW_TOKENS)
         stops = handle_stop_sequences(settings.pop("until"), self._written(self.eot_token_id))
-        limit = settings.pop("max_gen_toks")
+        limit, draws = settings.pop("max_gen_toks"), settings.pop("do_sample")
         if limit >= self._seq_len:
             raise RunError(f"a task generates {limit} tokens, which leaves no context in training.seq_len; raise that")
-        extra = {name: value for name, value in settings.items() if name not in _SAMPLING and value not in _NEUTRAL}
-        if extra:
-            listed = ", ".join(f"{name} = {value}" for name, value in extra.items())
-            raise RunError(f"a task sets {listed} in generation_kwargs, which is not supported; take it out")
+        known = {name: value for name, value in self._generation.items() if name in (*_SAMPLING, *_REFUSED)}
+        fields = known | settings
+        for name, value in fields.items():
+            if name not in _SAMPLING and value and value not in _NEUTRAL:
+                by = f"a task sets {name} = {value} in generation_kwargs"
+                by = by if name in settings else f"generation_config.json has {name} = {value}"
+                raise RunError(f"{by}, which is not supported; take it out")
+        sampling: dict[str, Any] = {
+            name: default if fields.get(name) is None else type(default)(fields[name])
+            for name, default in _SAMPLING.items()
+        }
         # The harness looks for a stop sequence in its number of tokens and two more.
         sizes = {stop: len(self.tok_encode(stop, add_special_tokens=False)) + 2 for stop in stops}
 
@@ -171,41 +243,85 @@ class CheckpointLM(TemplateLM):
             ends = (stop in self._tokenizer.decode(new[-size:], skips_special=False) for stop, size in sizes.items())
             return new[-1] in self._stop_ids or any(ends)
 
-        tokens = generate(
-            self._inference,
-            (self.tok_encode(context) or [self.prefix_token_id])[-(self._seq_len - limit) :],
-            limit,
-            device=self._device,
-            temperature=settings.get("temperature", 1.0) if settings["do_sample"] else 0.0,
-            top_k=settings.get("top_k", 0),
-            top_p=settings.get("top_p", 1.0),
-            prefix_lm=self._prefix_lm,
-            is_complete=is_complete,
-        )
+        prompt = (self.tok_encode(context) or [self.prefix_token_id])[-(self._seq_len - limit) :]
+        with self._computing():
+            tokens = generate(
+                self._inference,
+                prompt,
+                limit,
+                device=self._device,
+                **sampling | ({} if draws else {"temperature": 0.0}),
+                seed=seed,
+                prefix_lm=self._prefix_lm,
+                is_complete=is_complete,
+            )
         text: str = postprocess_generated_text(self._tokenizer.decode(tokens), stops, None)
         return text
 
+    @property
+    def tokenizer_name(self) -> str:
+        """Where the chat template comes from."""
+        return self._spec
+
+    @cached_property
+    def _template(self) -> Any:
+        tokenizer, name, key = read_template(self._spec), self._template_name, "--apply_chat_template"
+        problem = f"data.tokenizer = {self._spec} has no chat template; leave it out, or name an instruct tokenizer"
+        require(tokenizer is not None, key, name or True, problem)
+        named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+        problem = f"the tokenizer has no chat template of this name, but {', '.join(named) or 'one without a name'}"
+        require(name is None or name in named, key, name, problem)
+        return tokenizer
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of a conversation by the tokenizer's template; without system messages if it refuses them.
+
+        Raises:
+            ConfigError: there is no such template.
+        """
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+        options |= {"continue_final_message": not add_generation_prompt, "chat_template": self._template_name}
+        try:
+            return str(self._template.apply_chat_template(chat_history, **options))
+        except TemplateError:
+            others = [message for message in chat_history if message["role"] != "system"]
+            return str(self._template.apply_chat_template(others, **options))
+
 
 def run_harness(
-    model: TemplateLM, names: Sequence[str], manager: HarnessTasks, num_fewshot: int | None, limit: int | None
+    model: TemplateLM,
+    names: Sequence[str],
+    manager: HarnessTasks,
+    num_fewshot: int | None,
+    limit: int | None,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Run the harness. Every process calls this.
+    """Run the harness. Every process calls this. ``options`` are more arguments of its `simple_evaluate`.
 
     Returns:
         What the harness returns, with the figures of each task under "results". Empty except in the first process of
         each machine.
 
     Raises:
-        RunError: the data of a task cannot be loaded, or a template in its YAML file is wrong.
+        ConfigError: a task may not run, or has too few documents for examples.
+        RunError: the data of a task cannot be loaded, or a template or function of it fails.
     """
-    options: dict[str, Any] = {} if dist.get_rank() == 0 else {"bootstrap_iters": 0}  # errors are printed on rank 0
+    if dist.get_rank() != 0:
+        options["bootstrap_iters"] = 0  # errors are printed on rank 0
     try:
         results = evaluator.simple_evaluate(
             model, tasks=list(names), task_manager=manager, num_fewshot=num_fewshot, limit=limit, **options
         )
+    except (ConfigError, RunError):
+        raise
     except OSError as error:  # the network's errors among them
         raise RunError(f"the harness cannot load its data ({first_line(error)})") from error
     except TemplateError as error:
         problem = f"a template of {', '.join(names)} cannot be filled in ({first_line(error)}); correct the YAML file"
         raise RunError(f"--lm_eval: {problem}") from error
+    except Exception as error:  # functions of a task may raise anything
+        if getattr(model, "computes", False):
+            raise
+        problem = f"{', '.join(names)} cannot be processed ({type(error).__name__}: {first_line(error)})"
+        raise RunError(f"--lm_eval: {problem}; correct the functions or settings of the task") from error
     return dict(results or {})

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from titan_like.config.errors import ConfigError
-from titan_like.data.special_tokens import end_ids
+from titan_like.data.special_tokens import GENERATION_FILE, end_ids, read_json
 from titan_like.data.tokenizer import Tokenizer
 from titan_like.evaluate.inference import ParallelInference
 from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.transformer import Transformer
 
 
-def filter_logits(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """Mask logits [batch, vocab] with -inf for top-k and nucleus sampling (arXiv 1904.09751).
+def filter_logits(logits: torch.Tensor, top_k: int, top_p: float, min_p: float = 0.0) -> torch.Tensor:
+    """Mask logits [batch, vocab] with -inf for top-k, nucleus (arXiv 1904.09751) and min-p sampling (2407.01082).
 
-    Keeps the ``top_k`` largest logits (0 keeps all), and among those the smallest set whose probabilities sum to
-    ``top_p``. Among equal logits the lowest token's comes first.
+    Keeps the ``top_k`` largest logits (0 keeps all), among those the smallest set whose probabilities sum to
+    ``top_p``, and of these the tokens at least ``min_p`` times as probable as the first. Among equal logits the lowest
+    token's comes first.
     """
+    if min_p:
+        floor = logits.amax(-1, keepdim=True) + math.log(min_p)
+        return filter_logits(logits, top_k, top_p).masked_fill(logits < floor, float("-inf"))
     if not top_k and top_p >= 1.0:
         return logits
     ordered, order = logits.sort(descending=True, stable=True)
@@ -41,8 +47,21 @@ def stop_ids(tokenizer: Tokenizer, path: Path) -> frozenset[int]:
     Raises:
         ConfigError: such a file is invalid.
     """
+    return tokenizer.stop_ids | frozenset(_of_folder(path, end_ids))
+
+
+def generation_fields(path: Path) -> dict[str, Any]:
+    """What generation_config.json in the checkpoint's folder ``path`` says; empty without one.
+
+    Raises:
+        ConfigError: the file is invalid.
+    """
+    return _of_folder(path / GENERATION_FILE, read_json)
+
+
+def _of_folder(path: Path, read: Callable[[Path], Any]) -> Any:
     try:
-        return tokenizer.stop_ids | frozenset(end_ids(path))
+        return read(path)
     except ValueError as error:
         raise ConfigError("checkpoint.folder", str(path), f"{error}; correct it") from None
 
@@ -57,6 +76,8 @@ def generate(
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
     seed: int = 0,
     stop_ids: Container[int] = (),
     prefix_lm: bool = False,
@@ -66,9 +87,10 @@ def generate(
     """Sample tokens after a prompt, until ``max_new_tokens`` or one of ``stop_ids``, which is not returned.
 
     ``is_complete`` is called with all new tokens after each of them, and ends the text if it returns true.
-    Temperature 0 takes the most probable token. The model sees at most the last max_seq_len tokens. With ``prefix_lm``
-    the tokens of the prompt see each other, as in a prefix in training. A model with an encoder reads all
-    of ``encoder_tokens``, and the prompt is its decoder's.
+    Temperature 0 takes the most probable token. Positive logits of tokens that the text has already are divided by
+    ``repetition_penalty``, others multiplied (arXiv 1909.05858), as in transformers. The model sees at most the last
+    max_seq_len tokens. With ``prefix_lm`` the tokens of the prompt see each other, as in a prefix in training. A model
+    with an encoder reads all of ``encoder_tokens``, and the prompt is its decoder's.
     """
     generator = torch.Generator(device).manual_seed(seed)
     tokens = torch.tensor([prompt], device=device)
@@ -84,10 +106,14 @@ def generate(
             document_mask = KeyRanges(torch.zeros_like(order), (order + 1).clamp(min=prefix_end))
         inputs = window if memory is None else torch.cat((memory, window), 1)
         logits = model(inputs, document_mask=document_mask, encoder_len=encoder_len)[:, -1].float()  # [1, vocab]
+        if repetition_penalty != 1:
+            seen = logits.gather(1, tokens)
+            seen = torch.where(seen < 0, seen * repetition_penalty, seen / repetition_penalty)
+            logits = logits.scatter(1, tokens, seen)
         if temperature == 0:
             following = logits.argmax(-1, keepdim=True)
         else:
-            probabilities = filter_logits(logits / temperature, top_k, top_p).softmax(-1)
+            probabilities = filter_logits(logits / temperature, top_k, top_p, min_p).softmax(-1)
             following = torch.multinomial(probabilities, 1, generator=generator)
         if following.item() in stop_ids:
             break

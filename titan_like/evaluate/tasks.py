@@ -33,29 +33,34 @@ from titan_like.models.config import NUM_OPTIONS, TransformerConfig
 
 
 def text_task(name: str, path: Path, tokenizer: Tokenizer, settings: TextSettings) -> Task:
-    """The perplexity of a text under a sliding window.
+    """The perplexity of a text, or of the texts in a file of records, each under a sliding window.
 
     Raises:
-        UnreadableError: the file is not text, or no token can be scored.
+        UnreadableError: the file is not text, a record has none, or no token can be scored.
     """
-    text = read_file(path)
-    if not isinstance(text, str):
-        raise UnreadableError("holds records, not text; write the text alone")
-    bits = math.log(2) * len(text.encode("utf-8"))
-    return _text_task(name, text, tokenizer, settings, lambda loss: {"bits_per_byte": loss / bits})
+    content = read_file(path)
+    texts = [content] if isinstance(content, str) else [text for _, text in content]
+    bits = math.log(2) * sum(len(text.encode("utf-8")) for text in texts)
+    return _text_task(name, texts, tokenizer, settings, lambda loss: {"bits_per_byte": loss / bits})
 
 
 def _text_task(
-    name: str, text: str, tokenizer: Tokenizer, settings: TextSettings, figures: Callable[[float], dict[str, float]]
+    name: str,
+    texts: Sequence[str],
+    tokenizer: Tokenizer,
+    settings: TextSettings,
+    figures: Callable[[float], dict[str, float]],
 ) -> Task:
-    """The figures of a text by token, and more ``figures`` of its summed loss in nats.
+    """The figures of texts by token, and more ``figures`` of their summed loss in nats.
 
     A text begins as documents do in training. The tokens that begin it, or else the first one, are not scored.
     """
-    first = tokenizer.first_ids
-    tokens, num_given = np.concatenate((first, tokenizer.encode(text))).astype(np.int64), max(1, len(first))
-    num_scored = len(tokens) - num_given
-    if num_scored <= 0:
+    first, windows = tokenizer.first_ids, list[Window]()
+    for text in texts:
+        tokens = np.concatenate((first, tokenizer.encode(text))).astype(np.int64)
+        windows += sliding_windows(tokens, settings.seq_len, settings.stride, max(1, len(first)))
+    num_scored = sum(window.num_targets for window in windows)
+    if num_scored == 0:
         raise UnreadableError("has fewer than two tokens, so that none can be scored; name a longer text")
 
     def results(scores: Sequence[Score]) -> dict[str, float]:
@@ -63,7 +68,7 @@ def _text_task(
         by_token = {"tokens": num_scored, "loss": loss / num_scored, "perplexity": exponential(loss / num_scored)}
         return by_token | figures(loss)
 
-    return Task(name, sliding_windows(tokens, settings.seq_len, settings.stride, num_given), results)
+    return Task(name, windows, results)
 
 
 def _loss(scores: Sequence[Score]) -> float:
@@ -147,7 +152,7 @@ def wikitext_task(name: str, path: Path, tokenizer: Tokenizer, settings: TextSet
     def by_word(loss: float) -> dict[str, float]:
         return {"words": num_words, "word_perplexity": exponential(loss / (num_words - 1))}
 
-    return _text_task(name, detokenize(text), tokenizer, settings, by_word)
+    return _text_task(name, [detokenize(text)], tokenizer, settings, by_word)
 
 
 def lambada_task(name: str, path: Path, tokenizer: Tokenizer, settings: TextSettings) -> Task:

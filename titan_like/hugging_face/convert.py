@@ -235,12 +235,13 @@ def _write_tokens(
     What a source says of special tokens stays, except where the run's [data] says something else.
     """
     options = weights.data.token_options
+    copy_files(source, folder, (GENERATION_FILE,))
     if tokenizer == NO_TOKENIZER:
         return {}
     stored, is_trained = tokenizer_in(source), weights.run.step > 0
     if tokenizer is not None or not origin.fields or (is_trained and weights.data.learns_bytes):
         return write_tokenizer(tokenizer or stored or weights.data.tokenizer, options, weights.model, folder)
-    copy_files(source, folder, (*tokenizer_names(source), GENERATION_FILE))
+    copy_files(source, folder, tokenizer_names(source))
     if stored is not None and options != DEFAULT_TOKENS:
         write_tokenizer(stored, options, weights.model, folder)
     if stored is not None and is_trained:

@@ -57,8 +57,8 @@ def origin_files(source: Path | None, section: Data) -> dict[str, bytes]:
 
     Args:
         source: the checkpoint or Hugging Face folder from which the run goes on, or None.
-        section: the run's [data], whose tokenizer replaces that of the source. What it learns to end documents with is
-            then one of the ids that end a text.
+        section: the run's [data], whose tokenizer replaces that of the source. What ends a text by its folder, or
+            documents of the run, then ends a text by these files, too.
 
     Raises:
         OSError: a file cannot be read.
@@ -79,9 +79,16 @@ def origin_files(source: Path | None, section: Data) -> dict[str, bytes]:
         paths = [path for path in tokenizer_files(section.tokenizer) if path.is_file()]
         if paths:
             theirs, tokenizer = tokenizer, _read_tokenizer(paths)
+            ours = tokenizer_of(section)
+            assert isinstance(ours, HuggingFaceTokenizer)  # it has files
             names = {TOKENIZER_FILE, ABOUT_FILE, *(path.name for path in paths)}
-            if section.eod_token or any(theirs.get(name) != tokenizer.get(name) for name in names):
-                _end_as_trained(files, tokenizer, [] if source is None else end_ids(source), section)
+            is_changed = section.eod_token or any(theirs.get(name) != tokenizer.get(name) for name in names)
+            if is_changed and TOKENIZER_FILE in tokenizer and not ours.names_eos:
+                eos = {"eos_token": ours.tokenizer.id_to_token(ours.eod_id)}
+                about = json.loads(tokenizer.get(ABOUT_FILE, b"{}")) | eos
+                tokenizer[ABOUT_FILE] = json.dumps(about, indent=2, ensure_ascii=False).encode()
+            ends = [*([ours.eod_id] if is_changed else []), *ours.end_ids]
+            _add_ends(files, [] if source is None else end_ids(source), ends)
     return files | tokenizer
 
 
@@ -91,16 +98,16 @@ def _read_tokenizer(paths: list[Path]) -> dict[str, bytes]:
     return files | {name: path.read_bytes() for name, path in zip(names, paths, strict=True)}
 
 
-def _end_as_trained(files: dict[str, bytes], tokenizer: dict[str, bytes], ends: list[int], section: Data) -> None:
-    """Let the files say what ends a document of the run, where those of the tokenizer's own folder no longer do."""
-    ours = tokenizer_of(section)
-    assert isinstance(ours, HuggingFaceTokenizer)  # it has files
-    if TOKENIZER_FILE in tokenizer and not ours.names_eos:
-        about = json.loads(tokenizer.get(ABOUT_FILE, b"{}")) | {"eos_token": ours.tokenizer.id_to_token(ours.eod_id)}
-        tokenizer[ABOUT_FILE] = json.dumps(about, indent=2, ensure_ascii=False).encode()
-    for name in () if ours.eod_id in ends else files.keys() & {GENERATION_FILE, ORIGIN_FILE}:
+def _add_ends(files: dict[str, bytes], ends: list[int], more: list[int]) -> None:
+    """Let the files, which name ``ends`` as the tokens that end a text, name ``more``."""
+    missing = [number for number in dict.fromkeys(more) if number not in ends]
+    if not missing:
+        return
+    if len(missing) > 1 and not files.keys() & {GENERATION_FILE, ORIGIN_FILE}:  # the tokenizer names the first itself
+        files[GENERATION_FILE] = b"{}"
+    for name in files.keys() & {GENERATION_FILE, ORIGIN_FILE}:
         content = json.loads(files[name])
-        (content["config"] if name == ORIGIN_FILE else content)["eos_token_id"] = [*ends, ours.eod_id]
+        (content["config"] if name == ORIGIN_FILE else content)["eos_token_id"] = [*ends, *missing]
         files[name] = json.dumps(content, indent=2).encode()
 
 

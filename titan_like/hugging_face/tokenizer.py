@@ -16,8 +16,10 @@ from titan_like.config.errors import require
 from titan_like.config.schema import TokenOptions
 from titan_like.data.special_tokens import (
     ABOUT_FILE,
+    GENERATION_FILE,
     MAP_FILE,
     TOKENIZER_FILE,
+    end_ids,
     read_about,
     read_json,
     tokenizer_names,
@@ -38,6 +40,8 @@ _SAMPLES = (
 
 def write_tokenizer(spec: str, options: TokenOptions, model: TransformerConfig, folder: Path) -> dict[str, int]:
     """Write the tokenizer that a value of `data.tokenizer` names; returns what config.json says of its special tokens.
+
+    generation_config.json, if there is one or several tokens end a text, then says which do.
 
     Raises:
         ConfigError: its files are missing or invalid, or it has more tokens than the model.
@@ -72,6 +76,11 @@ def write_tokenizer(spec: str, options: TokenOptions, model: TransformerConfig, 
         _write_about(folder, full)
         (folder / MAP_FILE).unlink(missing_ok=True)  # what it says is there, and might be outdated
     name_class(ours, folder)
+    generation = read_json(folder / GENERATION_FILE)
+    if {*end_ids(folder)} != ours.stop_ids and (generation or len(ours.stop_ids) > 1):
+        ends = [eod_id, *sorted(ours.stop_ids - {eod_id})]
+        generation |= {name: ids[name] for name in ids.keys() & generation.keys()} | {"eos_token_id": ends}
+        write_durably(folder / GENERATION_FILE, json.dumps(generation, indent=2) + "\n")
     return ids
 
 

@@ -6,29 +6,112 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.config.errors import ConfigError, first_line
+from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch, num_labels, to_device
+from titan_like.data.lengths import sample_length
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
+from titan_like.data.source import Source
 from titan_like.evaluate.scoring import Scorer
 from titan_like.evaluate.tasks import run_tasks
 from titan_like.metrics.console import format_validation
 from titan_like.metrics.record import named_losses
 from titan_like.metrics.writers import RunEnd, Writer
-from titan_like.parallel.model import ModelOutput
+from titan_like.models.config import TransformerConfig
+from titan_like.parallel.apply import run_batches
+from titan_like.parallel.layout import Layout
+from titan_like.parallel.mesh import one_dimension
+from titan_like.parallel.model import ModelOutput, ParallelModel, WholeModel
 from titan_like.train.observer import Observer
-from titan_like.train.setup import Run
+from titan_like.train.setup import Run, open_run_data
 from titan_like.train.signals import StopSignals
 from titan_like.train.training_state import TrainingState
+
+if TYPE_CHECKING:
+    from titan_like.parallel.pipeline import Pipeline
 
 NO_LABELS = "have no labels: all of their tokens are special tokens, padding or prompts"
 
 
 class Stopped(Exception):  # noqa: N818  # it is no error
     """A signal asks the run to stop in the middle of a validation. All ranks raise it together."""
+
+
+def _sampler(config: JobConfig, dataset: Source, dp_rank: int, dp_size: int) -> GlobalSampler:
+    """This rank's samples of the first `evaluation.steps` global batches."""
+    rows, wanted = config.training.micro_batch_size, config.evaluation.steps * config.training.global_batch_size
+    last_sample = -(-min(len(dataset), wanted) // (rows * dp_size)) * rows * dp_size
+    return GlobalSampler(0, rows, dp_rank, dp_size, last_sample=last_sample)
+
+
+@torch.no_grad()
+def _summed_losses(
+    pipeline: Pipeline | WholeModel,
+    predictions: Sequence[str],
+    batches: Iterator[list[Batch]],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """For each prediction this process's summed loss and its number of labels, with dropout off: [2, predictions]."""
+    total = torch.zeros(2, len(predictions), device=device, dtype=dtype)
+    ones = torch.ones_like(total[0])
+    pipeline.model.train(False)
+    for microbatches in batches:
+
+        def add_loss(output: ModelOutput, number: int, microbatches: Sequence[Batch] = microbatches) -> torch.Tensor:
+            assert isinstance(output, torch.Tensor)
+            total[0] += output
+            total[1] += num_labels(microbatches[number], predictions)
+            return total[0].sum()
+
+        pipeline.forward([batch._replace(loss_factors=ones) for batch in microbatches], add_loss)
+    pipeline.model.train()
+    pipeline.model.free_gathered_parameters()
+    return total
+
+
+def _in_lists(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
+    while taken := list(islice(batches, size)):
+        yield taken
+
+
+def _loss(predictions: Sequence[str], losses: Sequence[float]) -> float:
+    """The sum over predictions, without the loss of multi-token prediction, which is a loss of training."""
+    return sum(loss for prediction, loss in zip(predictions, losses, strict=True) if prediction != "mtp")
+
+
+def score_held_out(
+    config: JobConfig, shape: TransformerConfig, layout: Layout, model: ParallelModel, mesh: DeviceMesh
+) -> dict[str, dict[str, float]]:
+    """The losses that a run logs for its validation split and for `evaluation.sets`, of a model without a run.
+
+    All processes that hold a part of the model call it. New data is tokenized.
+    """
+    datasets, masks = open_run_data(config, shape)
+    device, training, results = next(model.parameters()).device, config.training, dict[str, dict[str, float]]()
+    positions = sample_length(config, shape).positions
+    pipeline = run_batches(config, model, mesh, device, training.micro_batch_size, positions)
+    dtype = torch.promote_types(getattr(torch, training.dtype), torch.float32)
+    rank, size = layout.data_rank(mesh.get_rank()), layout.data_parallel
+    microbatches = max(1, training.global_batch_size // (training.micro_batch_size * size))
+    for split, dataset in datasets.items():
+        if split == "train" or len(dataset) == 0:
+            continue
+        sampler = _sampler(config, dataset, rank, size)
+        with closing(BackgroundLoader(masks.over(dataset), sampler, config.data.num_workers, device)) as data:
+            batches = _in_lists((to_device(batch, device) for batch in data), microbatches)
+            total = _summed_losses(pipeline, shape.predictions, batches, device, dtype)
+        for group in (one_dimension(mesh, "dp", "dp_replicate", "dp_shard").get_group(), mesh.get_group("pp")):
+            dist.all_reduce(total, group=group)
+        losses = (total[0] / total[1]).tolist()
+        results[split] = {"loss": _loss(shape.predictions, losses), **named_losses(shape.predictions, losses)}
+    return results
 
 
 class ValidatedState(TrainingState):
@@ -102,57 +185,40 @@ class ValidatedState(TrainingState):
             dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
         return int(numbers.item())
 
-    @torch.no_grad()
     def validate(self, split: str = "validation") -> float:
         """Mean loss, in nats per token, over the first `evaluation.steps` global batches of a validation ``split``.
-
-        It leaves out the loss of multi-token prediction, which is a loss of training.
 
         Raises:
             Stopped: a rank has received a signal that asks to stop.
         """
         config = self.config
         dataset = self.run.datasets[split]
-        unit = config.training.micro_batch_size * self.dp_size
-        wanted = min(len(dataset), config.evaluation.steps * config.training.global_batch_size)
         repeats = split == "validation"  # the processes that read sets, which may be many, end with each validation
         data = self.validation_data if repeats else None
         if data is None:
-            sampler = GlobalSampler(
-                0, config.training.micro_batch_size, self.dp_rank, self.dp_size, last_sample=-(-wanted // unit) * unit
-            )
+            sampler = _sampler(config, dataset, self.dp_rank, self.dp_size)
             samples, workers = self.run.masks.over(dataset), config.data.num_workers
             data = BackgroundLoader(samples, sampler, workers, self.run.device, repeats=repeats)
             self.validation_data = data if repeats else self.validation_data
         else:
             data.start()
         predictions = self.run.model.predictions
-        # For each prediction the summed loss, and the number of labels.
-        total = torch.zeros(2, len(predictions), device=self.run.device, dtype=self.loss_dtype)
-        ones = torch.ones_like(total[0])
-        self.model.train(False)
-        microbatches = config.training.global_batch_size // unit
-        with closing(data):
-            while batches := self._take(data, microbatches):
+        microbatches = config.training.global_batch_size // (config.training.micro_batch_size * self.dp_size)
+
+        def batches() -> Iterator[list[Batch]]:
+            while shards := self._take(data, microbatches):
                 self._leave_if_stopped()
+                yield shards
 
-                def add_loss(output: ModelOutput, microbatch: int, batches: Sequence[Batch] = batches) -> torch.Tensor:
-                    assert isinstance(output, torch.Tensor)
-                    total[0] += output
-                    total[1] += num_labels(batches[microbatch], predictions)
-                    return total[0].sum()
-
-                self.pipeline.forward([batch._replace(loss_factors=ones) for batch in batches], add_loss)
-        self.model.train()
-        self.model.free_gathered_parameters()
+        with closing(data):
+            total = _summed_losses(self.pipeline, predictions, batches(), self.run.device, self.loss_dtype)
         self._sum_over_samples(total)
         self.validation_losses = (total[0] / total[1]).tolist()
         sums, counts = total.tolist()
         self.validation_is_finite &= all(math.isfinite(x) for x, count in zip(sums, counts, strict=True) if count)
         if 0 in counts:
             self.console.print(f" the samples for validation {NO_LABELS}")
-        each = zip(predictions, self.validation_losses, strict=True)
-        loss = sum(value for prediction, value in each if prediction != "mtp")
+        loss = _loss(predictions, self.validation_losses)
         self.observer.end_validation(loss)
         return loss
 
