@@ -3,9 +3,12 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from titan_like.models.decoder.model import Decoder
 
 
 def bound(terms: int = 4096, dtype: torch.dtype = torch.float64) -> float:
@@ -18,10 +21,10 @@ def bound(terms: int = 4096, dtype: torch.dtype = torch.float64) -> float:
 
 
 class _Float64(TorchFunctionMode):
-    """Puts float64 where code names float32, as norms, softmax, RoPE and routers of transformers do."""
+    """Puts float64 where code names float32, as transformers' norms, softmax, RoPE and routers do, or bfloat16()."""
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func = torch.Tensor.double if func is torch.Tensor.float else func
+        func = torch.Tensor.double if func in (torch.Tensor.float, torch.Tensor.bfloat16) else func
         args = [torch.float64 if value is torch.float32 else value for value in args]
         kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
         return func(*args, **kwargs)
@@ -36,3 +39,8 @@ def in_float64() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def exact_rope() -> Any:
+    """Let our models have rotary tables in float64, in a context or a function. All else follows `training.dtype`."""
+    return patch.object(Decoder, "layer_inputs", in_float64()(Decoder.layer_inputs))

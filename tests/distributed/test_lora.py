@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.distributed.launch import Case, base_config, collect, losses_of_layouts, run_cases, trainer_of
 from tests.distributed.layouts import pipeline, sizes, tensor, zero
+from tests.float64 import bound, in_float64
 from tests.unit.hugging_face_cases import gpt_config, llama_config, moe_config, reference_model
 from tests.unit.test_decoder_hugging_face import CASES as CLASSES
-from tests.unit.test_decoder_hugging_face import random_folder
+from tests.unit.test_decoder_hugging_face import exact_model, random_folder
 from titan_like.commands import convert
 from titan_like.config import ConfigError
 from titan_like.evaluate.inference import load
@@ -65,13 +66,13 @@ class Plain(nn.Module):
 
 def plain(folder: Path, ends: list[str]) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """The model of a folder with random adapters, which are also returned under PEFT's names."""
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").train()
+    model = exact_model(folder).train()
     generator, tensors = torch.Generator().manual_seed(5), dict[str, torch.Tensor]()
     model.requires_grad_(False)
     for name, module in list(model.named_modules()):
         parent, _, last = name.rpartition(".")
         if last in ends:
-            new = Plain(module, generator)
+            new = Plain(module, generator).float().double()  # files hold float32, and so does our run's start
             setattr(model.get_submodule(parent), last, new)
             tensors |= {f"base_model.model.{name}.lora_{key.upper()}.weight": getattr(new, key) for key in ("a", "b")}
     return model, tensors
