@@ -48,8 +48,7 @@ def train(rank: int, layouts: dict[str, list[str]]) -> dict[str, list[float]]:
 
 def plain_loop(rank: int, folder: Path, settings: list[str]) -> list[float]:
     """The losses of the model of transformers on the run's batches."""
-    with in_float64():
-        model = exact_model(folder).train()
+    model = exact_model(folder).train()
     config = load_config(settings)
     trainer, losses = Trainer(prepare_run(resolve_settings(config))), list[float]()
     optimizer = plain_adamw(model, config.optimizer)

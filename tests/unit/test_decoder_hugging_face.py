@@ -111,6 +111,7 @@ def files_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
+@in_float64()
 def exact_model(folder: Path) -> Any:
     """The model of transformers of a folder, in float64."""
     options = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float64}
