@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_
 

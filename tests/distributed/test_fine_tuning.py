@@ -99,10 +99,10 @@ def test_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, family: str,
         tuple(tokens[:-1][:SEQ]): (tokens[: SEQ + 1], labels) for tokens, labels in (labelled(chat, c) for c in chats)
     }
     with in_float64():
-        theirs, section = type(theirs).from_pretrained(tmp_path / "hf", dtype=torch.float64).train(), run.config.optimizer
+        theirs = type(theirs).from_pretrained(tmp_path / "hf", dtype=torch.float64).train()
     routes = {"output_router_logits": True} if family == "moe" else {}
     theirs.config._experts_implementation = "eager"  # others know no float64
-    optimizer = plain_adamw(theirs, section)
+    optimizer = plain_adamw(theirs, run.config.optimizer)
     source, expected, seen = run.datasets["train"], list[float](), 0
     loads = [torch.full((EXPERTS,), 1 / EXPERTS, dtype=torch.float64)] * 2  # of each layer, a step before
     for step in range(steps):

@@ -27,7 +27,8 @@ LAYOUTS = {"pipeline, tensor": pipeline() | tensor(), "data, sequence, zero 3": 
 
 
 def settings_of(race: Path) -> dict[str, Any]:
-    flavor, files = {"own": SHAPE.model_dump(mode="json")}, {"data.paths": [str(race)], "data.dataset": "race", "training.dtype": "float64"}
+    flavor, files = {"own": SHAPE.model_dump(mode="json")}, {"data.paths": [str(race)], "data.dataset": "race"}
+    files |= {"training.dtype": "float64"}
     model = {"model.family": "bert", "model.flavor": "own", "model.flavors": flavor}
     return sizes(SEQ, 4, 16, 6) | model | files | {"data.tokenizer": str(race / "tokenizer.json")}
 

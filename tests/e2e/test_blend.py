@@ -13,7 +13,8 @@ from tests.float64 import bound
 PAGE = (REPO / "docs" / "data.md").read_text(encoding="utf-8").split("## From text to a blend")[1]
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 TOKENIZE, TRAIN = BLOCKS[0].strip().split("\n"), BLOCKS[1]
-SMALL = "--training.steps 4 --training.seq_len 32 --metrics.log_interval 2 --checkpoint.enable false --training.dtype float64"
+SMALL = "--training.steps 4 --training.seq_len 32 --metrics.log_interval 2 --checkpoint.enable false"
+SMALL += " --training.dtype float64"
 
 
 def run(command: str, folder: Path) -> str:

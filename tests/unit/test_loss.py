@@ -53,8 +53,7 @@ def test_loss_and_gradients_are_torch_s(monkeypatch, dtype, largest, with_bias, 
     monkeypatch.setattr(cross_entropy, "CHUNK_LOGITS", {"cpu": chunk})
     leaves, labels = some(dtype, largest, with_bias)
     loss, gradients = expected_of(leaves, labels)
-    # An error of the logits, which is relative to their size, is one of the probabilities, which add up. Half types round
-    # products and results.
+    # Probabilities are off by as much as the logits, in proportion to their size. Half types round results too.
     wide = torch.promote_types(dtype, torch.float32)
     tolerance = bound(HIDDEN * largest + VOCAB, wide) + (bound(1, dtype) if dtype != wide else 0)
     value = loss_of(leaves, labels)
