@@ -9,6 +9,7 @@ import torch._dynamo
 
 from tests.distributed.launch import Case, base_config, collect, launch, train_case, trainer_of, worst
 from tests.distributed.layouts import sizes, tensor
+from tests.float64 import bound
 from titan_like.config.schema import ActivationCheckpoint
 from titan_like.models.layers.experts import Experts
 from titan_like.parallel.compile import compile_layers
@@ -48,7 +49,7 @@ def float8_experts_in_one_graph(rank, folder):
         for value in (True, False)
     )
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert worst(compiled.gradients, eager.gradients)[0] < 1e-12
+    assert worst(compiled.gradients, eager.gradients)[0] < bound()
 
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from tests.distributed.launch import Case, assert_same, base_config, collect, losses_of_layouts, run_cases
 from tests.distributed.layouts import pipeline, recompute, sizes, tensor, zero
+from tests.float64 import bound, in_float64
 from tests.unit.chat_cases import CHATML, VOCAB_SIZE, conversations, save_tokenizer, write_lines
 from tests.unit.hugging_face_cases import gpt_config, llama_config, moe_config, reference_model
 from tests.unit.plain_loop import plain_adamw
@@ -92,6 +93,7 @@ def test_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, family: str,
         "model.overrides": shape.model_dump(mode="json", exclude_none=True),
         "checkpoint.initial_load_path": str(tmp_path / "hf"),
         "training.steps": steps,
+        "training.dtype": "float64",
     }
     found = {}
     for ranks, layouts in ({1: LAYOUTS[1]} if family == "gpt" else LAYOUTS).items():
@@ -102,10 +104,11 @@ def test_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, family: str,
     known = {
         tuple(tokens[:-1][:SEQ]): (tokens[: SEQ + 1], labels) for tokens, labels in (labelled(chat, c) for c in chats)
     }
-    theirs, section = theirs.double().train(), run.config.optimizer
+    with in_float64():
+        theirs = type(theirs).from_pretrained(tmp_path / "hf", dtype=torch.float64).train()
     routes = {"output_router_logits": True} if family == "moe" else {}
     theirs.config._experts_implementation = "eager"  # others know no float64
-    optimizer = plain_adamw(theirs, section)
+    optimizer = plain_adamw(theirs, run.config.optimizer)
     source, expected, seen = run.datasets["train"], list[float](), 0
     loads = [torch.full((EXPERTS,), 1 / EXPERTS, dtype=torch.float64)] * 2  # of each layer, a step before
     for step in range(steps):
@@ -121,7 +124,8 @@ def test_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, family: str,
                     assert begin == max(begins) and set(packed) == {4}
                     continue
                 tokens, labels = found_one
-                result = theirs(input_ids=torch.tensor([tokens[:-1]]), **routes)
+                with in_float64():
+                    result = theirs(input_ids=torch.tensor([tokens[:-1]]), **routes)
                 logits = result.logits[0]
                 routed += [result.router_logits] if family == "moe" else []
                 goal = torch.tensor(labels[1 : len(tokens)])
@@ -140,7 +144,7 @@ def test_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, family: str,
     assert seen > 2 * steps * BATCH  # so samples hold several conversations
     assert expected[-1] < expected[0] - 0.015 * steps
     for name in found:
-        assert found[name] == pytest.approx(expected, rel=2e-6), name
+        assert found[name] == pytest.approx(expected, rel=bound(4096 * steps)), name
 
 
 def test_experts_of_every_layout_count_the_same_tokens(tmp_path: Path) -> None:
@@ -153,7 +157,7 @@ def test_experts_of_every_layout_count_the_same_tokens(tmp_path: Path) -> None:
     alone = run_cases([Case("one", settings | {"training.micro_batch_size": BATCH})], 1, tmp_path)["one"]
     cases = [Case(name, settings | layout) for name, layout in EXPERT_LAYOUTS.items()]
     for result in run_cases(cases, 4, tmp_path).values():
-        assert_same(result, alone, 1e-10)
+        assert_same(result, alone, bound(4096 * 3))
 
 
 SHORT = [("the cat", "sat on"), ("the dog", "the log")]

@@ -21,6 +21,7 @@ from tests.distributed.launch import (
     worst,
 )
 from tests.distributed.layouts import sizes
+from tests.float64 import bound
 from titan_like.config.errors import ConfigError
 from titan_like.parallel.data import sharded_modules
 from titan_like.parallel.float8 import Float8Gathers
@@ -66,8 +67,10 @@ def test_weights_gathered_in_float8_are_those_of_one_process(tmp_path: Path) -> 
     results = {name: Result(**values) for name, values in collect(on_three_ranks, 3, tmp_path)[0].items()}
     for name, result in results.items():
         # Scales are the same, and so are all products; only sums over microbatches may be added in another order.
-        assert worst(result.gradients, one.gradients)[0] < 1e-6, name
-        assert result.losses == pytest.approx(one.losses, rel=1e-6), name
+        within = bound(12 * 16, torch.float32)  # of all tokens
+        assert worst(result.gradients, one.gradients)[0] < within, name
+        assert result.losses[0] == pytest.approx(one.losses[0], rel=within), name
+        assert result.losses == pytest.approx(one.losses, rel=bound(1, torch.bfloat16)), name  # of updated weights
     plain, gathered = results["gathered in bfloat16"], results["zero 3"]
     assert all(torch.equal(value, plain.gradients[name]) for name, value in gathered.gradients.items())
     assert gathered.losses == plain.losses
@@ -88,7 +91,7 @@ def compile_many_layers(rank: int, folder: Path, recipe: str) -> None:
     compiled = train_case(Case("", settings), folder)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     eager = train_case(Case("", settings | {"compile.enable": False}), folder)
-    assert worst(compiled.gradients, eager.gradients)[0] < 1e-12
+    assert worst(compiled.gradients, eager.gradients)[0] < bound()
 
 
 @pytest.mark.slow

@@ -40,6 +40,7 @@ from tests.distributed.layouts import (
     with_rule,
     zero,
 )
+from tests.float64 import bound
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "layout_matrix_cpu.json"
 FLOAT64 = {"training.dtype": "float64"}
@@ -49,7 +50,7 @@ RUNS: dict[str, dict[str, Any]] = {
     # the time of this file.
     "sgd": {"optimizer.name": "sgd", "optimizer.lr": 0.1, "optimizer.implementation": "for-loop"} | FLOAT64,
 }
-FLOAT64_TOLERANCE = 1e-10
+FLOAT64_TOLERANCE = bound(4096 * 100)  # of 100 passes: ten steps of up to ten microbatches
 COVERING = covering_set(full_product(), pairs_of_kinds)
 COVERING_MORE = covering_set(full_product(), every_pair)
 
@@ -81,7 +82,8 @@ def micro_batch(size: int) -> dict[str, Any]:
 
 
 RELU_TIED = {"mlp": "relu", "tied_embeddings": True}
-FLOAT32: dict[str, Any] = {"training.dtype": "float32"}
+# With its usual epsilon AdamW scales the rounding of small gradients up.
+FLOAT32: dict[str, Any] = {"training.dtype": "float32", "optimizer.eps": 1e-3}
 COMPILED = FLOAT32 | {"compile.enable": True, "model.overrides": {"num_layers": 2}}
 
 
@@ -217,9 +219,8 @@ def test_same_training_as_one_process(results: Callable[[str], dict[str, Result]
         found[reference(choices, "adamw", 1).name],
         choices.get("model.overrides", {}).get("num_attention_heads", 4),
     )
-    # AdamW divides small gradients by their own size, so weights in float32 differ by more than gradients.
-    tolerances = (1e-5, 1e-4) if FLOAT32.items() <= choices.items() else (FLOAT64_TOLERANCE, None)
-    assert_same(found[name], expected, *tolerances, heads=heads)
+    in_float32 = FLOAT32.items() <= choices.items()  # sums of 512 tokens
+    assert_same(found[name], expected, bound(512, torch.float32) if in_float32 else FLOAT64_TOLERANCE, heads=heads)
     assert all(gradient.any() for gradient in expected.gradients.values())
     # The compiler fuses operations, which rounds differently: equal to the last bit would mean it did not run.
     compiles = "compile.enable" in choices
@@ -230,7 +231,7 @@ def test_same_training_as_one_process(results: Callable[[str], dict[str, Result]
 def test_key_biases_have_no_gradient(results: Callable[[str], dict[str, Result]]) -> None:
     gradients = results("normal")[reference({}, "adamw", 1).name].gradients
     fused = [gradient.view(4, 3, -1) for name, gradient in gradients.items() if name.endswith("qkv.bias")]
-    assert fused and all(one[:, 1].norm() < 1e-12 * one.norm() for one in fused)
+    assert fused and all(one[:, 1].norm() < bound() * one.norm() for one in fused)
 
 
 @pytest.mark.exhaustive

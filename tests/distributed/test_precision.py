@@ -9,6 +9,7 @@ import torch
 
 from tests.distributed.launch import Case, collect, full, relative, train_case, trainer_of
 from tests.distributed.layouts import pipeline, sizes, tensor, zero
+from tests.float64 import bound
 from titan_like.train.trainer import Trainer
 
 TINY: dict[str, Any] = sizes(16, 2, 8)
@@ -136,7 +137,7 @@ def test_sums_are_float32(results: dict[int, Any], case: Case, world_size: int) 
     alone = next(other for other in HALF[1] if other.settings["training.dtype"] == case.settings["training.dtype"])
     reference = gradients_of(results, 1, alone)
     for name, gradient in gradients_of(results, world_size, case).items():
-        assert relative(gradient, reference[name]) < 1e-6, name
+        assert relative(gradient, reference[name]) < bound(8, torch.float32), name  # two ranks, four microbatches
 
 
 def test_summing_in_bfloat16_is_coarser(results: dict[int, Any]) -> None:

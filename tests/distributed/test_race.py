@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from tests.distributed.launch import Case, base_config, collect, train_case
 from tests.distributed.layouts import pipeline, sizes, tensor, zero
+from tests.float64 import bound
 from tests.unit.hugging_face_cases import bert_config, random_model, reference_of, save_checkpoint
 from tests.unit.race_cases import VOCABULARY, scores_of_transformers, write_race
 from titan_like.data.race import read_questions
@@ -27,6 +28,7 @@ LAYOUTS = {"pipeline, tensor": pipeline() | tensor(), "data, sequence, zero 3": 
 
 def settings_of(race: Path) -> dict[str, Any]:
     flavor, files = {"own": SHAPE.model_dump(mode="json")}, {"data.paths": [str(race)], "data.dataset": "race"}
+    files |= {"training.dtype": "float64"}
     model = {"model.family": "bert", "model.flavor": "own", "model.flavors": flavor}
     return sizes(SEQ, 4, 16, 6) | model | files | {"data.tokenizer": str(race / "tokenizer.json")}
 
@@ -55,13 +57,13 @@ def train_alone(rank: int, race: Path) -> list[float]:
 
 def test_scores_and_losses_in_every_layout(tmp_path: Path) -> None:
     race = write_race(tmp_path / "race", {"train": 9, "dev": 2, "test": 3})
-    model = random_model(SHAPE).float()
+    model = random_model(SHAPE)
     save_checkpoint(race / "checkpoint", model)
     found, (alone,) = collect(score_and_train, 4, race)[0], collect(train_alone, 1, race)
     questions = read_questions(race / "test", build_tokenizer(str(race / "tokenizer.json")))
     wanted = scores_of_transformers(reference_of(model), questions, SEQ).flatten()
     assert wanted.numel() == 72 and wanted.std() > 0.05
     for name in LAYOUTS:
-        assert found[name] == pytest.approx(wanted.tolist(), rel=1e-4, abs=1e-5)
-        assert found[f"{name}, losses"] == pytest.approx(alone, rel=1e-5)
+        assert found[name] == pytest.approx(wanted.tolist(), rel=bound(), abs=bound())
+        assert found[f"{name}, losses"] == pytest.approx(alone, rel=bound(4096 * 6))
     assert len(set(alone)) == 6

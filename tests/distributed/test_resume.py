@@ -10,6 +10,7 @@ import torch
 from tests.distributed.launch import all_stages, base_config, by_name, collect, launch, trainer_of
 from tests.distributed.layouts import pipeline, recompute, sizes, tensor, zero
 from tests.e2e.jobs import records
+from tests.float64 import bound
 from titan_like.checkpoint.step_folders import complete_steps
 from titan_like.config.errors import RunError
 from titan_like.data.open_source import go_on, open_data, phases_of
@@ -87,7 +88,7 @@ def test_resumed_run_is_bit_identical(folder: Path, name: str) -> None:
 def test_dropout_was_on(folder: Path) -> None:
     names = ("zero0", "zero3 recomputed")
     losses = [[record["loss"] for record in records(folder / name / "straight")] for name in names]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)  # recomputation draws the same dropout
+    assert losses[0] == pytest.approx(losses[1], rel=bound(dtype=torch.float32))  # recomputation draws the same dropout
     assert complete_steps(folder / "zero0" / "straight" / "checkpoint") == [3, 6]
 
 

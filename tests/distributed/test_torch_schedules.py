@@ -6,6 +6,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 from tests.distributed.launch import base_config, by_name, collect
 from tests.distributed.layouts import pipeline
+from tests.float64 import bound
 from titan_like.data.batch import Batch
 from titan_like.models.registry import model_config
 from titan_like.parallel.apply import build_pipeline
@@ -71,5 +72,5 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_torch_schedules_give_the_same_gradients(found, schedule):
     assert all(of_rank[schedule]["parameters"] > 10 for of_rank in found)
-    assert max(of_rank[schedule]["worst"] for of_rank in found) <= 1e-14
+    assert max(of_rank[schedule]["worst"] for of_rank in found) <= bound()
     assert [of_rank[schedule]["losses"] for of_rank in found] == [0, MICROBATCHES]

@@ -8,11 +8,13 @@ import pytest
 
 from tests.e2e.jobs import records, train_on
 from tests.e2e.scripts import REPO, Script
+from tests.float64 import bound
 
 PAGE = (REPO / "docs" / "data.md").read_text(encoding="utf-8").split("## From text to a blend")[1]
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 TOKENIZE, TRAIN = BLOCKS[0].strip().split("\n"), BLOCKS[1]
 SMALL = "--training.steps 4 --training.seq_len 32 --metrics.log_interval 2 --checkpoint.enable false"
+SMALL += " --training.dtype float64"
 
 
 def run(command: str, folder: Path) -> str:
@@ -59,4 +61,4 @@ def test_both_sources_are_drawn_and_told(folder: Path) -> None:
         assert samples == [32, 64]
         assert 30 < written[-1]["samples/code"] < 58  # of 64, at seven in ten: 45 ± 3.5 σ
     assert [line[:2] for line in told[1]] == [line[:2] for line in told[2]]
-    assert [line[2] for line in told[2]] == pytest.approx([line[2] for line in told[1]], rel=1e-5)
+    assert [line[2] for line in told[2]] == pytest.approx([line[2] for line in told[1]], rel=bound(4096 * 4))

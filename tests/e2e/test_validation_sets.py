@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from tests.e2e.jobs import records, train_on
+from tests.float64 import bound
 from titan_like.config import load_config
 from titan_like.data.tokenizer import ByteTokenizer
 from titan_like.evaluate.inference import find_checkpoint, load_for_inference
@@ -74,12 +75,14 @@ def test_each_set_has_its_loss_in_every_layout(folder: Path) -> None:
     assert [line["step"] for line in alone] == [2, 4]
     assert [[key for key in line if key.startswith("validation")] for line in alone] == [names, names]
     for name, texts in TEXTS.items():
-        assert alone[-1][f"validation_loss/{name}"] == pytest.approx(loss_of(folder, texts), rel=1e-6)
+        rounded = bound(16, torch.float32)  # weights that are loaded for inference
+        assert alone[-1][f"validation_loss/{name}"] == pytest.approx(loss_of(folder, texts), rel=rounded)
         assert len(re.findall(rf"^ step \d \| validation loss/{name} \S+$", printed, re.M)) == 2
     for processes in (2, 4):
         _, lines = train(folder, processes)
         for line, expected in zip(lines, alone, strict=True):
-            assert [line[name] for name in names] == pytest.approx([expected[name] for name in names], rel=1e-9)
+            wanted = [expected[name] for name in names]
+            assert [line[name] for name in names] == pytest.approx(wanted, rel=bound(4096 * 4))
 
 
 def test_the_split_of_the_training_data_can_be_left_out(folder: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.float64 import bound
 from titan_like.config.schema import JobConfig
 from titan_like.models.decoder.config import LayerKind
 from titan_like.models.layers.attention import AttentionCore
@@ -56,7 +57,7 @@ def _rotary(model: Llama, positions: torch.Tensor) -> tuple[Any, ...]:
 def _table(config: LlamaConfig, kind: LayerKind, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     turns = rope_frequencies(config.rotary_size, kind.rope_theta, kind.rope_scaling, positions.device)
     defined = turns.new_tensor([_turn(config.rotary_size, kind, pair) for pair in range(config.rotary_size // 2)])
-    if not torch.allclose(turns, defined, rtol=1e-5, atol=0.0):  # else the model's own, which float32 rounds
+    if not torch.allclose(turns, defined, rtol=bound(64, torch.float32), atol=0.0):  # else the model's own rounding
         turns = defined
     angles = torch.stack([at * turns for at in positions.flatten().tolist()]).unflatten(0, positions.shape)
     return angles.cos(), angles.sin()

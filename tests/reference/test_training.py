@@ -37,6 +37,7 @@ from tests.distributed.bugs import (
     kind_of,
 )
 from tests.distributed.mutations import dropout, experts, gradients, runs, updates
+from tests.float64 import bound
 from tests.reference.training import train_by_definition
 from tests.unit import test_compute_copies, test_schedule
 from titan_like.config import load_config
@@ -160,7 +161,7 @@ def _small_gradients_stay() -> None:
         steps_alone(trainer, 1)
         moved = [before[name] - dict(trainer.model.named_parameters())[name] for name, _ in watch.gradients]
         whole = torch.cat([gradient.flatten() for _, gradient in watch.gradients]).norm()
-        check(abs(torch.cat([move.flatten() for move in moved]).norm() / whole - 1e-3) < 1e-5)
+        check(abs(torch.cat([move.flatten() for move in moved]).norm() / whole - 1e-3) < bound())
 
     sgd = ["--optimizer.name", "sgd", "--optimizer.lr", "1e-3", "--optimizer.weight_decay", "0"]
     sgd += ["--lr_scheduler.decay", "constant"]

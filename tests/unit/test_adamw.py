@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from tests.float64 import bound
 from titan_like.optim.adamw import InBlocks, Tensors
 
 SHAPES = [(64, 64), (5000, 3), (7,), (0, 4), (128, 96)]
@@ -43,8 +44,8 @@ def expected(dtype: torch.dtype, device: str = "cpu") -> Tensors:
     return Tensors(found.settings, [p.detach() for p in parameters], copies, *moments, found.steps)
 
 
-def check(update_of, dtype: torch.dtype, within: float, copies_within: float = 0.0, device: str = "cpu") -> None:
-    """Compare two updates, and one that is skipped between them."""
+def check(update_of, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Compare two updates of ten products and sums each, and one that is skipped between them."""
     found, gradients = tensors(dtype, device)
     update, factor = update_of(found), torch.tensor(FACTOR, dtype=torch.float64, device=device)
     for skips in (False, True, False):
@@ -56,12 +57,9 @@ def check(update_of, dtype: torch.dtype, within: float, copies_within: float = 0
         update([gradient.clone() for gradient in gradients], factor, skip)
         assert all(copy is None or copy.isfinite().all() for copy in found.copies)
     wanted = expected(dtype, device)
-    for name, allowed in (
-        ("weights", within),
-        ("first_moments", within),
-        ("second_moments", within),
-        ("copies", copies_within),
-    ):
+    within = bound(2 * 10, torch.float32)
+    for name in ("weights", "first_moments", "second_moments", "copies"):
+        allowed = within + bound(1, dtype) * (name == "copies")
         for mine, theirs in zip(getattr(found, name), getattr(wanted, name), strict=True):
             if mine is not None and mine.numel():
                 assert (mine.double() - theirs.double()).norm() <= allowed * theirs.double().norm(), name
@@ -70,7 +68,7 @@ def check(update_of, dtype: torch.dtype, within: float, copies_within: float = 0
 @pytest.mark.parametrize("size", [1000, 1 << 18])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_blocks_are_updated_as_by_torch(dtype: torch.dtype, size: int) -> None:
-    check(lambda found: InBlocks(found, size), dtype, 1e-7)
+    check(lambda found: InBlocks(found, size), dtype)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
@@ -90,5 +88,5 @@ def check_kernel(device: str) -> None:
     """Compare the kernel with torch's for three types of gradients."""
     from titan_like.optim.adamw_kernel import OneKernel
 
-    for dtype, copies in ((torch.float32, 1e-6), (torch.float16, 1e-3), (torch.bfloat16, 1e-2)):
-        check(OneKernel, dtype, 1e-6, copies, device)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        check(OneKernel, dtype, device)

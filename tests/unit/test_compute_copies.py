@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.float64 import bound
 from titan_like.optim import adamw
 from titan_like.optim.adamw import FusedAdamW
 from titan_like.parallel.gradients import ComputeCopies
@@ -40,7 +41,8 @@ def test_gradients_are_those_of_casts(dtype, unit_bytes):
     expected = expected_gradients(inputs, dtype)
     for name, parameter in layers.named_parameters():
         assert parameter.dtype == torch.float32
-        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-6, atol=1e-6)
+        # Sums in float32 of three microbatches, and of two uses of a weight.
+        assert (parameter.grad - expected[name]).norm() <= bound(6, torch.float32) * expected[name].norm()
 
 
 def test_units_are_added_up_before_the_backward_pass_ends():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from tests.float64 import bound
 from tests.unit.hugging_face_cases import gpt_config
 from tests.unit.record_cases import jsonl, write_records
 from tests.unit.tokenizer_cases import save_kind
@@ -198,14 +199,14 @@ def test_what_begins_a_text_is_not_scored() -> None:
 
 
 def test_token_scores() -> None:
-    logits = torch.randn(3, 5, 11, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(3, 5, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     labels = logits.argmax(2)
     logits[0, 0, :] = 1.0  # a tie: the lowest token counts as the most probable one
     labels[0, 0], labels[0, 1], labels[2, 4] = 0, (labels[0, 1] + 1) % 11, -100
     log_probability, is_right = token_scores(logits, labels)
     expected = logits.log_softmax(2).gather(2, labels.clamp(min=0)[..., None])[..., 0]
     expected[2, 4] = 0
-    assert torch.allclose(log_probability, expected, rtol=1e-6)
+    assert torch.allclose(log_probability, expected, rtol=bound())
     assert is_right.flatten().tolist() == [number not in (1, 14) for number in range(15)]
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchao.float8 import convert_to_float8_training
 
+from tests.float64 import bound
 from tests.reference.float8 import Float8Linear
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Float8, JobConfig, Model
@@ -79,21 +80,22 @@ def test_torch_s_kernel_computes_what_is_emulated(recipe: str) -> None:
         found.append([x.grad, module.weight.grad])
     for emulated, computed in zip(*found, strict=True):
         assert emulated is not None and computed is not None
-        torch.testing.assert_close(computed, emulated, rtol=2**-7, atol=0.05)
+        # The last bit of a bfloat16 result moves what is next rounded to float8 by a step of that at most.
+        assert (computed - emulated).norm() <= bound(1, torch.float8_e4m3fn) * emulated.norm()
 
 
 def test_float64_is_emulated_in_float64() -> None:
     module = float8_linear("tensorwise", torch.float64)
     x = torch.randn(4, 64, dtype=torch.float64)
     expected = kept(x) @ kept(module.weight).t() + module.bias
-    assert (module(x) - expected).abs().max() < 1e-14
+    assert (module(x) - expected).abs().max() < bound() * expected.abs().max()
 
 
 def test_a_split_backward_pass_defers_the_same_product() -> None:
     shape = model_config(config().model)
     gradients = []
     for defers in (False, True):
-        model = build_model(shape, "gpt")
+        model = build_model(shape, "gpt").double()
         model.init_weights(3)
         use_float8(model, config().float8, emulates=True)
         deferred = defer_weight_gradients(model) if defers else None
@@ -103,7 +105,7 @@ def test_a_split_backward_pass_defers_the_same_product() -> None:
             product.add()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradient, gradients[1][name], rtol=0, atol=1e-6)
+        assert (gradient - gradients[1][name]).norm() <= bound() * gradient.norm(), name
 
 
 @pytest.mark.parametrize(
@@ -210,7 +212,7 @@ def test_each_expert_and_microbatch_is_quantised_by_itself(recipe: str) -> None:
     output = torch.cat(expected)
     found = products_of(float8_experts(recipe), torch.float64)
     for ours, definition in zip(found, [output, *torch.autograd.grad(output, (x, matrices), gradient)], strict=True):
-        torch.testing.assert_close(ours, definition, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(ours, definition, rtol=bound(), atol=bound())
 
 
 def kernel(a: Any, b: Any, offsets: torch.Tensor, dtype: torch.dtype, fast: bool) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.float64 import bound
 from tests.unit.hugging_face_cases import gpt_config, random_model, save_checkpoint
 from tests.unit.tokenizer_cases import save_kind
 from titan_like.checkpoint.loader import CheckpointWeights
@@ -146,7 +147,7 @@ def test_a_checkpoint_and_its_export_answer_the_harness_alike(models: tuple[Any,
         assert found == expected
         return
     values = [torch.tensor(answers, dtype=torch.float64) for answers in (found, expected)]
-    torch.testing.assert_close(*values, rtol=1e-12, atol=0)
+    torch.testing.assert_close(*values, rtol=bound(), atol=0)
 
 
 def test_what_is_not_supported_of_generation_is_one_sentence(models: tuple[Any, Any]) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers.optimization import Adafactor as TransformersAdafactor
 
+from tests.float64 import bound, in_float64
 from titan_like.config.schema import Optimizer
 from titan_like.optim.adamw import FusedAdamW
 from titan_like.optim.muon import assign_owners
@@ -97,15 +98,15 @@ def test_adamw_and_sgd_are_torch_s_with_decay_of_matrices(name: str, implementat
         "sgd": torch.optim.SGD(groups(theirs), lr=LR, foreach=False),
     }
     step_alike([(mine, [build_optimizer(mine, section)]), (theirs, [rules[name]])])
-    assert worst_difference(mine, theirs) < 1e-14
+    assert worst_difference(mine, theirs) < bound()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("relative_step", [False, True])
 @pytest.mark.parametrize("scale_parameter", [False, True])
 @pytest.mark.parametrize("beta1", [None, 0.9])
 def test_adafactor_is_that_of_transformers(
-    dtype: torch.dtype, tolerance: float, relative_step: bool, scale_parameter: bool, beta1: float | None
+    dtype: torch.dtype, relative_step: bool, scale_parameter: bool, beta1: float | None
 ) -> None:
     """Which here updates each expert's matrix alone."""
     mine, theirs = parameters(dtype), apart(parameters(dtype))
@@ -119,7 +120,7 @@ def test_adafactor_is_that_of_transformers(
         ],
         factor=0.01,
     )
-    assert worst_difference(mine, theirs) < tolerance
+    assert worst_difference(mine, theirs) < bound(dtype=dtype)
 
 
 def test_relative_step_follows_the_schedule() -> None:
@@ -140,10 +141,9 @@ def test_relative_step_follows_the_schedule() -> None:
 
 @pytest.mark.parametrize("adjust_lr", ["original", "match_rms_adamw"])
 def test_muon_is_that_of_torch_and_adamw(adjust_lr: str) -> None:
-    """torch orthogonalises in bfloat16. The matrices of the layers are equal bit for bit, but for those in a stack."""
-    mine, theirs = parameters(torch.float32), apart(parameters(torch.float32))
-    dtype: dict[str, Any] = {"newton_schulz_dtype": "bfloat16", "adjust_lr": adjust_lr}
-    section = Optimizer(name="muon", lr=LR, matrix_lr=3 * LR, weight_decay=DECAY, **dtype)
+    """torch orthogonalises in bfloat16, and in float64 here."""
+    mine, theirs = parameters(torch.float64), apart(parameters(torch.float64))
+    section = Optimizer(name="muon", lr=LR, matrix_lr=3 * LR, weight_decay=DECAY, adjust_lr=adjust_lr)
     is_hidden = {name: name.startswith("layers.") and p.ndim == 2 for name, p in theirs}
     hidden = [p for name, p in theirs if is_hidden[name]]
     others = [(name, p) for name, p in theirs if not is_hidden[name]]
@@ -151,32 +151,33 @@ def test_muon_is_that_of_torch_and_adamw(adjust_lr: str) -> None:
         torch.optim.Muon(hidden, lr=3 * LR, weight_decay=DECAY, adjust_lr_fn=adjust_lr),
         torch.optim.AdamW(groups(others), lr=LR, betas=section.betas, eps=section.eps),
     ]
+    rules[0].step = in_float64()(rules[0].step)
     step_alike([(mine, [build_optimizer(mine, section)]), (theirs, rules)])
-    assert worst_difference(mine, theirs) < 1e-6
-    for name, p in mine:
-        assert "experts" in name or name not in is_hidden or torch.equal(p, dict(theirs)[f"{name}.0"]), name
+    assert worst_difference(mine, theirs) < bound()
 
 
-@pytest.mark.parametrize(("weights", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("weights", [torch.float64, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
-def test_factor_and_type_of_gradients_do_not_matter(
-    name: str, dtype: torch.dtype, weights: torch.dtype, tolerance: float
-) -> None:
+def test_factor_and_type_of_gradients_do_not_matter(name: str, dtype: torch.dtype, weights: torch.dtype) -> None:
     """No square or momentum is rounded to 16 bits, gradients stay as they are, and a loss scale may be large."""
-    narrow, wide = parameters(weights), parameters(weights)
-    rules = [build_optimizer(named, Optimizer(name=name, lr=LR)) for named in (narrow, wide)]
+    narrow, *wide = parameters(weights), parameters(weights), parameters(torch.float64)
+    rules = [build_optimizer(named, Optimizer(name=name, lr=LR)) for named in (narrow, *wide)]
     generator, factor = torch.Generator().manual_seed(1), torch.tensor(1 / 7 / 4096, dtype=torch.float64)
     for _ in range(4):
-        for (_, p), (_, q) in zip(narrow, wide, strict=True):
-            gradient = (4096 * torch.randn(p.shape, generator=generator)).to(dtype)
+        for (_, p), *others in zip(narrow, *wide, strict=True):
             p.grad_dtype = None
-            p.grad, q.grad = gradient, (gradient * factor.expand(1)).to(weights)
+            p.grad = (4096 * torch.randn(p.shape, generator=generator)).to(dtype)
+            for _, q in others:
+                q.grad = (p.grad * factor.expand(1)).to(q.dtype)
         kept = [p.grad.clone() for _, p in narrow]
         update(rules[0], [p for _, p in narrow], LR, factor, torch.tensor(False))
-        update(rules[1], [p for _, p in wide], LR, None, torch.tensor(False))
+        for rule, named in zip(rules[1:], wide, strict=True):
+            update(rule, [p for _, p in named], LR, None, torch.tensor(False))
         assert all(torch.equal(p.grad, old) for (_, p), old in zip(narrow, kept, strict=True))
-    assert worst_difference(narrow, wide) < tolerance
+    # A product more is rounded than without a factor; 16 bits would round 2^13 times as coarsely.
+    alone, exact = wide
+    assert worst_difference(narrow, exact) < 8 * worst_difference(alone, exact) + bound()
 
 
 def test_muon_orthogonalises_in_the_type_it_is_told() -> None:
@@ -190,9 +191,9 @@ def test_muon_orthogonalises_in_the_type_it_is_told() -> None:
         named = parameters(dtype)
         step_alike([(named, [build_optimizer(named, Optimizer(name="muon", lr=LR, newton_schulz_dtype=told))])])
         found[label] = [(name, torch.nn.Parameter(p.detach().double())) for name, p in named]
-    assert worst_difference(found["float32"], found["float64"]) < 1e-5 < 1e-3
     assert worst_difference(found["cpu"], found["float32"]) == 0
-    assert 1e-4 < worst_difference(found["bfloat16"], found["float64"]) < 0.1
+    single, half = (worst_difference(found[label], found["float64"]) for label in ("float32", "bfloat16"))
+    assert 2**8 * single < half < 0.1  # bfloat16 rounds 2^16 times as coarsely
 
 
 @pytest.mark.parametrize("name", ["adafactor", "muon"])

@@ -274,7 +274,7 @@ def test_tensorboard_has_the_same_keys_and_values(tmp_path):
     found = tensorboard_scalars(tmp_path)
     assert list(found) == [1, 2, 3]
     for item in RECORDS:  # TensorBoard keeps float32
-        assert found[item.step] == pytest.approx(numbers(item), rel=1e-6, nan_ok=True)
+        assert found[item.step] == pytest.approx(numbers(item), rel=2**-24, nan_ok=True)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ value for each message in a record's list, out of the loss.
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
