@@ -211,7 +211,8 @@ def read_message() -> str | None:
             print("> ", end="", file=sys.stderr, flush=True)
         try:
             lines = [next((line.rstrip("\r\n") for line in sys.stdin if line.strip()), None)]
-        except UnicodeDecodeError as error:
+            str(lines[0]).encode()
+        except UnicodeError as error:
             raise RunError(f"a message is not UTF-8 ({first_line(error)}); convert it") from None
     if dist.is_initialized():
         dist.broadcast_object_list(lines)

@@ -24,8 +24,10 @@ from titan_like.data.stream import BlendedStream, StreamSource
 from titan_like.models.config import TransformerConfig
 
 
-def open_data(config: JobConfig, model: TransformerConfig) -> dict[str, Source]:
+def open_data(config: JobConfig, model: TransformerConfig, trains: bool = True) -> dict[str, Source]:
     """Open the splits that the run reads, and `evaluation.sets` as validation/NAME. New data is tokenized.
+
+    Unless it ``trains`` there is no "train" among them.
 
     Raises a `ConfigError` if data is missing or unusable, or there is too little of it.
     """
@@ -37,13 +39,15 @@ def open_data(config: JobConfig, model: TransformerConfig) -> dict[str, Source]:
         vocab_size=model.vocab_size,
         cache_folder=Path(config.job.dump_folder) / "data_cache",
     )
-    sources = {split: open_source(replace(request, split=split)) for split in ("train", "validation")}
-    train, validation = sources["train"], sources["validation"]
+    splits = ("train", "validation") if trains else ("validation",)
+    sources = {split: open_source(replace(request, split=split)) for split in splits}
+    validation = sources["validation"]
+    train = sources.get("train", validation)
     is_stream = len(train) == UNKNOWN_LENGTH
     is_validated = config.evaluation.interval > 0 and not config.evaluation.sets
     description = train.described(1, 1) if len(train) == 0 else None
     problem = f"its training split has no samples{f' ({description})' if description else ''}; give it more data"
-    require(len(train) > 0, "data.dataset", config.data.dataset, problem)
+    require(len(train) > 0 or not trains, "data.dataset", config.data.dataset, problem)
     problem = "leaves no whole sample for validation; give it more weight or set evaluation.interval to 0"
     require(not is_validated or len(validation) > 0, "data.split", config.data.split, problem)
     require(not is_stream or config.training.epochs is None, "training.epochs", config.training.epochs, NO_EPOCHS)

@@ -127,10 +127,10 @@ def prepare_run(settings: Settings) -> Run:
     return Run(config, model, settings.layout, device, datasets, masks, tasks)
 
 
-def open_run_data(config: JobConfig, model: TransformerConfig) -> tuple[dict[str, Source], Masks]:
+def open_run_data(config: JobConfig, model: TransformerConfig, trains: bool = True) -> tuple[dict[str, Source], Masks]:
     """The splits that the run reads, and what it adds to their samples. New data is tokenized."""
     masks = masks_of(config, model)  # what it refuses is refused before tokenizing, which may take hours
-    return open_data(config, model), masks
+    return open_data(config, model, trains), masks
 
 
 def check_folders(config: JobConfig, model: TransformerConfig, make: bool) -> JobConfig:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_like.config.errors import ConfigError, first_line
+from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch, num_labels, to_device
 from titan_like.data.lengths import sample_length
@@ -93,7 +93,7 @@ def score_held_out(
 
     All processes that hold a part of the model call it. New data is tokenized.
     """
-    datasets, masks = open_run_data(config, shape)
+    datasets, masks = open_run_data(config, shape, trains=False)
     device, training, results = next(model.parameters()).device, config.training, dict[str, dict[str, float]]()
     positions = sample_length(config, shape).positions
     pipeline = run_batches(config, model, mesh, device, training.micro_batch_size, positions)
@@ -101,7 +101,7 @@ def score_held_out(
     rank, size = layout.data_rank(mesh.get_rank()), layout.data_parallel
     microbatches = max(1, training.global_batch_size // (training.micro_batch_size * size))
     for split, dataset in datasets.items():
-        if split == "train" or len(dataset) == 0:
+        if len(dataset) == 0:
             continue
         sampler = _sampler(config, dataset, rank, size)
         with closing(BackgroundLoader(masks.over(dataset), sampler, config.data.num_workers, device)) as data:
@@ -111,6 +111,8 @@ def score_held_out(
             dist.all_reduce(total, group=group)
         losses = (total[0] / total[1]).tolist()
         results[split] = {"loss": _loss(shape.predictions, losses), **named_losses(shape.predictions, losses)}
+    problem = "leaves no whole sample for validation; give it more weight, or name evaluation.sets"
+    require(results, "data.split", config.data.split, problem)
     return results
 
 
