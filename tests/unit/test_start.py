@@ -19,6 +19,7 @@ from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig, LoRA
 from titan_like.data.tokenizer import tokenizer_of
 from titan_like.evaluate.inference import config_of_checkpoint, find_checkpoint, load_for_inference
+from titan_like.hugging_face.origin import origin_files
 from titan_like.models.registry import model_config
 from titan_like.planner.commands.search import run_as_toml
 from titan_like.search.trial import settings_of
@@ -149,8 +150,13 @@ def test_fields_of_config_json_can_be_left_out(folder: Path, capsys: pytest.Capt
     ]
     with pytest.raises(ConfigError, match=r"config\.json has no hiden_act, which ignore_fields names"):
         from_(folder, '--model.ignore_fields=["hiden_act"]')
+    files = origin_files(folder, config.data, names)
+    files = {name: content for name, content in files.items() if name == "hugging_face.json"}
     options = ["--input", str(folder), "--output", f"{folder.parent}/imported", "--ignore_fields", *names]
     assert convert.main(["from-hf", *options]) == 0
+    for content in ((folder.parent / "imported/step-0/hugging_face.json").read_bytes(), *files.values()):
+        kept = json.loads(content)["config"]  # and goes out again with an export
+        assert kept["attn_factor"] == 2 and not kept.keys() & set(names) and "rope_type" not in kept["rope_scaling"]
 
 
 def test_a_run_stands_for_its_newest_checkpoint(folder: Path) -> None:

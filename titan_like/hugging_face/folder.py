@@ -133,7 +133,7 @@ def say(line: str) -> None:
 
 
 def read_model(path: Path, key: str, ignore: Collection[str] = ()) -> tuple[dict[str, Any], str, TransformerConfig]:
-    """The config.json of a folder, and the family and shape that it describes.
+    """The config.json of a folder without what is ignored, and the family and shape that it describes.
 
     Arguments and errors are as in `open_hugging_face`.
     """
@@ -141,7 +141,9 @@ def read_model(path: Path, key: str, ignore: Collection[str] = ()) -> tuple[dict
         fields = read_json(path / CONFIG_FILE)
         if not fields:
             raise RefusedError(f"it has no {CONFIG_FILE}")
-        family, model, notes = _model_of(fields, ignore)
+        fields = without(fields, ignore)
+        family, model, notes = _model_of(fields)
+        notes = [f"{', '.join(ignore)} (ignore_fields)", *notes] if ignore else notes
         if notes:
             say(f"{path / CONFIG_FILE}: ignored {'; '.join(notes)}")
         if getattr(model, "mtp_layers", 0):
@@ -183,12 +185,18 @@ def slice_reader(tensors: dict[str, FileTensor]) -> ReadSlice:
     return read
 
 
-def _model_of(values: dict[str, Any], ignore: Collection[str]) -> tuple[str, TransformerConfig, list[str]]:
+def without(fields: dict[str, Any], ignore: Collection[str]) -> dict[str, Any]:
+    """A config.json without the fields that `model.ignore_fields` names; a `RefusedError` if there is no such field."""
+    fields = deepcopy(fields)
+    for name in ignore:
+        if not _remove(fields, name):
+            raise RefusedError(f"config.json has no {name}, which ignore_fields names; leave it out")
+    return fields
+
+
+def _model_of(values: dict[str, Any]) -> tuple[str, TransformerConfig, list[str]]:
     """Family, shape, and notes about what is ignored; the refusal names all that is wrong with the fields."""
     values, reasons, removed = deepcopy(values), list[str](), set[str]()
-    for name in ignore:
-        if not _remove(values, name):
-            raise RefusedError(f"config.json has no {name}, which ignore_fields names; leave it out")
     while True:
         fields = Fields(values)
         try:
@@ -204,7 +212,7 @@ def _model_of(values: dict[str, Any], ignore: Collection[str]) -> tuple[str, Tra
                 break  # the file can be read no further
     if reasons:
         raise RefusedError(reasons[0], *(text.replace("config.json", "it", 1) for text in reasons[1:]))
-    return family, model, [*([f"{', '.join(ignore)} (ignore_fields)"] if ignore else []), *fields.notes]
+    return family, model, fields.notes
 
 
 def _remove(values: dict[str, Any], field: str) -> bool:

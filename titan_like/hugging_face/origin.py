@@ -7,7 +7,7 @@ generation_config.json and the tokenizer's files under their own names.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,7 @@ from titan_like.data.special_tokens import (
     tokenizer_names,
 )
 from titan_like.data.tokenizer import HuggingFaceTokenizer, tokenizer_files, tokenizer_of
-from titan_like.hugging_face.folder import CONFIG_FILE, DTYPES
+from titan_like.hugging_face.folder import CONFIG_FILE, DTYPES, without
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,14 @@ def read_origin(path: Path) -> Origin:
         return Origin(dict(content["config"]), dtypes, str(content.get("source", "")))
 
 
-def origin_files(source: Path | None, section: Data) -> dict[str, bytes]:
+def origin_files(source: Path | None, section: Data, ignore: Collection[str] = ()) -> dict[str, bytes]:
     """The files that every checkpoint of a run holds, by name.
 
     Args:
         source: the checkpoint or Hugging Face folder from which the run goes on, or None.
         section: the run's [data], whose tokenizer replaces that of the source. What ends a text by its folder, or
             documents of the run, then ends a text by these files, too.
+        ignore: `model.ignore_fields`, which an export leaves out too.
 
     Raises:
         OSError: a file cannot be read.
@@ -69,6 +70,7 @@ def origin_files(source: Path | None, section: Data) -> dict[str, bytes]:
         source = with_small_files(source)
         files, tokenizer = _read(source, (GENERATION_FILE,)), _read(source, tokenizer_names(source))
         fields, earlier = read_json(source / CONFIG_FILE), read_origin(source)
+        fields = fields and without(fields, ignore)
         if fields or earlier.fields:  # the run's own weights have no original types
             first = str(source.absolute()) if fields else earlier.source
             content = {"config": fields or earlier.fields, "dtypes": {}, "source": first}

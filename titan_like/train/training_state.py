@@ -173,7 +173,8 @@ class TrainingState:
         if is_new and initial is not None:
             source = initial_folder(initial)
         try:
-            self.saver.files = origin_files(source, self.config.data) if dist.get_rank() == 0 else {}
+            ignore = self.config.model.ignore_fields
+            self.saver.files = origin_files(source, self.config.data, ignore) if dist.get_rank() == 0 else {}
         except (OSError, ValueError) as error:
             return first_line(error)
         return None

@@ -1,0 +1,202 @@
+"""Folders of decoders as they are published: fields that nothing reads, tables under one name, models with images."""
+
+import dataclasses
+import inspect
+import json
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.unit import test_decoder_hugging_face as folders
+from tests.unit.test_decoder_hugging_face import (
+    CASES,
+    SEQ,
+    SMALL,
+    SMALL_SHAPE,
+    VOCAB,
+    WIDE,
+    WINDOW,
+    YARN,
+    both_ways,
+    close,
+    files_of,
+    random_folder,
+    rewrite,
+    same,
+)
+from titan_like.checkpoint.loader import CheckpointWeights
+from titan_like.config.schema import Data
+from titan_like.hugging_face.convert import from_hugging_face, to_hugging_face
+from titan_like.hugging_face.folder import open_hugging_face
+from titan_like.hugging_face.origin import origin_files
+from titan_like.models.decoder import classes
+from titan_like.models.decoder import hugging_face as mapping
+from titan_like.models.decoder.classes import CLASSES
+from titan_like.models.decoder.config import DecoderConfig
+from titan_like.models.hugging_face import Fields, RefusedError, family_module
+from titan_like.models.registry import build_model
+
+OF_CONFIG = re.compile(r"config\.([a-z]\w+)|getattr\(\s*(?:self\.)?config, \"(\w+)\"")
+
+
+OF_OTHERS = (
+    "max_sequence_length use_qk_norm clip_qkv pretraining_tp use_bidirectional_attention sliding_window_pattern"
+    " attention_bias mlp_bias qkv_bias lm_head_bias use_sliding_window use_mrope dual_chunk_attention_config"
+    " layer_norm_eps rope_percent embedding_multiplier attention_multiplier attn_logit_softcapping no_rope_layers"
+    " swiglu_limit logit_scale partial_rotary_factor"
+)
+
+
+def logits_of(fields: dict[str, Any]) -> torch.Tensor:
+    """Those of transformers' model of a config.json, in float64, with weights that depend on their shapes alone."""
+    options = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    config = transformers.AutoConfig.for_model(**fields)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, **options).double().eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+        return theirs(torch.arange(SEQ)[None]).logits
+
+
+@pytest.mark.parametrize("model_type", [row.model_types[0] for row in CLASSES])
+def test_what_is_ignored_transformers_ignores_too(model_type: str) -> None:
+    """Every name that its class or another has, and one that none has: refused, read, or named and without effect."""
+    base = CASES[model_type][1] | {"model_type": model_type}
+    config = type(transformers.AutoConfig.for_model(model_type))
+    code = inspect.getsource(inspect.getmodule(transformers.AutoModelForCausalLM._model_mapping[config]))
+    names = {field.name for field in dataclasses.fields(config)} | {a or b for a, b in OF_CONFIG.findall(code)}
+    ignored: dict[str, Any] = {}
+    for name in sorted((names | {*OF_OTHERS.split()}) - {"get_text_config", *base}):
+        for value in (3, True, 0.37):
+            fields = Fields(base | {name: value})
+            with suppress(RefusedError):
+                family_module("decoder").from_fields(fields)
+                if any(f"{name} = " in note for note in fields.notes):
+                    ignored[name] = value
+    assert "max_sequence_length" in ignored
+    ignored |= {"pretraining_tp": 2, "num_labels": 2}  # types that transformers checks
+    ignored |= {name: 0.5 for name in ignored if "drop" in name}
+    assert torch.equal(logits_of(base), logits_of(base | ignored))
+    if model_type not in ("gemma3_text", "phi3"):  # which read no table like this one
+        yarn, dead = (
+            YARN | {"partial_rotary_factor": 1.0},
+            {"attn_factor": 3.0, "finetuned": True, "mrope_section": [1]},
+        )
+        fields = [Fields(base | {"rope_parameters": table}) for table in (yarn, yarn | dead)]
+        assert len({family_module("decoder").from_fields(one) for one in fields}) == 1
+        assert "rope_parameters.attn_factor = 3.0, rope_parameters.finetuned = true" in fields[1].notes[-1]
+        assert torch.equal(*(logits_of(one.values) for one in fields))
+
+
+def test_kimi_k2_is_a_deepseek_v3(tmp_path: Path) -> None:
+    theirs = random_folder("deepseek_v3", CASES["deepseek_v3"][1], tmp_path / "hf")
+    plain = files_of(tmp_path / "hf")
+    rewrite(tmp_path / "hf", plain, model_type="kimi_k2", auto_map={"AutoConfig": "configuration_deepseek.Config"})
+    tensors, fields = both_ways(tmp_path / "hf")
+    same(tensors, plain)
+    assert fields["model_type"] == "deepseek_v3" and fields["architectures"] == ["DeepseekV3ForCausalLM"]
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager")
+    assert close(loaded.eval()(torch.arange(SEQ)[None]).logits, theirs(torch.arange(SEQ)[None]).logits)
+
+
+def with_images(folder: Path) -> torch.nn.Module:
+    """Gemma 3 with images, as transformers writes it."""
+    vision = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=WIDE | {"sliding_window": WINDOW, "num_key_value_heads": 1, "final_logit_softcapping": 3.0},
+        vision_config=vision | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=1,
+        eos_token_id=[1, 106],
+    )
+    torch.manual_seed(5)
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    model.save_pretrained(folder)
+    return model
+
+
+def test_the_text_of_a_model_with_images_goes_back_by_name(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    theirs = with_images(tmp_path / "hf")
+    source = open_hugging_face(tmp_path / "hf", "--input")
+    weights = CheckpointWeights(from_hugging_face(source, tmp_path / "run"))
+    plain = files_of(tmp_path / "hf")
+    count = len([name for name in plain if not name.startswith("language_model.")])
+    line = f"{count} of {len(plain)} tensors (multi_modal_projector, vision_tower) are not of this model and are not tr"
+    assert line in (said := capsys.readouterr().err) and "final_logit_softcapping = 3.0" in said
+    ours = build_model(source.model, source.family).eval()
+    ours.load_state_dict({key: weights.read(key) for key in ours.state_dict()})
+    tokens = torch.arange(SEQ)[None]
+    expected = theirs(tokens).logits
+    assert close(ours(tokens)[..., :VOCAB], expected)
+
+    to_hugging_face(weights, tmp_path / "back", None, 40_000, "none")
+    same(files_of(tmp_path / "back"), plain)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert type(loaded) is type(theirs) and torch.equal(loaded.eval()(tokens).logits, expected)
+    fields = json.loads((tmp_path / "back/config.json").read_text())
+    assert fields["eos_token_id"] == [1, 106] and fields["vision_config"]["image_size"] == 28
+    to_hugging_face(weights, tmp_path / "half", torch.bfloat16, 10**9, "none")
+    half = files_of(tmp_path / "half")
+    kinds = {name.partition(".")[0]: tensor.dtype for name, tensor in half.items()}
+    assert half.keys() == plain.keys() and kinds["language_model"] == torch.bfloat16
+    assert kinds["vision_tower"] == torch.float32
+    files = origin_files(tmp_path / "hf", Data())  # of a run that model.from starts
+    assert json.loads(files["hugging_face.json"])["source"] == str(tmp_path / "hf")
+
+    (tmp_path / "hf").rename(tmp_path / "moved")
+    to_hugging_face(weights, tmp_path / "alone", None, 10**9, "none")
+    assert f"{tmp_path}/hf has no tensors around the text's model, which is written alone" in capsys.readouterr().err
+    text, info = transformers.Gemma3ForCausalLM.from_pretrained(tmp_path / "alone", output_loading_info=True)
+    assert not any(info.values()) and close(text.eval()(tokens).logits, expected)
+
+
+@pytest.mark.parametrize(("name", "table"), [("qwen2", "model.embed_tokens"), ("gpt2", "transformer.wte")])
+def test_a_tied_table_may_be_stored_as_the_output_matrix_alone(name: str, table: str, tmp_path: Path) -> None:
+    sizes = SMALL | {"tie_word_embeddings": True} if name == "qwen2" else {"n_embd": 48, "n_head": 4, "n_layer": 2}
+    random_folder(name, sizes | {"vocab_size": VOCAB}, tmp_path / "hf")
+    tensors = files_of(tmp_path / "hf")
+    tensors["lm_head.weight"] = tensors.pop(f"{table}.weight")
+    rewrite(tmp_path / "hf", tensors)
+    path = from_hugging_face(open_hugging_face(tmp_path / "hf", "--input"), tmp_path / "run")
+    assert torch.equal(CheckpointWeights(path).read("embedding.weight")[:VOCAB], tensors["lm_head.weight"])
+    to_hugging_face(CheckpointWeights(path), tmp_path / "back", None, 10**9, "none")
+    same(files_of(tmp_path / "back"), tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gemma_scales_embeddings_in_their_own_type(dtype: torch.dtype) -> None:
+    """√640 is 25.25 in bfloat16."""
+    fields = SMALL | {"hidden_size": 640, "head_dim": 16, "num_hidden_layers": 1}
+    config = transformers.AutoConfig.for_model("gemma3_text", **fields)
+    theirs = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    shape = family_module("decoder").from_fields(Fields(config.to_dict()))
+    ours, tokens = build_model(shape, "decoder").to(dtype), torch.arange(SEQ)[None]
+    with torch.no_grad():
+        table = theirs.model.embed_tokens.weight
+        ours.embedding.weight[:VOCAB].copy_(table)
+        assert torch.equal(ours.embed(tokens, tokens[0]), theirs.model.embed_tokens(tokens))
+        assert dtype != torch.bfloat16 or torch.equal(ours.embed(tokens, tokens[0]), table[tokens] * 25.25)
+    granite = DecoderConfig.model_validate(SMALL_SHAPE | {"embedding_scale": 25.3})  # a number that is not rounded
+    assert not granite.round_embedding_scale
+
+
+def test_a_row_as_families_md_writes_it_is_all_that_a_class_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs/families.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"# a row of titan_like/models/decoder/classes.py\n(.*?)```", page, re.DOTALL)
+    row = eval(code, vars(classes))
+    monkeypatch.setattr(mapping, "CLASSES", (*CLASSES, row))
+    monkeypatch.setitem(mapping.ARCHITECTURES, "arcee", row.name)
+    monkeypatch.setitem(CASES, "arcee", ("arcee", WIDE | {"mlp_bias": True, "attention_bias": True}))
+    folders.test_a_folder_of_transformers_is_read_and_written_again("arcee", tmp_path)
+    folders.test_an_absent_field_has_the_default_of_the_class("arcee")
+    test_what_is_ignored_transformers_ignores_too("arcee")
