@@ -68,6 +68,18 @@ def texts_in(path: Path, start: int = 0, record: int = 1) -> list[object]:
     return [text for piece, _ in read_pieces(path, "text", start, record) for _, text in texts_of(piece, "text")]
 
 
+@pytest.mark.parametrize("size", [10, 150_000])
+def test_long_records_are_records_too(size: int, tmp_path: Path) -> None:
+    """Also where the head of the file does not hold the first one, or a line."""
+    records = [{"text": "a " * size + str(number)} for number in range(90_000 // size + 3)]
+    texts = [record["text"] for record in records]
+    contents = [json.dumps(records), json.dumps(records, indent=1), "\n".join(map(json.dumps, records))]
+    contents.append("\n".join(json.dumps(record, indent=1) for record in records))
+    for content in [*contents, "".join(map(json.dumps, records))][: None if size == 10 else 4]:
+        (tmp_path / "a").write_text(content)
+        assert texts_in(tmp_path / "a") == texts
+
+
 @pytest.mark.parametrize("name", SAME)
 def test_records_are_known_by_their_content(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name_of_size, size in (("_PIECE", 1 << 10), ("_CHUNK", 1 << 9), ("_ROWS", 20)):

@@ -22,7 +22,7 @@ import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, islice, takewhile
@@ -46,7 +46,7 @@ _CHUNK = 1 << 18  # bytes that are read at a time
 _HEAD = 1 << 16  # bytes at the beginning that tell a file's kind
 _ROWS = 256  # rows of a table or an array in a piece
 _OBJECT = re.compile(rb'\{\s*"(?:[^"\\]|\\.)*"\s*:')  # the beginning of a JSON object
-_ARRAY = re.compile(rb"\[\s*(?=\{)")  # the beginning of an array of objects
+_ARRAY = re.compile(rb"\A\[\s*(?=\{)")  # the beginning of an array of objects
 _SPACE = re.compile(r"\s*")
 _COLUMN = re.compile(r"[A-Za-z_][\w.-]*")  # a name in the header of a table that only its content tells
 csv.field_size_limit(2**31 - 1)  # characters of a document in a table
@@ -105,30 +105,30 @@ def kind_of(path: Path) -> str:
     text = head.removeprefix(codecs.BOM_UTF8).lstrip()
     first, newline, _ = text.partition(b"\n")
     is_whole = len(head) < _HEAD
-    is_lines = _OBJECT.match(text) and ((not is_whole and not newline) or _is_json(first))
+    is_long_line = _OBJECT.match(text) and not is_whole and not newline
+    is_lines = _OBJECT.match(text) and _is_json(first)
     if ending in TABLE_ENDINGS:
         return ending[1:]
     if ending in JSON_ENDINGS and text.startswith(b"["):
         return "json"
-    if not is_lines and _holds_records(path, text, is_whole):
+    if not is_lines and _holds_records(path, text, is_whole or bool(is_long_line)):
         return "json"
+    is_lines = is_lines or is_long_line
     if ending == ".json" and not is_lines:
         raise UnreadableError("holds neither a JSON array nor JSON objects; write it so, or repair it")
     return "jsonl" if is_lines or ending in JSON_ENDINGS else _table_in(text, is_whole) or "text"
 
 
-def _holds_records(path: Path, head: bytes, is_whole: bool) -> bool:
-    """Whether a file is JSON objects, or an array of them, from its ``head`` to its end."""
-    start = _ARRAY.match(head)
-    text = head[start.end() if start else 0 :]
-    if not _OBJECT.match(text):
+def _holds_records(path: Path, head: bytes, has_first: bool) -> bool:
+    """Whether a file is JSON objects, or an array of them, of which the head ``has_first`` or may have a part of it."""
+    if not _OBJECT.match(text := _ARRAY.sub(b"", head)):
         return False
-    characters = text.decode("utf-8", "ignore")
+    characters = text.decode("utf-8", "ignore").rstrip()
     try:
         try:
             json.JSONDecoder().raw_decode(characters)
         except json.JSONDecodeError as error:  # perhaps because the head ends in a text, or in a word
-            if is_whole or not (error.msg.startswith("Unterminated") or error.pos >= len(characters.rstrip()) - 8):
+            if has_first or not (error.msg.startswith("Unterminated") or error.pos >= len(characters) - 8):
                 return False
         with open(path, "rb") as file:
             return all(isinstance(record, dict) for record in _json_records(b"".join(_content(path, file, 0))))
@@ -151,14 +151,12 @@ def _table_in(head: bytes, is_whole: bool) -> str | None:
     """The kind of table that a text without an ending of one is: a header of names, and rows with as many fields."""
     lines = _lines_of(head.decode("utf-8", "ignore"))
     for kind, separator in _SEPARATORS.items():
-        try:
-            header, *rows = filter(None, csv.reader(lines, delimiter=separator))
-        except (csv.Error, ValueError):
-            continue
-        rows = rows if is_whole else rows[:-1]
-        is_header = len({*header}) == len(header) > 1 and all(map(_COLUMN.fullmatch, header))
-        if is_header and rows and all(len(row) == len(header) for row in rows):
-            return kind
+        with suppress(csv.Error):
+            header, *rows = [*filter(None, csv.reader(lines, delimiter=separator))] or [[]]
+            rows = rows if is_whole else rows[:-1]
+            is_header = len({*header}) == len(header) > 1 and all(map(_COLUMN.fullmatch, header))
+            if is_header and rows and all(len(row) == len(header) for row in rows):
+                return kind
     return None
 
 
