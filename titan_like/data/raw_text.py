@@ -22,7 +22,7 @@ import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, islice, takewhile
@@ -33,12 +33,12 @@ from typing import IO, Any
 from titan_like.config.errors import ConfigError, first_line
 from titan_like.config.paths import parse_json
 from titan_like.data.long_text import FindCut, cut_text
+from titan_like.data.tables import SEPARATORS, lines_of, table_in
 
 JSON_ENDINGS = (".jsonl", ".ndjson", ".jsonlines", ".json")
 TABLE_ENDINGS = (".csv", ".tsv")
 RECORD_ENDINGS = (".jsonl", ".parquet", ".arrow", *JSON_ENDINGS[1:], *TABLE_ENDINGS)
 KNOWN_ENDINGS = (*RECORD_ENDINGS, ".txt", ".text", ".md")
-_SEPARATORS = {"csv": ",", "tsv": "\t"}
 _MAGIC = {"parquet": b"PAR1", "arrow": b"ARROW1"}
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _PIECE = 1 << 20  # bytes of JSON lines
@@ -48,8 +48,6 @@ _ROWS = 256  # rows of a table or an array in a piece
 _OBJECT = re.compile(rb'\{\s*"(?:[^"\\]|\\.)*"\s*:')  # the beginning of a JSON object
 _ARRAY = re.compile(rb"\A\[\s*(?=\{)")  # the beginning of an array of objects
 _SPACE = re.compile(r"\s*")
-_COLUMN = re.compile(r"[A-Za-z_][\w.-]*")  # a name in the header of a table that only its content tells
-csv.field_size_limit(2**31 - 1)  # characters of a document in a table
 Key = str | tuple[str, ...]
 
 
@@ -116,7 +114,7 @@ def kind_of(path: Path) -> str:
     is_lines = is_lines or is_long_line
     if ending == ".json" and not is_lines:
         raise UnreadableError("holds neither a JSON array nor JSON objects; write it so, or repair it")
-    return "jsonl" if is_lines or ending in JSON_ENDINGS else _table_in(text, is_whole) or "text"
+    return "jsonl" if is_lines or ending in JSON_ENDINGS else table_in(text, is_whole) or "text"
 
 
 def _holds_records(path: Path, head: bytes, has_first: bool) -> bool:
@@ -145,19 +143,6 @@ def _json_records(content: bytes) -> list[Any]:
         record, at = json.JSONDecoder().raw_decode(text, at)
         records.append(record)
     return records
-
-
-def _table_in(head: bytes, is_whole: bool) -> str | None:
-    """The kind of table that a text without an ending of one is: a header of names, and rows with as many fields."""
-    lines = _lines_of(head.decode("utf-8", "ignore"))
-    for kind, separator in _SEPARATORS.items():
-        with suppress(csv.Error):
-            header, *rows = [*filter(None, csv.reader(lines, delimiter=separator))] or [[]]
-            rows = rows if is_whole else rows[:-1]
-            is_header = len({*header}) == len(header) > 1 and all(map(_COLUMN.fullmatch, header))
-            if is_header and rows and all(len(row) == len(header) for row in rows):
-                return kind
-    return None
 
 
 def _is_json(line: bytes) -> bool:
@@ -192,10 +177,10 @@ def read_pieces(
             yield from _rows([(0, _json_records(b"".join(_content(path, file, 0))), 1.0)], start)
             return
         size = max(path.stat().st_size, 1)
-        if kind in _SEPARATORS:
+        if kind in SEPARATORS:
             whole_lines = (bytes(piece.content) for piece in _lines(_content(path, file, 0), 0, 1))
-            lines = chain.from_iterable(map(_lines_of, codecs.iterdecode(whole_lines, "utf-8-sig")))
-            rows = _table_rows(csv.reader(lines, delimiter=_SEPARATORS[kind], strict=True), key)
+            lines = chain.from_iterable(map(lines_of, codecs.iterdecode(whole_lines, "utf-8-sig")))
+            rows = _table_rows(csv.reader(lines, delimiter=SEPARATORS[kind], strict=True), key)
             parts = ((at, list(islice(rows, _ROWS)), min(1.0, file.tell() / size)) for at in count(0, _ROWS))
             yield from _rows(takewhile(itemgetter(1), parts), start)
             return
@@ -336,11 +321,6 @@ def _arrow_batches(path: Path, key: Key) -> Iterator[tuple[int, Any, float]]:
         for batch in batches:
             yield at, batch.select(columns), file.tell() / size
             at += len(batch)
-
-
-def _lines_of(text: str) -> list[str]:
-    """The lines of a table, with their line feeds; no other character ends one."""
-    return re.findall(r"[^\n]*\n|[^\n]+", text)
 
 
 def _table_rows(rows: Iterator[list[str]], key: Key) -> Iterator[dict[str, str] | BadRecord]:

@@ -48,10 +48,7 @@ FINISHED = RunEnd()
 def build_writers(
     config: JobConfig, model: TransformerConfig, layout: Layout, start_step: int, run_id: str
 ) -> list[Writer]:
-    """The writers that [metrics] enables; they drop records after ``start_step`` from an earlier attempt of the run.
-
-    A line names the trackers that cannot drop any.
-    """
+    """The writers that [metrics] enables, which drop an earlier attempt's records after ``start_step`` as `go_back`."""
     folder = Path(config.job.dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_settings(folder, config)
