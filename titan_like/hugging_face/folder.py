@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 
 from titan_like.checkpoint.reader import is_file_name
-from titan_like.config.errors import ConfigError, printable, shortened
+from titan_like.config.errors import ConfigError, first_line, printable, shortened
 from titan_like.config.paths import file_problem, user_file
 from titan_like.config.urls import RemotePath, path_of
 from titan_like.data.fetch import fetch, with_small_files
@@ -131,8 +131,11 @@ def read_model(path: Path, key: str) -> tuple[dict[str, Any], str, TransformerCo
 def _refusals_of(path: Path, key: str) -> Iterator[None]:
     try:
         yield
-    except ValueError as refusal:
-        raise ConfigError(key, str(path), shortened(printable(str(refusal)), _MOST_SHOWN)) from None
+    except OSError:
+        raise
+    except Exception as error:  # a field may be of any type
+        refusal = str(error) if isinstance(error, ValueError) else f"its {CONFIG_FILE} is invalid ({first_line(error)})"
+        raise ConfigError(key, str(path), shortened(printable(refusal), _MOST_SHOWN)) from None
 
 
 def is_hugging_face(path: Path) -> bool:
