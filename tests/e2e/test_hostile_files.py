@@ -35,6 +35,7 @@ READS = (
     )),
     ("p.toml", TOML, (f"scripts/plan.py predict {CONFIG} --profile=p.toml",)),
     ("g.toml", TOML, (f"scripts/search.py {CONFIG} --processes=1 --dump_folder=s --grid=g.toml",)),
+    ("s/search.json", JSON, (f"scripts/search.py {CONFIG} --processes=1 --dump_folder=s --grid=sizes.toml",)),
     ("p.csv", TEXT, ("scripts/plan.py calibrate --points=p.csv --profile=fsdp_h100",)),
     ("p.json", JSON, ("scripts/plan.py calibrate --points=p.json --profile=fsdp_h100",)),
     ("l.json", JSON, (f"scripts/plan.py predict {CONFIG} --cluster.gpu=H100 --profile=fsdp_h100 --links=l.json",)),
@@ -79,6 +80,7 @@ def made(tmp_path_factory):
     """A run with a checkpoint, its Hugging Face folder and an indexed dataset."""
     folder = tmp_path_factory.mktemp("made")
     (folder / "run.toml").write_text(RUN)
+    (folder / "sizes.toml").write_text("training.micro_batch_size = [1, 2]")
     (folder / "t.txt").write_text("some text to learn from, " * 20)
     for command in (
         f"train.py {CONFIG}",

@@ -141,3 +141,10 @@ def test_run_file_that_is_not_of_its_folder_or_of_no_run_is_refused(tmp_path, ca
         read_run_state(tmp_path / "step-3")
     if "step" in changed:  # a copy may have any name
         assert read_run_state(tmp_path / "copy").step == 4
+
+
+@pytest.mark.parametrize("config", [{}, [], None, {"model": {}}, CONFIG | {"model": {}}, CONFIG | {"training": None}])
+def test_a_run_json_without_settings_is_refused(tmp_path, config):
+    (tmp_path / "run.json").write_text(json.dumps(asdict(RUN) | {"config": config}))
+    with pytest.raises(ValueError, match=r"^run\.json is not a run's: "):
+        read_run_state(tmp_path)

@@ -1,10 +1,12 @@
 """Folders that are damaged, malicious or of models that cannot be held: one sentence, nothing executed or written."""
 
 import json
+import math
 import os
 import pickle
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,11 @@ from tests.unit.hugging_face_cases import (
 )
 from titan_like.checkpoint.loader import CheckpointWeights
 from titan_like.config.errors import ConfigError, RunError
-from titan_like.config.schema import JobConfig
+from titan_like.config.schema import JobConfig, Model
 from titan_like.evaluate.inference import load_for_inference
 from titan_like.hugging_face.convert import from_hugging_face, to_hugging_face
-from titan_like.hugging_face.folder import local_folder, open_hugging_face
+from titan_like.hugging_face.folder import local_folder, open_hugging_face, read_model
+from titan_like.models.hugging_face import family_of
 from titan_like.models.registry import model_config
 from titan_like.train.initial_weights import check_initial_weights
 
@@ -149,6 +152,24 @@ def test_more_layers_than_can_be_listed_are_refused(
     folder = Path(shutil.copytree(whole_folders / family, tmp_path / family))
     edit(folder / "config.json", lambda config: config.update({field: count}))
     assert f"config.json has {field} = {count}, which must be at most 2048" in refusal(folder)
+
+
+VALUES = (10**9, 10**400, -1, 0, 0.5, 1e308, math.nan, "x", [], {}, None, True, [1], {"a": {}}, [[[]]])
+
+
+@pytest.mark.parametrize("family", ["gpt", "bert", "t5", "llama", "moe"])
+def test_a_field_of_any_value_is_read_or_refused(tmp_path: Path, family: str) -> None:
+    """Every field of every family's config.json, and some that only others have."""
+    shape = model_config(Model(family=family, flavor="debug"))
+    fields = family_of(shape).to_fields(shape)
+    others = dict.fromkeys(("text_config", "quantization_config", "rope_parameters", "layer_types", "mlp_only_layers"))
+    if family == "moe":
+        fields = fields | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    for field in {**fields, **others}:
+        for value in VALUES:
+            (tmp_path / "config.json").write_text(json.dumps(fields | {field: value}))
+            with suppress(ConfigError):
+                read_model(tmp_path, "--input")
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b'{"a": ' + b"9" * 5_000 + b"}"])

@@ -156,6 +156,9 @@ def read_run_state(path: Path) -> RunState:
         run = TypeAdapter(RunState).validate_python(numbers)
     except ValidationError as error:
         raise ValueError(f"{RUN_FILE} is not a run's: {first_line(error)}") from None
+    for section in ("job", "model", "data", "training", "optimizer", "parallelism", "checkpoint"):
+        if section not in run.config or (section == "model" and "family" not in run.config["model"]):
+            raise ValueError(f"{RUN_FILE} is not a run's: its config lacks what [{section}] was")
     if step_of(path) not in (None, run.step):
         raise ValueError(f"{RUN_FILE} is of step {run.step}, and its folder is {path.name}")
     return run

@@ -177,9 +177,8 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
         is_full, file = error.errno in _FULL, str(error.filename or "")
         if not is_full and (not file or file.startswith(_PACKAGE)):
             raise
-        _refuse(
-            f"{shortened(printable(file))}{': ' if file else ''}{error.strerror}{'; make room' if is_full else ''}", 2
-        )
+        place = f"{shortened(printable(file))}: " if file else ""
+        _refuse(f"{place}{error.strerror}{'; make room' if is_full else ''}", 2)
     except (ConfigError, RunError) as error:
         _refuse(str(error), 2 if isinstance(error, ConfigError) else 1, error.of_this_process)
     except Exception:

@@ -115,7 +115,10 @@ def end_ids(folder: Path) -> list[int]:
         content = read_json(folder / name)
         fields = content.get("config") if name == ORIGIN_FILE else content
         if (eos_ids := fields.get("eos_token_id") if fields else None) is not None:
-            return eos_ids if isinstance(eos_ids, list) else [eos_ids]
+            numbers = eos_ids if isinstance(eos_ids, list) else [eos_ids]
+            if not all(type(number) is int for number in numbers):
+                raise ValueError(f"has a {name} whose eos_token_id is no whole number, nor a list of some")
+            return numbers
     return []
 
 

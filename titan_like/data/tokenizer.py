@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from titan_like.config.entry_points import DATASETS
 from titan_like.config.errors import ConfigError, first_line, require
-from titan_like.config.paths import file_problem
+from titan_like.config.paths import check_folder, file_problem
 from titan_like.config.schema import DEFAULT_TOKENS, Data, JobConfig, TokenOptions
 from titan_like.data.fetch import with_small_files
 from titan_like.data.special_tokens import (
@@ -278,9 +278,7 @@ def _build(spec: str, key: str, options: TokenOptions, files: tuple[Path, ...], 
         return HuggingFaceTokenizer(_read_gpt2(spec, files, key), spec, options, key=key)
     folder = f'let transformers write it: AutoTokenizer.from_pretrained("{spec}").save_pretrained("{spec}")'
     _require_file(files[0], spec, key, folder if os.path.isdir(spec) else _CHOICES)
-    for path in map(files[0].with_name, TOKENIZER_FILES):  # which transformers may open
-        problem = file_problem(path)
-        require(problem in (None, "does not exist"), key, spec, f"{path} {problem}; remove it")
+    check_folder(key, filter(os.path.lexists, map(files[0].with_name, TOKENIZER_FILES)))  # transformers may open them
     with _blamed(key, spec, "not a Hugging Face tokenizer.json"):
         tokenizer = HFTokenizer.from_file(str(files[0]))
     return HuggingFaceTokenizer(tokenizer, spec, options, files[0], key)

@@ -24,7 +24,7 @@ from safetensors import safe_open
 
 from titan_like.checkpoint.reader import is_file_name
 from titan_like.checkpoint.step_folders import newest_in
-from titan_like.config.errors import ConfigError, printable, shortened
+from titan_like.config.errors import ConfigError, first_line, printable, shortened
 from titan_like.config.paths import file_problem, user_file
 from titan_like.config.urls import RemotePath, path_of
 from titan_like.data.fetch import fetch, with_small_files
@@ -157,8 +157,12 @@ def read_model(path: Path, key: str, ignore: Collection[str] = ()) -> tuple[dict
 def _refusals_of(path: Path, key: str) -> Iterator[None]:
     try:
         yield
-    except ValueError as refusal:
-        clauses = refusal.args if isinstance(refusal, RefusedError) else [str(refusal)]
+    except OSError:
+        raise
+    except Exception as error:  # a field may be of any type
+        clauses = error.args if isinstance(error, RefusedError) else [str(error)]
+        if not isinstance(error, ValueError):
+            clauses = [f"its {CONFIG_FILE} is invalid ({first_line(error)})"]
         problem = "; ".join(shortened(printable(clause), _MOST_SHOWN) for clause in clauses)
         raise ConfigError(key, str(path), problem) from None
 

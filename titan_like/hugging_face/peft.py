@@ -334,7 +334,7 @@ def fingerprint(folder: Path) -> str:
     """A hash of the files of weights in a folder: their names, sizes and samples of their bytes."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(folder.iterdir()):
-        if path.name == ".metadata" or path.suffix in (".safetensors", ".distcp"):
+        if path.is_file() and (path.name == ".metadata" or path.suffix in (".safetensors", ".distcp")):
             with path.open("rb") as file:
                 size = file.seek(0, 2)
                 digest.update(f"{path.name} {size} ".encode())
