@@ -106,7 +106,9 @@ def _errors_of(rules: list[Callable[[], object]]) -> Iterator[ConfigError]:
 
 
 def resolve_settings(config: JobConfig, world_size: int | None = None) -> Settings:
-    """Resolve the model and the layout that the settings describe, and check all rules. Does not import torch.
+    """Resolve the model and the layout that the settings describe, and check all rules.
+
+    Imports torch only for rules of adapters and of split positions.
 
     Args:
         config: the run's.
