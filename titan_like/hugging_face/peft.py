@@ -140,10 +140,8 @@ def base_of(name: str, key: str, weights: bool = True) -> str:
         problem = f"its {ADAPTER_CONFIG} names no {_BASE}; add it"
         require(isinstance(base, str) and base and not is_peft(path_of(base)), key, name, problem)
         name = str(base)
-    path = path_of(name)
-    if is_on_hub(name):
-        return name
-    return str(newest_in(path)) if isinstance(path, RemotePath) else os.path.abspath(newest_in(path))
+    name = name if (newest := newest_in(path_of(name))) == path_of(name) else str(newest)
+    return name if is_on_hub(name) or isinstance(newest, RemotePath) else os.path.abspath(name)
 
 
 def _fields(folder: Path, key: str) -> dict[str, Any]:

@@ -149,8 +149,9 @@ def check_folders(config: JobConfig, model: TransformerConfig, make: bool) -> Jo
     if resumes and config.lora.rank:
         state = newest_state(folder, usable_steps(folder, config.checkpoint.load_step))
     config = config if state is None else with_base(config, state)
-    if text := config.checkpoint.initial_load_path:  # a run's folder has another newest checkpoint soon
-        config = edit(config, {"checkpoint.initial_load_path": str(newest_in(path_of(text)))})
+    text = config.checkpoint.initial_load_path
+    if text and (newest := newest_in(path_of(text))) != path_of(text):  # of a run, which may have another one soon
+        config = edit(config, {"checkpoint.initial_load_path": str(newest)})
     if not resumes or config.lora.rank:
         check_initial_weights(config, model)
     if state is not None:
