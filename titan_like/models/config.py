@@ -242,9 +242,7 @@ def module_beside(kind: type, base: type, name: str) -> Any:
 class WithHeadSize(TransformerConfig):
     """A shape whose heads together may be wider or narrower than the hidden states."""
 
-    head_size: int = Field(
-        0, ge=0, le=2**20, description="width of an attention head; 0 means hidden_size / num_attention_heads"
-    )
+    head_size: int = Field(0, ge=0, le=2**20, description="width of a head; 0 means hidden_size / num_attention_heads")
 
     @model_validator(mode="before")
     @classmethod
