@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field
 
+from titan_like.config.paths import user_file
 from titan_like.parallel.schedules.simulate import Event, simulate, step_time
 from titan_like.parallel.schedules.tables import Action, inputs, outcome, schedule_table, stage_ranks
 from titan_like.parallel.timeline import Phase, RankTimes
@@ -188,13 +189,15 @@ def read_trace(path: Path) -> StepTimeline:
     """Read the timeline back from a file with the JSON of `chrome_trace`.
 
     Raises:
-        Exception: of any type, if it contains something else, or its passes do not follow its schedule.
+        ValueError: the file cannot be read, contains something else, or its passes do not follow its schedule; the
+            message is the predicate of a sentence.
     """
-    step = _Trace.model_validate_json(path.read_bytes()).timeline
-    order = defaultdict(list)
-    for event in sorted(step.passes, key=lambda event: event.start):
-        order[event.rank].append(event.action)
-    shape = step.schedule, step.pipeline_degree, step.virtual_stages
-    if order != dict(enumerate(schedule_table(*shape, step.num_microbatches))):
-        raise ValueError("its passes do not follow the order of the schedule")
-    return step
+    with user_file(path, ValueError, "is no timeline"):
+        step = _Trace.model_validate_json(path.read_bytes()).timeline
+        order = defaultdict(list)
+        for event in sorted(step.passes, key=lambda event: event.start):
+            order[event.rank].append(event.action)
+        shape = step.schedule, step.pipeline_degree, step.virtual_stages
+        if order != dict(enumerate(schedule_table(*shape, step.num_microbatches))):
+            raise ValueError("its passes do not follow the order of the schedule")
+        return step

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from titan_like.config import ConfigError
 from titan_like.config.options import OptionParser, path_option
-from titan_like.config.paths import blaming, user_file
 from titan_like.metrics.step_timeline import StepTimeline, chrome_trace, read_trace
 from titan_like.metrics.timeline_plot import check_picture, draw
 from titan_like.metrics.timeline_report import (
@@ -119,9 +118,10 @@ def measured_timeline(path: str, predicted: StepTimeline) -> StepTimeline:
     Raises:
         ConfigError: the file has none, or it has another pipeline.
     """
-    refuse = blaming("--measured", path, "give a step-N.json that the trainer wrote")
-    with user_file(Path(path), refuse, "is no timeline"):
+    try:
         step = read_trace(Path(path))
+    except ValueError as error:
+        raise ConfigError("--measured", path, f"{error}; give a step-N.json that the trainer wrote") from None
     if headline(step).split(";")[0] != headline(predicted).split(";")[0]:
         given, expected = (headline(candidate).split(";")[0] for candidate in (step, predicted))
         raise ConfigError("--measured", path, f"has {given}; the run has {expected}")
