@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 
+from tests.float64 import in_float64
 from tests.unit import test_decoder_hugging_face as folders
 from tests.unit.test_decoder_hugging_face import (
     CASES,
@@ -24,6 +25,7 @@ from tests.unit.test_decoder_hugging_face import (
     YARN,
     both_ways,
     close,
+    exact_model,
     files_of,
     random_folder,
     rewrite,
@@ -131,11 +133,13 @@ def test_the_text_of_a_model_with_images_goes_back_by_name(tmp_path: Path, capsy
     count = len([name for name in plain if not name.startswith("language_model.")])
     line = f"{count} of {len(plain)} tensors (multi_modal_projector, vision_tower) are not of this model and are not tr"
     assert line in (said := capsys.readouterr().err) and "final_logit_softcapping = 3.0" in said
+    tokens = torch.arange(SEQ)[None]
     ours = build_model(source.model, source.family).eval()
     ours.load_state_dict({key: weights.read(key) for key in ours.state_dict()})
-    tokens = torch.arange(SEQ)[None]
+    with in_float64():
+        ours.double()
+        assert close(ours(tokens)[..., :VOCAB], exact_model(tmp_path / "hf")(tokens).logits)
     expected = theirs(tokens).logits
-    assert close(ours(tokens)[..., :VOCAB], expected)
 
     to_hugging_face(weights, tmp_path / "back", None, 40_000, "none")
     same(files_of(tmp_path / "back"), plain)
