@@ -16,6 +16,7 @@ Places are counted from the end of the text: a mark may change what is written b
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from bisect import bisect
@@ -24,6 +25,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from titan_like.config.errors import first_line
+from titan_like.config.paths import parse_json
 from titan_like.data.raw_text import BadRecord
 
 Message = dict[str, Any]
@@ -136,7 +138,9 @@ def _fitting(write: Callable[..., str], messages: list[Message]) -> tuple[list[M
     """
     refused, lacking = "", ""
     changes: list[Callable[[Message], Message]] = [lambda message: message, _with_joined_parts, _with_system]
-    changes += [partial(_with_content, content) for content in ("", None)]  # the latter is DeepSeek's sign of calls
+    for content in ("", None):  # the latter is DeepSeek's sign of calls
+        changes += [_with_other_arguments, partial(_with_content, content)]
+    changes.append(_with_other_arguments)
     for change in changes:
         changed = [change(message) for message in messages]
         if (refused or lacking) and changed == messages:
@@ -152,8 +156,9 @@ def _fitting(write: Callable[..., str], messages: list[Message]) -> tuple[list[M
         num_calls = [len(_calls(message)) for message in messages]
         # Next to calls, a text is a thought for gpt-oss, which drops it later, and Llama 3.1 has no place for it.
         pairs = enumerate(zip(left_out, num_calls, strict=True))
-        lost = (n for n, (lacks, calls) in pairs if any(lacks[-calls:] if calls else lacks))
-        number = 0 if _RAW in whole else next(lost, None)
+        lost = [n for n, (lacks, calls) in pairs if any(lacks[-calls:] if calls else lacks)]
+        lost += [n for n, message in enumerate(messages) if any(_is_misprinted(c, whole) for c in _calls(message))]
+        number = 0 if _RAW in whole else next(iter(lost), None)
         if number is None:
             return messages, whole, sum(map(any, left_out))
         role, text = messages[number]["role"], " ".join(str(messages[number].get("content") or "a call").split())
@@ -187,15 +192,22 @@ def _mark(message: Message, number: int, is_empty_marked: bool = False) -> tuple
     elif isinstance(content, str) or (is_empty_marked and not calls):
         message["content"] = mark(content or "")
     if calls:
-        message["tool_calls"] = [_with_name(call, mark) for call in calls]
+        message["tool_calls"] = [_changed(call, "name", mark) for call in calls]
     return message, marks
 
 
-def _with_name(call: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
-    """A call whose function's name is changed."""
+def _changed(call: dict[str, Any], key: str, change: Callable[[Any], Any]) -> dict[str, Any]:
+    """A call in which a field of its function, if it is there, is changed."""
     if "function" in call:
-        return call | {"function": _with_name(call["function"], change)}
-    return call | {"name": change(call["name"])}
+        return call | {"function": _changed(call["function"], key, change)}
+    return call | {key: change(call[key])} if key in call else call
+
+
+def _is_misprinted(call: dict[str, Any], whole: str) -> bool:
+    """Whether a call's arguments are JSON text that is quoted once more, or an object as Python prints it."""
+    arguments = call.get("function", call).get("arguments")
+    text = json.dumps(arguments, ensure_ascii=False)
+    return text in whole if isinstance(arguments, str) else text != str(arguments) and str(arguments) in whole
 
 
 def _calls(message: Message) -> list[dict[str, Any]]:
@@ -206,11 +218,12 @@ def _with_joined_parts(message: Message) -> Message:
     content = message.get("content")
     if not isinstance(content, list):
         return message
-    texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in content]
-    for part, text in zip(content, texts, strict=True):
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, dict) else part
+    texts = list[str]()
+    for part in content:
+        kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else ("text", part)
+        if not isinstance(text, str) or not str(kind or "text").endswith("text"):  # input_text and output_text, too
             raise BadRecord(f'the "content" of a message is a list of parts, and one is no text (type {kind})')
+        texts.append(text)
     return message | {"content": "".join(texts)}
 
 
@@ -220,5 +233,22 @@ def _with_system(message: Message) -> Message:
 
 
 def _with_content(content: str | None, message: Message) -> Message:
-    """What some templates need next to calls."""
-    return message | {"content": message.get("content") or content} if _calls(message) else message
+    """What some templates need next to calls, whose arguments are as they were given again."""
+    return (
+        _with_other_arguments(message) | {"content": message.get("content") or content} if _calls(message) else message
+    )
+
+
+def _with_other_arguments(message: Message) -> Message:
+    """Arguments of calls as JSON text, which is OpenAI's form, or as an object if they are text."""
+
+    def other(arguments: Any) -> Any:
+        if not isinstance(arguments, str):
+            return json.dumps(arguments, ensure_ascii=False)
+        try:
+            return parse_json(arguments)
+        except ValueError:
+            return arguments
+
+    calls = [_changed(call, "arguments", other) for call in _calls(message)]
+    return message | {"tool_calls": calls} if calls else message
