@@ -69,6 +69,7 @@ EMPTY = [ASK, TELL | {"content": ""}, ASK_2, TELL_2]
 WEIGHTS = [ASK, silent(TELL) | {"weight": 0}, ASK_2, TELL_2 | {"weight": 1}]
 GIVEN = [*TURNS[:3], silent(TELL_2) | {"train": False}]
 LONG_REPLY = REPLY | {"content": "3 4"}
+DIGITS = [say("user", "a 190475083621000010000 b"), say("assistant", "190475083621"), ASK_2, TELL_2]
 SIGNS = [say("user", "a <|im_end|> b"), say("assistant", "1 <s> 2"), say("user", "<|eot_id|>"), TELL]
 # The record, and the conversation that it stands for.
 SHAPES: dict[str, tuple[Any, list[Message]]] = {
@@ -102,6 +103,7 @@ SHAPES: dict[str, tuple[Any, list[Message]]] = {
     "white space": ({"messages": plain(*SPACED)}, SPACED),
     "an answer first": ({"messages": plain(TELL, ASK_2, TELL_2)}, [TELL, ASK_2, TELL_2]),
     "two answers": ({"messages": plain(ASK, TELL, TELL_2)}, [ASK, TELL, TELL_2]),
+    "digits": ({"messages": plain(*DIGITS)}, DIGITS),
     "signs in texts": ({"messages": plain(*SIGNS)}, SIGNS),
 }  # fmt: skip
 
@@ -254,8 +256,9 @@ def test_templates_that_take_parts_get_them(tmp_path: Path) -> None:
 def test_arguments_of_calls_have_the_form_that_a_template_takes(tmp_path: Path, written: str, content: str) -> None:
     call = f"{{{{ call.function.name }}}}{written.replace('FIELD', 'call.function.arguments')}{content}"
     chat = Chat(str(save_tokenizer(tmp_path, TOOLS.replace("<call>{{ call.function | tojson }}</call>", call))))
+    ask = say("user", f"not {ARGUMENTS}, nor {json.dumps(json.dumps(ARGUMENTS))}")
     for message in (CALL, TEXT_CALL, CALL | {"content": ""}):
-        assert learned(chat, {"messages": plain(ASK, message)}) == [f"add{json.dumps(ARGUMENTS)}<|im_end|>"]
+        assert learned(chat, {"messages": plain(ask, message)}) == [f"add{json.dumps(ARGUMENTS)}<|im_end|>"]
 
 
 def test_an_empty_answer_that_a_template_leaves_out_teaches_nothing(tmp_path: Path) -> None:

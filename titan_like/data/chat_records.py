@@ -23,11 +23,8 @@ from titan_like.data.raw_text import BadRecord
 
 # Fields that say whether an answer is learned, and the value that says so: of OpenAI and Mistral, axolotl, ms-swift,
 # LLaMA-Factory, torchtune.
-_LEARNED = {
-    **dict.fromkeys(("weight", "loss_weight", "loss_scale", "loss", "loss_mask"), True),
-    **dict.fromkeys(("train", "training", "trainable"), True),
-    "masked": False,
-}
+_LEARNED = dict.fromkeys(("weight", "loss_weight", "loss_scale", "loss", "loss_mask", "train", "training"), True)
+_LEARNED |= {"trainable": True, "masked": False}
 RECORD_KEYS = (
     *("messages", "conversations", "prompt", "completion", "answer", "tools", "system", "chat_template_kwargs"),
     *_LEARNED,

@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 from bisect import bisect
 from collections.abc import Callable
 from functools import partial
@@ -29,8 +30,8 @@ from titan_like.config.paths import parse_json
 from titan_like.data.raw_text import BadRecord
 
 Message = dict[str, Any]
-# Digits, which no quoting and no change of case alters. No text has these by chance.
-_STEM = "190475083621"
+# Digits, which no quoting and no change of case alters. No text has these. The first occurs once, so no two overlap.
+_STEM = "1" + "".join(secrets.choice("23456789") for _ in range(11))
 _MARK = re.compile(_STEM + r"\d{9}")
 _RAW = _STEM + "9" * 9  # in a part of a content, where only a template that prints the whole list shows it
 _EXAMPLE = {"role": "user", "content": "a"}
@@ -157,7 +158,8 @@ def _fitting(write: Callable[..., str], messages: list[Message]) -> tuple[list[M
         # Next to calls, a text is a thought for gpt-oss, which drops it later, and Llama 3.1 has no place for it.
         pairs = enumerate(zip(left_out, num_calls, strict=True))
         lost = [n for n, (lacks, calls) in pairs if any(lacks[-calls:] if calls else lacks)]
-        lost += [n for n, message in enumerate(messages) if any(_is_misprinted(c, whole) for c in _calls(message))]
+        texts = "\n".join(str(message.get("content")) for message in messages)
+        lost += [n for n, m in enumerate(messages) if any(_is_misprinted(call, whole, texts) for call in _calls(m))]
         number = 0 if _RAW in whole else next(iter(lost), None)
         if number is None:
             return messages, whole, sum(map(any, left_out))
@@ -203,11 +205,12 @@ def _changed(call: dict[str, Any], key: str, change: Callable[[Any], Any]) -> di
     return call | {key: change(call[key])} if key in call else call
 
 
-def _is_misprinted(call: dict[str, Any], whole: str) -> bool:
-    """Whether a call's arguments are JSON text that is quoted once more, or an object as Python prints it."""
+def _is_misprinted(call: dict[str, Any], whole: str, texts: str) -> bool:
+    """Whether a call's arguments are written as quoted JSON text, or as Python prints an object. Texts may have either."""
     arguments = call.get("function", call).get("arguments")
     text = json.dumps(arguments, ensure_ascii=False)
-    return text in whole if isinstance(arguments, str) else text != str(arguments) and str(arguments) in whole
+    written = text if isinstance(arguments, str) else str(arguments)
+    return (isinstance(arguments, str) or written != text) and whole.count(written) > texts.count(written)
 
 
 def _calls(message: Message) -> list[dict[str, Any]]:
