@@ -206,7 +206,7 @@ def _changed(call: dict[str, Any], key: str, change: Callable[[Any], Any]) -> di
 
 
 def _is_misprinted(call: dict[str, Any], whole: str, texts: str) -> bool:
-    """Whether a call's arguments are written as quoted JSON text, or as Python prints an object. Texts may have either."""
+    """Whether a call's arguments are quoted JSON text, or an object as Python prints it, apart from those in texts."""
     arguments = call.get("function", call).get("arguments")
     text = json.dumps(arguments, ensure_ascii=False)
     written = text if isinstance(arguments, str) else str(arguments)
