@@ -257,7 +257,7 @@ def test_arguments_of_calls_have_the_form_that_a_template_takes(tmp_path: Path, 
     call = f"{{{{ call.function.name }}}}{written.replace('FIELD', 'call.function.arguments')}{content}"
     chat = Chat(str(save_tokenizer(tmp_path, TOOLS.replace("<call>{{ call.function | tojson }}</call>", call))))
     ask = say("user", f"not {ARGUMENTS}, nor {json.dumps(json.dumps(ARGUMENTS))}")
-    for message in (CALL, TEXT_CALL, CALL | {"content": ""}):
+    for message in (CALL, TEXT_CALL, CALL | {"content": ""}, say("assistant", tool_calls=[FUNCTION])):
         assert learned(chat, {"messages": plain(ask, message)}) == [f"add{json.dumps(ARGUMENTS)}<|im_end|>"]
 
 

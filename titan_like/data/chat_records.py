@@ -118,7 +118,7 @@ def _message(message: Any, number: int) -> dict[str, Any]:
         case {"from": "function_call", "value": value, **rest}:
             calls = _parsed(value, list | dict, f"the call of message {number} is no object")
             calls = calls if isinstance(calls, list) else [calls]
-            message = {"role": "assistant", "tool_calls": [{"type": "function", "function": c} for c in calls], **rest}
+            message = {"role": "assistant", "tool_calls": calls, **rest}
         case {"from": str(speaker), "value": value, **rest} if speaker in _ROLES:
             message = {"role": _ROLES[speaker], "content": value, **rest}
         case _:
@@ -130,11 +130,15 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     if message.get("content") == []:
         message["content"] = ""
     if calls := message.pop("tool_calls", None):
-        message["tool_calls"] = _parsed(calls, list, f'the "tool_calls" of message {number} are no list')
-        for call in message["tool_calls"]:
-            function = call.get("function", call) if isinstance(call, dict) else None
-            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-                raise BadRecord(f'a call in the "tool_calls" of message {number} has no function with a "name"')
+        message["tool_calls"] = list[Any]()
+        for call in _parsed(calls, list, f'the "tool_calls" of message {number} are no list'):
+            match call:
+                case {"function": {"name": str()}}:
+                    message["tool_calls"].append(call)
+                case {"name": str()}:
+                    message["tool_calls"].append({"type": "function", "function": call})
+                case _:
+                    raise BadRecord(f'a call in the "tool_calls" of message {number} has no function with a "name"')
     return message
 
 

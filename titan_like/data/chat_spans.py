@@ -22,6 +22,7 @@ import re
 import secrets
 from bisect import bisect
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -139,9 +140,8 @@ def _fitting(write: Callable[..., str], messages: list[Message]) -> tuple[list[M
     """
     refused, lacking = "", ""
     changes: list[Callable[[Message], Message]] = [lambda message: message, _with_joined_parts, _with_system]
-    for content in ("", None):  # the latter is DeepSeek's sign of calls
-        changes += [_with_other_arguments, partial(_with_content, content)]
-    changes.append(_with_other_arguments)
+    contents = [partial(_with_content, content) for content in ("", None)]  # the latter is DeepSeek's sign of calls
+    changes += [change for content in contents for change in (_with_other_arguments, content)] + [_with_other_arguments]
     for change in changes:
         changed = [change(message) for message in messages]
         if (refused or lacking) and changed == messages:
@@ -200,17 +200,16 @@ def _mark(message: Message, number: int, is_empty_marked: bool = False) -> tuple
 
 def _changed(call: dict[str, Any], key: str, change: Callable[[Any], Any]) -> dict[str, Any]:
     """A call in which a field of its function, if it is there, is changed."""
-    if "function" in call:
-        return call | {"function": _changed(call["function"], key, change)}
-    return call | {key: change(call[key])} if key in call else call
+    function = call["function"]
+    return call | {"function": function | {key: change(function[key])}} if key in function else call
 
 
 def _is_misprinted(call: dict[str, Any], whole: str, texts: str) -> bool:
     """Whether a call's arguments are quoted JSON text, or an object as Python prints it, apart from those in texts."""
-    arguments = call.get("function", call).get("arguments")
-    text = json.dumps(arguments, ensure_ascii=False)
-    written = text if isinstance(arguments, str) else str(arguments)
-    return (isinstance(arguments, str) or written != text) and whole.count(written) > texts.count(written)
+    arguments = call["function"].get("arguments")
+    text, printed = json.dumps(arguments, ensure_ascii=False), str(arguments)
+    wrong = text if isinstance(arguments, str) else printed
+    return text != printed and whole.count(wrong) > texts.count(wrong)
 
 
 def _calls(message: Message) -> list[dict[str, Any]]:
@@ -236,10 +235,9 @@ def _with_system(message: Message) -> Message:
 
 
 def _with_content(content: str | None, message: Message) -> Message:
-    """What some templates need next to calls, whose arguments are as they were given again."""
-    return (
-        _with_other_arguments(message) | {"content": message.get("content") or content} if _calls(message) else message
-    )
+    """What some templates need next to calls. Their arguments get the form again that was given."""
+    message = _with_other_arguments(message)
+    return message | {"content": message.get("content") or content} if _calls(message) else message
 
 
 def _with_other_arguments(message: Message) -> Message:
@@ -248,10 +246,9 @@ def _with_other_arguments(message: Message) -> Message:
     def other(arguments: Any) -> Any:
         if not isinstance(arguments, str):
             return json.dumps(arguments, ensure_ascii=False)
-        try:
+        with suppress(ValueError):
             return parse_json(arguments)
-        except ValueError:
-            return arguments
+        return arguments
 
     calls = [_changed(call, "arguments", other) for call in _calls(message)]
     return message | {"tool_calls": calls} if calls else message
