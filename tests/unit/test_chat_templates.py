@@ -261,6 +261,16 @@ def test_arguments_of_calls_have_the_form_that_a_template_takes(tmp_path: Path, 
         assert learned(chat, {"messages": plain(ask, message)}) == [f"add{json.dumps(ARGUMENTS)}<|im_end|>"]
 
 
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "gpt_oss", "mistral"])
+@pytest.mark.parametrize("role", ["function", "ipython"])
+def test_calls_in_their_older_form_are_calls(tmp_path: Path, name: str, role: str) -> None:
+    file = save_published(tmp_path, name)
+    call = say("assistant", function_call=FUNCTION | {"arguments": json.dumps(ARGUMENTS)})
+    record = {"messages": plain(ASK, call | {"content": None}, REPLY | {"role": role}, TELL)}
+    expected = reference(file, name, [ASK, CALL, REPLY, TELL])
+    assert tuple(x.tolist() for x in Chat(str(file)).encode(record)) == expected
+
+
 def test_an_empty_answer_that_a_template_leaves_out_teaches_nothing(tmp_path: Path) -> None:
     """As with GLM-4's, where the sign of the next question would follow the text of the last one."""
     file = save_published(tmp_path, "glm4")

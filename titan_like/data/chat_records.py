@@ -129,6 +129,8 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     message = {key: value for key, value in message.items() if value is not None}
     if message.get("content") == []:
         message["content"] = ""
+    if call := message.pop("function_call", None):  # OpenAI's older form
+        message["tool_calls"] = [call]
     if calls := message.pop("tool_calls", None):
         message["tool_calls"] = list[Any]()
         for call in _parsed(calls, list, f'the "tool_calls" of message {number} are no list'):

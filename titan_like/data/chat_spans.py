@@ -139,7 +139,7 @@ def _fitting(write: Callable[..., str], messages: list[Message]) -> tuple[list[M
     leaves out. They change only if the template leaves out a text, or fails, and a change can help.
     """
     refused, lacking = "", ""
-    changes: list[Callable[[Message], Message]] = [lambda message: message, _with_joined_parts, _with_system]
+    changes: list[Callable[[Message], Message]] = [lambda message: message, _with_joined_parts, _with_known_role]
     contents = [partial(_with_content, content) for content in ("", None)]  # the latter is DeepSeek's sign of calls
     changes += [change for content in contents for change in (_with_other_arguments, content)] + [_with_other_arguments]
     for change in changes:
@@ -229,9 +229,10 @@ def _with_joined_parts(message: Message) -> Message:
     return message | {"content": "".join(texts)}
 
 
-def _with_system(message: Message) -> Message:
-    """OpenAI's newer name of the role, which most templates do not know."""
-    return message | {"role": "system"} if message["role"] == "developer" else message
+def _with_known_role(message: Message) -> Message:
+    """OpenAI's and Llama's other names of roles, which most templates do not know."""
+    names = {"developer": "system", "function": "tool", "ipython": "tool"}
+    return message | {"role": names.get(message["role"], message["role"])}
 
 
 def _with_content(content: str | None, message: Message) -> Message:
