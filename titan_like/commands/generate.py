@@ -173,7 +173,7 @@ def chat(
     require(template is not None, "--chat", True, problem)
     messages = [] if options.system is None else [{"role": "system", "content": options.system}]
     is_first, shown = os.environ.get("RANK", "0") == "0", ""
-    write = partial(template.apply_chat_template, tokenize=False, **config.data.chat_template_kwargs)
+    write = partial(template.apply_chat_template, **config.data.chat_template_kwargs | {"tokenize": False})
     encode = partial(tokenizer.encode, parses_special=True)
 
     def show(tokens: list[int]) -> bool:
