@@ -25,12 +25,15 @@ def say(role: str, content: str | None = None, learn: bool | None = None, **fiel
     return message | ({} if content is None else {"content": content})
 
 
-FUNCTION = {"name": "add", "arguments": {"first": 1, "second": "two"}}
+ARGUMENTS = {"first": 1, "second": "two"}
+FUNCTION = {"name": "add", "arguments": ARGUMENTS}
 CALLS = [{"type": "function", "id": "abcdefghi", "function": FUNCTION}]
 SYSTEM, ASK, TELL = say("system", "be brief"), say("user", "the cat"), say("assistant", "sat on")
 DEVELOPER = SYSTEM | {"role": "developer"}  # which is a system message where the template has no such role
 ASK_2, TELL_2 = say("user", "the dog"), say("assistant", "the log")
 CALL, REPLY = say("assistant", tool_calls=CALLS), say("tool", "3", name="add", tool_call_id="abcdefghi")
+
+TEXT_CALL = say("assistant", tool_calls=[CALLS[0] | {"function": FUNCTION | {"arguments": json.dumps(ARGUMENTS)}}])
 
 
 def plain(*messages: Message) -> list[Message]:
@@ -66,6 +69,7 @@ EMPTY = [ASK, TELL | {"content": ""}, ASK_2, TELL_2]
 WEIGHTS = [ASK, silent(TELL) | {"weight": 0}, ASK_2, TELL_2 | {"weight": 1}]
 GIVEN = [*TURNS[:3], silent(TELL_2) | {"train": False}]
 LONG_REPLY = REPLY | {"content": "3 4"}
+DIGITS = [say("user", "a 190475083621000010000 b"), say("assistant", "190475083621"), ASK_2, TELL_2]
 SIGNS = [say("user", "a <|im_end|> b"), say("assistant", "1 <s> 2"), say("user", "<|eot_id|>"), TELL]
 # The record, and the conversation that it stands for.
 SHAPES: dict[str, tuple[Any, list[Message]]] = {
@@ -78,6 +82,7 @@ SHAPES: dict[str, tuple[Any, list[Message]]] = {
     "thoughts in a field": ({"messages": plain(*REASONS)}, REASONS),
     "a call": ({"messages": plain(ASK, CALL, REPLY, TELL)}, [ASK, CALL, REPLY, TELL]),
     "a call at the end": ({"messages": plain(ASK, CALL)}, [ASK, CALL]),
+    "a call in OpenAI's form": ({"messages": plain(ASK, TEXT_CALL, REPLY, TELL)}, [ASK, CALL, REPLY, TELL]),
     "a thought, a call, a turn": ({"messages": plain(*AGENT)}, AGENT),
     "two replies": ({"messages": plain(ASK, CALL, REPLY, REPLY, TELL)}, [ASK, CALL, REPLY, REPLY, TELL]),
     "developer": ({"messages": plain(DEVELOPER, ASK, TELL)}, [DEVELOPER, ASK, TELL]),
@@ -98,6 +103,7 @@ SHAPES: dict[str, tuple[Any, list[Message]]] = {
     "white space": ({"messages": plain(*SPACED)}, SPACED),
     "an answer first": ({"messages": plain(TELL, ASK_2, TELL_2)}, [TELL, ASK_2, TELL_2]),
     "two answers": ({"messages": plain(ASK, TELL, TELL_2)}, [ASK, TELL, TELL_2]),
+    "digits": ({"messages": plain(*DIGITS)}, DIGITS),
     "signs in texts": ({"messages": plain(*SIGNS)}, SIGNS),
 }  # fmt: skip
 
@@ -237,10 +243,32 @@ def test_templates_that_take_parts_get_them(tmp_path: Path) -> None:
     assert learned(chat, {"messages": plain(ASK, answer | {"content": answer["content"][:2]})}) == [
         "<the mat><sat><|im_end|>"
     ]
-    for kind in ("image", "image_url", "video"):
-        picture = {"role": "user", "content": [{"type": kind, kind: "cat.png"}, {"type": "text", "text": "what?"}]}
+    chat = Chat(str(save_tokenizer(tmp_path, CHATML)))
+    for kind in ("image", "image_url", "video", "reasoning"):
+        part_of_kind = {"type": kind, kind: "cat.png", "text": "a cat"}
+        picture = {"role": "user", "content": [part_of_kind, {"type": "text", "text": "what?"}]}
         with pytest.raises(BadRecord, match=rf"one is no text \(type {kind}\)"):
             chat.encode({"messages": [picture, *plain(TELL)]})
+
+
+@pytest.mark.parametrize("written", ["{{ FIELD }}", "{{ '' + FIELD }}", "{{ FIELD | tojson }}"])
+@pytest.mark.parametrize("content", ["", "{{ m.content + '' }}", "{{ raise_exception('') if m.content is string }}"])
+def test_arguments_of_calls_have_the_form_that_a_template_takes(tmp_path: Path, written: str, content: str) -> None:
+    call = f"{{{{ call.function.name }}}}{written.replace('FIELD', 'call.function.arguments')}{content}"
+    chat = Chat(str(save_tokenizer(tmp_path, TOOLS.replace("<call>{{ call.function | tojson }}</call>", call))))
+    ask = say("user", f"not {ARGUMENTS}, nor {json.dumps(json.dumps(ARGUMENTS))}")
+    for message in (CALL, TEXT_CALL, CALL | {"content": ""}, say("assistant", tool_calls=[FUNCTION])):
+        assert learned(chat, {"messages": plain(ask, message)}) == [f"add{json.dumps(ARGUMENTS)}<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "gpt_oss", "mistral"])
+@pytest.mark.parametrize("role", ["function", "ipython"])
+def test_calls_in_their_older_form_are_calls(tmp_path: Path, name: str, role: str) -> None:
+    file = save_published(tmp_path, name)
+    call = say("assistant", function_call=FUNCTION | {"arguments": json.dumps(ARGUMENTS)})
+    record = {"messages": plain(ASK, call | {"content": None}, REPLY | {"role": role}, TELL)}
+    expected = reference(file, name, [ASK, CALL, REPLY, TELL])
+    assert tuple(x.tolist() for x in Chat(str(file)).encode(record)) == expected
 
 
 def test_an_empty_answer_that_a_template_leaves_out_teaches_nothing(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 import io
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.unit.hugging_face_cases import llama_config, random_model, save_checkpoint
+from tests.unit.template_cases import save_published
 from tests.unit.tokenizer_cases import save_kind
 from titan_like.checkpoint.loader import CheckpointWeights
 from titan_like.commands import generate as command
@@ -208,6 +210,38 @@ def test_a_conversation_is_that_of_transformers(tmp_path, monkeypatch, capsys, s
     assert capsys.readouterr().out == "".join(answers)
     assert command.main([*command_line, "--prompt", "the cat"]) == 0
     assert capsys.readouterr().out == answers[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "answer"),
+    [
+        ("gpt_oss", {"reasoning_effort": "high"}, "<|channel|>analysis<|message|>a<|end|><|start|>assistant{}the mat"),
+        ("gpt_oss", {}, "{}the mat"),
+        ("qwen3", {"enable_thinking": False}, "the mat"),
+        ("glm4", {}, "the mat"),
+        ("mistral", {}, "the mat"),
+    ],
+)
+def test_answers_come_back_in_the_form_of_the_template(tmp_path, monkeypatch, name, kwargs, answer):
+    """With the variables of the run; what begins the text of an answer is the template's."""
+    file, prompts = save_published(tmp_path, name), []
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    written = theirs(answer.format("<|channel|>final<|message|>"), add_special_tokens=False).input_ids
+
+    def continue_prompt(prompt, ends, options, is_complete):
+        prompts.append(prompt)
+        return written
+
+    monkeypatch.setattr(command, "opened", lambda *_: nullcontext(continue_prompt))
+    monkeypatch.setattr("titan_like.evaluate.inference.find_checkpoint", lambda config: tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO("the cat\nthe dog\n"))
+    settings = [f"--data.tokenizer={file}", "--training.steps=1"]
+    settings += [f"--data.chat_template_kwargs.{variable}={json.dumps(value)}" for variable, value in kwargs.items()]
+    assert command.main([*settings, "--chat"]) == 0
+    texts = ("the cat", "the mat", "the dog")
+    messages = [{"role": role, "content": t} for role, t in zip(("user", "assistant", "user"), texts, strict=True)]
+    expected = [theirs.apply_chat_template(messages[:n], add_generation_prompt=True, **kwargs) for n in (1, 3)]
+    assert prompts == [each.input_ids for each in expected]
 
 
 def test_a_conversation_needs_a_template(tmp_path, monkeypatch):

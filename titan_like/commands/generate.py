@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from titan_like.models.transformer import Transformer
 
 _SAMPLING = {"temperature": 0.8, "top_k": 0, "top_p": 1.0}
+_EXAMPLE = "190475083621"  # an answer that no conversation has
 _OF_TRANSFORMERS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}  # where generation_config.json samples but says none
 
 
@@ -172,6 +173,8 @@ def chat(
     require(template is not None, "--chat", True, problem)
     messages = [] if options.system is None else [{"role": "system", "content": options.system}]
     is_first, shown = os.environ.get("RANK", "0") == "0", ""
+    write = partial(template.apply_chat_template, **config.data.chat_template_kwargs | {"tokenize": False})
+    encode = partial(tokenizer.encode, parses_special=True)
 
     def show(tokens: list[int]) -> bool:
         nonlocal shown
@@ -187,15 +190,20 @@ def chat(
         while (message := read_message() if options.prompt is None else options.prompt) is not None:
             messages.append({"role": "user", "content": message})
             try:
-                text = template.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+                text = write(messages, add_generation_prompt=True)
+                example = write([*messages, {"role": "assistant", "content": _EXAMPLE}]).partition(_EXAMPLE)[0]
             except Exception as error:  # a template may raise anything
                 raise RunError(f"the chat template refuses the conversation ({first_line(error)})") from error
-            prompt, shown = tokenizer.encode(text, parses_special=True).tolist(), ""
-            answer = tokenizer.decode(continue_prompt(prompt, ends, options, is_complete=show))
+            (prompt, opening), shown = (encode(part).tolist() for part in (text, example.removeprefix(text))), ""
+            tokens = continue_prompt(prompt, ends, options, is_complete=show)
             options.seed += 1
             if is_first:
-                print(answer[len(shown) :], flush=True)
-            messages.append({"role": "assistant", "content": answer})
+                print(tokenizer.decode(tokens)[len(shown) :], flush=True)
+            # The template itself writes what begins a text, such as gpt-oss's channel, and not what is before that.
+            begins = [at for at in range(len(tokens)) if tokens[at : at + len(opening)] == opening]
+            if begins and tokenizer.special_ids.intersection(opening):
+                tokens = tokens[begins[-1] + len(opening) :]
+            messages.append({"role": "assistant", "content": tokenizer.decode(tokens)})
             if options.prompt is not None:
                 break
     return messages

@@ -23,11 +23,8 @@ from titan_like.data.raw_text import BadRecord
 
 # Fields that say whether an answer is learned, and the value that says so: of OpenAI and Mistral, axolotl, ms-swift,
 # LLaMA-Factory, torchtune.
-_LEARNED = {
-    **dict.fromkeys(("weight", "loss_weight", "loss_scale", "loss", "loss_mask"), True),
-    **dict.fromkeys(("train", "training", "trainable"), True),
-    "masked": False,
-}
+_LEARNED = dict.fromkeys(("weight", "loss_weight", "loss_scale", "loss", "loss_mask", "train", "training"), True)
+_LEARNED |= {"trainable": True, "masked": False}
 RECORD_KEYS = (
     *("messages", "conversations", "prompt", "completion", "answer", "tools", "system", "chat_template_kwargs"),
     *_LEARNED,
@@ -121,7 +118,7 @@ def _message(message: Any, number: int) -> dict[str, Any]:
         case {"from": "function_call", "value": value, **rest}:
             calls = _parsed(value, list | dict, f"the call of message {number} is no object")
             calls = calls if isinstance(calls, list) else [calls]
-            message = {"role": "assistant", "tool_calls": [{"type": "function", "function": c} for c in calls], **rest}
+            message = {"role": "assistant", "tool_calls": calls, **rest}
         case {"from": str(speaker), "value": value, **rest} if speaker in _ROLES:
             message = {"role": _ROLES[speaker], "content": value, **rest}
         case _:
@@ -132,12 +129,18 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     message = {key: value for key, value in message.items() if value is not None}
     if message.get("content") == []:
         message["content"] = ""
+    if call := message.pop("function_call", None):  # OpenAI's older form
+        message["tool_calls"] = [call]
     if calls := message.pop("tool_calls", None):
-        message["tool_calls"] = _parsed(calls, list, f'the "tool_calls" of message {number} are no list')
-        for call in message["tool_calls"]:
-            function = call.get("function", call) if isinstance(call, dict) else None
-            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-                raise BadRecord(f'a call in the "tool_calls" of message {number} has no function with a "name"')
+        message["tool_calls"] = list[Any]()
+        for call in _parsed(calls, list, f'the "tool_calls" of message {number} are no list'):
+            match call:
+                case {"function": {"name": str()}}:
+                    message["tool_calls"].append(call)
+                case {"name": str()}:
+                    message["tool_calls"].append({"type": "function", "function": call})
+                case _:
+                    raise BadRecord(f'a call in the "tool_calls" of message {number} has no function with a "name"')
     return message
 
 

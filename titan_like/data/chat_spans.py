@@ -16,19 +16,23 @@ Places are counted from the end of the text: a mark may change what is written b
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import secrets
 from bisect import bisect
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 from titan_like.config.errors import first_line
+from titan_like.config.paths import parse_json
 from titan_like.data.raw_text import BadRecord
 
 Message = dict[str, Any]
-# Digits, which no quoting and no change of case alters. No text has these by chance.
-_STEM = "190475083621"
+# Digits, which no quoting and no change of case alters. No text has these. The first occurs once, so no two overlap.
+_STEM = "1" + "".join(secrets.choice("23456789") for _ in range(11))
 _MARK = re.compile(_STEM + r"\d{9}")
 _RAW = _STEM + "9" * 9  # in a part of a content, where only a template that prints the whole list shows it
 _EXAMPLE = {"role": "user", "content": "a"}
@@ -135,8 +139,9 @@ def _fitting(write: Callable[..., str], messages: list[Message]) -> tuple[list[M
     leaves out. They change only if the template leaves out a text, or fails, and a change can help.
     """
     refused, lacking = "", ""
-    changes: list[Callable[[Message], Message]] = [lambda message: message, _with_joined_parts, _with_system]
-    changes += [partial(_with_content, content) for content in ("", None)]  # the latter is DeepSeek's sign of calls
+    changes: list[Callable[[Message], Message]] = [lambda message: message, _with_joined_parts, _with_known_role]
+    contents = [partial(_with_content, content) for content in ("", None)]  # the latter is DeepSeek's sign of calls
+    changes += [change for content in contents for change in (_with_other_arguments, content)] + [_with_other_arguments]
     for change in changes:
         changed = [change(message) for message in messages]
         if (refused or lacking) and changed == messages:
@@ -152,8 +157,10 @@ def _fitting(write: Callable[..., str], messages: list[Message]) -> tuple[list[M
         num_calls = [len(_calls(message)) for message in messages]
         # Next to calls, a text is a thought for gpt-oss, which drops it later, and Llama 3.1 has no place for it.
         pairs = enumerate(zip(left_out, num_calls, strict=True))
-        lost = (n for n, (lacks, calls) in pairs if any(lacks[-calls:] if calls else lacks))
-        number = 0 if _RAW in whole else next(lost, None)
+        lost = [n for n, (lacks, calls) in pairs if any(lacks[-calls:] if calls else lacks)]
+        texts = "\n".join(str(message.get("content")) for message in messages)
+        lost += [n for n, m in enumerate(messages) if any(_is_misprinted(call, whole, texts) for call in _calls(m))]
+        number = 0 if _RAW in whole else next(iter(lost), None)
         if number is None:
             return messages, whole, sum(map(any, left_out))
         role, text = messages[number]["role"], " ".join(str(messages[number].get("content") or "a call").split())
@@ -187,15 +194,22 @@ def _mark(message: Message, number: int, is_empty_marked: bool = False) -> tuple
     elif isinstance(content, str) or (is_empty_marked and not calls):
         message["content"] = mark(content or "")
     if calls:
-        message["tool_calls"] = [_with_name(call, mark) for call in calls]
+        message["tool_calls"] = [_changed(call, "name", mark) for call in calls]
     return message, marks
 
 
-def _with_name(call: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
-    """A call whose function's name is changed."""
-    if "function" in call:
-        return call | {"function": _with_name(call["function"], change)}
-    return call | {"name": change(call["name"])}
+def _changed(call: dict[str, Any], key: str, change: Callable[[Any], Any]) -> dict[str, Any]:
+    """A call in which a field of its function, if it is there, is changed."""
+    function = call["function"]
+    return call | {"function": function | {key: change(function[key])}} if key in function else call
+
+
+def _is_misprinted(call: dict[str, Any], whole: str, texts: str) -> bool:
+    """Whether a call's arguments are quoted JSON text, or an object as Python prints it, apart from those in texts."""
+    arguments = call["function"].get("arguments")
+    text, printed = json.dumps(arguments, ensure_ascii=False), str(arguments)
+    wrong = text if isinstance(arguments, str) else printed
+    return text != printed and whole.count(wrong) > texts.count(wrong)
 
 
 def _calls(message: Message) -> list[dict[str, Any]]:
@@ -206,19 +220,36 @@ def _with_joined_parts(message: Message) -> Message:
     content = message.get("content")
     if not isinstance(content, list):
         return message
-    texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in content]
-    for part, text in zip(content, texts, strict=True):
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, dict) else part
+    texts = list[str]()
+    for part in content:
+        kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else ("text", part)
+        if not isinstance(text, str) or not str(kind or "text").endswith("text"):  # input_text and output_text, too
             raise BadRecord(f'the "content" of a message is a list of parts, and one is no text (type {kind})')
+        texts.append(text)
     return message | {"content": "".join(texts)}
 
 
-def _with_system(message: Message) -> Message:
-    """OpenAI's newer name of the role, which most templates do not know."""
-    return message | {"role": "system"} if message["role"] == "developer" else message
+def _with_known_role(message: Message) -> Message:
+    """OpenAI's and Llama's other names of roles, which most templates do not know."""
+    names = {"developer": "system", "function": "tool", "ipython": "tool"}
+    return message | {"role": names.get(message["role"], message["role"])}
 
 
 def _with_content(content: str | None, message: Message) -> Message:
-    """What some templates need next to calls."""
+    """What some templates need next to calls. Their arguments get the form again that was given."""
+    message = _with_other_arguments(message)
     return message | {"content": message.get("content") or content} if _calls(message) else message
+
+
+def _with_other_arguments(message: Message) -> Message:
+    """Arguments of calls as JSON text, which is OpenAI's form, or as an object if they are text."""
+
+    def other(arguments: Any) -> Any:
+        if not isinstance(arguments, str):
+            return json.dumps(arguments, ensure_ascii=False)
+        with suppress(ValueError):
+            return parse_json(arguments)
+        return arguments
+
+    calls = [_changed(call, "arguments", other) for call in _calls(message)]
+    return message | {"tool_calls": calls} if calls else message
