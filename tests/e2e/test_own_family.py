@@ -85,8 +85,16 @@ class Mixer(nn.Module):
             mixed = F.scaled_dot_product_attention(x, x, x, is_causal=True)
         elif self.kind == "counting":
             mixed = torch.arange(n, device=x.device)[:, None] / 100
+        elif self.kind == "first":
+            mixed = x[:, :1]
+        elif self.kind == "far":
+            mixed = F.pad(x, (0, 0, 500, 0))[:, :n]
+        elif self.kind == "training":
+            mixed = x.roll(1, 1) if self.training else x
+        elif self.kind == "largest":
+            mixed = x / x.abs().max()
         else:
-            mixed = x.sin()
+            mixed = F.dropout(x.sin(), 0.1, self.training)
         return x + self.gate * mixed
 
 class MixingLayer(DecoderLayer):
@@ -107,6 +115,11 @@ class Smeared(AttentionCore):
     def forward(self, q, k, v, *masks):
         return super().forward(q, k + k.roll(1, 2), v, *masks)
 
+class Rotated(AttentionCore):
+    def forward(self, q, k, v, *masks):
+        n = torch.arange(q.shape[2])[:, None]
+        return super().forward(q * n.cos() - q.flip(3) * n.sin(), k * n.cos() - k.flip(3) * n.sin(), v, *masks)
+
 class Choice(Router):
     def choose(self, scores):
         best = scores.topk(len(scores) // 4, 0).indices
@@ -116,7 +129,7 @@ class Mixing(Decoder):
     def new_layer(self, number):
         kind, config = self.config.mixer, self.config
         attention = self.new_attention(number)
-        attention.core = {"own core": Diagonal, "keys": Smeared}.get(kind, AttentionCore)(0.0)
+        attention.core = {"own core": Diagonal, "keys": Smeared, "rotation": Rotated}.get(kind, AttentionCore)(0.0)
         last = number == config.num_layers - 1
         layer = DecoderLayer
         mlp = MixingMLP if kind == "in the MLP" else GatedMLP
@@ -136,6 +149,10 @@ class Mixing(Decoder):
     def before_output(self, x):
         x = super().before_output(x)
         return x - x.amax(1, keepdim=True) if self.config.mixer == "head" else x
+
+    def loss(self, x, *given):
+        loss = super().loss(x, *given)
+        return loss + (x[:, 1:] - x[:, :-1]).square().sum() if self.config.mixer == "loss" else loss
 
 build = Mixing
 """,
@@ -303,17 +320,17 @@ EVERYWHERE = ("context_parallel_degree", "sequence_parallel")
 @pytest.mark.parametrize(
     ("mixer", "module", "refusing"),
     [
-        *(
-            (kind, "layers.3.mixer", EVERYWHERE)
-            for kind in ("convolution", "mean", "blocks", "sum", "attention", "counting")
-        ),
+        *((kind, "layers.3.mixer", EVERYWHERE) for kind in ("convolution", "mean", "blocks", "sum", "attention")),
+        *((kind, "layers.3.mixer", EVERYWHERE) for kind in ("counting", "first", "far", "training", "largest")),
         ("recurrence", "layers.3.mixer.rnn", EVERYWHERE),
         ("shift", "layers.3", EVERYWHERE),
         ("embedding", "Mixing", EVERYWHERE),
         ("head", "Mixing", EVERYWHERE),
+        ("loss", "Mixing", EVERYWHERE),
         ("experts choose", "layers.0.mlp", EVERYWHERE),
         ("in the MLP", "layers.0.mlp", EVERYWHERE[:1]),  # a TP block has the whole sequence
         ("keys", "layers.0.attention", EVERYWHERE[:1]),
+        ("rotation", "layers.0.attention", EVERYWHERE[:1]),
         ("own core", "layers.0.attention.core", EVERYWHERE[:1]),
         ("none", "", ()),
     ],

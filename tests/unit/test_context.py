@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from titan_like.data.batch import Batch
+from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.key_ranges import KeyRanges, block_mask
-from titan_like.parallel.context import CPShard
+from titan_like.parallel.context import CPShard, RingCore
 from titan_like.parallel.cp_attention import _attention, shard, shard_positions, unshard
+from titan_like.parallel.extend import extend
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
@@ -75,3 +77,10 @@ def test_denominators_are_merged_in_float32(is_masked: bool, travels: bool) -> N
     # bfloat16 would round it by up to 2⁻⁸. In half types torch's kernel takes exponentials that on CPUs without AVX-512
     # are off by about 2⁻¹⁴.
     torch.testing.assert_close(denominator, expected, rtol=0, atol=2.0**-12)
+
+
+def test_a_ring_refuses_biases_instead_of_leaving_them_out() -> None:
+    q, bias = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 8, 16)
+    extend(core := AttentionCore(0.0), RingCore, group=None)
+    with pytest.raises(ValueError, match="all_gather"):
+        core(q, q, q, None, bias)

@@ -6,15 +6,19 @@ else that mixes positions, such as a convolution or a mean, would compute from t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from titan_like.config.errors import first_line
-from titan_like.models.config import TransformerConfig
+from titan_like.models.config import NUM_OPTIONS, TransformerConfig
 from titan_like.models.layers.attention import AttentionCore
+from titan_like.models.layers.cross_entropy import IGNORED_LABEL
 from titan_like.models.layers.experts import Router
 from titan_like.models.small import small_fields
 from titan_like.models.transformer import Transformer
@@ -22,10 +26,10 @@ from titan_like.parallel.extend import extend
 from titan_like.parallel.tensor import family_plan, styles_of
 from titan_like.parallel.tensor_styles import Region, Style
 
-_POSITIONS = 128  # of each sequence
-_ROUNDING = 1e-6  # relative; results of float64 are compared in float32, which rounds by 6e-8
+_POSITIONS = 1024  # of each sequence
+_TOLERANCE = 1e-6  # relative; a family may compute in float32, which rounds by 6e-8
 
-Values = list[tuple[str, torch.Tensor]]  # with the module that computes each
+Calls = list[tuple[str, list[torch.Tensor], list[torch.Tensor]]]  # a module's name, what it is given and returns
 
 
 class _OwnKey(AttentionCore):
@@ -34,19 +38,27 @@ class _OwnKey(AttentionCore):
     needs_ranges = False
 
     def attend(self, q, k, v, document_mask, bias):  # type: ignore[no-untyped-def]  # as in the base class
-        """As in the base class."""
+        """As in the base class. Unlike q · k, the result depends on the positions by which both are rotated."""
         if q.shape[2] != k.shape[2]:
             return torch.zeros_like(q)
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        return v * (1 + (q * k).sum(3, keepdim=True).tanh())
+        scores = (q.sin() * k).sum(3, keepdim=True)
+        return v * (1 + (scores if bias is None else scores + bias.exp().mean(3, keepdim=True)).tanh())
+
+
+class _NoDropout(TorchFunctionMode):
+    """Leaves dropout out of training."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return args[0] if function is F.dropout else function(*args, **(kwargs or {}))
 
 
 @lru_cache(maxsize=256)
 def needs_whole_sequences(model: TransformerConfig, in_blocks: bool) -> str | None:
     """What computes other numbers from a part of a sequence than from all of it, as "… needs …"; None if nothing does.
 
-    A small copy runs on a sequence and on every second position of it, while its attention mixes no positions. With
-    ``in_blocks``, what TP blocks compute does not count.
+    A small copy computes the losses of a sequence and of its two halves: every second position, and all others, each
+    in reversed order. Its attention mixes no positions. With ``in_blocks``, what TP blocks compute does not count.
     """
     try:
         name = _first_difference(model, in_blocks)
@@ -60,7 +72,7 @@ def _first_difference(config: TransformerConfig, in_blocks: bool) -> str | None:
     fields = config.model_dump() | small_fields(config, 1, 1, 1, False, False) | config.shrunk(_POSITIONS)
     small = type(config).model_validate(fields | {"max_seq_len": length})
     with torch.device("meta"):
-        model: Transformer = small.family_module("model").build(small).to(torch.float64).eval()
+        model: Transformer = small.family_module("model").build(small).to(torch.float64).requires_grad_(False)
     model.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():  # zeros, with which some begin, would hide what they multiply
@@ -75,12 +87,29 @@ def _first_difference(config: TransformerConfig, in_blocks: bool) -> str | None:
     blocks = _blocks(model) if in_blocks else []
     for name in blocks:
         model.get_submodule(name).register_forward_hook(lambda _, x, y: x[0].sin().mean(2, keepdim=True).expand_as(y))
-    tokens = torch.randint(small.vocab_size, (1, length), generator=generator)
-    whole, part = _run(model, tokens, blocks, 1), _run(model, tokens[:, ::2], blocks, 2)
-    for (name, of_all), (_, of_part) in zip(whole, part, strict=True):
-        expected = of_all[:, ::2]
-        is_comparable = of_all.shape[1] == 2 * of_part.shape[1] and expected.shape == of_part.shape
-        if is_comparable and not torch.allclose(expected, of_part, 0, _ROUNDING * float(expected.abs().max())):
+    samples = NUM_OPTIONS if "choice" in small.predictions else 1
+    tokens = torch.randint(small.vocab_size // 2, (samples, length), generator=generator)
+    tokens[:, ::2] += small.vocab_size // 2  # else both halves might have the same largest values
+    halves = [torch.arange(_POSITIONS - 1 - first, -1, -2) for first in (0, 1)]
+    whole, *parts = (_run(model, tokens, x, blocks) for x in (torch.arange(_POSITIONS), *halves))
+    order = {
+        n: torch.cat([x + start for x in halves for start in range(0, n, _POSITIONS)]) for n in (_POSITIONS, length)
+    }
+
+    def agree(of_whole: list[torch.Tensor], *of_parts: list[torch.Tensor]) -> bool:
+        for x, *halves in zip(of_whole, *of_parts, strict=True):
+            if x.ndim < 2:  # a loss, which is a sum
+                expected, given = x, torch.stack(halves).sum(0)
+            elif x.shape[1] not in order or x.shape[1] != sum(half.shape[1] for half in halves):
+                continue
+            else:
+                expected, given = x[:, order[x.shape[1]]], torch.cat(halves, 1)
+            if not torch.allclose(expected, given, 0, _TOLERANCE * float(expected.abs().max())):
+                return False
+        return True
+
+    for (name, given, returned), *of_parts in zip(whole, *parts, strict=True):
+        if agree(given, *(x for _, x, _ in of_parts)) and not agree(returned, *(x for _, _, x in of_parts)):
             return name or type(model).__name__
     return None
 
@@ -93,41 +122,40 @@ def _blocks(model: Transformer) -> list[str]:
     return [name for name, style in styles.items() if isinstance(style, Style) and issubclass(style.kind, Region)]
 
 
-@torch.no_grad()
-def _run(model: Transformer, tokens: torch.Tensor, blocks: list[str], stride: int) -> Values:
-    """What modules outside ``blocks`` return and are given; ``tokens`` are every ``stride``-th of a sequence."""
-    values: Values = []
+def _run(model: Transformer, tokens: torch.Tensor, positions: torch.Tensor, blocks: list[str]) -> Calls:
+    """The losses of ``tokens`` at ``positions`` of each sequence: calls of modules outside of ``blocks``."""
+    calls: Calls = []
 
-    def note(name: str, *given: Any) -> None:
-        tensors = (x for x in given if isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim == 3)
-        values.extend((name, x.to(torch.float32, copy=True)) for x in tensors)
+    def reduced(values: Iterable[Any], *ndims: int) -> list[torch.Tensor]:
+        """Of the hidden states, a number for each position."""
+        tensors = [x for x in values if isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim in ndims]
+        return [x.double() @ torch.arange(1.0, x.shape[2] + 1).double().sin() if x.ndim == 3 else x for x in tensors]
 
-    def observe(name: str, module: nn.Module) -> list[Any]:
-        caller = name.rpartition(".")[0]
-        while isinstance(model.get_submodule(caller), nn.ModuleDict | nn.ModuleList):
-            caller = caller.rpartition(".")[0]
-        before = module.register_forward_pre_hook(
-            lambda _, args, named: note(caller, *args, *named.values()), with_kwargs=True
-        )
-        return [
-            before,
-            module.register_forward_hook(lambda _, __, x: note(name, *(x if isinstance(x, tuple) else (x,)))),
-        ]
+    def note(name: str, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        calls.append((name, reduced((*args, *named.values()), 3), reduced(outputs, 0, 1, 3)))
 
     inner = tuple(f"{block}." for block in blocks)
     hooks = [
-        hook for name, module in model.named_modules() if not name.startswith(inner) for hook in observe(name, module)
+        module.register_forward_hook(lambda _, args, named, x, name=name: note(name, args, named, x), with_kwargs=True)
+        for name, module in model.named_modules()
+        if not name.startswith(inner)
     ]
-    positions = torch.arange(0, _POSITIONS, stride)
-    fields: dict[str, Any] = {"positions": positions}
-    if model.config.has_decoder:  # its positions count from 0 in both parts of a CP shard, as in `CPShard.shard`
-        both = torch.cat((positions, positions + (_POSITIONS if stride == 1 else 0)))
+    share, fields = _POSITIONS // len(positions), dict[str, Any](positions=positions)
+    if model.config.has_decoder:
+        tokens = torch.cat([part[:, positions] for part in tokens.chunk(2, 1)], 1)
+        # They count from 0 in both parts of a CP shard, as in `CPShard.shard`.
+        both = torch.cat((positions, positions + (_POSITIONS if share == 1 else 0)))
         fields = {"positions": both, "encoder_len": len(positions)}
+    else:
+        tokens = tokens[:, positions]
     if "mtp" in model.config.predictions:
-        fields |= {"next_tokens": tokens // 2, "next_labels": tokens, "loss_factors": torch.ones(2)}
-    model.is_last, model.context_shards = False, stride
-    results = model.predict(model(tokens, **fields))
-    note("", *(results if isinstance(results, tuple) else (results,)))
+        fields |= {"next_tokens": tokens // 2, "next_labels": tokens}
+    model.context_shards = share
+    no_labels = torch.full((len(tokens),), IGNORED_LABEL)  # those of samples, whose first token has the head
+    factors = torch.ones(len(model.config.predictions), dtype=torch.float64)
+    with _NoDropout():
+        model(tokens, labels=tokens, sample_labels=no_labels, loss_factors=factors, **fields)
     for hook in hooks:
         hook.remove()
-    return values
+    return calls
