@@ -148,6 +148,8 @@ def test_output_of_another_encoding_replaces_what_it_lacks(files, monkeypatch, c
         sys.stdout.flush()
         text = output.getvalue().decode(encoding)
         assert len(text) > 100 and "\ufffd" not in text
+    monkeypatch.setattr(sys, "stdout", None)  # as if its descriptor were closed
+    assert run_here(command, *calls[-1]) == 0, capfd.readouterr().err
 
 
 def test_a_prompt_that_is_no_utf_8_is_a_sentence(files, capfd):

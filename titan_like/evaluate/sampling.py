@@ -59,10 +59,8 @@ def generation_fields(path: Path) -> dict[str, Any]:
     return _of_folder(path / GENERATION_FILE, _read_generation)
 
 
-_RANGES = {
-    **{"temperature": (0.0, 1e4), "top_k": (0, 2**63 - 1), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0)},
-    "repetition_penalty": (1e-6, 1e6),
-}
+_RANGES = {"temperature": (0.0, 1e4), "top_k": (0, 2**63 - 1), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0)}
+_RANGES["repetition_penalty"] = (1e-6, 1e6)
 
 
 def _read_generation(path: Path) -> dict[str, Any]:
