@@ -130,7 +130,7 @@ def test_a_damaged_file_next_to_tensors_is_a_sentence_and_settings_json_is_repla
     for fields in ({"temperature": -1}, {"top_k": 0.5}, {"top_p": 10**30}):
         path.write_text(json.dumps(fields))
         assert run_here("scripts/generate.py", "--checkpoint=new", "--chat", "--prompt=x") == 2
-        assert f"has a {path.name} whose {[*fields][0]} is no " in capfd.readouterr().err
+        assert f"has a {path.name} whose {next(iter(fields))} is no " in capfd.readouterr().err
     put(Path("new/settings.json"), "pipe")  # nobody reads it
     assert run_here(*run) == 0
     assert json.loads(Path("new/settings.json").read_text())["training"]["steps"] == 2
