@@ -58,6 +58,7 @@ READS = (
                      "scripts/evaluate.py --checkpoint=out --task text=t.txt")),
     ("t.jsonl", JSON, (f"{NEW} --data.paths=t.jsonl", "scripts/evaluate.py --checkpoint=out --task lambada=t.jsonl",
                        f"{NEW} --data.dataset=hf --data.paths=t.jsonl --evaluation.interval=0")),
+    ("t.csv", {name: JSON[name] for name in ("deep", "long")}, (f"{NEW} --data.paths=t.csv",)),
     ("t.json", {name: b"[" + text for name, text in JSON.items()}, (f"{NEW} --data.paths=t.json",)),
     ("t.parquet", PARQUET, (f"{NEW} --data.paths=t.parquet",)),
     ("t.jsonl.gz", GZIP, (f"{NEW} --data.paths=t.jsonl.gz",)),
@@ -118,6 +119,23 @@ def test_a_hostile_file_is_a_sentence(files, capfd, file, content, command):
     assert any(word in sentences[0] for word in (Path(file).name, *key)), error
 
 
+def test_a_damaged_file_next_to_tensors_is_a_sentence_and_settings_json_is_replaced(files, capfd):
+    run = ("train.py", CONFIG, "--job.dump_folder=new", "--data.tokenizer=hf", "--training.steps=2")
+    assert run_here(*run, "--training.steps=1") == 0
+    path = Path("new/checkpoint/step-1/generation_config.json")
+    put(path, JSON["deep"])
+    assert run_here(*run) == 1
+    problem = f"{path.parent}: has a {path.name} that cannot be read (it is nested too deeply)"
+    assert capfd.readouterr().err.endswith(f"\nerror: rank 0: {problem}\n")
+    for fields in ({"temperature": -1}, {"top_k": 0.5}, {"top_p": 10**30}):
+        path.write_text(json.dumps(fields))
+        assert run_here("scripts/generate.py", "--checkpoint=new", "--chat", "--prompt=x") == 2
+        assert f"has a {path.name} whose {next(iter(fields))} is no " in capfd.readouterr().err
+    put(Path("new/settings.json"), "pipe")  # nobody reads it
+    assert run_here(*run) == 0
+    assert json.loads(Path("new/settings.json").read_text())["training"]["steps"] == 2
+
+
 @pytest.mark.parametrize("command", ["train.py", "scripts/plan.py", "scripts/generate.py", "scripts/plot_loss.py"])
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_output_of_another_encoding_replaces_what_it_lacks(files, monkeypatch, capfd, command, encoding):
@@ -130,6 +148,8 @@ def test_output_of_another_encoding_replaces_what_it_lacks(files, monkeypatch, c
         sys.stdout.flush()
         text = output.getvalue().decode(encoding)
         assert len(text) > 100 and "\ufffd" not in text
+    monkeypatch.setattr(sys, "stdout", None)  # as if its descriptor were closed
+    assert run_here(command, *calls[-1]) == 0, capfd.readouterr().err
 
 
 def test_a_prompt_that_is_no_utf_8_is_a_sentence(files, capfd):

@@ -128,6 +128,8 @@ DIVERGED = {  # with the step from which
     "the unigrams' loss again": (course((10.9, 3.0, 300), (7.5, 7.5, 60), noise=0.05), 301),
     "above guessing": ([5.6, 5.8, 300.0, 800.0, 894.0, 894.0], 3),
     "in fine-tuning": (course((2.0, 1.5, 100), (9.0, 9.0, 30)), 101),
+    "at once in fine-tuning": (course((1.0, 1.0, 4), (8.0, 8.0, 60)), 5),
+    "after an initialization far above guessing": (course((300.0, 4.0, 50), (4.0, 4.0, 50), (90.0, 90.0, 30)), 101),
     "skipped": ([5.4, 6e10] + [math.nan] * 18, 2),
     "mostly skipped": ([5.0 if step % 3 == 0 else math.nan for step in range(1, 61)], 1),
 }

@@ -119,3 +119,13 @@ def test_the_command_prints_and_draws(
     for name in ("loss.nonsense", "loss"):
         with pytest.raises(ConfigError, match=rf'--out = ".*/{name}"'):
             main([f"--job.dump_folder={tmp_path}", "--out", str(tmp_path / name)])
+    # A run that ends in NaN, that is named twice, and whose name drives a terminal.
+    (tmp_path / "again" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": null}\n')
+    folder = str((tmp_path / "again").rename(tmp_path / "a\x1b[31m"))
+    assert main(["--runs", folder, folder, str(tmp_path), "--json", str(tmp_path / "table.json")]) == 0
+    printed, rows = capsys.readouterr().out, json.loads((tmp_path / "table.json").read_text())["runs"]
+    assert "\x1b" not in printed and "final loss         nan" in printed
+    assert rows["final loss"] == {"a\\x1b[31m": None, tmp_path.name: 0.1}
+    assert rows["best loss"] == {"a\\x1b[31m": 2.5, tmp_path.name: 0.1}
+    assert main(["--runs", folder, "--json", str(tmp_path / "table.json")]) == 0
+    assert json.loads((tmp_path / "table.json").read_text())["runs"]["best loss"] == {"a\\x1b[31m": 2.5}

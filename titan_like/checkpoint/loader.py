@@ -243,13 +243,13 @@ def agree(problem: str | None) -> None:
     """Raise on every rank if any rank has a problem. Every rank calls it.
 
     Raises:
-        RuntimeError: the first rank's problem.
+        RunError: the first rank's problem.
     """
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     for rank, text in enumerate(problems):
         if text is not None:
-            raise RuntimeError(f"rank {rank}: {text}")
+            raise RunError(f"rank {rank}: {text}")
 
 
 @torch.no_grad()

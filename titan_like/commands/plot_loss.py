@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from titan_like.config import load_config
-from titan_like.config.errors import require
+from titan_like.config.errors import printable, require
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, check_output_file, write_json
 from titan_like.metrics.loss_curve import (
@@ -37,26 +37,27 @@ def main(argv: list[str]) -> int:
     parser.add_path("--out", "where to draw it (default: loss.png in the first run's folder)", "FILE.png")
     parser.add_path("--json", "file to write the table to")
     options, settings = parser.parse_known_args(argv)
-    folders = [Path(folder) for folder in options.runs or [load_config(settings).job.dump_folder]]
+    paths = [Path(folder) for folder in options.runs or [load_config(settings).job.dump_folder]]
     key = "--runs" if options.runs else "job.dump_folder"
-    runs = {_name(folder, folders): _curves(folder, key) for folder in folders}
+    folders = {_name(folder, paths): folder for folder in paths}
+    runs = {name: _curves(folder, key) for name, folder in folders.items()}
     width, losses = min(100, shutil.get_terminal_size().columns - 10), {name: runs[name]["loss"] for name in runs}
     if len(runs) == 1 and (sys.stdout.encoding or "").lower().startswith("utf"):
         print(text_curve(next(iter(losses.values())), width))
     else:
         print(text_curves(losses, width, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
-    rows = compare_runs(dict(zip(runs, folders, strict=True)), runs) if len(runs) > 1 else {}
-    if rows:
+    rows = compare_runs(folders) if len(runs) > 1 or options.json else {}
+    if len(runs) > 1:
         print(text_table(rows, list(runs)))
     write_json(options.json, {"runs": rows})
-    picture = Path(options.out or folders[0] / "loss.png")
+    picture = Path(options.out or paths[0] / "loss.png")
     if not can_draw():
         print("(a picture needs matplotlib: pip install 'titan_like[plot]')")
         return 0
     check_picture("--out", str(picture))
     check_output_file("--out", str(picture))
     draw_losses(runs, picture)
-    print(f"drawn in {picture}")
+    print(f"drawn in {printable(str(picture))}")
     return 0
 
 
@@ -69,8 +70,8 @@ def _curves(folder: Path, key: str) -> dict[str, Curve]:
 
 def _name(folder: Path, folders: list[Path]) -> str:
     """The folder's name, or its path if another run's folder has the same name."""
-    names = [other.resolve().name for other in folders]
-    return folder.resolve().name if names.count(folder.resolve().name) == 1 else str(folder)
+    names = [other.name for other in {folder.resolve() for folder in folders}]
+    return printable(folder.resolve().name if names.count(folder.resolve().name) == 1 else str(folder))
 
 
 run = partial(run_command, main)

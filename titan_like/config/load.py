@@ -158,7 +158,8 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
     Raises:
         SystemExit: always, with the exit code.
     """
-    if isinstance(sys.stdout, TextIOWrapper):  # None if the descriptor is closed
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # Python found the descriptor closed
+    if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # stderr never raises as it is
     try:
         if "--version" in sys.argv[1:]:

@@ -30,7 +30,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any
 
-from titan_like.config.errors import ConfigError, first_line
+from titan_like.config.errors import ConfigError, first_line, printable, shortened
 from titan_like.config.paths import parse_json
 from titan_like.data.long_text import FindCut, cut_text
 from titan_like.data.tables import SEPARATORS, lines_of, table_in
@@ -339,7 +339,7 @@ def _columns(names: list[str], key: Key) -> list[str]:
     keys = (key,) if isinstance(key, str) else key
     columns = [name for name in keys if name in names]
     if not columns:
-        raise UnreadableError(f'has no column "{" or ".join(keys)}"; it has {", ".join(names)}')
+        raise UnreadableError(f'has no column "{" or ".join(keys)}"; it has {shortened(printable(", ".join(names)))}')
     return columns
 
 

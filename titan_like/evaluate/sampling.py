@@ -56,7 +56,21 @@ def generation_fields(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is invalid.
     """
-    return _of_folder(path / GENERATION_FILE, read_json)
+    return _of_folder(path / GENERATION_FILE, _read_generation)
+
+
+_RANGES = {"temperature": (0.0, 1e4), "top_k": (0, 2**63 - 1), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0)}
+_RANGES["repetition_penalty"] = (1e-6, 1e6)
+
+
+def _read_generation(path: Path) -> dict[str, Any]:
+    fields = read_json(path)
+    for name, (least, most) in _RANGES.items():
+        value = fields.get(name)
+        if value is not None and not (type(value) in (int, type(least)) and least <= value <= most):
+            kind = "whole number" if type(least) is int else "number"
+            raise ValueError(f"has a {path.name} whose {name} is no {kind} from {least:g} to {most:g}")
+    return fields
 
 
 def _of_folder(path: Path, read: Callable[[Path], Any]) -> Any:

@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import chain, cycle, pairwise
+from math import isnan, nan
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,37 +17,48 @@ from titan_like.metrics.run_files import METRICS_FILE, complete_lines, read_sett
 _BARS = " ▁▂▃▄▅▆▇█"
 _MARKS = "ox+*#%&=abcdefghijklmnpqrstuvwyz"  # ASCII, so that every terminal shows them
 _SEVERAL = "@"
+_LOSSES, _AMOUNTS = ("loss", "validation_loss"), ("consumed_tokens", "step_time_s")
 _PLACES = ("job.dump_folder", "job.config_file", "job.description", "metrics.run_name")  # differ in every run
 
 Curve = list[tuple[int, float]]
 """Steps and losses."""
 
 
-def read_losses(path: Path, names: Sequence[str] = ("loss", "validation_loss")) -> dict[str, Curve]:
+def read_losses(path: Path, names: Sequence[str] = _LOSSES) -> dict[str, Curve]:
     """Each ``loss``, ``validation_loss`` and ``validation_loss/NAME`` in a metrics.jsonl, or the figures ``names``.
 
-    Figures that are not finite, or too large for a float, are left out, and so is
-    a line that is being written.
+    Figures that are not finite, or too large for a float, are left out, and so is a line that is being written.
     """
+    curves = {key: [point for point in curve if not isnan(point[1])] for key, curve in _read(path, names).items()}
+    return {key: curve for key, curve in curves.items() if curve}
+
+
+def _read(path: Path, names: Sequence[str]) -> dict[str, Curve]:
+    """The figures ``names``, of which those that are not finite are NaN."""
     curves = defaultdict[str, Curve](list)
     for step, line in complete_lines(path):
         for key, value in json.loads(line).items():
-            if key.partition("/")[0] in names and isinstance(value, int | float) and abs(value) < 1e300:
-                curves[key].append((step, value))
+            if key.partition("/")[0] in names and (value is None or isinstance(value, int | float)):
+                curves[key].append((step, nan if value is None or not abs(value) < 1e300 else value))
     return dict(curves)
 
 
-def compare_runs(folders: Mapping[str, Path], runs: Mapping[str, Mapping[str, Curve]]) -> dict[str, dict[str, Any]]:
-    """Losses, tokens, seconds of the steps alone, and settings that differ, by row of a table and name of the run."""
-    rows, settings = defaultdict[str, dict[str, Any]](dict), {name: read_settings(folders[name]) for name in runs}
-    for name, curves in runs.items():
+def compare_runs(folders: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
+    """Losses, tokens, seconds of the steps alone, and settings that differ, by row of a table and name of the run.
+
+    A final loss is NaN if it was not finite.
+    """
+    rows, settings = defaultdict[str, dict[str, Any]](dict), {name: read_settings(folders[name]) for name in folders}
+    figures = {name: _read(folder / METRICS_FILE, (*_LOSSES, *_AMOUNTS)) for name, folder in folders.items()}
+    for name, curves in figures.items():
         for key, curve in sorted(curves.items()):
-            rows[f"final {key}"][name] = curve[-1][1]
-            rows[f"best {key}"][name], rows[f"step of best {key}"][name] = min((loss, step) for step, loss in curve)
-    for name, folder in folders.items():
-        amounts = read_losses(folder / METRICS_FILE, ("consumed_tokens", "step_time_s"))
-        rows["tokens"][name] = max((tokens for _, tokens in amounts.get("consumed_tokens", [])), default=None)
-        rows["seconds"][name] = sum(seconds for _, seconds in amounts.get("step_time_s", []))
+            if key not in _AMOUNTS:
+                rows[f"final {key}"][name] = curve[-1][1]
+                best = min(((loss, step) for step, loss in curve if not isnan(loss)), default=(None, None))
+                rows[f"best {key}"][name], rows[f"step of best {key}"][name] = best
+    for name, curves in figures.items():
+        tokens, seconds = ([amount for _, amount in curves.get(key, []) if not isnan(amount)] for key in _AMOUNTS)
+        rows["tokens"][name], rows["seconds"][name] = max(tokens, default=None), sum(seconds)
     for key in sorted({*chain(*settings.values())} - {*_PLACES}):
         values = {name: of_run.get(key) for name, of_run in settings.items() if of_run}
         if any(value != next(iter(values.values())) for value in values.values()):

@@ -86,7 +86,7 @@ def complete_lines(path: Path) -> list[tuple[int, str]]:
 def write_settings(folder: Path, config: JobConfig) -> None:
     """Keep the settings of the latest run in its folder, for comparisons. A full disk does not end the run."""
     with suppress(OSError):
-        (folder / SETTINGS_FILE).write_text(json.dumps(config.model_dump(mode="json"), indent=2), encoding="utf-8")
+        _replace(folder / SETTINGS_FILE, json.dumps(config.model_dump(mode="json"), indent=2).encode())
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

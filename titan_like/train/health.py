@@ -41,9 +41,9 @@ class LossWatch:
     """Detects spikes of the loss, and judges the run by its last steps.
 
     The run has diverged while more than half of its last 20 steps are bad: their update was skipped, or their loss is
-    at least 1 nat and a third of what the run had learned above the lowest median of 20 losses. What it had learned
-    counts from its first loss, or from ``guess``, the loss of uniform guessing, if that is higher. So neither
-    fine-tuning nor harder data is a divergence.
+    at least 1 nat and a third of what the run had learned above the lowest median of 20 losses, or above the first loss
+    if that is lower. What it had learned counts from ``guess``, the loss of uniform guessing, or as long as the loss is
+    above that, from the first loss. So neither fine-tuning nor harder data is a divergence.
     """
 
     def __init__(
@@ -116,8 +116,9 @@ class LossWatch:
         levels, is_finite = self.levels, math.isfinite(loss)
         if is_finite:
             levels.setdefault("first", loss)
-        start = max(levels.get("first", self.guess), self.guess)
-        lowest = levels.get("lowest", start)
+        first = levels.get("first", self.guess)
+        lowest = levels.get("lowest", first)
+        start = self.guess if lowest < self.guess else first
         self._last.append((step, loss, not is_finite or loss > lowest + max(1.0, (start - lowest) / 3)))
         if len(self._last) == _LAST_STEPS and all(math.isfinite(loss) for _, loss, _ in self._last):
             levels["lowest"] = min(lowest, statistics.median(loss for _, loss, _ in self._last))

@@ -176,7 +176,7 @@ class TrainingState:
             ignore = self.config.model.ignore_fields
             self.saver.files = origin_files(source, self.config.data, ignore) if dist.get_rank() == 0 else {}
         except (OSError, ValueError) as error:
-            return first_line(error)
+            return f"{source or self.config.data.tokenizer}: {first_line(error)}"
         return None
 
     def _export(self, checkpoint: Path, folder: Path, share: tuple[int, int]) -> None:
