@@ -238,7 +238,7 @@ def test_fields_that_mean_something_else_are_refused_by_name() -> None:
         ("t5", t5 | {"dense_act_fn": "gelu_new"}),
         ("t5", t5 | {"feed_forward_proj": "gated-gelu", "is_gated_act": False}),
     ):
-        with pytest.raises(RefusedError, match="has (rope_scaling|is_causal|dense_act_fn|is_gated_act) = "):
+        with pytest.raises(RefusedError, match=r"has (rope_scaling|is_causal|dense_act_fn|is_gated_act) = "):
             family_module(family).from_fields(Fields(values))
     both = {"rotary_pct": 0.5, "partial_rotary_factor": 0.5, "rope_theta": 10_000}  # as older versions save
     shape = family_module("decoder").from_fields(Fields(SMALL | {"model_type": "gpt_neox"} | both))

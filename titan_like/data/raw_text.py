@@ -3,7 +3,7 @@
 | kind | documents | recognised by |
 |---|---|---|
 | jsonl | one a line, under a key | a first line that is a JSON object, or an ending in `JSON_ENDINGS` |
-| json | one an element of a JSON array, or an object on any lines | such an ending, or all of it is JSON objects |
+| json | one an element of a JSON array, or an object on any lines | such an ending, or it begins as one of these |
 | parquet, arrow | one a row, in a column of that name (needs pyarrow) | the magic number or the ending |
 | csv, tsv | one a row, in a column of that name | the ending, or a header of names and rows that fit it |
 | text | the file is one | UTF-8 that is none of these |
@@ -22,7 +22,7 @@ import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, islice, takewhile
@@ -155,11 +155,10 @@ def _json_records(content: bytes) -> list[Any]:
 
 
 def _is_json(line: bytes) -> bool:
-    try:
+    with suppress(ValueError):
         parse_json(line)
-    except ValueError:
-        return False
-    return True
+        return True
+    return False
 
 
 def read_pieces(
